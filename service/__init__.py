@@ -1,0 +1,1 @@
+"""Control plane of Shardloom: REST API, reconciler, dashboard, SDK and CLI."""

@@ -1,0 +1,1 @@
+"""HTTP surface: routers, schemas, dependencies and error handlers."""

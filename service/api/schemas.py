@@ -1,0 +1,197 @@
+"""Bodies of the REST API, shared by the server and the client (pydantic only).
+
+Times are Unix seconds, durations `_s`, sizes `_bytes`. Lists are pages: `next` is the value to
+give as `after` for the following page, and null on the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from service.domain import EndReason, JobStatus
+from trainer.spec import JobSpec
+
+Item = TypeVar("Item")
+
+
+class ApiModel(BaseModel):
+    """Base of every body. Built from domain dataclasses by attribute."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class Page(ApiModel, Generic[Item]):
+    """One page of a list."""
+
+    items: list[Item]
+    next: str | None = None
+
+
+class FieldFault(ApiModel):
+    """One faulty field of a request."""
+
+    path: str
+    code: str
+    message: str
+
+
+class Problem(ApiModel):
+    """RFC 9457 problem details; `code` is stable and machine-readable."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str | None = None
+    fields: list[FieldFault] = []
+
+
+class ProgressOut(ApiModel):
+    """How far a job has come."""
+
+    step: int
+    total_steps: int
+    epoch: int
+    rows: int
+    rows_per_s: float
+    eta_s: float | None
+    percent: float = Field(ge=0, le=100)
+
+
+class JobSummary(ApiModel):
+    """A job as a list shows it."""
+
+    id: str
+    name: str
+    project: str
+    labels: dict[str, str]
+    status: JobStatus
+    reason: EndReason | None
+    message: str
+    created_at: float
+    started_at: float | None
+    ended_at: float | None
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    num_attempts: int
+    num_failures: int
+    progress: ProgressOut
+    latest_metrics: dict[str, float]
+
+
+class JobDetail(JobSummary):
+    """A job with its spec and version."""
+
+    version: int
+    spec: JobSpec
+    run_dir: str
+    current_attempt_id: str | None
+
+
+class JobPlan(ApiModel):
+    """What a dry run answers: the checked spec and the groups that it would form."""
+
+    spec: JobSpec
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    sharding_groups: list[list[int]]
+    replica_groups: list[list[int]]
+    moment_scale: float
+
+
+class SubmitJob(ApiModel):
+    """Body of POST /v1/jobs: the spec as a mapping. Checked by the server."""
+
+    spec: dict[str, Any]
+
+
+class AttemptOut(ApiModel):
+    """One submission of a job."""
+
+    id: str
+    index: int
+    created_at: float
+    submitted_at: float | None
+    started_at: float | None
+    ended_at: float | None
+    end_reason: EndReason | None
+    message: str
+    num_worker_failures: int
+
+
+class TimelineEventOut(ApiModel):
+    """One line of a job's timeline. `id` rises along the timeline; SSE uses it as its id."""
+
+    id: int
+    attempt_id: str | None
+    time: float
+    kind: str
+    message: str
+    actor: str
+    data: dict[str, Any]
+
+
+class MetricPointOut(ApiModel):
+    """One downsampled bucket; `value` is the mean, `step` and `time` those of its last point."""
+
+    step: int
+    time: float
+    value: float
+    min: float
+    max: float
+
+
+class MetricSeries(ApiModel):
+    """Points of one metric in step order."""
+
+    name: str
+    points: list[MetricPointOut]
+
+
+class MetricsOut(ApiModel):
+    """Series of a job; `names` lists every metric the job has, asked for or not."""
+
+    names: list[str]
+    series: list[MetricSeries]
+
+
+class CheckpointOut(ApiModel):
+    """A committed checkpoint."""
+
+    step: int
+    path: str
+    size_bytes: int
+    created_at: float
+    is_best: bool
+    metrics: dict[str, float]
+
+
+class LogLine(ApiModel):
+    """One line of a log. `source` is `driver` or `rank-N`."""
+
+    source: str
+    text: str
+
+
+class LogsOut(ApiModel):
+    """Lines of an attempt's logs. `cursor` is opaque: give it as `after` for what came later."""
+
+    attempt_id: str | None
+    sources: list[str]
+    lines: list[LogLine]
+    cursor: str
+
+
+class ClusterOut(ApiModel):
+    """The cluster behind the service."""
+
+    reachable: bool
+    backend: str
+    address: str
+    message: str

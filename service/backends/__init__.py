@@ -1,0 +1,1 @@
+"""Places that run attempts: Ray Jobs, and a scripted fake for tests."""

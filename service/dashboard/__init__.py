@@ -1,0 +1,1 @@
+"""Dashboard pages, mounted on the same app as the API."""

@@ -1,0 +1,178 @@
+"""What the control plane is about: jobs, attempts, statuses and reasons.
+
+    Job  1 ── n  Attempt (one Ray submission)  1 ── n  WorkerGroupRun (inside the attempt)
+
+A job's *status* says what the control plane has decided; what a cluster says is an
+*observation* and is kept apart. No FastAPI, SQL or Ray here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from trainer.spec import JobSpec
+
+
+class JobStatus(StrEnum):
+    """Where a job is in its life."""
+
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job has ended for good."""
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED})
+
+
+class EndReason(StrEnum):
+    """Why an attempt, or a job, ended. Stored; the status follows from it."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    WORKERS_LOST = "workers_lost"
+    DRIVER_LOST = "driver_lost"
+    FORGOTTEN = "forgotten"
+    SUBMISSION_REFUSED = "submission_refused"
+    BAD_SPEC = "bad_spec"
+    DATA_ERROR = "data_error"
+    STORAGE_ERROR = "storage_error"
+    TRAINING_ERROR = "training_error"
+    VERSION_MISMATCH = "version_mismatch"
+    RETRIES_EXHAUSTED = "retries_exhausted"
+
+
+class ObservedState(StrEnum):
+    """What the backend says of a submission.
+
+    UNREACHABLE means that nobody answered: it says nothing about the attempt and must never be
+    read as a failure. NOT_FOUND means that the cluster answered and knows no such submission.
+    """
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    NOT_FOUND = "not_found"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look at a submission."""
+
+    state: ObservedState
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ReportedEnd:
+    """How the driver itself said that its attempt ended (its `attempt_ended` record)."""
+
+    reason: EndReason
+    message: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job has come; `rows` counts rows trained by all ranks."""
+
+    step: int = 0
+    total_steps: int = 0
+    epoch: int = 0
+    rows: int = 0
+    rows_per_s: float = 0.0
+    eta_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One submission of a job to a backend. `id` is the submission id as well.
+
+    `num_worker_failures` counts the worker group restarts that happened inside the attempt;
+    `end_reason` is None while it lives. Times are Unix seconds.
+    """
+
+    id: str
+    job_id: str
+    index: int
+    created_at: float
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    end_reason: EndReason | None = None
+    message: str = ""
+    num_worker_failures: int = 0
+    reported_end: ReportedEnd | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job as stored; `version` rises by one with every write (compare-and-set)."""
+
+    id: str
+    name: str
+    spec: JobSpec
+    status: JobStatus
+    created_at: float
+    version: int = 1
+    project: str = "default"
+    reason: EndReason | None = None
+    message: str = ""
+    cancel_requested: bool = False
+    num_failures: int = 0
+    retry_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    current_attempt_id: str | None = None
+    progress: Progress = field(default_factory=Progress)
+    latest_metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint of a job."""
+
+    job_id: str
+    step: int
+    path: str
+    size_bytes: int
+    created_at: float
+    is_best: bool
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One downsampled bucket: `value` is its mean, `step` and `time` are those of its last point."""
+
+    step: int
+    time: float
+    value: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """One line of a job's timeline; `id` rises along the timeline and is the paging cursor."""
+
+    id: int
+    job_id: str
+    attempt_id: str | None
+    time: float
+    kind: str
+    message: str
+    actor: str
+    data: dict[str, object]

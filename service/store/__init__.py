@@ -1,0 +1,1 @@
+"""Durable state: the JobStore protocol and its SQLAlchemy implementation."""

@@ -1,0 +1,93 @@
+"""The JobStore protocol: everything the control plane keeps, and the rules of keeping it.
+
+*Compare-and-set*: `update_job` writes only when the stored version is the one that was read,
+and raises `StaleVersion` otherwise; the caller reads again. *Exactly once*: `append_events` takes
+a batch only where the stream left off, so a batch sent twice is stored once. No method makes a
+network call, and each is one transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from service.domain import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
+from trainer.events import EventAck, EventBatch
+
+
+class JobStore(Protocol):
+    """Durable jobs, attempts, timelines, metrics and checkpoints."""
+
+    def create_job(self, job: Job, *, idempotency_key: str | None, request_hash: str) -> Job:
+        """Store a new job, or return the one that this key made before.
+
+        Raises `IdempotencyConflict` if the key was used with another request.
+        """
+
+    def get_job(self, job_id: str) -> Job:
+        """Read a job; raises `JobNotFound`."""
+
+    def list_jobs(
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 50,
+        statuses: Sequence[JobStatus] = (),
+        name: str | None = None,
+    ) -> tuple[list[Job], str | None]:
+        """Newest first; the second value is the cursor of the next page, or None."""
+
+    def list_live_jobs(self) -> list[Job]:
+        """Every job whose status is not terminal, oldest first."""
+
+    def update_job(
+        self, job: Job, *, attempt: Attempt | None = None, timeline: Sequence[TimelineEvent] = ()
+    ) -> Job:
+        """Write `job` (as read, with changes), its attempt and timeline lines in one transaction.
+
+        Returns the job with its new version; raises `StaleVersion` if somebody wrote meanwhile.
+        """
+
+    def get_attempt(self, attempt_id: str) -> Attempt:
+        """Read an attempt; raises `AttemptNotFound`."""
+
+    def list_attempts(self, job_id: str) -> list[Attempt]:
+        """Attempts of a job in order."""
+
+    def append_events(self, attempt_id: str, batch: EventBatch, now: float) -> EventAck:
+        """Take what is new in a batch and apply it to job, attempt, metrics and checkpoints.
+
+        Raises `SequenceGap` (with the wanted `next_seq`) if records before the batch are missing.
+        """
+
+    def stream_positions(self, attempt_id: str) -> dict[str, int]:
+        """`next_seq` of every stream of an attempt."""
+
+    def list_timeline(self, job_id: str, *, after: int = 0, limit: int = 200) -> list[TimelineEvent]:
+        """Timeline lines with an id above `after`, in order."""
+
+    def metric_names(self, job_id: str) -> list[str]:
+        """Names of every metric the job has."""
+
+    def metric_points(
+        self,
+        job_id: str,
+        name: str,
+        *,
+        from_step: int | None = None,
+        to_step: int | None = None,
+        max_points: int = 500,
+    ) -> list[MetricPoint]:
+        """Points in step order, at most `max_points`: min, max and mean per bucket of steps.
+
+        Where a step was repeated after a restart, the newest value stands.
+        """
+
+    def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
+        """Committed checkpoints that still exist, in step order."""
+
+    def ping(self) -> dict[str, Any]:
+        """Check that the store answers and is at the newest migration."""
+
+    def close(self) -> None:
+        """Release connections."""

@@ -1,0 +1,1 @@
+"""Training side of Shardloom: engine, data, models, worker loop and driver."""

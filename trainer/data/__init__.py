@@ -1,0 +1,1 @@
+"""Parquet sources, batches and the global data position."""

@@ -1,0 +1,1 @@
+"""Durable checkpoints and recovery."""

@@ -1,0 +1,148 @@
+"""Typed records that a running attempt sends to the control plane.
+
+Each writer (the driver, rank 0 of a worker group run) owns one *stream*: a file of JSON lines in
+the attempt's outbox. The position of a line in its file is its sequence number, so a record
+is known by (attempt, stream, seq) and the control plane can take each exactly once, however
+often a batch is sent. Pydantic only: both sides import this.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+STREAM_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
+
+
+class EventModel(BaseModel):
+    """Base of every record. `time` is Unix time in seconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=True)
+
+    time: float
+
+
+class Note(EventModel):
+    """Something a person should read, without other consequence."""
+
+    kind: Literal["note"] = "note"
+    level: Literal["info", "warning", "error"] = "info"
+    message: str
+
+
+class AttemptStarted(EventModel):
+    """The driver is up and about to start workers."""
+
+    kind: Literal["attempt_started"] = "attempt_started"
+    world_size: int
+    versions: dict[str, str] = {}
+
+
+class WorkersStarted(EventModel):
+    """A worker group run has built its process groups; `resumed_step` is 0 on a fresh start."""
+
+    kind: Literal["workers_started"] = "workers_started"
+    run_index: int
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    backend: str
+    sharding_groups: list[list[int]]
+    replica_groups: list[list[int]]
+    hosts: list[str] = Field(description="Host of each rank, indexed by rank.")
+    table_shards: dict[str, str] = Field(description="Sharding type chosen for each table.")
+    total_steps: int
+    resumed_step: int
+
+
+class Metrics(EventModel):
+    """Values at a step. Names are `train/loss`, `validation/rmse`, `speed/rows_per_s`, ..."""
+
+    kind: Literal["metrics"] = "metrics"
+    step: int
+    values: dict[str, float]
+
+
+class Progress(EventModel):
+    """How far training has come. `rows` counts rows trained by all ranks, repeats excluded."""
+
+    kind: Literal["progress"] = "progress"
+    step: int
+    total_steps: int
+    epoch: int
+    rows: int
+    rows_per_s: float
+    eta_s: float
+
+
+class CheckpointCommitted(EventModel):
+    """A checkpoint whose commit marker is on storage: from now on it exists."""
+
+    kind: Literal["checkpoint_committed"] = "checkpoint_committed"
+    step: int
+    path: str
+    size_bytes: int
+    duration_s: float
+    is_best: bool = False
+    metrics: dict[str, float] = {}
+
+
+class CheckpointDeleted(EventModel):
+    """A checkpoint that retention removed."""
+
+    kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
+    step: int
+    path: str
+
+
+class WorkersLost(EventModel):
+    """A worker group run ended early; the driver restarts it if its budget allows."""
+
+    kind: Literal["workers_lost"] = "workers_lost"
+    run_index: int
+    reason: str
+    message: str
+    will_restart: bool
+
+
+class AttemptEnded(EventModel):
+    """Last record of an attempt that ended on its own; `reason` is an EndReason value."""
+
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    reason: str
+    message: str
+    final_metrics: dict[str, float] = {}
+
+
+Event = Annotated[
+    Note
+    | AttemptStarted
+    | WorkersStarted
+    | Metrics
+    | Progress
+    | CheckpointCommitted
+    | CheckpointDeleted
+    | WorkersLost
+    | AttemptEnded,
+    Field(discriminator="kind"),
+]
+EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+class EventBatch(BaseModel):
+    """Consecutive records of one stream; `events[i]` has sequence number `first_seq + i`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    stream: Annotated[str, Field(pattern=STREAM_PATTERN)]
+    first_seq: Annotated[int, Field(ge=0)]
+    events: Annotated[list[Event], Field(max_length=1000)]
+
+
+class EventAck(BaseModel):
+    """Answer to a batch: everything below `next_seq` of the stream is durable."""
+
+    stream: str
+    next_seq: int

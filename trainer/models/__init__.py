@@ -1,0 +1,1 @@
+"""TorchRec models that a job spec can name."""

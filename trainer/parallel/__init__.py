@@ -1,0 +1,1 @@
+"""2D sparse parallelism: layout arithmetic, process groups, the model-parallel wrapper and sync."""

@@ -1,0 +1,62 @@
+"""Where one job keeps its files on run storage: pure path arithmetic, shared with the service.
+
+    RUN_DIR/                         one per job
+      checkpoints/step-00000100/     DCP files, and COMMIT.json written last
+      attempts/ATTEMPT_ID/
+        spec.json                    the spec as this attempt runs it
+        outbox/STREAM.jsonl          event records; a line's position is its sequence number
+        logs/driver.log, rank-0.log  one file per process
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+COMMIT_MARKER = "COMMIT.json"
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """Files of one attempt."""
+
+    root: Path
+
+    @property
+    def spec_path(self) -> Path:
+        """The spec of this attempt, as JSON."""
+        return self.root / "spec.json"
+
+    @property
+    def outbox_dir(self) -> Path:
+        """Folder of the event streams."""
+        return self.root / "outbox"
+
+    @property
+    def logs_dir(self) -> Path:
+        """Folder of the log files, one per process."""
+        return self.root / "logs"
+
+    def stream_path(self, stream: str) -> Path:
+        """File of one event stream."""
+        return self.outbox_dir / f"{stream}.jsonl"
+
+    def log_path(self, source: str) -> Path:
+        """Log file of one process: `driver` or `rank-N`."""
+        return self.logs_dir / f"{source}.log"
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Files of one job, across its attempts."""
+
+    root: Path
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        """Folder of the checkpoints, committed or not."""
+        return self.root / "checkpoints"
+
+    def attempt(self, attempt_id: str) -> AttemptDir:
+        """Files of one attempt."""
+        return AttemptDir(self.root / "attempts" / attempt_id)

@@ -78,10 +78,14 @@ class Observation:
 
 @dataclass(frozen=True)
 class ReportedEnd:
-    """How the driver itself said that its attempt ended (its `attempt_ended` record)."""
+    """How the driver itself said that its attempt ended (its `attempt_ended` record).
+
+    `time` is when the record arrived, by the service's clock.
+    """
 
     reason: EndReason
     message: str
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,11 @@ class Progress:
     rows: int = 0
     rows_per_s: float = 0.0
     eta_s: float | None = None
+
+
+def attempt_id(job_id: str, index: int) -> str:
+    """Id of attempt `index` (from 0) of a job, which is its submission id as well."""
+    return f"{job_id}-a{index}"
 
 
 @dataclass(frozen=True)
@@ -139,6 +148,13 @@ class Job:
     progress: Progress = field(default_factory=Progress)
     latest_metrics: dict[str, float] = field(default_factory=dict)
 
+    @property
+    def num_attempts(self) -> int:
+        """How many attempts the job has had, read off the id of the newest."""
+        if self.current_attempt_id is None:
+            return 0
+        return int(self.current_attempt_id.rpartition("-a")[2]) + 1
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -155,7 +171,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class MetricPoint:
-    """One downsampled bucket: `value` is its mean, `step` and `time` are those of its last point."""
+    """One downsampled bucket: `value` is the mean, `step` and `time` those of its last point."""
 
     step: int
     time: float

@@ -6,14 +6,18 @@ give as `after` for the following page, and null on the last one.
 
 from __future__ import annotations
 
-from typing import Any, Generic, TypeVar
+import math
+from typing import Annotated, Any, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from service.domain import EndReason, JobStatus
 from trainer.spec import JobSpec
 
 Item = TypeVar("Item")
+
+# JSON has no NaN or infinity: both travel as null, which reads back as NaN.
+Value = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 
 
 class ApiModel(BaseModel):
@@ -80,7 +84,7 @@ class JobSummary(ApiModel):
     num_attempts: int
     num_failures: int
     progress: ProgressOut
-    latest_metrics: dict[str, float]
+    latest_metrics: dict[str, Value]
 
 
 class JobDetail(JobSummary):
@@ -142,9 +146,9 @@ class MetricPointOut(ApiModel):
 
     step: int
     time: float
-    value: float
-    min: float
-    max: float
+    value: Value
+    min: Value
+    max: Value
 
 
 class MetricSeries(ApiModel):
@@ -169,7 +173,7 @@ class CheckpointOut(ApiModel):
     size_bytes: int
     created_at: float
     is_best: bool
-    metrics: dict[str, float]
+    metrics: dict[str, Value]
 
 
 class LogLine(ApiModel):

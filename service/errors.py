@@ -1,0 +1,217 @@
+"""What the control plane raises, and how each error reads as an RFC 9457 problem.
+
+    ServiceError                      status  code
+    ├── InvalidRequest                422     invalid_request   (`fields` say where)
+    ├── NotFound                      404
+    │   ├── JobNotFound                       job_not_found
+    │   ├── AttemptNotFound                   attempt_not_found
+    │   └── LogNotFound                       log_not_found
+    ├── Conflict                      409
+    │   ├── IdempotencyConflict               idempotency_conflict
+    │   ├── JobEnded                          job_ended
+    │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
+    │   └── StaleVersion                      stale_version
+    ├── BackendError                  502
+    │   ├── SubmissionRefused                 submission_refused
+    │   └── BackendUnreachable        503     backend_unreachable
+    ├── StoreUnavailable              503     store_unavailable
+    └── PortInUse                     (start) port_in_use
+
+`trainer.spec.SpecError` maps to 422 `invalid_spec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from service.api.schemas import FieldFault, Problem
+from trainer.spec import SpecError
+
+
+class ServiceError(Exception):
+    """Base of what the control plane raises; its text is the `detail` of the problem."""
+
+    status = 500
+    code = "internal_error"
+    title = "Internal error"
+
+    @property
+    def fields(self) -> Sequence[FieldFault]:
+        """Faulty fields of the request, where the error is about fields."""
+        return ()
+
+    @property
+    def extensions(self) -> dict[str, object]:
+        """Further members of the problem."""
+        return {}
+
+
+class InvalidRequest(ServiceError):
+    """A request whose fields cannot be accepted."""
+
+    status = 422
+    code = "invalid_request"
+    title = "Invalid request"
+
+    def __init__(self, faults: Sequence[FieldFault]) -> None:
+        self._faults = tuple(faults)
+        super().__init__("; ".join(f"{fault.path}: {fault.message}" for fault in faults))
+
+    @property
+    def fields(self) -> Sequence[FieldFault]:
+        """Every fault found."""
+        return self._faults
+
+
+class NotFound(ServiceError):
+    """Something that the request names does not exist."""
+
+    status = 404
+    code = "not_found"
+    title = "Not found"
+
+
+class JobNotFound(NotFound):
+    """No job has this id or name."""
+
+    code = "job_not_found"
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"no job has the id or name '{job}'; GET /v1/jobs lists them")
+
+
+class AttemptNotFound(NotFound):
+    """No attempt has this id."""
+
+    code = "attempt_not_found"
+
+    def __init__(self, attempt_id: str) -> None:
+        super().__init__(f"no attempt has the id '{attempt_id}'")
+
+
+class LogNotFound(NotFound):
+    """A job has no log of this name."""
+
+    code = "log_not_found"
+
+    def __init__(self, source: str, sources: Sequence[str]) -> None:
+        known = ", ".join(sources) or "none yet"
+        super().__init__(f"no log is named '{source}'; the attempt has: {known}")
+
+
+class Conflict(ServiceError):
+    """Not possible in the present state."""
+
+    status = 409
+    code = "conflict"
+    title = "Conflict"
+
+
+class IdempotencyConflict(Conflict):
+    """An idempotency key came back with another request."""
+
+    code = "idempotency_conflict"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"Idempotency-Key '{key}' was used before with another spec; use a new key"
+        )
+
+
+class JobEnded(Conflict):
+    """The job has ended, so there is nothing left to change."""
+
+    code = "job_ended"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id} has already ended ({status})")
+
+
+class SequenceGap(Conflict):
+    """A batch starts after records that never arrived; `next_seq` is the one to go on from."""
+
+    code = "sequence_gap"
+
+    def __init__(self, stream: str, first_seq: int, next_seq: int) -> None:
+        self.next_seq = next_seq
+        super().__init__(
+            f"batch of stream '{stream}' starts at {first_seq}, but record {next_seq} has not "
+            f"arrived yet; send again from {next_seq}"
+        )
+
+    @property
+    def extensions(self) -> dict[str, object]:
+        """The sequence number to go on from."""
+        return {"next_seq": self.next_seq}
+
+
+class StaleVersion(Conflict):
+    """Somebody else wrote the job since it was read."""
+
+    code = "stale_version"
+
+    def __init__(self, job_id: str, version: int) -> None:
+        super().__init__(f"job {job_id} was changed since version {version} was read; read again")
+
+
+class BackendError(ServiceError):
+    """The backend did not do what it was asked."""
+
+    status = 502
+    code = "backend_error"
+    title = "Backend error"
+
+
+class SubmissionRefused(BackendError):
+    """The backend answered, and the answer was no: the same request would be refused again."""
+
+    code = "submission_refused"
+
+
+class BackendUnreachable(BackendError):
+    """The backend did not answer in time: nothing is known, and nothing must be concluded."""
+
+    status = 503
+    code = "backend_unreachable"
+    title = "Backend unreachable"
+
+
+class StoreUnavailable(ServiceError):
+    """The database does not answer or is not at the newest migration."""
+
+    status = 503
+    code = "store_unavailable"
+    title = "Store unavailable"
+
+
+class PortInUse(ServiceError):
+    """The service cannot listen where it was told to."""
+
+    code = "port_in_use"
+    title = "Port in use"
+
+    def __init__(self, host: str, port: int, cause: str) -> None:
+        super().__init__(
+            f"cannot listen on {host}:{port} ({cause}); is another service running? "
+            "Stop it or set SHARDLOOM_PORT to a free port"
+        )
+
+
+def problem_of(error: ServiceError) -> dict[str, object]:
+    """The problem document of an error, extension members included."""
+    problem = Problem(
+        title=error.title,
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        fields=list(error.fields),
+    )
+    return {**problem.model_dump(), **error.extensions}
+
+
+def problem_of_spec(error: SpecError) -> dict[str, object]:
+    """The problem document of a faulty spec: one field per fault, by its path in the spec."""
+    faults = [FieldFault(path=p.path, code=p.code, message=p.message) for p in error.problems]
+    return Problem(
+        title="Invalid spec", status=422, detail=str(error), code="invalid_spec", fields=faults
+    ).model_dump()

@@ -18,7 +18,8 @@ STREAM_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
 class EventModel(BaseModel):
     """Base of every record. `time` is Unix time in seconds."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=True)
+    # A NaN loss is news worth sending: JSON has no word for it, so it travels as the string "NaN".
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
     time: float
 
@@ -134,7 +135,7 @@ EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
 class EventBatch(BaseModel):
     """Consecutive records of one stream; `events[i]` has sequence number `first_seq + i`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     stream: Annotated[str, Field(pattern=STREAM_PATTERN)]
     first_seq: Annotated[int, Field(ge=0)]

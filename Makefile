@@ -1,0 +1,51 @@
+# Everything starts here: `make demo` shows it working, `make test` tests it.
+# Each target sets up .venv by itself; a second run starts at once.
+#   STACK=cpu|gpu     which torch stack to install (default: gpu where nvidia-smi finds one)
+#   DATA=DIR          MovieLens csv folder for the demo
+#   WAIT=0            end the demo when the job has ended
+SHELL := /bin/bash
+PYTHON ?= python3
+STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
+WAIT ?= 1
+BIN := .venv/bin
+STAMP := .venv/.installed-$(STACK)
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+
+.PHONY: help setup demo test test-unit lint format bench clean
+help:
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
+
+setup: $(STAMP) ## create .venv with everything installed
+
+$(STAMP): pyproject.toml
+	@echo "Shardloom set-up ($(STACK) stack) into .venv: about two minutes the first time."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "[1/3] PyTorch" && $(PIP) --progress-bar on torch==2.13.0
+	@echo "[2/3] Shardloom and what it needs" && \
+		$(PIP) --progress-bar on -e '.[service,trainer-$(STACK),dev]'
+	@if [ $(STACK) = cpu ]; then echo "[3/3] TorchRec" && \
+		$(PIP) --progress-bar on --no-deps torchrec==1.8.0; fi
+	@$(BIN)/python -m trainer.versions
+	@touch $@
+
+demo: setup ## train a 2D-sharded recommender on MovieLens and watch it
+	@DATA='$(DATA)' WAIT='$(WAIT)' deploy/demo.sh
+
+test: setup ## run the tests
+	@$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+
+test-unit: setup ## run the tests that need no Ray, network or browser
+	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+lint: setup ## check style and types
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+
+format: setup ## mend what ruff can mend
+	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+bench: setup ## run every benchmark and write bench-results/
+	@$(BIN)/python -m tests.benchmarks.all --out bench-results
+
+clean: ## remove .venv, caches and local state
+	@test ! -x $(BIN)/shardloom || SHARDLOOM_HOME=.shardloom $(BIN)/shardloom down >/dev/null 2>&1 || true
+	@rm -rf .venv .shardloom build bench-results *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,267 @@
+"""The driver of an attempt: one Ray job that runs worker groups until the training ends.
+
+    python -m trainer.driver      with the SHARDLOOM_* variables that `DriverContext` reads
+
+It checks versions and data, runs a Ray Train TorchTrainer, restarts the workers from the newest
+checkpoint when they were lost and the budget allows, and posts the outbox to the service. Its last
+record says why the attempt ended; its exit code is 0 only when training completed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from trainer import events, failures
+from trainer.data.errors import DataError
+from trainer.data.manifest import load_manifest
+from trainer.data.resolve import resolve_tables
+from trainer.failures import Failure
+from trainer.outbox import EventWriter, OutboxPoster
+from trainer.ray_worker import WorkerConfig, start_log
+from trainer.run_dir import AttemptDir, RunDir
+from trainer.spec import JobSpec, SpecError, load_spec
+from trainer.versions import check_versions, installed_versions
+
+logger = logging.getLogger(__name__)
+
+POST_TIMEOUT_S = 10.0
+EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130}
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """What the control plane tells a driver, by environment variables."""
+
+    job_id: str
+    attempt_id: str
+    run_dir: Path
+    service_url: str | None
+    max_worker_failures: int
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> DriverContext:
+        """Read the SHARDLOOM_* variables; a missing one is a KeyError that names it."""
+        return cls(
+            job_id=env["SHARDLOOM_JOB_ID"],
+            attempt_id=env["SHARDLOOM_ATTEMPT_ID"],
+            run_dir=Path(env["SHARDLOOM_RUN_DIR"]),
+            service_url=env.get("SHARDLOOM_SERVICE_URL"),
+            max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
+        )
+
+    @property
+    def files(self) -> AttemptDir:
+        """Files of this attempt."""
+        return RunDir(self.run_dir).attempt(self.attempt_id)
+
+
+def prepare_spec(context: DriverContext) -> JobSpec:
+    """The attempt's spec with table sizes taken from the data; raises SpecError or DataError."""
+    spec = load_spec(context.files.spec_path.read_text())
+    return resolve_tables(spec, load_manifest(Path(spec.data.path)))
+
+
+def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
+    """Train to the end, restarting lost workers within the budget; None when completed."""
+    try:
+        spec = prepare_spec(context)
+    except SpecError as error:
+        return Failure(failures.BAD_SPEC, str(error))
+    except DataError as error:
+        return Failure(failures.DATA_ERROR, str(error))
+    writer.write(
+        events.AttemptStarted(
+            time=time.time(),
+            world_size=spec.parallelism.world_size,
+            versions=installed_versions(),
+        )
+    )
+    run_index = 0
+    while True:
+        failure = run_workers(WorkerConfig(spec, context.run_dir, context.attempt_id, run_index))
+        if failure is None:
+            return None
+        run_index += 1
+        restart = failures.should_restart(failure, run_index, context.max_worker_failures)
+        if failure.reason == failures.WORKERS_LOST:
+            writer.write(
+                events.WorkersLost(
+                    time=time.time(),
+                    run_index=run_index - 1,
+                    reason=failure.reason,
+                    message=failure.message,
+                    will_restart=restart,
+                )
+            )
+        if not restart:
+            return failure
+
+
+def run_workers(config: WorkerConfig) -> Failure | None:
+    """One worker group run: a TorchTrainer from start to end; None when it completed."""
+    # Imported late: a faulty spec is reported seconds sooner without Ray and torch.
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    from trainer.ray_worker import ray_train_loop
+
+    resources = config.spec.resources
+    use_gpu = wants_gpu(config.spec)
+    trainer = TorchTrainer(
+        ray_train_loop,
+        train_loop_config={"worker": config},
+        torch_config=TorchConfig(
+            backend="nccl" if use_gpu else "gloo",
+            timeout_s=int(max(resources.collective_timeout_s, 1)),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=config.spec.parallelism.world_size,
+            use_gpu=use_gpu,
+            resources_per_worker={"CPU": resources.cpus_per_worker} | ({"GPU": 1} if use_gpu else {}),
+        ),
+        run_config=RunConfig(
+            name=f"{config.attempt_id}-r{config.run_index}",
+            storage_path=str(config.run_dir / "ray"),
+            failure_config=FailureConfig(max_failures=0),
+        ),
+    )
+    try:
+        trainer.fit()
+    except TrainingFailedError as error:
+        return classify(error)
+    return None
+
+
+def wants_gpu(spec: JobSpec) -> bool:
+    """Whether to train on GPUs: as asked, or when the cluster has one for every worker."""
+    import ray
+
+    if spec.resources.device != "auto":
+        return spec.resources.device == "cuda"
+    return ray.cluster_resources().get("GPU", 0) >= spec.parallelism.world_size
+
+
+def classify(error: Exception) -> Failure:
+    """The cause behind a Ray Train error."""
+    by_rank: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+    if not by_rank:
+        return Failure(failures.WORKERS_LOST, _first_line(error))
+    return failures.explain([_classify_rank(rank, by_rank[rank]) for rank in sorted(by_rank)])
+
+
+def _classify_rank(rank: int, error: Exception) -> Failure:
+    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+
+    if not isinstance(error, UserExceptionWithTraceback):
+        return Failure(failures.WORKERS_LOST, f"rank {rank} was lost: {_first_line(error)}")
+    cause = error._base_exc
+    if isinstance(cause, failures.WorkerFailure):
+        return Failure(cause.reason, f"rank {rank}: {cause.message}")
+    return Failure(failures.TRAINING_ERROR, f"rank {rank}: {type(cause).__name__}: {cause}")
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(error).__name__
+
+
+class Stopped(Exception):
+    """The attempt was asked to stop (Ctrl-C, or a cancel through Ray Jobs)."""
+
+
+def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | None:
+    """`run_attempt` in a thread, so that a stop request ends it at once; raises `Stopped`.
+
+    Ray Train would otherwise take SIGINT for itself and wait for the workers to abort.
+    """
+    import ray
+
+    def _raise_stopped(signum: int, frame: object) -> None:
+        raise Stopped
+
+    outcome: queue.Queue[Failure | None | BaseException] = queue.Queue()
+
+    def _run() -> None:
+        try:
+            outcome.put(run_attempt(context, writer))
+        except BaseException as error:  # handed to the main thread, which raises it
+            outcome.put(error)
+
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, _raise_stopped)
+    ray.init(log_to_driver=False)
+    threading.Thread(target=_run, name="attempt", daemon=True).start()
+    result = outcome.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEnded:
+    """Run the attempt and say how it ended; never raises."""
+    mismatches = check_versions()
+    if mismatches:
+        message = "; ".join(mismatch.message for mismatch in mismatches)
+        return _ended(context, Failure(failures.VERSION_MISMATCH, message))
+    try:
+        return _ended(context, run_until_stopped(context, writer))
+    except Stopped:
+        return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
+    except Exception as error:  # whatever it is, the control plane must learn of it
+        logger.exception("the driver failed")
+        return _ended(context, Failure(failures.TRAINING_ERROR, f"{type(error).__name__}: {error}"))
+
+
+def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:
+    if failure is not None:
+        return events.AttemptEnded(
+            time=time.time(), reason=failure.reason, message=failure.message
+        )
+    from trainer.elastic.checkpoint import list_committed
+
+    newest = list_committed(RunDir(context.run_dir).checkpoints_dir)[-1]
+    return events.AttemptEnded(
+        time=time.time(),
+        reason=failures.COMPLETED,
+        message=f"training completed after {newest.commit.step} steps",
+        final_metrics=newest.commit.metrics,
+    )
+
+
+def main() -> int:
+    """Run the attempt that the environment names; the exit code of the Ray job."""
+    context = DriverContext.from_env(os.environ)
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    start_log(context.files.log_path("driver"))
+    writer = EventWriter(context.files.stream_path("driver"))
+    poster = None
+    if context.service_url:
+        url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
+        poster = OutboxPoster(context.files.outbox_dir, httpx.Client(timeout=POST_TIMEOUT_S), url)
+        poster.start()
+    ended = end_attempt(context, writer)
+    logger.info("attempt ended: %s: %s", ended.reason, ended.message)
+    writer.write(ended)
+    if poster:
+        poster.close(POST_TIMEOUT_S)
+    return EXIT_CODES.get(ended.reason, 1)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Ray's background threads must not hold up the end of a stopped driver.
+    os._exit(code)

@@ -1,0 +1,202 @@
+"""What a run measures: task metrics (torchrec.metrics), speed, and balance over the ranks.
+
+Names of reported values: `train/loss`, `train/rmse`, `validation/rmse`, `speed/rows_per_s`,
+`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `data/wait_s`, `balance/lookup`,
+`balance/gradient`. Times are seconds per step, except `sync/time_s`, which is seconds per sync.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torchrec.metrics.auc import AUCMetric
+from torchrec.metrics.mae import MAEMetric
+from torchrec.metrics.metrics_config import RecTaskInfo
+from torchrec.metrics.mse import MSEMetric
+from torchrec.metrics.ne import NEMetric
+from torchrec.metrics.rec_metric import RecMetric
+
+from trainer.data.batches import Batch
+from trainer.parallel.two_d import TwoDParallel
+from trainer.spec import TaskSpec
+
+# metric of the spec -> (class, key of the value over everything since the last reset)
+_METRICS: dict[str, tuple[type[RecMetric], str]] = {
+    "rmse": (MSEMetric, "mse-{task}|lifetime_rmse"),
+    "mae": (MAEMetric, "mae-{task}|lifetime_mae"),
+    "ne": (NEMetric, "ne-{task}|lifetime_ne"),
+    "auc": (AUCMetric, "auc-{task}|window_auc"),
+}
+LOWER_IS_BETTER = {"rmse": True, "mae": True, "ne": True, "auc": False, "loss": True}
+
+
+def is_better(metric: str, value: float, best: float | None) -> bool:
+    """Whether `value` of `metric` beats `best` (None: nothing to beat yet; NaN never wins)."""
+    if value != value:
+        return False
+    if best is None:
+        return True
+    return value < best if LOWER_IS_BETTER[metric] else value > best
+
+
+class TaskMeter:
+    """Loss and metrics of one task, over all ranks, since the last `compute`."""
+
+    def __init__(self, task: TaskSpec, batch_size: int, window_rows: int) -> None:
+        self._task = task
+        self._losses = torch.zeros(2, dtype=torch.float64)
+        self._metrics = {
+            name: _METRICS[name][0](
+                world_size=dist.get_world_size(),
+                my_rank=dist.get_rank(),
+                batch_size=batch_size,
+                tasks=[RecTaskInfo(name=task.name)],
+                window_size=window_rows,
+                compute_on_all_ranks=True,
+            )
+            for name in task.metric_names
+        }
+
+    def to(self, device: torch.device) -> TaskMeter:
+        """Move the state to the device of the batches."""
+        self._losses = self._losses.to(device)
+        for metric in self._metrics.values():
+            metric.to(device)
+        return self
+
+    @torch.no_grad()
+    def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
+        """Take in one batch; `outputs` is [B] as the model gave it. Rows of weight 0 don't count."""
+        num_rows = batch.weight.sum()
+        self._losses += torch.stack([loss.detach() * num_rows, num_rows])
+        predictions, labels = self._in_label_unit(batch, outputs)
+        name = self._task.name
+        for metric in self._metrics.values():
+            metric.update(
+                predictions={name: predictions},
+                labels={name: labels},
+                weights={name: batch.weight},
+            )
+
+    def _in_label_unit(
+        self, batch: Batch, outputs: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._task.loss == "bce":
+            return torch.sigmoid(outputs), batch.label
+        scale, offset = batch.label_scale, batch.label_offset
+        return outputs * scale + offset, batch.label * scale + offset
+
+    @torch.no_grad()
+    def compute(self, prefix: str) -> dict[str, float]:
+        """Values since the last call, named `PREFIX/NAME`, and start over. Collective."""
+        dist.all_reduce(self._losses)
+        values = {f"{prefix}/loss": (self._losses[0] / self._losses[1]).item()}
+        self._losses.zero_()
+        for name, metric in self._metrics.items():
+            key = _METRICS[name][1].format(task=self._task.name)
+            values[f"{prefix}/{name}"] = metric.compute()[key].item()
+            metric.reset()
+        return values
+
+
+class LookupCounter:
+    """Counts the ids that this rank's shards look up, and the distinct rows they update.
+
+    Lookups cost memory reads, distinct rows cost gradient writes: with skewed ids the two are
+    balanced differently over the ranks. Distinct rows are counted only while `sampling`, because
+    that needs a sort of the ids.
+    """
+
+    def __init__(self, model: TwoDParallel) -> None:
+        self.sampling = False
+        self._counts = [0, 0]
+        self._handles = [
+            kernel.register_forward_pre_hook(self._count, with_kwargs=True)
+            for kernel in model.embedding_kernels()
+        ]
+
+    def _count(self, kernel: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not (self.sampling and kernel.training):
+            return
+        indices = kwargs["indices"] if "indices" in kwargs else args[0]
+        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
+        self._counts[0] += indices.numel()
+        self._counts[1] += _num_distinct_rows(kernel, indices, offsets)
+
+    @torch.no_grad()
+    def imbalance(self, device: torch.device) -> dict[str, float]:
+        """Max over mean across all ranks since the last call (1 is perfect). Collective."""
+        mine = torch.tensor(self._counts, dtype=torch.float64, device=device)
+        total, highest = mine.clone(), mine.clone()
+        dist.all_reduce(total)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        ratio = highest * dist.get_world_size() / total.clamp(min=1.0)
+        self._counts = [0, 0]
+        return {"balance/lookup": ratio[0].item(), "balance/gradient": ratio[1].item()}
+
+
+def _num_distinct_rows(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
+) -> int:
+    """Distinct (table, row) pairs in one lookup; features of one table are counted together."""
+    tables = kernel.feature_table_map
+    bags_per_feature = (offsets.numel() - 1) // len(tables)
+    bounds = offsets[::bags_per_feature].tolist() if bags_per_feature else [0] * (len(tables) + 1)
+    num_rows = 0
+    for table in sorted(set(tables)):
+        parts = [indices[bounds[f] : bounds[f + 1]] for f, t in enumerate(tables) if t == table]
+        num_rows += torch.cat(parts).unique().numel()
+    return num_rows
+
+
+class Speedometer:
+    """Rows and steps per second between reports. Sums what each step spent on sync and waiting."""
+
+    def __init__(self, rows_per_step: int) -> None:
+        self._rows_per_step = rows_per_step
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a new window now, forgetting what was measured."""
+        self._started = time.perf_counter()
+        self._paused_s = 0.0
+        self._num_steps = self._num_syncs = self._sync_bytes = 0
+        self._sync_s = self._wait_s = 0.0
+
+    def step(self, wait_s: float) -> None:
+        """Count one step that waited `wait_s` for its batch."""
+        self._num_steps += 1
+        self._wait_s += wait_s
+
+    def sync(self, time_s: float, num_bytes: int) -> None:
+        """Count one sync."""
+        self._num_syncs += 1
+        self._sync_s += time_s
+        self._sync_bytes += num_bytes
+
+    def exclude(self, time_s: float) -> None:
+        """Leave out time that was not training (validation, checkpoints)."""
+        self._paused_s += time_s
+
+    def read(self) -> dict[str, float]:
+        """Values of this window; starts the next one."""
+        elapsed_s = max(time.perf_counter() - self._started - self._paused_s, 1e-9)
+        steps_per_s = self._num_steps / elapsed_s
+        values = {
+            "speed/steps_per_s": steps_per_s,
+            "speed/rows_per_s": steps_per_s * self._rows_per_step,
+            "data/wait_s": self._wait_s / max(self._num_steps, 1),
+        }
+        if self._num_syncs:
+            values["sync/time_s"] = self._sync_s / self._num_syncs
+            values["sync/bytes"] = self._sync_bytes / self._num_syncs
+        self.restart()
+        return values

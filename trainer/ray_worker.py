@@ -1,0 +1,77 @@
+"""Where Ray Train enters a worker. Light to import: the driver pickles this by reference.
+
+The engine behind it (torch, TorchRec) is imported inside the worker only, so that the driver
+starts workers a few seconds earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TextIO
+
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What the driver gives every worker. `spec` has its tables resolved."""
+
+    spec: JobSpec
+    run_dir: Path
+    attempt_id: str
+    run_index: int
+
+    @property
+    def run_label(self) -> str:
+        """Short name of this worker group run, unique within the job: `a0-r1`."""
+        return f"{self.attempt_id.rpartition('-')[2]}-r{self.run_index}"
+
+
+def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
+    """Entry point of a Ray Train worker; raises `WorkerFailure`."""
+    import ray
+    import ray.train
+
+    worker = config["worker"]
+    rank = ray.train.get_context().get_world_rank()
+    start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(f"rank-{rank}"))
+
+    from trainer.worker import run_worker
+
+    run_worker(worker, node_id=ray.get_runtime_context().get_node_id())
+
+
+class _Tee:
+    """Writes to a log file as well as to the stream that was there."""
+
+    def __init__(self, stream: TextIO, log: TextIO) -> None:
+        self._stream, self._log = stream, log
+
+    def write(self, text: str) -> int:
+        self._log.write(text)
+        return self._stream.write(text)
+
+    def flush(self) -> None:
+        self._log.flush()
+        self._stream.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+def start_log(path: Path) -> None:
+    """Copy everything this process prints or logs to `path`, so that logs outlive the cluster."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    log = path.open("a", buffering=1)
+    sys.stdout = _Tee(sys.stdout, log)  # type: ignore[assignment]
+    sys.stderr = _Tee(sys.stderr, log)  # type: ignore[assignment]
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )

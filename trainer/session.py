@@ -1,0 +1,360 @@
+"""One rank's training session: everything `trainer.worker` needs for its loop, built once.
+
+The session owns the model, its optimizers, the sync, the meters and the checkpoints of one life
+of one rank; each method is one step of the loop and says which collectives it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import events
+from trainer.data.batches import Batch, TrainBatches, validation_batches
+from trainer.data.position import DataPosition
+from trainer.data.source import ParquetSource
+from trainer.elastic import checkpoint
+from trainer.failures import NonFiniteLoss
+from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better
+from trainer.models.dlrm import build_model
+from trainer.outbox import EventWriter
+from trainer.parallel.groups import MeshGroups
+from trainer.parallel.optimizer import combine, dense_optimizer, fused_optimizer_params
+from trainer.parallel.plan import chosen_sharding, make_plan, sharders
+from trainer.parallel.sync import FullSync
+from trainer.parallel.two_d import TwoDParallel
+from trainer.ray_worker import WorkerConfig
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class State:
+    """Where training stands; what a resumed run continues from."""
+
+    step: int = 0
+    position: DataPosition = DataPosition(epoch=0, row=0)
+    rows_trained: int = 0
+    best: float | None = None
+
+
+def build_parallel_model(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, dict[str, str]]:
+    """The sharded model and the sharding type of each table. Collective over all ranks.
+
+    Dense parameters start from the seed alone; each shard from the seed and its own index, and
+    the copies of a shard are made equal.
+    """
+    torch.manual_seed(spec.training.seed)
+    model = build_model(spec, groups.device)
+    table_sharders = sharders(
+        fused_optimizer_params(spec.optimizer.sparse, spec.parallelism.moment_scale_value)
+    )
+    plan = make_plan(model, spec.embedding_tables, groups, table_sharders)
+    torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
+    return TwoDParallel(model, groups, plan, table_sharders), chosen_sharding(plan)
+
+
+class Session:
+    """One life of one rank."""
+
+    def __init__(self, config: WorkerConfig, groups: MeshGroups) -> None:
+        spec = config.spec
+        self.spec = spec
+        self.config = config
+        self.groups = groups
+        self.state = State()
+        self.checkpoints_dir = RunDir(config.run_dir).checkpoints_dir
+        self.model, self.table_shards = build_parallel_model(spec, groups)
+        self.dense = dense_optimizer(self.model, spec.optimizer.dense)
+        self.optimizer = combine(self.model, self.dense)
+        self.sync = FullSync(self.model, spec.parallelism.sync)
+        self._full_sync = FullSync(
+            self.model, spec.parallelism.sync.model_copy(update={"optimizer_state": "every"})
+        )
+        self._open_data()
+        self._open_meters()
+        self.final_metrics: dict[str, float] = {}
+        self._writer = self._open_writer()
+
+    def _open_data(self) -> None:
+        split = self.spec.data.split
+        root = Path(self.spec.data.path)
+        self.train_source = ParquetSource(root, split.train, self.spec)
+        self.validation_source = (
+            ParquetSource(root, split.validation, self.spec) if split.validation else None
+        )
+        rows_per_step = self.spec.data.batch_size * self.groups.layout.world_size
+        steps_per_epoch = self.train_source.num_rows // rows_per_step
+        planned = steps_per_epoch * self.spec.training.epochs
+        self.total_steps = min(planned, self.spec.training.max_steps or planned)
+        self.rows_per_step = rows_per_step
+
+    def _open_meters(self) -> None:
+        task, batch_size = self.spec.model.task, self.spec.data.batch_size
+        window = self.spec.training.report_every_steps * self.rows_per_step
+        device = self.groups.device
+        self.train_meter = TaskMeter(task, batch_size, window).to(device)
+        if self.validation_source:
+            rows = self.validation_source.num_rows
+            self.validation_meter = TaskMeter(task, batch_size, 2 * rows).to(device)
+        self.lookups = LookupCounter(self.model)
+        self.speed = Speedometer(self.rows_per_step)
+
+    def _open_writer(self) -> EventWriter | None:
+        if self.groups.rank != 0:
+            return None
+        attempt = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
+        return EventWriter(attempt.stream_path(f"workers-{self.config.run_index}"))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every planned step is done."""
+        return self.state.step >= self.total_steps
+
+    @property
+    def watched_metric(self) -> str:
+        """The validation metric that decides which checkpoint is best."""
+        return self.spec.model.task.metric_names[0]
+
+    def emit(self, event: events.Event) -> None:
+        """Write an event record; only rank 0 writes."""
+        if self._writer:
+            self._writer.write(event)
+
+    def announce(self) -> None:
+        """Tell the control plane how the workers are grouped and where they start."""
+        layout, mesh = self.groups.layout, self.groups.mesh
+        if self.groups.warning:
+            self.emit(
+                events.Note(time=time.time(), level="warning", message=self.groups.warning)
+            )
+        self.emit(
+            events.WorkersStarted(
+                time=time.time(),
+                run_index=self.config.run_index,
+                world_size=layout.world_size,
+                shard_group_size=layout.shard_group_size,
+                num_replicas=layout.num_replicas,
+                placement=layout.placement,
+                backend=torch.distributed.get_backend(),
+                sharding_groups=[list(group) for group in mesh.sharding_groups],
+                replica_groups=[list(group) for group in mesh.replica_groups],
+                hosts=list(self.groups.hosts),
+                table_shards=self.table_shards,
+                total_steps=self.total_steps,
+                resumed_step=self.state.step,
+            )
+        )
+
+    def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
+        """(batch on the device, position after it, seconds waited), the same number on each rank."""
+        with TrainBatches(
+            self.train_source,
+            self.spec,
+            rank=self.groups.rank,
+            world_size=self.groups.layout.world_size,
+            position=self.state.position,
+        ) as loader:
+            waited_s = 0.0
+            for batch, position in loader:
+                yield batch.to(self.groups.device), position, loader.wait_s - waited_s
+                waited_s = loader.wait_s
+
+    def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
+        """Forward, backward (tables updated inside), dense step. Collectives: TorchRec's and DDP's."""
+        step = self.state.step + 1
+        self.lookups.sampling = self.is_report_step(step)
+        self.dense.zero_grad()
+        loss, outputs = self.model(batch)
+        loss.backward()
+        self.dense.step()
+        self.train_meter.update(batch, loss, outputs)
+        self.speed.step(wait_s)
+        self.state.step = step
+        self.state.position = position
+        self.state.rows_trained += self.rows_per_step
+
+    def synchronise(self) -> None:
+        """Average the copies. Collective over the replica group."""
+        report = self.sync()
+        self.speed.sync(report.time_s, report.num_bytes)
+
+    def is_report_step(self, step: int) -> bool:
+        """Whether metrics go out after `step`."""
+        return step % self.spec.training.report_every_steps == 0 or step == self.total_steps
+
+    def report(self) -> None:
+        """Send metrics and progress. Collective over all ranks.
+
+        Raises `NonFiniteLoss`: from a NaN no later step comes back.
+        """
+        values = self.train_meter.compute("train")
+        values |= self.lookups.imbalance(self.groups.device)
+        values |= self.speed.read()
+        step = self.state.step
+        self.emit(events.Metrics(time=time.time(), step=step, values=values))
+        rows_per_s = values["speed/rows_per_s"]
+        rows_left = (self.total_steps - step) * self.rows_per_step
+        self.emit(
+            events.Progress(
+                time=time.time(),
+                step=step,
+                total_steps=self.total_steps,
+                epoch=self.state.position.epoch,
+                rows=self.state.rows_trained,
+                rows_per_s=rows_per_s,
+                eta_s=rows_left / rows_per_s,
+            )
+        )
+        self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
+        logger.info("step %d/%d %s", step, self.total_steps, _format(values))
+        if not math.isfinite(values["train/loss"]):
+            raise NonFiniteLoss(
+                f"the training loss became {values['train/loss']} by step {step}; lower "
+                "optimizer.sparse.lr or optimizer.dense.lr, or look for outliers in the data"
+            )
+
+    def is_validation_step(self) -> bool:
+        """Whether the current step is followed by a validation: each epoch's end and the last step."""
+        if self.validation_source is None:
+            return False
+        every = self.spec.training.validate_every_steps
+        if self.state.step == self.total_steps:
+            return True
+        if every:
+            return self.state.step % every == 0
+        return self.state.position.row == 0
+
+    @torch.no_grad()
+    def validate(self) -> bool:
+        """Measure all validation rows; True when the result is the best so far. Collective."""
+        assert self.validation_source is not None
+        started = time.perf_counter()
+        self._full_sync()
+        self.model.eval()
+        for batch in validation_batches(
+            self.validation_source,
+            self.spec,
+            rank=self.groups.rank,
+            world_size=self.groups.layout.world_size,
+        ):
+            on_device = batch.to(self.groups.device)
+            self.validation_meter.update(on_device, *self.model(on_device))
+        self.model.train()
+        values = self.validation_meter.compute("validation")
+        self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
+        logger.info("validation at step %d %s", self.state.step, _format(values))
+        self.final_metrics |= values
+        self.speed.exclude(time.perf_counter() - started)
+        value = values[f"validation/{self.watched_metric}"]
+        if not is_better(self.watched_metric, value, self.state.best):
+            return False
+        self.state.best = value
+        return True
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """State dict of model and optimizers, by global row: loads at any other (T, L)."""
+        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+
+    def is_checkpoint_step(self) -> bool:
+        """Whether the current step is followed by a checkpoint whatever validation says."""
+        step = self.state.step
+        return step % self.spec.checkpoint.every_steps == 0 or step == self.total_steps
+
+    def save_checkpoint(self, is_best: bool) -> None:
+        """Write a checkpoint, marker last, then apply retention. Collective over all ranks.
+
+        Copies are averaged first: an unsynced save would mix the groups. A failed save in the
+        middle of a run is a warning, because training can go on and the next may succeed; at the
+        end it raises `CheckpointError`, because then the result itself would be lost.
+        """
+        started = time.perf_counter()
+        self._full_sync()
+        folder = self.checkpoints_dir / f"step-{self.state.step:08d}-{self.config.run_label}"
+        try:
+            files = checkpoint.save(folder, self.checkpoint_state())
+            commit = self._commit(is_best, files)
+            if self.groups.rank == 0:
+                self._publish(folder, commit, time.perf_counter() - started)
+        except checkpoint.CheckpointError as error:
+            if self.is_finished:
+                raise
+            logger.warning("%s", error)
+            self.emit(events.Note(time=time.time(), level="error", message=str(error)))
+        self.speed.exclude(time.perf_counter() - started)
+
+    def _commit(self, is_best: bool, files: dict[str, checkpoint.FileRecord]) -> checkpoint.Commit:
+        layout = self.groups.layout
+        return checkpoint.Commit(
+            step=self.state.step,
+            epoch=self.state.position.epoch,
+            row=self.state.position.row,
+            rows_trained=self.state.rows_trained,
+            world_size=layout.world_size,
+            shard_group_size=layout.shard_group_size,
+            placement=layout.placement,
+            time=time.time(),
+            is_best=is_best,
+            best=self.state.best,
+            metrics=dict(self.final_metrics),
+            files=files,
+        )
+
+    def _publish(self, folder: Path, commit: checkpoint.Commit, duration_s: float) -> None:
+        checkpoint.write_commit(folder, commit)
+        self.emit(
+            events.CheckpointCommitted(
+                time=time.time(),
+                step=commit.step,
+                path=str(folder),
+                size_bytes=commit.size_bytes,
+                duration_s=duration_s,
+                is_best=commit.is_best,
+                metrics=commit.metrics,
+            )
+        )
+        policy = self.spec.checkpoint
+        committed = checkpoint.list_committed(self.checkpoints_dir)
+        for old in checkpoint.superseded(committed, policy.keep_last, policy.keep_best):
+            checkpoint.remove_checkpoint(old.path)
+            self.emit(
+                events.CheckpointDeleted(
+                    time=time.time(), step=old.commit.step, path=str(old.path)
+                )
+            )
+
+    def restore(self) -> None:
+        """Continue from the newest intact checkpoint of the job, if any. Collective."""
+        if self.groups.rank == 0:
+            self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
+            checkpoint.remove_uncommitted(self.checkpoints_dir)
+        found = checkpoint.newest_intact(self.checkpoints_dir)
+        if found is None:
+            return
+        self.dense.init_state()  # DCP fills existing tensors only, so Adam's must exist
+        state = self.checkpoint_state()
+        checkpoint.load(found.path, state)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optim"])
+        commit = found.commit
+        self.state = State(
+            step=commit.step,
+            position=DataPosition(epoch=commit.epoch, row=commit.row),
+            rows_trained=commit.rows_trained,
+            best=commit.best,
+        )
+        self.final_metrics = dict(commit.metrics)
+        logger.info("resumed from %s at step %d", found.path.name, commit.step)
+
+
+def _format(values: dict[str, float]) -> str:
+    return " ".join(f"{name}={value:.5g}" for name, value in sorted(values.items()))

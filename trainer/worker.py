@@ -1,0 +1,89 @@
+"""The per-rank loop, on one screen: build groups, restore, then step, sync, report, save."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from trainer import failures
+from trainer.data.errors import DataError
+from trainer.elastic.checkpoint import CheckpointError
+from trainer.parallel.groups import build_groups
+from trainer.parallel.layout import Layout, LayoutError
+from trainer.parallel.sync import is_sync_step
+from trainer.ray_worker import WorkerConfig
+from trainer.session import Session
+from trainer.spec import JobSpec
+
+logger = logging.getLogger(__name__)
+
+
+def train(session: Session) -> dict[str, float]:
+    """Run the session to its end; returns the final metrics. Every rank takes equal steps."""
+    session.restore()
+    session.announce()
+    session.speed.restart()
+    if session.is_finished:
+        return session.final_metrics
+    sync_spec = session.spec.parallelism.sync
+    for batch, position, wait_s in session.batches():
+        session.train_step(batch, position, wait_s)
+        if is_sync_step(session.state.step, sync_spec):
+            session.synchronise()
+        if session.is_report_step(session.state.step):
+            session.report()
+        is_best = session.validate() if session.is_validation_step() else False
+        if session.is_checkpoint_step() or (is_best and session.spec.checkpoint.keep_best):
+            session.save_checkpoint(is_best)
+        if session.is_finished:
+            break
+    return session.final_metrics
+
+
+def run_worker(config: WorkerConfig, node_id: str | None = None) -> dict[str, float]:
+    """One life of one rank inside an initialised default process group.
+
+    Raises `WorkerFailure` with a reason that the control plane knows.
+    """
+    torch.set_num_threads(config.spec.resources.threads_per_worker)
+    try:
+        groups = build_groups(
+            layout_of(config.spec),
+            worker_device(config.spec),
+            config.spec.resources.collective_timeout_s,
+            node_id,
+        )
+        return train(Session(config, groups))
+    except (DataError, CheckpointError, LayoutError, failures.NonFiniteLoss) as error:
+        logger.error("%s", error)
+        raise failures.WorkerFailure(_reason(error), str(error)) from None
+    except RuntimeError as error:
+        logger.exception("the worker fails")
+        lost = failures.is_peer_loss(str(error))
+        reason = failures.WORKERS_LOST if lost else failures.TRAINING_ERROR
+        raise failures.WorkerFailure(reason, str(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DataError):
+        return failures.DATA_ERROR
+    if isinstance(error, CheckpointError):
+        return failures.STORAGE_ERROR
+    if isinstance(error, LayoutError):
+        return failures.BAD_SPEC
+    return failures.TRAINING_ERROR
+
+
+def layout_of(spec: JobSpec) -> Layout:
+    """The 2D layout that a spec asks for."""
+    parallelism = spec.parallelism
+    assert isinstance(parallelism.shard_group_size, int)
+    return Layout(parallelism.world_size, parallelism.shard_group_size, parallelism.placement)
+
+
+def worker_device(spec: JobSpec) -> torch.device:
+    """Device of this worker: the GPU that the cluster gave it, else the CPU."""
+    if spec.resources.device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -8,14 +8,11 @@ it is never silently ignored. Pydantic only: the control plane and the client im
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,42 +22,29 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+
+from trainer.spec_problems import FieldProblem, SpecError, problem, problems_of
+from trainer.spec_reading import apply_overrides, parse_document
+
+__all__ = [
+    "FieldProblem",
+    "JobSpec",
+    "SpecError",
+    "apply_overrides",
+    "json_schema",
+    "load_spec",
+    "parse_document",
+    "validate_spec",
+]
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 IDENTIFIER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,62}$"
 
 
-@dataclass(frozen=True)
-class FieldProblem:
-    """One thing wrong with a spec.
-
-    `path` is the field in the user's own words, as in `embedding_tables[0].embedding_dim`;
-    `code` is stable and machine-readable.
-    """
-
-    path: str
-    code: str
-    message: str
-
-
-class SpecError(ValueError):
-    """A spec that cannot be accepted; `problems` lists every fault found."""
-
-    def __init__(self, problems: Sequence[FieldProblem]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("; ".join(f"{p.path}: {p.message}" for p in self.problems))
-
-
-def _problem(code: str, message: str) -> PydanticCustomError:
-    # Braces would be read as placeholders of pydantic's message template.
-    return PydanticCustomError(code, "{message}", {"message": message})  # type: ignore[arg-type]
-
-
 def _refuse(value: Any) -> Any:
     if value is None:
         return None
-    raise _problem("not_supported_yet", "not supported yet in this version; remove it")
+    raise problem("not_supported_yet", "not supported yet in this version; remove it")
 
 
 NotYet = Annotated[
@@ -68,6 +52,18 @@ NotYet = Annotated[
     BeforeValidator(_refuse),
     Field(default=None, deprecated=True, description="Not supported yet: refused when set."),
 ]
+
+
+def _only(*supported: object) -> AfterValidator:
+    """Accept only what this version can do of what the design allows."""
+
+    def check(value: Any) -> Any:
+        if value in supported:
+            return value
+        choices = " or ".join(repr(choice) for choice in supported)
+        raise problem("not_supported_yet", f"{value!r} is not supported yet; use {choices}")
+
+    return AfterValidator(check)
 
 
 class SpecModel(BaseModel):
@@ -114,7 +110,10 @@ class FeatureSpec(SpecModel):
     """
 
     name: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
-    type: Literal["id", "id_list", "tokens", "dense", "sequence"]
+    type: Annotated[
+        Literal["id", "id_list", "tokens", "dense", "sequence"],
+        _only("id", "id_list", "tokens", "dense"),
+    ]
     column: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)] | None = None
     table: str | None = None
 
@@ -130,14 +129,12 @@ class FeatureSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_table(self) -> Self:
-        if self.type == "sequence":
-            raise _problem(
-                "not_supported_yet", "type 'sequence' is not supported yet; use 'id_list' (pooled)"
-            )
         if self.is_sparse and self.table is None:
-            raise _problem("missing_table", f"feature '{self.name}' needs a 'table' to look up")
+            raise problem(
+                "missing_table", f"feature '{self.name}' needs a 'table' to look up", "table"
+            )
         if not self.is_sparse and self.table is not None:
-            raise _problem("unexpected_table", "a dense feature has no 'table'; remove it")
+            raise problem("unexpected_table", "a dense feature has no 'table'; remove it", "table")
         return self
 
 
@@ -188,9 +185,10 @@ class TaskSpec(SpecModel):
         allowed = ("rmse", "mae") if self.loss == "mse" else ("ne", "auc")
         wrong = [metric for metric in self.metrics if metric not in allowed]
         if wrong:
-            raise _problem(
+            raise problem(
                 "metric_mismatch",
                 f"metric {wrong[0]!r} does not fit loss {self.loss!r}; use {' or '.join(allowed)}",
+                "metrics",
             )
         return self
 
@@ -200,24 +198,26 @@ class TaskSpec(SpecModel):
         return self.metrics or (("rmse", "mae") if self.loss == "mse" else ("ne", "auc"))
 
 
+def _one_task(tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
+    if len(tasks) > 1:
+        raise problem("not_supported_yet", "more than one task is not supported yet")
+    return tasks
+
+
 class ModelSpec(SpecModel):
     """The network: TorchRec's DLRM or its DCN v2 variant."""
 
-    arch: Literal["dlrm", "dcn_v2", "movielens"] = "dlrm"
+    arch: Annotated[Literal["dlrm", "dcn_v2", "movielens"], _only("dlrm", "dcn_v2")] = "dlrm"
     dense_arch: LayersSpec
     over_arch: LayersSpec
     interaction_arch: InteractionSpec | None = None
-    tasks: Annotated[tuple[TaskSpec, ...], Field(min_length=1)]
+    tasks: Annotated[tuple[TaskSpec, ...], Field(min_length=1), AfterValidator(_one_task)]
     module: NotYet
 
     @model_validator(mode="after")
     def _check_arch(self) -> Self:
-        if self.arch == "movielens":
-            raise _problem("not_supported_yet", "arch 'movielens' is not supported yet; use 'dlrm'")
-        if len(self.tasks) > 1:
-            raise _problem("not_supported_yet", "more than one task is not supported yet")
         if self.arch == "dlrm" and self.interaction_arch is not None:
-            raise _problem("unexpected_section", "'interaction_arch' belongs to arch 'dcn_v2'")
+            raise problem("unexpected_section", "it belongs to arch 'dcn_v2'", "interaction_arch")
         return self
 
     @property
@@ -254,21 +254,12 @@ class SyncSpec(SpecModel):
     """How often, and with what, the matching shards of the sharding groups are averaged."""
 
     every_steps: PositiveInt = 1
-    optimizer_state: Literal["every", "never", "delayed"] = "every"
-    mode: Literal["full", "touched_rows"] = "full"
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    overlap: bool = False
-
-    @model_validator(mode="after")
-    def _refuse_future(self) -> Self:
-        for field, supported in (("mode", "full"), ("dtype", "fp32"), ("overlap", False)):
-            if getattr(self, field) != supported:
-                raise _problem(
-                    "not_supported_yet", f"'{field}' other than {supported!r} is not supported yet"
-                )
-        if self.optimizer_state == "delayed":
-            raise _problem("not_supported_yet", "optimizer_state 'delayed' is not supported yet")
-        return self
+    optimizer_state: Annotated[Literal["every", "never", "delayed"], _only("every", "never")] = (
+        "every"
+    )
+    mode: Annotated[Literal["full", "touched_rows"], _only("full")] = "full"
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], _only("fp32")] = "fp32"
+    overlap: Annotated[bool, _only(False)] = False
 
 
 class WorkersSpec(SpecModel):
@@ -280,20 +271,28 @@ class WorkersSpec(SpecModel):
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
         if self.min > self.max:
-            raise _problem("bounds", f"min ({self.min}) is above max ({self.max})")
+            raise problem("bounds", f"min ({self.min}) is above max ({self.max})")
         if self.min != self.max:
-            raise _problem(
+            raise problem(
                 "not_supported_yet", "elastic bounds (min below max) are not supported yet"
             )
         return self
+
+
+def _refuse_auto(value: int | str) -> int | str:
+    if value == "auto":
+        raise problem("not_supported_yet", "'auto' is not supported yet; give a number")
+    return value
 
 
 class ParallelismSpec(SpecModel):
     """T workers, in sharding groups of L = `shard_group_size`; M = T / L replicas."""
 
     workers: PositiveInt | WorkersSpec = 1
-    shard_group_size: PositiveInt | Literal["auto"]
-    placement: Literal["intra_host", "inter_host", "auto"] = "intra_host"
+    shard_group_size: Annotated[PositiveInt | Literal["auto"], AfterValidator(_refuse_auto)]
+    placement: Annotated[
+        Literal["intra_host", "inter_host", "auto"], _only("intra_host", "inter_host")
+    ] = "intra_host"
     sync: SyncSpec = SyncSpec()
     moment_scale: PositiveFloat | Literal["auto"] = "auto"
     survive: NotYet
@@ -311,18 +310,19 @@ class ParallelismSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        for field in ("shard_group_size", "placement"):
-            if getattr(self, field) == "auto":
-                raise _problem("not_supported_yet", f"{field} 'auto' is not supported yet")
+        assert isinstance(self.shard_group_size, int)
         if self.world_size % self.shard_group_size:
-            raise _problem(
+            raise problem(
                 "not_divisible",
                 f"workers ({self.world_size}) must be a multiple of shard_group_size "
                 f"({self.shard_group_size}); nearest that fit: {self._nearest_sizes()}",
+                "workers",
             )
         if self.moment_scale != "auto" and self.moment_scale > self.num_replicas:
-            raise _problem(
-                "moment_scale", f"moment_scale must be in (0, {self.num_replicas}], the replicas M"
+            raise problem(
+                "moment_scale",
+                f"must be above 0 and at most {self.num_replicas}, the number of replicas M",
+                "moment_scale",
             )
         return self
 
@@ -400,64 +400,57 @@ class JobSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_references(self) -> Self:
-        _check_unique("feature", [feature.name for feature in self.features])
-        _check_unique("embedding table", [table.name for table in self.embedding_tables])
-        tables = {table.name for table in self.embedding_tables}
-        used = {feature.table for feature in self.sparse_features}
-        for feature in self.sparse_features:
-            if feature.table not in tables:
-                raise _problem(
+        _check_unique("features", [feature.name for feature in self.features])
+        _check_unique("embedding_tables", [table.name for table in self.embedding_tables])
+        names = [table.name for table in self.embedding_tables]
+        for index, feature in enumerate(self.features):
+            if feature.is_sparse and feature.table not in names:
+                raise problem(
                     "unknown_table",
-                    f"feature '{feature.name}' names table '{feature.table}', which is not in "
-                    f"embedding_tables ({', '.join(sorted(tables))})",
+                    f"'{feature.table}' is not in embedding_tables ({', '.join(names)})",
+                    f"features[{index}].table",
                 )
-        if unused := sorted(tables - used):
-            raise _problem("unused_table", f"no feature looks up table '{unused[0]}'")
+        used = {feature.table for feature in self.sparse_features}
+        for index, name in enumerate(names):
+            if name not in used:
+                raise problem(
+                    "unused_table",
+                    f"no feature looks up table '{name}'",
+                    f"embedding_tables[{index}].name",
+                )
         return self
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Self:
+        model, dims = self.model, {table.embedding_dim for table in self.embedding_tables}
         if not self.dense_features:
-            raise _problem(
-                "no_dense_feature", f"arch '{self.model.arch}' needs at least one dense feature"
+            raise problem(
+                "no_dense_feature", f"arch '{model.arch}' needs at least one dense one", "features"
             )
-        dims = {table.embedding_dim for table in self.embedding_tables}
         if len(dims) > 1:
-            raise _problem(
+            raise problem(
                 "mixed_dims",
-                f"arch '{self.model.arch}' needs one embedding_dim for all tables, got "
-                f"{sorted(dims)}",
+                f"arch '{model.arch}' needs one embedding_dim for all, got {sorted(dims)}",
+                "embedding_tables",
             )
-        if self.model.dense_arch.layer_sizes[-1] not in dims:
-            raise _problem(
+        if model.dense_arch.layer_sizes[-1] not in dims:
+            raise problem(
                 "dense_arch_width",
-                f"the last of model.dense_arch.layer_sizes ({self.model.dense_arch.layer_sizes[-1]})"
-                f" must equal embedding_dim ({dims.pop()})",
+                f"the last ({model.dense_arch.layer_sizes[-1]}) must equal embedding_dim "
+                f"({dims.pop()})",
+                "model.dense_arch.layer_sizes",
             )
-        if self.model.over_arch.layer_sizes[-1] != 1:
-            raise _problem("over_arch_width", "the last of model.over_arch.layer_sizes must be 1")
+        if model.over_arch.layer_sizes[-1] != 1:
+            raise problem("over_arch_width", "the last must be 1", "model.over_arch.layer_sizes")
         return self
 
 
-def _check_unique(what: str, names: Sequence[str]) -> None:
-    for name in names:
-        if names.count(name) > 1:
-            raise _problem("duplicate_name", f"{what} '{name}' is defined more than once")
-
-
-def _path(location: tuple[int | str, ...]) -> str:
-    # pydantic adds the tag of a union's branch ("int", "WorkersSpec"); users never wrote that.
-    parts = [p for p in location if not (isinstance(p, str) and re.search(r"[A-Z\[\]]|^int$", p))]
-    text = ""
-    for part in parts:
-        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text or "spec"
-
-
-_MESSAGES = {
-    "extra_forbidden": "unknown field; check the spelling against `shardloom spec schema`",
-    "missing": "required field is missing",
-}
+def _check_unique(section: str, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise problem(
+                "duplicate_name", f"'{name}' is defined more than once", f"{section}[{index}].name"
+            )
 
 
 def validate_spec(document: Any) -> JobSpec:
@@ -469,67 +462,7 @@ def validate_spec(document: Any) -> JobSpec:
     try:
         return JobSpec.model_validate(document)
     except ValidationError as error:
-        found = {
-            (_path(e["loc"]), e["type"]): FieldProblem(
-                _path(e["loc"]), e["type"], _MESSAGES.get(e["type"], e["msg"])
-            )
-            for e in error.errors(include_url=False)
-        }
-        raise SpecError(list(found.values())) from None
-
-
-def parse_document(text: str) -> Any:
-    """Parse YAML (of which JSON is a part); raises `SpecError` with the line of a syntax fault."""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "spec"
-        problem = getattr(error, "problem", None) or "not valid YAML or JSON"
-        raise SpecError([FieldProblem(where, "syntax", str(problem))]) from None
-
-
-def apply_overrides(document: Any, overrides: Sequence[str]) -> Any:
-    """Return `document` with each `path.to[0].field=value` set; values are read as YAML.
-
-    Missing sections are made on the way; a list index must exist. Raises `SpecError`.
-    """
-    result = json.loads(json.dumps(document))
-    for override in overrides:
-        path, separator, text = override.partition("=")
-        keys: list[str | int] = [
-            int(key[1:-1]) if key.startswith("[") else key
-            for key in re.findall(r"\[\d+\]|[^.\[\]]+", path)
-        ]
-        if not separator or not keys:
-            raise SpecError(
-                [FieldProblem(override, "override", "an override reads path.to.field=value")]
-            )
-        _set_path(result, keys, parse_document(text), path)
-    return result
-
-
-def _set_path(document: Any, keys: list[str | int], value: Any, path: str) -> None:
-    *parents, last = keys
-    for key, following in zip(parents, keys[1:], strict=True):
-        if isinstance(document, dict) and isinstance(key, str):
-            document = document.setdefault(key, [] if isinstance(following, int) else {})
-        else:
-            document = _item(document, key, path)
-    if isinstance(document, dict) and isinstance(last, str):
-        document[last] = value
-    else:
-        _item(document, last, path)
-        document[last] = value
-
-
-def _item(document: Any, key: str | int, path: str) -> Any:
-    try:
-        return document[key]
-    except (KeyError, IndexError, TypeError):
-        raise SpecError(
-            [FieldProblem(path, "override", f"nothing to set at {key!r} in the spec")]
-        ) from None
+        raise SpecError(problems_of(error.errors(include_url=False))) from None
 
 
 def load_spec(text: str, overrides: Sequence[str] = ()) -> JobSpec:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import multiprocessing
 import os
 import socket
@@ -55,8 +56,23 @@ def _collect(results: Any, world_size: int, timeout_s: float) -> list[Any]:
             missing = sorted(set(range(world_size)) - set(answers))
             raise AssertionError(f"ranks {missing} gave no answer in {timeout_s} s") from None
         assert error is None, f"rank {rank} failed:\n{error}"
-        answers[rank] = value
+        answers[rank] = _unpack(value)
     return [answers[rank] for rank in range(world_size)]
+
+
+def _pack(value: Any) -> bytes:
+    # As bytes: tensors in a queue are shared memory, which ends with the rank that made it.
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 def _run_rank(function, args, rank, world_size, port, results) -> None:
@@ -80,7 +96,7 @@ def _run_rank(function, args, rank, world_size, port, results) -> None:
         )
         value = function(*args)
         dist.barrier()
-        results.put((rank, None, value))
+        results.put((rank, None, _pack(value)))
         dist.destroy_process_group()
     except BaseException:  # DCP raises BaseException; whatever it is, the test must see it
         results.put((rank, traceback.format_exc(), None))

@@ -1,0 +1,179 @@
+"""The job spec: what is accepted, and that every refusal names its field."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.spec import SpecError, apply_overrides, json_schema, load_spec, validate_spec
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "deploy" / "examples").glob("*.yaml"))
+
+
+def minimal() -> dict[str, Any]:
+    """The smallest spec that is accepted."""
+    return {
+        "name": "small",
+        "data": {"path": "somewhere", "label": {"column": "rating"}},
+        "features": [
+            {"name": "user", "type": "id", "table": "users"},
+            {"name": "age", "type": "dense"},
+        ],
+        "embedding_tables": [{"name": "users", "num_embeddings": 10, "embedding_dim": 8}],
+        "model": {
+            "dense_arch": {"layer_sizes": [8]},
+            "over_arch": {"layer_sizes": [4, 1]},
+            "tasks": [{"loss": "mse"}],
+        },
+        "parallelism": {"workers": 4, "shard_group_size": 2},
+    }
+
+
+def refusal(changes: list[str]) -> dict[str, tuple[str, str]]:
+    """Field path -> (code, message) of what is wrong after `changes` to the minimal spec."""
+    with pytest.raises(SpecError) as caught:
+        validate_spec(apply_overrides(minimal(), changes))
+    return {problem.path: (problem.code, problem.message) for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_shipped_example_is_accepted(path: Path) -> None:
+    assert load_spec(path.read_text()).name
+
+
+def test_defaults_give_a_synced_2d_job() -> None:
+    spec = validate_spec(minimal())
+    assert spec.parallelism.num_replicas == 2
+    assert spec.parallelism.moment_scale_value == 2.0
+    assert spec.parallelism.sync.every_steps == 1
+    assert spec.model.task.metric_names == ("rmse", "mae")
+
+
+def test_json_is_read_like_yaml() -> None:
+    assert load_spec(json.dumps(minimal())) == load_spec(yaml.safe_dump(minimal()))
+
+
+def test_a_spec_survives_its_own_json() -> None:
+    spec = validate_spec(minimal())
+    assert load_spec(spec.model_dump_json(exclude_none=True)) == spec
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "code"),
+    [
+        ("nonsense=1", "nonsense", "extra_forbidden"),
+        ("data.batch_sise=3", "data.batch_sise", "extra_forbidden"),
+        ("data.batch_size=many", "data.batch_size", "int_parsing"),
+        ("data.batch_size=0", "data.batch_size", "greater_than"),
+        ("embedding_tables[0].embedding_dim=6", "embedding_tables[0].embedding_dim", "multiple_of"),
+        ("embedding_tables[0].num_embeddings=-1", "embedding_tables[0].num_embeddings", None),
+        ("features[0].table=movies", "features[0].table", "unknown_table"),
+        ("features[1].name=user", "features[1].name", "duplicate_name"),
+        ("model.tasks[0].metrics=[auc]", "model.tasks[0].metrics", "metric_mismatch"),
+        ("name=Not Good", "name", "string_pattern_mismatch"),
+        ("parallelism.workers=5", "parallelism.workers", "not_divisible"),
+        ("parallelism.moment_scale=3", "parallelism.moment_scale", "moment_scale"),
+        ("parallelism.moment_scale=-1", "parallelism.moment_scale", None),
+        ("model.over_arch.layer_sizes=[4, 2]", "model.over_arch.layer_sizes", "over_arch_width"),
+    ],
+)
+def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> None:
+    problems = refusal([change])
+    assert list(problems) == [path]
+    assert code is None or problems[path][0] == code
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ("parallelism.sync.mode=touched_rows", "parallelism.sync.mode"),
+        ("parallelism.sync.dtype=bf16", "parallelism.sync.dtype"),
+        ("parallelism.sync.overlap=true", "parallelism.sync.overlap"),
+        ("parallelism.sync.optimizer_state=delayed", "parallelism.sync.optimizer_state"),
+        ("parallelism.survive={hosts: 1}", "parallelism.survive"),
+        ("parallelism.shard_group_size=auto", "parallelism.shard_group_size"),
+        ("parallelism.placement=auto", "parallelism.placement"),
+        ("parallelism.workers={min: 2, max: 4}", "parallelism.workers"),
+        ("model.module=my.package:Model", "model.module"),
+        ("model.arch=movielens", "model.arch"),
+        ("features[0].type=sequence", "features[0].type"),
+        ("optimizer.schedule={warmup: 10}", "optimizer.schedule"),
+        ("export={to: x}", "export"),
+    ],
+)
+def test_what_comes_later_is_refused_and_never_ignored(change: str, path: str) -> None:
+    problems = refusal([change])
+    assert list(problems) == [path]
+    code, message = problems[path]
+    assert code == "not_supported_yet"
+    assert "not supported yet" in message
+
+
+def test_workers_that_do_not_fit_say_which_would() -> None:
+    _, message = refusal(["parallelism.workers=5"])["parallelism.workers"]
+    assert "4 or 6" in message
+
+
+def test_all_faults_are_reported_at_once() -> None:
+    problems = refusal(["name=BAD", "data.batch_size=0", "nonsense=1"])
+    assert set(problems) == {"name", "data.batch_size", "nonsense"}
+
+
+def test_a_syntax_error_names_line_and_column() -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec("name: x\ndata: [")
+    assert caught.value.problems[0].path.startswith("line 2")
+
+
+def test_overrides_reach_lists_and_make_missing_sections() -> None:
+    spec = validate_spec(
+        apply_overrides(
+            minimal(), ["embedding_tables[0].num_embeddings=99", "training.max_steps=7"]
+        )
+    )
+    assert spec.embedding_tables[0].num_embeddings == 99
+    assert spec.training.max_steps == 7
+
+
+@pytest.mark.parametrize("override", ["no-equals-sign", "features[9].name=x", "=3"])
+def test_an_override_that_cannot_be_set_says_so(override: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        apply_overrides(minimal(), [override])
+    assert caught.value.problems[0].code == "override"
+
+
+def test_overrides_leave_the_document_as_it_was() -> None:
+    document = minimal()
+    before = copy.deepcopy(document)
+    apply_overrides(document, ["data.batch_size=1"])
+    assert document == before
+
+
+def test_the_schema_describes_every_section() -> None:
+    schema = json_schema()
+    assert set(minimal()) <= set(schema["properties"])
+    assert schema["additionalProperties"] is False
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["name", "data", "features", "parallelism", "x"]), inner, max_size=4
+            )
+        ),
+    )
+)
+def test_any_document_is_accepted_or_refused_with_paths(document: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        validate_spec(document)
+    assert all(problem.path and problem.message for problem in caught.value.problems)

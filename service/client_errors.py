@@ -1,0 +1,90 @@
+"""What the SDK raises.
+
+ShardloomError
+├── ServiceUnreachable      nobody answered at the URL, after the retries
+├── UnexpectedAnswer        somebody answered, but not a Shardloom service of this version
+└── ProblemError            the service said no (RFC 9457 problem: status, code, detail, fields)
+    ├── InvalidRequest      400, 422   a faulty spec or parameter; `fields` say where
+    ├── NotFound            404        no such job, attempt or log
+    ├── Conflict            409        not possible in the present state of the job
+    └── ServerFault         5xx        the service itself is in trouble
+"""
+
+from __future__ import annotations
+
+import httpx
+from pydantic import ValidationError
+
+from service.api.schemas import FieldFault, Problem
+
+
+class ShardloomError(Exception):
+    """Base of everything the SDK raises."""
+
+
+class ServiceUnreachable(ShardloomError):
+    """Nobody answered at `url`; the request may or may not have arrived."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        self.cause = cause
+        super().__init__(f"no Shardloom service answers at {url} ({cause})")
+
+
+class UnexpectedAnswer(ShardloomError):
+    """An answer that is not what a Shardloom service of this version sends."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        self.cause = cause
+        super().__init__(
+            f"{url} gave an answer that this client does not understand ({cause}); is it a "
+            "Shardloom service of the same version?"
+        )
+
+
+class ProblemError(ShardloomError):
+    """The service refused: HTTP `status`, machine-readable `code`, `detail`, faulty `fields`."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.status = problem.status
+        self.code = problem.code
+        self.detail = problem.detail
+        self.fields: tuple[FieldFault, ...] = tuple(problem.fields)
+        super().__init__(problem.detail or problem.title)
+
+
+class InvalidRequest(ProblemError):
+    """A faulty spec or parameter; `fields` name the path of each fault."""
+
+
+class NotFound(ProblemError):
+    """No such job, attempt or log."""
+
+
+class Conflict(ProblemError):
+    """Not possible in the present state of the job."""
+
+
+class ServerFault(ProblemError):
+    """The service itself is in trouble; its log says more."""
+
+
+_BY_STATUS: dict[int, type[ProblemError]] = {
+    400: InvalidRequest,
+    404: NotFound,
+    409: Conflict,
+    422: InvalidRequest,
+}
+
+
+def error_of_response(response: httpx.Response) -> ShardloomError:
+    """The exception for an answer whose status is 400 or above; its body must have been read."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        return UnexpectedAnswer(
+            str(response.url), f"HTTP {response.status_code} {response.reason_phrase}"
+        )
+    fallback = ServerFault if problem.status >= 500 else ProblemError
+    return _BY_STATUS.get(problem.status, fallback)(problem)

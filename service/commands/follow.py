@@ -1,0 +1,254 @@
+"""Following a job in the terminal: a live display, or plain lines where the output is no terminal.
+
+Following only reads. It ends when the job does, and a service that restarts meanwhile is waited
+for; Ctrl-C detaches and the job goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from service.api.schemas import JobDetail, TimelineEventOut
+from service.client import ShardloomClient
+from service.client_errors import ServiceUnreachable
+from service.commands.exits import DETACHED, exit_code_of
+from service.commands.formats import human_count, human_duration
+from service.commands.render import (
+    event_line,
+    headline_metric,
+    metrics_line,
+    progress_line,
+    shape_text,
+    status_text,
+)
+from service.domain import JobStatus
+
+LIVE_POLL_S = 0.5
+PLAIN_POLL_S = 1.0
+# Plain lines end up in logs, where one every few seconds is enough.
+PLAIN_LINE_EVERY_S = 10.0
+NUM_SHOWN_EVENTS = 6
+# How long to go on asking a service that does not answer; restarting one takes seconds.
+PATIENCE_S = 120.0
+
+
+@dataclass
+class Followed:
+    """What is known of the job so far. `trouble` says why the last look failed, if it did."""
+
+    job: JobDetail
+    events: deque[TimelineEventOut] = field(default_factory=lambda: deque(maxlen=NUM_SHOWN_EVENTS))
+    last_event_id: int = 0
+    trouble: str = ""
+
+
+class View(Protocol):
+    """Shows what is followed."""
+
+    poll_s: float
+
+    def __enter__(self) -> View:
+        """Take the screen."""
+
+    def __exit__(self, *exc: object) -> None:
+        """Give the screen back."""
+
+    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
+        """Show the newest state and the events that are new in it."""
+
+
+class LiveView:
+    """A display that stays in place and is redrawn."""
+
+    poll_s = LIVE_POLL_S
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
+        """Redraw; the events that are shown are kept in `followed`."""
+        self._live.update(live_page(followed), refresh=True)
+
+
+class PlainView:
+    """Lines that are printed once: every event, and the progress now and then."""
+
+    poll_s = PLAIN_POLL_S
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._status: JobStatus | None = None
+        self._step = -1
+        self._next_line_s = 0.0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
+        """Print what is new."""
+        job = followed.job
+        for event in fresh:
+            self._console.print(event_line(event))
+        if job.status is not self._status:
+            self._status = job.status
+            self._console.print(Text.assemble(f"{job.name}  ", status_text(job.status)))
+        if job.progress.step != self._step and self._clock() >= self._next_line_s:
+            self._step = job.progress.step
+            self._next_line_s = self._clock() + PLAIN_LINE_EVERY_S
+            if job.progress.total_steps:
+                metric = headline_metric(job.latest_metrics)
+                self._console.print(progress_line(job) + (f", {metric}" if metric else ""))
+        if followed.trouble:
+            self._console.print(followed.trouble)
+
+
+def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
+    """Show a job until it has ended; returns the exit code that mirrors it.
+
+    Ctrl-C detaches. Raises `ServiceUnreachable` after `PATIENCE_S` without an answer.
+    """
+    view: View = LiveView(console) if console.is_terminal else PlainView(console)
+    try:
+        job = watch(client, job_id, view)
+    except KeyboardInterrupt:
+        console.print(detached_message(job_id))
+        return DETACHED
+    console.print(end_line(job))
+    return exit_code_of(job.status)
+
+
+def watch(
+    client: ShardloomClient,
+    job_id: str,
+    view: View,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> JobDetail:
+    """Poll a job into `view` until it has ended, and return it."""
+    followed = Followed(client.get_job(job_id))
+    answered_s = clock()
+    with view:
+        while True:
+            try:
+                fresh = look(client, followed)
+                answered_s, followed.trouble = clock(), ""
+            except ServiceUnreachable as error:
+                if clock() - answered_s > PATIENCE_S:
+                    raise
+                fresh, followed.trouble = [], f"{error}; the job goes on, trying again"
+            view.show(followed, fresh)
+            if followed.job.status.is_terminal and not followed.trouble:
+                return followed.job
+            sleep(view.poll_s)
+
+
+def look(client: ShardloomClient, followed: Followed) -> list[TimelineEventOut]:
+    """Bring `followed` up to date; returns the events that are new.
+
+    The job is read before its events: once it has ended, its last events are seen as well.
+    """
+    followed.job = client.get_job(followed.job.id)
+    fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
+    if fresh:
+        followed.last_event_id = fresh[-1].id
+        followed.events.extend(fresh)
+    return fresh
+
+
+def live_page(followed: Followed) -> RenderableType:
+    """The live display."""
+    job = followed.job
+    title = Text.assemble(
+        (job.name, "bold"), "  ", status_text(job.status), (f"  {job.id}  {shape_text(job)}", "dim")
+    )
+    parts: list[RenderableType] = [title, _progress_row(job)]
+    numbers = Table.grid(padding=(0, 2, 0, 0))
+    for part in ("train", "validation"):
+        if line := metrics_line(job.latest_metrics, part):
+            numbers.add_row(Text(part, style="dim"), line)
+    if numbers.row_count:
+        parts.append(numbers)
+    parts += [event_line(event) for event in followed.events]
+    if followed.trouble:
+        parts.append(Text(followed.trouble, style="yellow"))
+    elif job.message and not job.status.is_terminal:
+        parts.append(Text(job.message, style="yellow"))
+    parts.append(Text("Ctrl-C detaches, the job goes on", style="dim"))
+    return Group(*parts)
+
+
+def _progress_row(job: JobDetail) -> RenderableType:
+    progress = job.progress
+    known = progress.total_steps > 0
+    bar = ProgressBar(
+        total=progress.total_steps if known else None,
+        completed=progress.step,
+        width=40,
+        pulse=not known,
+        style="grey30",
+        complete_style="cyan",
+        finished_style="green",
+    )
+    row = Table.grid(padding=(0, 2, 0, 0))
+    if not known:
+        row.add_row(bar, Text("waiting for the first step", style="dim"))
+        return row
+    eta = "" if progress.eta_s is None else f"ETA {human_duration(progress.eta_s)}"
+    row.add_row(
+        bar,
+        f"{progress.step:,}/{progress.total_steps:,}",
+        f"{progress.percent:.1f} %",
+        f"{human_count(progress.rows_per_s)} rows/s",
+        eta,
+    )
+    return row
+
+
+def end_line(job: JobDetail) -> RenderableType:
+    """How a job ended, with its last metrics."""
+    took = ""
+    if job.started_at is not None and job.ended_at is not None:
+        took = f" after {human_duration(job.ended_at - job.started_at)}"
+    head = Text.assemble((job.name, "bold"), "  ", status_text(job.status), took)
+    if job.message and job.status is not JobStatus.SUCCEEDED:
+        head.append(f": {job.message}")
+    numbers = Table.grid(padding=(0, 2, 0, 0))
+    for part in ("train", "validation"):
+        if line := metrics_line(job.latest_metrics, part):
+            numbers.add_row(Text(part, style="dim"), line)
+    return Group(head, numbers) if numbers.row_count else head
+
+
+def detached_message(job_id: str) -> RenderableType:
+    """How to come back to a job that goes on, and how to stop it."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for command, purpose in (
+        (f"shardloom follow {job_id}", "come back to this display"),
+        (f"shardloom logs -f {job_id}", "read its logs"),
+        (f"shardloom show {job_id}", "see where it stands"),
+        (f"shardloom cancel {job_id}", "stop it"),
+    ):
+        grid.add_row(f"  {command}", Text(purpose, style="dim"))
+    return Group(Text("Detached; the job goes on."), grid)

@@ -1,0 +1,230 @@
+"""Tables and summaries; functions from what the service answered to what Rich prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from service.api.schemas import (
+    AttemptOut,
+    CheckpointOut,
+    JobDetail,
+    JobPlan,
+    JobSummary,
+    MetricSeries,
+    TimelineEventOut,
+)
+from service.commands.formats import (
+    clock,
+    human_age,
+    human_bytes,
+    human_count,
+    human_duration,
+    human_number,
+    sparkline,
+)
+from service.domain import JobStatus
+
+_STYLES = {
+    JobStatus.QUEUED: "dim",
+    JobStatus.STARTING: "cyan",
+    JobStatus.RUNNING: "cyan",
+    JobStatus.PAUSED: "yellow",
+    JobStatus.STOPPING: "yellow",
+    JobStatus.SUCCEEDED: "green",
+    JobStatus.FAILED: "red",
+    JobStatus.CANCELLED: "yellow",
+}
+# Where more than one metric is known, the first of these is the one to show in a narrow place.
+_HEADLINE_METRICS = ("validation/rmse", "validation/ne", "train/rmse", "train/ne", "train/loss")
+
+
+def status_text(status: JobStatus) -> Text:
+    """A status in its colour."""
+    return Text(status.value, style=_STYLES[status])
+
+
+def headline_metric(metrics: Mapping[str, float]) -> str:
+    """The one metric that says most, as in `validation/rmse 0.9123`; empty if none is known."""
+    for name in _HEADLINE_METRICS:
+        if name in metrics:
+            return f"{name} {human_number(metrics[name])}"
+    return ""
+
+
+def metrics_line(metrics: Mapping[str, float], part: str) -> str:
+    """Metrics of one part (`train`, `validation`) in a line, as in `loss 0.41   rmse 0.93`."""
+    prefix = f"{part}/"
+    return "   ".join(
+        f"{name.removeprefix(prefix)} {human_number(value)}"
+        for name, value in sorted(metrics.items())
+        if name.startswith(prefix)
+    )
+
+
+def shape_text(job: JobSummary | JobPlan) -> str:
+    """The layout in words, as in `4 workers (2 replicas x 2 shards)`."""
+    workers = "1 worker" if job.world_size == 1 else f"{job.world_size} workers"
+    return f"{workers} ({job.num_replicas} replicas x {job.shard_group_size} shards)"
+
+
+def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
+    """One row a job: what `shardloom ps` prints."""
+    table = _table("Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Took")
+    for job in jobs:
+        table.add_row(
+            job.id,
+            job.name,
+            status_text(job.status),
+            f"{job.progress.percent:.0f} %" if job.progress.total_steps else "",
+            headline_metric(job.latest_metrics),
+            str(job.world_size),
+            human_age(job.created_at, now_s),
+            _took(job, now_s),
+        )
+    return table
+
+
+def job_page(job: JobDetail, attempts: Sequence[AttemptOut], now_s: float) -> RenderableType:
+    """All about one job: what `shardloom show` prints."""
+    grid = _facts()
+    head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
+    grid.add_row("status", head)
+    grid.add_row("layout", shape_text(job))
+    grid.add_row("created", f"{human_age(job.created_at, now_s)}, at {clock(job.created_at)}")
+    if took := _took(job, now_s):
+        grid.add_row("took", took)
+    if job.progress.total_steps:
+        grid.add_row("progress", progress_line(job))
+    for part in ("train", "validation", "speed"):
+        if line := metrics_line(job.latest_metrics, part):
+            grid.add_row(part, line)
+    if job.labels:
+        grid.add_row("labels", "  ".join(f"{key}={value}" for key, value in job.labels.items()))
+    grid.add_row("data", job.spec.data.path)
+    grid.add_row("files", job.run_dir)
+    title = Text.assemble((job.name, "bold"), f"  {job.id}")
+    parts: list[RenderableType] = [title, grid]
+    if len(attempts) > 1 or any(attempt.message for attempt in attempts):
+        parts += [Text(), attempts_table(attempts, now_s)]
+    return Group(*parts)
+
+
+def progress_line(job: JobSummary) -> str:
+    """Progress in a line, as in `step 1,200 of 5,000 (24.0 %), 2.1M rows, 21.3k rows/s`."""
+    progress = job.progress
+    line = (
+        f"step {progress.step:,} of {progress.total_steps:,} ({progress.percent:.1f} %), "
+        f"{human_count(progress.rows)} rows, {human_count(progress.rows_per_s)} rows/s"
+    )
+    if job.status is JobStatus.RUNNING and progress.eta_s is not None:
+        line += f", {human_duration(progress.eta_s)} to go"
+    return line
+
+
+def attempts_table(attempts: Sequence[AttemptOut], now_s: float) -> Table:
+    """One row an attempt."""
+    table = _table("Attempt", "Started", "Took", "End", ">Restarts", "Message")
+    for attempt in attempts:
+        start_s = attempt.started_at or attempt.created_at
+        table.add_row(
+            attempt.id,
+            clock(start_s),
+            human_duration((attempt.ended_at or now_s) - start_s),
+            attempt.end_reason.value if attempt.end_reason else "",
+            str(attempt.num_worker_failures),
+            attempt.message,
+        )
+    return table
+
+
+def metrics_table(series: Iterable[MetricSeries]) -> Table:
+    """One row a metric: latest, least and greatest value, and its curve."""
+    table = _table("Metric", ">Latest", ">Min", ">Max", ">Step", "Curve")
+    for one in series:
+        if not one.points:
+            continue
+        table.add_row(
+            one.name,
+            human_number(one.points[-1].value),
+            human_number(min(point.min for point in one.points)),
+            human_number(max(point.max for point in one.points)),
+            f"{one.points[-1].step:,}",
+            Text(sparkline([point.value for point in one.points]), style="cyan"),
+        )
+    return table
+
+
+def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Table:
+    """One row a checkpoint, in step order."""
+    table = _table(">Step", "", ">Size", "Written", "Metric", "Path")
+    for checkpoint in checkpoints:
+        table.add_row(
+            f"{checkpoint.step:,}",
+            Text("best", style="green") if checkpoint.is_best else "",
+            human_bytes(checkpoint.size_bytes),
+            human_age(checkpoint.created_at, now_s),
+            headline_metric(checkpoint.metrics),
+            Text(checkpoint.path, overflow="fold"),
+        )
+    return table
+
+
+def event_line(event: TimelineEventOut) -> Text:
+    """One line of the timeline."""
+    level = event.data.get("level")
+    style = {"warning": "yellow", "error": "red"}.get(str(level), "")
+    return Text.assemble(
+        (clock(event.time), "dim"), "  ", (f"{event.kind:<22}", "cyan"), (event.message, style)
+    )
+
+
+def plan_page(plan: JobPlan) -> RenderableType:
+    """What a job would look like: what `shardloom plan` prints."""
+    grid = _facts()
+    grid.add_row("layout", f"{shape_text(plan)}, {plan.placement}")
+    grid.add_row("sharding groups", _groups(plan.sharding_groups))
+    grid.add_row("replica groups", _groups(plan.replica_groups))
+    grid.add_row("moment scale", human_number(plan.moment_scale))
+    tables = ", ".join(
+        f"{table.name} [{_rows(table.num_embeddings)} x {table.embedding_dim}]"
+        for table in plan.spec.embedding_tables
+    )
+    grid.add_row("tables", tables)
+    batch = plan.spec.data.batch_size
+    grid.add_row("batch", f"{batch:,} rows a rank, {batch * plan.world_size:,} a step")
+    return Group(Text(plan.spec.name, style="bold"), grid)
+
+
+def _rows(num_embeddings: int | str) -> str:
+    return num_embeddings if isinstance(num_embeddings, str) else f"{num_embeddings:,}"
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> str:
+    return "  ".join(f"[{' '.join(str(rank) for rank in ranks)}]" for ranks in groups)
+
+
+def _took(job: JobSummary, now_s: float) -> str:
+    if job.started_at is None:
+        return ""
+    return human_duration((job.ended_at or now_s) - job.started_at)
+
+
+def _facts() -> Table:
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    return grid
+
+
+def _table(*headings: str) -> Table:
+    """A plain table; a heading that starts with `>` is of a right-aligned column."""
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
+    for heading in headings:
+        table.add_column(
+            heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left"
+        )
+    return table

@@ -1,0 +1,157 @@
+"""Commands for the local stack: up, down, status."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated
+
+import typer
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from service.api.schemas import ClusterOut
+from service.client import ShardloomClient
+from service.client_errors import ShardloomError
+from service.commands import context
+from service.commands.context import JsonOption, UrlOption, console, error_console, print_json
+from service.commands.exits import UNAVAILABLE
+from service.commands.formats import human_age
+from service.local import LocalStack, Report
+from service.local_state import StackHome, StackState
+
+
+def up(
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
+    ] = False,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Port of the service (default 8700).")
+    ] = None,
+) -> None:
+    """Start the service and a local Ray; without --detach Ctrl-C stops them again.
+
+    SHARDLOOM_HOME names the folder of everything it keeps (default ~/.shardloom), and
+    SHARDLOOM_RAY_ADDRESS a Ray cluster to use instead of a local one.
+    """
+    stack = LocalStack(StackHome.from_environment())
+    if state := stack.running():
+        console().print("Shardloom is already up")
+        console().print(_addresses(stack.home, state))
+        return
+    state = _start(stack, port, console())
+    console().print(_addresses(stack.home, state))
+    if detach:
+        console().print(Text("`shardloom down` stops it", style="dim"))
+        return
+    console().print(Text("Ctrl-C stops it", style="dim"))
+    _stay(stack, state)
+
+
+def down() -> None:
+    """Stop the local service and its Ray; jobs that run go on at the next start."""
+    stack = LocalStack(StackHome.from_environment())
+    if not stack.down(lambda line: console().print(line)):
+        console().print("nothing was running")
+
+
+def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Say whether the service and its cluster answer; exit code 3 if the service does not."""
+    home = StackHome.from_environment()
+    state = home.read_state() if url is None else None
+    with context.open_client(url) as client:
+        is_alive = client.is_alive()
+        cluster = _cluster(client) if is_alive else None
+        if as_json:
+            print_json(
+                {
+                    "url": client.base_url,
+                    "service_alive": is_alive,
+                    "cluster": cluster.model_dump() if cluster else None,
+                    "stack": state.model_dump() if state else None,
+                }
+            )
+        else:
+            console().print(_status_page(client.base_url, is_alive, cluster, home, state))
+    if not is_alive:
+        raise typer.Exit(UNAVAILABLE)
+
+
+def ensure_running() -> None:
+    """Start the stack in the background unless it runs; raises `StackError`."""
+    stack = LocalStack(StackHome.from_environment())
+    if stack.running() is None:
+        state = _start(stack, None, error_console())
+        error_console().print(Text(f"{state.url}  (`shardloom down` stops it)", style="dim"))
+
+
+def _start(stack: LocalStack, port: int | None, output: Console) -> StackState:
+    with _milestones(output) as report:
+        return stack.up(port=port, report=report)
+
+
+@contextmanager
+def _milestones(output: Console) -> Iterator[Report]:
+    """A spinner where there is a terminal, above which milestones are printed."""
+    with output.status("starting Shardloom", spinner="dots"):
+        yield lambda line: output.print(Text(line, style="dim"))
+
+
+def _stay(stack: LocalStack, state: StackState) -> None:
+    try:
+        message = stack.wait_until_broken(state)
+    except KeyboardInterrupt:
+        console().print("stopping")
+        stack.down(lambda line: console().print(Text(line, style="dim")))
+        return
+    error_console().print(message)
+    stack.down(lambda line: console().print(Text(line, style="dim")))
+    raise typer.Exit(UNAVAILABLE)
+
+
+def _addresses(home: StackHome, state: StackState) -> RenderableType:
+    grid = _grid()
+    grid.add_row("dashboard", state.url)
+    grid.add_row("API", f"{state.url}/v1  (docs: {state.url}/docs)")
+    if state.ray_address:
+        grid.add_row("Ray", f"{state.ray_address}")
+    grid.add_row("files", str(home.root))
+    return grid
+
+
+def _status_page(
+    url: str, is_alive: bool, cluster: ClusterOut | None, home: StackHome, state: StackState | None
+) -> RenderableType:
+    grid = _grid()
+    answer = Text("answers", style="green") if is_alive else Text("does not answer", style="red")
+    grid.add_row("service", Text.assemble(url, "  ", answer))
+    if cluster is not None:
+        works = cluster.reachable
+        word = Text("reachable", style="green") if works else Text("unreachable", style="red")
+        grid.add_row(
+            "cluster", Text.assemble(f"{cluster.backend} {cluster.address}".strip(), "  ", word)
+        )
+        if cluster.message:
+            grid.add_row("", Text(cluster.message, style="dim"))
+    if state is not None:
+        grid.add_row("started", human_age(state.started_at, time.time()))
+        grid.add_row("logs", str(home.log_path("service").parent))
+    elif not is_alive:
+        grid.add_row("", Text("`shardloom up` starts one on this machine", style="dim"))
+    return grid
+
+
+def _cluster(client: ShardloomClient) -> ClusterOut | None:
+    try:
+        return client.cluster()
+    except ShardloomError:
+        return None
+
+
+def _grid() -> Table:
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    return grid

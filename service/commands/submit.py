@@ -1,0 +1,127 @@
+"""Commands that change something: run, submit, plan, follow, cancel."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from service.api.schemas import JobDetail
+from service.client import ShardloomClient
+from service.commands import context, stack
+from service.commands.context import (
+    JobArgument,
+    JsonOption,
+    SetOption,
+    SpecArgument,
+    UrlOption,
+    console,
+    print_json,
+    read_spec,
+)
+from service.commands.exits import DETACHED, exit_code_of
+from service.commands.follow import detached_message, follow
+from service.commands.render import plan_page
+from trainer.spec import validate_spec
+
+
+def run(spec: SpecArgument, overrides: SetOption = None, url: UrlOption = None) -> None:
+    """Start what is needed, submit a job and follow it; the exit code mirrors the job.
+
+    0 succeeded, 1 failed, 130 cancelled, 4 detached by Ctrl-C while the job goes on.
+    """
+    document = read_spec(spec, overrides)
+    # A typing error should not cost the start of a cluster.
+    validate_spec(document)
+    if url is None:
+        stack.ensure_running()
+    with context.open_client(url) as client:
+        job = client.submit(document)
+        console().print(Text.assemble("submitted ", (job.id, "bold")))
+        code = follow(client, job.id, console())
+    raise typer.Exit(code)
+
+
+def submit(
+    spec: SpecArgument,
+    overrides: SetOption = None,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Until the job ends; the exit code mirrors it.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check only, as `shardloom plan` does.")
+    ] = False,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="Makes repeated submits one job.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit a job and print its id."""
+    if dry_run:
+        plan(spec, overrides, url, as_json)
+        return
+    document = read_spec(spec, overrides)
+    with context.open_client(url) as client:
+        job = client.submit(document, idempotency_key=idempotency_key)
+        if not wait:
+            _print_submitted(job, as_json=as_json)
+            return
+        job = _wait(client, job)
+    _print_submitted(job, as_json=as_json)
+    raise typer.Exit(exit_code_of(job.status))
+
+
+def plan(
+    spec: SpecArgument,
+    overrides: SetOption = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check a spec with the service and show the groups that the job would form."""
+    document = read_spec(spec, overrides)
+    with context.open_client(url) as client:
+        found = client.plan(document)
+    if as_json:
+        print_json(found)
+    else:
+        console().print(plan_page(found))
+
+
+def follow_job(job: JobArgument, url: UrlOption = None) -> None:
+    """Follow a job until it ends; Ctrl-C detaches. The exit code mirrors the job."""
+    with context.open_client(url) as client:
+        found = client.get_job(job)
+        code = follow(client, found.id, console())
+    raise typer.Exit(code)
+
+
+def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Stop a job; its checkpoints stay."""
+    with context.open_client(url) as client:
+        found = client.cancel(job)
+    if as_json:
+        print_json(found)
+    else:
+        console().print(f"{found.id} ({found.name}) is being cancelled")
+
+
+def _wait(client: ShardloomClient, job: JobDetail) -> JobDetail:
+    try:
+        return client.wait(job.id)
+    except KeyboardInterrupt:
+        context.error_console().print(detached_message(job.id))
+        raise typer.Exit(DETACHED) from None
+
+
+def _print_submitted(job: JobDetail, *, as_json: bool) -> None:
+    # Only the id goes to standard output, so that scripts can take it from there.
+    if as_json:
+        print_json(job)
+        return
+    typer.echo(job.id)
+    hint = f"has ended: {job.message or job.status.value}"
+    if not job.status.is_terminal:
+        hint = f"is submitted; `shardloom follow {job.id}` shows it at work"
+    context.error_console().print(Text(f"{job.name} {hint}", style="dim"))

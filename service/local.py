@@ -1,0 +1,311 @@
+"""The local stack behind `shardloom up`: the service and a private Ray, as two child processes.
+
+Both start at the same time and live in sessions of their own, so they outlive the command that
+started them. Jobs go the same way as on a cluster: the service submits them to Ray's Jobs API.
+`stack.json` remembers who was started; only those processes and what they started are ended.
+With SHARDLOOM_RAY_ADDRESS set no Ray is started and that cluster is used; with
+SHARDLOOM_BACKEND=fake there is no cluster at all.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from service import local_ray
+from service.local_process import ProcessId, end_family, identify, is_alive
+from service.local_state import StackHome, StackState, boot_id
+from trainer.versions import check_versions
+
+SERVICE_COMMAND = (sys.executable, "-m", "service.main")
+DEFAULT_PORT = 8700
+START_TIMEOUT_S = 90.0
+POLL_S = 0.1
+# The service gives open requests 5 s before it closes them.
+SERVICE_GRACE_S = 8.0
+RAY_GRACE_S = 5.0
+LOG_TAIL_LINES = 15
+
+Report = Callable[[str], None]
+
+
+class StackError(Exception):
+    """The local stack cannot be started or ended; the message says why and what to change."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the stack and how to tell that it is ready: `url` answers with success."""
+
+    name: str
+    process: ProcessId
+    url: str
+    token: str | None = None
+
+
+class LocalStack:
+    """Starts, finds and ends the stack of one home folder."""
+
+    def __init__(
+        self,
+        home: StackHome,
+        environment: Mapping[str, str] = os.environ,
+        service_command: Sequence[str] = SERVICE_COMMAND,
+    ) -> None:
+        self.home = home
+        self._environment = dict(environment)
+        self._service_command = list(service_command)
+        self._started: list[ProcessId] = []
+        # An object that is dropped while its process runs would raise a ResourceWarning.
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def running(self) -> StackState | None:
+        """State of the stack if all of it runs, else None."""
+        state = self.home.read_state()
+        return state if state is not None and state.is_running else None
+
+    def up(self, *, port: int | None = None, report: Report) -> StackState:
+        """Start what does not run yet, wait until it answers, and return its state.
+
+        `report` gets a line per milestone. Raises `StackError`; nothing is left running then.
+        """
+        with self.home.lock():
+            if state := self.running():
+                return state
+            before = self._end_leftovers(report)
+            port = port or self._default_port(before)
+            self._check_can_start(port, starts_ray=self._starts_ray and before is None)
+            with ExitStack() as undo:
+                undo.callback(self._undo_start, before)
+                state, parts = self._launch(port, before)
+                self._wait_until_ready(parts, report)
+                undo.pop_all()
+            return state
+
+    def down(self, report: Report) -> bool:
+        """End the stack and all that it started; False if nothing ran. Raises `StackError`."""
+        with self.home.lock():
+            state = self.home.read_state()
+            if state is None:
+                return False
+            ended = self._end(state, report)
+            self.home.forget_state()
+            return ended
+
+    def wait_until_broken(self, state: StackState) -> str:
+        """Block while all of the stack runs; then say which part ended, with its last lines."""
+        while state.is_running:
+            time.sleep(POLL_S * 5)
+        name = "ray" if state.service is not None and is_alive(state.service) else "service"
+        return f"{name} has ended by itself; {self._log_tail(name)}"
+
+    # ---- before
+
+    @property
+    def _starts_ray(self) -> bool:
+        return self._environment.get("SHARDLOOM_BACKEND") != "fake" and not self._environment.get(
+            "SHARDLOOM_RAY_ADDRESS"
+        )
+
+    def _default_port(self, before: StackState | None) -> int:
+        # Drivers that still run post to the old address, so a restarted service keeps it.
+        if before is not None and (old_port := httpx.URL(before.url).port):
+            return old_port
+        return int(self._environment.get("SHARDLOOM_PORT") or DEFAULT_PORT)
+
+    def _end_leftovers(self, report: Report) -> StackState | None:
+        """End a half-dead stack; returns its state if its Ray lives and can be used again."""
+        state = self.home.read_state()
+        if state is None or state.boot_id != boot_id():
+            self.home.forget_state()
+            return None
+        if state.ray is not None and is_alive(state.ray) and self._starts_ray:
+            report("the service had ended; its Ray still runs and is kept")
+            return state
+        self._end(state, report)
+        self.home.forget_state()
+        return None
+
+    def _check_can_start(self, port: int, *, starts_ray: bool) -> None:
+        missing = [
+            name
+            for name in ("fastapi", "sqlalchemy", "uvicorn")
+            if not importlib.util.find_spec(name)
+        ]
+        if missing:
+            raise StackError(
+                f"a local stack needs {', '.join(missing)}, not installed here: run `make setup`, "
+                "or pip install 'shardloom[service,trainer-cpu]'. To use a service elsewhere, "
+                "give its --url"
+            )
+        if starts_ray and (mismatches := check_versions()):
+            raise StackError("\n".join(mismatch.message for mismatch in mismatches))
+        check_port_free(port)
+
+    # ---- start
+
+    def _launch(self, port: int, before: StackState | None) -> tuple[StackState, list[Part]]:
+        url = f"http://{_connect_host(self._environment)}:{port}"
+        state = before or StackState(
+            url=url,
+            boot_id=boot_id(),
+            started_at=time.time(),
+            ray_address=self._environment.get("SHARDLOOM_RAY_ADDRESS"),
+        )
+        parts = []
+        if self._starts_ray and state.ray is None:
+            state = self._launch_ray(state)
+            assert state.ray is not None
+            jobs_api = f"{state.ray_address}/api/jobs/"
+            parts.append(Part("ray", state.ray, jobs_api, self.home.token()))
+        state = self._launch_service(state.model_copy(update={"url": url}), port)
+        assert state.service is not None
+        return state, [Part("service", state.service, f"{url}/healthz"), *parts]
+
+    def _launch_ray(self, state: StackState) -> StackState:
+        executable = local_ray.ray_executable()
+        if executable is None:
+            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-cpu]'")
+        ports = local_ray.choose_ports()
+        self.home.token()
+        local_ray.make_temp_dir(self.home.ray_dir)
+        process = self._spawn(
+            "ray",
+            local_ray.head_command(executable, ports, self.home.ray_dir, os.cpu_count() or 1),
+            local_ray.head_environment(self._environment, ports, self.home.token_path),
+        )
+        address = f"http://127.0.0.1:{ports.dashboard}"
+        return self._remember(state.model_copy(update={"ray": process, "ray_address": address}))
+
+    def _launch_service(self, state: StackState, port: int) -> StackState:
+        settings = {"SHARDLOOM_HOME": str(self.home.root), "SHARDLOOM_PORT": str(port)}
+        if state.ray is not None and state.ray_address is not None:
+            settings["SHARDLOOM_RAY_ADDRESS"] = state.ray_address
+            settings["SHARDLOOM_RAY_AUTH_TOKEN"] = self.home.token()
+        process = self._spawn("service", self._service_command, self._environment | settings)
+        return self._remember(state.model_copy(update={"service": process}))
+
+    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
+        log = self.home.log_path(name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.replace(log.with_suffix(".previous.log"))
+        # The children run the code that this command runs, installed or not.
+        code_root = str(Path(__file__).resolve().parents[1])
+        inherited = environment.get("PYTHONPATH")
+        path = os.pathsep.join([code_root, inherited] if inherited else [code_root])
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                command,
+                env=environment | {"PYTHONPATH": path},
+                cwd=self.home.root,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._children.append(child)
+        self._started.append(identify(child.pid))
+        return self._started[-1]
+
+    def _remember(self, state: StackState) -> StackState:
+        self.home.write_state(state)
+        return state
+
+    def _wait_until_ready(self, parts: list[Part], report: Report) -> None:
+        started = time.monotonic()
+        waiting = list(parts)
+        with httpx.Client(trust_env=False, timeout=2.0) as http:
+            while waiting:
+                for part in list(waiting):
+                    elapsed_s = time.monotonic() - started
+                    if _answers(http, part):
+                        waiting.remove(part)
+                        report(f"{part.name} ready after {elapsed_s:.1f} s")
+                    elif not is_alive(part.process):
+                        raise StackError(f"{part.name} did not start; {self._log_tail(part.name)}")
+                    elif elapsed_s > START_TIMEOUT_S:
+                        raise StackError(
+                            f"{part.name} runs but does not answer at {part.url} after "
+                            f"{elapsed_s:.0f} s; {self._log_tail(part.name)}"
+                        )
+                time.sleep(POLL_S)
+
+    def _log_tail(self, name: str) -> str:
+        path = self.home.log_path(name)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        tail = "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:])
+        return f"the end of {path}:\n{tail}"
+
+    # ---- end
+
+    def _undo_start(self, before: StackState | None) -> None:
+        """End what this start has begun; a Ray from before, and its jobs, go on."""
+        for process in self._started:
+            end_family(process, grace_s=RAY_GRACE_S)
+        if before is None:
+            self.home.forget_state()
+        else:
+            self.home.write_state(before)
+
+    def _end(self, state: StackState, report: Report) -> bool:
+        """End the service, then Ray, so that the service does not see its cluster go."""
+        if state.boot_id != boot_id():
+            return False
+        ended = False
+        graces = (("service", state.service, SERVICE_GRACE_S), ("ray", state.ray, RAY_GRACE_S))
+        for name, process, grace_s in graces:
+            if process is None:
+                continue
+            was_alive = is_alive(process)
+            started = time.monotonic()
+            if survivors := end_family(process, grace_s=grace_s):
+                pids = ", ".join(str(survivor.pid) for survivor in survivors)
+                raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
+            if was_alive:
+                report(f"{name} ended after {time.monotonic() - started:.1f} s")
+            ended = ended or was_alive
+        return ended
+
+
+def check_port_free(port: int) -> None:
+    """Raise `StackError`, naming the port and the way out, if something listens on it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+            why = "is in use by another program"
+            if error.errno == errno.EACCES:
+                why = "needs privileges that you lack"
+            raise StackError(
+                f"port {port} {why}; choose another one: `shardloom up --port {port + 1}` "
+                f"or SHARDLOOM_PORT={port + 1}"
+            ) from None
+
+
+def _connect_host(environment: Mapping[str, str]) -> str:
+    # A wildcard address is a place to listen on, not one to connect to.
+    host = environment.get("SHARDLOOM_HOST") or "127.0.0.1"
+    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
+
+
+def _answers(http: httpx.Client, part: Part) -> bool:
+    headers = {"Authorization": f"Bearer {part.token}"} if part.token else {}
+    try:
+        return http.get(part.url, headers=headers).is_success
+    except httpx.TransportError:
+        return False

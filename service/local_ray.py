@@ -1,0 +1,98 @@
+"""How a private Ray cluster of one node is started: its command line and its environment."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sysconfig
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+# Ray replaces 127.0.0.1 by an address that other machines can reach. Any other loopback
+# address is kept, so the cluster stays private and survives a change of network.
+NODE_IP = "127.0.0.2"
+OBJECT_STORE_BYTES = 200_000_000
+# Slots are logical: four workers and the driver run on two cores as well, if more slowly.
+MIN_LOGICAL_CPUS = 8
+
+
+@dataclass(frozen=True)
+class RayPorts:
+    """TCP ports of the head, each free when chosen."""
+
+    gcs: int
+    dashboard: int
+    client_server: int
+    agent_http: int
+    autoscaler_metrics: int
+    dashboard_metrics: int
+
+
+def choose_ports() -> RayPorts:
+    """Free ports for a head; all are held until the last is found, so that they differ."""
+    sockets = [socket.socket() for _ in range(6)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return RayPorts(*(each.getsockname()[1] for each in sockets))
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def ray_executable() -> str | None:
+    """Path of the `ray` command of this very environment, or else of PATH; None if absent."""
+    return shutil.which("ray", path=sysconfig.get_path("scripts")) or shutil.which("ray")
+
+
+def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: int) -> list[str]:
+    """Command that runs the head until it is told to stop."""
+    return [
+        executable,
+        "start",
+        "--head",
+        "--block",
+        f"--node-ip-address={NODE_IP}",
+        f"--port={ports.gcs}",
+        f"--ray-client-server-port={ports.client_server}",
+        f"--dashboard-agent-listen-port={ports.agent_http}",
+        "--include-dashboard=true",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={ports.dashboard}",
+        f"--num-cpus={max(MIN_LOGICAL_CPUS, num_cores)}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--temp-dir={temp_dir}",
+        "--disable-usage-stats",
+        "--log-color=false",
+    ]
+
+
+def head_environment(
+    inherited: Mapping[str, str], ports: RayPorts, token_path: Path
+) -> dict[str, str]:
+    """Environment of the head and of everything below it, drivers and workers included."""
+    kept = {
+        key: value
+        for key, value in inherited.items()
+        if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
+    }
+    return kept | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # By default a head that is told to stop waits up to 30 s for its node to drain.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),
+        "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
+    }
+
+
+def make_temp_dir(path: Path) -> None:
+    """Make Ray's folder afresh, private to this user; raises `OSError` if another user owns it."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user; set SHARDLOOM_HOME elsewhere")
+    shutil.rmtree(path)
+    path.mkdir(mode=0o700)

@@ -1,0 +1,124 @@
+"""What `shardloom up` remembers of the local stack, and where it keeps its files.
+
+HOME/                    $SHARDLOOM_HOME, ~/.shardloom by default
+  stack.json             processes and addresses of the running stack (mode 0600)
+  stack.lock             held while a stack starts or stops
+  ray-token              bearer token of the private Ray cluster (mode 0600)
+  logs/service.log, ray.log
+/tmp/shardloom-HASH/     Ray's own folder; short, because a socket's path has 107 bytes at most
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from service.local_process import ProcessId, is_alive
+
+DEFAULT_HOME = "~/.shardloom"
+BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
+
+
+class StackState(BaseModel):
+    """The stack that was started last. Processes are None where they were not ours to start."""
+
+    url: str
+    boot_id: str
+    started_at: float
+    service: ProcessId | None = None
+    ray: ProcessId | None = None
+    ray_address: str | None = None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether everything that was started still runs (since the same boot)."""
+        started = [process for process in (self.service, self.ray) if process is not None]
+        return (
+            self.service is not None
+            and self.boot_id == boot_id()
+            and all(is_alive(process) for process in started)
+        )
+
+
+@dataclass(frozen=True)
+class StackHome:
+    """Paths of one local stack."""
+
+    root: Path
+
+    @classmethod
+    def from_environment(cls) -> StackHome:
+        """The folder named by SHARDLOOM_HOME, or the default one."""
+        return cls(Path(os.environ.get("SHARDLOOM_HOME") or DEFAULT_HOME).expanduser().absolute())
+
+    @property
+    def state_path(self) -> Path:
+        """File of the `StackState`."""
+        return self.root / "stack.json"
+
+    @property
+    def token_path(self) -> Path:
+        """File of the Ray cluster's token."""
+        return self.root / "ray-token"
+
+    @property
+    def ray_dir(self) -> Path:
+        """Ray's folder of sessions, one per stack home."""
+        digest = hashlib.sha256(str(self.root).encode()).hexdigest()[:10]
+        return Path("/tmp") / f"shardloom-{digest}"
+
+    def log_path(self, name: str) -> Path:
+        """Log file of `service` or `ray`; the one of the time before ends in `.previous.log`."""
+        return self.root / "logs" / f"{name}.log"
+
+    def read_state(self) -> StackState | None:
+        """The stored state, whether or not its processes live; None if there is none."""
+        try:
+            return StackState.model_validate_json(self.state_path.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
+
+    def write_state(self, state: StackState) -> None:
+        """Store the state, atomically."""
+        write_private(self.state_path, state.model_dump_json(indent=2))
+
+    def forget_state(self) -> None:
+        """Remove the stored state."""
+        self.state_path.unlink(missing_ok=True)
+
+    def token(self) -> str:
+        """The token of the private Ray cluster, made on first use."""
+        if not self.token_path.exists():
+            write_private(self.token_path, secrets.token_hex(32))
+        return self.token_path.read_text().strip()
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the stack's lock; waits while another command starts or stops this stack."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        with (self.root / "stack.lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".draft")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(text)
+    draft.replace(path)
+
+
+def boot_id() -> str:
+    """Identifies this boot of the machine: process ids of another one mean nothing."""
+    return BOOT_ID_PATH.read_text().strip()

@@ -1,0 +1,81 @@
+"""Start-up check that the packages which must match do match; reads metadata, imports none.
+
+torch, fbgemm and torchrec are compiled against one another: a wrong combination fails much
+later, in an operator that is missing. Ray is pinned because elastic training relies on its
+Train V2 internals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+# Each row was tested as a whole; the first is what `make setup` installs.
+MATCHED_STACKS: tuple[dict[str, str], ...] = (
+    {"torch": "2.13", "fbgemm-gpu": "1.8", "torchrec": "1.8", "ray": "2.60"},
+    {"torch": "2.11", "fbgemm-gpu": "1.6", "torchrec": "1.6", "ray": "2.60"},
+)
+# The same package is published under one name per device.
+DISTRIBUTIONS: dict[str, tuple[str, ...]] = {
+    "torch": ("torch",),
+    "fbgemm-gpu": ("fbgemm-gpu", "fbgemm-gpu-cpu"),
+    "torchrec": ("torchrec",),
+    "ray": ("ray",),
+}
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """A package whose installed version (`found`, None if absent) is not the one `wanted`."""
+
+    package: str
+    found: str | None
+    wanted: str
+
+    @property
+    def message(self) -> str:
+        """What is wrong and how to mend it."""
+        state = f"{self.package} {self.found} is installed" if self.found else "is missing"
+        subject = state if self.found else f"{self.package} {state}"
+        return (
+            f"{subject}, {self.wanted} is needed: run `make setup`, or "
+            "pip install 'shardloom[trainer-cpu]' ('shardloom[trainer-gpu]' with CUDA)"
+        )
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of those pinned packages that are installed, without local parts (`+cpu`)."""
+    found = {name: _first_version(names) for name, names in DISTRIBUTIONS.items()}
+    return {name: text.partition("+")[0] for name, text in found.items() if text}
+
+
+def check_versions(installed: Mapping[str, str] | None = None) -> list[Mismatch]:
+    """Compare `installed` (default: this environment) with the matched stack of its torch.
+
+    An empty list means that everything fits.
+    """
+    installed = installed_versions() if installed is None else installed
+    stack = next(
+        (row for row in MATCHED_STACKS if _fits(installed.get("torch"), row["torch"])),
+        MATCHED_STACKS[0],
+    )
+    return [
+        Mismatch(package, installed.get(package), wanted)
+        for package, wanted in stack.items()
+        if not _fits(installed.get(package), wanted)
+    ]
+
+
+def _fits(found: str | None, wanted: str) -> bool:
+    """Whether `found` is a patch release of the minor version `wanted`."""
+    return found is not None and f"{found}.".startswith(f"{wanted}.")
+
+
+def _first_version(names: tuple[str, ...]) -> str | None:
+    for name in names:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return None

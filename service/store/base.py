@@ -63,7 +63,9 @@ class JobStore(Protocol):
     def stream_positions(self, attempt_id: str) -> dict[str, int]:
         """`next_seq` of every stream of an attempt."""
 
-    def list_timeline(self, job_id: str, *, after: int = 0, limit: int = 200) -> list[TimelineEvent]:
+    def list_timeline(
+        self, job_id: str, *, after: int = 0, limit: int = 200
+    ) -> list[TimelineEvent]:
         """Timeline lines with an id above `after`, in order."""
 
     def metric_names(self, job_id: str) -> list[str]:

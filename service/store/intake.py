@@ -1,0 +1,158 @@
+"""What a driver's records mean for its job: a pure fold, applied by the store in one transaction.
+
+Only the job's current attempt while it lives may change the job: a driver that outlived its
+attempt (cut off, then replaced) still has its records kept, but no longer steers anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+from service.domain import Attempt, EndReason, Job, JobStatus, ReportedEnd, TimelineEvent
+from service.domain import Progress as JobProgress
+from trainer.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    Event,
+    Metrics,
+    Note,
+    Progress,
+    WorkersLost,
+    WorkersStarted,
+)
+
+
+@dataclass
+class Intake:
+    """A job and attempt as a batch of records leaves them, and the rows that it adds.
+
+    `points` maps (metric name, step) to (value, time): a later record of a step replaces.
+    """
+
+    job: Job
+    attempt: Attempt
+    now: float
+    points: dict[tuple[str, int], tuple[float, float]] = field(default_factory=dict)
+    checkpoints: list[CheckpointCommitted | CheckpointDeleted] = field(default_factory=list)
+    timeline: list[TimelineEvent] = field(default_factory=list)
+
+    @property
+    def steers(self) -> bool:
+        """Whether the attempt speaks for its job."""
+        return self.job.current_attempt_id == self.attempt.id and self.attempt.end_reason is None
+
+
+def fold(job: Job, attempt: Attempt, events: Iterable[Event], now: float) -> Intake:
+    """Apply records in order; `now` (Unix seconds) is when they arrived."""
+    intake = Intake(job, attempt, now)
+    for event in events:
+        _apply(intake, event)
+    return intake
+
+
+def _apply(intake: Intake, event: Event) -> None:
+    match event:
+        case Metrics():
+            _take_metrics(intake, event)
+        case Progress():
+            _take_progress(intake, event)
+        case _:
+            intake.timeline.append(_line(intake, event))
+    match event:
+        case CheckpointCommitted() | CheckpointDeleted():
+            intake.checkpoints.append(event)
+        case WorkersStarted() | WorkersLost() | AttemptEnded() if intake.steers:
+            _steer(intake, event)
+
+
+def _take_metrics(intake: Intake, event: Metrics) -> None:
+    for name, value in event.values.items():
+        intake.points[name, event.step] = (value, event.time)
+    if intake.steers:
+        latest = {**intake.job.latest_metrics, **event.values}
+        intake.job = replace(intake.job, latest_metrics=latest)
+
+
+def _take_progress(intake: Intake, event: Progress) -> None:
+    if intake.steers:
+        progress = JobProgress(**event.model_dump(exclude={"kind", "time"}))
+        intake.job = replace(intake.job, progress=progress)
+
+
+def _steer(intake: Intake, event: WorkersStarted | WorkersLost | AttemptEnded) -> None:
+    match event:
+        case WorkersStarted():
+            intake.job = _with_workers(intake.job, event, intake.now)
+        case WorkersLost():
+            num_failures = intake.attempt.num_worker_failures + 1
+            intake.attempt = replace(intake.attempt, num_worker_failures=num_failures)
+        case AttemptEnded():
+            report = _reported_end(event, intake.now)
+            intake.attempt = replace(intake.attempt, reported_end=report)
+            latest = {**intake.job.latest_metrics, **event.final_metrics}
+            intake.job = replace(intake.job, latest_metrics=latest)
+
+
+def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
+    progress = replace(job.progress, total_steps=event.total_steps)
+    is_starting = job.status is JobStatus.STARTING
+    return replace(
+        job,
+        progress=progress,
+        status=JobStatus.RUNNING if is_starting else job.status,
+        started_at=now if job.started_at is None else job.started_at,
+    )
+
+
+def _reported_end(event: AttemptEnded, now: float) -> ReportedEnd:
+    known = {reason.value: reason for reason in EndReason}
+    if event.reason in known:
+        return ReportedEnd(known[event.reason], event.message, now)
+    message = f"{event.message} (reported as '{event.reason}', a reason unknown to this version)"
+    return ReportedEnd(EndReason.TRAINING_ERROR, message, now)
+
+
+def _line(intake: Intake, event: Event) -> TimelineEvent:
+    return TimelineEvent(
+        id=0,
+        job_id=intake.job.id,
+        attempt_id=intake.attempt.id,
+        time=event.time,
+        kind=event.kind,
+        message=describe(event),
+        actor="driver",
+        data=event.model_dump(mode="json", exclude={"kind", "time", "message"}),
+    )
+
+
+def describe(event: Event) -> str:
+    """One line for a person."""
+    match event:
+        case Note():
+            return event.message
+        case AttemptStarted():
+            return f"driver is up, starting {event.world_size} worker(s)"
+        case WorkersStarted():
+            resumed = f", resumed at step {event.resumed_step}" if event.resumed_step else ""
+            return (
+                f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
+                f"{event.shard_group_size}, {event.placement}, {event.backend}{resumed}"
+            )
+        case CheckpointCommitted():
+            best = ", best so far" if event.is_best else ""
+            return (
+                f"checkpoint at step {event.step} ({event.size_bytes / 1e6:.1f} MB in "
+                f"{event.duration_s:.1f} s{best})"
+            )
+        case CheckpointDeleted():
+            return f"checkpoint of step {event.step} removed by retention"
+        case WorkersLost():
+            follows = "restarting them" if event.will_restart else "not restarting"
+            return f"workers lost ({event.reason}: {event.message}); {follows}"
+        case AttemptEnded():
+            return f"attempt ended ({event.reason}): {event.message}"
+        case _:
+            return event.kind

@@ -1,0 +1,1 @@
+"""Alembic migrations of the store, run at every start of the service."""

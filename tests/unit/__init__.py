@@ -1,0 +1,1 @@
+"""Tests without Ray, network or sleep."""

@@ -1,0 +1,117 @@
+"""Small valid specs, jobs, attempts and records for the tests of the control plane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from service.domain import Attempt, Job, JobStatus, attempt_id
+from service.ids import new_job_id
+from trainer.events import (
+    AttemptEnded,
+    CheckpointCommitted,
+    Event,
+    EventBatch,
+    Metrics,
+    WorkersLost,
+    WorkersStarted,
+)
+from trainer.spec import JobSpec, validate_spec
+
+NOW = 1_800_000_000.0
+
+
+def spec_document(**changes: Any) -> dict[str, Any]:
+    """A spec as a user writes it: 4 workers in 2 sharding groups of 2."""
+    document: dict[str, Any] = {
+        "name": "tiny",
+        "data": {"path": "s3://bucket/tiny", "label": {"column": "rating"}},
+        "features": [
+            {"name": "user_id", "type": "id", "table": "users"},
+            {"name": "age", "type": "dense"},
+        ],
+        "embedding_tables": [{"name": "users", "num_embeddings": 100, "embedding_dim": 8}],
+        "model": {
+            "dense_arch": {"layer_sizes": [16, 8]},
+            "over_arch": {"layer_sizes": [16, 1]},
+            "tasks": [{"loss": "mse"}],
+        },
+        "parallelism": {"workers": 4, "shard_group_size": 2},
+    }
+    return {**document, **changes}
+
+
+def spec(*, max_failures: int = 3, **changes: Any) -> JobSpec:
+    """A checked spec with a budget of `max_failures`."""
+    return validate_spec(spec_document(retry={"max_failures": max_failures}, **changes))
+
+
+def queued_job(*, now: float = NOW, max_failures: int = 3, **changes: Any) -> Job:
+    """A job as it is when it was just submitted; `changes` are those of the spec."""
+    job_spec = spec(max_failures=max_failures, **changes)
+    return Job(
+        id=new_job_id(now),
+        name=job_spec.name,
+        spec=job_spec,
+        status=JobStatus.QUEUED,
+        created_at=now,
+    )
+
+
+def attempt_of(job: Job, *, index: int = 0, **fields: Any) -> Attempt:
+    """A live attempt of a job."""
+    return Attempt(
+        id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=NOW, **fields
+    )
+
+
+def batch(*events: Event, stream: str = "rank-0", first_seq: int = 0) -> EventBatch:
+    """Consecutive records of one stream."""
+    return EventBatch(stream=stream, first_seq=first_seq, events=list(events))
+
+
+def metrics(step: int, *, time: float = NOW, **values: float) -> Metrics:
+    """Values at a step; `train_loss` stands for `train/loss`."""
+    named = {name.replace("_", "/", 1): value for name, value in values.items()}
+    return Metrics(time=time, step=step, values=named)
+
+
+def workers_started(*, total_steps: int = 100) -> WorkersStarted:
+    """A worker group of 4 in 2 sharding groups."""
+    return WorkersStarted(
+        time=NOW,
+        run_index=0,
+        world_size=4,
+        shard_group_size=2,
+        num_replicas=2,
+        placement="intra_host",
+        backend="gloo",
+        sharding_groups=[[0, 2], [1, 3]],
+        replica_groups=[[0, 1], [2, 3]],
+        hosts=["a"] * 4,
+        table_shards={"users": "row_wise"},
+        total_steps=total_steps,
+        resumed_step=0,
+    )
+
+
+def workers_lost() -> WorkersLost:
+    """Workers that died and come back."""
+    return WorkersLost(time=NOW, run_index=0, reason="killed", message="rank 1", will_restart=True)
+
+
+def attempt_ended(reason: str = "completed") -> AttemptEnded:
+    """The last record of a driver."""
+    return AttemptEnded(time=NOW, reason=reason, message="done", final_metrics={"train/loss": 0.5})
+
+
+def checkpoint(step: int, *, is_best: bool = False) -> CheckpointCommitted:
+    """A committed checkpoint."""
+    return CheckpointCommitted(
+        time=NOW,
+        step=step,
+        path=f"checkpoints/step-{step:08d}",
+        size_bytes=1000,
+        duration_s=0.5,
+        is_best=is_best,
+        metrics={"validation/rmse": 0.9},
+    )

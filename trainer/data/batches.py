@@ -1,0 +1,183 @@
+"""Batches for one rank: tensors and a TorchRec KeyedJaggedTensor, made ahead by one thread."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import torch
+from torchrec import KeyedJaggedTensor
+
+from trainer.data.errors import TooFewRowsError
+from trainer.data.position import BatchShape, DataPosition, advance, rank_slice, step_start
+from trainer.data.reader import DEFAULT_CACHE_BYTES, RowReader
+from trainer.data.rows import FloatArray, Rows, check_schema, layout_of
+from trainer.data.source import ParquetSource, read_schema
+from trainer.spec import JobSpec
+
+_NUM_PREFETCHED = 4
+
+
+@dataclass(frozen=True)
+class Batch:
+    """B rows of one rank.
+
+    dense float32 [B, num_dense]; sparse with the keys of `spec.sparse_features` in order; label
+    (normalised), label_offset, label_scale and weight float32 [B]. The label in its own unit is
+    `label * label_scale + label_offset`; weight is 0 for rows that only fill up a batch.
+    """
+
+    dense: torch.Tensor
+    sparse: KeyedJaggedTensor
+    label: torch.Tensor
+    label_offset: torch.Tensor
+    label_scale: torch.Tensor
+    weight: torch.Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """B, padding included."""
+        return len(self.label)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        """The same batch on another device."""
+        moved = (
+            getattr(self, field.name).to(device, non_blocking=non_blocking)
+            for field in fields(self)
+        )
+        return Batch(*moved)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """Keep the memory until `stream` has used it, as TorchRec's pipelines ask."""
+        for field in fields(self):
+            getattr(self, field.name).record_stream(stream)
+
+
+def make_batch(rows: Rows, keys: list[str], weight: FloatArray | None = None) -> Batch:
+    """Wrap packed rows (as `Rows.take` gives them) as tensors, without copying them."""
+    return Batch(
+        dense=torch.from_numpy(rows.dense),
+        sparse=KeyedJaggedTensor(
+            keys=keys,
+            values=torch.from_numpy(rows.ids),
+            lengths=torch.from_numpy(rows.lengths.ravel().astype(np.int32)),
+        ),
+        label=torch.from_numpy(rows.label),
+        label_offset=torch.from_numpy(rows.offset),
+        label_scale=torch.from_numpy(rows.scale),
+        weight=torch.ones(len(rows)) if weight is None else torch.from_numpy(weight),
+    )
+
+
+def open_source(spec: JobSpec, folder: Path) -> ParquetSource:
+    """Open a split's folder with the columns that a resolved spec reads.
+
+    Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it.
+    """
+    layout = layout_of(spec)
+    check_schema(layout, read_schema(folder), folder)
+    return ParquetSource(folder, [column.name for column in layout.columns])
+
+
+class TrainBatches:
+    """Endless epochs of batches for one rank, up to `spec.training.epochs`, made by one thread.
+
+    Iterating gives (batch, position after it). Use it as a context manager, or call `close`.
+    `wait_s` is the time in seconds that the consumer has waited for batches so far. A fault found
+    while reading is raised to the consumer at the batch that it spoils.
+    """
+
+    def __init__(
+        self,
+        source: ParquetSource,
+        spec: JobSpec,
+        rank: int,
+        world_size: int,
+        position: DataPosition = DataPosition(),  # noqa: B008 (frozen)
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+    ) -> None:
+        """Start reading ahead from `position`; raises `DataError` where no step can be filled."""
+        self.shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
+        if not self.shape.steps_per_epoch:
+            raise TooFewRowsError(
+                f"{source.folder} has {source.num_rows} rows, fewer than one step takes "
+                f"({world_size} workers x data.batch_size {spec.data.batch_size}); lower either"
+            )
+        self.wait_s = 0.0
+        self._spec = spec
+        self._rank = rank
+        self._keys = [feature.name for feature in spec.sparse_features]
+        self._reader = RowReader(
+            source,
+            layout_of(spec),
+            seed=spec.training.seed,
+            shuffle=spec.data.shuffle,
+            cache_bytes=cache_bytes,
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._made = self._make(position)
+        self._ahead: deque[Future[tuple[Batch, DataPosition] | None]] = deque()
+        for _ in range(_NUM_PREFETCHED):
+            self._request()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Batch, DataPosition]:
+        if not self._ahead:
+            raise StopIteration
+        begun = time.perf_counter()
+        made = self._ahead.popleft().result()
+        self.wait_s += time.perf_counter() - begun
+        if made is None:
+            self.close()
+            raise StopIteration
+        self._request()
+        return made
+
+    def close(self) -> None:
+        """Stop reading ahead; harmless when called again."""
+        self._ahead.clear()
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _request(self) -> None:
+        # One worker thread runs requests in order, so the generator is never entered twice.
+        self._ahead.append(self._thread.submit(next, self._made, None))
+
+    def _make(self, position: DataPosition) -> Iterator[tuple[Batch, DataPosition]]:
+        while (start := step_start(position, self.shape)).epoch < self._spec.training.epochs:
+            rows = self._reader.read(start.epoch, rank_slice(start.row, self._rank, self.shape))
+            position = advance(start, self.shape)
+            yield make_batch(rows, self._keys), position
+
+
+def validation_batches(
+    source: ParquetSource, spec: JobSpec, rank: int, world_size: int
+) -> Iterator[Batch]:
+    """Every row once over all ranks, unshuffled, in equally many full batches on each rank.
+
+    What is missing at the end is filled with repeated rows of weight 0. Raises `DataError`.
+    """
+    shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
+    keys = [feature.name for feature in spec.sparse_features]
+    reader = RowReader(source, layout_of(spec), shuffle=False)
+    places = np.arange(shape.batch_size)
+    for step in range(shape.padded_steps):
+        wanted = rank_slice(step * shape.rows_per_step, rank, shape)
+        first = min(wanted.start, shape.num_rows - 1)
+        rows = reader.read(0, range(first, max(first + 1, min(wanted.stop, shape.num_rows))))
+        counted = (wanted.start + places < shape.num_rows).astype(np.float32)
+        yield make_batch(rows.take(np.minimum(places, len(rows) - 1)), keys, counted)

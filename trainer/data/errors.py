@@ -1,0 +1,57 @@
+"""What can be wrong with data. Every message names the file, the likely cause and the mend.
+
+DataError
+├── SourceMissingError      a folder or file that was named is not there
+├── OutputExistsError       the folder to write is taken
+├── ColumnError             a column is missing or of the wrong type
+├── BadValueError           one cell is wrong: file, line or row, column and value are named
+├── TooFewRowsError         nothing to train or validate on
+├── CorruptFileError        a file cannot be read, or is not what the manifest says
+└── ManifestError           the manifest is missing, unreadable or lacks something
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class DataError(Exception):
+    """Base of every fault in data; never worth a retry before somebody mends the data."""
+
+
+class SourceMissingError(DataError):
+    """A folder or file that was named is not there."""
+
+
+class OutputExistsError(DataError):
+    """The folder to write is taken, or holds something that must not be replaced."""
+
+
+class ColumnError(DataError):
+    """A column is missing or has the wrong type."""
+
+
+class BadValueError(DataError):
+    """One cell is wrong.
+
+    `place` says where in the file, as in `line 7` of a csv or `row 12` of a Parquet file.
+    """
+
+    def __init__(self, path: Path | str, place: str, column: str, value: object, wanted: str):
+        self.path = str(path)
+        self.place = place
+        self.column = column
+        self.value = value
+        super().__init__(f"{path}, {place}, column '{column}': {value!r} is not {wanted}")
+
+
+class TooFewRowsError(DataError):
+    """Nothing is left to train or validate on."""
+
+
+class CorruptFileError(DataError):
+    """A file cannot be read, or is not what the manifest says."""
+
+
+class ManifestError(DataError):
+    """The manifest is missing, unreadable or lacks something that was asked for."""

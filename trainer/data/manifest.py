@@ -1,0 +1,132 @@
+"""The manifest of a prepared folder: what is in it, and proof that it is whole.
+
+`manifest.json` is written last, so a folder without one was never finished.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainer.data.errors import CorruptFileError, ManifestError, SourceMissingError
+
+MANIFEST_NAME = "manifest.json"
+
+
+class ManifestModel(BaseModel):
+    """Base of the manifest's parts: unknown keys are errors and values never change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FileEntry(ManifestModel):
+    """One Parquet file; `path` is relative to the prepared folder."""
+
+    path: str
+    num_rows: int
+    num_row_groups: int
+    size_bytes: int
+    sha256: str
+
+
+class SplitEntry(ManifestModel):
+    """One part of the data, in file order."""
+
+    num_rows: int
+    files: tuple[FileEntry, ...]
+
+
+class Manifest(ManifestModel):
+    """A prepared folder.
+
+    `columns` maps each column to its type (`int64`, `float32`, `list<int64>`, ...); `vocab_sizes`
+    maps each id column to the number of ids it may hold, the unknown id 0 included.
+    """
+
+    schema_version: Literal[1] = 1
+    source: str
+    splits: dict[str, SplitEntry]
+    columns: dict[str, str]
+    vocab_sizes: dict[str, Annotated[int, Field(ge=1)]]
+    options: dict[str, Any]
+    statistics: dict[str, float]
+
+
+def describe_file(path: Path, folder: Path) -> FileEntry:
+    """Measure a Parquet file under `folder`; reads it once for the checksum."""
+    footer = read_footer(path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(
+        path=path.relative_to(folder).as_posix(),
+        num_rows=footer.num_rows,
+        num_row_groups=footer.num_row_groups,
+        size_bytes=path.stat().st_size,
+        sha256=digest,
+    )
+
+
+def read_footer(path: Path) -> pq.FileMetaData:
+    """Read only the footer of a Parquet file; raises `CorruptFileError` where it is cut short."""
+    try:
+        return pq.read_metadata(path)
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(
+            f"{path} is not a whole Parquet file ({error}); was it truncated? "
+            "Prepare or copy the data again"
+        ) from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write the manifest; call it last, when everything else in the folder stands."""
+    (folder / MANIFEST_NAME).write_text(manifest.model_dump_json(indent=2) + "\n", "utf-8")
+
+
+def load_manifest(folder: Path) -> Manifest:
+    """Read the manifest and check that every file has the size and rows that it names.
+
+    Reads footers, no data. Raises `SourceMissingError`, `ManifestError` or `CorruptFileError`.
+    """
+    manifest = _parse_manifest(folder)
+    for split in manifest.splits.values():
+        for entry in split.files:
+            _check_file(folder / entry.path, entry)
+    return manifest
+
+
+def _parse_manifest(folder: Path) -> Manifest:
+    if not folder.is_dir():
+        raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise ManifestError(
+            f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
+        )
+    try:
+        return Manifest.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise ManifestError(
+            f"{path}: {where}: {first['msg']}; prepare the data again with this version"
+        ) from None
+
+
+def _check_file(path: Path, entry: FileEntry) -> None:
+    if not path.is_file():
+        raise CorruptFileError(
+            f"{path} is named in the manifest but missing; prepare the data again"
+        )
+    footer = read_footer(path)
+    found = (path.stat().st_size, footer.num_rows, footer.num_row_groups)
+    wanted = (entry.size_bytes, entry.num_rows, entry.num_row_groups)
+    if found != wanted:
+        raise CorruptFileError(
+            f"{path} is not the file that the manifest names: (bytes, rows, row groups) are "
+            f"{found}, not {wanted}; prepare the data again"
+        )

@@ -1,0 +1,50 @@
+"""Ragged arrays in numpy: lists of varying length, kept as flat values and offsets into them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int64]
+
+
+def offsets_of(lengths: IntArray) -> IntArray:
+    """Start of each list, and the total at the end: shape [n + 1] for lengths of shape [n]."""
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Positions `starts[i] .. starts[i] + lengths[i] - 1` for every i, one after the other.
+
+    Indexing flat values with the result gathers the lists in the order asked for.
+    """
+    offsets = offsets_of(lengths)
+    shifts = starts - offsets[:-1]
+    return np.repeat(shifts, lengths) + np.arange(offsets[-1], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """n lists: list i is `values[offsets[i]:offsets[i + 1]]`."""
+
+    values: NDArray
+    offsets: IntArray
+
+    @property
+    def lengths(self) -> IntArray:
+        """Length of each list, shape [n]."""
+        return np.diff(self.offsets)
+
+    def take(self, rows: IntArray) -> Ragged:
+        """The lists `rows`, in that order."""
+        return gather(self.values, self.offsets[rows], self.offsets[rows + 1])
+
+
+def gather(values: NDArray, starts: IntArray, ends: IntArray) -> Ragged:
+    """Lists `values[starts[i]:ends[i]]` for every i."""
+    lengths = ends - starts
+    return Ragged(values[ragged_positions(starts, lengths)], offsets_of(lengths))

@@ -1,0 +1,87 @@
+"""Reading an epoch's rows by number: decoded windows, and the whole split where it is small."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from trainer.data.order import EpochOrder, Window
+from trainer.data.ragged import IntArray, offsets_of, ragged_positions
+from trainer.data.rows import RowLayout, Rows, check_schema, concat_rows, decode
+from trainer.data.source import ParquetSource
+
+DEFAULT_CACHE_BYTES = 256 * 2**20
+DEFAULT_WINDOW_ROWS = 65_536
+
+
+class RowReader:
+    """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
+
+    A split of at most `cache_bytes` (decoded) is decoded once and kept; a larger one is decoded
+    window by window, and only the newest window is kept. The order is the same either way.
+    """
+
+    def __init__(
+        self,
+        source: ParquetSource,
+        layout: RowLayout,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        window_rows: int = DEFAULT_WINDOW_ROWS,
+    ) -> None:
+        check_schema(layout, source.schema, source.folder)
+        self._source = source
+        self._layout = layout
+        self._order_options = {"seed": seed, "shuffle": shuffle, "window_rows": window_rows}
+        self._keep_all = source.decoded_bytes <= cache_bytes
+        self._everything: Rows | None = None
+        self._epoch = -1
+        self._order: EpochOrder
+        self._window_number = -1
+        self._window: tuple[Rows, IntArray]
+
+    def read(self, epoch: int, rows: range) -> Rows:
+        """Decoded rows `rows` (a non-empty range) of the order of `epoch`; raises `DataError`."""
+        if epoch != self._epoch:
+            self._order = EpochOrder(self._source.group_rows, epoch=epoch, **self._order_options)
+            self._epoch, self._window_number = epoch, -1
+        parts = []
+        for number, piece in self._order.pieces(rows):
+            decoded, positions = self._open_window(number)
+            parts.append(decoded.take(positions[piece]))
+        return concat_rows(parts)
+
+    def _open_window(self, number: int) -> tuple[Rows, IntArray]:
+        """A window's decoded rows, and the positions in them of its rows in order."""
+        if number != self._window_number:
+            window = self._order.window(number)
+            if self._keep_all:
+                self._window = self._all_rows(), self._rows_of(window)[window.row_order]
+            else:
+                self._window = self._decode(window.row_groups), window.row_order
+            self._window_number = number
+        return self._window
+
+    def _all_rows(self) -> Rows:
+        if self._everything is None:
+            self._everything = self._decode(tuple(range(len(self._source.group_rows))))
+        return self._everything
+
+    def _rows_of(self, window: Window) -> IntArray:
+        """Row numbers over all files of a window's groups, unshuffled."""
+        groups = np.array(window.row_groups)
+        starts = np.array([self._source.group_start(group) for group in groups])
+        return ragged_positions(starts, self._source.group_rows[groups])
+
+    def _decode(self, row_groups: tuple[int, ...]) -> Rows:
+        bounds = offsets_of(self._source.group_rows[list(row_groups)])
+
+        def locate(row: int) -> tuple[Path, int]:
+            place = int(np.searchsorted(bounds, row, side="right")) - 1
+            row_over_files = self._source.group_start(row_groups[place]) + row - int(bounds[place])
+            return self._source.locate(row_over_files)
+
+        return decode(self._source.read(row_groups), self._layout, locate)

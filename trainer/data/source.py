@@ -1,0 +1,115 @@
+"""Parquet files as numbered row groups: opened by footer only, read one group at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.data.manifest import read_footer
+from trainer.data.ragged import IntArray, offsets_of
+
+
+class ParquetSource:
+    """The Parquet files of a folder, in name order, as one sequence of row groups.
+
+    Only footers are read to build it. Raises `SourceMissingError`, `CorruptFileError` (naming the
+    truncated file), `ColumnError` or `TooFewRowsError`.
+    """
+
+    def __init__(self, folder: Path, columns: Sequence[str]) -> None:
+        """`columns` are those to read; each must be in every file."""
+        self.folder = folder
+        self.columns = tuple(dict.fromkeys(columns))
+        self._paths = _parquet_files(folder)
+        footers = [read_footer(path) for path in self._paths]
+        self.schema = self._common_schema(footers)
+        self._groups = [
+            (file, group)
+            for file, footer in enumerate(footers)
+            for group in range(footer.num_row_groups)
+            if footer.row_group(group).num_rows
+        ]
+        metadata = [footers[file].row_group(group) for file, group in self._groups]
+        self.group_rows: IntArray = np.array([group.num_rows for group in metadata], dtype=np.int64)
+        self.num_rows = int(self.group_rows.sum())
+        self._file_starts = offsets_of(
+            np.array([footer.num_rows for footer in footers], dtype=np.int64)
+        )
+        self._group_starts = offsets_of(self.group_rows)
+        self._num_values = sum(self._values_in(group) for group in metadata)
+        if not self.num_rows:
+            raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Estimated size in memory of all columns of all rows."""
+        widest_value_bytes = 8
+        return widest_value_bytes * (self._num_values + self.num_rows * len(self.columns))
+
+    def group_start(self, group: int) -> int:
+        """Row number, over all files, of a row group's first row."""
+        return int(self._group_starts[group])
+
+    def locate(self, row: int) -> tuple[Path, int]:
+        """File of a row numbered over all files, and its number within that file (from 0)."""
+        file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
+        return self._paths[file], int(row - self._file_starts[file])
+
+    def read(self, row_groups: Sequence[int]) -> pa.Table:
+        """Read row groups, in the order given; raises `CorruptFileError` naming the file."""
+        tables = []
+        for number in row_groups:
+            file, group = self._groups[number]
+            tables.append(self._read_group(self._paths[file], group))
+        return pa.concat_tables(tables)
+
+    def _read_group(self, path: Path, group: int) -> pa.Table:
+        try:
+            with pq.ParquetFile(path) as file:
+                # One prefetching thread per rank is enough; more would crowd out the trainers.
+                return file.read_row_group(group, columns=list(self.columns), use_threads=False)
+        except (pa.ArrowException, OSError) as error:
+            raise CorruptFileError(
+                f"{path}: row group {group} cannot be read ({error}); was the file damaged or "
+                "replaced? Prepare or copy the data again"
+            ) from None
+
+    def _common_schema(self, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
+        schemas = [footer.schema.to_arrow_schema() for footer in footers]
+        for path, schema in zip(self._paths, schemas, strict=True):
+            for name in self.columns:
+                if name not in schema.names:
+                    raise ColumnError(f"{path}: no column '{name}'; it has {schema.names}")
+                if schema.field(name).type != schemas[0].field(name).type:
+                    raise ColumnError(
+                        f"{path}: column '{name}' is {schema.field(name).type} here but "
+                        f"{schemas[0].field(name).type} in {self._paths[0].name}"
+                    )
+        return pa.schema([schemas[0].field(name) for name in self.columns])
+
+    def _values_in(self, group: pq.RowGroupMetaData) -> int:
+        """Leaf values of the wanted columns, list items counted one by one."""
+        leaves = (group.column(index) for index in range(group.num_columns))
+        return sum(
+            leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in self.columns
+        )
+
+
+def read_schema(folder: Path) -> pa.Schema:
+    """Names and types of the columns of a folder's first file; reads its footer only."""
+    return read_footer(_parquet_files(folder)[0]).schema.to_arrow_schema()
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise SourceMissingError(
+            f"{folder} does not exist; check data.path and data.split, or prepare the data"
+        )
+    if not (paths := sorted(folder.glob("*.parquet"))):
+        raise SourceMissingError(f"{folder} holds no .parquet files; prepare the data again")
+    return paths

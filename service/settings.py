@@ -81,6 +81,9 @@ class Settings(BaseSettings):
     backend_timeout_s: PositiveFloat = Field(
         default=5.0, description="Longest wait for one answer of the backend."
     )
+    submit_timeout_s: PositiveFloat = Field(
+        default=20.0, description="Longest wait for the backend to take a submission."
+    )
     stream_poll_s: PositiveFloat = Field(
         default=0.5, description="Seconds between two looks for news of a followed stream."
     )

@@ -1,0 +1,156 @@
+"""Runs attempts as Ray jobs over Ray's Jobs REST API (plain HTTP: Ray itself is not imported).
+
+Ray answers a repeated `submission_id` with an error that says so, which makes submitting
+idempotent. Whatever is not a clear answer of a Ray cluster (no connection, a time-out, a 5xx, a
+401, somebody else's 404) counts as unreachable: nothing is concluded from it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+
+from service.backends.base import Submission
+from service.domain import Observation, ObservedState
+from service.errors import BackendUnreachable, SubmissionRefused
+
+_STATES = {
+    "PENDING": ObservedState.PENDING,
+    "RUNNING": ObservedState.RUNNING,
+    "SUCCEEDED": ObservedState.SUCCEEDED,
+    "FAILED": ObservedState.FAILED,
+    "STOPPED": ObservedState.STOPPED,
+}
+_MAX_ERROR_CHARS = 500
+
+
+class RayJobsBackend:
+    """A Ray cluster behind its Jobs API at `address`, as in `http://127.0.0.1:8265`."""
+
+    name = "ray_jobs"
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        auth_token: str | None = None,
+        timeout_s: float = 5.0,
+        submit_timeout_s: float = 20.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        self.address = address.rstrip("/")
+        self._submit_timeout_s = submit_timeout_s
+        self._http = httpx.Client(
+            base_url=self.address,
+            headers={"Authorization": f"Bearer {auth_token}"} if auth_token else {},
+            timeout=timeout_s,
+            transport=transport,
+            # A proxy from the environment has no business between us and the cluster.
+            trust_env=False,
+        )
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def submit(self, submission: Submission) -> None:
+        """Start an attempt; a known id is accepted without effect."""
+        body = {
+            "submission_id": submission.attempt_id,
+            "entrypoint": submission.entrypoint,
+            "runtime_env": {"env_vars": submission.env},
+            "metadata": submission.metadata,
+        }
+        response = self._send("POST", "/api/jobs/", json=body, timeout=self._submit_timeout_s)
+        if response.is_success or _is_duplicate(response):
+            return
+        self._raise_unless_refused(response)
+        raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
+
+    def observe(self, attempt_id: str) -> Observation:
+        """Say what Ray knows of an attempt; never raises."""
+        try:
+            response = self._send("GET", f"/api/jobs/{attempt_id}")
+        except BackendUnreachable as error:
+            return Observation(ObservedState.UNREACHABLE, str(error))
+        if _is_unknown_job(response):
+            return Observation(ObservedState.NOT_FOUND, _cause(response))
+        found = _json_object(response)
+        state = _STATES.get(str(found.get("status")))
+        if state is None:
+            return Observation(ObservedState.UNREACHABLE, self._strange(response))
+        return Observation(state, str(found.get("message") or ""))
+
+    def stop(self, attempt_id: str) -> None:
+        """Ask an attempt to end; an ended or unknown one is left alone."""
+        response = self._send("POST", f"/api/jobs/{attempt_id}/stop")
+        if not response.is_success and not _is_unknown_job(response):
+            raise BackendUnreachable(self._strange(response))
+
+    def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
+        """End of the driver's output; empty when not to be had."""
+        try:
+            response = self._send("GET", f"/api/jobs/{attempt_id}/logs")
+        except BackendUnreachable:
+            return ""
+        return str(_json_object(response).get("logs") or "")[-num_chars:]
+
+    def check(self) -> str:
+        """Return the version of Ray; raises `BackendUnreachable`."""
+        response = self._send("GET", "/api/version")
+        version = _json_object(response).get("ray_version")
+        if version is None:
+            raise BackendUnreachable(self._strange(response))
+        return f"Ray {version}"
+
+    def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **options)
+        except httpx.TransportError as error:
+            cause = str(error) or type(error).__name__
+            raise BackendUnreachable(
+                f"no answer from Ray at {self.address} ({cause}); is the cluster up? "
+                "SHARDLOOM_RAY_ADDRESS says where to look"
+            ) from error
+
+    def _raise_unless_refused(self, response: httpx.Response) -> None:
+        is_refusal = response.is_client_error and response.status_code not in (401, 403, 404, 429)
+        if not is_refusal:
+            raise BackendUnreachable(self._strange(response))
+
+    def _strange(self, response: httpx.Response) -> str:
+        if response.status_code in (401, 403):
+            return (
+                f"Ray at {self.address} wants another token (HTTP {response.status_code}); "
+                "set SHARDLOOM_RAY_AUTH_TOKEN"
+            )
+        return (
+            f"unexpected answer from {self.address} (HTTP {response.status_code}: "
+            f"{_cause(response)}); is it the Ray dashboard?"
+        )
+
+
+def _is_duplicate(response: httpx.Response) -> bool:
+    return not response.is_success and "already exists" in response.text
+
+
+def _is_unknown_job(response: httpx.Response) -> bool:
+    return response.status_code == 404 and "does not exist" in response.text
+
+
+def _json_object(response: httpx.Response) -> dict[str, Any]:
+    """The body of a good answer, or an empty object."""
+    if not response.is_success:
+        return {}
+    try:
+        body = response.json()
+    except ValueError:
+        return {}
+    return body if isinstance(body, dict) else {}
+
+
+def _cause(response: httpx.Response) -> str:
+    # Ray answers with a traceback, whose last line says what was wrong.
+    lines = response.text.strip().splitlines()
+    return lines[-1][:_MAX_ERROR_CHARS] if lines else response.reason_phrase

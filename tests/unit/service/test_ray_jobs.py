@@ -1,0 +1,136 @@
+"""What the Ray backend makes of the answers of Ray's Jobs API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from service.backends.base import Submission
+from service.backends.ray_jobs import RayJobsBackend
+from service.domain import ObservedState
+from service.errors import BackendUnreachable, SubmissionRefused
+
+Handler = Callable[[httpx.Request], httpx.Response]
+SUBMISSION = Submission("job-1-a0", "job-1", "python -m trainer.driver", {"A": "b"}, {"k": "v"})
+
+
+def _backend(handler: Handler, **options: str) -> RayJobsBackend:
+    return RayJobsBackend(
+        "http://ray:8265/", transport=httpx.MockTransport(handler), timeout_s=1.0, **options
+    )
+
+
+def _answers(status: int, *, text: str = "", body: object = None) -> Handler:
+    if body is not None:
+        return lambda request: httpx.Response(status, json=body)
+    return lambda request: httpx.Response(status, text=text)
+
+
+def _fails(error: type[httpx.TransportError]) -> Handler:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise error("no luck", request=request)
+
+    return handler
+
+
+def test_a_submission_carries_id_entrypoint_environment_and_token() -> None:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"submission_id": "job-1-a0"})
+
+    _backend(handler, auth_token="secret").submit(SUBMISSION)
+    (request,) = seen
+    assert str(request.url) == "http://ray:8265/api/jobs/"
+    assert request.headers["Authorization"] == "Bearer secret"
+    assert json.loads(request.content) == {
+        "submission_id": "job-1-a0",
+        "entrypoint": "python -m trainer.driver",
+        "runtime_env": {"env_vars": {"A": "b"}},
+        "metadata": {"k": "v"},
+    }
+
+
+def test_a_repeated_submission_is_accepted() -> None:
+    text = "Traceback...\nValueError: Job with submission_id job-1-a0 already exists. Use another."
+    _backend(_answers(500, text=text)).submit(SUBMISSION)
+    _backend(_answers(400, text=text)).submit(SUBMISSION)
+
+
+def test_a_refusal_shows_the_last_line_of_rays_answer() -> None:
+    with pytest.raises(SubmissionRefused, match="ValueError: bad runtime_env"):
+        _backend(_answers(400, text="Traceback\nValueError: bad runtime_env")).submit(SUBMISSION)
+
+
+@pytest.mark.parametrize("status", [401, 404, 429, 500, 503])
+def test_an_answer_that_refuses_nothing_is_unreachable(status: int) -> None:
+    with pytest.raises(BackendUnreachable):
+        _backend(_answers(status, text="try later")).submit(SUBMISSION)
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError, httpx.ReadTimeout, httpx.ReadError])
+def test_no_answer_is_unreachable_everywhere(error: type[httpx.TransportError]) -> None:
+    backend = _backend(_fails(error))
+    with pytest.raises(BackendUnreachable, match="SHARDLOOM_RAY_ADDRESS"):
+        backend.submit(SUBMISSION)
+    with pytest.raises(BackendUnreachable):
+        backend.stop("job-1-a0")
+    with pytest.raises(BackendUnreachable):
+        backend.check()
+    assert backend.observe("job-1-a0").state is ObservedState.UNREACHABLE
+    assert backend.tail_driver_log("job-1-a0") == ""
+
+
+@pytest.mark.parametrize(
+    ("status", "state"),
+    [
+        ("PENDING", ObservedState.PENDING),
+        ("RUNNING", ObservedState.RUNNING),
+        ("SUCCEEDED", ObservedState.SUCCEEDED),
+        ("FAILED", ObservedState.FAILED),
+        ("STOPPED", ObservedState.STOPPED),
+    ],
+)
+def test_every_status_of_ray_is_known(status: str, state: ObservedState) -> None:
+    body = {"status": status, "message": "exit code 1"}
+    observation = _backend(_answers(200, body=body)).observe("job-1-a0")
+    assert (observation.state, observation.message) == (state, "exit code 1")
+
+
+def test_an_unknown_job_is_not_found() -> None:
+    answer = _answers(404, text="Job job-1-a0 does not exist")
+    assert _backend(answer).observe("job-1-a0").state is ObservedState.NOT_FOUND
+    _backend(answer).stop("job-1-a0")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        _answers(404, text="404: Not Found"),
+        _answers(401, text="no"),
+        _answers(500, text="oops"),
+        _answers(200, text="<html>"),
+        _answers(200, body=["status"]),
+        _answers(200, body={"status": "DANCING"}),
+    ],
+)
+def test_nothing_is_concluded_from_a_strange_answer(answer: Handler) -> None:
+    assert _backend(answer).observe("job-1-a0").state is ObservedState.UNREACHABLE
+
+
+def test_a_wrong_token_is_named() -> None:
+    message = _backend(_answers(401)).observe("job-1-a0").message
+    assert "SHARDLOOM_RAY_AUTH_TOKEN" in message
+
+
+def test_the_end_of_the_log_is_returned() -> None:
+    backend = _backend(_answers(200, body={"logs": "0123456789"}))
+    assert backend.tail_driver_log("job-1-a0", num_chars=3) == "789"
+
+
+def test_check_names_the_version() -> None:
+    assert _backend(_answers(200, body={"ray_version": "2.60.0"})).check() == "Ray 2.60.0"

@@ -89,5 +89,7 @@ def _block(value: float, low: float, span: float) -> str:
 
 def _buckets(values: Sequence[float], width: int) -> list[float]:
     num_buckets = min(width, len(values))
+    if num_buckets == 0:
+        return []
     edges = [index * len(values) // num_buckets for index in range(num_buckets + 1)]
     return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]

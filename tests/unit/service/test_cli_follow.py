@@ -1,0 +1,142 @@
+"""Following a job: what is shown, when it ends, and a service that goes away meanwhile."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from service.client_errors import ServiceUnreachable
+from service.commands.follow import PATIENCE_S, Followed, PlainView, live_page, watch
+from tests.unit.service.api_samples import event_body, job_body
+from tests.unit.service.fake_service import FakeService
+
+
+class Clock:
+    """Time that passes only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += duration_s
+
+
+class RecordingView:
+    """Keeps what it was told to show."""
+
+    poll_s = 0.5
+
+    def __init__(self) -> None:
+        self.fresh_ids: list[list[int]] = []
+        self.troubles: list[str] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+    def show(self, followed, fresh):
+        self.fresh_ids.append([event.id for event in fresh])
+        self.troubles.append(followed.trouble)
+
+
+def at_step(step: int, **changes):
+    body = job_body(**changes)
+    return {**body, "progress": {**body["progress"], "step": step}}
+
+
+def plain_output(service: FakeService) -> str:
+    output, clock = io.StringIO(), Clock()
+    view = PlainView(Console(file=output, width=200), clock=clock)
+    watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
+    return output.getvalue()
+
+
+def rendered(page) -> str:
+    output = io.StringIO()
+    Console(file=output, width=120).print(page)
+    return output.getvalue()
+
+
+def test_each_event_is_shown_once():
+    service, view, clock = FakeService(), RecordingView(), Clock()
+    service.looks = [job_body(), job_body(), job_body(), job_body(status="SUCCEEDED")]
+    watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
+    assert view.fresh_ids == [[1, 2], [], []]
+
+
+def test_a_service_that_comes_back_is_waited_for():
+    service, view, clock = FakeService(), RecordingView(), Clock()
+    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.is_down = clock.now_s < 30.0
+
+    job = watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert job.status == "SUCCEEDED"
+    assert any("the job goes on" in trouble for trouble in view.troubles)
+    assert view.troubles[-1] == ""
+
+
+def test_a_service_that_stays_away_is_given_up_after_the_patience():
+    service, view, clock = FakeService(), RecordingView(), Clock()
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.is_down = True
+
+    with pytest.raises(ServiceUnreachable):
+        watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert PATIENCE_S < clock.now_s < PATIENCE_S + 2.0
+
+
+def test_plain_lines_tell_events_status_and_progress_now_and_then():
+    service = FakeService()
+    steps = [at_step(step) for step in range(1, 31)]
+    service.looks = [job_body(status="QUEUED"), *steps, at_step(200, status="SUCCEEDED")]
+    lines = plain_output(service).splitlines()
+    assert sum("line 1" in line for line in lines) == 1
+    assert [line for line in lines if line.startswith("ratings")] == [
+        "ratings  RUNNING",
+        "ratings  SUCCEEDED",
+    ]
+    assert sum(line.startswith("step ") for line in lines) == 4
+
+
+def test_plain_progress_names_the_metric():
+    service = FakeService()
+    service.looks = [job_body(), job_body(status="SUCCEEDED")]
+    assert "21.3k rows/s, validation/rmse 0.9340" in plain_output(service)
+
+
+def test_the_live_page_shows_progress_metrics_and_events():
+    followed = Followed(FakeService().client().get_job("ratings"))
+    followed.events.extend(FakeService().client().events("ratings"))
+    page = rendered(live_page(followed))
+    for text in ("50/200", "25.0 %", "21.3k rows/s", "ETA 1m 12s", "loss 0.4100", "line 2"):
+        assert text in page
+
+
+def test_the_live_page_waits_for_the_first_step_without_a_number():
+    service = FakeService()
+    service.looks[0]["progress"].update(step=0, total_steps=0, percent=0.0)
+    page = rendered(live_page(Followed(service.client().get_job("ratings"))))
+    assert "waiting for the first step" in page
+    assert "0/0" not in page
+
+
+def test_only_the_last_events_stay_on_the_live_page():
+    service = FakeService()
+    service.events = [event_body(number) for number in range(1, 30)]
+    followed = Followed(service.client().get_job("ratings"))
+    followed.events.extend(service.client().events("ratings"))
+    page = rendered(live_page(followed))
+    assert "line 29" in page
+    assert "line 9 " not in page

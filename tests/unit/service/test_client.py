@@ -1,0 +1,231 @@
+"""The SDK against scripted answers: retries, errors, paging and streams."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.client import RetryPolicy, ShardloomClient
+from service.client_errors import (
+    Conflict,
+    InvalidRequest,
+    NotFound,
+    ServerFault,
+    ServiceUnreachable,
+    UnexpectedAnswer,
+)
+from service.domain import JobStatus
+from tests.unit.service.api_samples import event_body, job_body, problem_body, spec_document
+
+
+class Script:
+    """Answers requests from a list, in turn, and remembers what was asked."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+        self.naps_s: list[float] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def client(self, num_retries: int = 4) -> ShardloomClient:
+        return ShardloomClient(
+            transport=httpx.MockTransport(self),
+            retry=RetryPolicy(num_retries=num_retries),
+            sleep=self.naps_s.append,
+        )
+
+
+def ok(body: object) -> httpx.Response:
+    return httpx.Response(200, json=body)
+
+
+def sse(*chunks: str) -> httpx.Response:
+    return httpx.Response(
+        200,
+        headers={"content-type": "text/event-stream"},
+        content=iter(chunk.encode() for chunk in chunks),
+    )
+
+
+def sse_event(event_id: int) -> str:
+    body = httpx.Response(200, json=event_body(event_id)).text
+    return f"id: {event_id}\ndata: {body}\n\n"
+
+
+END = "event: end\ndata: {}\n\n"
+
+
+def test_a_read_is_repeated_until_somebody_answers():
+    script = Script(httpx.ConnectError("refused"), httpx.Response(503), ok(job_body()))
+    assert script.client().get_job("ratings").status is JobStatus.RUNNING
+    assert len(script.requests) == 3
+    assert script.naps_s[1] > script.naps_s[0] * 0.99
+
+
+def test_a_read_gives_up_after_its_retries_and_names_the_url():
+    script = Script(*[httpx.ConnectError("refused")] * 3)
+    with pytest.raises(ServiceUnreachable, match=r"127\.0\.0\.1:8700 \(refused\)"):
+        script.client(num_retries=2).cluster()
+    assert len(script.requests) == 3
+
+
+def test_a_submit_is_repeated_with_the_same_idempotency_key():
+    script = Script(httpx.ReadTimeout("too slow"), httpx.Response(201, json=job_body()))
+    script.client().submit(spec_document())
+    keys = {request.headers["Idempotency-Key"] for request in script.requests}
+    assert len(script.requests) == 2
+    assert len(keys) == 1
+
+
+def test_two_submits_have_different_keys_unless_one_is_given():
+    script = Script(*[ok(job_body()) for _ in range(3)])
+    with script.client() as client:
+        client.submit(spec_document())
+        client.submit(spec_document())
+        client.submit(spec_document(), idempotency_key="mine")
+    keys = [request.headers["Idempotency-Key"] for request in script.requests]
+    assert len(set(keys)) == 3
+    assert keys[2] == "mine"
+
+
+@pytest.mark.parametrize("call", ["cancel", "plan"])
+@pytest.mark.parametrize(
+    "failure", [httpx.ReadTimeout("too slow"), httpx.Response(503, json={})], ids=["silence", "503"]
+)
+def test_other_posts_are_never_sent_twice(call, failure):
+    script = Script(failure)
+    with pytest.raises((ServiceUnreachable, UnexpectedAnswer)):
+        script.client().cancel("ratings") if call == "cancel" else script.client().plan({})
+    assert len(script.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(404, NotFound), (409, Conflict), (422, InvalidRequest), (500, ServerFault)],
+)
+def test_a_problem_becomes_the_exception_of_its_status(status, error):
+    script = Script(httpx.Response(status, json=problem_body(status, "the_code", "why")))
+    with pytest.raises(error, match="why") as caught:
+        script.client().get_job("ratings")
+    assert (caught.value.status, caught.value.code) == (status, "the_code")
+    assert len(script.requests) == 1
+
+
+def test_faulty_fields_are_kept_with_their_paths():
+    fields = [{"path": "training.epochs", "code": "greater_than", "message": "must be above 0"}]
+    script = Script(httpx.Response(422, json=problem_body(422, "invalid_spec", "", fields=fields)))
+    with pytest.raises(InvalidRequest) as caught:
+        script.client().submit({})
+    assert [fault.path for fault in caught.value.fields] == ["training.epochs"]
+
+
+def test_an_answer_of_another_program_is_named_as_such():
+    script = Script(httpx.Response(200, text="<html>hello</html>"))
+    with pytest.raises(UnexpectedAnswer, match="Shardloom service of the same version"):
+        script.client().get_job("ratings")
+
+
+def test_an_error_page_of_another_program_is_named_as_such():
+    script = Script(httpx.Response(418, text="<html>teapot</html>"))
+    with pytest.raises(UnexpectedAnswer, match="HTTP 418"):
+        script.client().get_job("ratings")
+
+
+@pytest.mark.parametrize("url", ["localhost:8700", "ftp://x", "http://", "http://x:notaport"])
+def test_a_malformed_url_is_refused_at_once(url):
+    with pytest.raises(ServiceUnreachable):
+        ShardloomClient(url)
+
+
+def test_jobs_are_fetched_page_by_page():
+    pages = [{"items": [job_body(id="b")], "next": "b"}, {"items": [job_body(id="a")]}]
+    script = Script(*map(ok, pages))
+    found = [job.id for job in script.client().iter_jobs(statuses=[JobStatus.RUNNING])]
+    assert found == ["b", "a"]
+    assert script.requests[1].url.params["after"] == "b"
+    assert script.requests[1].url.params["status"] == "RUNNING"
+
+
+def test_a_job_name_is_quoted_in_the_path():
+    script = Script(ok(job_body()))
+    script.client().get_job("a/b?c")
+    assert script.requests[0].url.raw_path == b"/v1/jobs/a%2Fb%3Fc"
+
+
+def test_waiting_polls_until_the_job_has_ended():
+    script = Script(ok(job_body()), ok(job_body()), ok(job_body(status="SUCCEEDED")))
+    assert script.client().wait("ratings", poll_s=3.0).status is JobStatus.SUCCEEDED
+    assert script.naps_s == [3.0, 3.0]
+
+
+def test_waiting_ends_at_its_time_limit():
+    script = Script(ok(job_body()))
+    with pytest.raises(TimeoutError, match="RUNNING"):
+        script.client().wait("ratings", timeout_s=0.0)
+
+
+def test_events_are_read_until_a_page_is_empty():
+    script = Script(
+        ok({"items": [event_body(1), event_body(2)], "next": "2"}),
+        ok({"items": [event_body(3)]}),
+        ok({"items": []}),
+    )
+    assert [event.id for event in script.client().iter_events("ratings")] == [1, 2, 3]
+    assert [request.url.params["after"] for request in script.requests] == ["0", "2", "3"]
+
+
+def test_a_stream_ends_with_its_end_event():
+    script = Script(sse(sse_event(1), sse_event(2)[:20], sse_event(2)[20:], END))
+    assert [event.id for event in script.client().follow_events("ratings")] == [1, 2]
+    assert script.requests[0].headers["accept"] == "text/event-stream"
+    assert "Last-Event-ID" not in script.requests[0].headers
+
+
+def test_a_broken_stream_goes_on_after_the_last_event():
+    script = Script(
+        sse(sse_event(1), sse_event(2), sse_event(3)[:20]),
+        httpx.ConnectError("restarting"),
+        httpx.Response(503),
+        sse(sse_event(3), END),
+    )
+    assert [event.id for event in script.client().follow_events("ratings")] == [1, 2, 3]
+    assert script.requests[-1].headers["Last-Event-ID"] == "2"
+
+
+def test_a_stream_that_breaks_again_and_again_but_brings_news_is_followed():
+    script = Script(*[sse(sse_event(number)) for number in range(1, 10)], sse(END))
+    found = [event.id for event in script.client(num_retries=2).follow_events("ratings")]
+    assert found == list(range(1, 10))
+
+
+def test_a_stream_that_brings_nothing_is_given_up():
+    script = Script(sse(), sse(), sse())
+    with pytest.raises(ServiceUnreachable, match="broke off"):
+        list(script.client(num_retries=2).follow_events("ratings"))
+
+
+def test_a_stream_of_an_unknown_job_is_not_found_at_once():
+    script = Script(httpx.Response(404, json=problem_body(404, "job_not_found", "no job")))
+    with pytest.raises(NotFound):
+        list(script.client().follow_logs("nobody"))
+    assert script.naps_s == []
+
+
+@given(
+    num_failures=st.integers(1, 12), num_retries=st.integers(0, 12), jitter=st.floats(0.0, 0.999)
+)
+def test_backoff_is_bounded_and_ends(num_failures, num_retries, jitter):
+    policy = RetryPolicy(num_retries=num_retries)
+    delay_s = policy.delay_s(num_failures, jitter)
+    if num_failures > num_retries:
+        assert delay_s is None
+    else:
+        assert policy.first_delay_s / 2 <= delay_s <= policy.max_delay_s

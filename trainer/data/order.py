@@ -33,7 +33,7 @@ class EpochOrder:
 
     def __init__(
         self,
-        group_rows: Sequence[int],
+        group_rows: Sequence[int] | IntArray,
         *,
         window_rows: int,
         seed: int = 0,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +36,9 @@ class RowReader:
         check_schema(layout, source.schema, source.folder)
         self._source = source
         self._layout = layout
-        self._order_options = {"seed": seed, "shuffle": shuffle, "window_rows": window_rows}
+        self._order_of = partial(
+            EpochOrder, source.group_rows, window_rows=window_rows, seed=seed, shuffle=shuffle
+        )
         self._keep_all = source.decoded_bytes <= cache_bytes
         self._everything: Rows | None = None
         self._epoch = -1
@@ -46,7 +49,7 @@ class RowReader:
     def read(self, epoch: int, rows: range) -> Rows:
         """Decoded rows `rows` (a non-empty range) of the order of `epoch`; raises `DataError`."""
         if epoch != self._epoch:
-            self._order = EpochOrder(self._source.group_rows, epoch=epoch, **self._order_options)
+            self._order = self._order_of(epoch=epoch)
             self._epoch, self._window_number = epoch, -1
         parts = []
         for number, piece in self._order.pieces(rows):

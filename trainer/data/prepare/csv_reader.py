@@ -30,12 +30,11 @@ _PATTERNS = {
 
 @dataclass(frozen=True)
 class CsvColumn:
-    """A column to read. `above` (exclusive) and `at_most` bound a number."""
+    """A column to read; a number lies in `bounds`, of which the lower one is exclusive."""
 
     name: str
     kind: str = "text"
-    above: float | None = None
-    at_most: float | None = None
+    bounds: tuple[float, float] | None = None
 
     @property
     def dtype(self) -> type[pl.DataType]:
@@ -46,9 +45,9 @@ class CsvColumn:
     @property
     def wanted(self) -> str:
         """The rule in words."""
-        if self.above is None:
+        if self.bounds is None:
             return self.kind
-        return f"{self.kind} above {self.above:g} and at most {self.at_most:g}"
+        return f"{self.kind} above {self.bounds[0]:g} and at most {self.bounds[1]:g}"
 
     def accepts(self, text: str | None) -> bool:
         """Whether a cell may stand in this column; text columns take anything."""
@@ -56,15 +55,15 @@ class CsvColumn:
             return True
         if text is None or not _PATTERNS[self.kind].fullmatch(text):
             return False
-        return self.above is None or self.above < float(text) <= self.at_most
+        return self.bounds is None or self.bounds[0] < float(text) <= self.bounds[1]
 
     def fault(self) -> pl.Expr:
         """Whether a cell that was read breaks the rule; false for every cell of a text column."""
         if self.kind == "text":
             return pl.lit(False).alias(self.name)
         broken = pl.col(self.name).is_null() | (pl.col(self.name) < 0)
-        if self.above is not None:
-            broken |= ~pl.col(self.name).is_between(self.above, self.at_most, closed="right")
+        if self.bounds is not None:
+            broken |= ~pl.col(self.name).is_between(*self.bounds, closed="right")
         return broken.any()
 
 
@@ -80,7 +79,7 @@ def integer(name: str) -> CsvColumn:
 
 def number(name: str, *, above: float, at_most: float) -> CsvColumn:
     """A column of numbers in (above, at_most]."""
-    return CsvColumn(name, "a number", above, at_most)
+    return CsvColumn(name, "a number", (above, at_most))
 
 
 def read_csv(path: Path, columns: Sequence[CsvColumn]) -> pl.DataFrame:

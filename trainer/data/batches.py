@@ -15,7 +15,7 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from trainer.data.errors import TooFewRowsError
-from trainer.data.position import BatchShape, DataPosition, advance, rank_slice, step_start
+from trainer.data.position import START, BatchShape, DataPosition, advance, rank_slice, step_start
 from trainer.data.reader import DEFAULT_CACHE_BYTES, RowReader
 from trainer.data.rows import FloatArray, Rows, check_schema, layout_of
 from trainer.data.source import ParquetSource, read_schema
@@ -99,7 +99,7 @@ class TrainBatches:
         spec: JobSpec,
         rank: int,
         world_size: int,
-        position: DataPosition = DataPosition(),  # noqa: B008 (frozen)
+        position: DataPosition = START,
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
     ) -> None:

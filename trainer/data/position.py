@@ -19,6 +19,10 @@ class DataPosition:
     row: int = 0
 
 
+START = DataPosition()
+"""Position of a job that has seen nothing yet."""
+
+
 @dataclass(frozen=True)
 class BatchShape:
     """Rows of a split and how one step divides them: T ranks of `batch_size` rows each."""

@@ -33,7 +33,7 @@ from trainer.run_dir import AttemptDir, RunDir
 from trainer.spec import JobSpec, SpecError, load_spec
 from trainer.versions import check_versions, installed_versions
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 
 POST_TIMEOUT_S = 10.0
 EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130}
@@ -129,7 +129,8 @@ def run_workers(config: WorkerConfig) -> Failure | None:
         scaling_config=ScalingConfig(
             num_workers=config.spec.parallelism.world_size,
             use_gpu=use_gpu,
-            resources_per_worker={"CPU": resources.cpus_per_worker} | ({"GPU": 1} if use_gpu else {}),
+            resources_per_worker={"CPU": resources.cpus_per_worker}
+            | ({"GPU": 1} if use_gpu else {}),
         ),
         run_config=RunConfig(
             name=f"{config.attempt_id}-r{config.run_index}",
@@ -162,14 +163,14 @@ def classify(error: Exception) -> Failure:
 
 
 def _classify_rank(rank: int, error: Exception) -> Failure:
-    from ray.train.v2._internal.exceptions import UserExceptionWithTraceback
+    from ray.exceptions import RayError
+    from ray.train.v2._internal.exceptions import RayTrainError
 
-    if not isinstance(error, UserExceptionWithTraceback):
+    if isinstance(error, failures.WorkerFailure):
+        return Failure(error.reason, f"rank {rank}: {error.message}")
+    if isinstance(error, RayError | RayTrainError):
         return Failure(failures.WORKERS_LOST, f"rank {rank} was lost: {_first_line(error)}")
-    cause = error._base_exc
-    if isinstance(cause, failures.WorkerFailure):
-        return Failure(cause.reason, f"rank {rank}: {cause.message}")
-    return Failure(failures.TRAINING_ERROR, f"rank {rank}: {type(cause).__name__}: {cause}")
+    return Failure(failures.TRAINING_ERROR, f"rank {rank}: {type(error).__name__}: {error}")
 
 
 def _first_line(error: Exception) -> str:
@@ -191,7 +192,7 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
     def _raise_stopped(signum: int, frame: object) -> None:
         raise Stopped
 
-    outcome: queue.Queue[Failure | None | BaseException] = queue.Queue()
+    outcome: queue.Queue[Failure | BaseException | None] = queue.Queue()
 
     def _run() -> None:
         try:
@@ -226,9 +227,7 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
 
 def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:
     if failure is not None:
-        return events.AttemptEnded(
-            time=time.time(), reason=failure.reason, message=failure.message
-        )
+        return events.AttemptEnded(time=time.time(), reason=failure.reason, message=failure.message)
     from trainer.elastic.checkpoint import list_committed
 
     newest = list_committed(RunDir(context.run_dir).checkpoints_dir)[-1]

@@ -74,7 +74,7 @@ class TaskMeter:
 
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Take in one batch; `outputs` is [B] as the model gave it. Rows of weight 0 don't count."""
+        """Take in one batch; `outputs` is [B] as the model gave it. Weight-0 rows don't count."""
         num_rows = batch.weight.sum()
         self._losses += torch.stack([loss.detach() * num_rows, num_rows])
         predictions, labels = self._in_label_unit(batch, outputs)

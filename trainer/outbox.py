@@ -76,7 +76,7 @@ class _StreamReader:
         return [parse_line(line) for line in lines], offset
 
     def rewind(self, next_seq: int) -> None:
-        """Go to record `next_seq`, as the service asks after it has lost or kept more than we knew."""
+        """Go to record `next_seq`, as the service asks when it holds more or less than we knew."""
         with self.path.open("rb") as file:
             for _ in range(next_seq):
                 file.readline()
@@ -169,5 +169,7 @@ class OutboxPoster:
 
     def _note_unreachable(self, why: str) -> None:
         if self._is_reachable:
-            logger.warning("events stay on storage for now, the service does not take them: %s", why)
+            logger.warning(
+                "events stay on storage for now, the service does not take them: %s", why
+            )
         self._is_reachable = False

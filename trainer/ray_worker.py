@@ -70,8 +70,9 @@ def start_log(path: Path) -> None:
     sys.stdout = _Tee(sys.stdout, log)  # type: ignore[assignment]
     sys.stderr = _Tee(sys.stderr, log)  # type: ignore[assignment]
     logging.basicConfig(
-        level=logging.INFO,
+        level=logging.ERROR,  # TorchRec and FBGEMM log pages at every start
         stream=sys.stderr,
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    logging.getLogger("trainer").setLevel(logging.INFO)

@@ -1,11 +1,11 @@
 """Where one job keeps its files on run storage: pure path arithmetic, shared with the service.
 
-    RUN_DIR/                         one per job
-      checkpoints/step-00000100/     DCP files, and COMMIT.json written last
-      attempts/ATTEMPT_ID/
-        spec.json                    the spec as this attempt runs it
-        outbox/STREAM.jsonl          event records; a line's position is its sequence number
-        logs/driver.log, rank-0.log  one file per process
+RUN_DIR/                         one per job
+  checkpoints/step-00000100/     DCP files, and COMMIT.json written last
+  attempts/ATTEMPT_ID/
+    spec.json                    the spec as this attempt runs it
+    outbox/STREAM.jsonl          event records; a line's position is its sequence number
+    logs/driver.log, rank-0.log  one file per process
 """
 
 from __future__ import annotations

@@ -10,16 +10,15 @@ import logging
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer import events
-from trainer.data.batches import Batch, TrainBatches, validation_batches
-from trainer.data.position import DataPosition
-from trainer.data.source import ParquetSource
+from trainer.data.batches import Batch, TrainBatches, open_source, validation_batches
+from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.elastic import checkpoint
 from trainer.failures import NonFiniteLoss
 from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better
@@ -42,7 +41,7 @@ class State:
     """Where training stands; what a resumed run continues from."""
 
     step: int = 0
-    position: DataPosition = DataPosition(epoch=0, row=0)
+    position: DataPosition = field(default_factory=DataPosition)
     rows_trained: int = 0
     best: float | None = None
 
@@ -86,28 +85,31 @@ class Session:
         self._writer = self._open_writer()
 
     def _open_data(self) -> None:
-        split = self.spec.data.split
-        root = Path(self.spec.data.path)
-        self.train_source = ParquetSource(root, split.train, self.spec)
-        self.validation_source = (
-            ParquetSource(root, split.validation, self.spec) if split.validation else None
-        )
-        rows_per_step = self.spec.data.batch_size * self.groups.layout.world_size
-        steps_per_epoch = self.train_source.num_rows // rows_per_step
-        planned = steps_per_epoch * self.spec.training.epochs
-        self.total_steps = min(planned, self.spec.training.max_steps or planned)
-        self.rows_per_step = rows_per_step
+        data, world_size = self.spec.data, self.groups.layout.world_size
+        root = Path(data.path)
+        self.train_source = open_source(self.spec, root / data.split.train)
+        validation = data.split.validation
+        self.validation_source = open_source(self.spec, root / validation) if validation else None
+        self.shape = BatchShape(self.train_source.num_rows, world_size, data.batch_size)
+        self.total_steps = self._planned_steps()
+
+    def _planned_steps(self) -> int:
+        """Steps of the whole run, those already done included."""
+        training = self.spec.training
+        left = remaining_steps(self.state.position, self.shape, training.epochs)
+        planned = self.state.step + left
+        return min(planned, training.max_steps or planned)
 
     def _open_meters(self) -> None:
         task, batch_size = self.spec.model.task, self.spec.data.batch_size
-        window = self.spec.training.report_every_steps * self.rows_per_step
+        window = self.spec.training.report_every_steps * self.shape.rows_per_step
         device = self.groups.device
         self.train_meter = TaskMeter(task, batch_size, window).to(device)
         if self.validation_source:
             rows = self.validation_source.num_rows
             self.validation_meter = TaskMeter(task, batch_size, 2 * rows).to(device)
         self.lookups = LookupCounter(self.model)
-        self.speed = Speedometer(self.rows_per_step)
+        self.speed = Speedometer(self.shape.rows_per_step)
 
     def _open_writer(self) -> EventWriter | None:
         if self.groups.rank != 0:
@@ -134,9 +136,7 @@ class Session:
         """Tell the control plane how the workers are grouped and where they start."""
         layout, mesh = self.groups.layout, self.groups.mesh
         if self.groups.warning:
-            self.emit(
-                events.Note(time=time.time(), level="warning", message=self.groups.warning)
-            )
+            self.emit(events.Note(time=time.time(), level="warning", message=self.groups.warning))
         self.emit(
             events.WorkersStarted(
                 time=time.time(),
@@ -156,7 +156,7 @@ class Session:
         )
 
     def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
-        """(batch on the device, position after it, seconds waited), the same number on each rank."""
+        """(batch on the device, position after it, seconds waited), equally many on each rank."""
         with TrainBatches(
             self.train_source,
             self.spec,
@@ -170,7 +170,7 @@ class Session:
                 waited_s = loader.wait_s
 
     def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
-        """Forward, backward (tables updated inside), dense step. Collectives: TorchRec's and DDP's."""
+        """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
         self.lookups.sampling = self.is_report_step(step)
         self.dense.zero_grad()
@@ -181,7 +181,7 @@ class Session:
         self.speed.step(wait_s)
         self.state.step = step
         self.state.position = position
-        self.state.rows_trained += self.rows_per_step
+        self.state.rows_trained += self.shape.rows_per_step
 
     def synchronise(self) -> None:
         """Average the copies. Collective over the replica group."""
@@ -203,7 +203,7 @@ class Session:
         step = self.state.step
         self.emit(events.Metrics(time=time.time(), step=step, values=values))
         rows_per_s = values["speed/rows_per_s"]
-        rows_left = (self.total_steps - step) * self.rows_per_step
+        rows_left = (self.total_steps - step) * self.shape.rows_per_step
         self.emit(
             events.Progress(
                 time=time.time(),
@@ -224,7 +224,7 @@ class Session:
             )
 
     def is_validation_step(self) -> bool:
-        """Whether the current step is followed by a validation: each epoch's end and the last step."""
+        """Whether a validation follows the current step: as asked, else at each epoch's end."""
         if self.validation_source is None:
             return False
         every = self.spec.training.validate_every_steps
@@ -232,7 +232,7 @@ class Session:
             return True
         if every:
             return self.state.step % every == 0
-        return self.state.position.row == 0
+        return step_start(self.state.position, self.shape).epoch > self.state.position.epoch
 
     @torch.no_grad()
     def validate(self) -> bool:
@@ -327,9 +327,7 @@ class Session:
         for old in checkpoint.superseded(committed, policy.keep_last, policy.keep_best):
             checkpoint.remove_checkpoint(old.path)
             self.emit(
-                events.CheckpointDeleted(
-                    time=time.time(), step=old.commit.step, path=str(old.path)
-                )
+                events.CheckpointDeleted(time=time.time(), step=old.commit.step, path=str(old.path))
             )
 
     def restore(self) -> None:
@@ -353,6 +351,7 @@ class Session:
             best=commit.best,
         )
         self.final_metrics = dict(commit.metrics)
+        self.total_steps = self._planned_steps()
         logger.info("resumed from %s at step %d", found.path.name, commit.step)
 
 

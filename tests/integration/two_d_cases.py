@@ -200,9 +200,7 @@ class DenseReference:
                     parameter.copy_(dense_start[name])
         self.tables = [{n: initial_table(n) for n in TABLE_ROWS} for _ in self.groups]
         self.moments = [{n: torch.zeros(r) for n, r in TABLE_ROWS.items()} for _ in self.groups]
-        self.scale = float(
-            len(self.groups) if case.moment_scale == "auto" else case.moment_scale
-        )
+        self.scale = float(len(self.groups) if case.moment_scale == "auto" else case.moment_scale)
 
     def run(self) -> None:
         """Train all copies, averaging them as the case says."""

@@ -1,8 +1,8 @@
 """Durable checkpoints: torch.distributed.checkpoint files, and a marker written last.
 
 A checkpoint *exists* once its COMMIT.json is on storage. The marker names step, layout, data
-position and the size and SHA-256 of every file; a folder without one is garbage of a save that was cut
-off. DCP stores tables by global row, so any (T, L, placement) can load what any other saved.
+position and the size and SHA-256 of every file; a folder without one is garbage of a save that was
+cut off. DCP stores tables by global row, so any (T, L, placement) can load what any other saved.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ def superseded(
     committed: Sequence[CommittedCheckpoint], keep_last: int, keep_best: bool
 ) -> list[CommittedCheckpoint]:
     """Which of `committed` (oldest first) retention removes: all but the newest and the best."""
-    kept = set(committed[-keep_last:])
+    kept = list(committed[-keep_last:])
     if keep_best:
-        kept |= set([c for c in committed if c.commit.is_best][-1:])
+        kept += [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
     return [checkpoint for checkpoint in committed if checkpoint not in kept]
 
 

@@ -130,7 +130,9 @@ def placement_warning(mesh: MeshLayout, sites: Sequence[WorkerSite]) -> str | No
         return None
     spans = [num_hosts_spanned(group, sites) for group in mesh.replica_groups]
     if mesh.layout.placement == "intra_host" and max(spans) > 1:
-        return f"placement intra_host: a replica group spans {max(spans)} hosts, so syncs cross hosts"
+        return (
+            f"placement intra_host: a replica group spans {max(spans)} hosts, so syncs cross hosts"
+        )
     if mesh.layout.placement == "inter_host" and min(spans) < mesh.layout.num_replicas:
         return (
             f"placement inter_host: a replica group of {mesh.layout.num_replicas} copies sits on "

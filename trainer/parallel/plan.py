@@ -11,12 +11,15 @@ from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 from trainer.parallel.groups import MeshGroups
 from trainer.spec import EmbeddingTableSpec
 
 SHARDING_TYPES = ("row_wise", "table_wise")
+# Share of each device's memory kept for the dense part, activations and collectives.
+RESERVED_SHARE = 0.15
 
 
 class TableSharder(EmbeddingBagCollectionSharder):
@@ -46,14 +49,16 @@ def make_plan(
     The plan numbers shards by position in the group, 0 to L - 1; `place_plan` maps them to ranks.
     """
     size = groups.layout.shard_group_size
-    topology = Topology(
-        world_size=size, local_world_size=size, compute_device=groups.device.type
-    )
+    topology = Topology(world_size=size, local_world_size=size, compute_device=groups.device.type)
     constraints = {
         table.name: ParameterConstraints(sharding_types=list(table.constraints.sharding_types))
         for table in tables
     }
-    planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
+    )
     return planner.collective_plan(model, table_sharders, groups.global_group)
 
 

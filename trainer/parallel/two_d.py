@@ -48,9 +48,7 @@ class MeshShardingEnv(ShardingEnv2D):
             use_inter_host_allreduce=groups.layout.placement == "inter_host",
         )
         self._shard_of = {
-            rank: shard
-            for group in groups.mesh.sharding_groups
-            for shard, rank in enumerate(group)
+            rank: shard for group in groups.mesh.sharding_groups for shard, rank in enumerate(group)
         }
 
     def remap_rank(self, rank: int, sharding_type: ShardingType) -> int:

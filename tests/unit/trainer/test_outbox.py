@@ -1,0 +1,155 @@
+"""The outbox: records reach the service once and in order, whatever the service does."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.events import EventBatch, Metrics, Note
+from trainer.outbox import EventWriter, OutboxPoster
+
+
+class Service:
+    """Takes batches as the control plane does: contiguous per stream, answering what it holds."""
+
+    def __init__(self, faults: random.Random | None = None) -> None:
+        self.taken: dict[str, list[float]] = {}
+        self.faults = faults
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self._fails():
+            raise httpx.ConnectError("nobody there")
+        batch = EventBatch.model_validate_json(request.content)
+        taken = self.taken.setdefault(batch.stream, [])
+        if batch.first_seq > len(taken):
+            return httpx.Response(409, json={"code": "sequence_gap", "next_seq": len(taken)})
+        taken += [event.time for event in batch.events][len(taken) - batch.first_seq :]
+        if self._fails():
+            raise httpx.ReadTimeout("the answer was lost")
+        return httpx.Response(200, json={"stream": batch.stream, "next_seq": len(taken)})
+
+    def _fails(self) -> bool:
+        return self.faults is not None and self.faults.random() < 0.3
+
+
+def poster_of(folder: Path, service: Service) -> OutboxPoster:
+    """A poster whose thread is not started: `post_new` is called by hand."""
+    client = httpx.Client(transport=httpx.MockTransport(service))
+    return OutboxPoster(folder, client, "http://service/events")
+
+
+def write_notes(writer: EventWriter, times: range) -> None:
+    """One note for each time."""
+    for time in times:
+        writer.write(Note(time=time, message="x"))
+
+
+def test_every_stream_is_posted_in_order(tmp_path: Path) -> None:
+    service = Service()
+    poster = poster_of(tmp_path, service)
+    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(3))
+    write_notes(EventWriter(tmp_path / "workers-0.jsonl"), range(1200))
+    poster.post_new()
+    assert service.taken == {"driver": list(range(3)), "workers-0": list(range(1200))}
+
+
+def test_an_unfinished_line_waits_for_its_end(tmp_path: Path) -> None:
+    service = Service()
+    path = tmp_path / "driver.jsonl"
+    write_notes(EventWriter(path), range(1))
+    line = Note(time=1.0, message="x").model_dump_json()
+    with path.open("a") as file:
+        file.write(line[:10])
+        file.flush()
+        poster = poster_of(tmp_path, service)
+        poster.post_new()
+        assert service.taken == {"driver": [0]}
+        file.write(line[10:] + "\n")
+    poster.post_new()
+    assert service.taken == {"driver": [0, 1]}
+
+
+def test_a_damaged_line_keeps_the_numbering(tmp_path: Path) -> None:
+    path = tmp_path / "driver.jsonl"
+    write_notes(EventWriter(path), range(1, 2))
+    with path.open("a") as file:
+        file.write('{"broken\n')
+    write_notes(EventWriter(path), range(2, 3))
+    service = Service()
+    poster_of(tmp_path, service).post_new()
+    assert service.taken == {"driver": [1, 0, 2]}
+
+
+def test_a_new_poster_goes_on_where_the_service_is(tmp_path: Path) -> None:
+    service = Service()
+    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4))
+    poster_of(tmp_path, service).post_new()
+    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4, 6))
+    poster_of(tmp_path, service).post_new()
+    assert service.taken == {"driver": list(range(6))}
+
+
+def test_a_service_that_lost_records_gets_them_again(tmp_path: Path) -> None:
+    service = Service()
+    poster = poster_of(tmp_path, service)
+    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4))
+    poster.post_new()
+    del service.taken["driver"][2:]
+    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4, 5))
+    poster.post_new()
+    assert service.taken == {"driver": list(range(5))}
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 10_000))
+def test_lost_requests_and_answers_lose_and_double_nothing(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("outbox")
+    service = Service(random.Random(seed))
+    writer, poster = EventWriter(folder / "driver.jsonl"), poster_of(folder, service)
+    for start in range(0, 20, 4):
+        write_notes(writer, range(start, start + 4))
+        poster.post_new()
+    service.faults = None
+    poster.post_new()
+    assert service.taken["driver"] == list(range(20))
+
+
+def test_a_nan_survives_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "workers-0.jsonl"
+    EventWriter(path).write(Metrics(time=0.0, step=1, values={"train/loss": math.nan}))
+    values = json.loads(path.read_text())["values"]
+    assert math.isnan(float(values["train/loss"]))
+
+
+def test_lines_are_kept_while_storage_refuses_them(tmp_path: Path) -> None:
+    folder = tmp_path / "outbox"
+    writer = EventWriter(folder / "driver.jsonl")
+    folder.rmdir()
+    write_notes(writer, range(2))
+    folder.mkdir()
+    write_notes(writer, range(2, 3))
+    service = Service()
+    poster_of(folder, service).post_new()
+    assert service.taken == {"driver": [0, 1, 2]}
+
+
+def test_a_service_that_contradicts_itself_is_not_asked_for_ever(tmp_path: Path) -> None:
+    requests = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(409, json={"next_seq": 7})
+
+    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(2))
+    client = httpx.Client(transport=httpx.MockTransport(refuse))
+    OutboxPoster(tmp_path, client, "http://service/events").post_new()
+    assert len(requests) == 1

@@ -122,7 +122,10 @@ class LocalStack:
         # Drivers that still run post to the old address, so a restarted service keeps it.
         if before is not None and (old_port := httpx.URL(before.url).port):
             return old_port
-        return int(self._environment.get("SHARDLOOM_PORT") or DEFAULT_PORT)
+        text = self._environment.get("SHARDLOOM_PORT") or str(DEFAULT_PORT)
+        if not text.isdecimal() or not 0 < int(text) < 2**16:
+            raise StackError(f"SHARDLOOM_PORT={text} is not a port; it is a number up to 65535")
+        return int(text)
 
     def _end_leftovers(self, report: Report) -> StackState | None:
         """End a half-dead stack; returns its state if its Ray lives and can be used again."""
@@ -132,6 +135,8 @@ class LocalStack:
             return None
         if state.ray is not None and is_alive(state.ray) and self._starts_ray:
             report("the service had ended; its Ray still runs and is kept")
+            if state.service is not None:
+                end_family(state.service, grace_s=0.0)
             return state
         self._end(state, report)
         self.home.forget_state()

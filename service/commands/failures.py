@@ -7,7 +7,6 @@ from typing import Any, Protocol
 
 import typer
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -83,5 +82,5 @@ def _faults(what: str, faults: Sequence[Fault]) -> RenderableType:
     number = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
     table = Table.grid(padding=(0, 2))
     for fault in faults:
-        table.add_row(Text(fault.path, style="bold"), Text(fault.message))
-    return Group(_message(f"{what} has {number}:"), Padding(table, (0, 0, 0, 7)))
+        table.add_row("     ", Text(fault.path, style="bold"), Text(fault.message))
+    return Group(_message(f"{what} has {number}:"), table)

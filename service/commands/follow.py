@@ -1,5 +1,6 @@
 """Following a job in the terminal: a live display, or plain lines where the output is no terminal.
 
+Events scroll by and stay; below them the live display shows status, progress and metrics.
 Following only reads. It ends when the job does, and a service that restarts meanwhile is waited
 for; Ctrl-C detaches and the job goes on.
 """
@@ -7,9 +8,8 @@ for; Ctrl-C detaches and the job goes on.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
@@ -37,7 +37,6 @@ LIVE_POLL_S = 0.5
 PLAIN_POLL_S = 1.0
 # Plain lines end up in logs, where one every few seconds is enough.
 PLAIN_LINE_EVERY_S = 10.0
-NUM_SHOWN_EVENTS = 6
 # How long to go on asking a service that does not answer; restarting one takes seconds.
 PATIENCE_S = 120.0
 
@@ -47,7 +46,6 @@ class Followed:
     """What is known of the job so far. `trouble` says why the last look failed, if it did."""
 
     job: JobDetail
-    events: deque[TimelineEventOut] = field(default_factory=lambda: deque(maxlen=NUM_SHOWN_EVENTS))
     last_event_id: int = 0
     trouble: str = ""
 
@@ -68,7 +66,7 @@ class View(Protocol):
 
 
 class LiveView:
-    """A display that stays in place and is redrawn."""
+    """Events above a display that stays in place and is redrawn."""
 
     poll_s = LIVE_POLL_S
 
@@ -83,7 +81,9 @@ class LiveView:
         self._live.stop()
 
     def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
-        """Redraw; the events that are shown are kept in `followed`."""
+        """Print the new events and redraw the rest."""
+        for event in fresh:
+            self._live.console.print(event_line(event))
         self._live.update(live_page(followed), refresh=True)
 
 
@@ -112,7 +112,8 @@ class PlainView:
             self._console.print(event_line(event))
         if job.status is not self._status:
             self._status = job.status
-            self._console.print(Text.assemble(f"{job.name}  ", status_text(job.status)))
+            if not job.status.is_terminal:
+                self._console.print(Text.assemble(f"{job.name}  ", status_text(job.status)))
         if job.progress.step != self._step and self._clock() >= self._next_line_s:
             self._step = job.progress.step
             self._next_line_s = self._clock() + PLAIN_LINE_EVERY_S
@@ -134,7 +135,7 @@ def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
     except KeyboardInterrupt:
         console.print(detached_message(job_id))
         return DETACHED
-    console.print(end_line(job))
+    console.print(end_page(job))
     return exit_code_of(job.status)
 
 
@@ -173,24 +174,17 @@ def look(client: ShardloomClient, followed: Followed) -> list[TimelineEventOut]:
     fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
     if fresh:
         followed.last_event_id = fresh[-1].id
-        followed.events.extend(fresh)
     return fresh
 
 
 def live_page(followed: Followed) -> RenderableType:
-    """The live display."""
+    """The live display: where the job stands now."""
     job = followed.job
     title = Text.assemble(
         (job.name, "bold"), "  ", status_text(job.status), (f"  {job.id}  {shape_text(job)}", "dim")
     )
     parts: list[RenderableType] = [title, _progress_row(job)]
-    numbers = Table.grid(padding=(0, 2, 0, 0))
-    for part in ("train", "validation"):
-        if line := metrics_line(job.latest_metrics, part):
-            numbers.add_row(Text(part, style="dim"), line)
-    if numbers.row_count:
-        parts.append(numbers)
-    parts += [event_line(event) for event in followed.events]
+    parts += _metrics_rows(job)
     if followed.trouble:
         parts.append(Text(followed.trouble, style="yellow"))
     elif job.message and not job.status.is_terminal:
@@ -226,7 +220,15 @@ def _progress_row(job: JobDetail) -> RenderableType:
     return row
 
 
-def end_line(job: JobDetail) -> RenderableType:
+def _metrics_rows(job: JobDetail) -> list[RenderableType]:
+    return [
+        Text.assemble((f"{part:<12}", "dim"), line)
+        for part in ("train", "validation")
+        if (line := metrics_line(job.latest_metrics, part))
+    ]
+
+
+def end_page(job: JobDetail) -> RenderableType:
     """How a job ended, with its last metrics."""
     took = ""
     if job.started_at is not None and job.ended_at is not None:
@@ -234,11 +236,10 @@ def end_line(job: JobDetail) -> RenderableType:
     head = Text.assemble((job.name, "bold"), "  ", status_text(job.status), took)
     if job.message and job.status is not JobStatus.SUCCEEDED:
         head.append(f": {job.message}")
-    numbers = Table.grid(padding=(0, 2, 0, 0))
-    for part in ("train", "validation"):
-        if line := metrics_line(job.latest_metrics, part):
-            numbers.add_row(Text(part, style="dim"), line)
-    return Group(head, numbers) if numbers.row_count else head
+    parts: list[RenderableType] = [head, *_metrics_rows(job)]
+    if job.status is JobStatus.FAILED:
+        parts.append(Text(f"`shardloom logs {job.id}` shows its logs", style="dim"))
+    return Group(*parts)
 
 
 def detached_message(job_id: str) -> RenderableType:

@@ -73,7 +73,7 @@ def shape_text(job: JobSummary | JobPlan) -> str:
 
 def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
     """One row a job: what `shardloom ps` prints."""
-    table = _table("Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Took")
+    table = _table("Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time")
     for job in jobs:
         table.add_row(
             job.id,
@@ -96,10 +96,10 @@ def job_page(job: JobDetail, attempts: Sequence[AttemptOut], now_s: float) -> Re
     grid.add_row("layout", shape_text(job))
     grid.add_row("created", f"{human_age(job.created_at, now_s)}, at {clock(job.created_at)}")
     if took := _took(job, now_s):
-        grid.add_row("took", took)
+        grid.add_row("took" if job.status.is_terminal else "runs for", took)
     if job.progress.total_steps:
         grid.add_row("progress", progress_line(job))
-    for part in ("train", "validation", "speed"):
+    for part in ("train", "validation"):
         if line := metrics_line(job.latest_metrics, part):
             grid.add_row(part, line)
     if job.labels:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,6 +101,9 @@ def _milestones(output: Console) -> Iterator[Report]:
 
 
 def _stay(stack: LocalStack, state: StackState) -> None:
+    # A supervisor's SIGTERM and a closed terminal end the stack as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
         message = stack.wait_until_broken(state)
     except KeyboardInterrupt:

@@ -8,8 +8,16 @@ import pytest
 from rich.console import Console
 
 from service.client_errors import ServiceUnreachable
-from service.commands.follow import PATIENCE_S, Followed, PlainView, live_page, watch
-from tests.unit.service.api_samples import event_body, job_body
+from service.commands.follow import (
+    PATIENCE_S,
+    Followed,
+    LiveView,
+    PlainView,
+    end_page,
+    live_page,
+    watch,
+)
+from tests.unit.service.api_samples import job_body
 from tests.unit.service.fake_service import FakeService
 
 
@@ -103,10 +111,7 @@ def test_plain_lines_tell_events_status_and_progress_now_and_then():
     service.looks = [job_body(status="QUEUED"), *steps, at_step(200, status="SUCCEEDED")]
     lines = plain_output(service).splitlines()
     assert sum("line 1" in line for line in lines) == 1
-    assert [line for line in lines if line.startswith("ratings")] == [
-        "ratings  RUNNING",
-        "ratings  SUCCEEDED",
-    ]
+    assert [line for line in lines if line.startswith("ratings")] == ["ratings  RUNNING"]
     assert sum(line.startswith("step ") for line in lines) == 4
 
 
@@ -116,11 +121,9 @@ def test_plain_progress_names_the_metric():
     assert "21.3k rows/s, validation/rmse 0.9340" in plain_output(service)
 
 
-def test_the_live_page_shows_progress_metrics_and_events():
-    followed = Followed(FakeService().client().get_job("ratings"))
-    followed.events.extend(FakeService().client().events("ratings"))
-    page = rendered(live_page(followed))
-    for text in ("50/200", "25.0 %", "21.3k rows/s", "ETA 1m 12s", "loss 0.4100", "line 2"):
+def test_the_live_page_shows_status_progress_and_metrics():
+    page = rendered(live_page(Followed(FakeService().client().get_job("ratings"))))
+    for text in ("RUNNING", "50/200", "25.0 %", "21.3k rows/s", "ETA 1m 12s", "loss 0.4100"):
         assert text in page
 
 
@@ -132,11 +135,20 @@ def test_the_live_page_waits_for_the_first_step_without_a_number():
     assert "0/0" not in page
 
 
-def test_only_the_last_events_stay_on_the_live_page():
+def test_events_stay_above_the_live_display():
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=120)
+    service, clock = FakeService(), Clock()
+    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+    watch(service.client(), "ratings", LiveView(console), sleep=clock.sleep, clock=clock)
+    text = output.getvalue()
+    assert text.count("line 1") == 1
+    assert text.index("line 2") < text.index("50/200")
+
+
+def test_a_failed_job_ends_with_its_message_and_a_way_to_its_logs():
     service = FakeService()
-    service.events = [event_body(number) for number in range(1, 30)]
-    followed = Followed(service.client().get_job("ratings"))
-    followed.events.extend(service.client().events("ratings"))
-    page = rendered(live_page(followed))
-    assert "line 29" in page
-    assert "line 9 " not in page
+    service.looks = [job_body(status="FAILED", message="rank 1 met a NaN")]
+    page = rendered(end_page(service.client().get_job("ratings")))
+    assert "FAILED: rank 1 met a NaN" in page
+    assert "shardloom logs job-0000000000ab" in page

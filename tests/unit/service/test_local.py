@@ -188,6 +188,13 @@ def test_mismatched_versions_are_refused_before_anything_starts(home, monkeypatc
     assert home.read_state() is None
 
 
+@pytest.mark.parametrize("port", ["abc", "0", "70000"])
+def test_a_port_that_is_none_is_refused(home, port):
+    stack = LocalStack(home, {"SHARDLOOM_PORT": port}, service_command=["/nonexistent"])
+    with pytest.raises(StackError, match="SHARDLOOM_PORT"):
+        stack.up(report=pytest.fail)
+
+
 def test_a_draft_of_a_private_file_is_never_left_behind(tmp_path):
     local_state.write_private(tmp_path / "secret", "x")
     assert [path.name for path in tmp_path.iterdir()] == ["secret"]

@@ -1,0 +1,88 @@
+"""Read-only parts of the pages as HTML, from the Jinja templates beside this file.
+
+Jinja escapes every value, so a job's name or message cannot become markup; that is why the
+pages may show these fragments without sanitising them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from service.dashboard import formats, views
+from service.domain import Attempt, Checkpoint, Job, TimelineEvent
+
+MAX_TIMELINE_LINES = 200
+
+_templates = Environment(
+    loader=PackageLoader("service.dashboard"),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+
+
+def _render(template: str, **values: object) -> str:
+    return _templates.get_template(template).render(**values)
+
+
+def heading(job: Job, now: float) -> str:
+    """Name, status, reason, message and times of a job. `now` is Unix time in seconds."""
+    return _render(
+        "heading.html",
+        job=job,
+        tone=views.tone_of(job.status),
+        layout=views.layout_text(job),
+        duration=_duration_text(job, now),
+        age=formats.duration(now - job.created_at),
+    )
+
+
+def _duration_text(job: Job, now: float) -> str:
+    duration_s = views.duration_s(job, now)
+    if duration_s is None:
+        return ""
+    verb = "ran for" if job.status.is_terminal else "running for"
+    return f"{verb} {formats.duration(duration_s)}"
+
+
+def progress(job: Job) -> str:
+    """Progress bar with percent, step, epoch, rows and ETA."""
+    epochs = job.spec.training.epochs
+    done = job.progress
+    return _render(
+        "progress.html",
+        progress=views.progress_view(job),
+        tone=views.tone_of(job.status),
+        epoch=f"epoch {min(done.epoch + 1, epochs)} of {epochs}" if done.step else "",
+        rows=formats.compact(done.rows) if done.rows else "",
+    )
+
+
+def figures(job: Job) -> str:
+    """Tiles of the key figures."""
+    return _render("figures.html", figures=views.key_figures(job))
+
+
+def groups(timeline: Sequence[TimelineEvent]) -> str:
+    """Diagram of the 2D layout that the newest workers formed."""
+    return _render(
+        "groups.html", grid=views.group_grid(timeline), num_colours=views.NUM_HOST_COLOURS
+    )
+
+
+def timeline(job: Job, events: Sequence[TimelineEvent]) -> str:
+    """The newest events, newest first."""
+    return _render("timeline.html", lines=views.timeline_lines(job, events, MAX_TIMELINE_LINES))
+
+
+def checkpoints(items: Sequence[Checkpoint], now: float) -> str:
+    """Table of the checkpoints that exist."""
+    return _render("checkpoints.html", lines=views.checkpoint_lines(items, now))
+
+
+def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:
+    """Table of the submissions of a job."""
+    return _render("attempts.html", lines=views.attempt_lines(job, items, now))

@@ -1,0 +1,155 @@
+"""The page of one job: progress, figures, live charts, groups, timeline, logs and spec."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import yaml
+from nicegui import ui
+
+from service.dashboard import charts, fragments
+from service.dashboard.log_view import LogView
+from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
+from service.dashboard.snapshots import JobSnapshot, load_job
+from service.domain import Job
+from service.errors import JobEnded, JobNotFound, StaleVersion
+from service.store.base import JobStore
+from trainer.run_dir import RunDir
+
+REFRESH_INTERVAL_S = 1.0
+
+CancelJob = Callable[[str], object]
+
+
+class JobPage:
+    """One reader's view of a job, refreshed every second while the browser is connected.
+
+    `cancel` blocks and raises `JobEnded` where there is nothing left to cancel.
+    """
+
+    def __init__(self, store: JobStore, run_dir: RunDir, job_id: str, cancel: CancelJob) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._job_id = job_id
+        self._cancel = cancel
+
+    async def build(self) -> None:
+        """Draw the page, or a 404 if there is no such job."""
+        try:
+            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, None)
+        except JobNotFound:
+            not_found("There is no such job", f"Nothing is known of '{self._job_id}'.")
+            return
+        self._snapshot = snapshot
+        with page_frame(snapshot.job.name):
+            self._build_head()
+            self._build_body()
+            self._build_tabs()
+        self._show(snapshot)
+        ui.timer(REFRESH_INTERVAL_S, self.refresh)
+
+    async def refresh(self) -> None:
+        """Read the store in a thread and show what changed."""
+        snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
+        self._show(snapshot)
+        await self._logs.refresh(snapshot.job.current_attempt_id)
+
+    def _build_head(self) -> None:
+        with ui.element("div").classes("crumbs"):
+            ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
+            ui.label("/")
+            ui.label(self._snapshot.job.name)
+        with ui.element("div").classes("job-head"):
+            self._heading = ui.html(sanitize=False).classes("heading")
+            self._cancel_button = ui.button(on_click=self._confirm_cancel, color=None)
+            self._cancel_button.props("outline no-caps dense").classes("cancel-button")
+        self._progress = ui.html(sanitize=False).classes("panel progress-panel")
+        self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
+
+    def _build_body(self) -> None:
+        self._charts = charts.charts_of(self._snapshot.job)
+        with ui.element("div").classes("columns"):
+            with ui.element("div").classes("charts"):
+                self._chart_elements = [_build_chart(chart) for chart in self._charts]
+            with ui.element("div").classes("side"):
+                with panel("2D groups"):
+                    self._groups = ui.html(sanitize=False)
+                with panel("Timeline", "timeline-panel"):
+                    self._timeline = ui.html(sanitize=False).classes("timeline-scroll")
+
+    def _build_tabs(self) -> None:
+        with ui.element("section").classes("panel tabs-panel"):
+            with ui.tabs().props("dense no-caps align=left inline-label").classes("tabs") as tabs:
+                for name in ("Logs", "Checkpoints", "Attempts", "Spec"):
+                    ui.tab(name)
+            with ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels"):
+                with ui.tab_panel("Logs"):
+                    self._logs = LogView(self._run_dir)
+                with ui.tab_panel("Checkpoints"):
+                    self._checkpoints = ui.html(sanitize=False)
+                with ui.tab_panel("Attempts"):
+                    self._attempts = ui.html(sanitize=False)
+                with ui.tab_panel("Spec"):
+                    ui.code(spec_yaml(self._snapshot.job), language="yaml").classes("spec")
+
+    def _show(self, snapshot: JobSnapshot) -> None:
+        self._snapshot = snapshot
+        job, now = snapshot.job, time.time()
+        self._heading.set_content(fragments.heading(job, now))
+        self._progress.set_content(fragments.progress(job))
+        self._figures.set_content(fragments.figures(job))
+        self._groups.set_content(fragments.groups(snapshot.timeline))
+        self._timeline.set_content(fragments.timeline(job, snapshot.timeline))
+        self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
+        self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
+        self._cancel_button.set_visibility(not job.status.is_terminal)
+        self._cancel_button.set_enabled(not job.cancel_requested)
+        self._cancel_button.set_text("Cancelling" if job.cancel_requested else "Cancel job")
+        self._show_charts(snapshot)
+
+    def _show_charts(self, snapshot: JobSnapshot) -> None:
+        if snapshot.points is None:
+            return
+        for chart, element in zip(self._charts, self._chart_elements, strict=True):
+            charts.fill(element.options, chart, snapshot.points, snapshot.best_checkpoint)
+            element.update()
+
+    async def _confirm_cancel(self) -> None:
+        job = self._snapshot.job
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label(f"Cancel {job.name}?").classes("dialog-title")
+            ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
+            with ui.element("div").classes("dialog-actions"):
+                keep = ui.button("Keep it", on_click=lambda: dialog.submit(False))
+                keep.props("flat no-caps").classes("quiet")
+                stop = ui.button("Cancel job", on_click=lambda: dialog.submit(True))
+                stop.props("unelevated no-caps color=negative")
+        if await dialog:
+            await self._cancel_now()
+        dialog.delete()
+
+    async def _cancel_now(self) -> None:
+        try:
+            await asyncio.to_thread(self._cancel, self._job_id)
+        except JobEnded:
+            ui.notify("The job had already ended.")
+        except StaleVersion:
+            ui.notify("The job changed at that moment; please try again.", type="warning")
+        await self.refresh()
+
+
+def _build_chart(chart: charts.ChartSpec) -> ui.echart:
+    with panel(chart.title, "chart-panel"):
+        if len(chart.lines) > 1:
+            with ui.element("div").classes("legend"):
+                for line in chart.lines:
+                    ui.label(line.label).style(f"--colour: {line.colour}")
+        return ui.echart(charts.chart_options(chart)).classes("chart").mark(f"chart-{chart.key}")
+
+
+def spec_yaml(job: Job) -> str:
+    """The spec as the user could submit it again: YAML without what was left at its default."""
+    document = job.spec.model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)

@@ -1,0 +1,69 @@
+"""Mounts the dashboard on the service's own FastAPI app, under `/dashboard`.
+
+NiceGUI keeps one application per process. A process that makes several apps (tests do) hands
+it from one to the next: the newest `mount` is the one that answers.
+"""
+
+from __future__ import annotations
+
+import time
+
+from fastapi import FastAPI
+from fastapi.responses import RedirectResponse
+from nicegui import app as nicegui_app
+from nicegui import ui
+
+from service.dashboard.actions import cancel_job
+from service.dashboard.job_page import JobPage
+from service.dashboard.list_page import ListPage
+from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
+from service.settings import Settings
+from service.store.base import JobStore
+from service.submission import run_dir_of
+
+
+def mount(app: FastAPI, store: JobStore, settings: Settings) -> None:
+    """Serve the dashboard from `app`: the list at `/dashboard/`, a job below `jobs/`.
+
+    Call it after the API's routes are in place; `/` then leads to the list.
+    """
+    _forget_former_mount()
+    _register_pages(store, settings)
+
+    @app.get("/", include_in_schema=False)
+    def _home() -> RedirectResponse:
+        return RedirectResponse(f"{MOUNT_PATH}/")
+
+    ui.run_with(
+        app,
+        root=_unknown_page,
+        mount_path=MOUNT_PATH,
+        title="Shardloom",
+        favicon=STATIC_DIR / "logo.svg",
+        dark=None,
+        tailwind=False,
+        show_welcome_message=False,
+    )
+
+
+def _forget_former_mount() -> None:
+    # Starlette refuses to add middleware to an app that has answered a request.
+    nicegui_app.middleware_stack = None
+    nicegui_app.user_middleware.clear()
+
+
+def _register_pages(store: JobStore, settings: Settings) -> None:
+    @ui.page("/")
+    async def _list() -> None:
+        await ListPage(store).build()
+
+    def cancel(job_id: str) -> None:
+        cancel_job(store, job_id, time.time())
+
+    @ui.page("/jobs/{job_id}")
+    async def _job(job_id: str) -> None:
+        await JobPage(store, run_dir_of(settings, job_id), job_id, cancel).build()
+
+
+def _unknown_page() -> None:
+    not_found("This page does not exist", "The address may be misspelt, or the page has moved.")

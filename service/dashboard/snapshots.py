@@ -1,0 +1,97 @@
+"""What a page reads from the store in one go: blocking, so pages call it in a thread."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from service.dashboard import charts, views
+from service.domain import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
+from service.store.base import JobStore
+
+MAX_LISTED_JOBS = 200
+MAX_CHART_POINTS = 400
+_TIMELINE_PAGE = 200
+
+
+@dataclass(frozen=True)
+class ListFilter:
+    """What the reader of the job list wants to see; empty values let everything through."""
+
+    status: JobStatus | None = None
+    name: str = ""
+
+    def admits(self, job: Job) -> bool:
+        """Whether a job passes. The name matches anywhere, in names and ids."""
+        if self.status is not None and job.status is not self.status:
+            return False
+        wanted = self.name.strip().lower()
+        return wanted in job.name or wanted in job.id
+
+
+@dataclass(frozen=True)
+class ListSnapshot:
+    """The newest jobs, `has_more` when older ones exist than `MAX_LISTED_JOBS`."""
+
+    jobs: Sequence[Job]
+    has_more: bool
+
+    @property
+    def counts(self) -> dict[JobStatus, int]:
+        """Jobs by status, over the newest jobs."""
+        return views.count_statuses(self.jobs)
+
+
+def load_list(store: JobStore) -> ListSnapshot:
+    """Read the newest jobs."""
+    jobs, cursor = store.list_jobs(limit=MAX_LISTED_JOBS)
+    return ListSnapshot(jobs=jobs, has_more=cursor is not None)
+
+
+@dataclass(frozen=True)
+class JobSnapshot:
+    """Everything that a job's page shows but its logs. `points` is None when it did not change."""
+
+    job: Job
+    attempts: Sequence[Attempt]
+    timeline: Sequence[TimelineEvent]
+    checkpoints: Sequence[Checkpoint]
+    points: dict[str, list[MetricPoint]] | None
+
+    @property
+    def best_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint with the best validation metric, if one is marked."""
+        return next((c for c in self.checkpoints if c.is_best), None)
+
+
+def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobSnapshot:
+    """Read a job, of its timeline only what is newer than `previous`; raises `JobNotFound`."""
+    job = store.get_job(job_id)
+    known = previous.timeline if previous else ()
+    unchanged = previous is not None and job == previous.job
+    return JobSnapshot(
+        job=job,
+        attempts=store.list_attempts(job_id),
+        timeline=[*known, *_newer_events(store, job_id, known[-1].id if known else 0)],
+        checkpoints=store.list_checkpoints(job_id),
+        points=None if unchanged else _load_points(store, job),
+    )
+
+
+def _newer_events(store: JobStore, job_id: str, after: int) -> list[TimelineEvent]:
+    events: list[TimelineEvent] = []
+    while page := store.list_timeline(job_id, after=after, limit=_TIMELINE_PAGE):
+        events += page
+        after = page[-1].id
+        if len(page) < _TIMELINE_PAGE:
+            break
+    return events
+
+
+def _load_points(store: JobStore, job: Job) -> dict[str, list[MetricPoint]]:
+    known = set(store.metric_names(job.id))
+    return {
+        name: store.metric_points(job.id, name, max_points=MAX_CHART_POINTS)
+        for name in charts.metric_names(charts.charts_of(job))
+        if name in known
+    }

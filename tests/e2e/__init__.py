@@ -1,0 +1,1 @@
+"""Tests that drive the service through a real browser."""

@@ -1,0 +1,228 @@
+"""The dashboard in a real browser: what it shows, and that it follows the store by itself."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+from playwright.sync_api import Locator, Page, expect
+
+from service.domain import EndReason, Job, JobStatus
+from tests.e2e.conftest import Dashboard
+from tests.unit.service.builders import (
+    attempt_of,
+    batch,
+    checkpoint,
+    metrics,
+    queued_job,
+    workers_started,
+)
+from trainer.events import Event, Progress
+from trainer.run_dir import RunDir
+
+LIVE_MS = 8_000
+
+
+def submit(dashboard: Dashboard, name: str) -> Job:
+    """Store a queued job that was submitted a minute ago."""
+    job = queued_job(now=time.time() - 60, name=name)
+    return dashboard.store.create_job(job, idempotency_key=None, request_hash="")
+
+
+def progress(step: int) -> Progress:
+    """Progress towards 100 steps."""
+    return Progress(
+        time=time.time(),
+        step=step,
+        total_steps=100,
+        epoch=0,
+        rows=step * 1024,
+        rows_per_s=16_540.0,
+        eta_s=float(100 - step),
+    )
+
+
+def training_records(step: int) -> list[Event]:
+    """What a worker reports until `step`, every 10 steps."""
+    records: list[Event] = [workers_started()]
+    for at in range(10, step + 1, 10):
+        values = {"train_loss": 1.0 / at, "train_rmse": 1.0, "speed_rows_per_s": 16_540.0}
+        records += [metrics(at, **values), progress(at)]
+    return [*records, metrics(step, validation_rmse=0.91), checkpoint(step, is_best=True)]
+
+
+@pytest.fixture
+def running(dashboard: Dashboard) -> Job:
+    """A job at step 40 of 100 that has written logs."""
+    job = submit(dashboard, "wide-and-deep")
+    attempt = attempt_of(job)
+    starting = replace(job, status=JobStatus.STARTING, current_attempt_id=attempt.id)
+    dashboard.store.update_job(starting, attempt=attempt)
+    dashboard.store.append_events(attempt.id, batch(*training_records(40)), time.time())
+    logs_dir = RunDir(dashboard.runs_dir / job.id).attempt(attempt.id).logs_dir
+    logs_dir.mkdir(parents=True)
+    (logs_dir / "driver.log").write_text("driver is up\n")
+    (logs_dir / "rank-0.log").write_text("step 40 loss 0.025\n")
+    return dashboard.store.get_job(job.id)
+
+
+def report(dashboard: Dashboard, job: Job, *records: Event) -> None:
+    """Send further records of the job's worker, as the driver would."""
+    attempt_id = job.current_attempt_id
+    assert attempt_id is not None
+    first_seq = dashboard.store.stream_positions(attempt_id)["rank-0"]
+    dashboard.store.append_events(attempt_id, batch(*records, first_seq=first_seq), time.time())
+
+
+def open_job(page: Page, job: Job) -> None:
+    """Open a job's page and wait until it is drawn."""
+    page.goto(f"/dashboard/jobs/{job.id}")
+    expect(page.get_by_role("heading", name=job.name)).to_be_visible()
+
+
+def settled_picture(chart: Locator) -> bytes:
+    """A picture of a chart once two in a row are the same, so that it has drawn what it has."""
+    expect(chart.locator("canvas")).to_be_visible()
+    previous, picture = b"", chart.screenshot()
+    deadline = time.monotonic() + LIVE_MS / 1000
+    while picture != previous:
+        assert time.monotonic() < deadline, "the chart kept changing"
+        previous, picture = picture, chart.screenshot()
+    return picture
+
+
+def test_an_empty_service_says_how_to_submit_and_shows_the_first_job_at_once(
+    page: Page, dashboard: Dashboard
+) -> None:
+    page.goto("/")
+    expect(page.get_by_text("shardloom run deploy/examples/")).to_be_visible()
+    job = submit(dashboard, "the-first")
+    expect(page.get_by_role("link", name=job.name)).to_be_visible(timeout=LIVE_MS)
+    expect(page.get_by_text("No jobs yet")).not_to_be_visible()
+
+
+def test_the_list_shows_jobs_follows_them_and_leads_to_their_pages(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    page.goto("/")
+    row = page.get_by_role("row").filter(has_text=running.id)
+    expect(row).to_contain_text("running")
+    expect(row).to_contain_text("4 = 2 × 2")  # noqa: RUF001
+    expect(row).to_contain_text("40%")
+    report(dashboard, running, progress(70))
+    expect(row).to_contain_text("70%", timeout=LIVE_MS)
+    row.get_by_role("link").click()
+    expect(page).to_have_url(f"{dashboard.url}/dashboard/jobs/{running.id}")
+
+
+def test_the_list_filters_by_status_and_name(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    waiting = submit(dashboard, "nightly")
+    page.goto("/dashboard/")
+    rows = page.locator(".job-row")
+    page.get_by_role("button", name="queued").click()
+    expect(rows.filter(has_text=waiting.id)).to_be_visible()
+    expect(rows.filter(has_text=running.id)).not_to_be_visible()
+    page.get_by_role("button", name="all").click()
+    page.get_by_label("Filter").fill(running.name)
+    expect(rows).to_have_count(1)
+    expect(rows).to_contain_text(running.id)
+
+
+def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(
+    page: Page, running: Job
+) -> None:
+    open_job(page, running)
+    expect(page.locator(".figure", has_text="Validation RMSE")).to_contain_text("0.9100")
+    expect(page.locator(".chart canvas")).to_have_count(4)
+    expect(page.locator(".group-grid .rank")).to_have_text(["0", "2", "1", "3"])
+    expect(page.locator(".timeline")).to_contain_text("checkpoint at step 40")
+    page.get_by_role("tab", name="Checkpoints").click()
+    expect(page.locator(".data .badge")).to_have_text("best")
+    page.get_by_role("tab", name="Attempts").click()
+    expect(page.locator(".data")).to_contain_text(f"{running.id}-a0")
+    page.get_by_role("tab", name="Spec").click()
+    expect(page.locator(".spec")).to_contain_text("embedding_tables:")
+
+
+def test_progress_and_charts_follow_the_store_without_a_reload(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    loss_chart = page.locator(".chart").first
+    before = settled_picture(loss_chart)
+    report(dashboard, running, metrics(60, train_loss=0.5), progress(60))
+    expect(page.locator(".progress-panel")).to_contain_text("step 60 of 100", timeout=LIVE_MS)
+    expect(page.locator(".figure", has_text="Train loss")).to_contain_text("0.5000")
+    assert settled_picture(loss_chart) != before
+
+
+def test_the_log_tail_follows_the_chosen_source(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    log = page.locator(".log-lines")
+    expect(log).to_contain_text("driver is up", timeout=LIVE_MS)
+    page.get_by_role("combobox", name="Log source").click()
+    page.get_by_role("option", name="rank-0").click()
+    expect(log).to_contain_text("step 40 loss", timeout=LIVE_MS)
+    expect(log).not_to_contain_text("driver is up")
+    attempt_dir = RunDir(dashboard.runs_dir / running.id).attempt(f"{running.id}-a0")
+    with attempt_dir.log_path("rank-0").open("a") as file:
+        file.write("step 50 loss 0.020\n")
+    expect(log).to_contain_text("step 50 loss", timeout=LIVE_MS)
+
+
+def test_cancelling_asks_first_and_then_stops_the_job(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("button", name="Keep it").click()
+    expect(page.get_by_role("dialog")).not_to_be_visible()
+    assert not dashboard.store.get_job(running.id).cancel_requested
+    page.get_by_role("button", name="Cancel job").click()
+    page.get_by_role("dialog").get_by_role("button", name="Cancel job").click()
+    expect(page.locator(".heading .status")).to_have_text("stopping", timeout=LIVE_MS)
+    assert dashboard.store.get_job(running.id).cancel_requested
+
+
+def test_a_failed_job_says_why(page: Page, dashboard: Dashboard) -> None:
+    job = submit(dashboard, "broken")
+    message = "ratings.csv, line 7: <b>rating</b> is not a number"
+    failed = replace(job, status=JobStatus.FAILED, reason=EndReason.DATA_ERROR, message=message)
+    dashboard.store.update_job(failed)
+    open_job(page, job)
+    expect(page.locator(".notice")).to_have_text(message)
+    expect(page.locator(".heading")).to_contain_text("data error")
+    expect(page.get_by_role("button", name="Cancel job")).not_to_be_visible()
+
+
+@pytest.mark.parametrize("path", ["jobs/job-unknown", "no/such/page"])
+def test_what_does_not_exist_is_a_friendly_404(page: Page, path: str) -> None:
+    answer = page.goto(f"/dashboard/{path}")
+    assert answer is not None
+    assert answer.status == 404
+    page.get_by_role("link", name="See all jobs").click()
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+
+
+def test_a_phone_needs_no_sideways_scrolling(page: Page, running: Job) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    page.goto("/dashboard/")
+    expect(page.get_by_role("link", name=running.name)).to_be_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+    open_job(page, running)
+    expect(page.locator(".chart canvas")).to_have_count(4)
+    assert page.evaluate("document.documentElement.scrollWidth") == 400
+
+
+def test_the_theme_switch_is_remembered(page: Page) -> None:
+    page.goto("/dashboard/")
+    switch = page.get_by_role("button", name="Switch theme")
+    switch.click()
+    expect(page.locator("body.body--dark")).to_be_visible()
+    page.reload()
+    expect(page.locator("body.body--dark")).to_be_visible()

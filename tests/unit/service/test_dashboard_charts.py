@@ -1,0 +1,69 @@
+"""ECharts options of the live charts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from service.dashboard import charts
+from service.domain import Checkpoint, MetricPoint
+from tests.unit.service.builders import NOW, queued_job
+
+
+def points(*values: float) -> list[MetricPoint]:
+    """Points at steps 10, 20, ..."""
+    return [
+        MetricPoint(step=10 * n, time=NOW, value=v, min=v, max=v)
+        for n, v in enumerate(values, start=1)
+    ]
+
+
+def quality_chart() -> charts.ChartSpec:
+    return next(c for c in charts.charts_of(queued_job()) if c.key == "quality")
+
+
+def test_the_quality_chart_shows_train_and_validation_of_the_task() -> None:
+    chart = quality_chart()
+    assert chart.title == "RMSE"
+    assert [line.metric for line in chart.lines] == ["train/rmse", "validation/rmse"]
+
+
+def test_a_value_that_is_not_finite_is_a_gap_and_the_options_stay_strict_json() -> None:
+    chart = quality_chart()
+    options = charts.chart_options(chart)
+    charts.fill(options, chart, {"train/rmse": points(1.0, math.nan, 0.9)}, best=None)
+    data = json.loads(json.dumps(options, allow_nan=False))["series"][0]["data"]
+    assert data == [[10, 1.0], [20, None], [30, 0.9]]
+
+
+def test_an_empty_chart_says_so_until_it_has_points() -> None:
+    chart = quality_chart()
+    options = charts.chart_options(chart)
+    charts.fill(options, chart, {}, best=None)
+    assert options["title"]["show"] is True
+    charts.fill(options, chart, {"train/rmse": points(1.0)}, best=None)
+    assert options["title"]["show"] is False
+
+
+def test_few_points_are_marked_and_many_are_not() -> None:
+    chart = quality_chart()
+    options = charts.chart_options(chart)
+    many = points(*[1.0] * 100)
+    charts.fill(options, chart, {"train/rmse": many, "validation/rmse": many[:3]}, best=None)
+    assert [series["showSymbol"] for series in options["series"]] == [False, True]
+
+
+def test_the_best_checkpoint_is_marked_where_it_was_saved() -> None:
+    chart = quality_chart()
+    options = charts.chart_options(chart)
+    best = Checkpoint("job-1", 500, "step-500", 1, NOW, True, {})
+    charts.fill(options, chart, {}, best)
+    assert options["series"][-1]["markLine"]["data"] == [{"xAxis": 500}]
+
+
+def test_amounts_start_at_zero_and_qualities_do_not() -> None:
+    scaled = {
+        chart.key: charts.chart_options(chart)["yAxis"]["scale"]
+        for chart in charts.charts_of(queued_job())
+    }
+    assert scaled == {"loss": True, "quality": True, "speed": False, "sync": False}

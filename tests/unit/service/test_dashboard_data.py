@@ -1,0 +1,150 @@
+"""What the dashboard reads: store snapshots, log tails, rendered fragments, and cancelling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.dashboard import fragments
+from service.dashboard.actions import cancel_job
+from service.dashboard.log_tail import LogTail, list_sources, read_tail
+from service.dashboard.snapshots import load_job, load_list
+from service.domain import Job, JobStatus, TimelineEvent
+from service.errors import JobEnded, JobNotFound
+from service.store.sql import SqlJobStore
+from tests.unit.service.builders import (
+    NOW,
+    attempt_of,
+    batch,
+    metrics,
+    queued_job,
+    workers_started,
+)
+
+
+@pytest.fixture
+def job(store: SqlJobStore) -> Job:
+    """A stored job with a live attempt and one record."""
+    stored = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    attempt = attempt_of(stored)
+    starting = replace(stored, status=JobStatus.STARTING, current_attempt_id=attempt.id)
+    store.update_job(starting, attempt=attempt)
+    store.append_events(attempt.id, batch(workers_started(), metrics(10, train_loss=0.9)), NOW)
+    return store.get_job(stored.id)
+
+
+def test_a_snapshot_holds_what_the_page_shows(store: SqlJobStore, job: Job) -> None:
+    snapshot = load_job(store, job.id, None)
+    assert [event.kind for event in snapshot.timeline] == ["job_submitted", "workers_started"]
+    assert snapshot.points is not None
+    assert [point.value for point in snapshot.points["train/loss"]] == [0.9]
+
+
+def test_a_later_snapshot_adds_only_what_is_new(store: SqlJobStore, job: Job) -> None:
+    first = load_job(store, job.id, None)
+    unchanged = load_job(store, job.id, first)
+    assert (unchanged.points, unchanged.timeline) == (None, first.timeline)
+    store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
+    changed = load_job(store, job.id, unchanged)
+    assert changed.points is not None
+    assert [point.step for point in changed.points["train/loss"]] == [10, 20]
+
+
+def test_an_unknown_job_is_reported_as_such(store: SqlJobStore) -> None:
+    with pytest.raises(JobNotFound):
+        load_job(store, "job-nope", None)
+
+
+def test_the_list_counts_what_it_holds(store: SqlJobStore, job: Job) -> None:
+    snapshot = load_list(store)
+    assert snapshot.counts == {JobStatus.RUNNING: 1}
+    assert not snapshot.has_more
+
+
+def test_cancelling_marks_the_job_and_an_ended_job_refuses(store: SqlJobStore, job: Job) -> None:
+    cancel_job(store, job.id, NOW)
+    assert store.get_job(job.id).cancel_requested
+    store.update_job(replace(store.get_job(job.id), status=JobStatus.CANCELLED))
+    with pytest.raises(JobEnded):
+        cancel_job(store, job.id, NOW)
+
+
+def test_cancelling_survives_a_writer_that_comes_between(
+    store: SqlJobStore, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Callable[[str], Job] = store.get_job
+    meddled: list[str] = []
+
+    def read_and_meddle(job_id: str) -> Job:
+        found = read(job_id)
+        if not meddled:
+            meddled.append(job_id)
+            store.update_job(replace(found, message="somebody else"))
+        return found
+
+    monkeypatch.setattr(store, "get_job", read_and_meddle)
+    cancel_job(store, job.id, NOW)
+    assert (read(job.id).cancel_requested, read(job.id).message) == (True, "somebody else")
+
+
+def test_the_driver_comes_before_the_ranks_in_number_order(tmp_path: Path) -> None:
+    for name in ("rank-10", "rank-2", "driver"):
+        (tmp_path / f"{name}.log").touch()
+    assert list_sources(tmp_path) == ["driver", "rank-2", "rank-10"]
+    assert list_sources(tmp_path / "missing") == []
+
+
+def test_a_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    path.write_text("one\ntwo\nthr")
+    first = read_tail(path, LogTail(), 10)
+    assert first.lines == ("one", "two")
+    with path.open("a") as file:
+        file.write("ee\n")
+    second = read_tail(path, first, 10)
+    assert second.lines == ("three",)
+    assert read_tail(path, second, 10).lines == ()
+
+
+def test_a_tail_starts_at_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    path.write_text("".join(f"line {n}\n" for n in range(100_000)))
+    assert read_tail(path, LogTail(), 2).lines == ("line 99998", "line 99999")
+
+
+def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "driver.log"
+    path.write_text("a long first life\n")
+    tail = read_tail(path, LogTail(), 10)
+    path.write_text("new\n")
+    assert read_tail(path, tail, 10).lines == ("new",)
+
+
+def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
+    assert read_tail(tmp_path / "driver.log", LogTail(), 10) == LogTail()
+
+
+def test_text_of_others_cannot_become_markup(job: Job) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    failed = replace(job, status=JobStatus.FAILED, message=hostile)
+    line = TimelineEvent(1, job.id, None, NOW, "note", hostile, "driver", {})
+    html = fragments.heading(failed, NOW) + fragments.timeline(failed, [line])
+    assert "<img" not in html
+    assert html.count("&lt;img src=x onerror=alert(1)&gt;") == 2
+
+
+def test_fragments_of_a_new_job_say_what_will_come() -> None:
+    job = queued_job()
+    assert "once the workers have started" in fragments.groups([])
+    assert "not started" in fragments.progress(job)
+    assert "No checkpoint" in fragments.checkpoints([], NOW)
+    assert "not been submitted" in fragments.attempts(job, [], NOW)
+
+
+def test_the_group_diagram_names_rank_and_host(store: SqlJobStore, job: Job) -> None:
+    html = fragments.groups(load_job(store, job.id, None).timeline)
+    assert html.count('class="rank') == 4
+    assert 'title="rank 3 on a"' in html

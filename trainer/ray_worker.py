@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -76,3 +77,5 @@ def start_log(path: Path) -> None:
         force=True,
     )
     logging.getLogger("trainer").setLevel(logging.INFO)
+    # Deprecations inside torch and TorchRec are nothing that a user could mend.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")

@@ -1,0 +1,157 @@
+"""Durable checkpoints on real gloo ranks: exact resume, resharding, damage and a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.integration.gloo import run_ranks
+from tests.integration.session_cases import (
+    assemble,
+    crash_after,
+    load_session,
+    make_config,
+    next_run,
+    train_session,
+)
+from trainer.elastic.checkpoint import list_committed
+from trainer.run_dir import RunDir
+
+SHORT = ("training.max_steps=12", "checkpoint.every_steps=5", "training.validate_every_steps=6")
+
+
+def _events(run_dir: Path, stream: str) -> list[dict]:
+    path = RunDir(run_dir).attempt("job-test-a0").stream_path(stream)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_result(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    whole = make_config(small_movielens, tmp_path / "whole", *SHORT)
+    straight = run_ranks(train_session, 4, whole)
+    cut = make_config(small_movielens, tmp_path / "cut", *SHORT)
+    with pytest.raises(AssertionError, match="failed|no answer"):
+        run_ranks(crash_after, 4, cut, 9, timeout_s=40)
+    resumed = run_ranks(train_session, 4, next_run(cut))
+    started = next(e for e in _events(tmp_path / "cut", "workers-1") if "resumed_step" in e)
+    assert started["resumed_step"] >= 9 - 5
+    assert resumed[0]["state"] == straight[0]["state"]
+    expected = assemble(straight)
+    for name, table in assemble(resumed).items():
+        torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "group_size", "placement"),
+    [
+        (4, 2, "inter_host"),
+        (4, 4, "intra_host"),
+        (2, 1, "intra_host"),
+        (2, 2, "intra_host"),
+        (1, 1, "intra_host"),
+    ],
+)
+def test_a_checkpoint_loads_bitwise_at_another_layout(
+    saved: tuple[Path, list[dict]],
+    small_movielens: Path,
+    workers: int,
+    group_size: int,
+    placement: str,
+) -> None:
+    run_dir, original = saved
+    config = make_config(
+        small_movielens,
+        run_dir,
+        f"parallelism.workers={workers}",
+        f"parallelism.shard_group_size={group_size}",
+        f"parallelism.placement={placement}",
+        run_index=1,
+    )
+    loaded = run_ranks(load_session, workers, config)
+    assert loaded[0]["state"] == original[0]["state"]
+    expected = assemble(original)
+    tables = assemble(loaded)
+    assert set(tables) == set(expected)
+    for name, table in tables.items():
+        assert torch.equal(table, expected[name]), name
+    for name, value in loaded[0]["dense"].items():
+        assert torch.equal(value, original[0]["dense"][name]), name
+
+
+@pytest.fixture(scope="module")
+def saved(
+    small_movielens: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict]]:
+    """A finished run at T=4, L=2 and what its ranks held."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    config = make_config(small_movielens, run_dir, *SHORT)
+    return run_dir, run_ranks(train_session, 4, config)
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path, *SHORT)
+    run_ranks(train_session, 4, config)
+    newest = list_committed(RunDir(tmp_path).checkpoints_dir)[-1]
+    victim = max(newest.path.glob("*.distcp"), key=lambda path: path.stat().st_size)
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 0xFF
+    victim.write_bytes(content)
+    ranks = run_ranks(load_session, 4, next_run(config))
+    assert 0 < ranks[0]["state"].step < newest.commit.step
+
+
+def test_retention_leaves_the_newest_and_the_best(saved: tuple[Path, list[dict]]) -> None:
+    run_dir, _ = saved
+    steps = [c.commit.step for c in list_committed(RunDir(run_dir).checkpoints_dir)]
+    assert steps[-1] == 12
+    assert len(steps) <= 3
+    deleted = [
+        e["step"] for e in _events(run_dir, "workers-0") if e["kind"] == "checkpoint_deleted"
+    ]
+    assert 5 in deleted
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("a full disk is made by mounting a small tmpfs, which needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def _fill(folder: Path, spare_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    (folder / "filler").write_bytes(b"x" * (free_bytes - spare_bytes))
+
+
+def test_a_full_disk_fails_clearly_and_keeps_what_was_saved(
+    small_movielens: Path, small_disk: Path
+) -> None:
+    first = make_config(small_movielens, small_disk, *SHORT)
+    run_ranks(train_session, 4, first)
+    _fill(small_disk, spare_bytes=50_000)
+    longer = make_config(
+        small_movielens, small_disk, *SHORT, "training.max_steps=24", run_index=1
+    )
+    with pytest.raises(AssertionError, match="MB free at"):
+        run_ranks(train_session, 4, longer)
+    warnings = [e for e in _events(small_disk, "workers-1") if e.get("level") == "error"]
+    assert warnings, "a periodic save that failed is said, and training goes on"
+    loaded = run_ranks(load_session, 4, next_run(longer))
+    assert loaded[0]["state"].step == 12

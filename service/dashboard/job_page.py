@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 
 import yaml
 from nicegui import ui
@@ -15,25 +14,20 @@ from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
 from service.dashboard.snapshots import JobSnapshot, load_job
 from service.domain import Job
 from service.errors import JobEnded, JobNotFound, StaleVersion
+from service.jobs import cancel_job
 from service.store.base import JobStore
 from trainer.run_dir import RunDir
 
 REFRESH_INTERVAL_S = 1.0
 
-CancelJob = Callable[[str], object]
-
 
 class JobPage:
-    """One reader's view of a job, refreshed every second while the browser is connected.
+    """One reader's view of a job, refreshed every second while the browser is connected."""
 
-    `cancel` blocks and raises `JobEnded` where there is nothing left to cancel.
-    """
-
-    def __init__(self, store: JobStore, run_dir: RunDir, job_id: str, cancel: CancelJob) -> None:
+    def __init__(self, store: JobStore, run_dir: RunDir, job_id: str) -> None:
         self._store = store
         self._run_dir = run_dir
         self._job_id = job_id
-        self._cancel = cancel
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -54,7 +48,8 @@ class JobPage:
         """Read the store in a thread and show what changed."""
         snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
         self._show(snapshot)
-        await self._logs.refresh(snapshot.job.current_attempt_id)
+        job = snapshot.job
+        await self._logs.refresh(job.current_attempt_id, is_final=job.status.is_terminal)
 
     def _build_head(self) -> None:
         with ui.element("div").classes("crumbs"):
@@ -132,7 +127,7 @@ class JobPage:
 
     async def _cancel_now(self) -> None:
         try:
-            await asyncio.to_thread(self._cancel, self._job_id)
+            await asyncio.to_thread(cancel_job, self._store, self._job_id)
         except JobEnded:
             ui.notify("The job had already ended.")
         except StaleVersion:

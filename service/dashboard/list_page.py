@@ -104,7 +104,7 @@ class ListPage:
         return f"The newest {MAX_LISTED_JOBS} jobs." if self._snapshot.has_more else ""
 
     def _show_pills(self) -> None:
-        pills = [(None, "all", len(self._snapshot.jobs))]
+        pills: list[tuple[JobStatus | None, str, int]] = [(None, "all", len(self._snapshot.jobs))]
         pills += [(status, status.lower(), n) for status, n in self._snapshot.counts.items()]
         state = (pills, self._filter.status)
         if state == self._shown_pills:

@@ -6,14 +6,11 @@ it from one to the next: the newest `mount` is the one that answers.
 
 from __future__ import annotations
 
-import time
-
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 from nicegui import app as nicegui_app
 from nicegui import ui
 
-from service.dashboard.actions import cancel_job
 from service.dashboard.job_page import JobPage
 from service.dashboard.list_page import ListPage
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
@@ -57,12 +54,9 @@ def _register_pages(store: JobStore, settings: Settings) -> None:
     async def _list() -> None:
         await ListPage(store).build()
 
-    def cancel(job_id: str) -> None:
-        cancel_job(store, job_id, time.time())
-
     @ui.page("/jobs/{job_id}")
     async def _job(job_id: str) -> None:
-        await JobPage(store, run_dir_of(settings, job_id), job_id, cancel).build()
+        await JobPage(store, run_dir_of(settings, job_id), job_id).build()
 
 
 def _unknown_page() -> None:

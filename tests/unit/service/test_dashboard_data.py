@@ -1,19 +1,15 @@
-"""What the dashboard reads: store snapshots, log tails, rendered fragments, and cancelling."""
+"""What the dashboard reads: store snapshots and rendered fragments."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from service.dashboard import fragments
-from service.dashboard.actions import cancel_job
-from service.dashboard.log_tail import LogTail, list_sources, read_tail
 from service.dashboard.snapshots import load_job, load_list
 from service.domain import Job, JobStatus, TimelineEvent
-from service.errors import JobEnded, JobNotFound
+from service.errors import JobNotFound
 from service.store.sql import SqlJobStore
 from tests.unit.service.builders import (
     NOW,
@@ -62,69 +58,6 @@ def test_the_list_counts_what_it_holds(store: SqlJobStore, job: Job) -> None:
     snapshot = load_list(store)
     assert snapshot.counts == {JobStatus.RUNNING: 1}
     assert not snapshot.has_more
-
-
-def test_cancelling_marks_the_job_and_an_ended_job_refuses(store: SqlJobStore, job: Job) -> None:
-    cancel_job(store, job.id, NOW)
-    assert store.get_job(job.id).cancel_requested
-    store.update_job(replace(store.get_job(job.id), status=JobStatus.CANCELLED))
-    with pytest.raises(JobEnded):
-        cancel_job(store, job.id, NOW)
-
-
-def test_cancelling_survives_a_writer_that_comes_between(
-    store: SqlJobStore, job: Job, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: Callable[[str], Job] = store.get_job
-    meddled: list[str] = []
-
-    def read_and_meddle(job_id: str) -> Job:
-        found = read(job_id)
-        if not meddled:
-            meddled.append(job_id)
-            store.update_job(replace(found, message="somebody else"))
-        return found
-
-    monkeypatch.setattr(store, "get_job", read_and_meddle)
-    cancel_job(store, job.id, NOW)
-    assert (read(job.id).cancel_requested, read(job.id).message) == (True, "somebody else")
-
-
-def test_the_driver_comes_before_the_ranks_in_number_order(tmp_path: Path) -> None:
-    for name in ("rank-10", "rank-2", "driver"):
-        (tmp_path / f"{name}.log").touch()
-    assert list_sources(tmp_path) == ["driver", "rank-2", "rank-10"]
-    assert list_sources(tmp_path / "missing") == []
-
-
-def test_a_tail_gives_each_complete_line_once(tmp_path: Path) -> None:
-    path = tmp_path / "driver.log"
-    path.write_text("one\ntwo\nthr")
-    first = read_tail(path, LogTail(), 10)
-    assert first.lines == ("one", "two")
-    with path.open("a") as file:
-        file.write("ee\n")
-    second = read_tail(path, first, 10)
-    assert second.lines == ("three",)
-    assert read_tail(path, second, 10).lines == ()
-
-
-def test_a_tail_starts_at_the_last_lines_of_a_long_file(tmp_path: Path) -> None:
-    path = tmp_path / "driver.log"
-    path.write_text("".join(f"line {n}\n" for n in range(100_000)))
-    assert read_tail(path, LogTail(), 2).lines == ("line 99998", "line 99999")
-
-
-def test_a_replaced_file_is_read_anew(tmp_path: Path) -> None:
-    path = tmp_path / "driver.log"
-    path.write_text("a long first life\n")
-    tail = read_tail(path, LogTail(), 10)
-    path.write_text("new\n")
-    assert read_tail(path, tail, 10).lines == ("new",)
-
-
-def test_a_missing_file_has_no_lines(tmp_path: Path) -> None:
-    assert read_tail(tmp_path / "driver.log", LogTail(), 10) == LogTail()
 
 
 def test_text_of_others_cannot_become_markup(job: Job) -> None:

@@ -1,18 +1,158 @@
-"""Composition root: the one place that knows every concrete class of the control plane."""
+"""Composition root: the one place that knows every concrete class of the control plane.
+
+python -m service.main      with the SHARDLOOM_* variables of `service.settings`
+"""
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 
+import uvicorn
+from fastapi import FastAPI
+from pydantic import ValidationError
+
+from service.api import jobs, records, system
+from service.api.context import Context
+from service.api.problems import add_error_handlers
 from service.backends.base import Backend
+from service.backends.fake import FakeBackend
+from service.backends.ray_jobs import RayJobsBackend
+from service.errors import PortInUse, ServiceError
+from service.reconciler import Reconciler
 from service.settings import Settings
 from service.store.base import JobStore
+from service.store.sql import SqlJobStore
+from service.telemetry import Telemetry
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG = 2048
 
 
 def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI:
-    """Wire the REST API, the reconciler and the dashboard over `store` and `backend`."""
-    app = FastAPI(title="Shardloom", version="0.1.0")
-    app.state.settings = settings
-    app.state.store = store
-    app.state.backend = backend
+    """Wire the REST API, the reconciler and the dashboard over `store` and `backend`.
+
+    Starting the app starts the reconciler; stopping it closes reconciler, store and backend.
+    """
+    telemetry = Telemetry()
+    reconciler = Reconciler(store, backend, settings, telemetry)
+    app = FastAPI(
+        title="Shardloom",
+        summary="Elastic 2D-sparse training for recommendation models.",
+        version="0.1.0",
+        lifespan=partial(_lifespan, reconciler=reconciler),
+    )
+    app.state.context = Context(settings, store, backend, telemetry, reconciler.wake)
+    add_error_handlers(app)
+    for module in (jobs, records, system):
+        app.include_router(module.router)
+    if settings.dashboard:
+        # Imported here because it takes a second that an API without pages need not spend.
+        from service.dashboard.pages import mount
+
+        mount(app, store, settings)
     return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[None]:
+    context: Context = app.state.context
+    reconciler.start()
+    try:
+        yield
+    finally:
+        context.closing.set()
+        reconciler.close()
+        context.backend.close()
+        context.store.close()
+
+
+def build_app(settings: Settings) -> FastAPI:
+    """The app over the store and backend that the settings name; raises `StoreUnavailable`."""
+    settings.home.mkdir(parents=True, exist_ok=True)
+    store = SqlJobStore.open(settings.database_url)
+    return create_app(settings, store, _backend_of(settings))
+
+
+def _backend_of(settings: Settings) -> Backend:
+    if settings.backend == "fake":
+        return FakeBackend(settings.home / "fake-cluster")
+    token = settings.ray_auth_token
+    return RayJobsBackend(
+        settings.ray_address,
+        auth_token=token.get_secret_value() if token else None,
+        timeout_s=settings.backend_timeout_s,
+        submit_timeout_s=settings.submit_timeout_s,
+    )
+
+
+class _Server(uvicorn.Server):
+    """Tells followed streams to end before it waits for open requests to finish."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End streams, then stop as uvicorn does."""
+        app: FastAPI = self.config.app  # type: ignore[assignment]
+        app.state.context.closing.set()
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; raises `PortInUse` before anything else is touched."""
+    with bind(settings.host, settings.port) as listener:
+        config = uvicorn.Config(
+            build_app(settings),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=settings.shutdown_timeout_s,
+        )
+        logger.info("Shardloom listens on %s", settings.service_url)
+        server = _Server(config)
+        # uvicorn has shut down in good order when it raises the signal again.
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+        if not server.started:
+            raise ServiceError("the app did not start; the log above says why")
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; raises `PortInUse` if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A restarted service must not wait for old connections to time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(host, port, error.strerror or str(error)) from error
+    return listener
+
+
+def main() -> int:
+    """Run the service with the settings of the environment; returns the exit code."""
+    logging.basicConfig(
+        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # httpx tells of every request; the reconciler makes one per job and second.
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        serve(Settings())
+    except ValidationError as error:
+        for fault in error.errors():
+            name = "_".join(str(part) for part in fault["loc"]).upper()
+            logger.error("SHARDLOOM_%s: %s", name, fault["msg"])
+        return 2
+    except (ServiceError, OSError) as error:
+        logger.error("the service cannot start: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

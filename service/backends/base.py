@@ -43,3 +43,6 @@ class Backend(Protocol):
 
     def check(self) -> str:
         """Return a line about the cluster; raises `BackendUnreachable`."""
+
+    def close(self) -> None:
+        """Release connections."""

@@ -1,0 +1,60 @@
+"""What the handlers share: one `Context` per app, and small dependencies over it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from fastapi import Depends, Path, Request
+
+from service.backends.base import Backend
+from service.domain import Job
+from service.jobs import find_job
+from service.settings import Settings
+from service.store.base import JobStore
+from service.telemetry import Telemetry
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that a handler may use. `wake` makes the reconciler look at once.
+
+    `closing` is set when the server is about to stop, so that followed streams end.
+    """
+
+    settings: Settings
+    store: JobStore
+    backend: Backend
+    telemetry: Telemetry
+    wake: Callable[[], None]
+    closing: threading.Event = field(default_factory=threading.Event)
+
+
+def get_context(request: Request) -> Context:
+    """The context of the app that serves a request."""
+    context: Context = request.app.state.context
+    return context
+
+
+ContextDep = Annotated[Context, Depends(get_context)]
+
+
+def get_job(
+    context: ContextDep,
+    job: Annotated[str, Path(description="Id, unique prefix of one, or name (the newest job).")],
+) -> Job:
+    """The job that the path names; raises `JobNotFound`."""
+    return find_job(context.store, job)
+
+
+JobDep = Annotated[Job, Depends(get_job)]
+
+
+def wants_stream(request: Request) -> bool:
+    """Whether the client asked for server-sent events."""
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+StreamDep = Annotated[bool, Depends(wants_stream)]

@@ -1,0 +1,138 @@
+"""Readers that remember where they are in a job's timeline or logs. Blocking."""
+
+from __future__ import annotations
+
+from service.api.schemas import LogLine, TimelineEventOut
+from service.api.sse import Item, News
+from service.domain import Job, JobStatus, attempt_id
+from service.errors import AttemptNotFound
+from service.logs import (
+    LogPiece,
+    LogPosition,
+    check_source,
+    list_sources,
+    read_new,
+    tail_position,
+)
+from service.settings import Settings
+from service.store.base import JobStore
+from service.submission import run_dir_of
+from trainer.run_dir import AttemptDir
+
+_MAX_LINES = 500
+
+
+class TimelineFollower:
+    """Follows a job's timeline behind line `after`."""
+
+    def __init__(self, store: JobStore, job_id: str, after: int) -> None:
+        self._store = store
+        self._job_id = job_id
+        self._after = after
+
+    def look(self) -> News:
+        """New lines; ended when the job has ended and the last look found nothing."""
+        # The job first: whatever was written before it ended is then found below.
+        job = self._store.get_job(self._job_id)
+        lines = self._store.list_timeline(job.id, after=self._after, limit=_MAX_LINES)
+        if not lines:
+            return News([], _ended(job))
+        self._after = lines[-1].id
+        bodies = [TimelineEventOut.model_validate(line) for line in lines]
+        return News([Item("timeline", str(body.id), body) for body in bodies])
+
+
+class LogFollower:
+    """Follows the logs of one attempt (`wanted`), or of a job from attempt to attempt.
+
+    `position` is how far it has read.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        settings: Settings,
+        job: Job,
+        wanted: str | None,
+        source: str | None,
+    ) -> None:
+        self._store = store
+        self._run_dir = run_dir_of(settings, job.id)
+        self._job_id = job.id
+        self._wanted = wanted
+        self._source = source
+        self._check_belongs(wanted)
+        self.position = LogPosition(wanted or job.current_attempt_id)
+        if source is not None:
+            check_source(source, self.sources())
+
+    def start_at_tail(self, num_lines: int) -> None:
+        """Begin with the last `num_lines` of each log that there is."""
+        newest = self.position.attempt_id
+        if newest is not None:
+            self.position = tail_position(self._files(newest), newest, self._source, num_lines)
+
+    def start_at(self, position: LogPosition) -> None:
+        """Go on behind a position that was given out before; raises `AttemptNotFound`."""
+        self._check_belongs(position.attempt_id)
+        self.position = position
+
+    def look(self) -> News:
+        """New lines; ended when nobody will write any more and all was read."""
+        job, read_from = self._store.get_job(self._job_id), self.position.attempt_id
+        is_wanted_over = self._is_wanted_over()
+        pieces = self.read()
+        if pieces:
+            return News([_item(piece) for piece in pieces])
+        is_newest_over = job.status.is_terminal and read_from == job.current_attempt_id
+        return News([], job.status if is_newest_over or is_wanted_over else None)
+
+    def read(self) -> list[LogPiece]:
+        """New lines, of the following attempt where the present one has no more."""
+        position = self.position
+        if position.attempt_id is None:
+            position = LogPosition(self._store.get_job(self._job_id).current_attempt_id)
+        if position.attempt_id is None:
+            return []
+        self.position = position
+        attempt = self._store.get_attempt(position.attempt_id)
+        is_final = attempt.end_reason is not None
+        files = self._files(attempt.id)
+        pieces = list(read_new(files, position, self._source, is_final=is_final))
+        if pieces:
+            self.position = pieces[-1].position
+        elif is_final and self._wanted is None:
+            self._move_on(attempt.index)
+        return pieces
+
+    def sources(self) -> list[str]:
+        """Names of the logs of the attempt being read."""
+        if self.position.attempt_id is None:
+            return []
+        return list_sources(self._files(self.position.attempt_id))
+
+    def _move_on(self, index: int) -> None:
+        following = attempt_id(self._job_id, index + 1)
+        if index + 1 < self._store.get_job(self._job_id).num_attempts:
+            self.position = LogPosition(following)
+
+    def _is_wanted_over(self) -> bool:
+        if self._wanted is None:
+            return False
+        return self._store.get_attempt(self._wanted).end_reason is not None
+
+    def _check_belongs(self, wanted: str | None) -> None:
+        if wanted is not None and self._store.get_attempt(wanted).job_id != self._job_id:
+            raise AttemptNotFound(wanted)
+
+    def _files(self, wanted: str) -> AttemptDir:
+        return self._run_dir.attempt(wanted)
+
+
+def _ended(job: Job) -> JobStatus | None:
+    return job.status if job.status.is_terminal else None
+
+
+def _item(piece: LogPiece) -> Item:
+    body = LogLine(source=piece.source, text=piece.text)
+    return Item("log", piece.position.encode(), body)

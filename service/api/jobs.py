@@ -1,0 +1,87 @@
+"""Jobs: submit, list, read, cancel."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response, status
+
+from service.api.context import ContextDep, JobDep
+from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page, SubmitJob
+from service.api.views import detail_of, summary_of
+from service.domain import JobStatus
+from service.jobs import cancel_job, check_spec, plan_of, submit_job
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+KeyHeader = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        description="The same key and spec make one job, however often the request is sent.",
+        examples=["5f0c9f6e-2f3c-4b36-9d6b-3f1b7f1e2a11"],
+    ),
+]
+
+
+@router.post(
+    "",
+    summary="Submit a job, or check a spec with `dry_run`",
+    status_code=status.HTTP_201_CREATED,
+    response_model=JobDetail | JobPlan,
+    responses={200: {"model": JobPlan, "description": "The plan of a dry run."}},
+)
+def submit(
+    body: SubmitJob,
+    context: ContextDep,
+    response: Response,
+    idempotency_key: KeyHeader = None,
+    dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
+) -> JobDetail | JobPlan:
+    """Check the spec and create a job; `Location` names it."""
+    spec = check_spec(body.spec)
+    if dry_run:
+        response.status_code = status.HTTP_200_OK
+        return plan_of(spec)
+    job = submit_job(context.store, spec, idempotency_key=idempotency_key)
+    context.wake()
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return detail_of(job, context.settings)
+
+
+@router.get("", summary="List jobs, newest first")
+def list_jobs(
+    context: ContextDep,
+    after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    statuses: Annotated[list[JobStatus] | None, Query(alias="status")] = None,
+    name: Annotated[str | None, Query(examples=["movielens-demo"])] = None,
+) -> Page[JobSummary]:
+    """One page of jobs; several `status` parameters are alternatives."""
+    jobs, following = context.store.list_jobs(
+        after=after, limit=limit, statuses=statuses or (), name=name
+    )
+    return Page(items=[summary_of(job) for job in jobs], next=following)
+
+
+@router.get("/{job}", summary="Read a job")
+def get(job: JobDep, context: ContextDep) -> JobDetail:
+    """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
+    return detail_of(job, context.settings)
+
+
+@router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)
+def cancel(job: JobDep, context: ContextDep) -> JobDetail:
+    """Ask a job to stop; it has stopped when its status says so. 409 if it has ended."""
+    cancelled = cancel_job(context.store, job.id)
+    context.wake()
+    return detail_of(cancelled, context.settings)
+
+
+@router.get("/{job}/attempts", summary="List the attempts of a job")
+def list_attempts(job: JobDep, context: ContextDep) -> Page[AttemptOut]:
+    """Attempts in order, all on one page."""
+    attempts = context.store.list_attempts(job.id)
+    return Page(items=[AttemptOut.model_validate(attempt) for attempt in attempts])

@@ -1,0 +1,90 @@
+"""Every error of the API as `application/problem+json` (RFC 9457)."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from service.api.schemas import FieldFault, Problem
+from service.errors import InvalidRequest, ServiceError, problem_of, problem_of_spec
+from trainer.spec import SpecError
+
+logger = logging.getLogger(__name__)
+
+
+class ProblemResponse(JSONResponse):
+    """A problem document."""
+
+    media_type = "application/problem+json"
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem."""
+    app.add_exception_handler(ServiceError, _on_service_error)
+    app.add_exception_handler(SpecError, _on_spec_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+def _answer(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
+    body = {**problem, "instance": request.url.path}
+    return ProblemResponse(body, status_code=int(problem["status"]), **options)
+
+
+def _on_service_error(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, ServiceError)
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.warning("%s %s: %s", request.method, request.url.path, error)
+    return _answer(request, problem_of(error))
+
+
+def _on_spec_error(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, SpecError)
+    return _answer(request, problem_of_spec(error))
+
+
+def _on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, RequestValidationError)
+    faults = [
+        FieldFault(path=_path(fault["loc"]), code=fault["type"], message=fault["msg"])
+        for fault in error.errors()
+    ]
+    return _answer(request, problem_of(InvalidRequest(faults)))
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    # The first part says where the field was (body, query, path, header), not what it is called.
+    text = ""
+    for part in location[1:]:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or str(location[0])
+
+
+def _on_http_error(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    problem = Problem(
+        title=status.phrase,
+        status=status,
+        detail=f"{request.method} {request.url.path}: {error.detail}",
+        code=status.name.lower(),
+    )
+    return _answer(request, problem.model_dump(), headers=error.headers)
+
+
+def _on_unexpected(request: Request, error: Exception) -> ProblemResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    problem = Problem(
+        title=ServiceError.title,
+        status=ServiceError.status,
+        detail="the service failed on this request; its log says more",
+        code=ServiceError.code,
+    )
+    return _answer(request, problem.model_dump())

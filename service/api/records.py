@@ -1,0 +1,146 @@
+"""What jobs leave behind: timeline, metrics, logs, checkpoints; and the door drivers post to."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query
+from fastapi.responses import StreamingResponse
+
+from service.api.context import ContextDep, JobDep, StreamDep
+from service.api.followers import LogFollower, TimelineFollower
+from service.api.schemas import (
+    CheckpointOut,
+    FieldFault,
+    LogLine,
+    LogsOut,
+    MetricPointOut,
+    MetricSeries,
+    MetricsOut,
+    Page,
+    TimelineEventOut,
+)
+from service.api.sse import stream
+from service.errors import InvalidRequest
+from service.logs import LogPosition
+from trainer.events import EventAck, EventBatch
+
+router = APIRouter(prefix="/v1", tags=["records"])
+
+MAX_SERIES = 100
+_EVENT_STREAM = {200: {"content": {"text/event-stream": {}}}}
+LastEventId = Annotated[
+    str | None, Header(alias="Last-Event-ID", description="Resume a stream behind this event.")
+]
+
+
+@router.get(
+    "/jobs/{job}/events",
+    summary="Timeline of a job: a page, or a stream with Accept: text/event-stream",
+    response_model=Page[TimelineEventOut],
+    responses=_EVENT_STREAM,
+)
+def list_events(
+    job: JobDep,
+    context: ContextDep,
+    is_stream: StreamDep,
+    after: Annotated[int, Query(ge=0, description="Id of the last line already seen.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    last_event_id: LastEventId = None,
+) -> Page[TimelineEventOut] | StreamingResponse:
+    """Lines in order. A stream ends with an `end` event once the job has ended."""
+    if is_stream:
+        start = after if last_event_id is None else _line_id(last_event_id)
+        return stream(TimelineFollower(context.store, job.id, start).look, context)
+    lines = context.store.list_timeline(job.id, after=after, limit=limit)
+    following = str(lines[-1].id) if len(lines) == limit else None
+    return Page(items=[TimelineEventOut.model_validate(line) for line in lines], next=following)
+
+
+def _line_id(last_event_id: str) -> int:
+    if not last_event_id.isdecimal():
+        fault = FieldFault(path="Last-Event-ID", code="cursor", message="not an id of this stream")
+        raise InvalidRequest([fault])
+    return int(last_event_id)
+
+
+@router.get("/jobs/{job}/metrics", summary="Metric series of a job, downsampled")
+def get_metrics(
+    job: JobDep,
+    context: ContextDep,
+    names: Annotated[
+        list[str] | None, Query(alias="name", max_length=MAX_SERIES, examples=[["train/loss"]])
+    ] = None,
+    from_step: Annotated[int | None, Query(ge=0)] = None,
+    to_step: Annotated[int | None, Query(ge=0)] = None,
+    max_points: Annotated[int, Query(ge=1, le=5000)] = 500,
+) -> MetricsOut:
+    """Series of the names asked for, or of all: mean, min and max per bucket of steps."""
+    known = context.store.metric_names(job.id)
+    series = []
+    for name in names or known[:MAX_SERIES]:
+        points = context.store.metric_points(
+            job.id, name, from_step=from_step, to_step=to_step, max_points=max_points
+        )
+        shown = [MetricPointOut.model_validate(point) for point in points]
+        series.append(MetricSeries(name=name, points=shown))
+    return MetricsOut(names=known, series=series)
+
+
+@router.get(
+    "/jobs/{job}/logs",
+    summary="Log lines of a job: a piece, or a stream with `follow`",
+    response_model=LogsOut,
+    responses=_EVENT_STREAM,
+)
+def get_logs(
+    job: JobDep,
+    context: ContextDep,
+    is_stream: StreamDep,
+    attempt: Annotated[
+        str | None, Query(description="Attempt id; the newest if left away.")
+    ] = None,
+    source: Annotated[str | None, Query(examples=["driver", "rank-0"])] = None,
+    after: Annotated[str | None, Query(description="`cursor` of an earlier answer.")] = None,
+    tail: Annotated[int | None, Query(ge=0, le=100_000, description="Last lines each.")] = None,
+    follow: bool = False,
+    last_event_id: LastEventId = None,
+) -> LogsOut | StreamingResponse:
+    """Lines of `source` or of all. They come from run storage and outlive the cluster.
+
+    Without `attempt` a stream goes on into the attempts that replace a lost one.
+    """
+    follower = LogFollower(context.store, context.settings, job, attempt, source)
+    cursor = last_event_id or after
+    if cursor:
+        follower.start_at(LogPosition.decode(cursor))
+    elif tail is not None:
+        follower.start_at_tail(tail)
+    if follow or is_stream:
+        return stream(follower.look, context)
+    pieces, sources = follower.read(), follower.sources()
+    return LogsOut(
+        attempt_id=follower.position.attempt_id,
+        sources=sources,
+        lines=[LogLine(source=piece.source, text=piece.text) for piece in pieces],
+        cursor=follower.position.encode(),
+    )
+
+
+@router.get("/jobs/{job}/checkpoints", summary="Committed checkpoints of a job")
+def list_checkpoints(job: JobDep, context: ContextDep) -> Page[CheckpointOut]:
+    """Checkpoints that still exist, in step order, all on one page."""
+    found = context.store.list_checkpoints(job.id)
+    return Page(items=[CheckpointOut.model_validate(checkpoint) for checkpoint in found])
+
+
+@router.post("/attempts/{attempt_id}/events", summary="Take records of a driver", tags=["drivers"])
+def append_events(attempt_id: str, batch: EventBatch, context: ContextDep) -> EventAck:
+    """Take what is new in a batch; sending it again is harmless.
+
+    409 `sequence_gap` means that records before it are missing; `next_seq` is the one wanted.
+    """
+    ack = context.store.append_events(attempt_id, batch, time.time())
+    context.telemetry.received_events(len(batch.events))
+    return ack

@@ -1,0 +1,49 @@
+"""The service itself: health, readiness, cluster, Prometheus metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from service.api.context import ContextDep
+from service.api.schemas import ClusterOut
+from service.errors import BackendUnreachable
+
+router = APIRouter(tags=["service"])
+
+
+@router.get("/v1/cluster", summary="The cluster behind the service")
+def get_cluster(context: ContextDep) -> ClusterOut:
+    """Ask the backend whether it is there; always 200."""
+    backend = context.backend
+    try:
+        reachable, message = True, backend.check()
+    except BackendUnreachable as error:
+        reachable, message = False, str(error)
+    return ClusterOut(
+        reachable=reachable, backend=backend.name, address=backend.address, message=message
+    )
+
+
+@router.get("/healthz", summary="Whether the process answers")
+def get_health() -> dict[str, str]:
+    """200 as long as requests are answered at all."""
+    return {"status": "ok"}
+
+
+@router.get("/readyz", summary="Whether the service can do its work")
+def get_readiness(context: ContextDep) -> dict[str, Any]:
+    """200 when the store answers and is migrated, else 503.
+
+    A cluster that is away does not make the service unready: it still takes jobs and shows
+    them, and starts them when the cluster is back. `/v1/cluster` tells about the cluster.
+    """
+    return {"status": "ready", "store": context.store.ping()}
+
+
+@router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+def get_prometheus(context: ContextDep) -> Response:
+    """Counters of the service in Prometheus' text format."""
+    return Response(context.telemetry.render(), media_type=CONTENT_TYPE_LATEST)

@@ -1,0 +1,515 @@
+"""The REST API over a real store and the scripted backend."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from service.backends.fake import FakeBackend
+from service.client_sse import parse_events
+from service.domain import EndReason, Job, JobStatus, Observation, ObservedState
+from service.lifecycle import decide
+from service.logs import LogPosition
+from service.main import create_app
+from service.reconciler import Reconciler
+from service.settings import Settings
+from service.store.sql import SqlJobStore
+from service.submission import run_dir_of
+from service.telemetry import Telemetry
+from tests.unit.service.builders import (
+    NOW,
+    attempt_ended,
+    attempt_of,
+    batch,
+    checkpoint,
+    metrics,
+    spec_document,
+    workers_started,
+)
+from trainer.events import EventBatch
+
+SSE = {"Accept": "text/event-stream"}
+
+
+@dataclass
+class Api:
+    """A client of an app whose reconciler runs only when a test says so."""
+
+    http: TestClient
+    store: SqlJobStore
+    backend: FakeBackend
+    settings: Settings
+
+    def submit(self, **changes: Any) -> str:
+        """Id of a new job."""
+        response = self.http.post("/v1/jobs", json={"spec": spec_document(**changes)})
+        assert response.status_code == 201, response.text
+        return str(response.json()["id"])
+
+    def start(self, **changes: Any) -> str:
+        """Id of a new job whose first attempt was submitted."""
+        job_id = self.submit(**changes)
+        self.look()
+        return job_id
+
+    def look(self) -> None:
+        reconciler = Reconciler(self.store, self.backend, self.settings, Telemetry())
+        reconciler.run_once()
+        reconciler.close()
+
+    def end(self, job_id: str) -> None:
+        """Let a job that was never submitted end."""
+        assert self.http.post(f"/v1/jobs/{job_id}:cancel").status_code == 202
+
+    def post_events(self, attempt_id: str, records: EventBatch) -> Any:
+        return self.http.post(
+            f"/v1/attempts/{attempt_id}/events",
+            content=records.model_dump_json(),
+            headers={"Content-Type": "application/json"},
+        )
+
+    def log(self, attempt_id: str, source: str, text: str) -> None:
+        """Append to a log file as a process of the attempt would."""
+        job_id = attempt_id.rpartition("-a")[0]
+        path = run_dir_of(self.settings, job_id).attempt(attempt_id).log_path(source)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+
+@pytest.fixture
+def app_settings(tmp_path: Path) -> Settings:
+    return Settings(home=tmp_path, backend="fake", dashboard=False, stream_poll_s=0.01)
+
+
+@pytest.fixture
+def api(store: SqlJobStore, app_settings: Settings) -> Iterator[Api]:
+    backend = FakeBackend(app_settings.home / "fake")
+    # Not entered as a context manager: the lifespan, and with it the loop, stays out.
+    http = TestClient(create_app(app_settings, store, backend), raise_server_exceptions=False)
+    yield Api(http, store, backend, app_settings)
+    http.close()
+
+
+def _problem(response: Any, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json()
+    assert (problem["status"], problem["code"]) == (status, code)
+    assert problem["title"]
+    assert problem["detail"]
+    return problem
+
+
+def _events(response: Any) -> list[tuple[str, str, Any]]:
+    found = parse_events(response.iter_text())
+    return [(event.name, event.id, json.loads(event.data)) for event in found]
+
+
+# ---- submit
+
+
+def test_a_submitted_job_is_queued_and_located(api: Api) -> None:
+    response = api.http.post("/v1/jobs", json={"spec": spec_document(labels={"team": "x"})})
+    job = response.json()
+    assert response.status_code == 201
+    assert response.headers["location"] == f"/v1/jobs/{job['id']}"
+    assert (job["status"], job["name"], job["labels"]) == ("QUEUED", "tiny", {"team": "x"})
+    assert (job["world_size"], job["shard_group_size"], job["num_replicas"]) == (4, 2, 2)
+    assert job["num_attempts"] == 0
+    assert Path(job["run_dir"]).is_absolute()
+    assert api.http.get(response.headers["location"]).json() == job
+
+
+def test_the_same_key_and_spec_make_one_job(api: Api) -> None:
+    headers = {"Idempotency-Key": "once"}
+    body = {"spec": spec_document()}
+    first = api.http.post("/v1/jobs", json=body, headers=headers).json()
+    again = api.http.post("/v1/jobs", json=body, headers=headers).json()
+    assert first["id"] == again["id"]
+    assert len(api.http.get("/v1/jobs").json()["items"]) == 1
+
+
+def test_the_same_key_with_another_spec_conflicts(api: Api) -> None:
+    headers = {"Idempotency-Key": "once"}
+    api.http.post("/v1/jobs", json={"spec": spec_document()}, headers=headers)
+    other = {"spec": spec_document(name="other")}
+    response = api.http.post("/v1/jobs", json=other, headers=headers)
+    assert "'once'" in _problem(response, 409, "idempotency_conflict")["detail"]
+
+
+def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
+    response = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec_document()})
+    plan = response.json()
+    assert response.status_code == 200
+    assert plan["sharding_groups"] == [[0, 2], [1, 3]]
+    assert plan["replica_groups"] == [[0, 1], [2, 3]]
+    assert plan["moment_scale"] == 2.0
+    assert api.http.get("/v1/jobs").json()["items"] == []
+
+
+@pytest.mark.parametrize("query", ["", "?dry_run=true"])
+def test_every_fault_of_a_spec_is_named_by_its_path(api: Api, query: str) -> None:
+    document = spec_document(surprise=1)
+    document["embedding_tables"][0]["embedding_dim"] = "wide"
+    problem = _problem(
+        api.http.post(f"/v1/jobs{query}", json={"spec": document}), 422, "invalid_spec"
+    )
+    paths = {field["path"] for field in problem["fields"]}
+    assert paths == {"surprise", "embedding_tables[0].embedding_dim"}
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (None, "missing_path"),
+        ("", "missing_manifest"),
+        ("{ torn", "unreadable_manifest"),
+        ("[]", "unreadable_manifest"),
+    ],
+)
+def test_missing_or_unfinished_data_is_refused(
+    api: Api, tmp_path: Path, content: str | None, code: str
+) -> None:
+    folder = tmp_path / "data"
+    if content is not None:
+        folder.mkdir()
+    if content:
+        (folder / "manifest.json").write_text(content)
+    data = {"path": str(folder), "label": {"column": "rating"}}
+    response = api.http.post("/v1/jobs", json={"spec": spec_document(data=data)})
+    (field,) = _problem(response, 422, "invalid_spec")["fields"]
+    assert (field["path"], field["code"]) == ("data.path", code)
+    assert str(folder) in field["message"]
+
+
+def test_relative_data_is_refused(api: Api) -> None:
+    data = {"path": "data/tiny", "label": {"column": "rating"}}
+    response = api.http.post("/v1/jobs", json={"spec": spec_document(data=data)})
+    assert _problem(response, 422, "invalid_spec")["fields"][0]["code"] == "relative_path"
+
+
+def test_finished_local_data_is_accepted(api: Api, tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"splits": {}}')
+    api.submit(data={"path": str(tmp_path), "label": {"column": "rating"}})
+
+
+# ---- errors of the request itself
+
+
+def test_a_missing_body_is_a_problem_with_a_field(api: Api) -> None:
+    problem = _problem(api.http.post("/v1/jobs", json={}), 422, "invalid_request")
+    assert problem["fields"][0]["path"] == "spec"
+    assert problem["instance"] == "/v1/jobs"
+
+
+def test_text_that_is_no_json_is_a_problem(api: Api) -> None:
+    headers = {"Content-Type": "application/json"}
+    _problem(api.http.post("/v1/jobs", content="{", headers=headers), 422, "invalid_request")
+
+
+def test_an_unknown_route_and_method_are_problems(api: Api) -> None:
+    _problem(api.http.get("/v1/nowhere"), 404, "not_found")
+    response = api.http.delete("/v1/jobs")
+    _problem(response, 405, "method_not_allowed")
+    assert "POST" in response.headers["allow"] or "GET" in response.headers["allow"]
+
+
+@pytest.mark.parametrize(
+    ("query", "path"), [("limit=0", "limit"), ("status=LOST", "status[0]"), ("limit=x", "limit")]
+)
+def test_a_bad_query_is_named(api: Api, query: str, path: str) -> None:
+    problem = _problem(api.http.get(f"/v1/jobs?{query}"), 422, "invalid_request")
+    assert problem["fields"][0]["path"] == path
+
+
+def test_an_unexpected_error_is_a_problem_without_its_secrets(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: SqlJobStore, job_id: str) -> Job:
+        raise RuntimeError("password=hunter2")
+
+    monkeypatch.setattr(SqlJobStore, "get_job", fail)
+    response = api.http.get("/v1/jobs/job-x")
+    _problem(response, 500, "internal_error")
+    assert "hunter2" not in response.text
+
+
+# ---- read, list, cancel
+
+
+def test_jobs_are_paged_newest_first(api: Api) -> None:
+    made = [api.submit(name=f"job{number}") for number in range(3)]
+    first = api.http.get("/v1/jobs?limit=2").json()
+    second = api.http.get("/v1/jobs", params={"limit": 2, "after": first["next"]}).json()
+    found = [job["id"] for job in first["items"] + second["items"]]
+    assert sorted(found) == sorted(made)
+    assert found == sorted(found, reverse=True)
+    assert second["next"] is None
+
+
+def test_jobs_are_filtered(api: Api) -> None:
+    kept, ended = api.submit(name="kept"), api.submit(name="ended")
+    api.end(ended)
+    found = api.http.get("/v1/jobs?status=CANCELLED&status=FAILED").json()["items"]
+    assert [job["id"] for job in found] == [ended]
+    found = api.http.get("/v1/jobs?name=kept").json()["items"]
+    assert [job["id"] for job in found] == [kept]
+
+
+def test_a_job_is_found_by_name_and_by_prefix(api: Api) -> None:
+    job_id = api.submit()
+    assert api.http.get("/v1/jobs/tiny").json()["id"] == job_id
+    assert api.http.get(f"/v1/jobs/{job_id[:-1]}").json()["id"] == job_id
+    other = api.submit(name="newer")
+    assert api.http.get(f"/v1/jobs/{other}").json()["id"] == other
+    _problem(api.http.get("/v1/jobs/job-"), 404, "job_not_found")
+    _problem(api.http.get("/v1/jobs/nothing"), 404, "job_not_found")
+
+
+def test_cancel_of_a_queued_job_ends_it_and_a_second_one_conflicts(api: Api) -> None:
+    job_id = api.submit()
+    response = api.http.post(f"/v1/jobs/{job_id}:cancel")
+    assert (response.status_code, response.json()["status"]) == (202, "CANCELLED")
+    problem = _problem(api.http.post(f"/v1/jobs/{job_id}:cancel"), 409, "job_ended")
+    assert "CANCELLED" in problem["detail"]
+
+
+def test_cancel_of_a_submitted_job_stops_it(api: Api) -> None:
+    job_id = api.start()
+    assert api.http.post(f"/v1/jobs/{job_id}:cancel").json()["status"] == "STOPPING"
+    assert api.http.post(f"/v1/jobs/{job_id}:cancel").status_code == 202
+    api.look()
+    api.look()
+    job = api.http.get(f"/v1/jobs/{job_id}").json()
+    assert (job["status"], job["reason"]) == ("CANCELLED", "cancelled")
+    (attempt,) = api.http.get(f"/v1/jobs/{job_id}/attempts").json()["items"]
+    assert attempt["end_reason"] == "cancelled"
+
+
+# ---- records
+
+
+def test_records_are_acknowledged_once_and_gaps_answered(api: Api) -> None:
+    job_id = api.start()
+    attempt_id = f"{job_id}-a0"
+    first = batch(workers_started(), metrics(1, train_loss=1.0))
+    assert api.post_events(attempt_id, first).json() == {"stream": "rank-0", "next_seq": 2}
+    assert api.post_events(attempt_id, first).json() == {"stream": "rank-0", "next_seq": 2}
+    gap = api.post_events(attempt_id, batch(metrics(2, train_loss=1.0), first_seq=5))
+    assert _problem(gap, 409, "sequence_gap")["next_seq"] == 2
+    assert api.http.get(f"/v1/jobs/{job_id}").json()["status"] == "RUNNING"
+    _problem(api.post_events("job-x-a0", first), 404, "attempt_not_found")
+
+
+def test_a_record_of_an_unknown_kind_is_refused_with_its_path(api: Api) -> None:
+    body = {"stream": "rank-0", "first_seq": 0, "events": [{"kind": "dance", "time": 1}]}
+    response = api.http.post(f"/v1/attempts/{api.start()}-a0/events", json=body)
+    assert _problem(response, 422, "invalid_request")["fields"][0]["path"] == "events[0]"
+
+
+def test_metrics_come_as_series_and_nan_as_null(api: Api) -> None:
+    job_id = api.start()
+    losses = [3.0, math.nan, math.inf]
+    records = [metrics(step, train_loss=loss, speed_x=1.0) for step, loss in enumerate(losses)]
+    assert api.post_events(f"{job_id}-a0", batch(*records)).status_code == 200
+    found = api.http.get(f"/v1/jobs/{job_id}/metrics?name=train/loss").json()
+    assert found["names"] == ["speed/x", "train/loss"]
+    (series,) = found["series"]
+    assert [point["value"] for point in series["points"]] == [3.0, None, None]
+    assert len(api.http.get(f"/v1/jobs/{job_id}/metrics").json()["series"]) == 2
+    latest = api.http.get(f"/v1/jobs/{job_id}").json()["latest_metrics"]
+    assert latest == {"speed/x": 1.0, "train/loss": None}
+    ranged = api.http.get(f"/v1/jobs/{job_id}/metrics?name=speed/x&from_step=1&max_points=1").json()
+    assert [point["step"] for point in ranged["series"][0]["points"]] == [2]
+
+
+def test_checkpoints_are_listed(api: Api) -> None:
+    job_id = api.start()
+    api.post_events(f"{job_id}-a0", batch(checkpoint(10), checkpoint(20, is_best=True)))
+    found = api.http.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]
+    assert [(c["step"], c["is_best"]) for c in found] == [(10, False), (20, True)]
+
+
+def test_the_timeline_is_paged(api: Api) -> None:
+    job_id = api.start()
+    page = api.http.get(f"/v1/jobs/{job_id}/events?limit=2").json()
+    rest = api.http.get(f"/v1/jobs/{job_id}/events?after={page['next']}").json()
+    kinds = [line["kind"] for line in page["items"] + rest["items"]]
+    assert kinds == ["job_submitted", "attempt_created", "attempt_submitted"]
+    assert rest["next"] is None
+
+
+def test_a_reported_nan_does_not_break_the_timeline(api: Api) -> None:
+    job_id = api.start()
+    ended = attempt_ended().model_copy(update={"final_metrics": {"train/loss": math.nan}})
+    api.post_events(f"{job_id}-a0", batch(ended))
+    response = api.http.get(f"/v1/jobs/{job_id}/events")
+    assert response.status_code == 200
+    json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+# ---- streams
+
+
+def test_a_followed_timeline_ends_with_the_job(api: Api) -> None:
+    job_id = api.submit()
+    api.end(job_id)
+    with api.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=SSE) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = _events(response)
+    kinds = [body["kind"] for name, _, body in events if name == "timeline"]
+    assert kinds == ["job_submitted", "cancel_requested", "job_ended"]
+    assert events[-1][0] == "end"
+    assert events[-1][2] == {"status": "CANCELLED"}
+
+
+def test_a_followed_timeline_resumes_behind_the_last_event(api: Api) -> None:
+    job_id = api.submit()
+    api.end(job_id)
+    first_id = str(api.store.list_timeline(job_id)[0].id)
+    headers = {**SSE, "Last-Event-ID": first_id}
+    with api.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as response:
+        events = _events(response)
+    assert [body["kind"] for _, _, body in events[:-1]] == ["cancel_requested", "job_ended"]
+    refused = api.http.get(f"/v1/jobs/{job_id}/events", headers={**SSE, "Last-Event-ID": "x"})
+    assert _problem(refused, 422, "invalid_request")["fields"][0]["path"] == "Last-Event-ID"
+
+
+def test_followed_logs_go_on_into_the_next_attempt_and_end_with_the_job(api: Api) -> None:
+    job_id = api.start()
+    _replace_attempt(api, job_id)
+    api.log(f"{job_id}-a0", "driver", "one\nlast words")
+    api.log(f"{job_id}-a1", "driver", "two\n")
+    job = api.store.get_job(job_id)
+    done = _end_newest(api, job)
+    assert done is JobStatus.SUCCEEDED
+    path = f"/v1/jobs/{job_id}/logs?follow=true"
+    cursor = api.http.get(f"/v1/jobs/{job_id}/logs?attempt={job_id}-a0").json()["cursor"]
+    with api.http.stream("GET", path, headers={"Last-Event-ID": _start(job_id)}) as response:
+        events = _events(response)
+    assert [body["text"] for name, _, body in events if name == "log"] == [
+        "one",
+        "last words",
+        "two",
+    ]
+    assert events[-1][0] == "end"
+    with api.http.stream("GET", path, headers={"Last-Event-ID": cursor}) as response:
+        assert [body.get("text") for _, _, body in _events(response)] == ["two", None]
+
+
+def test_logs_are_read_in_pieces_by_cursor(api: Api) -> None:
+    job_id = api.start()
+    attempt_id = f"{job_id}-a0"
+    api.log(attempt_id, "driver", "up\n")
+    api.log(attempt_id, "rank-0", "a\nb\n")
+    first = api.http.get(f"/v1/jobs/{job_id}/logs").json()
+    assert first["sources"] == ["driver", "rank-0"]
+    assert [(line["source"], line["text"]) for line in first["lines"]] == [
+        ("driver", "up"),
+        ("rank-0", "a"),
+        ("rank-0", "b"),
+    ]
+    api.log(attempt_id, "rank-0", "c\n")
+    second = api.http.get(f"/v1/jobs/{job_id}/logs", params={"after": first["cursor"]}).json()
+    assert [line["text"] for line in second["lines"]] == ["c"]
+    tail = api.http.get(f"/v1/jobs/{job_id}/logs?source=rank-0&tail=2").json()
+    assert [line["text"] for line in tail["lines"]] == ["b", "c"]
+
+
+@pytest.mark.parametrize("source", ["../../../etc/passwd", "..", "secrets"])
+def test_log_names_cannot_leave_their_folder(api: Api, source: str) -> None:
+    job_id = api.start()
+    response = api.http.get(f"/v1/jobs/{job_id}/logs", params={"source": source})
+    _problem(response, 404, "log_not_found")
+
+
+def test_attempts_of_other_jobs_are_not_shown(api: Api) -> None:
+    mine, other = api.start(), api.start(name="other")
+    response = api.http.get(f"/v1/jobs/{mine}/logs?attempt={other}-a0")
+    _problem(response, 404, "attempt_not_found")
+    _problem(api.http.get(f"/v1/jobs/{mine}/logs?after=junk"), 422, "invalid_request")
+
+
+def test_a_job_that_never_ran_has_no_logs(api: Api) -> None:
+    found = api.http.get(f"/v1/jobs/{api.submit()}/logs").json()
+    assert (found["attempt_id"], found["lines"], found["sources"]) == (None, [], [])
+
+
+def test_a_stream_of_a_live_job_stops_when_the_server_does(api: Api) -> None:
+    job_id = api.start()
+    app = api.http.app
+    assert isinstance(app, FastAPI)
+    app.state.context.closing.set()
+    with api.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=SSE) as response:
+        assert _events(response) == []
+
+
+# ---- the service itself
+
+
+def test_health_readiness_and_cluster(api: Api) -> None:
+    assert api.http.get("/healthz").json() == {"status": "ok"}
+    assert api.http.get("/v1/cluster").json()["reachable"] is True
+    api.backend.set_down(True)
+    assert api.http.get("/v1/cluster").json()["reachable"] is False
+    ready = api.http.get("/readyz")
+    assert (ready.status_code, ready.json()["store"]["migration"]) == (200, "0001")
+
+
+def test_prometheus_counts_records(api: Api) -> None:
+    job_id = api.start()
+    api.post_events(f"{job_id}-a0", batch(metrics(1, train_loss=1.0)))
+    assert "shardloom_events_received_total 1.0" in api.http.get("/metrics").text
+
+
+def test_the_api_describes_itself(api: Api) -> None:
+    described = api.http.get("/openapi.json").json()
+    operations = [o for path in described["paths"].values() for o in path.values()]
+    assert all(operation["summary"] for operation in operations)
+    assert "/v1/jobs/{job}:cancel" in described["paths"]
+
+
+def test_the_app_runs_its_reconciler_and_closes_it(
+    store: SqlJobStore, app_settings: Settings
+) -> None:
+    backend = FakeBackend(app_settings.home / "fake")
+    settings = app_settings.model_copy(update={"reconcile_interval_s": 0.01})
+    with TestClient(create_app(settings, store, backend)) as http:
+        job_id = http.post("/v1/jobs", json={"spec": spec_document()}).json()["id"]
+        with http.stream("GET", f"/v1/jobs/{job_id}/events", headers=SSE) as response:
+            for event in parse_events(response.iter_text()):
+                body = json.loads(event.data)
+                if event.name == "timeline" and body["kind"] == "attempt_submitted":
+                    http.post(f"/v1/jobs/{job_id}:cancel")
+        assert http.get(f"/v1/jobs/{job_id}").json()["status"] == "CANCELLED"
+    assert backend.attempt_ids() == [f"{job_id}-a0"]
+
+
+def _start(job_id: str) -> str:
+    return LogPosition(f"{job_id}-a0").encode()
+
+
+def _replace_attempt(api: Api, job_id: str) -> None:
+    """Lose the first attempt and put a second one in its place."""
+    job = api.store.get_job(job_id)
+    first = api.store.get_attempt(f"{job_id}-a0")
+    lost = replace(first, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
+    job = api.store.update_job(job, attempt=lost)
+    second = attempt_of(job, index=1, submitted_at=NOW)
+    api.store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
+
+
+def _end_newest(api: Api, job: Job) -> JobStatus:
+    attempt = api.store.get_attempt(f"{job.id}-a{job.num_attempts - 1}")
+    decision = decide(job, attempt, Observation(ObservedState.SUCCEEDED), NOW)
+    api.store.update_job(decision.job, attempt=decision.attempt, timeline=decision.timeline)
+    return decision.job.status

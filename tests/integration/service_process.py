@@ -1,0 +1,101 @@
+"""The real service as a process of its own, on the scripted backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from service.backends.fake import FakeBackend
+from trainer.run_dir import AttemptDir, RunDir
+
+START_TIMEOUT_S = 60.0
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on right now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class ServiceProcess:
+    """`python -m service.main` with its state under `home`; it may be killed and started again."""
+
+    def __init__(self, home: Path, port: int) -> None:
+        self.home = home
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.cluster = FakeBackend(home / "fake-cluster")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def environment(self) -> dict[str, str]:
+        """Settings of the process."""
+        return {
+            **os.environ,
+            "SHARDLOOM_HOME": str(self.home),
+            "SHARDLOOM_PORT": str(self.port),
+            "SHARDLOOM_BACKEND": "fake",
+            "SHARDLOOM_DASHBOARD": "false",
+            "SHARDLOOM_RECONCILE_INTERVAL_S": "0.05",
+            "SHARDLOOM_STREAM_POLL_S": "0.05",
+        }
+
+    def start(self) -> None:
+        """Start and wait until it is ready."""
+        with (self.home / "service.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "service.main"],
+                env=self.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready():
+            assert self._process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        """SIGKILL: no chance to tidy up."""
+        self._end(signal.SIGKILL)
+
+    def terminate(self) -> float:
+        """SIGTERM; returns the seconds that it took to exit."""
+        began = time.monotonic()
+        self._end(signal.SIGTERM)
+        return time.monotonic() - began
+
+    def log(self) -> str:
+        """What it printed so far."""
+        return (self.home / "service.log").read_text()
+
+    def attempt_files(self, job_id: str, index: int = 0) -> AttemptDir:
+        """Files of an attempt on run storage."""
+        return RunDir(self.home / "runs" / job_id).attempt(f"{job_id}-a{index}")
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+    def _end(self, signum: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(signum)
+            self._process.wait(timeout=30)
+            self._process = None

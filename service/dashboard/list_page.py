@@ -10,9 +10,8 @@ from nicegui import ui
 
 from service.dashboard import formats, views
 from service.dashboard.shell import page_frame
-from service.dashboard.snapshots import MAX_LISTED_JOBS, ListFilter, ListSnapshot, load_list
+from service.dashboard.snapshots import MAX_LISTED_JOBS, ListFeed, ListFilter, ListSnapshot
 from service.domain import JobStatus
-from service.store.base import JobStore
 
 REFRESH_INTERVAL_S = 1.0
 EXAMPLE_COMMAND = "shardloom run deploy/examples/movielens.yaml"
@@ -56,14 +55,14 @@ _ROW_TEMPLATE = """
 class ListPage:
     """One reader's job list, refreshed every second while the browser is connected."""
 
-    def __init__(self, store: JobStore) -> None:
-        self._store = store
+    def __init__(self, feed: ListFeed) -> None:
+        self._feed = feed
         self._filter = ListFilter()
         self._snapshot = ListSnapshot(jobs=(), has_more=False)
         self._shown_pills: tuple[object, ...] = ()
 
     async def build(self) -> None:
-        """Draw the page with what the store holds now."""
+        """Draw the page with what the store holds."""
         with page_frame("Jobs"):
             with ui.element("div").classes("list-head"):
                 ui.html("<h1>Jobs</h1>", sanitize=False)
@@ -83,7 +82,7 @@ class ListPage:
 
     async def refresh(self) -> None:
         """Read the store in a thread and show what changed."""
-        self._snapshot = await asyncio.to_thread(load_list, self._store)
+        self._snapshot = await asyncio.to_thread(self._feed.latest)
         self._show()
 
     def _show(self) -> None:
@@ -95,6 +94,8 @@ class ListPage:
         has_jobs = bool(self._snapshot.jobs)
         self._table.set_visibility(has_jobs)
         self._empty.set_visibility(not has_jobs)
+        self._pills.set_visibility(has_jobs)
+        self._search.set_visibility(has_jobs)
         self._note.set_text(self._note_text(len(shown)) if has_jobs else "")
         self._show_pills()
 

@@ -14,6 +14,7 @@ from nicegui import ui
 from service.dashboard.job_page import JobPage
 from service.dashboard.list_page import ListPage
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
+from service.dashboard.snapshots import ListFeed
 from service.settings import Settings
 from service.store.base import JobStore
 from service.submission import run_dir_of
@@ -50,9 +51,11 @@ def _forget_former_mount() -> None:
 
 
 def _register_pages(store: JobStore, settings: Settings) -> None:
+    feed = ListFeed(store)
+
     @ui.page("/")
     async def _list() -> None:
-        await ListPage(store).build()
+        await ListPage(feed).build()
 
     @ui.page("/jobs/{job_id}")
     async def _job(job_id: str) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from service.dashboard import charts, views
 from service.domain import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
 from service.store.base import JobStore
 
-MAX_LISTED_JOBS = 200
+MAX_LISTED_JOBS = 100
+LIST_MAX_AGE_S = 0.9
 MAX_CHART_POINTS = 400
 _TIMELINE_PAGE = 200
 
@@ -42,10 +46,27 @@ class ListSnapshot:
         return views.count_statuses(self.jobs)
 
 
-def load_list(store: JobStore) -> ListSnapshot:
-    """Read the newest jobs."""
-    jobs, cursor = store.list_jobs(limit=MAX_LISTED_JOBS)
-    return ListSnapshot(jobs=jobs, has_more=cursor is not None)
+class ListFeed:
+    """The job list, read once for all who look at it: reading a hundred specs takes a while.
+
+    `clock` gives seconds. Safe to use from several threads.
+    """
+
+    def __init__(self, store: JobStore, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._snapshot = ListSnapshot(jobs=(), has_more=False)
+        self._expires_at = -math.inf
+
+    def latest(self) -> ListSnapshot:
+        """The newest jobs as they were at most `LIST_MAX_AGE_S` ago."""
+        with self._lock:
+            if self._clock() >= self._expires_at:
+                jobs, cursor = self._store.list_jobs(limit=MAX_LISTED_JOBS)
+                self._snapshot = ListSnapshot(jobs=jobs, has_more=cursor is not None)
+                self._expires_at = self._clock() + LIST_MAX_AGE_S
+            return self._snapshot
 
 
 @dataclass(frozen=True)

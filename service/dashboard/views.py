@@ -82,6 +82,7 @@ def job_row(job: Job, now: float) -> dict[str, object]:
     """One line of the job list, ready for the table (JSON values only)."""
     progress = progress_view(job)
     quality = quality_metric(job)
+    quality_value = job.latest_metrics.get(f"validation/{quality}")
     return {
         "id": job.id,
         "name": job.name,
@@ -94,8 +95,8 @@ def job_row(job: Job, now: float) -> dict[str, object]:
         "message": job.message,
         "workers": layout_text(job),
         "loss": formats.precise(job.latest_metrics.get("train/loss")),
-        "quality": formats.precise(job.latest_metrics.get(f"validation/{quality}")),
-        "quality_name": quality.upper(),
+        "quality": formats.precise(quality_value),
+        "quality_name": "" if quality_value is None else quality.upper(),
         "rows_per_s": formats.compact(job.progress.rows_per_s or None),
         "age": formats.duration(now - job.created_at),
         "duration": formats.duration(duration_s(job, now)),

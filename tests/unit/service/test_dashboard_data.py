@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from service.dashboard import fragments
-from service.dashboard.snapshots import load_job, load_list
+from service.dashboard.snapshots import LIST_MAX_AGE_S, ListFeed, load_job
 from service.domain import Job, JobStatus, TimelineEvent
 from service.errors import JobNotFound
 from service.store.sql import SqlJobStore
@@ -55,9 +55,19 @@ def test_an_unknown_job_is_reported_as_such(store: SqlJobStore) -> None:
 
 
 def test_the_list_counts_what_it_holds(store: SqlJobStore, job: Job) -> None:
-    snapshot = load_list(store)
+    snapshot = ListFeed(store).latest()
     assert snapshot.counts == {JobStatus.RUNNING: 1}
     assert not snapshot.has_more
+
+
+def test_readers_of_the_list_share_one_read_until_it_is_old(store: SqlJobStore) -> None:
+    now_s = 0.0
+    feed = ListFeed(store, clock=lambda: now_s)
+    assert not feed.latest().jobs
+    store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    assert not feed.latest().jobs
+    now_s = LIST_MAX_AGE_S
+    assert len(feed.latest().jobs) == 1
 
 
 def test_text_of_others_cannot_become_markup(job: Job) -> None:

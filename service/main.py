@@ -29,7 +29,8 @@ from service.store.base import JobStore
 from service.store.sql import SqlJobStore
 from service.telemetry import Telemetry
 
-logger = logging.getLogger(__name__)
+# Not __name__, which is __main__ when the module is run.
+logger = logging.getLogger("service.main")
 
 _BACKLOG = 2048
 
@@ -139,8 +140,9 @@ def main() -> int:
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    # httpx tells of every request; the reconciler makes one per job and second.
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    # These tell of every request and of every look at the schema.
+    for chatty in ("httpx", "alembic.runtime.migration"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     try:
         serve(Settings())
     except ValidationError as error:

@@ -53,18 +53,21 @@ def _on_spec_error(request: Request, error: Exception) -> ProblemResponse:
 def _on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, RequestValidationError)
     faults = [
-        FieldFault(path=_path(fault["loc"]), code=fault["type"], message=fault["msg"])
+        FieldFault(path=_path(fault), code=fault["type"], message=fault["msg"])
         for fault in error.errors()
     ]
     return _answer(request, problem_of(InvalidRequest(faults)))
 
 
-def _path(location: tuple[int | str, ...]) -> str:
+def _path(fault: dict[str, Any]) -> str:
     # The first part says where the field was (body, query, path, header), not what it is called.
+    where, *parts = fault["loc"]
+    if fault["type"] == "json_invalid":
+        return str(where)
     text = ""
-    for part in location[1:]:
+    for part in parts:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
-    return text or str(location[0])
+    return text or str(where)
 
 
 def _on_http_error(request: Request, error: Exception) -> ProblemResponse:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
@@ -29,7 +29,7 @@ from trainer.events import EventAck, EventBatch
 router = APIRouter(prefix="/v1", tags=["records"])
 
 MAX_SERIES = 100
-_EVENT_STREAM = {200: {"content": {"text/event-stream": {}}}}
+_EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 LastEventId = Annotated[
     str | None, Header(alias="Last-Event-ID", description="Resume a stream behind this event.")
 ]

@@ -17,6 +17,8 @@ from service.backends.fake import FakeBackend
 from trainer.run_dir import AttemptDir, RunDir
 
 START_TIMEOUT_S = 60.0
+# Far above what a shutdown takes, so that one which waits for somebody is told from a slow one.
+SHUTDOWN_TIMEOUT_S = 60
 
 
 def free_port() -> int:
@@ -53,6 +55,7 @@ class ServiceProcess:
             "SHARDLOOM_DASHBOARD": "false",
             "SHARDLOOM_RECONCILE_INTERVAL_S": "0.05",
             "SHARDLOOM_STREAM_POLL_S": "0.05",
+            "SHARDLOOM_SHUTDOWN_TIMEOUT_S": str(SHUTDOWN_TIMEOUT_S),
         }
 
     def start(self) -> None:
@@ -97,5 +100,5 @@ class ServiceProcess:
     def _end(self, signum: signal.Signals) -> None:
         if self._process is not None:
             self._process.send_signal(signum)
-            self._process.wait(timeout=30)
+            self._process.wait(timeout=2 * SHUTDOWN_TIMEOUT_S)
             self._process = None

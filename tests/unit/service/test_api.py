@@ -213,7 +213,8 @@ def test_a_missing_body_is_a_problem_with_a_field(api: Api) -> None:
 
 def test_text_that_is_no_json_is_a_problem(api: Api) -> None:
     headers = {"Content-Type": "application/json"}
-    _problem(api.http.post("/v1/jobs", content="{", headers=headers), 422, "invalid_request")
+    response = api.http.post("/v1/jobs", content="{", headers=headers)
+    assert _problem(response, 422, "invalid_request")["fields"][0]["path"] == "body"
 
 
 def test_an_unknown_route_and_method_are_problems(api: Api) -> None:

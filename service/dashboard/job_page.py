@@ -58,7 +58,8 @@ class JobPage:
             ui.label(self._snapshot.job.name)
         with ui.element("div").classes("job-head"):
             self._heading = ui.html(sanitize=False).classes("heading")
-            self._cancel_button = ui.button(on_click=self._confirm_cancel, color=None)
+            self._dialog = self._build_dialog()
+            self._cancel_button = ui.button(on_click=self._dialog.open, color=None)
             self._cancel_button.props("outline no-caps dense").classes("cancel-button")
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
@@ -111,21 +112,19 @@ class JobPage:
             charts.fill(element.options, chart, snapshot.points, snapshot.best_checkpoint)
             element.update()
 
-    async def _confirm_cancel(self) -> None:
-        job = self._snapshot.job
+    def _build_dialog(self) -> ui.dialog:
         with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label(f"Cancel {job.name}?").classes("dialog-title")
+            ui.label(f"Cancel {self._snapshot.job.name}?").classes("dialog-title")
             ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
             with ui.element("div").classes("dialog-actions"):
-                keep = ui.button("Keep it", on_click=lambda: dialog.submit(False))
+                keep = ui.button("Keep it", on_click=dialog.close)
                 keep.props("flat no-caps").classes("quiet")
-                stop = ui.button("Cancel job", on_click=lambda: dialog.submit(True))
+                stop = ui.button("Cancel job", on_click=self._cancel_now)
                 stop.props("unelevated no-caps color=negative")
-        if await dialog:
-            await self._cancel_now()
-        dialog.delete()
+        return dialog
 
     async def _cancel_now(self) -> None:
+        self._dialog.close()
         try:
             await asyncio.to_thread(cancel_job, self._store, self._job_id)
         except JobEnded:

@@ -80,7 +80,7 @@ class RayJobsBackend:
         state = _STATES.get(str(found.get("status")))
         if state is None:
             return Observation(ObservedState.UNREACHABLE, self._strange(response))
-        return Observation(state, str(found.get("message") or ""))
+        return Observation(state, _without_logs(str(found.get("message") or "")))
 
     def stop(self, attempt_id: str) -> None:
         """Ask an attempt to end; an ended or unknown one is left alone."""
@@ -137,6 +137,11 @@ def _is_duplicate(response: httpx.Response) -> bool:
 
 def _is_unknown_job(response: httpx.Response) -> bool:
     return response.status_code == 404 and "does not exist" in response.text
+
+
+def _without_logs(message: str) -> str:
+    """Ray's verdict alone: it may add 20 000 characters of the driver's log to it."""
+    return message.partition(", last available logs")[0]
 
 
 def _json_object(response: httpx.Response) -> dict[str, Any]:

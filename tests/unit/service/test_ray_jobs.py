@@ -101,6 +101,13 @@ def test_every_status_of_ray_is_known(status: str, state: ObservedState) -> None
     assert (observation.state, observation.message) == (state, "exit code 1")
 
 
+def test_the_log_that_ray_adds_to_its_verdict_is_left_out() -> None:
+    verdict = "Job entrypoint command failed with exit code 3"
+    message = f"{verdict}, last available logs (truncated to 20,000 chars):\nRunning\n"
+    backend = _backend(_answers(200, body={"status": "FAILED", "message": message}))
+    assert backend.observe("job-1-a0").message == verdict
+
+
 def test_an_unknown_job_is_not_found() -> None:
     answer = _answers(404, text="Job job-1-a0 does not exist")
     assert _backend(answer).observe("job-1-a0").state is ObservedState.NOT_FOUND

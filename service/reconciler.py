@@ -58,6 +58,7 @@ class Reconciler:
         self._settings = settings
         self._telemetry = telemetry
         self._clock = clock
+        self._is_reachable = True
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
         self._woken = threading.Event()
@@ -155,14 +156,22 @@ class Reconciler:
         if attempt is None or attempt.end_reason is not None:
             return _NOTHING_SUBMITTED
         observation = self._backend.observe(attempt.id)
-        if observation.state is ObservedState.UNREACHABLE:
-            self._telemetry.backend_was_unreachable()
-            logger.warning("attempt %s: %s", attempt.id, observation.message)
+        self._note_reachability(observation)
         if observation.state is ObservedState.FAILED and attempt.reported_end is None:
             tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
             parts = [part for part in (observation.message, tail) if part]
             return Observation(observation.state, "\n".join(parts))
         return observation
+
+    def _note_reachability(self, observation: Observation) -> None:
+        """Log when the backend goes away and when it is back, not every look in between."""
+        is_reachable = observation.state is not ObservedState.UNREACHABLE
+        if not is_reachable:
+            self._telemetry.backend_was_unreachable()
+        if is_reachable != self._is_reachable:
+            self._is_reachable = is_reachable
+            news = "answers again" if is_reachable else observation.message
+            logger.warning("backend %s: %s", self._backend.name, news)
 
     def _collect_outbox(self, job: Job, attempt: Attempt) -> None:
         """Take the records that the driver left behind; raises OSError if storage fails."""

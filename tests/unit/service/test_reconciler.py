@@ -110,7 +110,9 @@ def test_reported_workers_make_the_job_run(house: House) -> None:
     assert house.status(job) is JobStatus.RUNNING
 
 
-def test_a_cluster_cut_off_for_a_day_changes_nothing(house: House) -> None:
+def test_a_cluster_cut_off_for_a_day_changes_nothing(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
     job = house.submit("running")
     house.look()
     house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
@@ -119,6 +121,9 @@ def test_a_cluster_cut_off_for_a_day_changes_nothing(house: House) -> None:
     house.backend.set_down(True)
     house.look(24, every_s=3600)
     assert house.store.get_job(job.id) == before
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        "backend fake: the fake cluster is down"
+    ]
     house.backend.set_down(False)
     house.backend.play(job.id, Script(("succeeded",)))
     house.look()

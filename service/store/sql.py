@@ -12,7 +12,7 @@ job's version vouches for both.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -205,10 +205,10 @@ class SqlJobStore:
 
     # ---- transactions
 
-    def _read(self) -> Any:
+    def _read(self) -> AbstractContextManager[Connection]:
         return self._transaction(is_write=False)
 
-    def _write(self) -> Any:
+    def _write(self) -> AbstractContextManager[Connection]:
         return self._transaction(is_write=True)
 
     @contextmanager

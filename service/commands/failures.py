@@ -61,7 +61,8 @@ def describe(error: Exception) -> RenderableType:
     if isinstance(error, SpecError):
         return _faults("the spec", error.problems)
     if isinstance(error, InvalidRequest) and error.fields:
-        return _faults("the request", error.fields)
+        what = "the spec" if error.code == "invalid_spec" else "the request"
+        return _faults(what, error.fields)
     if isinstance(error, ServiceUnreachable):
         return _message(
             str(error),

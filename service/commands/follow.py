@@ -8,10 +8,12 @@ for; Ctrl-C detaches and the job goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
+import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -124,17 +126,23 @@ class PlainView:
             self._console.print(followed.trouble)
 
 
+@contextmanager
+def detaching(job_id: str, output: Console) -> Iterator[None]:
+    """Ctrl-C inside only detaches: says how to come back, and raises `typer.Exit`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        output.print(detached_message(job_id))
+        raise typer.Exit(DETACHED) from None
+
+
 def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
     """Show a job until it has ended; returns the exit code that mirrors it.
 
-    Ctrl-C detaches. Raises `ServiceUnreachable` after `PATIENCE_S` without an answer.
+    Raises `ServiceUnreachable` after `PATIENCE_S` without an answer.
     """
     view: View = LiveView(console) if console.is_terminal else PlainView(console)
-    try:
-        job = watch(client, job_id, view)
-    except KeyboardInterrupt:
-        console.print(detached_message(job_id))
-        return DETACHED
+    job = watch(client, job_id, view)
     console.print(end_page(job))
     return exit_code_of(job.status)
 

@@ -46,9 +46,8 @@ def up(
     console().print(_addresses(stack.home, state))
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))
-        return
-    console().print(Text("Ctrl-C stops it", style="dim"))
-    _stay(stack, state)
+    else:
+        _stay(stack, state)
 
 
 def down() -> None:
@@ -105,6 +104,7 @@ def _stay(stack: LocalStack, state: StackState) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
+        console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)
     except KeyboardInterrupt:
         console().print("stopping")

@@ -8,7 +8,6 @@ import typer
 from rich.text import Text
 
 from service.api.schemas import JobDetail
-from service.client import ShardloomClient
 from service.commands import context, stack
 from service.commands.context import (
     JobArgument,
@@ -20,8 +19,8 @@ from service.commands.context import (
     print_json,
     read_spec,
 )
-from service.commands.exits import DETACHED, exit_code_of
-from service.commands.follow import detached_message, follow
+from service.commands.exits import exit_code_of
+from service.commands.follow import detaching, follow
 from service.commands.render import plan_page
 from trainer.spec import validate_spec
 
@@ -38,8 +37,9 @@ def run(spec: SpecArgument, overrides: SetOption = None, url: UrlOption = None) 
         stack.ensure_running()
     with context.open_client(url) as client:
         job = client.submit(document)
-        console().print(Text.assemble("submitted ", (job.id, "bold")))
-        code = follow(client, job.id, console())
+        with detaching(job.id, console()):
+            console().print(Text.assemble("submitted ", (job.id, "bold")))
+            code = follow(client, job.id, console())
     raise typer.Exit(code)
 
 
@@ -68,7 +68,8 @@ def submit(
         if not wait:
             _print_submitted(job, as_json=as_json)
             return
-        job = _wait(client, job)
+        with detaching(job.id, context.error_console()):
+            job = client.wait(job.id)
     _print_submitted(job, as_json=as_json)
     raise typer.Exit(exit_code_of(job.status))
 
@@ -93,7 +94,8 @@ def follow_job(job: JobArgument, url: UrlOption = None) -> None:
     """Follow a job until it ends; Ctrl-C detaches. The exit code mirrors the job."""
     with context.open_client(url) as client:
         found = client.get_job(job)
-        code = follow(client, found.id, console())
+        with detaching(found.id, console()):
+            code = follow(client, found.id, console())
     raise typer.Exit(code)
 
 
@@ -105,14 +107,6 @@ def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
         print_json(found)
     else:
         console().print(f"{found.id} ({found.name}) is being cancelled")
-
-
-def _wait(client: ShardloomClient, job: JobDetail) -> JobDetail:
-    try:
-        return client.wait(job.id)
-    except KeyboardInterrupt:
-        context.error_console().print(detached_message(job.id))
-        raise typer.Exit(DETACHED) from None
 
 
 def _print_submitted(job: JobDetail, *, as_json: bool) -> None:

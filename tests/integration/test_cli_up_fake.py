@@ -9,6 +9,8 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,14 +38,20 @@ class Shell:
             "SHARDLOOM_BACKEND": "fake",
         }
 
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
+    @contextmanager
+    def start(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        process = subprocess.Popen(
             [sys.executable, "-m", "service.cli", *arguments],
             env=self.environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         with self.start(*arguments) as process:
@@ -70,6 +78,7 @@ def shardloom(tmp_path_factory):
 @pytest.fixture
 def spec_file(tmp_path):
     (tmp_path / "ratings").mkdir()
+    (tmp_path / "ratings" / "manifest.json").write_text("{}")
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(spec_document()))
     return [str(path), "--set", f"data.path={tmp_path / 'ratings'}"]
@@ -104,7 +113,7 @@ def test_a_job_is_planned_submitted_listed_read_and_cancelled(shardloom, spec_fi
     submitted = shardloom("submit", *spec_file, "--set", "name=first")
     assert submitted.returncode == 0, submitted.stderr
     job = submitted.stdout.strip()
-    wait_for_status(shardloom, job, "RUNNING")
+    wait_for_status(shardloom, job, "STARTING")
     assert job in shardloom("ps").stdout
     for command in ("show", "events", "metrics", "checkpoints", "logs"):
         done = shardloom(command, job)
@@ -123,7 +132,7 @@ def test_a_job_is_planned_submitted_listed_read_and_cancelled(shardloom, spec_fi
 def test_events_are_followed_to_the_end_of_the_job(shardloom, spec_file):
     job = shardloom("submit", *spec_file).stdout.strip()
     with shardloom.start("events", "--follow", "--json", job) as follower:
-        wait_for_status(shardloom, job, "RUNNING")
+        wait_for_status(shardloom, job, "STARTING")
         shardloom("cancel", job)
         output, errors = follower.communicate(timeout=60)
     assert (follower.returncode, errors) == (0, "")
@@ -136,12 +145,12 @@ def test_ctrl_c_detaches_and_the_job_goes_on(shardloom, spec_file):
     with shardloom.start("run", *spec_file) as follower:
         assert follower.stdout is not None
         job = follower.stdout.readline().split()[-1]
-        wait_for_status(shardloom, job, "RUNNING")
+        wait_for_status(shardloom, job, "STARTING")
         follower.send_signal(signal.SIGINT)
         output, _ = follower.communicate(timeout=60)
     assert follower.returncode == 4
     assert f"shardloom follow {job}" in output
-    wait_for_status(shardloom, job, "RUNNING")
+    wait_for_status(shardloom, job, "STARTING")
     shardloom("cancel", job)
 
 

@@ -244,6 +244,7 @@ def main() -> int:
     context = DriverContext.from_env(os.environ)
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
     start_log(context.files.log_path("driver"))
+    logger.info("driver of %s is process %d", context.attempt_id, os.getpid())
     writer = EventWriter(context.files.stream_path("driver"))
     poster = None
     if context.service_url:

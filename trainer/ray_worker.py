@@ -7,6 +7,8 @@ starts workers a few seconds earlier.
 from __future__ import annotations
 
 import logging
+import os
+import socket
 import sys
 import warnings
 from dataclasses import dataclass
@@ -15,6 +17,8 @@ from typing import TextIO
 
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,13 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     worker = config["worker"]
     rank = ray.train.get_context().get_world_rank()
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(f"rank-{rank}"))
+    logger.info(
+        "rank %d of worker group run %d is process %d on %s",
+        rank,
+        worker.run_index,
+        os.getpid(),
+        socket.gethostname(),
+    )
 
     from trainer.worker import run_worker
 

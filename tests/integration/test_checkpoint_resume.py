@@ -38,7 +38,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_result(
     whole = make_config(small_movielens, tmp_path / "whole", *SHORT)
     straight = run_ranks(train_session, 4, whole)
     cut = make_config(small_movielens, tmp_path / "cut", *SHORT)
-    with pytest.raises(AssertionError, match="failed|no answer"):
+    with pytest.raises(AssertionError, match=r"failed|no answer"):
         run_ranks(crash_after, 4, cut, 9, timeout_s=40)
     resumed = run_ranks(train_session, 4, next_run(cut))
     started = next(e for e in _events(tmp_path / "cut", "workers-1") if "resumed_step" in e)
@@ -146,9 +146,7 @@ def test_a_full_disk_fails_clearly_and_keeps_what_was_saved(
     first = make_config(small_movielens, small_disk, *SHORT)
     run_ranks(train_session, 4, first)
     _fill(small_disk, spare_bytes=50_000)
-    longer = make_config(
-        small_movielens, small_disk, *SHORT, "training.max_steps=24", run_index=1
-    )
+    longer = make_config(small_movielens, small_disk, *SHORT, "training.max_steps=24", run_index=1)
     with pytest.raises(AssertionError, match="MB free at"):
         run_ranks(train_session, 4, longer)
     warnings = [e for e in _events(small_disk, "workers-1") if e.get("level") == "error"]

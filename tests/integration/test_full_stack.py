@@ -1,0 +1,181 @@
+"""The whole path on real Ray: REST in, trained model out, through kills of every process."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from service.api.schemas import JobDetail
+from service.client_errors import ProblemError
+from service.domain import EndReason, JobStatus
+from tests.conftest import EXAMPLE_SPEC
+from tests.integration.stack import Stack, wait_for
+
+CHECKPOINT_EVERY = 20
+# 6 000 ratings, 5 400 of them to train on: 42 steps of 4 x 32 rows an epoch.
+SMALL = (
+    "data.batch_size=32",
+    "training.report_every_steps=5",
+    "training.validate_every_steps=1000",
+    f"checkpoint.every_steps={CHECKPOINT_EVERY}",
+)
+LONG = (*SMALL, "training.epochs=6", "training.report_every_steps=1")
+
+
+def assert_whole(stack: Stack, job: JobDetail) -> None:
+    """Every report step has exactly one value of the loss, and rows were counted once."""
+    assert job.status is JobStatus.SUCCEEDED, job.message
+    every = job.spec.training.report_every_steps
+    series = stack.client.metrics(job.id, names=["train/loss"], max_points=5000).series[0]
+    steps = [point.step for point in series.points]
+    total = job.progress.total_steps
+    assert steps == sorted({*range(every, total + 1, every), total})
+    assert job.progress.rows == total * 4 * job.spec.data.batch_size
+
+
+def test_a_job_goes_from_rest_to_a_trained_model(stack: Stack, small_movielens: Path) -> None:
+    submitted = stack.submit(small_movielens, *SMALL, "training.epochs=2")
+    assert submitted.status is JobStatus.QUEUED
+    job = stack.wait_for_end(submitted.id)
+    assert_whole(stack, job)
+    started = stack.timeline(job.id, "workers_started")[0]
+    assert started["sharding_groups"] == [[0, 2], [1, 3]]
+    assert started["replica_groups"] == [[0, 1], [2, 3]]
+    assert job.latest_metrics["validation/rmse"] < 1.2
+    names = set(stack.client.metrics(job.id).names)
+    assert {"speed/rows_per_s", "sync/time_s", "balance/lookup", "balance/gradient"} <= names
+    checkpoints = stack.client.checkpoints(job.id)
+    assert checkpoints[-1].step == job.progress.total_steps
+    assert any(checkpoint.is_best for checkpoint in checkpoints)
+    logs = stack.client.logs(job.id)
+    assert {"driver", "rank-0", "rank-3"} <= set(logs.sources)
+    assert any("resumed" not in line.text and "step" in line.text for line in logs.lines)
+
+
+def test_killed_workers_resume_with_at_most_k_steps_repeated(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
+    os.kill(stack.worker_pid(reached, rank=3), signal.SIGKILL)
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    runs = stack.timeline(job.id, "workers_started")
+    assert [run["run_index"] for run in runs] == [0, 1]
+    assert runs[1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
+    assert ended.num_attempts == 1
+    assert ended.num_failures == 1
+
+
+def test_a_killed_driver_is_followed_by_an_attempt_that_resumes(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
+    os.kill(stack.driver_pid(reached), signal.SIGKILL)
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    runs = stack.timeline(job.id, "workers_started")
+    assert runs[-1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
+    reasons = [attempt.end_reason for attempt in stack.client.attempts(job.id)]
+    assert reasons == [EndReason.DRIVER_LOST, EndReason.COMPLETED]
+
+
+def test_a_killed_service_disturbs_no_job_and_loses_no_metric(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, 20)
+    stack.kill_service()
+    progressed = stack.files(reached).log_path("rank-0").stat().st_size
+    wait_for(
+        lambda: stack.files(reached).log_path("rank-0").stat().st_size > progressed,
+        "training to go on without the service",
+        timeout_s=20,
+    )
+    stack.up()
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    assert ended.num_attempts == 1
+    assert len(stack.timeline(job.id, "workers_started")) == 1
+
+
+def test_a_cancelled_job_ends_and_leaves_no_worker(stack: Stack, small_movielens: Path) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 2)
+    pids = [stack.worker_pid(reached, rank) for rank in range(4)]
+    stack.client.cancel(job.id)
+    ended = stack.wait_for_end(job.id)
+    assert ended.status is JobStatus.CANCELLED
+    wait_for(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
+        "the workers to be gone",
+        timeout_s=20,
+    )
+    assert stack.client.checkpoints(job.id), "what was saved stays"
+
+
+@pytest.fixture
+def spoiled_movielens(small_movielens: Path, tmp_path: Path) -> Path:
+    """Prepared data with a NaN rating in one training file, and a manifest that fits it."""
+    folder = tmp_path / "spoiled"
+    shutil.copytree(small_movielens, folder)
+    victim = sorted((folder / "train").glob("*.parquet"))[0]
+    table = pq.read_table(victim)
+    ratings = table["rating"].to_numpy().copy()
+    ratings[5] = float("nan")
+    place = table.schema.get_field_index("rating")
+    spoiled = table.set_column(place, table.schema.field(place), pa.array(ratings))
+    pq.write_table(spoiled, victim, row_group_size=1024)
+    manifest = folder / "manifest.json"
+    document = json.loads(manifest.read_text())
+    for file in document["splits"]["train"]["files"]:
+        if file["path"].endswith(victim.name):
+            file["size_bytes"] = victim.stat().st_size
+    manifest.write_text(json.dumps(document))
+    return folder
+
+
+def test_a_nan_label_fails_the_job_once_and_names_the_row(
+    stack: Stack, spoiled_movielens: Path
+) -> None:
+    job = stack.wait_for_end(stack.submit(spoiled_movielens, *SMALL).id)
+    assert job.status is JobStatus.FAILED
+    assert job.reason is EndReason.DATA_ERROR
+    assert "rating" in job.message
+    assert "part-00000" in job.message
+    assert job.num_attempts == 1
+
+
+def test_a_missing_data_path_is_refused_at_submit(stack: Stack, tmp_path: Path) -> None:
+    with pytest.raises(ProblemError) as caught:
+        stack.submit(tmp_path / "nowhere")
+    assert caught.value.status == 422
+    assert [fault.path for fault in caught.value.fields] == ["data.path"]
+
+
+def test_the_cli_mirrors_the_job_in_its_exit_code(
+    stack: Stack, small_movielens: Path, spoiled_movielens: Path
+) -> None:
+    def run(data: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "service.cli", "submit", "--wait", str(EXAMPLE_SPEC)]
+        changes = [f"--set={change}" for change in (f"data.path={data}", *SMALL)]
+        environment = os.environ | {"SHARDLOOM_URL": stack.client.base_url}
+        return subprocess.run(
+            [*command, *changes], env=environment, capture_output=True, text=True, check=False
+        )
+
+    good, bad = run(small_movielens), run(spoiled_movielens)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "rmse" in good.stdout
+    assert bad.returncode == 1
+    assert "data_error" in bad.stdout + bad.stderr

@@ -61,6 +61,9 @@ def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: in
         "--include-dashboard=true",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={ports.dashboard}",
+        # Random ports: the default range is the same for every cluster of the machine.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
         f"--num-cpus={max(MIN_LOGICAL_CPUS, num_cores)}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={temp_dir}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import sys
 import time
@@ -35,6 +36,8 @@ def stack(tmp_path_factory):
     stack.up(port=free_port(), report=lambda line: None)
     yield stack
     stack.down(lambda line: None)
+    # Ray's folder lies outside the test's own: it has to have a short path.
+    shutil.rmtree(stack.home.ray_dir)
 
 
 def free_port() -> int:

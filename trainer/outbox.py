@@ -68,7 +68,7 @@ class _StreamReader:
         """Up to MAX_BATCH records from `next_seq` on, and the offset behind them."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
-            lines = []
+            lines: list[bytes] = []
             offset = self.offset
             while len(lines) < MAX_BATCH and (line := file.readline()).endswith(b"\n"):
                 lines.append(line)

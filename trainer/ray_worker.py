@@ -79,8 +79,8 @@ def start_log(path: Path) -> None:
     """Copy everything this process prints or logs to `path`, so that logs outlive the cluster."""
     path.parent.mkdir(parents=True, exist_ok=True)
     log = path.open("a", buffering=1)
-    sys.stdout = _Tee(sys.stdout, log)  # type: ignore[assignment]
-    sys.stderr = _Tee(sys.stderr, log)  # type: ignore[assignment]
+    sys.stdout = _Tee(sys.stdout, log)
+    sys.stderr = _Tee(sys.stderr, log)
     logging.basicConfig(
         level=logging.ERROR,  # TorchRec and FBGEMM log pages at every start
         stream=sys.stderr,

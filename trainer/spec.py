@@ -50,7 +50,7 @@ def _refuse(value: Any) -> Any:
 NotYet = Annotated[
     Any,
     BeforeValidator(_refuse),
-    Field(default=None, deprecated=True, description="Not supported yet: refused when set."),
+    Field(deprecated=True, description="Not supported yet: refused when set."),
 ]
 
 
@@ -212,7 +212,7 @@ class ModelSpec(SpecModel):
     over_arch: LayersSpec
     interaction_arch: InteractionSpec | None = None
     tasks: Annotated[tuple[TaskSpec, ...], Field(min_length=1), AfterValidator(_one_task)]
-    module: NotYet
+    module: NotYet = None
 
     @model_validator(mode="after")
     def _check_arch(self) -> Self:
@@ -247,7 +247,7 @@ class OptimizerSpec(SpecModel):
 
     sparse: SparseOptimizerSpec = SparseOptimizerSpec()
     dense: DenseOptimizerSpec = DenseOptimizerSpec()
-    schedule: NotYet
+    schedule: NotYet = None
 
 
 class SyncSpec(SpecModel):
@@ -295,7 +295,7 @@ class ParallelismSpec(SpecModel):
     ] = "intra_host"
     sync: SyncSpec = SyncSpec()
     moment_scale: PositiveFloat | Literal["auto"] = "auto"
-    survive: NotYet
+    survive: NotYet = None
 
     @property
     def world_size(self) -> int:
@@ -386,7 +386,7 @@ class JobSpec(SpecModel):
     checkpoint: CheckpointSpec = CheckpointSpec()
     retry: RetrySpec = RetrySpec()
     resources: ResourcesSpec = ResourcesSpec()
-    export: NotYet
+    export: NotYet = None
 
     @property
     def dense_features(self) -> tuple[FeatureSpec, ...]:

@@ -34,7 +34,7 @@ class SpecError(ValueError):
 def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
     """A fault for a validator to raise; `at` is the faulty field below the one being checked."""
     # Braces would be read as placeholders of pydantic's message template.
-    return PydanticCustomError(code, "{message}", {"message": message, "at": at})  # type: ignore[arg-type]
+    return PydanticCustomError(code, "{message}", {"message": message, "at": at})
 
 
 # pydantic adds the tag of a union's branch to a location ("constrained-int", "WorkersSpec",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
@@ -11,7 +13,7 @@ from trainer.data.batches import Batch
 from trainer.spec import EmbeddingTableSpec, InteractionSpec, JobSpec
 
 _POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
-_LOSSES = {
+_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
     "bce": nn.functional.binary_cross_entropy_with_logits,
 }

@@ -74,7 +74,8 @@ def build_groups(
 
     Raises `LayoutError` when the number of workers is not T.
     """
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None, "init_process_group comes first"
     sites = gather_sites(local_site(rank, node_id))
     mesh = MeshLayout.build(layout, sites)
     device_mesh = DeviceMesh(
@@ -91,7 +92,7 @@ def build_groups(
         device_mesh=device_mesh,
         sharding_group=device_mesh.get_group("shard"),
         replica_group=device_mesh.get_group("replicate"),
-        global_group=dist.group.WORLD,
+        global_group=world,
     )
     for group in (groups.sharding_group, groups.replica_group, groups.global_group):
         _set_pg_timeout(timedelta(seconds=timeout_s), group)

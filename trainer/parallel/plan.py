@@ -80,8 +80,10 @@ def _place_parameter(parameter: ParameterSharding, ranks: Sequence[int], device_
     if not isinstance(spec, EnumerableShardingSpec):
         return
     for shard in spec.shards:
-        position = shard.placement.rank()
-        index = f":{shard.placement.device().index}" if device_type != "cpu" else ""
+        planned = shard.placement
+        position = planned.rank() if planned else None
+        assert planned is not None and position is not None, "the planner places every shard"
+        index = f":{planned.device().index}" if device_type != "cpu" else ""
         shard.placement = _remote_device(f"rank:{ranks[position]}/{device_type}{index}")
 
 

@@ -49,7 +49,7 @@ class FullSync:
             return SyncReport(0.0, 0)
         for tensors in _by_dtype(self._tensors):
             options = dist.AllreduceCoalescedOptions()
-            options.reduceOp = dist.ReduceOp.AVG
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
             self._group.allreduce_coalesced(tensors, options).wait()
         if self._tensors and self._tensors[0].is_cuda:
             torch.cuda.synchronize(self._tensors[0].device)

@@ -1,0 +1,220 @@
+"""What all benchmarks share: paired runs, medians and ratios, the JSON file, the printed table.
+
+A benchmark measures *ours* and a *peer* in pairs, one after the other, and swaps who goes first
+from pair to pair, so that a machine that slows down or warms up treats both alike. The value of a
+ratio is the median of ours over the median of the peer's; its spread is the lowest and highest
+ratio of a single pair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+from rich.console import Console
+from rich.table import Table
+
+Side = Literal["ours", "peer"]
+Values = Mapping[str, float]
+Measure = Callable[[], Values]
+
+_DISTRIBUTIONS = ("torch", "torchrec", "ray")
+
+
+class BenchmarkError(Exception):
+    """A benchmark could not measure; the message says what failed and where to look."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One ratio that a benchmark measures and what it should be.
+
+    Both sides report their `measured` value, in `unit`, under this name.
+    """
+
+    key: str
+    measured: str
+    unit: str
+    goal: float
+    better: Literal["lower", "higher"]
+    peer_name: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """One measured run of one side of pair number `pair` (from 0)."""
+
+    pair: int
+    side: Side
+    values: Values
+
+
+class Ratio(TypedDict):
+    """A measured ratio as the JSON file holds it. `spread` is that of the single pairs."""
+
+    value: float
+    goal: float
+    better: str
+    ours: float
+    peer: float
+    peer_name: str
+    unit: str
+    spread: list[float]
+
+
+def order_of_pair(pair: int) -> tuple[Side, Side]:
+    """Who runs first in pair number `pair`: the sides take turns."""
+    return ("ours", "peer") if pair % 2 == 0 else ("peer", "ours")
+
+
+def run_pairs(
+    num_pairs: int, ours: Measure, peer: Measure, log: Callable[[str], None]
+) -> list[Run]:
+    """Measure both sides `num_pairs` times in turn; `log` gets a line per run."""
+    sides: dict[Side, Measure] = {"ours": ours, "peer": peer}
+    runs = []
+    for pair in range(num_pairs):
+        for side in order_of_pair(pair):
+            runs.append(Run(pair, side, sides[side]()))
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in runs[-1].values.items())
+            log(f"pair {pair + 1}/{num_pairs} {side}: {shown}")
+    return runs
+
+
+def ratio_of(goal: Goal, runs: Iterable[Run]) -> Ratio:
+    """Ours over the peer; raises `BenchmarkError` unless each pair has both sides."""
+    measured: dict[Side, dict[int, float]] = {"ours": {}, "peer": {}}
+    for run in runs:
+        measured[run.side][run.pair] = run.values[goal.measured]
+    ours, peer = measured["ours"], measured["peer"]
+    if not ours or ours.keys() != peer.keys():
+        raise BenchmarkError(f"{goal.key}: pairs {sorted(ours)} of ours, {sorted(peer)} of peer")
+    of_pairs = [ours[pair] / peer[pair] for pair in ours]
+    middle_ours, middle_peer = statistics.median(ours.values()), statistics.median(peer.values())
+    return Ratio(
+        value=middle_ours / middle_peer,
+        goal=goal.goal,
+        better=goal.better,
+        ours=middle_ours,
+        peer=middle_peer,
+        peer_name=goal.peer_name,
+        unit=goal.unit,
+        spread=[min(of_pairs), max(of_pairs)],
+    )
+
+
+def is_met(ratio: Ratio) -> bool:
+    """Whether a ratio reached its goal."""
+    if ratio["better"] == "lower":
+        return ratio["value"] <= ratio["goal"]
+    return ratio["value"] >= ratio["goal"]
+
+
+@dataclass(frozen=True)
+class BenchmarkReport:
+    """Everything that one benchmark found."""
+
+    benchmark: str
+    settings: Mapping[str, Any]
+    goals: Sequence[Goal]
+    runs: Sequence[Run]
+
+    def document(self) -> dict[str, Any]:
+        """The report as the JSON file holds it."""
+        return {
+            "benchmark": self.benchmark,
+            "machine": describe_machine(),
+            "settings": dict(self.settings),
+            "ratios": {goal.key: ratio_of(goal, self.runs) for goal in self.goals},
+            "runs": [asdict(run) for run in self.runs],
+        }
+
+
+def describe_machine() -> dict[str, Any]:
+    """The machine and the versions that a result belongs to."""
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "cpu": _cpu_model(),
+        "num_cores": os.cpu_count(),
+        "memory_bytes": memory_bytes,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in _DISTRIBUTIONS},
+    }
+
+
+def _cpu_model() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def table_of(document: Mapping[str, Any]) -> Table:
+    """A short table of a report's document."""
+    table = Table("ratio", "value", "spread", "goal", "ours", "peer", title=document["benchmark"])
+    for key, ratio in document["ratios"].items():
+        color = "green" if is_met(ratio) else "red"
+        low, high = ratio["spread"]
+        table.add_row(
+            key,
+            f"[{color}]{ratio['value']:.3f}",
+            f"{low:.3f} to {high:.3f}",
+            goal_text(ratio),
+            f"{ratio['ours']:.4g} {ratio['unit']}",
+            f"{ratio['peer']:.4g} {ratio['unit']} ({ratio['peer_name']})",
+        )
+    return table
+
+
+def goal_text(ratio: Ratio) -> str:
+    """The goal in words: `at least 0.97`."""
+    return f"{'at most' if ratio['better'] == 'lower' else 'at least'} {ratio['goal']:g}"
+
+
+def log(line: str) -> None:
+    """Tell on stderr how far a benchmark is."""
+    Console(stderr=True).print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, description: str) -> int:
+    """Command line of one benchmark; returns the exit code.
+
+    0 says that it measured, whatever the ratio; 1 that it could not, and why.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    parser.add_argument("--pairs", type=int, default=default_pairs, help="measured pairs of runs")
+    options = parser.parse_args()
+    end_on_sigterm()
+    try:
+        document = run(options.pairs).document()
+    except BenchmarkError as error:
+        log(f"the benchmark failed: {error}")
+        return 1
+    if options.json:
+        write_json(options.json, document)
+    Console().print(table_of(document))
+    return 0
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a report's document to `path`, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def end_on_sigterm() -> None:
+    """Let SIGTERM unwind the stack, so that what a benchmark started is brought down."""
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))

@@ -1,0 +1,88 @@
+"""A private stack for a benchmark: service and Ray in a folder of their own, gone afterwards."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from service.client import ShardloomClient
+from service.client_errors import ShardloomError
+from service.domain import JobStatus
+from service.local import LocalStack, StackError
+from service.local_state import StackHome
+from tests.benchmarks.report import BenchmarkError, log
+
+# More reports than a benchmark's job makes, so that the service sends each one by itself.
+MAX_REPORTS = 5_000
+
+
+@dataclass(frozen=True)
+class JobRun:
+    """A job that succeeded: Unix times of the call that submitted it and of each reported step."""
+
+    submitted_at: float
+    time_of_step: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A running service and its Ray."""
+
+    client: ShardloomClient
+    ray_address: str
+    ray_token: str
+    folder: Path
+
+    def run_job(self, document: dict[str, Any]) -> JobRun:
+        """Submit a job and wait for its end.
+
+        Raises `BenchmarkError` with the end of the driver's log unless the job succeeded.
+        """
+        try:
+            return self._run_job(document)
+        except ShardloomError as error:
+            raise BenchmarkError(f"the service does not do its part: {error}") from error
+
+    def _run_job(self, document: dict[str, Any]) -> JobRun:
+        submitted_at = time.time()
+        job = self.client.wait(self.client.submit(document).id)
+        if job.status is not JobStatus.SUCCEEDED:
+            lines = self.client.logs(job.id, source="driver", tail=20).lines
+            tail = "\n".join(line.text for line in lines)
+            raise BenchmarkError(f"job {job.id} is {job.status}: {job.message}\n{tail}")
+        answer = self.client.metrics(job.id, names=["train/loss"], max_points=MAX_REPORTS)
+        times = {point.step: point.time for series in answer.series for point in series.points}
+        return JobRun(submitted_at, times)
+
+
+@contextmanager
+def private_stack() -> Iterator[Stack]:
+    """Start a stack and bring it down again; raises `BenchmarkError` if it does not start."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("SHARDLOOM_")}
+    with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as folder:
+        home = StackHome(Path(folder, "home"))
+        stack = LocalStack(home, kept)
+        try:
+            state = stack.up(port=_free_port(), report=log)
+            assert state.ray_address is not None
+            with ShardloomClient(state.url) as client:
+                yield Stack(client, state.ray_address, home.token(), Path(folder))
+        except StackError as error:
+            raise BenchmarkError(f"the local stack does not start: {error}") from error
+        finally:
+            stack.down(log)
+            shutil.rmtree(home.ray_dir, ignore_errors=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

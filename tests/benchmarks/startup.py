@@ -1,0 +1,130 @@
+"""Seconds from submitting a job to its first training step, over a raw Ray Train script.
+
+python -m tests.benchmarks.startup --json FILE
+
+Both sides train the same DLRM on the same ratings with 4 gloo workers, as jobs of the same running
+Ray cluster. Ours goes through POST /v1/jobs. The peer is `peers/raw_ray_train.py`, which Ray's own
+JobSubmissionClient submits. The clock starts when the submitting call begins and ends when rank 0
+has finished its first optimizer step; ours has by then also computed and reported its metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+import uuid
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ray.job_submission import JobStatus, JobSubmissionClient
+
+from tests.benchmarks.report import (
+    BenchmarkError,
+    BenchmarkReport,
+    Goal,
+    Values,
+    log,
+    main,
+    run_pairs,
+)
+from tests.benchmarks.stack import Stack, private_stack
+from tests.benchmarks.workload import (
+    NUM_RATINGS,
+    WORLD_SIZE,
+    job_document,
+    prepared_ratings,
+    resolved_spec,
+)
+
+NAME = "startup"
+PEER_SCRIPT = Path(__file__).parent / "peers" / "raw_ray_train.py"
+NUM_STEPS = 5
+PAIRS = 4
+POLL_S = 0.5
+GOAL = Goal(
+    key="submit_to_first_step",
+    measured="submit_to_first_step_s",
+    unit="s",
+    goal=1.15,
+    better="lower",
+    peer_name="raw Ray Train script",
+)
+OVERRIDES = [
+    f"training.max_steps={NUM_STEPS}",
+    "training.report_every_steps=1",
+    f"checkpoint.every_steps={NUM_STEPS}",
+]
+
+
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure; raises `BenchmarkError` when either side cannot run."""
+    with prepared_ratings() as data, private_stack() as stack:
+        document = job_document(NAME, data, OVERRIDES)
+        ours, peer = partial(measure_ours, stack, document), partial(measure_peer, stack, document)
+        # Files that nobody has read yet would burden whoever goes first.
+        for measure in (ours, peer):
+            log(f"warm-up, not counted: {measure()}")
+        runs = run_pairs(num_pairs, ours, peer, log)
+    return BenchmarkReport(NAME, _settings(), [GOAL], runs)
+
+
+def measure_ours(stack: Stack, document: dict[str, Any]) -> Values:
+    """Submit a job to the service; its first step's time is that of its own report."""
+    job = stack.run_job(document)
+    return {"submit_to_first_step_s": job.time_of_step[1] - job.submitted_at}
+
+
+def measure_peer(stack: Stack, document: dict[str, Any]) -> Values:
+    """Submit the raw script to the same Ray cluster."""
+    folder = stack.folder / f"peer-{uuid.uuid4().hex[:8]}"
+    folder.mkdir()
+    config_path, first_step_path = folder / "config.json", folder / "first-step"
+    config = {
+        "spec": resolved_spec(document).model_dump(mode="json"),
+        "storage_path": str(folder / "storage"),
+        "num_steps": NUM_STEPS,
+        "first_step_path": str(first_step_path),
+    }
+    config_path.write_text(json.dumps(config))
+    client = ray_client(stack)
+    submitted_at = time.time()
+    job_id = client.submit_job(
+        entrypoint=shlex.join([sys.executable, str(PEER_SCRIPT), str(config_path)])
+    )
+    _wait_for_end(client, job_id)
+    return {"submit_to_first_step_s": float(first_step_path.read_text()) - submitted_at}
+
+
+def ray_client(stack: Stack) -> JobSubmissionClient:
+    """Ray's own client of the stack's cluster, which wants its token from the environment."""
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=stack.ray_token)
+    return JobSubmissionClient(stack.ray_address)
+
+
+def _wait_for_end(client: JobSubmissionClient, job_id: str) -> None:
+    while not (status := client.get_job_status(job_id)).is_terminal():
+        time.sleep(POLL_S)
+    if status is not JobStatus.SUCCEEDED:
+        tail = client.get_job_logs(job_id)[-3000:]
+        raise BenchmarkError(f"the raw Ray Train script ended as {status}:\n{tail}")
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "world_size": WORLD_SIZE,
+        "shard_group_size": WORLD_SIZE,
+        "num_ratings": NUM_RATINGS,
+        "backend": "gloo",
+        "model": "DLRM of deploy/examples/movielens.yaml",
+        "warm_up": "one run of each side, not counted",
+        "ours": "POST /v1/jobs to the report of step 1",
+        "peer": "JobSubmissionClient.submit_job to the end of step 1, on the same Ray cluster",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

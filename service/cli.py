@@ -6,6 +6,7 @@ Exit codes are listed in `service.commands.exits`, settings that come from the e
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -32,6 +33,7 @@ def build_app() -> typer.Typer:
         help="Train recommendation models on 2D-sharded embeddings.",
     )
     app.callback()(_root)
+    command: Callable[..., None]
     for command in (stack.up, stack.down, stack.status):
         app.command(rich_help_panel=STACK_PANEL)(command)
     for command in (submit.run, submit.submit, submit.plan, submit.cancel, jobs.ps):

@@ -88,7 +88,7 @@ def submit_job(store: JobStore, spec: JobSpec, *, idempotency_key: str | None) -
     job = Job(
         id=new_job_id(now), name=spec.name, spec=spec, status=JobStatus.QUEUED, created_at=now
     )
-    canonical = json.dumps(spec.model_dump(mode="json", exclude_none=True), sort_keys=True)
+    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     request_hash = hashlib.sha256(canonical.encode()).hexdigest()
     return store.create_job(job, idempotency_key=idempotency_key, request_hash=request_hash)
 

@@ -47,7 +47,7 @@ def write_spec(job: Job, attempt: Attempt, settings: Settings) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     with partial.open("w", encoding="utf-8") as file:
-        file.write(job.spec.model_dump_json(indent=2, exclude_none=True))
+        file.write(job.spec.model_dump_json(indent=2))
         file.flush()
         os.fsync(file.fileno())
     return partial.replace(path)

@@ -8,7 +8,7 @@ Names of reported values: `train/loss`, `train/rmse`, `validation/rmse`, `speed/
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -28,12 +28,12 @@ from trainer.data.batches import Batch
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import TaskSpec
 
-# metric of the spec -> (class, key of the value over everything since the last reset)
+# metric of the spec -> (class, key of its value over everything since the last reset)
 _METRICS: dict[str, tuple[type[RecMetric], str]] = {
-    "rmse": (MSEMetric, "mse-{task}|lifetime_rmse"),
-    "mae": (MAEMetric, "mae-{task}|lifetime_mae"),
-    "ne": (NEMetric, "ne-{task}|lifetime_ne"),
-    "auc": (AUCMetric, "auc-{task}|window_auc"),
+    "rmse": (MSEMetric, "mse-{task}|{local}lifetime_rmse"),
+    "mae": (MAEMetric, "mae-{task}|{local}lifetime_mae"),
+    "ne": (NEMetric, "ne-{task}|{local}lifetime_ne"),
+    "auc": (AUCMetric, "auc-{task}|{local}window_auc"),
 }
 LOWER_IS_BETTER = {"rmse": True, "mae": True, "ne": True, "auc": False, "loss": True}
 
@@ -48,11 +48,16 @@ def is_better(metric: str, value: float, best: float | None) -> bool:
 
 
 class TaskMeter:
-    """Loss and metrics of one task, over all ranks, since the last `compute`."""
+    """Loss and metrics of one task, over all ranks, since the last `compute`.
+
+    A step only keeps its outputs; the metrics see them all at once at the report, and their sums
+    travel in one all-reduce. Updating and syncing each metric by itself, as torchmetrics does,
+    cost a quarter of a step (12 states, three collectives each).
+    """
 
     def __init__(self, task: TaskSpec, batch_size: int, window_rows: int) -> None:
         self._task = task
-        self._losses = torch.zeros(2, dtype=torch.float64)
+        self._kept: list[tuple[torch.Tensor, ...]] = []
         self._metrics = {
             name: _METRICS[name][0](
                 world_size=dist.get_world_size(),
@@ -67,7 +72,6 @@ class TaskMeter:
 
     def to(self, device: torch.device) -> TaskMeter:
         """Move the state to the device of the batches."""
-        self._losses = self._losses.to(device)
         for metric in self._metrics.values():
             metric.to(device)
         return self
@@ -75,16 +79,9 @@ class TaskMeter:
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
         """Take in one batch; `outputs` is [B] as the model gave it. Weight-0 rows don't count."""
-        num_rows = batch.weight.sum()
-        self._losses += torch.stack([loss.detach() * num_rows, num_rows])
         predictions, labels = self._in_label_unit(batch, outputs)
-        name = self._task.name
-        for metric in self._metrics.values():
-            metric.update(
-                predictions={name: predictions},
-                labels={name: labels},
-                weights={name: batch.weight},
-            )
+        weighted_loss = loss.detach() * batch.weight.sum()
+        self._kept.append((predictions, labels, batch.weight, weighted_loss[None]))
 
     def _in_label_unit(
         self, batch: Batch, outputs: torch.Tensor
@@ -97,14 +94,49 @@ class TaskMeter:
     @torch.no_grad()
     def compute(self, prefix: str) -> dict[str, float]:
         """Values since the last call, named `PREFIX/NAME`, and start over. Collective."""
-        dist.all_reduce(self._losses)
-        values = {f"{prefix}/loss": (self._losses[0] / self._losses[1]).item()}
-        self._losses.zero_()
+        losses = self._hand_over()
+        summed = {name: metric for name, metric in self._metrics.items() if name != "auc"}
+        _all_reduce([losses, *_states(summed.values())])
+        values = {f"{prefix}/loss": (losses[0] / losses[1]).item()}
         for name, metric in self._metrics.items():
-            key = _METRICS[name][1].format(task=self._task.name)
-            values[f"{prefix}/{name}"] = metric.compute()[key].item()
+            # AUC keeps whole lists, which it gathers by itself.
+            found = metric.local_compute() if name in summed else metric.compute()
+            local = "local_" if name in summed else ""
+            values[f"{prefix}/{name}"] = found[self._key(name, local)].item()
             metric.reset()
         return values
+
+    def _hand_over(self) -> torch.Tensor:
+        """Give the metrics what was kept; (sum of weighted losses, sum of weights) in float64."""
+        predictions, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
+        self._kept.clear()
+        name = self._task.name
+        for metric in self._metrics.values():
+            metric.update(
+                predictions={name: predictions}, labels={name: labels}, weights={name: weights}
+            )
+        return torch.stack([losses.double().sum(), weights.double().sum()])
+
+    def _key(self, metric: str, local: str) -> str:
+        return _METRICS[metric][1].format(task=self._task.name, local=local)
+
+
+def _states(metrics: Iterable[RecMetric]) -> list[torch.Tensor]:
+    """Every state of `metrics`; all of them are sums over rows."""
+    return [
+        getattr(computation, name)
+        for metric in metrics
+        for computation in metric._metrics_computations
+        for name in computation._defaults  # torchmetrics 1.0.3 has no public list of its states
+    ]
+
+
+def _all_reduce(tensors: list[torch.Tensor]) -> None:
+    """Sum float64 `tensors` over all ranks, in place, in one collective."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, total in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+        tensor.copy_(total.view_as(tensor))
 
 
 class LookupCounter:

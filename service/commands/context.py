@@ -99,7 +99,9 @@ def absolute_data_path(document: Any, folder: Path) -> Any:
     The service and its workers run in folders of their own.
     """
     data = document.get("data") if isinstance(document, dict) else None
-    path = data.get("path") if isinstance(data, dict) else None
+    if not isinstance(data, dict):
+        return document
+    path = data.get("path")
     if not isinstance(path, str) or not path or "://" in path:
         return document
     absolute = os.path.normpath(folder / Path(path).expanduser())

@@ -26,7 +26,7 @@ def job_values(job: Job) -> dict[str, Any]:
         "id": job.id,
         "project": job.project,
         "name": job.name,
-        "spec": job.spec.model_dump(mode="json", exclude_none=True),
+        "spec": job.spec.model_dump(mode="json"),
         "status": job.status.value,
         "version": job.version,
         "reason": job.reason.value if job.reason else None,

@@ -1,0 +1,108 @@
+"""Task metrics over real ranks: equal to what one process computes from all rows."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from tests.integration.gloo import run_ranks
+from trainer.data.batches import Batch
+from trainer.metrics import TaskMeter, is_better
+from trainer.spec import TaskSpec
+
+NUM_BATCHES, BATCH_SIZE = 3, 16
+
+
+def batch_of(rank: int, step: int, is_binary: bool) -> tuple[Batch, torch.Tensor]:
+    """A batch with three padding rows, and the model's outputs for it."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    label = torch.randn(BATCH_SIZE, generator=generator)
+    weight = torch.ones(BATCH_SIZE)
+    weight[-3:] = 0
+    batch = Batch(
+        dense=torch.zeros(BATCH_SIZE, 1),
+        sparse=KeyedJaggedTensor(keys=[], values=torch.zeros(0), lengths=torch.zeros(0)),
+        label=(label > 0).float() if is_binary else label,
+        label_offset=torch.full((BATCH_SIZE,), 0.0 if is_binary else 3.5),
+        label_scale=torch.full((BATCH_SIZE,), 1.0 if is_binary else 0.5),
+        weight=weight,
+    )
+    return batch, torch.randn(BATCH_SIZE, generator=generator)
+
+
+def loss_of(batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
+    """Mean squared error over the real rows."""
+    return ((outputs - batch.label).square() * batch.weight).sum() / batch.weight.sum()
+
+
+def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
+    """Two reports of this rank's meter."""
+    task = TaskSpec(name="t", loss=loss)
+    meter = TaskMeter(task, BATCH_SIZE, window_rows=rank_count * NUM_BATCHES * BATCH_SIZE)
+    reports = []
+    for report in range(2):
+        for step in range(NUM_BATCHES):
+            seed = report * NUM_BATCHES + step
+            batch, outputs = batch_of(torch.distributed.get_rank(), seed, loss == "bce")
+            meter.update(batch, loss_of(batch, outputs), outputs)
+        reports.append(meter.compute("train"))
+    return reports
+
+
+def all_rows(rank_count: int, report: int, is_binary: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs, labels) of every real row of one report, normalised."""
+    pairs = [
+        batch_of(rank, report * NUM_BATCHES + step, is_binary)
+        for rank in range(rank_count)
+        for step in range(NUM_BATCHES)
+    ]
+    return (
+        torch.cat([outputs[:-3] for _, outputs in pairs]),
+        torch.cat([batch.label[:-3] for batch, _ in pairs]),
+    )
+
+
+@pytest.mark.parametrize("rank_count", [1, 3])
+def test_regression_metrics_are_in_the_label_unit_and_skip_padding(rank_count: int) -> None:
+    for reports in run_ranks(measure, rank_count, rank_count, "mse"):
+        for index, values in enumerate(reports):
+            outputs, labels = all_rows(rank_count, index, is_binary=False)
+            errors = 0.5 * (outputs - labels)
+            assert values["train/rmse"] == pytest.approx(errors.square().mean().sqrt().item())
+            assert values["train/mae"] == pytest.approx(errors.abs().mean().item())
+            expected_loss = (outputs - labels).square().mean().item()
+            assert values["train/loss"] == pytest.approx(expected_loss)
+
+
+@pytest.mark.parametrize("rank_count", [1, 3])
+def test_normalized_entropy_and_auc_are_over_all_ranks(rank_count: int) -> None:
+    for reports in run_ranks(measure, rank_count, rank_count, "bce"):
+        for index, values in enumerate(reports):
+            outputs, labels = all_rows(rank_count, index, is_binary=True)
+            assert values["train/ne"] == pytest.approx(normalized_entropy(outputs, labels), 1e-4)
+            assert values["train/auc"] == pytest.approx(auc(outputs, labels), abs=1e-6)
+
+
+def normalized_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Cross entropy over that of always predicting the base rate."""
+    cross = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+    base = labels.mean()
+    entropy = -(base * base.log() + (1 - base) * (1 - base).log())
+    return (cross / entropy).item()
+
+
+def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Share of (positive, negative) pairs in the right order."""
+    positives, negatives = logits[labels == 1], logits[labels == 0]
+    return (positives[:, None] > negatives[None, :]).float().mean().item()
+
+
+def test_better_means_lower_for_errors_and_higher_for_auc() -> None:
+    assert is_better("rmse", 0.9, 1.0)
+    assert not is_better("rmse", 1.0, 1.0)
+    assert is_better("auc", 0.8, 0.7)
+    assert is_better("rmse", 5.0, None)
+    assert not is_better("rmse", math.nan, None)

@@ -79,3 +79,17 @@ def _first_version(names: tuple[str, ...]) -> str | None:
         except PackageNotFoundError:
             continue
     return None
+
+
+def main() -> int:
+    """Print the pinned versions, or every mismatch with its mend; the exit code says which."""
+    mismatches = check_versions()
+    for mismatch in mismatches:
+        print(mismatch.message)
+    if not mismatches:
+        print(", ".join(f"{name} {text}" for name, text in installed_versions().items()))
+    return 1 if mismatches else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -11,7 +11,6 @@ has finished its first optimizer step; ours has by then also computed and report
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import sys
 import time
@@ -100,9 +99,9 @@ def measure_peer(stack: Stack, document: dict[str, Any]) -> Values:
 
 
 def ray_client(stack: Stack) -> JobSubmissionClient:
-    """Ray's own client of the stack's cluster, which wants its token from the environment."""
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=stack.ray_token)
-    return JobSubmissionClient(stack.ray_address)
+    """Ray's own client of the stack's cluster."""
+    headers = {"Authorization": f"Bearer {stack.ray_token}"}
+    return JobSubmissionClient(stack.ray_address, headers=headers)
 
 
 def _wait_for_end(client: JobSubmissionClient, job_id: str) -> None:

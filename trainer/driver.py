@@ -202,7 +202,7 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
 
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _raise_stopped)
-    ray.init(log_to_driver=False)
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
     threading.Thread(target=_run, name="attempt", daemon=True).start()
     result = outcome.get()
     if isinstance(result, BaseException):

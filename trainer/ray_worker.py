@@ -38,8 +38,8 @@ class WorkerConfig:
 
 def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     """Entry point of a Ray Train worker; raises `WorkerFailure`."""
-    import ray
     import ray.train
+    import ray.util
 
     worker = config["worker"]
     rank = ray.train.get_context().get_world_rank()
@@ -54,7 +54,8 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
 
     from trainer.worker import run_worker
 
-    run_worker(worker, node_id=ray.get_runtime_context().get_node_id())
+    # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
+    run_worker(worker, host=ray.util.get_node_ip_address())
 
 
 class _Tee:

@@ -41,7 +41,7 @@ def train(session: Session) -> dict[str, float]:
     return session.final_metrics
 
 
-def run_worker(config: WorkerConfig, node_id: str | None = None) -> dict[str, float]:
+def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float]:
     """One life of one rank inside an initialised default process group.
 
     Raises `WorkerFailure` with a reason that the control plane knows.
@@ -52,7 +52,7 @@ def run_worker(config: WorkerConfig, node_id: str | None = None) -> dict[str, fl
             layout_of(config.spec),
             worker_device(config.spec),
             config.spec.resources.collective_timeout_s,
-            node_id,
+            host,
         )
         return train(Session(config, groups))
     except (DataError, CheckpointError, LayoutError, failures.NonFiniteLoss) as error:

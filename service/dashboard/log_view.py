@@ -19,6 +19,7 @@ class LogView:
         self._run_dir = run_dir
         self._attempt_id: str | None = None
         self._position: LogPosition | None = None
+        self._suggested: str | None = None
         with ui.element("div").classes("log-head"):
             self._source = ui.select([], on_change=self._restart).props("dense outlined")
             self._source.props('aria-label="Log source"').classes("log-source")
@@ -40,8 +41,10 @@ class LogView:
 
     def _show_sources(self, sources: list[str]) -> None:
         if sources != self._source.options:
-            kept = self._source.value if self._source.value in sources else None
-            self._source.set_options(sources, value=kept or next(iter(sources), None))
+            is_ours = self._source.value == self._suggested
+            self._suggested = suggested_source(sources)
+            kept = self._source.value if self._source.value in sources and not is_ours else None
+            self._source.set_options(sources, value=kept or self._suggested)
         self._source.set_visibility(bool(sources))
         self._hint.set_text("" if sources else "No log has been written yet.")
 
@@ -61,6 +64,11 @@ class LogView:
     def _restart(self) -> None:
         self._position = None
         self._lines.clear()
+
+
+def suggested_source(sources: list[str]) -> str | None:
+    """The log to show until the reader picks one: rank 0's, where the training can be watched."""
+    return "rank-0" if "rank-0" in sources else next(iter(sources), None)
 
 
 def _read(

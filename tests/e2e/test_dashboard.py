@@ -159,20 +159,20 @@ def test_progress_and_charts_follow_the_store_without_a_reload(
     assert settled_picture(loss_chart) != before
 
 
-def test_the_log_tail_follows_the_chosen_source(
+def test_the_log_tail_shows_rank_0_and_then_follows_the_chosen_source(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
     open_job(page, running)
     log = page.locator(".log-lines")
-    expect(log).to_contain_text("driver is up", timeout=LIVE_MS)
-    page.get_by_role("combobox", name="Log source").click()
-    page.get_by_role("option", name="rank-0").click()
     expect(log).to_contain_text("step 40 loss", timeout=LIVE_MS)
-    expect(log).not_to_contain_text("driver is up")
+    page.get_by_role("combobox", name="Log source").click()
+    page.get_by_role("option", name="driver").click()
+    expect(log).to_contain_text("driver is up", timeout=LIVE_MS)
+    expect(log).not_to_contain_text("step 40 loss")
     attempt_dir = RunDir(dashboard.runs_dir / running.id).attempt(f"{running.id}-a0")
-    with attempt_dir.log_path("rank-0").open("a") as file:
-        file.write("step 50 loss 0.020\n")
-    expect(log).to_contain_text("step 50 loss", timeout=LIVE_MS)
+    with attempt_dir.log_path("driver").open("a") as file:
+        file.write("workers were lost\n")
+    expect(log).to_contain_text("workers were lost", timeout=LIVE_MS)
 
 
 def test_cancelling_asks_first_and_then_stops_the_job(

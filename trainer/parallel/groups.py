@@ -54,10 +54,10 @@ class MeshGroups:
         return self.mesh.shard_index_of(self.rank)
 
 
-def local_site(rank: int, node_id: str | None = None) -> WorkerSite:
-    """This worker's site; the node is the host name unless the cluster has a better identity."""
+def local_site(rank: int, host: str | None = None) -> WorkerSite:
+    """This worker's site; `host` is its host name unless the cluster knows it by another one."""
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    return WorkerSite(rank, node_id or socket.gethostname(), local_rank)
+    return WorkerSite(rank, host or socket.gethostname(), local_rank)
 
 
 def gather_sites(site: WorkerSite) -> tuple[WorkerSite, ...]:
@@ -68,7 +68,7 @@ def gather_sites(site: WorkerSite) -> tuple[WorkerSite, ...]:
 
 
 def build_groups(
-    layout: Layout, device: torch.device, timeout_s: float, node_id: str | None = None
+    layout: Layout, device: torch.device, timeout_s: float, host: str | None = None
 ) -> MeshGroups:
     """Form the groups of `layout` over the default process group. Collective.
 
@@ -76,7 +76,7 @@ def build_groups(
     """
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None, "init_process_group comes first"
-    sites = gather_sites(local_site(rank, node_id))
+    sites = gather_sites(local_site(rank, host))
     mesh = MeshLayout.build(layout, sites)
     device_mesh = DeviceMesh(
         device.type,
@@ -86,7 +86,7 @@ def build_groups(
     groups = MeshGroups(
         rank=rank,
         mesh=mesh,
-        hosts=tuple(site.node_id for site in sites),
+        hosts=tuple(site.host for site in sites),
         warning=placement_warning(mesh, sites),
         device=device,
         device_mesh=device_mesh,

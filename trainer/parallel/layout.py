@@ -65,7 +65,7 @@ class WorkerSite:
     """Where one worker runs: `rank` as the cluster numbered it, and its host and local rank."""
 
     rank: int
-    node_id: str
+    host: str
     local_rank: int
 
 
@@ -77,8 +77,8 @@ def order_by_host(sites: Sequence[WorkerSite]) -> tuple[int, ...]:
     """
     lowest: dict[str, int] = {}
     for site in sites:
-        lowest[site.node_id] = min(site.rank, lowest.get(site.node_id, site.rank))
-    ordered = sorted(sites, key=lambda site: (lowest[site.node_id], site.local_rank, site.rank))
+        lowest[site.host] = min(site.rank, lowest.get(site.host, site.rank))
+    ordered = sorted(sites, key=lambda site: (lowest[site.host], site.local_rank, site.rank))
     return tuple(site.rank for site in ordered)
 
 
@@ -120,7 +120,7 @@ class MeshLayout:
 
 def num_hosts_spanned(group: Sequence[int], sites: Sequence[WorkerSite]) -> int:
     """Number of hosts that the ranks of `group` run on."""
-    hosts = {site.rank: site.node_id for site in sites}
+    hosts = {site.rank: site.host for site in sites}
     return len({hosts[rank] for rank in group})
 
 

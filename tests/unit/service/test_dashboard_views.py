@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from service.dashboard import views
 from service.dashboard.job_page import spec_yaml
+from service.dashboard.log_view import suggested_source
 from service.dashboard.snapshots import ListFilter
 from service.domain import Checkpoint, EndReason, Job, JobStatus, Progress, TimelineEvent
 from tests.unit.service.builders import NOW, attempt_of, queued_job
@@ -185,3 +186,9 @@ def test_attempts_are_counted_from_one_and_a_live_one_is_still_running() -> None
 def test_the_spec_can_be_submitted_again_as_it_is_shown() -> None:
     job = queued_job()
     assert load_spec(spec_yaml(job)) == job.spec
+
+
+def test_the_log_of_rank_0_is_shown_first_where_there_is_one() -> None:
+    assert suggested_source(["driver"]) == "driver"
+    assert suggested_source(["driver", "rank-0", "rank-1"]) == "rank-0"
+    assert suggested_source([]) is None

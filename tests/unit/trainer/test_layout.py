@@ -82,10 +82,10 @@ def test_positions_run_host_by_host_however_ranks_are_numbered(
     numbers = list(range(num_hosts * per_host))
     rng.shuffle(numbers)
     sites = [
-        WorkerSite(numbers[index], site.node_id, site.local_rank)
+        WorkerSite(numbers[index], site.host, site.local_rank)
         for index, site in enumerate(sites_on_hosts(num_hosts, per_host))
     ]
-    host_of = {site.rank: site.node_id for site in sites}
+    host_of = {site.rank: site.host for site in sites}
     hosts = [host_of[rank] for rank in order_by_host(sites)]
     changes = sum(before != after for before, after in itertools.pairwise(hosts))
     assert changes == num_hosts - 1

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.integration.gloo import run_ranks
-from tests.integration.two_d_cases import Case, DenseReference, train_2d
+from tests.integration.two_d_cases import Case, DenseReference, initial_copy, train_2d
 
 TOLERANCE = 1e-6
 
@@ -38,6 +38,24 @@ def test_two_replicas_of_two_shards_equal_the_reference(placement: str, sharding
 @pytest.mark.parametrize("optimizer_state", ["every", "never"])
 def test_syncing_every_third_step_lets_copies_differ_in_between(optimizer_state: str) -> None:
     _check_against_reference(Case(4, 2, sync_every=3, optimizer_state=optimizer_state))
+
+
+@pytest.mark.parametrize("placement", ["intra_host", "inter_host"])
+def test_groups_follow_the_hosts_when_ranks_are_numbered_across_them(placement: str) -> None:
+    case = Case(4, 2, placement=placement, sharding=("row_wise", "table_wise"), interleaved=True)
+    ranks = _check_against_reference(case)
+    expected = {"intra_host": (0, 1), "inter_host": (0, 2)}[placement]
+    assert ranks[0]["sharding_ranks"] == expected
+
+
+def test_all_copies_start_equal_and_no_group_waits_half_an_hour() -> None:
+    ranks = run_ranks(initial_copy, 4, Case(4, 2))
+    for result in ranks:
+        assert result["timeouts_s"] == [30, 30, 30]
+        for name, table in result["tables"].items():
+            assert torch.equal(table, ranks[0]["tables"][name])
+        for name, parameter in result["dense"].items():
+            assert torch.equal(parameter, ranks[0]["dense"][name])
 
 
 def test_one_sharding_group_is_plain_model_parallel() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import nn
 from torchrec import KeyedJaggedTensor
 
 from trainer.data.batches import Batch
-from trainer.parallel.groups import build_groups
-from trainer.parallel.layout import Layout
+from trainer.parallel.groups import MeshGroups, build_groups
+from trainer.parallel.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.optimizer import dense_optimizer
 from trainer.parallel.sync import FullSync, is_sync_step
 from trainer.parallel.two_d import TwoDParallel
@@ -37,6 +38,20 @@ class Case:
     moment_scale: float | str = "auto"
     num_steps: int = 5
     batch_size: int = 8
+    interleaved: bool = False  # two hosts whose workers the cluster numbered in turn
+
+    @property
+    def sites(self) -> list[WorkerSite]:
+        """Where each rank runs."""
+        if self.interleaved:
+            return [WorkerSite(r, f"host-{r % 2}", r // 2) for r in range(self.world_size)]
+        return [WorkerSite(r, "host", r) for r in range(self.world_size)]
+
+    @property
+    def mesh(self) -> MeshLayout:
+        """The groups that these workers form."""
+        layout = Layout(self.world_size, self.shard_group_size, self.placement)
+        return MeshLayout.build(layout, self.sites)
 
 
 def spec_of(case: Case) -> JobSpec:
@@ -155,11 +170,32 @@ def dense_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def form_groups(case: Case) -> MeshGroups:
+    """The groups of `case` around this rank."""
+    site = case.sites[dist.get_rank()]
+    os.environ["LOCAL_RANK"] = str(site.local_rank)
+    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=30, host=site.host)
+
+
+def initial_copy(case: Case) -> dict[str, Any]:
+    """What a rank holds before the first step, and who holds the same shards."""
+    groups = form_groups(case)
+    torch.rand(groups.rank + 1)  # ranks must start equal even when their generators differ
+    model, _ = build_parallel_model(spec_of(case), groups)
+    return {
+        "tables": gather_tables(model),
+        "dense": dense_parameters(model),
+        "timeouts_s": [
+            group._get_backend(groups.device).options._timeout.total_seconds()
+            for group in (groups.sharding_group, groups.replica_group, groups.global_group)
+        ],
+    }
+
+
 def train_2d(case: Case) -> dict[str, Any]:
     """Train `case` on this rank; its copy of the tables, its dense part and its group's ranks."""
     spec = spec_of(case)
-    layout = Layout(case.world_size, case.shard_group_size, case.placement)
-    groups = build_groups(layout, torch.device("cpu"), timeout_s=30)
+    groups = form_groups(case)
     model, sharding = build_parallel_model(spec, groups)
     set_tables(model)
     start = dense_parameters(model)
@@ -190,8 +226,7 @@ class DenseReference:
         from trainer.models.dlrm import build_model
 
         self.case = case
-        layout = Layout(case.world_size, case.shard_group_size, case.placement)
-        self.groups = layout.sharding_groups
+        self.groups = case.mesh.sharding_groups
         spec = spec_of(replace(case, moment_scale="auto"))
         self.network = build_model(spec, torch.device("cpu")).network
         with torch.no_grad():

@@ -13,6 +13,7 @@ import logging
 import os
 import queue
 import signal
+import socket
 import sys
 import threading
 import time
@@ -37,6 +38,7 @@ logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 
 POST_TIMEOUT_S = 10.0
 EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130}
+EXIT_EVICTED = 143
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
 def run_workers(config: WorkerConfig) -> Failure | None:
     """One worker group run: a TorchTrainer from start to end; None when it completed."""
     # Imported late: a faulty spec is reported seconds sooner without Ray and torch.
+    from ray.exceptions import RayError
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
     from ray.train.v2.api.exceptions import TrainingFailedError
@@ -142,7 +145,23 @@ def run_workers(config: WorkerConfig) -> Failure | None:
         trainer.fit()
     except TrainingFailedError as error:
         return classify(error)
+    except RayError as error:  # the controller itself is gone, alone or with the cluster
+        if not cluster_answers():
+            raise Evicted(f"the cluster is gone: {_first_line(error)}") from error
+        return Failure(failures.WORKERS_LOST, f"Ray Train was lost: {_first_line(error)}")
     return None
+
+
+def cluster_answers() -> bool:
+    """Whether somebody listens at the cluster's address (GCS)."""
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=POST_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
 
 
 def wants_gpu(spec: JobSpec) -> bool:
@@ -179,18 +198,28 @@ def _first_line(error: Exception) -> str:
 
 
 class Stopped(Exception):
-    """The attempt was asked to stop (Ctrl-C, or a cancel through Ray Jobs)."""
+    """The attempt was asked to stop: SIGINT, by Ctrl-C or by a cancel through Ray Jobs."""
+
+
+class Evicted(Exception):
+    """Driver or cluster is being shut down, which nobody asked of the job.
+
+    It ends without a report, so that the control plane counts it as lost and starts another.
+    """
 
 
 def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | None:
-    """`run_attempt` in a thread, so that a stop request ends it at once; raises `Stopped`.
+    """`run_attempt` in a thread, so that a signal ends it at once; raises `Stopped`, `Evicted`.
 
     Ray Train would otherwise take SIGINT for itself and wait for the workers to abort.
     """
     import ray
 
-    def _raise_stopped(signum: int, frame: object) -> None:
+    def _stop(signum: int, frame: object) -> None:
         raise Stopped
+
+    def _evict(signum: int, frame: object) -> None:
+        raise Evicted("SIGTERM")
 
     outcome: queue.Queue[Failure | BaseException | None] = queue.Queue()
 
@@ -200,8 +229,8 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
         except BaseException as error:  # handed to the main thread, which raises it
             outcome.put(error)
 
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _raise_stopped)
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _evict)
     ray.init(log_to_driver=False, logging_level=logging.WARNING)
     threading.Thread(target=_run, name="attempt", daemon=True).start()
     result = outcome.get()
@@ -211,7 +240,7 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
 
 
 def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEnded:
-    """Run the attempt and say how it ended; never raises."""
+    """Run the attempt and say how it ended; raises `Evicted` when that is not for us to say."""
     mismatches = check_versions()
     if mismatches:
         message = "; ".join(mismatch.message for mismatch in mismatches)
@@ -220,6 +249,8 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
         return _ended(context, run_until_stopped(context, writer))
     except Stopped:
         return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
+    except Evicted:
+        raise
     except Exception as error:  # whatever it is, the control plane must learn of it
         logger.exception("the driver failed")
         return _ended(context, Failure(failures.TRAINING_ERROR, f"{type(error).__name__}: {error}"))
@@ -249,9 +280,15 @@ def main() -> int:
     poster = None
     if context.service_url:
         url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
-        poster = OutboxPoster(context.files.outbox_dir, httpx.Client(timeout=POST_TIMEOUT_S), url)
+        # The service is near; a proxy of the cluster's environment is for the world outside.
+        http = httpx.Client(timeout=POST_TIMEOUT_S, trust_env=False)
+        poster = OutboxPoster(context.files, http, url)
         poster.start()
-    ended = end_attempt(context, writer)
+    try:
+        ended = end_attempt(context, writer)
+    except Evicted as eviction:
+        logger.warning("the driver is evicted: %s", eviction)
+        return EXIT_EVICTED
     logger.info("attempt ended: %s: %s", ended.reason, ended.message)
     writer.write(ended)
     if poster:

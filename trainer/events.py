@@ -15,13 +15,17 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 STREAM_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
 
 
+# What a 64-bit column can hold.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
 class EventModel(BaseModel):
     """Base of every record. `time` is Unix time in seconds."""
 
     # A NaN loss is news worth sending: JSON has no word for it, so it travels as the string "NaN".
     model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
 
-    time: float
+    time: Annotated[float, Field(allow_inf_nan=False)]
 
 
 class Note(EventModel):
@@ -36,7 +40,7 @@ class AttemptStarted(EventModel):
     """The driver is up and about to start workers."""
 
     kind: Literal["attempt_started"] = "attempt_started"
-    world_size: int
+    world_size: Count
     versions: dict[str, str] = {}
 
 
@@ -44,25 +48,25 @@ class WorkersStarted(EventModel):
     """A worker group run has built its process groups; `resumed_step` is 0 on a fresh start."""
 
     kind: Literal["workers_started"] = "workers_started"
-    run_index: int
-    world_size: int
-    shard_group_size: int
-    num_replicas: int
+    run_index: Count
+    world_size: Count
+    shard_group_size: Count
+    num_replicas: Count
     placement: str
     backend: str
     sharding_groups: list[list[int]]
     replica_groups: list[list[int]]
     hosts: list[str] = Field(description="Host of each rank, indexed by rank.")
     table_shards: dict[str, str] = Field(description="Sharding type chosen for each table.")
-    total_steps: int
-    resumed_step: int
+    total_steps: Count
+    resumed_step: Count
 
 
 class Metrics(EventModel):
     """Values at a step. Names are `train/loss`, `validation/rmse`, `speed/rows_per_s`, ..."""
 
     kind: Literal["metrics"] = "metrics"
-    step: int
+    step: Count
     values: dict[str, float]
 
 
@@ -70,10 +74,10 @@ class Progress(EventModel):
     """How far training has come. `rows` counts rows trained by all ranks, repeats excluded."""
 
     kind: Literal["progress"] = "progress"
-    step: int
-    total_steps: int
-    epoch: int
-    rows: int
+    step: Count
+    total_steps: Count
+    epoch: Count
+    rows: Count
     rows_per_s: float
     eta_s: float
 
@@ -82,9 +86,9 @@ class CheckpointCommitted(EventModel):
     """A checkpoint whose commit marker is on storage: from now on it exists."""
 
     kind: Literal["checkpoint_committed"] = "checkpoint_committed"
-    step: int
+    step: Count
     path: str
-    size_bytes: int
+    size_bytes: Count
     duration_s: float
     is_best: bool = False
     metrics: dict[str, float] = {}
@@ -94,7 +98,7 @@ class CheckpointDeleted(EventModel):
     """A checkpoint that retention removed."""
 
     kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
-    step: int
+    step: Count
     path: str
 
 
@@ -102,7 +106,7 @@ class WorkersLost(EventModel):
     """A worker group run ended early; the driver restarts it if its budget allows."""
 
     kind: Literal["workers_lost"] = "workers_lost"
-    run_index: int
+    run_index: Count
     reason: str
     message: str
     will_restart: bool
@@ -138,7 +142,7 @@ class EventBatch(BaseModel):
     model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
 
     stream: Annotated[str, Field(pattern=STREAM_PATTERN)]
-    first_seq: Annotated[int, Field(ge=0)]
+    first_seq: Count
     events: Annotated[list[Event], Field(max_length=1000)]
 
 

@@ -17,6 +17,7 @@ import httpx
 from pydantic import ValidationError
 
 from trainer.events import EVENT_ADAPTER, Event, EventAck, EventBatch, Note
+from trainer.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
 
@@ -88,9 +89,9 @@ class OutboxPoster:
     """Posts an attempt's streams to the service from a thread of the driver."""
 
     def __init__(
-        self, outbox_dir: Path, client: httpx.Client, url: str, interval_s: float = 0.5
+        self, files: AttemptDir, client: httpx.Client, url: str, interval_s: float = 0.5
     ) -> None:
-        self._dir = outbox_dir
+        self._files = files
         self._client = client
         self._url = url
         self._interval_s = interval_s
@@ -115,7 +116,7 @@ class OutboxPoster:
 
     def post_new(self) -> None:
         """Post every unacknowledged record, stream by stream, until done or not answered."""
-        for path in sorted(self._dir.glob("*.jsonl")):
+        for path in self._files.stream_paths():
             reader = self._readers.setdefault(path.stem, _StreamReader(path))
             while self._post_batch(path.stem, reader):
                 pass

@@ -16,6 +16,12 @@ from pathlib import Path
 COMMIT_MARKER = "COMMIT.json"
 
 
+def _stream_order(path: Path) -> tuple[str, int]:
+    # workers-10 comes after workers-2.
+    name, _, number = path.stem.rpartition("-")
+    return (name, int(number)) if number.isdecimal() else (path.stem, -1)
+
+
 @dataclass(frozen=True)
 class AttemptDir:
     """Files of one attempt."""
@@ -36,6 +42,10 @@ class AttemptDir:
     def logs_dir(self) -> Path:
         """Folder of the log files, one per process."""
         return self.root / "logs"
+
+    def stream_paths(self) -> list[Path]:
+        """Files of all streams, those of earlier worker group runs first."""
+        return sorted(self.outbox_dir.glob("*.jsonl"), key=_stream_order)
 
     def stream_path(self, stream: str) -> Path:
         """File of one event stream."""

@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
+LABEL_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$"
 IDENTIFIER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,62}$"
 
 
@@ -72,6 +73,10 @@ class SpecModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
+Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
+Label = Annotated[str, Field(pattern=LABEL_PATTERN)]
+
+
 class LabelSpec(SpecModel):
     """The column to predict and, when it was normalised, how to undo that.
 
@@ -79,16 +84,16 @@ class LabelSpec(SpecModel):
     unit of `column`, so a star rating's RMSE is in stars whatever the normalisation was.
     """
 
-    column: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
-    offset_column: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)] | None = None
-    scale_column: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)] | None = None
+    column: Identifier
+    offset_column: Identifier | None = None
+    scale_column: Identifier | None = None
 
 
 class SplitSpec(SpecModel):
     """Names of the folders under `data.path` that hold each part."""
 
-    train: str = "train"
-    validation: str | None = "validation"
+    train: Label = "train"
+    validation: Label | None = "validation"
 
 
 class DataSpec(SpecModel):
@@ -109,13 +114,13 @@ class FeatureSpec(SpecModel):
     float. Sparse features name the embedding table they look up; several may share one.
     """
 
-    name: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
+    name: Identifier
     type: Annotated[
         Literal["id", "id_list", "tokens", "dense", "sequence"],
         _only("id", "id_list", "tokens", "dense"),
     ]
-    column: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)] | None = None
-    table: str | None = None
+    column: Identifier | None = None
+    table: Identifier | None = None
 
     @property
     def source_column(self) -> str:
@@ -152,7 +157,7 @@ class EmbeddingTableSpec(SpecModel):
     `num_embeddings: auto` takes the vocabulary size from the manifest of the prepared data.
     """
 
-    name: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
+    name: Identifier
     num_embeddings: PositiveInt | Literal["auto"] = "auto"
     embedding_dim: Annotated[PositiveInt, Field(multiple_of=4)]
     pooling: Literal["sum", "mean"] = "sum"
@@ -176,7 +181,7 @@ class InteractionSpec(SpecModel):
 class TaskSpec(SpecModel):
     """What is learned: `mse` regression (RMSE, MAE) or `bce` classification (NE, AUC)."""
 
-    name: Annotated[str, Field(pattern=IDENTIFIER_PATTERN)] = "rating"
+    name: Identifier = "rating"
     loss: Literal["mse", "bce"]
     metrics: tuple[Literal["rmse", "mae", "ne", "auc"], ...] = ()
 
@@ -375,7 +380,7 @@ class JobSpec(SpecModel):
     """A whole training job."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    labels: dict[str, str] = {}
+    labels: dict[Label, Label] = {}
     data: DataSpec
     features: Annotated[tuple[FeatureSpec, ...], Field(min_length=1)]
     embedding_tables: Annotated[tuple[EmbeddingTableSpec, ...], Field(min_length=1)]

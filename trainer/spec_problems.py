@@ -49,7 +49,8 @@ def _path(location: tuple[int | str, ...], at: str) -> str:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
     if at:
         text = f"{text}.{at}" if text else at
-    return text or "spec"
+    # An unknown key may hold half a surrogate pair, which no answer could carry.
+    return text.encode(errors="replace").decode() or "spec"
 
 
 # Of all that the branches of a union say, these alone tell what the user did wrong.

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from trainer.events import EventBatch, Metrics, Note
 from trainer.outbox import EventWriter, OutboxPoster
+from trainer.run_dir import AttemptDir
 
 
 class Service:
@@ -39,10 +40,18 @@ class Service:
         return self.faults is not None and self.faults.random() < 0.3
 
 
+@pytest.fixture
+def outbox(tmp_path: Path) -> Path:
+    """The outbox folder of an attempt."""
+    folder = AttemptDir(tmp_path).outbox_dir
+    folder.mkdir()
+    return folder
+
+
 def poster_of(folder: Path, service: Service) -> OutboxPoster:
     """A poster whose thread is not started: `post_new` is called by hand."""
     client = httpx.Client(transport=httpx.MockTransport(service))
-    return OutboxPoster(folder, client, "http://service/events")
+    return OutboxPoster(AttemptDir(folder.parent), client, "http://service/events")
 
 
 def write_notes(writer: EventWriter, times: range) -> None:
@@ -51,24 +60,32 @@ def write_notes(writer: EventWriter, times: range) -> None:
         writer.write(Note(time=time, message="x"))
 
 
-def test_every_stream_is_posted_in_order(tmp_path: Path) -> None:
+def test_every_stream_is_posted_in_order(outbox: Path) -> None:
     service = Service()
-    poster = poster_of(tmp_path, service)
-    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(3))
-    write_notes(EventWriter(tmp_path / "workers-0.jsonl"), range(1200))
+    poster = poster_of(outbox, service)
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(3))
+    write_notes(EventWriter(outbox / "workers-0.jsonl"), range(1200))
     poster.post_new()
     assert service.taken == {"driver": list(range(3)), "workers-0": list(range(1200))}
 
 
-def test_an_unfinished_line_waits_for_its_end(tmp_path: Path) -> None:
+def test_later_worker_group_runs_come_later(outbox: Path) -> None:
     service = Service()
-    path = tmp_path / "driver.jsonl"
+    for index in (10, 2):
+        write_notes(EventWriter(outbox / f"workers-{index}.jsonl"), range(1))
+    poster_of(outbox, service).post_new()
+    assert list(service.taken) == ["workers-2", "workers-10"]
+
+
+def test_an_unfinished_line_waits_for_its_end(outbox: Path) -> None:
+    service = Service()
+    path = outbox / "driver.jsonl"
     write_notes(EventWriter(path), range(1))
     line = Note(time=1.0, message="x").model_dump_json()
     with path.open("a") as file:
         file.write(line[:10])
         file.flush()
-        poster = poster_of(tmp_path, service)
+        poster = poster_of(outbox, service)
         poster.post_new()
         assert service.taken == {"driver": [0]}
         file.write(line[10:] + "\n")
@@ -76,33 +93,33 @@ def test_an_unfinished_line_waits_for_its_end(tmp_path: Path) -> None:
     assert service.taken == {"driver": [0, 1]}
 
 
-def test_a_damaged_line_keeps_the_numbering(tmp_path: Path) -> None:
-    path = tmp_path / "driver.jsonl"
+def test_a_damaged_line_keeps_the_numbering(outbox: Path) -> None:
+    path = outbox / "driver.jsonl"
     write_notes(EventWriter(path), range(1, 2))
     with path.open("a") as file:
         file.write('{"broken\n')
     write_notes(EventWriter(path), range(2, 3))
     service = Service()
-    poster_of(tmp_path, service).post_new()
+    poster_of(outbox, service).post_new()
     assert service.taken == {"driver": [1, 0, 2]}
 
 
-def test_a_new_poster_goes_on_where_the_service_is(tmp_path: Path) -> None:
+def test_a_new_poster_goes_on_where_the_service_is(outbox: Path) -> None:
     service = Service()
-    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4))
-    poster_of(tmp_path, service).post_new()
-    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4, 6))
-    poster_of(tmp_path, service).post_new()
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(4))
+    poster_of(outbox, service).post_new()
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(4, 6))
+    poster_of(outbox, service).post_new()
     assert service.taken == {"driver": list(range(6))}
 
 
-def test_a_service_that_lost_records_gets_them_again(tmp_path: Path) -> None:
+def test_a_service_that_lost_records_gets_them_again(outbox: Path) -> None:
     service = Service()
-    poster = poster_of(tmp_path, service)
-    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4))
+    poster = poster_of(outbox, service)
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(4))
     poster.post_new()
     del service.taken["driver"][2:]
-    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(4, 5))
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(4, 5))
     poster.post_new()
     assert service.taken == {"driver": list(range(5))}
 
@@ -112,7 +129,7 @@ def test_a_service_that_lost_records_gets_them_again(tmp_path: Path) -> None:
 def test_lost_requests_and_answers_lose_and_double_nothing(
     tmp_path_factory: pytest.TempPathFactory, seed: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("outbox")
+    folder = tmp_path_factory.mktemp("attempt") / "outbox"
     service = Service(random.Random(seed))
     writer, poster = EventWriter(folder / "driver.jsonl"), poster_of(folder, service)
     for start in range(0, 20, 4):
@@ -123,33 +140,32 @@ def test_lost_requests_and_answers_lose_and_double_nothing(
     assert service.taken["driver"] == list(range(20))
 
 
-def test_a_nan_survives_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "workers-0.jsonl"
+def test_a_nan_survives_the_file(outbox: Path) -> None:
+    path = outbox / "workers-0.jsonl"
     EventWriter(path).write(Metrics(time=0.0, step=1, values={"train/loss": math.nan}))
     values = json.loads(path.read_text())["values"]
     assert math.isnan(float(values["train/loss"]))
 
 
-def test_lines_are_kept_while_storage_refuses_them(tmp_path: Path) -> None:
-    folder = tmp_path / "outbox"
-    writer = EventWriter(folder / "driver.jsonl")
-    folder.rmdir()
+def test_lines_are_kept_while_storage_refuses_them(outbox: Path) -> None:
+    writer = EventWriter(outbox / "driver.jsonl")
+    outbox.rmdir()
     write_notes(writer, range(2))
-    folder.mkdir()
+    outbox.mkdir()
     write_notes(writer, range(2, 3))
     service = Service()
-    poster_of(folder, service).post_new()
+    poster_of(outbox, service).post_new()
     assert service.taken == {"driver": [0, 1, 2]}
 
 
-def test_a_service_that_contradicts_itself_is_not_asked_for_ever(tmp_path: Path) -> None:
+def test_a_service_that_contradicts_itself_is_not_asked_for_ever(outbox: Path) -> None:
     requests = []
 
     def refuse(request: httpx.Request) -> httpx.Response:
         requests.append(request)
         return httpx.Response(409, json={"next_seq": 7})
 
-    write_notes(EventWriter(tmp_path / "driver.jsonl"), range(2))
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(2))
     client = httpx.Client(transport=httpx.MockTransport(refuse))
-    OutboxPoster(tmp_path, client, "http://service/events").post_new()
+    OutboxPoster(AttemptDir(outbox.parent), client, "http://service/events").post_new()
     assert len(requests) == 1

@@ -116,6 +116,18 @@ def test_what_comes_later_is_refused_and_never_ignored(change: str, path: str) -
     assert "not supported yet" in message
 
 
+def test_text_that_no_answer_could_carry_is_refused() -> None:
+    for document in (
+        minimal() | {"labels": {"team": "\ud800"}},
+        minimal() | {"\ud800": 1},
+        minimal() | {"features": [{"name": "u", "type": "id", "table": "\ud800"}]},
+    ):
+        with pytest.raises(SpecError) as caught:
+            validate_spec(document)
+        for problem in caught.value.problems:
+            f"{problem.path} {problem.message}".encode()
+
+
 def test_workers_that_do_not_fit_say_which_would() -> None:
     _, message = refusal(["parallelism.workers=5"])["parallelism.workers"]
     assert "4 or 6" in message

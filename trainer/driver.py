@@ -89,6 +89,7 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
             versions=installed_versions(),
         )
     )
+    note_shortage(spec, writer)
     run_index = 0
     while True:
         failure = run_workers(WorkerConfig(spec, context.run_dir, context.attempt_id, run_index))
@@ -114,8 +115,9 @@ def run_workers(config: WorkerConfig) -> Failure | None:
     """One worker group run: a TorchTrainer from start to end; None when it completed."""
     # Imported late: a faulty spec is reported seconds sooner without Ray and torch.
     from ray.exceptions import RayError
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train import RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.train.v2.api.config import FailureConfig
     from ray.train.v2.api.exceptions import TrainingFailedError
 
     from trainer.ray_worker import ray_train_loop
@@ -132,18 +134,19 @@ def run_workers(config: WorkerConfig) -> Failure | None:
         scaling_config=ScalingConfig(
             num_workers=config.spec.parallelism.world_size,
             use_gpu=use_gpu,
-            resources_per_worker={"CPU": resources.cpus_per_worker}
-            | ({"GPU": 1} if use_gpu else {}),
+            resources_per_worker=demand_per_worker(config.spec, use_gpu),
         ),
         run_config=RunConfig(
             name=f"{config.attempt_id}-r{config.run_index}",
             storage_path=str(config.run_dir / "ray"),
-            failure_config=FailureConfig(max_failures=0),
+            # Restarts are ours to count, preempted workers' too.
+            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),
         ),
     )
     try:
         trainer.fit()
     except TrainingFailedError as error:
+        logger.error("%s", error)
         return classify(error)
     except RayError as error:  # the controller itself is gone, alone or with the cluster
         if not cluster_answers():
@@ -162,6 +165,38 @@ def cluster_answers() -> bool:
             return True
     except OSError:
         return False
+
+
+def demand_per_worker(spec: JobSpec, use_gpu: bool) -> dict[str, float]:
+    """Ray resources of one worker."""
+    return {"CPU": spec.resources.cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
+
+
+def shortage(
+    demand_per_worker: Mapping[str, float], num_workers: int, cluster: Mapping[str, float]
+) -> str | None:
+    """What a cluster of that size lacks for the job, in a sentence; None when all fits."""
+    lacks = [
+        f"{num_workers * amount:g} {name} (the cluster has {cluster.get(name, 0):g})"
+        for name, amount in demand_per_worker.items()
+        if num_workers * amount > cluster.get(name, 0)
+    ]
+    if not lacks:
+        return None
+    return (
+        f"{num_workers} workers need {' and '.join(lacks)}: waiting until the cluster grows; "
+        "else cancel, and lower parallelism.workers or resources.cpus_per_worker"
+    )
+
+
+def note_shortage(spec: JobSpec, writer: EventWriter) -> None:
+    """Say so in the timeline when the workers do not fit, because they then wait in silence."""
+    import ray
+
+    num_workers = spec.parallelism.world_size
+    lack = shortage(demand_per_worker(spec, wants_gpu(spec)), num_workers, ray.cluster_resources())
+    if lack:
+        writer.write(events.Note(time=time.time(), level="warning", message=lack))
 
 
 def wants_gpu(spec: JobSpec) -> bool:
@@ -188,7 +223,8 @@ def _classify_rank(rank: int, error: Exception) -> Failure:
     if isinstance(error, failures.WorkerFailure):
         return Failure(error.reason, f"rank {rank}: {error.message}")
     if isinstance(error, RayError | RayTrainError):
-        return Failure(failures.WORKERS_LOST, f"rank {rank} was lost: {_first_line(error)}")
+        message = f"rank {rank} was lost: {_first_line(error)}"
+        return Failure(failures.WORKERS_LOST, message, is_death=True)
     return Failure(failures.TRAINING_ERROR, f"rank {rank}: {type(error).__name__}: {error}")
 
 

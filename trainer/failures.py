@@ -26,6 +26,10 @@ _PEER_LOST_SIGNS = (
     "timed out waiting",
     "timeout waiting",
     "socket closed",
+    "pair closure",
+    "connect timeout",
+    "failed to recv",
+    "application timeout",
     "nccl communicator was aborted",
 )
 
@@ -48,10 +52,14 @@ class NonFiniteLoss(Exception):
 
 @dataclass(frozen=True)
 class Failure:
-    """The one cause that explains the end of a worker group run."""
+    """Why a rank, or a whole worker group run, ended.
+
+    `is_death` says that the rank's process itself is gone, which explains its peers' errors.
+    """
 
     reason: str
     message: str
+    is_death: bool = False
 
 
 def is_peer_loss(message: str) -> bool:
@@ -61,13 +69,21 @@ def is_peer_loss(message: str) -> bool:
 
 
 def explain(failures: Collection[Failure]) -> Failure:
-    """Pick the cause among the ranks' failures; a lost peer explains nothing by itself."""
-    causes = [failure for failure in failures if failure.reason != WORKERS_LOST]
-    if causes:
-        return causes[0]
-    if failures:
-        return next(iter(failures))
-    return Failure(WORKERS_LOST, "the workers ended without a word")
+    """Pick the cause among the ranks' failures.
+
+    A fault that a rank named itself comes first. A dead rank explains whatever its peers ran into,
+    and a lost peer explains nothing.
+    """
+    unexplained = Failure(WORKERS_LOST, "the workers ended without a word")
+    return min(failures, key=_rank_of_cause, default=unexplained)
+
+
+def _rank_of_cause(failure: Failure) -> int:
+    if failure.reason not in (WORKERS_LOST, TRAINING_ERROR):
+        return 0
+    if failure.is_death:
+        return 1
+    return 2 if failure.reason == TRAINING_ERROR else 3
 
 
 def should_restart(failure: Failure, num_failures: int, max_failures: int) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 
 from trainer import events
 from trainer.data.batches import Batch, TrainBatches, open_source, validation_batches
+from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.elastic import checkpoint
 from trainer.failures import NonFiniteLoss
@@ -91,6 +92,11 @@ class Session:
         validation = data.split.validation
         self.validation_source = open_source(self.spec, root / validation) if validation else None
         self.shape = BatchShape(self.train_source.num_rows, world_size, data.batch_size)
+        if not self.shape.steps_per_epoch:
+            raise TooFewRowsError(
+                f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
+                f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
+            )
         self.total_steps = self._planned_steps()
 
     def _planned_steps(self) -> int:
@@ -106,8 +112,9 @@ class Session:
         device = self.groups.device
         self.train_meter = TaskMeter(task, batch_size, window).to(device)
         if self.validation_source:
-            rows = self.validation_source.num_rows
-            self.validation_meter = TaskMeter(task, batch_size, 2 * rows).to(device)
+            # AUC's window must hold all rows, padding included.
+            window = self.validation_source.num_rows + self.shape.rows_per_step
+            self.validation_meter = TaskMeter(task, batch_size, window).to(device)
         self.lookups = LookupCounter(self.model)
         self.speed = Speedometer(self.shape.rows_per_step)
 
@@ -148,7 +155,7 @@ class Session:
                 backend=torch.distributed.get_backend(),
                 sharding_groups=[list(group) for group in mesh.sharding_groups],
                 replica_groups=[list(group) for group in mesh.replica_groups],
-                hosts=list(self.groups.hosts),
+                hosts=[site.host for site in self.groups.sites],
                 table_shards=self.table_shards,
                 total_steps=self.total_steps,
                 resumed_step=self.state.step,
@@ -236,10 +243,13 @@ class Session:
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Measure all validation rows; True when the result is the best so far. Collective."""
+        """Measure all validation rows; True when the result is the best so far. Collective.
+
+        The copies are averaged first, as at any sync, so that all ranks measure one model.
+        """
         assert self.validation_source is not None
         started = time.perf_counter()
-        self._full_sync()
+        self.synchronise()
         self.model.eval()
         for batch in validation_batches(
             self.validation_source,
@@ -283,6 +293,7 @@ class Session:
         try:
             files = checkpoint.save(folder, self.checkpoint_state())
             commit = self._commit(is_best, files)
+            checkpoint.write_commit(folder, commit)
             if self.groups.rank == 0:
                 self._publish(folder, commit, time.perf_counter() - started)
         except checkpoint.CheckpointError as error:
@@ -310,7 +321,6 @@ class Session:
         )
 
     def _publish(self, folder: Path, commit: checkpoint.Commit, duration_s: float) -> None:
-        checkpoint.write_commit(folder, commit)
         self.emit(
             events.CheckpointCommitted(
                 time=time.time(),
@@ -330,12 +340,26 @@ class Session:
                 events.CheckpointDeleted(time=time.time(), step=old.commit.step, path=str(old.path))
             )
 
+    def _set_aside(self, damaged: Iterable[checkpoint.CommittedCheckpoint]) -> None:
+        for each in damaged:
+            checkpoint.set_aside(each)
+            message = f"checkpoint {each.path.name} is damaged: set aside, using the one before"
+            logger.warning(message)
+            self.emit(events.Note(time=time.time(), level="error", message=message))
+            self.emit(
+                events.CheckpointDeleted(
+                    time=time.time(), step=each.commit.step, path=str(each.path)
+                )
+            )
+
     def restore(self) -> None:
         """Continue from the newest intact checkpoint of the job, if any. Collective."""
         if self.groups.rank == 0:
             self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
             checkpoint.remove_uncommitted(self.checkpoints_dir)
-        found = checkpoint.newest_intact(self.checkpoints_dir)
+        found, damaged = checkpoint.newest_intact(self.checkpoints_dir)
+        if self.groups.rank == 0:
+            self._set_aside(damaged)
         if found is None:
             return
         self.dense.init_state()  # DCP fills existing tensors only, so Adam's must exist

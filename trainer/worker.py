@@ -50,7 +50,7 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
     try:
         groups = build_groups(
             layout_of(config.spec),
-            worker_device(config.spec),
+            worker_device(),
             config.spec.resources.collective_timeout_s,
             host,
         )
@@ -58,6 +58,9 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
     except (DataError, CheckpointError, LayoutError, failures.NonFiniteLoss) as error:
         logger.error("%s", error)
         raise failures.WorkerFailure(_reason(error), str(error)) from None
+    except OSError as error:
+        logger.exception("storage fails")
+        raise failures.WorkerFailure(failures.STORAGE_ERROR, str(error)) from error
     except RuntimeError as error:
         logger.exception("the worker fails")
         lost = failures.is_peer_loss(str(error))
@@ -82,8 +85,11 @@ def layout_of(spec: JobSpec) -> Layout:
     return Layout(parallelism.world_size, parallelism.shard_group_size, parallelism.placement)
 
 
-def worker_device(spec: JobSpec) -> torch.device:
-    """Device of this worker: the GPU that the cluster gave it, else the CPU."""
-    if spec.resources.device != "cpu" and torch.cuda.is_available():
+def worker_device() -> torch.device:
+    """Device of this worker, which the driver chose with the backend.
+
+    Seeing a GPU is not enough: on a host with fewer GPUs than workers all would take the same one.
+    """
+    if torch.distributed.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

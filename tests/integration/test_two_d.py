@@ -48,6 +48,15 @@ def test_groups_follow_the_hosts_when_ranks_are_numbered_across_them(placement: 
     assert ranks[0]["sharding_ranks"] == expected
 
 
+@pytest.mark.parametrize("sharding", ["row_wise", "table_wise"])
+def test_a_sharding_group_across_hosts_numbered_in_turn_keeps_its_shards_apart(
+    sharding: str,
+) -> None:
+    case = Case(4, 4, placement="inter_host", sharding=(sharding,), interleaved=True)
+    ranks = _check_against_reference(case)
+    assert ranks[0]["sharding_ranks"] == (0, 2, 1, 3)
+
+
 def test_all_copies_start_equal_and_no_group_waits_half_an_hour() -> None:
     ranks = run_ranks(initial_copy, 4, Case(4, 2))
     for result in ranks:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -24,6 +24,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from trainer.run_dir import COMMIT_MARKER
 
 logger = logging.getLogger(__name__)
+
+DAMAGED_PREFIX = "damaged-"
 
 
 class CheckpointError(Exception):
@@ -87,6 +89,19 @@ def read_commit(folder: Path) -> Commit | None:
 
 
 def write_commit(folder: Path, commit: Commit) -> None:
+    """Rank 0 puts the marker in place. Collective; raises `CheckpointError` on every rank."""
+    box: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_marker(folder, commit)
+        except OSError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        _discard(folder, box[0])
+
+
+def write_marker(folder: Path, commit: Commit) -> None:
     """Put the marker in place: whole and on disk, or not at all."""
     temporary = folder / f".{COMMIT_MARKER}.tmp"
     with temporary.open("w") as file:
@@ -110,7 +125,8 @@ def list_committed(checkpoints_dir: Path) -> list[CommittedCheckpoint]:
     """Checkpoints that exist, oldest step first."""
     found = []
     for folder in checkpoints_dir.iterdir() if checkpoints_dir.is_dir() else ():
-        commit = read_commit(folder) if folder.is_dir() else None
+        is_candidate = folder.is_dir() and not folder.name.startswith(DAMAGED_PREFIX)
+        commit = read_commit(folder) if is_candidate else None
         if commit is not None:
             found.append(CommittedCheckpoint(folder, commit))
     return sorted(found, key=lambda found: (found.commit.step, found.commit.time))
@@ -156,10 +172,15 @@ def save(folder: Path, state: dict[str, Any]) -> dict[str, FileRecord]:
         # Only now is the metadata written on every rank's view, and each hashes a share of files.
         records = _gather_records(folder)
     except (CheckpointException, OSError) as error:
-        if dist.get_rank() == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise CheckpointError(_explain(folder, error)) from error
+        _discard(folder, error)
     return records
+
+
+def _discard(folder: Path, error: BaseException) -> NoReturn:
+    message = _explain(folder, error)
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    raise CheckpointError(message) from error
 
 
 def _gather_records(folder: Path) -> dict[str, FileRecord]:
@@ -208,15 +229,26 @@ def _matches(path: Path, record: FileRecord) -> bool:
         return False
 
 
-def newest_intact(checkpoints_dir: Path) -> CommittedCheckpoint | None:
-    """Newest checkpoint that exists and is undamaged. Collective: rank 0's listing counts."""
+def newest_intact(
+    checkpoints_dir: Path,
+) -> tuple[CommittedCheckpoint | None, list[CommittedCheckpoint]]:
+    """Newest checkpoint that exists and is undamaged, and the damaged ones after it.
+
+    Collective: rank 0's listing counts.
+    """
     box: list[Any] = [list_committed(checkpoints_dir) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(box, src=0)
+    damaged: list[CommittedCheckpoint] = []
     for checkpoint in reversed(box[0]):
         if is_intact(checkpoint):
-            return checkpoint
-        logger.warning("checkpoint %s is damaged; trying the one before", checkpoint.path)
-    return None
+            return checkpoint, damaged
+        damaged.append(checkpoint)
+    return None, damaged
+
+
+def set_aside(checkpoint: CommittedCheckpoint) -> None:
+    """Rename a damaged checkpoint, so that it is neither loaded nor counted, nor lost."""
+    checkpoint.path.rename(checkpoint.path.with_name(f"{DAMAGED_PREFIX}{checkpoint.path.name}"))
 
 
 def load(folder: Path, state: dict[str, Any]) -> None:

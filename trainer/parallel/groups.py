@@ -1,14 +1,16 @@
 """Process groups of the 2D mesh, built from where the workers really run.
 
 Every worker reports its host; the layout is laid over those sites and a DeviceMesh with the
-dimensions ("replicate", "shard") is made of it. `init_process_group(timeout=)` does not reach the
-groups of a DeviceMesh, so each gets its time-out here: a hung peer must never cost 30 minutes.
+dimensions ("replicate", "shard") is made of it. Its groups are formed here and not by DeviceMesh,
+which would sort their ranks, though TorchRec needs them in shard order, and which leaves their
+time-out at 30 minutes: a hung peer must never cost that long.
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -30,7 +32,7 @@ class MeshGroups:
 
     rank: int
     mesh: MeshLayout
-    hosts: tuple[str, ...]
+    sites: tuple[WorkerSite, ...]
     warning: str | None
     device: torch.device
     device_mesh: DeviceMesh
@@ -49,15 +51,25 @@ class MeshGroups:
         return self.mesh.sharding_group_of(self.rank)
 
     @property
+    def sharding_placements(self) -> tuple[str, ...]:
+        """Rank and device of each shard of this rank's copy, as torch writes them."""
+        if self.device.type == "cpu":
+            return tuple(f"rank:{rank}/cpu" for rank in self.sharding_ranks)
+        return tuple(
+            f"rank:{rank}/{self.device.type}:{self.sites[rank].device_index}"
+            for rank in self.sharding_ranks
+        )
+
+    @property
     def shard_index(self) -> int:
         """Which shard this rank holds, from 0 to L - 1."""
         return self.mesh.shard_index_of(self.rank)
 
 
-def local_site(rank: int, host: str | None = None) -> WorkerSite:
+def local_site(rank: int, device: torch.device, host: str | None = None) -> WorkerSite:
     """This worker's site; `host` is its host name unless the cluster knows it by another one."""
     local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    return WorkerSite(rank, host or socket.gethostname(), local_rank)
+    return WorkerSite(rank, host or socket.gethostname(), local_rank, device.index or 0)
 
 
 def gather_sites(site: WorkerSite) -> tuple[WorkerSite, ...]:
@@ -76,24 +88,32 @@ def build_groups(
     """
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None, "init_process_group comes first"
-    sites = gather_sites(local_site(rank, host))
+    sites = gather_sites(local_site(rank, device, host))
     mesh = MeshLayout.build(layout, sites)
-    device_mesh = DeviceMesh(
+    timeout = timedelta(seconds=timeout_s)
+    _set_pg_timeout(timeout, world)
+    sharding_group = _form(mesh.sharding_groups, rank, timeout)
+    replica_group = _form(mesh.replica_groups, rank, timeout)
+    device_mesh = DeviceMesh.from_group(
+        [replica_group, sharding_group],
         device.type,
-        [list(group) for group in mesh.sharding_groups],
+        mesh=torch.tensor(mesh.sharding_groups),
         mesh_dim_names=("replicate", "shard"),
     )
-    groups = MeshGroups(
+    return MeshGroups(
         rank=rank,
         mesh=mesh,
-        hosts=tuple(site.host for site in sites),
+        sites=sites,
         warning=placement_warning(mesh, sites),
         device=device,
         device_mesh=device_mesh,
-        sharding_group=device_mesh.get_group("shard"),
-        replica_group=device_mesh.get_group("replicate"),
+        sharding_group=sharding_group,
+        replica_group=replica_group,
         global_group=world,
     )
-    for group in (groups.sharding_group, groups.replica_group, groups.global_group):
-        _set_pg_timeout(timedelta(seconds=timeout_s), group)
-    return groups
+
+
+def _form(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Form all `groups`, each in the order of its ranks; the one that `rank` is in. Collective."""
+    formed = [dist.new_group(list(ranks), timeout=timeout, sort_ranks=False) for ranks in groups]
+    return next(pg for ranks, pg in zip(groups, formed, strict=True) if rank in ranks)

@@ -62,11 +62,15 @@ class Layout:
 
 @dataclass(frozen=True)
 class WorkerSite:
-    """Where one worker runs: `rank` as the cluster numbered it, and its host and local rank."""
+    """Where one worker runs: `rank` as the cluster numbered it, its host and its place there.
+
+    `device_index` is the GPU that it sees as its own (0 on CPU).
+    """
 
     rank: int
     host: str
     local_rank: int
+    device_index: int = 0
 
 
 def order_by_host(sites: Sequence[WorkerSite]) -> tuple[int, ...]:

@@ -6,9 +6,11 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -49,9 +51,18 @@ def make_plan(
     The plan numbers shards by position in the group, 0 to L - 1; `place_plan` maps them to ranks.
     """
     size = groups.layout.shard_group_size
-    topology = Topology(world_size=size, local_world_size=size, compute_device=groups.device.type)
+    topology = Topology(
+        world_size=size,
+        local_world_size=size,
+        compute_device=groups.device.type,
+        hbm_cap=device_memory_bytes(groups.device),
+    )
     constraints = {
-        table.name: ParameterConstraints(sharding_types=list(table.constraints.sharding_types))
+        table.name: ParameterConstraints(
+            sharding_types=list(table.constraints.sharding_types),
+            # Rows cached outside the table (UVM caching) would escape the sync.
+            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+        )
         for table in tables
     }
     planner = EmbeddingShardingPlanner(
@@ -62,29 +73,35 @@ def make_plan(
     return planner.collective_plan(model, table_sharders, groups.global_group)
 
 
-def place_plan(plan: ShardingPlan, ranks: Sequence[int], device_type: str) -> ShardingPlan:
-    """Copy of `plan` whose shard s lives on global rank `ranks[s]`.
+def device_memory_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU; None on CPU, where the planner's own default stands."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_properties(device).total_memory
 
-    On CPU a placement must not carry a device index ("rank:3/cpu"), on CUDA it must.
+
+def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:
+    """Copy of `plan` whose shard s lives at `placements[s]`, as in "rank:3/cpu".
+
+    On CPU a placement must not carry a device index, on CUDA it must: "rank:3/cuda:1".
     """
     placed = copy.deepcopy(plan)
     for module_plan in placed.plan.values():
         for parameter in module_plan.values():
-            _place_parameter(parameter, ranks, device_type)
+            _place_parameter(parameter, placements)
     return placed
 
 
-def _place_parameter(parameter: ParameterSharding, ranks: Sequence[int], device_type: str) -> None:
-    parameter.ranks = [ranks[shard] for shard in parameter.ranks or ()]
+def _place_parameter(parameter: ParameterSharding, placements: Sequence[str]) -> None:
+    devices = [_remote_device(placement) for placement in placements]
+    parameter.ranks = [devices[shard].rank() for shard in parameter.ranks or ()]
     spec = parameter.sharding_spec
     if not isinstance(spec, EnumerableShardingSpec):
         return
     for shard in spec.shards:
-        planned = shard.placement
-        position = planned.rank() if planned else None
-        assert planned is not None and position is not None, "the planner places every shard"
-        index = f":{planned.device().index}" if device_type != "cpu" else ""
-        shard.placement = _remote_device(f"rank:{ranks[position]}/{device_type}{index}")
+        position = shard.placement.rank() if shard.placement else None
+        assert position is not None, "the planner places every shard"
+        shard.placement = devices[position]
 
 
 def chosen_sharding(plan: ShardingPlan) -> dict[str, str]:

@@ -76,7 +76,7 @@ class TwoDParallel(DistributedModelParallel):
             module,
             env=MeshShardingEnv(groups),
             device=groups.device,
-            plan=place_plan(plan, groups.sharding_ranks, groups.device.type),
+            plan=place_plan(plan, groups.sharding_placements),
             sharders=sharders,
         )
         self.broadcast_tables()

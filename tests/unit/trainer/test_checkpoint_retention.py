@@ -18,7 +18,7 @@ from trainer.elastic.checkpoint import (
     remove_checkpoint,
     remove_uncommitted,
     superseded,
-    write_commit,
+    write_marker,
 )
 from trainer.run_dir import COMMIT_MARKER
 
@@ -44,12 +44,12 @@ def add(folder: Path, step: int, is_best: bool = False) -> Path:
     """A committed checkpoint on disk."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    write_commit(path, commit(step, is_best))
+    write_marker(path, commit(step, is_best))
     return path
 
 
 def test_a_marker_is_read_as_it_was_written(tmp_path: Path) -> None:
-    write_commit(tmp_path, commit(7))
+    write_marker(tmp_path, commit(7))
     assert read_commit(tmp_path) == commit(7)
     assert commit(7).size_bytes == 3
 

@@ -18,6 +18,14 @@ def test_a_cause_outweighs_the_ranks_that_only_lost_a_peer() -> None:
     assert explain([LOST, BAD_ROW, LOST]) == BAD_ROW
 
 
+def test_a_dead_rank_explains_what_its_peers_ran_into() -> None:
+    dead = Failure(failures.WORKERS_LOST, "rank 3 was lost", is_death=True)
+    odd = Failure(failures.TRAINING_ERROR, "rank 1: something that no sign matches")
+    assert explain([odd, dead, LOST]) == dead
+    assert explain([odd, dead, BAD_ROW]) == BAD_ROW
+    assert explain([LOST, odd]) == odd
+
+
 def test_without_a_cause_the_workers_were_lost() -> None:
     assert explain([LOST]).reason == failures.WORKERS_LOST
     assert explain([]).reason == failures.WORKERS_LOST
@@ -38,6 +46,9 @@ def test_lost_workers_restart_within_the_budget(
     [
         ("[gloo/pair.cc] Connection closed by peer [127.0.0.1]:1234", True),
         ("Timed out waiting 60000ms for recv operation to complete", True),
+        ("Application timeout caused pair closure", True),
+        ("Connect timeout [127.0.0.1]:1234", True),
+        ("failed to recv, got 0 bytes", True),
         ("mat1 and mat2 shapes cannot be multiplied", False),
     ],
 )

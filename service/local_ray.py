@@ -85,6 +85,8 @@ def head_environment(
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's default of 15 lets training starve beside anything else on the machine.
+        "RAY_worker_niceness": "0",
         # By default a head that is told to stop waits up to 30 s for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),

@@ -58,7 +58,7 @@ def test_a_job_goes_from_rest_to_a_trained_model(stack: Stack, small_movielens: 
     assert any(checkpoint.is_best for checkpoint in checkpoints)
     logs = stack.client.logs(job.id)
     assert {"driver", "rank-0", "rank-3"} <= set(logs.sources)
-    assert any("resumed" not in line.text and "step" in line.text for line in logs.lines)
+    assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
 
 
 def test_killed_workers_resume_with_at_most_k_steps_repeated(
@@ -107,6 +107,20 @@ def test_a_killed_service_disturbs_no_job_and_loses_no_metric(
     assert_whole(stack, ended)
     assert ended.num_attempts == 1
     assert len(stack.timeline(job.id, "workers_started")) == 1
+
+
+def test_a_job_goes_on_after_the_whole_stack_went_down_and_up(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG, "retry.max_failures=0")
+    reached = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
+    stack.down()
+    stack.up()
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    assert ended.num_failures == 0, "a cluster that was shut down is no failure of the job"
+    runs = stack.timeline(job.id, "workers_started")
+    assert runs[-1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
 
 
 def test_a_cancelled_job_ends_and_leaves_no_worker(stack: Stack, small_movielens: Path) -> None:

@@ -1,8 +1,8 @@
 """MovieLens csv folders (ml-latest-small, ml-latest, ml-32m) to a prepared Parquet folder.
 
 One row per rating. The model learns `(rating - user_mean) / user_scale`. Nothing leaks: what is
-fitted (vocabularies, user statistics, tags) comes from the training part only, and what is counted
-(histories, past means) comes from rows with a strictly smaller timestamp.
+fitted (vocabularies, label statistics, tags) comes from the training part only, and what a feature
+counts or averages (histories, popularity, past means) from rows with a strictly smaller timestamp.
 
 Per-rating numbers stay in memory (about 100 bytes a rating); the lists, which are much larger, are
 gathered one output part at a time.
@@ -24,7 +24,8 @@ from trainer.data.errors import BadValueError, SourceMissingError, TooFewRowsErr
 from trainer.data.manifest import Manifest, write_manifest
 from trainer.data.prepare.catalogue import describe_movies, encode_catalogue
 from trainer.data.prepare.csv_reader import integer, number, read_csv, text
-from trainer.data.prepare.rating_rows import COLUMN_TYPES, Ratings, RowBuilder
+from trainer.data.prepare.past import Ratings
+from trainer.data.prepare.rating_rows import COLUMN_TYPES, RowBuilder
 from trainer.data.prepare.statistics import bias_baseline_rmse, fit_users, rmse
 from trainer.data.prepare.timeline import Split, mark_validation
 from trainer.data.prepare.vocabulary import Vocabulary, fit_vocabulary

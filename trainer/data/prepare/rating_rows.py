@@ -10,8 +10,8 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer.data.prepare.catalogue import Catalogue
-from trainer.data.prepare.statistics import FloatArray, UserStatistics, standardise
-from trainer.data.prepare.timeline import earlier_ranges, range_sums
+from trainer.data.prepare.past import Past, Ratings, look_back
+from trainer.data.prepare.statistics import UserStatistics, standardise
 from trainer.data.ragged import IntArray, Ragged, gather
 
 COLUMN_TYPES = {
@@ -44,19 +44,6 @@ SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in COLUMN_TYPES.it
 
 _SECONDS_PER_YEAR = 365.25 * 86400
 _UNIX_EPOCH_YEAR = 1970
-# Ratings that "as the average" is worth in a past mean.
-_PAST_PRIOR_ROWS = 5.0
-
-
-@dataclass(frozen=True)
-class Ratings:
-    """All ratings, sorted by (user, timestamp, movie); raw ids, Unix seconds, stars."""
-
-    user: IntArray
-    movie: IntArray
-    stars: FloatArray
-    timestamp: IntArray
-    is_validation: NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -77,14 +64,8 @@ class RowBuilder:
         return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
     @cached_property
-    def normalised(self) -> NDArray[np.float32]:
-        """What the model learns: (rating - user_mean) / user_scale, shape [n]."""
-        mean, scale = self.users.mean[self.user_index], self.users.scale[self.user_index]
-        return ((self.ratings.stars - mean) / scale).astype(np.float32)
-
-    @cached_property
-    def _earlier(self) -> tuple[IntArray, IntArray]:
-        return earlier_ranges(self.ratings.user, self.ratings.timestamp)
+    def _past(self) -> Past:
+        return look_back(self.ratings, self.users.global_mean)
 
     @cached_property
     def _movie_position(self) -> IntArray:
@@ -93,17 +74,15 @@ class RowBuilder:
     @cached_property
     def _numbers(self) -> dict[str, NDArray]:
         training = ~self.ratings.is_validation
-        starts, ends = self._earlier
-        past = range_sums(self.normalised, starts, ends) / (ends - starts + _PAST_PRIOR_ROWS)
         year = self.catalogue.year[self._movie_position].astype(np.float64)
         rated_in = _UNIX_EPOCH_YEAR + self.ratings.timestamp / _SECONDS_PER_YEAR
         dense = {
             "year": year,
             "movie_age": np.log1p(np.maximum(rated_in - year, 0)),
-            "movie_popularity": self._movie_popularity(),
-            "movie_past_mean": self._movie_past_mean(),
-            "user_activity": np.log1p(ends - starts),
-            "user_past_mean": past,
+            "movie_popularity": np.log1p(self._past.movie_count),
+            "movie_past_mean": self._past.movie_mean,
+            "user_activity": np.log1p(self._past.user_count),
+            "user_past_mean": self._past.user_mean,
         }
         return {
             "user_id": self.user_index,
@@ -115,34 +94,18 @@ class RowBuilder:
             "timestamp": self.ratings.timestamp,
         }
 
-    def _movie_popularity(self) -> FloatArray:
-        """Log of the movie's number of training ratings."""
-        in_training = self.movie_index[~self.ratings.is_validation]
-        counts = np.bincount(in_training, minlength=int(self.movie_index.max()) + 1)
-        return np.log1p(counts[self.movie_index])
-
-    def _movie_past_mean(self) -> FloatArray:
-        """Damped mean of the movie's strictly earlier training ratings, each normalised."""
-        order = np.lexsort((self.ratings.timestamp, self.ratings.movie))
-        starts, ends = earlier_ranges(self.ratings.movie[order], self.ratings.timestamp[order])
-        is_training = ~self.ratings.is_validation[order]
-        total = range_sums(self.normalised[order] * is_training, starts, ends)
-        count = range_sums(is_training, starts, ends)
-        result = np.empty(len(order))
-        result[order] = total / (count + _PAST_PRIOR_ROWS)
-        return result
-
     def _lists(self, rows: IntArray) -> dict[str, Ragged]:
         movies = self._movie_position[rows]
-        starts, ends = self._earlier[0][rows], self._earlier[1][rows]
+        starts, ends = self._past.starts[rows], self._past.ends[rows]
+        residual = self._past.residual.astype(np.float32)
         recent = np.maximum(starts, ends - self.history_length)
         return {
             "genres": self.catalogue.genres.take(movies),
             "tokens": self.catalogue.tokens.take(movies),
             "history_movies": gather(self.movie_index, recent, ends),
-            "history_ratings": gather(self.normalised, recent, ends),
-            "history_liked": self._recent_among(self.normalised > 0, starts, ends),
-            "history_disliked": self._recent_among(self.normalised < 0, starts, ends),
+            "history_ratings": gather(residual, recent, ends),
+            "history_liked": self._recent_among(residual > 0, starts, ends),
+            "history_disliked": self._recent_among(residual < 0, starts, ends),
         }
 
     def _recent_among(self, chosen: NDArray[np.bool_], starts: IntArray, ends: IntArray) -> Ragged:

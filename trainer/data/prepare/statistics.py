@@ -16,6 +16,8 @@ _USER_PRIOR_ROWS = 5.0
 _MIN_SCALE_RATIO = 0.25
 # Damping of the bias predictor that users compare with.
 _BIAS_PRIOR_ROWS = 5.0
+# Below it a column is constant but for rounding, which must not be blown up.
+_MIN_SPREAD = 1e-9
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,13 @@ def _damped_means(group: IntArray, values: FloatArray, num_groups: int) -> Float
 
 
 def standardise(values: FloatArray, training: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Shift and scale to mean 0 and spread 1 over the training rows; NaN (missing) becomes 0."""
-    mean = np.nanmean(values[training]) if np.isfinite(values[training]).any() else 0.0
-    std = np.nanstd(values[training]) if np.isfinite(values[training]).any() else 1.0
-    return np.nan_to_num((values - mean) / (std or 1.0)).astype(np.float32)
+    """Shift and scale to mean 0 and spread 1 over the training rows; NaN (missing) becomes 0.
+
+    A column that is constant over them is only shifted.
+    """
+    fitted = values[training]
+    if not np.isfinite(fitted).any():
+        return np.nan_to_num(values).astype(np.float32)
+    spread = np.nanstd(fitted)
+    scale = spread if spread > _MIN_SPREAD else 1.0
+    return np.nan_to_num((values - np.nanmean(fitted)) / scale).astype(np.float32)

@@ -44,6 +44,14 @@ def edited(source: Path, out: Path, edit: Callable[[pl.DataFrame], pl.DataFrame]
     return out
 
 
+def residual(
+    rating: tuple[int, int, float], own: list[tuple[int, int, float]], global_mean: float
+) -> float:
+    """Stars of a rating of `own` (time, movie, stars) minus the mean of those before it."""
+    before = [stars for time, _, stars in own if time < rating[0]]
+    return rating[2] - (sum(before) + 5 * global_mean) / (len(before) + 5)
+
+
 @pytest.fixture
 def tiny(tmp_path) -> Path:
     """Two users, four movies; user 2 rates two movies at the same second."""
@@ -94,17 +102,17 @@ def test_histories_are_the_strictly_earlier_ratings_of_the_user(csv_folder, prep
     by_user: dict[int, list[tuple[int, int, float]]] = {}
     for user, movie, stars, time in pl.read_csv(csv_folder / "ratings.csv").rows():
         by_user.setdefault(user, []).append((time, movie, stars))
+    global_mean = load_manifest(prepared).statistics["global_mean"]
     for split in ("train", "validation"):
         for row in rows_of(prepared, split).sample(150, seed=1).to_dicts():
             own = sorted(by_user[users[row["user_id"]]])
             earlier = [rating for rating in own if rating[0] < row["timestamp"]]
             ids = [index_of.get(movie, 0) for _, movie, _ in earlier]
-            mean, scale = row["user_mean"], row["user_scale"]
-            normalised = [(stars - mean) / scale for _, _, stars in earlier]
-            liked = [i for i, r in zip(ids, normalised, strict=True) if r > 0]
-            disliked = [i for i, r in zip(ids, normalised, strict=True) if r < 0]
+            residuals = [residual(rating, own, global_mean) for rating in earlier]
+            liked = [i for i, r in zip(ids, residuals, strict=True) if r > 0]
+            disliked = [i for i, r in zip(ids, residuals, strict=True) if r < 0]
             assert row["history_movies"] == ids[-10:]
-            assert row["history_ratings"] == pytest.approx(normalised[-10:], abs=1e-4)
+            assert row["history_ratings"] == pytest.approx(residuals[-10:], abs=1e-4)
             assert row["history_liked"] == liked[-10:]
             assert row["history_disliked"] == disliked[-10:]
 

@@ -1,0 +1,141 @@
+"""A rating's features come from strictly earlier ratings: never from itself or a later one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.prepare.catalogue import describe_movies, encode_catalogue
+from trainer.data.prepare.past import Past, Ratings, look_back
+from trainer.data.prepare.rating_rows import COLUMN_TYPES, RowBuilder
+from trainer.data.prepare.statistics import fit_users
+from trainer.data.prepare.timeline import mark_validation
+from trainer.data.prepare.vocabulary import fit_vocabulary
+
+GLOBAL_MEAN = 3.5
+STARS = st.integers(1, 10).map(lambda halves: halves / 2)
+# (user, time, movie), unique and sorted; few users, times and movies, so that ties are common.
+EVENTS = st.sets(
+    st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 3)), min_size=4, max_size=40
+).map(sorted)
+NOT_FEATURES = {"rating", "user_mean", "user_scale"}
+
+
+@st.composite
+def ratings_of_all(draw) -> Ratings:
+    """Ratings of a few users; the last ones by time are held out, globally or per user."""
+    user, time, movie = np.array(draw(EVENTS)).T
+    stars = draw(st.lists(STARS, min_size=len(user), max_size=len(user)))
+    split = draw(st.sampled_from(["global", "per_user"]))
+    held_out = mark_validation(user, time, split, 0.25)
+    return Ratings(user, movie, np.array(stars), time, held_out)
+
+
+def own_features(past: Past) -> dict[str, np.ndarray]:
+    """What of the past a row's own features are made of."""
+    names = ("user_count", "user_mean", "movie_count", "movie_mean")
+    return {name: getattr(past, name) for name in names}
+
+
+@given(ratings_of_all(), st.data())
+def test_changing_a_rating_changes_no_feature_of_itself_or_of_earlier_rows(ratings, data):
+    changed_row = data.draw(st.integers(0, len(ratings.stars) - 1))
+    stars = ratings.stars.copy()
+    stars[changed_row] = data.draw(STARS)
+    before = own_features(look_back(ratings, GLOBAL_MEAN))
+    after = own_features(look_back(replace(ratings, stars=stars), GLOBAL_MEAN))
+    not_later = ratings.timestamp <= ratings.timestamp[changed_row]
+    for name, values in before.items():
+        assert after[name][not_later] == pytest.approx(values[not_later], abs=1e-9), name
+
+
+@given(ratings_of_all())
+def test_removing_what_is_not_earlier_changes_no_feature(ratings):
+    for row in range(len(ratings.stars)):
+        kept = ratings.timestamp < ratings.timestamp[row]
+        kept[row] = True
+        seen = Ratings(*(getattr(ratings, name)[kept] for name in Ratings.__annotations__))
+        whole, cut = look_back(ratings, GLOBAL_MEAN), look_back(seen, GLOBAL_MEAN)
+        place = int(kept[:row].sum())
+        for name, values in own_features(whole).items():
+            assert own_features(cut)[name][place] == pytest.approx(values[row], abs=1e-9), name
+
+
+@given(ratings_of_all())
+def test_the_past_is_what_a_loop_would_find(ratings):
+    past = look_back(ratings, GLOBAL_MEAN)
+    columns = zip(ratings.user, ratings.movie, ratings.timestamp, strict=True)
+    for row, (user, movie, time) in enumerate(columns):
+        earlier = ratings.timestamp < time
+        own = ratings.stars[earlier & (ratings.user == user)]
+        assert past.user_mean[row] == pytest.approx((own.sum() + 5 * 3.5) / (len(own) + 5))
+        assert past.residual[row] == pytest.approx(ratings.stars[row] - past.user_mean[row])
+        same_movie = earlier & (ratings.movie == movie) & ~ratings.is_validation
+        residuals = past.residual[same_movie]
+        assert past.movie_count[row] == len(residuals)
+        assert past.movie_mean[row] == pytest.approx(residuals.sum() / (len(residuals) + 5))
+
+
+def test_a_user_without_a_past_is_as_the_global_mean():
+    one = Ratings(*(np.array([value]) for value in (7, 1, 5.0, 100, False)))
+    past = look_back(one, GLOBAL_MEAN)
+    assert past.user_mean.tolist() == [GLOBAL_MEAN]
+    assert past.residual.tolist() == [1.5]
+    assert past.movie_mean.tolist() == [0]
+
+
+def build(ratings: Ratings) -> pl.DataFrame:
+    """All prepared columns of all rows, in the order of `ratings`."""
+    every_movie = pl.Series("movieId", np.unique(ratings.movie))
+    movies = pl.DataFrame(
+        {"movieId": every_movie, "title": ["A Night (1999)"] * len(every_movie), "genres": "Drama"}
+    )
+    tags = pl.DataFrame(schema={"movieId": pl.Int64, "tag": pl.String})
+    described = describe_movies(movies, tags, every_movie, max_tokens_per_movie=4)
+    training = ~ratings.is_validation
+    users = fit_vocabulary("user_id", pl.Series(ratings.user[training]))
+    rated = fit_vocabulary("movie_id", pl.Series(ratings.movie[training]))
+    words = [
+        fit_vocabulary(name, described[name].explode().drop_nulls())
+        for name in ("genres", "tokens")
+    ]
+    user_index = users.encode(pl.Series(ratings.user))
+    builder = RowBuilder(
+        ratings=ratings,
+        user_index=user_index,
+        movie_index=rated.encode(pl.Series(ratings.movie)),
+        catalogue=encode_catalogue(described, *words),
+        users=fit_users(user_index[training], ratings.stars[training], users.size),
+        history_length=3,
+    )
+    return pl.DataFrame(builder.build(np.arange(len(ratings.user))))
+
+
+def restandardised(values: np.ndarray) -> np.ndarray:
+    """The same values whatever shift and scale they were stored with."""
+    centred = values - values.mean()
+    return centred / spread if (spread := centred.std()) > 1e-4 else np.zeros(len(values))
+
+
+@settings(deadline=None)
+@given(ratings_of_all(), st.data())
+def test_swapping_later_ratings_changes_no_feature_column_of_earlier_rows(ratings, data):
+    # A swap among training rows keeps the one thing fitted on all stars: their global mean.
+    since = data.draw(st.sampled_from(np.unique(ratings.timestamp).tolist()))
+    movable = np.flatnonzero((ratings.timestamp >= since) & ~ratings.is_validation)
+    stars = ratings.stars.copy()
+    stars[movable] = stars[data.draw(st.permutations(movable.tolist()))]
+    early = ratings.timestamp <= since
+    before = build(ratings).filter(early)
+    after = build(replace(ratings, stars=stars)).filter(early)
+    for name in COLUMN_TYPES.keys() - NOT_FEATURES:
+        if COLUMN_TYPES[name] == "float32":
+            one, other = (restandardised(frame[name].to_numpy()) for frame in (before, after))
+            assert one == pytest.approx(other, abs=1e-2), name
+        else:
+            assert before[name].to_list() == after[name].to_list(), name

@@ -109,6 +109,8 @@ def attempt_id(job_id: str, index: int) -> str:
 class Attempt:
     """One submission of a job to a backend. `id` is the submission id as well.
 
+    `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
+
     `num_worker_failures` counts the worker group restarts that happened inside the attempt;
     `end_reason` is None while it lives. Times are Unix seconds.
     """
@@ -117,6 +119,7 @@ class Attempt:
     job_id: str
     index: int
     created_at: float
+    last_submit_at: float | None = None
     submitted_at: float | None = None
     started_at: float | None = None
     ended_at: float | None = None

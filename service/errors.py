@@ -11,6 +11,8 @@
     │   ├── JobEnded                          job_ended
     │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
     │   └── StaleVersion                      stale_version
+    ├── RecordRefused                 422     record_refused
+    ├── JobUnreadable                 500     job_unreadable
     ├── BackendError                  502
     │   ├── SubmissionRefused                 submission_refused
     │   └── BackendUnreachable        503     backend_unreachable
@@ -152,6 +154,30 @@ class StaleVersion(Conflict):
 
     def __init__(self, job_id: str, version: int) -> None:
         super().__init__(f"job {job_id} was changed since version {version} was read; read again")
+
+
+class RecordRefused(ServiceError):
+    """A record of a driver holds a value that the database cannot keep."""
+
+    status = 422
+    code = "record_refused"
+    title = "Record refused"
+
+    def __init__(self, attempt_id: str, cause: str) -> None:
+        super().__init__(f"a record of attempt {attempt_id} cannot be stored ({cause})")
+
+
+class JobUnreadable(ServiceError):
+    """A stored job that this version of the service cannot read."""
+
+    code = "job_unreadable"
+    title = "Job unreadable"
+
+    def __init__(self, job_id: str, cause: str) -> None:
+        super().__init__(
+            f"job {job_id} cannot be read ({cause}); was it stored by another version of the "
+            "service? Run that version, or cancel the job with it"
+        )
 
 
 class BackendError(ServiceError):

@@ -8,7 +8,8 @@
 `decide` is total: any status, attempt and observation gives a decision, and the same input gives
 the same one. A decision is what to store first and what to ask of the backend afterwards, so
 that a crash in between repeats the question and nothing else. An UNREACHABLE observation says
-nothing about the attempt: it never ends, stops or submits anything.
+nothing about the attempt: it never ends, stops or submits anything. It only shows in the job's
+message, until the backend answers again.
 
 STARTING turns into RUNNING when the driver reports that its workers started, which the store
 applies as the record arrives; everything else about a status is decided here.
@@ -30,7 +31,7 @@ from service.domain import (
     attempt_id,
 )
 
-# A submission may be in flight while the backend still says that it knows nothing of it.
+# A submission may be in flight this long after it was sent, while the backend knows nothing of it.
 NOT_FOUND_GRACE_S = 30.0
 # A driver that reported its end is stopped after this, and believed after twice this.
 REPORT_GRACE_S = 60.0
@@ -39,10 +40,14 @@ MAX_BACKOFF_S = 300.0
 
 
 class RetryClass(StrEnum):
-    """What follows when an attempt ends: nothing more, or another attempt within the budget."""
+    """What follows when an attempt ends: nothing more, or another attempt.
+
+    WITHIN_BUDGET spends the user's budget, ALWAYS does not: the attempt did nothing wrong.
+    """
 
     NEVER = "never"
     WITHIN_BUDGET = "within_budget"
+    ALWAYS = "always"
 
 
 # Lost machines come back; a fault of the spec, data, code or storage would only repeat itself.
@@ -51,7 +56,8 @@ RETRY_CLASSES: dict[EndReason, RetryClass] = {
     EndReason.CANCELLED: RetryClass.NEVER,
     EndReason.WORKERS_LOST: RetryClass.WITHIN_BUDGET,
     EndReason.DRIVER_LOST: RetryClass.WITHIN_BUDGET,
-    EndReason.FORGOTTEN: RetryClass.WITHIN_BUDGET,
+    # A cluster that was restarted remembers nothing of what it ran.
+    EndReason.FORGOTTEN: RetryClass.ALWAYS,
     EndReason.SUBMISSION_REFUSED: RetryClass.NEVER,
     EndReason.BAD_SPEC: RetryClass.NEVER,
     EndReason.DATA_ERROR: RetryClass.NEVER,
@@ -120,7 +126,13 @@ def request_cancel(job: Job, now: float) -> Decision:
 def submission_accepted(job: Job, attempt: Attempt, now: float) -> Decision:
     """The backend took the attempt."""
     line = _line(job, attempt, now, "attempt_submitted", f"attempt {attempt.index} submitted")
-    return Decision(job, replace(attempt, submitted_at=now), timeline=(line,))
+    accepted = replace(attempt, submitted_at=now)
+    return Decision(replace(job, message=""), accepted, timeline=(line,))
+
+
+def submission_unanswered(job: Job, attempt: Attempt, message: str) -> Decision:
+    """The backend did not say whether it took the attempt: it is asked again."""
+    return Decision(replace(job, message=message), attempt)
 
 
 def submission_failed(
@@ -183,7 +195,8 @@ def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
         return False
     if attempt.submitted_at is None and not _is_stopping(job):
         return True
-    return now - (attempt.submitted_at or attempt.created_at) < NOT_FOUND_GRACE_S
+    sent_at = [sent for sent in (attempt.last_submit_at, attempt.submitted_at) if sent is not None]
+    return bool(sent_at) and now - max(sent_at) < NOT_FOUND_GRACE_S
 
 
 def _explain(job: Job, attempt: Attempt, observation: Observation) -> _End:
@@ -212,11 +225,17 @@ def _implied_end(observation: Observation) -> _End:
 def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
     ended = replace(attempt, ended_at=now, end_reason=end.reason, message=end.message)
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, end.reason))
-    if RETRY_CLASSES[end.reason] is RetryClass.NEVER:
-        return _finish(job, end, now, ended)
-    if job.num_failures > job.spec.retry.max_failures:
-        return _finish(job, _exhausted(job, end), now, ended)
-    return _requeue(job, ended, now)
+    match RETRY_CLASSES[end.reason]:
+        case RetryClass.NEVER:
+            return _finish(job, end, now, ended)
+        case RetryClass.WITHIN_BUDGET if job.num_failures > job.spec.retry.max_failures:
+            return _finish(job, _exhausted(job, end), now, ended)
+        case RetryClass.WITHIN_BUDGET:
+            cost = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
+            return _requeue(job, ended, now, backoff_s(job.num_failures), cost)
+        case RetryClass.ALWAYS:
+            # Attempts stand for failures here, so that a cluster that keeps forgetting is spared.
+            return _requeue(job, ended, now, backoff_s(ended.index + 1), "not counted as a failure")
 
 
 def _num_failures(attempt: Attempt, reason: EndReason) -> int:
@@ -235,18 +254,16 @@ def _exhausted(job: Job, end: _End) -> _End:
     )
 
 
-def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
-    delay_s = backoff_s(job.num_failures)
+def _requeue(job: Job, ended: Attempt, now: float, delay_s: float, cost: str) -> Decision:
     line = _line(
         job,
         ended,
         now,
         "retry_scheduled",
         f"attempt {ended.index} ended ({ended.end_reason}: {ended.message}); "
-        f"next one in {delay_s:g} s, failure {job.num_failures} of "
-        f"{job.spec.retry.max_failures} allowed",
+        f"next one in {delay_s:g} s, {cost}",
     )
-    queued = replace(job, status=JobStatus.QUEUED, retry_at=now + delay_s)
+    queued = replace(job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="")
     return Decision(queued, ended, timeline=(line,))
 
 
@@ -264,20 +281,22 @@ def _finish(job: Job, end: _End, now: float, attempt: Attempt | None = None) -> 
 
 
 def _stop(job: Job, attempt: Attempt, observation: Observation) -> Decision:
-    # Asked again at every look until the end is observed: a lost request costs nothing.
-    is_alive = observation.state in (ObservedState.PENDING, ObservedState.RUNNING)
-    stopping = replace(job, status=JobStatus.STOPPING)
-    return Decision(stopping, attempt, Action.STOP if is_alive else Action.NONE)
+    # Asked again at every look until the end is observed: a lost request costs nothing, and a
+    # submission that is still in flight must not outlive its job.
+    is_answered = observation.state is not ObservedState.UNREACHABLE
+    stopping = replace(_with_contact(job, observation), status=JobStatus.STOPPING)
+    return Decision(stopping, attempt, Action.STOP if is_answered else Action.NONE)
 
 
 def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:
     if job.status is JobStatus.QUEUED:
         job = replace(job, status=JobStatus.STARTING)
-    if observation.state is ObservedState.UNREACHABLE:
+    if observation.state is ObservedState.NOT_FOUND and attempt.submitted_at is None:
+        # The message may tell of a submission that got no answer: it stands until one does.
+        return Decision(job, attempt, Action.SUBMIT)
+    job = _with_contact(job, observation)
+    if observation.state in (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND):
         return Decision(job, attempt)
-    if observation.state is ObservedState.NOT_FOUND:
-        action = Action.SUBMIT if attempt.submitted_at is None else Action.NONE
-        return Decision(job, attempt, action)
     if attempt.submitted_at is None:
         # An earlier submission arrived although its answer did not.
         attempt = replace(attempt, submitted_at=now)
@@ -285,6 +304,12 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
         attempt = replace(attempt, started_at=now)
     is_overdue = _s_since_report(attempt, now) > REPORT_GRACE_S
     return Decision(job, attempt, Action.STOP if is_overdue else Action.NONE)
+
+
+def _with_contact(job: Job, observation: Observation) -> Job:
+    """The job with a message that says whether its cluster answers."""
+    is_away = observation.state is ObservedState.UNREACHABLE
+    return replace(job, message=observation.message if is_away else "")
 
 
 def _line(

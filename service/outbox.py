@@ -1,20 +1,90 @@
-"""Reads the records that a driver left on run storage and could not, or need not, post."""
+"""Takes the records that a driver left on run storage and could not, or need not, post."""
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from service.domain import attempt_id
+from service.errors import RecordRefused
+from service.settings import Settings
+from service.store.base import JobStore
+from service.submission import run_dir_of
+from service.telemetry import Telemetry
 from trainer.events import EVENT_ADAPTER, STREAM_PATTERN, Event, EventBatch, Note
 
 logger = logging.getLogger(__name__)
 
+# Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
+LATE_RECORDS_S = 30.0
 _BATCH_SIZE = 500
+
+
+class OutboxCollector:
+    """Stores what attempts left in their outboxes; `clock` gives Unix seconds.
+
+    What was stored before is skipped, so collecting again is harmless.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        settings: Settings,
+        telemetry: Telemetry,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._telemetry = telemetry
+        self._clock = clock
+        self._due_at: dict[tuple[str, int], float] = {}
+        self._lock = threading.Lock()
+
+    def collect(self, job_id: str, index: int) -> None:
+        """Take the records of attempt `index` of a job; raises OSError if storage fails."""
+        attempt = attempt_id(job_id, index)
+        outbox_dir = run_dir_of(self._settings, job_id).attempt(attempt).outbox_dir
+        positions = self._store.stream_positions(attempt)
+        for batch in unread_batches(outbox_dir, positions, self._clock()):
+            self._take(attempt, batch)
+
+    def collect_later(self, job_id: str, index: int) -> None:
+        """Collect again when the last worker of the attempt must have ended."""
+        with self._lock:
+            self._due_at.setdefault((job_id, index), self._clock() + LATE_RECORDS_S)
+
+    def take_due(self) -> list[tuple[str, int]]:
+        """Jobs and attempt indices whose time to be collected again has come, each once."""
+        with self._lock:
+            due = [key for key, due_at in self._due_at.items() if due_at <= self._clock()]
+            for key in due:
+                del self._due_at[key]
+        return due
+
+    def _take(self, attempt: str, batch: EventBatch) -> None:
+        """Store a batch; a note takes the place of a record that cannot be stored."""
+        try:
+            self._store.append_events(attempt, batch, self._clock())
+        except RecordRefused as error:
+            if len(batch.events) > 1:
+                for single in _singles(batch):
+                    self._take(attempt, single)
+                return
+            logger.warning("stream %s: %s", batch.stream, error)
+            damaged = batch.model_copy(update={"events": [_damaged(self._clock())]})
+            self._store.append_events(attempt, damaged, self._clock())
+        self._telemetry.received_events(len(batch.events))
+
+
+def _singles(batch: EventBatch) -> Iterator[EventBatch]:
+    for seq, event in enumerate(batch.events, batch.first_seq):
+        yield EventBatch(stream=batch.stream, first_seq=seq, events=[event])
 
 
 def unread_batches(
@@ -25,11 +95,17 @@ def unread_batches(
     Only whole lines count. `now` (Unix seconds) dates the note that takes the place of a damaged
     line, so that the numbers of the lines after it still hold. Raises OSError.
     """
-    for path in sorted(outbox_dir.glob("*.jsonl")):
+    for path in sorted(outbox_dir.glob("*.jsonl"), key=_stream_order):
         if not re.match(STREAM_PATTERN, path.stem):
             logger.warning("not a stream of records, left alone: %s", path)
             continue
         yield from _unread_of(path, positions.get(path.stem, 0), now)
+
+
+def _stream_order(path: Path) -> tuple[str, int]:
+    """`workers-2` before `workers-10`: a later run of workers has the last word."""
+    name, _, number = path.stem.rpartition("-")
+    return (name, int(number)) if number.isdecimal() else (path.stem, -1)
 
 
 def _unread_of(path: Path, next_seq: int, now: float) -> Iterator[EventBatch]:
@@ -46,4 +122,8 @@ def _record(line: bytes, now: float) -> Event:
     try:
         return EVENT_ADAPTER.validate_json(line)
     except ValidationError:
-        return Note(time=now, level="warning", message="an event record was damaged on storage")
+        return _damaged(now)
+
+
+def _damaged(now: float) -> Note:
+    return Note(time=now, level="warning", message="an event record was damaged on storage")

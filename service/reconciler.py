@@ -16,16 +16,24 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 
 from service.backends.base import Backend
 from service.domain import Attempt, EndReason, Job, Observation, ObservedState
-from service.errors import BackendUnreachable, ServiceError, StaleVersion, SubmissionRefused
-from service.lifecycle import Action, Decision, decide, submission_accepted, submission_failed
-from service.outbox import unread_batches
+from service.errors import BackendUnreachable, StaleVersion, SubmissionRefused
+from service.lifecycle import (
+    Action,
+    Decision,
+    decide,
+    submission_accepted,
+    submission_failed,
+    submission_unanswered,
+)
+from service.outbox import OutboxCollector
 from service.settings import Settings
 from service.store.base import JobStore
-from service.submission import run_dir_of, submission_of, write_spec
+from service.submission import submission_of, write_spec
 from service.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -58,12 +66,15 @@ class Reconciler:
         self._settings = settings
         self._telemetry = telemetry
         self._clock = clock
+        self._outboxes = OutboxCollector(store, settings, telemetry, clock)
         self._is_reachable = True
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
         self._woken = threading.Event()
         self._closing = threading.Event()
         self._pool = ThreadPoolExecutor(settings.reconcile_threads, "reconcile")
+        # A future holds whatever goes wrong in a dispatch, so that nothing can end the loop.
+        self._dispatcher = ThreadPoolExecutor(1, "dispatch")
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
 
     # ---- the loop
@@ -76,22 +87,28 @@ class Reconciler:
         """Look at all jobs at once instead of at the next interval."""
         self._woken.set()
 
+    @property
+    def has_died(self) -> bool:
+        """Whether the loop was started and runs no more, though nobody closed it."""
+        was_started = self._thread.ident is not None
+        return was_started and not self._thread.is_alive() and not self._closing.is_set()
+
     def close(self) -> None:
         """Stop looking, and wait for the looks that are under way."""
         self._closing.set()
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join()
+        self._dispatcher.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
 
     def _loop(self) -> None:
         while not self._closing.is_set():
             # Cleared before the look: a wake during it must cause another one.
             self._woken.clear()
-            try:
-                self._dispatch()
-            except ServiceError:
-                logger.exception("cannot load the live jobs; trying again")
+            error = self._dispatcher.submit(self._dispatch).exception()
+            if error is not None:
+                logger.error("cannot look at the jobs; trying again", exc_info=error)
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:
@@ -101,6 +118,9 @@ class Reconciler:
             if self._take(job.id):
                 future = self._pool.submit(self.reconcile, job.id)
                 future.add_done_callback(partial(self._release, job.id))
+        for job_id, index in self._outboxes.take_due():
+            late = self._pool.submit(self._outboxes.collect, job_id, index)
+            late.add_done_callback(partial(self._note_error, job_id))
 
     def _take(self, job_id: str) -> bool:
         with self._busy_lock:
@@ -111,6 +131,10 @@ class Reconciler:
     def _release(self, job_id: str, future: Future[None]) -> None:
         with self._busy_lock:
             self._busy.discard(job_id)
+        self._note_error(job_id, future)
+
+    @staticmethod
+    def _note_error(job_id: str, future: Future[None]) -> None:
         error = None if future.cancelled() else future.exception()
         if error is not None:
             logger.error("job %s: look failed; trying again", job_id, exc_info=error)
@@ -121,6 +145,8 @@ class Reconciler:
         """Look at every live job once, one after another, and return when done."""
         for job in self._store.list_live_jobs():
             self.reconcile(job.id)
+        for job_id, index in self._outboxes.take_due():
+            self._outboxes.collect(job_id, index)
 
     def reconcile(self, job_id: str) -> None:
         """Take a job as far as it goes now."""
@@ -137,13 +163,19 @@ class Reconciler:
         job, attempt = self._load(job_id)
         observation = self._observe(attempt)
         if attempt is not None and observation.state in _ENDED:
-            self._collect_outbox(job, attempt)
+            self._outboxes.collect(job.id, attempt.index)
             job, attempt = self._load(job_id)
         decision = decide(job, attempt, observation, self._clock())
+        is_new_attempt = decision.job.current_attempt_id != job.current_attempt_id
+        if is_new_attempt and attempt is not None:
+            # Workers that outlived their driver wrote on after its end was seen.
+            self._outboxes.collect(job.id, attempt.index)
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
+            if decision.attempt.end_reason is not None:
+                self._outboxes.collect_later(job.id, decision.attempt.index)
             self._act(decision.action, stored, decision.attempt)
-        return stored.current_attempt_id != job.current_attempt_id
+        return is_new_attempt
 
     def _load(self, job_id: str) -> tuple[Job, Attempt | None]:
         # Job first: its version then vouches for the attempt as well (see `service.store.sql`).
@@ -173,14 +205,6 @@ class Reconciler:
             news = "answers again" if is_reachable else observation.message
             logger.warning("backend %s: %s", self._backend.name, news)
 
-    def _collect_outbox(self, job: Job, attempt: Attempt) -> None:
-        """Take the records that the driver left behind; raises OSError if storage fails."""
-        outbox_dir = run_dir_of(self._settings, job.id).attempt(attempt.id).outbox_dir
-        positions = self._store.stream_positions(attempt.id)
-        for batch in unread_batches(outbox_dir, positions, self._clock()):
-            self._store.append_events(attempt.id, batch, self._clock())
-            self._telemetry.received_events(len(batch.events))
-
     def _apply(self, job: Job, attempt: Attempt | None, decision: Decision) -> Job:
         """Store a decision if it changes anything; raises `StaleVersion`."""
         if decision.job == job and decision.attempt == attempt:
@@ -197,19 +221,24 @@ class Reconciler:
     # ---- actions
 
     def _act(self, action: Action, job: Job, attempt: Attempt) -> None:
-        try:
-            if action is Action.SUBMIT:
-                self._apply(job, attempt, self._submit(job, attempt))
-            elif action is Action.STOP:
+        if action is Action.SUBMIT:
+            # Stored before the call: once it is under way, only time tells that it did not arrive.
+            tried = replace(attempt, last_submit_at=self._clock())
+            job = self._apply(job, attempt, Decision(job, tried))
+            self._apply(job, tried, self._submit(job, tried))
+        elif action is Action.STOP:
+            try:
                 self._backend.stop(attempt.id)
-        except BackendUnreachable as error:
-            self._telemetry.backend_was_unreachable()
-            logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
+            except BackendUnreachable as error:
+                self._note_unanswered(action, attempt, error)
 
     def _submit(self, job: Job, attempt: Attempt) -> Decision:
         try:
             write_spec(job, attempt, self._settings)
             self._backend.submit(submission_of(job, attempt, self._settings))
+        except BackendUnreachable as error:
+            self._note_unanswered(Action.SUBMIT, attempt, error)
+            return submission_unanswered(job, attempt, str(error))
         except SubmissionRefused as error:
             reason, message = EndReason.SUBMISSION_REFUSED, str(error)
         except OSError as error:
@@ -218,3 +247,7 @@ class Reconciler:
         else:
             return submission_accepted(job, attempt, self._clock())
         return submission_failed(job, attempt, reason, message, self._clock())
+
+    def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
+        self._telemetry.backend_was_unreachable()
+        logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)

@@ -17,6 +17,7 @@ from service.domain import (
     ReportedEnd,
     TimelineEvent,
 )
+from service.errors import JobUnreadable
 from trainer.spec import JobSpec
 
 
@@ -61,7 +62,14 @@ def _null_if_nan(value: float | None) -> float | None:
 
 
 def job_of(row: RowMapping) -> Job:
-    """A job from `jobs` joined with `job_progress`."""
+    """A job from `jobs` joined with `job_progress`; raises `JobUnreadable`."""
+    try:
+        return _job_of(row)
+    except ValueError as error:
+        raise JobUnreadable(row["id"], str(error)) from error
+
+
+def _job_of(row: RowMapping) -> Job:
     return Job(
         id=row["id"],
         project=row["project"],
@@ -102,6 +110,7 @@ def attempt_values(attempt: Attempt) -> dict[str, Any]:
         "job_id": attempt.job_id,
         "index": attempt.index,
         "created_at": attempt.created_at,
+        "last_submit_at": attempt.last_submit_at,
         "submitted_at": attempt.submitted_at,
         "started_at": attempt.started_at,
         "ended_at": attempt.ended_at,
@@ -126,6 +135,7 @@ def attempt_of(row: RowMapping) -> Attempt:
         job_id=row["job_id"],
         index=row["index"],
         created_at=row["created_at"],
+        last_submit_at=row["last_submit_at"],
         submitted_at=row["submitted_at"],
         started_at=row["started_at"],
         ended_at=row["ended_at"],

@@ -104,6 +104,7 @@ attempts = Table(
     Column("job_id", ForeignKey("jobs.id"), nullable=False),
     Column("index", Integer, nullable=False),
     Column("created_at", Float, nullable=False),
+    Column("last_submit_at", Float),
     Column("submitted_at", Float),
     Column("started_at", Float),
     Column("ended_at", Float),

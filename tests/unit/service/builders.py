@@ -94,9 +94,11 @@ def workers_started(*, total_steps: int = 100) -> WorkersStarted:
     )
 
 
-def workers_lost() -> WorkersLost:
+def workers_lost(*, run_index: int = 0) -> WorkersLost:
     """Workers that died and come back."""
-    return WorkersLost(time=NOW, run_index=0, reason="killed", message="rank 1", will_restart=True)
+    return WorkersLost(
+        time=NOW, run_index=run_index, reason="killed", message="rank 1", will_restart=True
+    )
 
 
 def attempt_ended(reason: str = "completed") -> AttemptEnded:

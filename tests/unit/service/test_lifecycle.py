@@ -31,6 +31,7 @@ from service.lifecycle import (
     request_cancel,
     submission_accepted,
     submission_failed,
+    submission_unanswered,
 )
 from tests.unit.service.builders import NOW, attempt_of, queued_job
 
@@ -148,6 +149,53 @@ def test_an_unknown_submission_is_given_time_to_arrive() -> None:
     assert decision.attempt is not None
     assert decision.attempt.end_reason is EndReason.FORGOTTEN
     assert decision.job.status is JobStatus.QUEUED
+
+
+def test_a_cluster_that_forgets_never_spends_the_budget() -> None:
+    job, now = queued_job(max_failures=0), NOW
+    attempt, delays_s = None, []
+    for _ in range(3):
+        started = decide(job, attempt, UNREACHABLE, now)
+        assert started.attempt is not None
+        lost = decide(started.job, replace(started.attempt, submitted_at=now), NOT_FOUND, now + 99)
+        job, attempt = lost.job, lost.attempt
+        assert (job.status, job.num_failures) == (JobStatus.QUEUED, 0)
+        assert job.retry_at is not None
+        delays_s.append(job.retry_at - (now + 99))
+        now = job.retry_at
+    assert delays_s == [backoff_s(n) for n in (1, 2, 3)]
+
+
+def test_a_cluster_that_does_not_answer_is_told_until_it_does() -> None:
+    job, attempt = _live()
+    away = decide(job, attempt, Observation(ObservedState.UNREACHABLE, "no answer"), NOW)
+    assert away.job == replace(job, message="no answer")
+    assert decide(away.job, attempt, RUNNING, NOW).job == job
+
+
+def test_an_unanswered_submission_is_told_until_it_is_taken() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    fresh = replace(attempt, submitted_at=None, started_at=None)
+    told = submission_unanswered(job, fresh, "timed out").job
+    assert decide(told, fresh, NOT_FOUND, NOW).job.message == "timed out"
+    assert submission_accepted(told, fresh, NOW).job.message == ""
+
+
+def test_cancel_waits_for_a_submission_that_may_still_arrive_and_stops_it() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    stopping = request_cancel(job, NOW).job
+    sent = replace(attempt, submitted_at=None, started_at=None, last_submit_at=NOW + 50)
+    waiting = decide(stopping, sent, NOT_FOUND, NOW + 50 + NOT_FOUND_GRACE_S - 1)
+    assert (waiting.job.status, waiting.action) == (JobStatus.STOPPING, Action.STOP)
+    over = decide(stopping, sent, NOT_FOUND, NOW + 50 + NOT_FOUND_GRACE_S)
+    assert over.job.status is JobStatus.CANCELLED
+
+
+def test_cancel_of_an_attempt_that_was_never_sent_ends_at_once() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    stopping = request_cancel(job, NOW).job
+    unsent = replace(attempt, submitted_at=None, started_at=None)
+    assert decide(stopping, unsent, NOT_FOUND, NOW).job.status is JobStatus.CANCELLED
 
 
 def test_a_reported_end_needs_no_grace_when_the_cluster_forgot() -> None:
@@ -301,4 +349,4 @@ def test_every_job_ends_once_its_attempts_are_seen_to_end(
 @given(st.sampled_from(EndReason))
 def test_only_lost_machines_are_retried(reason: EndReason) -> None:
     lost = {EndReason.WORKERS_LOST, EndReason.DRIVER_LOST, EndReason.FORGOTTEN}
-    assert (RETRY_CLASSES[reason] is RetryClass.WITHIN_BUDGET) == (reason in lost)
+    assert (RETRY_CLASSES[reason] is not RetryClass.NEVER) == (reason in lost)

@@ -84,6 +84,7 @@ def _create_attempts() -> None:
         sa.Column("job_id", sa.String(32), sa.ForeignKey("jobs.id"), nullable=False),
         sa.Column("index", sa.Integer, nullable=False),
         sa.Column("created_at", sa.Float, nullable=False),
+        sa.Column("last_submit_at", sa.Float),
         sa.Column("submitted_at", sa.Float),
         sa.Column("started_at", sa.Float),
         sa.Column("ended_at", sa.Float),

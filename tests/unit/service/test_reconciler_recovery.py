@@ -1,0 +1,206 @@
+"""The reconciler when things go wrong: storage, late records, lost answers, its own thread."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from pathlib import Path
+
+import pytest
+
+from service.backends.fake import FakeBackend, Script
+from service.domain import JobStatus
+from service.errors import JobUnreadable, StoreUnavailable
+from service.lifecycle import NOT_FOUND_GRACE_S, request_cancel
+from service.outbox import LATE_RECORDS_S
+from service.reconciler import Reconciler
+from service.store.sql import SqlJobStore
+from service.telemetry import Telemetry
+from tests.unit.service.builders import (
+    attempt_ended,
+    checkpoint,
+    metrics,
+    workers_lost,
+)
+from tests.unit.service.house import House
+from trainer.events import EVENT_ADAPTER, Note
+
+
+def _spoil_spec(house: House, job_id: str) -> None:
+    """Let the stored spec have a field that only a later version knows."""
+    with sqlite3.connect(house.settings.home / "shardloom.db") as database:
+        (text,) = database.execute("select spec from jobs where id = ?", (job_id,)).fetchone()
+        spec = json.dumps({**json.loads(text), "field_of_tomorrow": 1})
+        database.execute("update jobs set spec = ? where id = ?", (spec, job_id))
+    database.close()
+
+
+def test_a_job_that_cannot_be_read_does_not_stall_the_others(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt, good = house.submit("running"), house.submit("running", "succeeded")
+    _spoil_spec(house, spoilt.id)
+    house.look(4)
+    assert house.status(good) is JobStatus.SUCCEEDED
+    assert [job.id for job in house.store.list_jobs()[0]] == [good.id]
+    with pytest.raises(JobUnreadable, match="field_of_tomorrow"):
+        house.store.get_job(spoilt.id)
+    told = [record for record in caplog.records if spoilt.id in record.getMessage()]
+    assert len(told) == 1
+
+
+def test_the_loop_survives_whatever_a_look_raises(
+    house: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    house.settings = house.settings.model_copy(update={"reconcile_interval_s": 0.01})
+    list_live_jobs, errors = SqlJobStore.list_live_jobs, [RuntimeError("a bug"), OSError("a disk")]
+    looked = threading.Event()
+
+    def fail_twice(store: SqlJobStore) -> object:
+        if errors:
+            raise errors.pop()
+        looked.set()
+        return list_live_jobs(store)
+
+    monkeypatch.setattr(SqlJobStore, "list_live_jobs", fail_twice)
+    reconciler = house.reconciler()
+    assert not reconciler.has_died
+    reconciler.start()
+    assert looked.wait(10)
+    assert not reconciler.has_died
+    reconciler.close()
+    assert not reconciler.has_died
+
+
+def test_a_loop_that_ended_by_itself_has_died(house: House) -> None:
+    class ShortLived(Reconciler):
+        def _loop(self) -> None:
+            return
+
+    reconciler = ShortLived(house.store, house.backend, house.settings, Telemetry())
+    reconciler.start()
+    reconciler._thread.join(10)
+    assert reconciler.has_died
+    reconciler.close()
+
+
+def test_a_pool_without_free_connections_is_the_store_being_unavailable(house: House) -> None:
+    house.store._engine.pool._timeout = 0.01
+    house.store._engine.pool._max_overflow = 0
+    held = [house.store._engine.connect() for _ in range(house.store._engine.pool.size())]
+    with pytest.raises(StoreUnavailable, match="QueuePool limit"):
+        house.store.list_live_jobs()
+    for connection in held:
+        connection.close()
+
+
+def test_records_written_after_the_end_was_seen_are_taken_before_the_next_attempt(
+    house: House,
+) -> None:
+    job = house.submit("running", "failed")
+    house.look()
+    house.leave(job, checkpoint(10), stream="workers-0")
+    house.look(2)
+    assert house.status(job) is JobStatus.QUEUED
+    house.leave(job, checkpoint(10), checkpoint(20), stream="workers-0")
+    house.look(every_s=60)
+    house.look()
+    assert len(house.store.list_attempts(job.id)) == 2
+    assert [found.step for found in house.store.list_checkpoints(job.id)] == [10, 20]
+
+
+def test_records_written_after_the_last_end_was_seen_are_taken_as_well(house: House) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    reconciler = house.reconciler()
+    for _ in range(3):
+        reconciler.run_once()
+    assert house.status(job) is JobStatus.FAILED
+    house.leave(job, checkpoint(20), stream="workers-0")
+    house.now += LATE_RECORDS_S
+    reconciler.run_once()
+    reconciler.close()
+    assert [found.step for found in house.store.list_checkpoints(job.id)] == [20]
+
+
+def test_a_record_that_cannot_be_stored_does_not_keep_a_job_from_ending(house: House) -> None:
+    job = house.submit("running", "succeeded")
+    house.look()
+    unstorable = Note(time=0.0, message="x").model_copy(update={"time": None})
+    records = [metrics(1, train_loss=1.0), unstorable, metrics(2, train_loss=1.0), attempt_ended()]
+    path = house.leave(job)
+    path.write_text("".join(record.model_dump_json() + "\n" for record in records))
+    with pytest.MonkeyPatch.context() as patch:
+        # A validator lets through what the database refuses.
+        patch.setattr("service.outbox.EVENT_ADAPTER", _TrustingAdapter())
+        house.look(2)
+    assert house.status(job) is JobStatus.SUCCEEDED
+    assert house.store.stream_positions(f"{job.id}-a0") == {"driver": 4}
+    steps = [point.step for point in house.store.metric_points(job.id, "train/loss")]
+    assert steps == [1, 2]
+
+
+class _TrustingAdapter:
+    """Reads records as they are, a note's missing time included."""
+
+    def validate_json(self, line: bytes) -> object:
+        fields = json.loads(line)
+        if fields["time"] is None:
+            return Note.model_construct(**fields)
+        return EVENT_ADAPTER.validate_json(line)
+
+
+def test_streams_are_taken_in_the_order_of_their_numbers(house: House) -> None:
+    job = house.submit("running", "succeeded")
+    house.look()
+    for number in (10, 2):
+        house.leave(job, workers_lost(run_index=number), stream=f"workers-{number}")
+    house.look(2)
+    lost = [line for line in house.store.list_timeline(job.id) if line.kind == "workers_lost"]
+    assert [line.data["run_index"] for line in lost] == [2, 10]
+
+
+def test_a_cluster_that_went_away_is_told_in_the_job_until_it_is_back(house: House) -> None:
+    house.backend.set_down(True)
+    job = house.submit("running")
+    house.look(3)
+    away = house.store.get_job(job.id)
+    assert away.message == "the fake cluster is down"
+    house.look(3)
+    assert house.store.get_job(job.id).version == away.version
+    house.backend.set_down(False)
+    house.look(2)
+    assert house.store.get_job(job.id).message == ""
+
+
+def test_a_submission_without_an_answer_is_told_in_the_job(house: House) -> None:
+    job = house.submit()
+    house.backend.play(job.id, Script(("running",), num_lost_answers=2))
+    house.look()
+    assert "did not answer in time" in house.store.get_job(job.id).message
+    house.look(3)
+    assert house.store.get_job(job.id).message == ""
+
+
+def test_a_cancelled_job_stops_a_submission_that_arrives_late(house: House) -> None:
+    job = house.submit()
+    house.backend.play(job.id, Script(("running",), num_lost_answers=1000))
+    house.look(5, every_s=NOT_FOUND_GRACE_S)
+    asked = request_cancel(house.store.get_job(job.id), house.now)
+    house.store.update_job(asked.job, timeline=asked.timeline)
+    house.now -= NOT_FOUND_GRACE_S - 1
+    house.look()
+    assert house.status(job) is JobStatus.STOPPING
+    _arrive(house, f"{job.id}-a0")
+    house.look(2)
+    record = house.backend.record(f"{job.id}-a0")
+    assert record is not None
+    assert record.num_stops > 0
+    assert house.status(job) is JobStatus.CANCELLED
+
+
+def _arrive(house: House, attempt_id: str) -> None:
+    """Let a submission whose answer got lost arrive now."""
+    path = Path(house.backend.address) / "attempts" / f"{attempt_id}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "has_arrived": True}))
+    assert FakeBackend(Path(house.backend.address)).record(attempt_id) is not None

@@ -98,17 +98,23 @@ def generate_movielens_command(
 @app.command("inspect")
 def inspect_command(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A prepared folder.")],
+    verify: Annotated[
+        bool, typer.Option(help="Read every file whole and compare its checksum.")
+    ] = True,
 ) -> None:
     """Show rows, columns and cardinalities of a prepared folder, and check its files."""
-    from trainer.data.manifest import load_manifest
+    from trainer.data.manifest import load_manifest, verify_checksums
 
     with _data_errors_shown():
         manifest = load_manifest(folder)
+        num_verified = verify_checksums(folder, manifest) if verify else 0
     _show_summary(folder, manifest)
     columns = Table("column", "type", "ids", title="Columns")
     for name, kind in manifest.columns.items():
         columns.add_row(name, kind, str(manifest.vocab_sizes.get(name, "")))
     Console().print(columns)
+    if verify:
+        Console().print(f"[green]OK:[/] {num_verified} files have the sha256 of the manifest")
 
 
 def _show_summary(folder: Path, manifest: Manifest) -> None:

@@ -60,15 +60,23 @@ class Manifest(ManifestModel):
 def describe_file(path: Path, folder: Path) -> FileEntry:
     """Measure a Parquet file under `folder`; reads it once for the checksum."""
     footer = read_footer(path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileEntry(
         path=path.relative_to(folder).as_posix(),
         num_rows=footer.num_rows,
         num_row_groups=footer.num_row_groups,
         size_bytes=path.stat().st_size,
-        sha256=digest,
+        sha256=_sha256(path),
     )
+
+
+def _sha256(path: Path) -> str:
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise CorruptFileError(
+            f"{path} cannot be read ({error}); copy or prepare it again"
+        ) from None
 
 
 def read_footer(path: Path) -> pq.FileMetaData:
@@ -97,6 +105,21 @@ def load_manifest(folder: Path) -> Manifest:
         for entry in split.files:
             _check_file(folder / entry.path, entry)
     return manifest
+
+
+def verify_checksums(folder: Path, manifest: Manifest) -> int:
+    """Read every file of a loaded manifest whole and compare its sha256; gives their number.
+
+    Raises `CorruptFileError` naming the first file with other contents.
+    """
+    entries = [entry for split in manifest.splits.values() for entry in split.files]
+    for entry in entries:
+        if (found := _sha256(folder / entry.path)) != entry.sha256:
+            raise CorruptFileError(
+                f"{folder / entry.path} is damaged: its sha256 is {found}, not {entry.sha256} as "
+                "when it was written; copy or prepare the data again"
+            )
+    return len(entries)
 
 
 def _parse_manifest(folder: Path) -> Manifest:

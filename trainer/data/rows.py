@@ -22,6 +22,11 @@ from trainer.spec import JobSpec
 FloatArray = NDArray[np.float32]
 Locate = Callable[[int], tuple[Path, int]]
 
+_BINARY_WANTED = (
+    "0 or 1 (data.label, after its offset and scale), as loss 'bce' needs; "
+    "mend the column or use loss 'mse'"
+)
+
 
 @dataclass(frozen=True)
 class InputColumn:
@@ -35,13 +40,17 @@ class InputColumn:
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Columns that a job reads. `offset` and `scale` are None where the label is used as it is."""
+    """Columns that a job reads. `offset` and `scale` are None where the label is used as it is.
+
+    `is_binary` says that every label, as the model learns it, must be 0 or 1.
+    """
 
     dense: tuple[InputColumn, ...]
     sparse: tuple[InputColumn, ...]
     label: InputColumn
     offset: InputColumn | None
     scale: InputColumn | None
+    is_binary: bool
 
     @property
     def columns(self) -> tuple[InputColumn, ...]:
@@ -71,6 +80,7 @@ def layout_of(spec: JobSpec) -> RowLayout:
         label=InputColumn("data.label.column", label.column),
         offset=_optional("data.label.offset_column", label.offset_column),
         scale=_optional("data.label.scale_column", label.scale_column),
+        is_binary=spec.model.task.loss == "bce",
     )
 
 
@@ -159,8 +169,8 @@ def concat_rows(parts: Sequence[Rows]) -> Rows:
 def decode(table: pa.Table, layout: RowLayout, locate: Locate) -> Rows:
     """Decode and check a table; `locate` tells file and row of a row of this table.
 
-    Raises `BadValueError` for nulls, ids out of range, NaN or infinite numbers, or a scale that
-    is not above 0.
+    Raises `BadValueError` for nulls, ids out of range, NaN or infinite numbers, a scale that is
+    not above 0, or a label other than 0 and 1 where the loss is `bce`.
     """
     columns = _Columns(table, locate)
     num_rows = len(table)
@@ -168,6 +178,9 @@ def decode(table: pa.Table, layout: RowLayout, locate: Locate) -> Rows:
     scale = columns.numbers(layout.scale) if layout.scale else np.ones(num_rows, np.float32)
     if layout.scale:
         columns.refuse(scale <= 0, scale, layout.scale, "a scale above 0")
+    label = (columns.numbers(layout.label) - offset) / scale
+    if layout.is_binary:
+        columns.refuse((label != 0) & (label != 1), label, layout.label, _BINARY_WANTED)
     dense = np.empty((num_rows, len(layout.dense)), dtype=np.float32)
     for index, column in enumerate(layout.dense):
         dense[:, index] = columns.numbers(column)
@@ -175,7 +188,7 @@ def decode(table: pa.Table, layout: RowLayout, locate: Locate) -> Rows:
     bases = offsets_of(np.array([len(ids) for ids, _ in lists]))
     return Rows(
         dense=dense,
-        label=(columns.numbers(layout.label) - offset) / scale,
+        label=label,
         offset=offset,
         scale=scale,
         ids=np.concatenate([ids for ids, _ in lists]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 
@@ -31,6 +32,22 @@ def test_generate_prepare_and_inspect_work_in_a_row(tmp_path):
     inspected = invoke("inspect", tmp_path / "out")
     assert inspected.exit_code == 0
     assert "history_disliked" in inspected.stdout
+    assert "OK: " in inspected.stdout
+
+
+def test_inspect_names_a_damaged_file_unless_told_not_to_verify(prepared, tmp_path):
+    folder = shutil.copytree(prepared, tmp_path / "copy")
+    part = folder / "train" / "part-00001.parquet"
+    body = bytearray(part.read_bytes())
+    body[100] ^= 1
+    part.write_bytes(body)
+    failed = invoke("inspect", folder)
+    assert failed.exit_code == 2
+    assert f"{part} is damaged" in failed.stderr
+    assert "OK" not in failed.stdout
+    trusted = invoke("inspect", folder, "--no-verify")
+    assert trusted.exit_code == 0
+    assert "OK" not in trusted.stdout
 
 
 def test_bad_data_exits_with_2_and_a_message_on_stderr(tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.data.errors import CorruptFileError, ManifestError, SourceMissingError
-from trainer.data.manifest import load_manifest
+from trainer.data.manifest import load_manifest, verify_checksums
 
 
 @pytest.fixture
@@ -63,3 +63,30 @@ def test_a_row_count_that_differs_is_refused(copy):
     (copy / "manifest.json").write_text(json.dumps(document))
     with pytest.raises(CorruptFileError, match="not the file"):
         load_manifest(copy)
+
+
+def flip_a_byte(path: Path) -> None:
+    """Change one byte of the data; size and footer stay as they were."""
+    body = bytearray(path.read_bytes())
+    body[len(body) // 4] ^= 0xFF
+    path.write_bytes(body)
+
+
+def test_checksums_of_a_whole_folder_agree(copy):
+    manifest = load_manifest(copy)
+    assert verify_checksums(copy, manifest) == len(list(copy.glob("*/part-*.parquet")))
+
+
+@pytest.mark.parametrize("damaged", ["train/part-00002.parquet", "validation/part-00000.parquet"])
+def test_a_changed_byte_is_found_by_the_checksum_alone(copy, damaged):
+    flip_a_byte(copy / damaged)
+    manifest = load_manifest(copy)
+    with pytest.raises(CorruptFileError, match=f"{damaged} is damaged: its sha256"):
+        verify_checksums(copy, manifest)
+
+
+def test_a_file_that_vanished_since_loading_is_named(copy):
+    manifest = load_manifest(copy)
+    (copy / "train" / "part-00001.parquet").unlink()
+    with pytest.raises(CorruptFileError, match=r"part-00001\.parquet cannot be read"):
+        verify_checksums(copy, manifest)

@@ -224,6 +224,60 @@ def test_a_bad_value_names_file_row_and_column(
     assert raised.value.path == str(folder / "part-00001.parquet")
 
 
+BINARY = {
+    "dense_arch": {"layer_sizes": [4]},
+    "over_arch": {"layer_sizes": [1]},
+    "tasks": [{"loss": "bce"}],
+}
+
+
+def rated_as(prepared, tmp_path, labels):
+    """Copy the training part with the ratings of its second file replaced, those of others 1."""
+    folder = shutil.copytree(prepared / "train", tmp_path / "train")
+    for path in sorted(folder.iterdir()):
+        table = pq.read_table(path)
+        given = labels if path.name == "part-00001.parquet" else ()
+        values = [*given, *[1.0] * (len(table) - len(given))]
+        index = table.schema.get_field_index("rating")
+        stars = pa.array(values, table.schema.field(index).type)
+        pq.write_table(table.set_column(index, "rating", stars), path)
+    return folder
+
+
+def test_labels_of_0_and_1_train_with_bce(prepared, make_spec, tmp_path):
+    data = {"path": str(prepared), "batch_size": 16, "label": {"column": "rating"}}
+    spec = make_spec(data=data, model=BINARY)
+    source = open_source(spec, rated_as(prepared, tmp_path, [0.0, 1.0, 0.0]))
+    with TrainBatches(source, spec, 0, 1) as batches:
+        labels = torch.cat([batch.label for batch, _ in batches])
+    assert set(labels.tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.parametrize("value", [0.5, 2.0, -1.0])
+def test_another_label_is_refused_with_bce(prepared, make_spec, tmp_path, value):
+    data = {"path": str(prepared), "batch_size": 16, "label": {"column": "rating"}}
+    spec = make_spec(data=data, model=BINARY)
+    folder = rated_as(prepared, tmp_path, [0.0, 1.0, value])
+    with (
+        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
+        pytest.raises(BadValueError, match=f"row 2, column 'rating': {value} is not 0 or 1") as bad,
+    ):
+        list(batches)
+    assert bad.value.path == str(folder / "part-00001.parquet")
+
+
+def test_with_bce_the_label_counts_after_its_offset_and_scale(prepared, make_spec, tmp_path):
+    label = {"column": "rating", "offset_column": "user_mean"}
+    data = {"path": str(prepared), "batch_size": 16, "label": label}
+    spec = make_spec(data=data, model=BINARY)
+    source = open_source(spec, rated_as(prepared, tmp_path, []))
+    with (
+        TrainBatches(source, spec, 0, 1) as batches,
+        pytest.raises(BadValueError, match=r"column 'rating'.*after its offset and scale"),
+    ):
+        list(batches)
+
+
 def test_after_a_fault_there_are_no_more_batches(prepared, make_spec, tmp_path):
     folder = spoil(prepared, tmp_path, "user_id", 0, -1)
     batches = TrainBatches(open_source(make_spec(), folder), make_spec(), 0, 1)

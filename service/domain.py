@@ -13,6 +13,8 @@ from enum import StrEnum
 
 from trainer.spec import JobSpec
 
+DEFAULT_PROJECT = "default"
+
 
 class JobStatus(StrEnum):
     """Where a job is in its life."""
@@ -139,7 +141,7 @@ class Job:
     status: JobStatus
     created_at: float
     version: int = 1
-    project: str = "default"
+    project: str = DEFAULT_PROJECT
     reason: EndReason | None = None
     message: str = ""
     cancel_requested: bool = False

@@ -17,6 +17,7 @@
     │   ├── SubmissionRefused                 submission_refused
     │   └── BackendUnreachable        503     backend_unreachable
     ├── StoreUnavailable              503     store_unavailable
+    ├── ReconcilerDied                503     reconciler_died
     └── PortInUse                     (start) port_in_use
 
 `trainer.spec.SpecError` maps to 422 `invalid_spec`.
@@ -208,6 +209,20 @@ class StoreUnavailable(ServiceError):
     status = 503
     code = "store_unavailable"
     title = "Store unavailable"
+
+
+class ReconcilerDied(ServiceError):
+    """Requests are answered, but no job goes on."""
+
+    status = 503
+    code = "reconciler_died"
+    title = "Reconciler died"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the loop that runs jobs has ended, so no job starts or ends; the service's log says "
+            "why. Restart the service: running jobs go on"
+        )
 
 
 class PortInUse(ServiceError):

@@ -6,7 +6,6 @@ import hashlib
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 from service.api.schemas import JobPlan
 from service.domain import Job, JobStatus
@@ -15,30 +14,35 @@ from service.ids import new_job_id
 from service.lifecycle import request_cancel
 from service.store.base import JobStore
 from trainer.parallel.layout import Layout
-from trainer.spec import FieldProblem, JobSpec, SpecError, validate_spec
+from trainer.spec import FieldProblem, JobSpec, SpecError
 
 _MANIFEST_NAME = "manifest.json"
 _MAX_CANCEL_TRIES = 5
+_MAX_SHOWN_CHARS = 200
 
 
-def check_spec(document: Any) -> JobSpec:
-    """Check a spec document and the data that it names; raises `SpecError` naming the fields."""
-    spec = validate_spec(document)
+def check_data(spec: JobSpec) -> None:
+    """Look at the data folder that a spec names; raises `SpecError` naming the field."""
     problem = _data_problem(spec.data.path)
     if problem is not None:
         raise SpecError([problem])
-    return spec
 
 
 def _data_problem(path: str) -> FieldProblem | None:
-    """What is wrong with a local data folder; data behind a URL is looked at by the driver."""
     if "://" in path:
-        return None
+        message = f"{path}: data behind a URL is not supported yet; give a folder"
+        return FieldProblem("data.path", "not_supported_yet", message)
     folder = Path(path)
     if not folder.is_absolute():
         message = f"'{path}' is relative, but service and cluster have other working folders"
         return FieldProblem("data.path", "relative_path", f"{message}; give an absolute path")
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
+        message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
+        return FieldProblem("data.path", "unreadable_path", message)
+    if not is_folder:
         message = f"{path} is not a folder; prepare one with `shardloom data prepare`"
         return FieldProblem("data.path", "missing_path", message)
     return _manifest_problem(folder / _MANIFEST_NAME)
@@ -83,14 +87,27 @@ def plan_of(spec: JobSpec) -> JobPlan:
 
 
 def submit_job(store: JobStore, spec: JobSpec, *, idempotency_key: str | None) -> Job:
-    """Store a new job, or return the one that the key made; raises `IdempotencyConflict`."""
+    """Store a new job, or return the one that the key made.
+
+    Raises `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is
+    answered as the first one was, whatever happened to the data since.
+    """
+    request_hash = _hash_of(spec)
+    if idempotency_key is not None:
+        known = store.find_submitted(idempotency_key, request_hash)
+        if known is not None:
+            return known
+    check_data(spec)
     now = time.time()
     job = Job(
         id=new_job_id(now), name=spec.name, spec=spec, status=JobStatus.QUEUED, created_at=now
     )
-    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    request_hash = hashlib.sha256(canonical.encode()).hexdigest()
     return store.create_job(job, idempotency_key=idempotency_key, request_hash=request_hash)
+
+
+def _hash_of(spec: JobSpec) -> str:
+    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def cancel_job(store: JobStore, job_id: str) -> Job:

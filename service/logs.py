@@ -9,6 +9,9 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter
 
 from service.api.schemas import FieldFault
 from service.errors import InvalidRequest, LogNotFound
@@ -18,6 +21,11 @@ from trainer.run_dir import AttemptDir
 _SOURCE_PATTERN = re.compile(r"driver|rank-(\d{1,6})")
 MAX_READ_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
+# A file offset has 63 bits.
+_Offset = Annotated[int, Field(ge=0, lt=2**63)]
+_CURSOR: TypeAdapter[tuple[str | None, dict[str, _Offset]]] = TypeAdapter(
+    tuple[str | None, dict[str, _Offset]]
+)
 
 
 @dataclass(frozen=True)
@@ -41,9 +49,9 @@ class LogPosition:
         """Read a cursor back; raises `InvalidRequest` if it is none of ours."""
         try:
             text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
-            attempt_id, offsets = json.loads(text)
-            return cls(attempt_id, {str(name): max(0, int(at)) for name, at in offsets.items()})
-        except (ValueError, TypeError, AttributeError):
+            attempt_id, offsets = _CURSOR.validate_json(text)
+            return cls(attempt_id, offsets)
+        except ValueError:
             message = "not a cursor that this service gave out; leave it away to start over"
             raise InvalidRequest(
                 [FieldFault(path="after", code="cursor", message=message)]

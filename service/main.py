@@ -48,7 +48,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         version="0.1.0",
         lifespan=partial(_lifespan, reconciler=reconciler),
     )
-    app.state.context = Context(settings, store, backend, telemetry, reconciler.wake)
+    app.state.context = Context(
+        settings, store, backend, telemetry, reconciler.wake, lambda: reconciler.has_died
+    )
     add_error_handlers(app)
     for module in (jobs, records, system):
         app.include_router(module.router)

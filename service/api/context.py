@@ -21,7 +21,8 @@ from service.telemetry import Telemetry
 class Context:
     """Everything that a handler may use. `wake` makes the reconciler look at once.
 
-    `closing` is set when the server is about to stop, so that followed streams end.
+    `has_died` says whether the reconciler gave up; `closing` is set when the server is about to
+    stop, so that followed streams end.
     """
 
     settings: Settings
@@ -29,6 +30,7 @@ class Context:
     backend: Backend
     telemetry: Telemetry
     wake: Callable[[], None]
+    has_died: Callable[[], bool]
     closing: threading.Event = field(default_factory=threading.Event)
 
 

@@ -10,7 +10,8 @@ from service.api.context import ContextDep, JobDep
 from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page, SubmitJob
 from service.api.views import detail_of, summary_of
 from service.domain import JobStatus
-from service.jobs import cancel_job, check_spec, plan_of, submit_job
+from service.jobs import cancel_job, check_data, plan_of, submit_job
+from trainer.spec import validate_spec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
@@ -41,8 +42,9 @@ def submit(
     dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
 ) -> JobDetail | JobPlan:
     """Check the spec and create a job; `Location` names it."""
-    spec = check_spec(body.spec)
+    spec = validate_spec(body.spec)
     if dry_run:
+        check_data(spec)
         response.status_code = status.HTTP_200_OK
         return plan_of(spec)
     job = submit_job(context.store, spec, idempotency_key=idempotency_key)

@@ -29,6 +29,8 @@ from trainer.events import EventAck, EventBatch
 router = APIRouter(prefix="/v1", tags=["records"])
 
 MAX_SERIES = 100
+# What the database can compare with.
+MAX_INTEGER = 2**63 - 1
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 LastEventId = Annotated[
     str | None, Header(alias="Last-Event-ID", description="Resume a stream behind this event.")
@@ -45,7 +47,9 @@ def list_events(
     job: JobDep,
     context: ContextDep,
     is_stream: StreamDep,
-    after: Annotated[int, Query(ge=0, description="Id of the last line already seen.")] = 0,
+    after: Annotated[
+        int, Query(ge=0, le=MAX_INTEGER, description="Id of the last line already seen.")
+    ] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 200,
     last_event_id: LastEventId = None,
 ) -> Page[TimelineEventOut] | StreamingResponse:
@@ -59,7 +63,9 @@ def list_events(
 
 
 def _line_id(last_event_id: str) -> int:
-    if not last_event_id.isdecimal():
+    # The length first: Python refuses to read a number of thousands of digits.
+    is_number = last_event_id.isdecimal() and len(last_event_id) <= len(str(MAX_INTEGER))
+    if not is_number or int(last_event_id) > MAX_INTEGER:
         fault = FieldFault(path="Last-Event-ID", code="cursor", message="not an id of this stream")
         raise InvalidRequest([fault])
     return int(last_event_id)
@@ -72,8 +78,8 @@ def get_metrics(
     names: Annotated[
         list[str] | None, Query(alias="name", max_length=MAX_SERIES, examples=[["train/loss"]])
     ] = None,
-    from_step: Annotated[int | None, Query(ge=0)] = None,
-    to_step: Annotated[int | None, Query(ge=0)] = None,
+    from_step: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
+    to_step: Annotated[int | None, Query(ge=0, le=MAX_INTEGER)] = None,
     max_points: Annotated[int, Query(ge=1, le=5000)] = 500,
 ) -> MetricsOut:
     """Series of the names asked for, or of all: mean, min and max per bucket of steps."""

@@ -9,7 +9,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.api.context import ContextDep
 from service.api.schemas import ClusterOut
-from service.errors import BackendUnreachable
+from service.errors import BackendUnreachable, ReconcilerDied
 
 router = APIRouter(tags=["service"])
 
@@ -35,11 +35,13 @@ def get_health() -> dict[str, str]:
 
 @router.get("/readyz", summary="Whether the service can do its work")
 def get_readiness(context: ContextDep) -> dict[str, Any]:
-    """200 when the store answers and is migrated, else 503.
+    """200 when the store answers and is migrated and the reconciler is at work, else 503.
 
     A cluster that is away does not make the service unready: it still takes jobs and shows
     them, and starts them when the cluster is back. `/v1/cluster` tells about the cluster.
     """
+    if context.has_died():
+        raise ReconcilerDied
     return {"status": "ready", "store": context.store.ping()}
 
 

@@ -24,6 +24,9 @@ class JobStore(Protocol):
         Raises `IdempotencyConflict` if the key was used with another request.
         """
 
+    def find_submitted(self, idempotency_key: str, request_hash: str) -> Job | None:
+        """The job that a key made before, if any; raises `IdempotencyConflict` as `create_job`."""
+
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
 

@@ -21,7 +21,15 @@ from sqlalchemy import Connection, Engine, RowMapping, insert, select
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
-from service.domain import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
+from service.domain import (
+    DEFAULT_PROJECT,
+    Attempt,
+    Checkpoint,
+    Job,
+    JobStatus,
+    MetricPoint,
+    TimelineEvent,
+)
 from service.errors import JobUnreadable, RecordRefused, SequenceGap, StoreUnavailable
 from service.store import metrics, rows
 from service.store.engine import migrate, newest_revision, open_engine, stored_revision
@@ -92,6 +100,12 @@ class SqlJobStore:
                 keep_key(connection, job, idempotency_key, request_hash)
             add_timeline(connection, [submitted_line(job)])
         return job
+
+    def find_submitted(self, idempotency_key: str, request_hash: str) -> Job | None:
+        """The job that a key made before, if any; raises `IdempotencyConflict`."""
+        with self._read() as connection:
+            known = job_of_key(connection, DEFAULT_PROJECT, idempotency_key, request_hash)
+            return None if known is None else read_job(connection, known)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from service.domain import Attempt, Job, JobStatus, attempt_id
@@ -18,13 +19,15 @@ from trainer.events import (
 from trainer.spec import JobSpec, validate_spec
 
 NOW = 1_800_000_000.0
+# A finished data folder, as far as the control plane looks at one.
+TINY_DATA = Path(__file__).parent / "tiny_data"
 
 
 def spec_document(**changes: Any) -> dict[str, Any]:
     """A spec as a user writes it: 4 workers in 2 sharding groups of 2."""
     document: dict[str, Any] = {
         "name": "tiny",
-        "data": {"path": "s3://bucket/tiny", "label": {"column": "rating"}},
+        "data": {"path": str(TINY_DATA), "label": {"column": "rating"}},
         "features": [
             {"name": "user_id", "type": "id", "table": "users"},
             {"name": "age", "type": "dense"},

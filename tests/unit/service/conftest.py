@@ -6,10 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fastapi.testclient import TestClient
 
 from service.backends.fake import FakeBackend
+from service.main import create_app
 from service.settings import Settings
 from service.store.sql import SqlJobStore
+from tests.unit.service.api_house import Api
 from tests.unit.service.house import House
 
 
@@ -26,3 +29,19 @@ def house(store: SqlJobStore, tmp_path: Path) -> House:
     """A control plane without jobs."""
     settings = Settings(home=tmp_path, backend="fake", trainer_python="/usr/bin/my python")
     return House(store, FakeBackend(tmp_path / "fake"), settings)
+
+
+@pytest.fixture
+def app_settings(tmp_path: Path) -> Settings:
+    """Settings of an app without pages or a cluster."""
+    return Settings(home=tmp_path, backend="fake", dashboard=False, stream_poll_s=0.01)
+
+
+@pytest.fixture
+def api(store: SqlJobStore, app_settings: Settings) -> Iterator[Api]:
+    """A client of an app over the store; its reconciler runs only when told to."""
+    backend = FakeBackend(app_settings.home / "fake")
+    # Not entered as a context manager: the lifespan, and with it the loop, stays out.
+    http = TestClient(create_app(app_settings, store, backend), raise_server_exceptions=False)
+    yield Api(http, store, backend, app_settings)
+    http.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,9 @@ from service.domain import EndReason, Job, JobStatus, Observation, ObservedState
 from service.lifecycle import decide
 from service.logs import LogPosition
 from service.main import create_app
-from service.reconciler import Reconciler
 from service.settings import Settings
 from service.store.sql import SqlJobStore
-from service.submission import run_dir_of
-from service.telemetry import Telemetry
+from tests.unit.service.api_house import Api, problem_in
 from tests.unit.service.builders import (
     NOW,
     attempt_ended,
@@ -34,79 +31,8 @@ from tests.unit.service.builders import (
     spec_document,
     workers_started,
 )
-from trainer.events import EventBatch
 
 SSE = {"Accept": "text/event-stream"}
-
-
-@dataclass
-class Api:
-    """A client of an app whose reconciler runs only when a test says so."""
-
-    http: TestClient
-    store: SqlJobStore
-    backend: FakeBackend
-    settings: Settings
-
-    def submit(self, **changes: Any) -> str:
-        """Id of a new job."""
-        response = self.http.post("/v1/jobs", json={"spec": spec_document(**changes)})
-        assert response.status_code == 201, response.text
-        return str(response.json()["id"])
-
-    def start(self, **changes: Any) -> str:
-        """Id of a new job whose first attempt was submitted."""
-        job_id = self.submit(**changes)
-        self.look()
-        return job_id
-
-    def look(self) -> None:
-        reconciler = Reconciler(self.store, self.backend, self.settings, Telemetry())
-        reconciler.run_once()
-        reconciler.close()
-
-    def end(self, job_id: str) -> None:
-        """Let a job that was never submitted end."""
-        assert self.http.post(f"/v1/jobs/{job_id}:cancel").status_code == 202
-
-    def post_events(self, attempt_id: str, records: EventBatch) -> Any:
-        return self.http.post(
-            f"/v1/attempts/{attempt_id}/events",
-            content=records.model_dump_json(),
-            headers={"Content-Type": "application/json"},
-        )
-
-    def log(self, attempt_id: str, source: str, text: str) -> None:
-        """Append to a log file as a process of the attempt would."""
-        job_id = attempt_id.rpartition("-a")[0]
-        path = run_dir_of(self.settings, job_id).attempt(attempt_id).log_path(source)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(text)
-
-
-@pytest.fixture
-def app_settings(tmp_path: Path) -> Settings:
-    return Settings(home=tmp_path, backend="fake", dashboard=False, stream_poll_s=0.01)
-
-
-@pytest.fixture
-def api(store: SqlJobStore, app_settings: Settings) -> Iterator[Api]:
-    backend = FakeBackend(app_settings.home / "fake")
-    # Not entered as a context manager: the lifespan, and with it the loop, stays out.
-    http = TestClient(create_app(app_settings, store, backend), raise_server_exceptions=False)
-    yield Api(http, store, backend, app_settings)
-    http.close()
-
-
-def _problem(response: Any, status: int, code: str) -> dict[str, Any]:
-    assert response.status_code == status, response.text
-    assert response.headers["content-type"] == "application/problem+json"
-    problem: dict[str, Any] = response.json()
-    assert (problem["status"], problem["code"]) == (status, code)
-    assert problem["title"]
-    assert problem["detail"]
-    return problem
 
 
 def _events(response: Any) -> list[tuple[str, str, Any]]:
@@ -138,12 +64,24 @@ def test_the_same_key_and_spec_make_one_job(api: Api) -> None:
     assert len(api.http.get("/v1/jobs").json()["items"]) == 1
 
 
+def test_a_repeated_submit_is_answered_though_its_data_went_away(api: Api, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text("{}")
+    body = {"spec": spec_document(data={"path": str(tmp_path), "label": {"column": "rating"}})}
+    headers = {"Idempotency-Key": "k"}
+    first = api.http.post("/v1/jobs", json=body, headers=headers)
+    manifest.unlink()
+    again = api.http.post("/v1/jobs", json=body, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])
+    problem_in(api.http.post("/v1/jobs", json=body), 422, "invalid_spec")
+
+
 def test_the_same_key_with_another_spec_conflicts(api: Api) -> None:
     headers = {"Idempotency-Key": "once"}
     api.http.post("/v1/jobs", json={"spec": spec_document()}, headers=headers)
     other = {"spec": spec_document(name="other")}
     response = api.http.post("/v1/jobs", json=other, headers=headers)
-    assert "'once'" in _problem(response, 409, "idempotency_conflict")["detail"]
+    assert "'once'" in problem_in(response, 409, "idempotency_conflict")["detail"]
 
 
 def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
@@ -154,94 +92,6 @@ def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
     assert plan["replica_groups"] == [[0, 1], [2, 3]]
     assert plan["moment_scale"] == 2.0
     assert api.http.get("/v1/jobs").json()["items"] == []
-
-
-@pytest.mark.parametrize("query", ["", "?dry_run=true"])
-def test_every_fault_of_a_spec_is_named_by_its_path(api: Api, query: str) -> None:
-    document = spec_document(surprise=1)
-    document["embedding_tables"][0]["embedding_dim"] = "wide"
-    problem = _problem(
-        api.http.post(f"/v1/jobs{query}", json={"spec": document}), 422, "invalid_spec"
-    )
-    paths = {field["path"] for field in problem["fields"]}
-    assert paths == {"surprise", "embedding_tables[0].embedding_dim"}
-
-
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        (None, "missing_path"),
-        ("", "missing_manifest"),
-        ("{ torn", "unreadable_manifest"),
-        ("[]", "unreadable_manifest"),
-    ],
-)
-def test_missing_or_unfinished_data_is_refused(
-    api: Api, tmp_path: Path, content: str | None, code: str
-) -> None:
-    folder = tmp_path / "data"
-    if content is not None:
-        folder.mkdir()
-    if content:
-        (folder / "manifest.json").write_text(content)
-    data = {"path": str(folder), "label": {"column": "rating"}}
-    response = api.http.post("/v1/jobs", json={"spec": spec_document(data=data)})
-    (field,) = _problem(response, 422, "invalid_spec")["fields"]
-    assert (field["path"], field["code"]) == ("data.path", code)
-    assert str(folder) in field["message"]
-
-
-def test_relative_data_is_refused(api: Api) -> None:
-    data = {"path": "data/tiny", "label": {"column": "rating"}}
-    response = api.http.post("/v1/jobs", json={"spec": spec_document(data=data)})
-    assert _problem(response, 422, "invalid_spec")["fields"][0]["code"] == "relative_path"
-
-
-def test_finished_local_data_is_accepted(api: Api, tmp_path: Path) -> None:
-    (tmp_path / "manifest.json").write_text('{"splits": {}}')
-    api.submit(data={"path": str(tmp_path), "label": {"column": "rating"}})
-
-
-# ---- errors of the request itself
-
-
-def test_a_missing_body_is_a_problem_with_a_field(api: Api) -> None:
-    problem = _problem(api.http.post("/v1/jobs", json={}), 422, "invalid_request")
-    assert problem["fields"][0]["path"] == "spec"
-    assert problem["instance"] == "/v1/jobs"
-
-
-def test_text_that_is_no_json_is_a_problem(api: Api) -> None:
-    headers = {"Content-Type": "application/json"}
-    response = api.http.post("/v1/jobs", content="{", headers=headers)
-    assert _problem(response, 422, "invalid_request")["fields"][0]["path"] == "body"
-
-
-def test_an_unknown_route_and_method_are_problems(api: Api) -> None:
-    _problem(api.http.get("/v1/nowhere"), 404, "not_found")
-    response = api.http.delete("/v1/jobs")
-    _problem(response, 405, "method_not_allowed")
-    assert "POST" in response.headers["allow"] or "GET" in response.headers["allow"]
-
-
-@pytest.mark.parametrize(
-    ("query", "path"), [("limit=0", "limit"), ("status=LOST", "status[0]"), ("limit=x", "limit")]
-)
-def test_a_bad_query_is_named(api: Api, query: str, path: str) -> None:
-    problem = _problem(api.http.get(f"/v1/jobs?{query}"), 422, "invalid_request")
-    assert problem["fields"][0]["path"] == path
-
-
-def test_an_unexpected_error_is_a_problem_without_its_secrets(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(store: SqlJobStore, job_id: str) -> Job:
-        raise RuntimeError("password=hunter2")
-
-    monkeypatch.setattr(SqlJobStore, "get_job", fail)
-    response = api.http.get("/v1/jobs/job-x")
-    _problem(response, 500, "internal_error")
-    assert "hunter2" not in response.text
 
 
 # ---- read, list, cancel
@@ -272,15 +122,15 @@ def test_a_job_is_found_by_name_and_by_prefix(api: Api) -> None:
     assert api.http.get(f"/v1/jobs/{job_id[:-1]}").json()["id"] == job_id
     other = api.submit(name="newer")
     assert api.http.get(f"/v1/jobs/{other}").json()["id"] == other
-    _problem(api.http.get("/v1/jobs/job-"), 404, "job_not_found")
-    _problem(api.http.get("/v1/jobs/nothing"), 404, "job_not_found")
+    problem_in(api.http.get("/v1/jobs/job-"), 404, "job_not_found")
+    problem_in(api.http.get("/v1/jobs/nothing"), 404, "job_not_found")
 
 
 def test_cancel_of_a_queued_job_ends_it_and_a_second_one_conflicts(api: Api) -> None:
     job_id = api.submit()
     response = api.http.post(f"/v1/jobs/{job_id}:cancel")
     assert (response.status_code, response.json()["status"]) == (202, "CANCELLED")
-    problem = _problem(api.http.post(f"/v1/jobs/{job_id}:cancel"), 409, "job_ended")
+    problem = problem_in(api.http.post(f"/v1/jobs/{job_id}:cancel"), 409, "job_ended")
     assert "CANCELLED" in problem["detail"]
 
 
@@ -306,15 +156,15 @@ def test_records_are_acknowledged_once_and_gaps_answered(api: Api) -> None:
     assert api.post_events(attempt_id, first).json() == {"stream": "rank-0", "next_seq": 2}
     assert api.post_events(attempt_id, first).json() == {"stream": "rank-0", "next_seq": 2}
     gap = api.post_events(attempt_id, batch(metrics(2, train_loss=1.0), first_seq=5))
-    assert _problem(gap, 409, "sequence_gap")["next_seq"] == 2
+    assert problem_in(gap, 409, "sequence_gap")["next_seq"] == 2
     assert api.http.get(f"/v1/jobs/{job_id}").json()["status"] == "RUNNING"
-    _problem(api.post_events("job-x-a0", first), 404, "attempt_not_found")
+    problem_in(api.post_events("job-x-a0", first), 404, "attempt_not_found")
 
 
 def test_a_record_of_an_unknown_kind_is_refused_with_its_path(api: Api) -> None:
     body = {"stream": "rank-0", "first_seq": 0, "events": [{"kind": "dance", "time": 1}]}
     response = api.http.post(f"/v1/attempts/{api.start()}-a0/events", json=body)
-    assert _problem(response, 422, "invalid_request")["fields"][0]["path"] == "events[0]"
+    assert problem_in(response, 422, "invalid_request")["fields"][0]["path"] == "events[0]"
 
 
 def test_metrics_come_as_series_and_nan_as_null(api: Api) -> None:
@@ -382,7 +232,7 @@ def test_a_followed_timeline_resumes_behind_the_last_event(api: Api) -> None:
         events = _events(response)
     assert [body["kind"] for _, _, body in events[:-1]] == ["cancel_requested", "job_ended"]
     refused = api.http.get(f"/v1/jobs/{job_id}/events", headers={**SSE, "Last-Event-ID": "x"})
-    assert _problem(refused, 422, "invalid_request")["fields"][0]["path"] == "Last-Event-ID"
+    assert problem_in(refused, 422, "invalid_request")["fields"][0]["path"] == "Last-Event-ID"
 
 
 def test_followed_logs_go_on_into_the_next_attempt_and_end_with_the_job(api: Api) -> None:
@@ -430,14 +280,14 @@ def test_logs_are_read_in_pieces_by_cursor(api: Api) -> None:
 def test_log_names_cannot_leave_their_folder(api: Api, source: str) -> None:
     job_id = api.start()
     response = api.http.get(f"/v1/jobs/{job_id}/logs", params={"source": source})
-    _problem(response, 404, "log_not_found")
+    problem_in(response, 404, "log_not_found")
 
 
 def test_attempts_of_other_jobs_are_not_shown(api: Api) -> None:
     mine, other = api.start(), api.start(name="other")
     response = api.http.get(f"/v1/jobs/{mine}/logs?attempt={other}-a0")
-    _problem(response, 404, "attempt_not_found")
-    _problem(api.http.get(f"/v1/jobs/{mine}/logs?after=junk"), 422, "invalid_request")
+    problem_in(response, 404, "attempt_not_found")
+    problem_in(api.http.get(f"/v1/jobs/{mine}/logs?after=junk"), 422, "invalid_request")
 
 
 def test_a_job_that_never_ran_has_no_logs(api: Api) -> None:
@@ -455,6 +305,14 @@ def test_a_stream_of_a_live_job_stops_when_the_server_does(api: Api) -> None:
 
 
 # ---- the service itself
+
+
+def test_a_service_whose_reconciler_died_is_not_ready(api: Api) -> None:
+    state = api.http.app.state
+    state.context = replace(state.context, has_died=lambda: True)
+    problem = problem_in(api.http.get("/readyz"), 503, "reconciler_died")
+    assert "Restart the service" in problem["detail"]
+    assert api.http.get("/healthz").status_code == 200
 
 
 def test_health_readiness_and_cluster(api: Api) -> None:

@@ -354,3 +354,29 @@ def test_ping_names_a_missing_migration(tmp_path: Path) -> None:
 def test_a_database_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="SHARDLOOM_DATABASE_URL"):
         SqlJobStore.open(f"sqlite:///{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "url", ["foo", "sqlite://", "sqlite:///:memory:", "nosuch://u:hunter2@host/name"]
+)
+def test_a_url_that_names_no_database_is_explained(url: str) -> None:
+    with pytest.raises(StoreUnavailable, match="SHARDLOOM_DATABASE_URL reads as in") as caught:
+        open_engine(url)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "shardloom.db"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreUnavailable, match="not a database"):
+        SqlJobStore.open(f"sqlite:///{path}")
+
+
+def test_a_database_of_a_newer_version_is_named(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
+    store = SqlJobStore.open(url)
+    with store._engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        connection.exec_driver_sql("update alembic_version set version_num = '0099'")
+    store.close()
+    with pytest.raises(StoreUnavailable, match=r"of another version of the service.*0099"):
+        SqlJobStore.open(url)

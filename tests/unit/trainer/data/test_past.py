@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainer.data.prepare.catalogue import describe_movies, encode_catalogue
 from trainer.data.prepare.past import Past, Ratings, look_back
 from trainer.data.prepare.rating_rows import COLUMN_TYPES, RowBuilder
-from trainer.data.prepare.statistics import fit_users
+from trainer.data.prepare.statistics import fit_users, standardise
 from trainer.data.prepare.timeline import mark_validation
 from trainer.data.prepare.vocabulary import fit_vocabulary
 
@@ -139,3 +139,18 @@ def test_swapping_later_ratings_changes_no_feature_column_of_earlier_rows(rating
             assert one == pytest.approx(other, abs=1e-2), name
         else:
             assert before[name].to_list() == after[name].to_list(), name
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([2.0, 4.0, 6.0], [-1.0, 1.0, 3.0]),
+        ([0.1 + 0.2, 0.3, 5.3], [0.0, 0.0, 5.0]),
+        ([float("nan"), float("nan"), 2.0], [0.0, 0.0, 2.0]),
+    ],
+    ids=["spread", "constant but for rounding", "missing"],
+)
+def test_standardising_fits_the_training_rows_and_blows_up_no_rounding(values, expected):
+    training = np.array([True, True, False])
+    found = standardise(np.array(values), training)
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)

@@ -6,16 +6,16 @@
 
 A job is named by its id, a unique prefix of it, or its name (the newest of that name). Requests
 that are safe to repeat are retried with backoff: every GET, and `submit`, which always carries
-an Idempotency-Key. Nothing else is ever sent twice. Errors: see `service.client_errors`.
+an Idempotency-Key. Nothing else is ever sent twice. What follows a job (`wait`, `follow_*`)
+outlasts a restart of the service. Errors: see `service.client_errors`.
 """
 
 from __future__ import annotations
 
-import random
+import math
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
@@ -42,6 +42,7 @@ from service.client_errors import (
     UnexpectedAnswer,
     error_of_response,
 )
+from service.client_retry import PATIENCE_S, RETRIED_STATUSES, Patience, RetryPolicy
 from service.client_sse import ServerEvent, parse_events
 from service.domain import JobStatus
 
@@ -49,29 +50,9 @@ DEFAULT_URL = "http://127.0.0.1:8700"
 REQUEST_TIMEOUT_S = 30.0
 # The service sends a keep-alive far more often than this on an open stream.
 STREAM_SILENCE_S = 60.0
-RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 
 Answer = TypeVar("Answer")
 Params = Mapping[str, str | int | float | Sequence[str] | None]
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Exponential backoff with jitter: how long to wait after each failure, and when to give up."""
-
-    num_retries: int = 4
-    first_delay_s: float = 0.2
-    max_delay_s: float = 5.0
-
-    def delay_s(self, num_failures: int, jitter: float) -> float | None:
-        """Seconds to wait after failure number `num_failures` (from 1); None gives up.
-
-        `jitter` in [0, 1) scales the delay down by up to a half, so that clients spread out.
-        """
-        if num_failures > self.num_retries:
-            return None
-        delay_s = min(self.first_delay_s * 2.0 ** (num_failures - 1), self.max_delay_s)
-        return delay_s * (1.0 - jitter / 2.0)
 
 
 class _Passing(Exception):
@@ -93,10 +74,12 @@ class ShardloomClient:
         retry: RetryPolicy | None = None,
         transport: httpx.BaseTransport | None = None,
         sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self._retry = retry or RetryPolicy()
         self._sleep = sleep
+        self._clock = clock
         try:
             url = httpx.URL(self.base_url)
         except httpx.InvalidURL as error:
@@ -174,14 +157,25 @@ class ShardloomClient:
         response = self._once(lambda: self._http.post(f"{_job_path(job)}:cancel"))
         return self._parse(response, JobDetail)
 
-    def wait(self, job: str, *, timeout_s: float | None = None, poll_s: float = 1.0) -> JobDetail:
-        """Block until the job has ended and return it; raises `TimeoutError` after `timeout_s`."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def wait(
+        self,
+        job: str,
+        *,
+        timeout_s: float | None = None,
+        poll_s: float = 1.0,
+        patience_s: float = PATIENCE_S,
+    ) -> JobDetail:
+        """Block until the job has ended and return it; raises `TimeoutError` after `timeout_s`.
+
+        A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
+        """
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
         while True:
-            found = self.get_job(job)
+            left_s = max(0.0, deadline - self._clock())
+            found = self._get(_job_path(job), JobDetail, patience_s=min(patience_s, left_s))
             if found.status.is_terminal:
                 return found
-            if deadline is not None and time.monotonic() >= deadline:
+            if self._clock() >= deadline:
                 raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
             self._sleep(poll_s)
 
@@ -213,9 +207,14 @@ class ShardloomClient:
             yield from page
             after = page[-1].id
 
-    def follow_events(self, job: str, *, after: int = 0) -> Iterator[TimelineEventOut]:
-        """Timeline lines as they happen, until the job has ended; survives broken connections."""
-        for event in self._stream(_job_path(job, "events"), {"after": after}):
+    def follow_events(
+        self, job: str, *, after: int = 0, patience_s: float = PATIENCE_S
+    ) -> Iterator[TimelineEventOut]:
+        """Timeline lines as they happen, until the job has ended; survives broken connections.
+
+        A service that does not answer is asked again for `patience_s`.
+        """
+        for event in self._stream(_job_path(job, "events"), {"after": after}, patience_s):
             yield self._parse_event(event, TimelineEventOut)
 
     def logs(
@@ -226,19 +225,37 @@ class ShardloomClient:
         tail: int | None = None,
         after: str | None = None,
     ) -> LogsOut:
-        """Log lines of the newest attempt: of `source` (`driver`, `rank-N`) or of all.
+        """A piece of the newest attempt's logs: of `source` (`driver`, `rank-N`) or of all.
 
         `tail` keeps the last lines of each source; `after` takes a `cursor` of an earlier answer.
         """
         params = {"source": source, "tail": tail, "after": after}
         return self._get(_job_path(job, "logs"), LogsOut, params)
 
+    def read_logs(self, job: str, *, source: str | None = None, tail: int | None = None) -> LogsOut:
+        """All log lines so far, asked for piece by piece; parameters as for `logs`."""
+        answer = self.logs(job, source=source, tail=tail)
+        lines = piece = answer.lines
+        while piece:
+            answer = self.logs(job, source=source, after=answer.cursor)
+            piece = answer.lines
+            lines = lines + piece
+        return answer.model_copy(update={"lines": lines})
+
     def follow_logs(
-        self, job: str, *, source: str | None = None, tail: int | None = None
+        self,
+        job: str,
+        *,
+        source: str | None = None,
+        tail: int | None = None,
+        patience_s: float = PATIENCE_S,
     ) -> Iterator[LogLine]:
-        """Log lines as they are written, until the job has ended; survives broken connections."""
+        """Log lines as they are written, until the job has ended; survives broken connections.
+
+        A service that does not answer is asked again for `patience_s`.
+        """
         params = {"source": source, "tail": tail}
-        for event in self._stream(_job_path(job, "logs"), params):
+        for event in self._stream(_job_path(job, "logs"), params, patience_s):
             yield self._parse_event(event, LogLine)
 
     # ---- the service itself
@@ -256,9 +273,15 @@ class ShardloomClient:
 
     # ---- plumbing
 
-    def _get(self, path: str, answer: type[Answer], params: Params | None = None) -> Answer:
+    def _get(
+        self,
+        path: str,
+        answer: type[Answer],
+        params: Params | None = None,
+        patience_s: float = 0.0,
+    ) -> Answer:
         sent = {key: value for key, value in (params or {}).items() if value is not None}
-        response = self._with_retries(lambda: self._http.get(path, params=sent))
+        response = self._with_retries(lambda: self._http.get(path, params=sent), patience_s)
         return self._parse(response, answer)
 
     def _once(self, send: Callable[[], httpx.Response]) -> httpx.Response:
@@ -267,14 +290,18 @@ class ShardloomClient:
         except _Passing as failure:
             raise failure.error from failure.__cause__
 
-    def _with_retries(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        num_failures = 0
+    def _with_retries(
+        self, send: Callable[[], httpx.Response], patience_s: float = 0.0
+    ) -> httpx.Response:
+        patience = self._patience(patience_s)
         while True:
             try:
                 return self._checked(send)
             except _Passing as failure:
-                num_failures += 1
-                self._back_off(num_failures, failure.error)
+                patience.endure(failure.error)
+
+    def _patience(self, patience_s: float) -> Patience:
+        return Patience(self._retry, patience_s, self._sleep, self._clock)
 
     def _checked(self, send: Callable[[], httpx.Response]) -> httpx.Response:
         """Send once; raises `_Passing` for what may go away, `ProblemError` for a refusal."""
@@ -293,23 +320,15 @@ class ShardloomClient:
         error = error_of_response(response)
         raise _Passing(error) if response.status_code in RETRIED_STATUSES else error
 
-    def _back_off(self, num_failures: int, error: ShardloomError) -> None:
-        """Sleep before the next try, or raise `error` when there is none left."""
-        delay_s = self._retry.delay_s(num_failures, random.random())
-        if delay_s is None:
-            raise error
-        self._sleep(delay_s)
-
-    def _stream(self, path: str, params: Params) -> Iterator[ServerEvent]:
+    def _stream(self, path: str, params: Params, patience_s: float) -> Iterator[ServerEvent]:
         """Events of an SSE stream until its `end` event, resumed after the last id when it breaks.
 
-        Only failures in a row count against the retries: an event that arrives clears them.
+        Only failures in a row count: whatever arrives clears them, be it a keep-alive.
         """
-        last_id, num_failures = "", 0
+        last_id, patience = "", self._patience(patience_s)
         while True:
             try:
-                for event in self._open_stream(path, params, last_id):
-                    num_failures = 0
+                for event in self._open_stream(path, params, last_id, patience):
                     if event.name == "end":
                         return
                     last_id = event.id
@@ -319,10 +338,11 @@ class ShardloomClient:
                 broken = self._unreachable(error)
             except _Passing as failure:
                 broken = failure.error
-            num_failures += 1
-            self._back_off(num_failures, broken)
+            patience.endure(broken)
 
-    def _open_stream(self, path: str, params: Params, last_id: str) -> Iterator[ServerEvent]:
+    def _open_stream(
+        self, path: str, params: Params, last_id: str, patience: Patience
+    ) -> Iterator[ServerEvent]:
         sent = {key: value for key, value in params.items() if value is not None}
         headers = {"Accept": "text/event-stream"}
         if last_id:
@@ -332,7 +352,7 @@ class ShardloomClient:
             "GET", path, params=sent, headers=headers, timeout=timeout
         ) as response:
             self._raise_for_status(response)
-            yield from parse_events(response.iter_text(), last_id)
+            yield from parse_events(_noting_answers(response.iter_text(), patience), last_id)
 
     def _parse(self, response: httpx.Response, answer: type[Answer]) -> Answer:
         return self._validate(response.content, answer, str(response.url))
@@ -351,6 +371,12 @@ class ShardloomClient:
 
     def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
         return ServiceUnreachable(self.base_url, str(error) or type(error).__name__)
+
+
+def _noting_answers(chunks: Iterator[str], patience: Patience) -> Iterator[str]:
+    for chunk in chunks:
+        patience.note_answer()
+        yield chunk
 
 
 def _job_path(job: str, part: str = "") -> str:

@@ -22,7 +22,8 @@ from rich.text import Text
 
 from service.api.schemas import JobDetail, TimelineEventOut
 from service.client import ShardloomClient
-from service.client_errors import ServiceUnreachable
+from service.client_errors import ShardloomError
+from service.client_retry import PATIENCE_S, may_pass
 from service.commands.exits import DETACHED, exit_code_of
 from service.commands.formats import human_count, human_duration
 from service.commands.render import (
@@ -39,8 +40,6 @@ LIVE_POLL_S = 0.5
 PLAIN_POLL_S = 1.0
 # Plain lines end up in logs, where one every few seconds is enough.
 PLAIN_LINE_EVERY_S = 10.0
-# How long to go on asking a service that does not answer; restarting one takes seconds.
-PATIENCE_S = 120.0
 
 
 @dataclass
@@ -98,6 +97,7 @@ class PlainView:
         self._console = console
         self._clock = clock
         self._status: JobStatus | None = None
+        self._message = ""
         self._step = -1
         self._next_line_s = 0.0
 
@@ -116,6 +116,10 @@ class PlainView:
             self._status = job.status
             if not job.status.is_terminal:
                 self._console.print(Text.assemble(f"{job.name}  ", status_text(job.status)))
+        if job.message != self._message:
+            self._message = job.message
+            if job.message and not job.status.is_terminal:
+                self._console.print(job.message)
         if job.progress.step != self._step and self._clock() >= self._next_line_s:
             self._step = job.progress.step
             self._next_line_s = self._clock() + PLAIN_LINE_EVERY_S
@@ -139,7 +143,7 @@ def detaching(job_id: str, output: Console) -> Iterator[None]:
 def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
     """Show a job until it has ended; returns the exit code that mirrors it.
 
-    Raises `ServiceUnreachable` after `PATIENCE_S` without an answer.
+    Raises `ServiceUnreachable` or `ServerFault` after `PATIENCE_S` without an answer.
     """
     view: View = LiveView(console) if console.is_terminal else PlainView(console)
     job = watch(client, job_id, view)
@@ -163,8 +167,8 @@ def watch(
             try:
                 fresh = look(client, followed)
                 answered_s, followed.trouble = clock(), ""
-            except ServiceUnreachable as error:
-                if clock() - answered_s > PATIENCE_S:
+            except ShardloomError as error:
+                if not may_pass(error) or clock() - answered_s > PATIENCE_S:
                     raise
                 fresh, followed.trouble = [], f"{error}; the job goes on, trying again"
             view.show(followed, fresh)

@@ -75,7 +75,7 @@ def logs(
     """Print the logs of a job's newest attempt."""
     with context.open_client(url) as client:
         if not follow:
-            answer = client.logs(job, source=source, tail=tail)
+            answer = client.read_logs(job, source=source, tail=tail)
             if as_json:
                 print_json(answer)
                 return

@@ -24,6 +24,7 @@ class FakeService:
         self.metrics: dict[str, Any] = {"names": [], "series": []}
         self.refusal: dict[str, Any] | None = None
         self.is_down = False
+        self.log_pieces = [["step 50 [loss 0.41]"]]
         self.submitted: list[dict[str, Any]] = []
         self.requests: list[httpx.Request] = []
 
@@ -63,8 +64,11 @@ class FakeService:
             after = int(request.url.params["after"])
             return {"items": [event for event in self.events if event["id"] > after]}
         if part == "logs":
-            lines = [{"source": "rank-0", "text": "step 50 [loss 0.41]"}]
-            return {"attempt_id": "a", "sources": ["rank-0"], "lines": lines, "cursor": "9"}
+            number = int(request.url.params.get("after", 0))
+            texts = self.log_pieces[number] if number < len(self.log_pieces) else []
+            lines = [{"source": "rank-0", "text": text} for text in texts]
+            cursor = str(min(number + 1, len(self.log_pieces)))
+            return {"attempt_id": "a", "sources": ["rank-0"], "lines": lines, "cursor": cursor}
         parts = {
             "metrics": self.metrics,
             "attempts": {"items": []},

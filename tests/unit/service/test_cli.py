@@ -81,6 +81,20 @@ def test_a_log_line_is_printed_as_it_is(service):
     assert service.requests[0].url.params["tail"] == "5"
 
 
+def test_a_long_log_is_printed_to_its_end(service):
+    service.log_pieces = [["one", "two"], ["three"], ["four"]]
+    result = shardloom("logs", "ratings", "--tail", "100")
+    texts = [line.split()[-1] for line in result.stdout.splitlines()]
+    assert texts == ["one", "two", "three", "four"]
+    body = json.loads(shardloom("logs", "ratings", "--json").stdout)
+    assert [line["text"] for line in body["lines"]] == texts
+
+
+def test_show_tells_that_the_cluster_does_not_answer(service):
+    service.looks = [job_body(status="STARTING", message="no answer from Ray at http://ray:8265")]
+    assert "no answer from Ray at http://ray:8265" in shardloom("show", "ratings").stdout
+
+
 def test_metrics_show_latest_extremes_and_curve(service):
     points = [
         {"step": step, "time": 1.0, "value": value, "min": value - 0.1, "max": value + 0.1}

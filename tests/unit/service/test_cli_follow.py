@@ -7,9 +7,9 @@ import io
 import pytest
 from rich.console import Console
 
-from service.client_errors import ServiceUnreachable
+from service.client_errors import ServerFault, ServiceUnreachable
+from service.client_retry import PATIENCE_S
 from service.commands.follow import (
-    PATIENCE_S,
     Followed,
     LiveView,
     PlainView,
@@ -17,7 +17,7 @@ from service.commands.follow import (
     live_page,
     watch,
 )
-from tests.unit.service.api_samples import job_body
+from tests.unit.service.api_samples import job_body, problem_body
 from tests.unit.service.fake_service import FakeService
 
 
@@ -91,6 +91,39 @@ def test_a_service_that_comes_back_is_waited_for():
     assert job.status == "SUCCEEDED"
     assert any("the job goes on" in trouble for trouble in view.troubles)
     assert view.troubles[-1] == ""
+
+
+def test_a_service_whose_store_is_away_is_waited_for():
+    service, view, clock = FakeService(), RecordingView(), Clock()
+    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+    problem = problem_body(503, "store_unavailable", "the database is locked")
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.refusal = problem if clock.now_s < 30.0 else None
+
+    job = watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert job.status == "SUCCEEDED"
+    assert any("the database is locked" in trouble for trouble in view.troubles)
+
+
+def test_a_bug_of_the_service_ends_the_following_at_once():
+    service, view, clock = FakeService(), RecordingView(), Clock()
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.refusal = problem_body(500, "internal_error", "the service failed")
+
+    with pytest.raises(ServerFault):
+        watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert clock.now_s < 2.0
+
+
+def test_plain_lines_tell_once_that_the_cluster_does_not_answer():
+    service = FakeService()
+    away = job_body(status="STARTING", message="no answer from Ray")
+    service.looks = [away, away, away, job_body(status="SUCCEEDED")]
+    assert plain_output(service).count("no answer from Ray") == 1
 
 
 def test_a_service_that_stays_away_is_given_up_after_the_patience():

@@ -16,6 +16,7 @@ from service.client_errors import (
     ServiceUnreachable,
     UnexpectedAnswer,
 )
+from service.client_retry import Patience
 from service.domain import JobStatus
 from tests.unit.service.api_samples import event_body, job_body, problem_body, spec_document
 
@@ -27,6 +28,7 @@ class Script:
         self.answers = list(answers)
         self.requests: list[httpx.Request] = []
         self.naps_s: list[float] = []
+        self.now_s = 0.0
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         self.requests.append(request)
@@ -39,8 +41,13 @@ class Script:
         return ShardloomClient(
             transport=httpx.MockTransport(self),
             retry=RetryPolicy(num_retries=num_retries),
-            sleep=self.naps_s.append,
+            sleep=self.sleep,
+            clock=lambda: self.now_s,
         )
+
+    def sleep(self, duration_s: float) -> None:
+        self.naps_s.append(duration_s)
+        self.now_s += duration_s
 
 
 def ok(body: object) -> httpx.Response:
@@ -172,6 +179,41 @@ def test_waiting_ends_at_its_time_limit():
         script.client().wait("ratings", timeout_s=0.0)
 
 
+def test_waiting_outlasts_a_restart_of_the_service():
+    away = [httpx.ConnectError("restarting")] * 10 + [httpx.Response(503)] * 10
+    script = Script(ok(job_body()), *away, ok(job_body(status="SUCCEEDED")))
+    assert script.client(num_retries=2).wait("ratings").status is JobStatus.SUCCEEDED
+
+
+def test_waiting_gives_up_when_its_patience_ends():
+    script = Script(ok(job_body()), *[httpx.ConnectError("gone")] * 100)
+    with pytest.raises(ServiceUnreachable):
+        script.client(num_retries=2).wait("ratings", patience_s=60.0)
+    assert 60.0 <= script.now_s < 70.0
+
+
+def test_waiting_for_a_service_that_is_away_keeps_to_its_time_limit():
+    script = Script(*[httpx.ConnectError("gone")] * 100)
+    with pytest.raises(ServiceUnreachable):
+        script.client(num_retries=0).wait("ratings", timeout_s=10.0)
+    assert script.now_s < 16.0
+
+
+def test_a_long_log_is_read_piece_by_piece():
+    def piece(cursor: str, *texts: str) -> httpx.Response:
+        lines = [{"source": "driver", "text": text} for text in texts]
+        return ok({"attempt_id": "a", "sources": ["driver"], "lines": lines, "cursor": cursor})
+
+    script = Script(piece("1", "a", "b"), piece("2", "c"), piece("2"))
+    logs = script.client().read_logs("ratings", tail=9)
+    assert [line.text for line in logs.lines] == ["a", "b", "c"]
+    assert [dict(request.url.params) for request in script.requests] == [
+        {"tail": "9"},
+        {"after": "1"},
+        {"after": "2"},
+    ]
+
+
 def test_events_are_read_until_a_page_is_empty():
     script = Script(
         ok({"items": [event_body(1), event_body(2)], "next": "2"}),
@@ -209,7 +251,20 @@ def test_a_stream_that_breaks_again_and_again_but_brings_news_is_followed():
 def test_a_stream_that_brings_nothing_is_given_up():
     script = Script(sse(), sse(), sse())
     with pytest.raises(ServiceUnreachable, match="broke off"):
-        list(script.client(num_retries=2).follow_events("ratings"))
+        list(script.client(num_retries=2).follow_events("ratings", patience_s=0.0))
+
+
+def test_a_stream_outlasts_a_restart_of_the_service():
+    away = [httpx.ConnectError("restarting")] * 20
+    script = Script(sse(sse_event(1)), *away, sse(sse_event(2), END))
+    found = [event.id for event in script.client(num_retries=2).follow_events("ratings")]
+    assert found == [1, 2]
+
+
+def test_a_quiet_stream_that_is_cut_off_now_and_then_is_followed():
+    script = Script(*[sse(": keep-alive\n\n") for _ in range(9)], sse(END))
+    client = script.client(num_retries=2)
+    assert list(client.follow_events("ratings", patience_s=0.0)) == []
 
 
 def test_a_stream_of_an_unknown_job_is_not_found_at_once():
@@ -219,13 +274,22 @@ def test_a_stream_of_an_unknown_job_is_not_found_at_once():
     assert script.naps_s == []
 
 
-@given(
-    num_failures=st.integers(1, 12), num_retries=st.integers(0, 12), jitter=st.floats(0.0, 0.999)
-)
-def test_backoff_is_bounded_and_ends(num_failures, num_retries, jitter):
-    policy = RetryPolicy(num_retries=num_retries)
+@given(num_failures=st.integers(1, 100_000), jitter=st.floats(0.0, 0.999))
+def test_backoff_is_bounded(num_failures, jitter):
+    policy = RetryPolicy()
     delay_s = policy.delay_s(num_failures, jitter)
-    if num_failures > num_retries:
-        assert delay_s is None
-    else:
-        assert policy.first_delay_s / 2 <= delay_s <= policy.max_delay_s
+    assert policy.first_delay_s / 2 <= delay_s <= policy.max_delay_s
+
+
+@given(num_retries=st.integers(0, 12), patience_s=st.floats(0.0, 1000.0))
+def test_failures_end_after_the_retries_and_the_patience(num_retries, patience_s):
+    script, error = Script(), ServiceUnreachable("http://nobody", "gone")
+    policy = RetryPolicy(num_retries=num_retries)
+    patience = Patience(policy, patience_s, script.sleep, lambda: script.now_s)
+    with pytest.raises(ServiceUnreachable):
+        while True:
+            patience.endure(error)
+    assert len(script.naps_s) >= num_retries
+    assert script.now_s >= patience_s
+    if len(script.naps_s) > num_retries:
+        assert script.now_s < patience_s + policy.max_delay_s

@@ -24,8 +24,9 @@ from pathlib import Path
 import httpx
 
 from service import local_ray
+from service.addresses import local_url
 from service.local_process import ProcessId, end_family, identify, is_alive
-from service.local_state import StackHome, StackState, boot_id
+from service.local_state import StackError, StackHome, StackState, boot_id
 from trainer.versions import check_versions
 
 SERVICE_COMMAND = (sys.executable, "-m", "service.main")
@@ -38,10 +39,6 @@ RAY_GRACE_S = 5.0
 LOG_TAIL_LINES = 15
 
 Report = Callable[[str], None]
-
-
-class StackError(Exception):
-    """The local stack cannot be started or ended; the message says why and what to change."""
 
 
 @dataclass(frozen=True)
@@ -93,11 +90,14 @@ class LocalStack:
                 undo.pop_all()
             return state
 
-    def down(self, report: Report) -> bool:
-        """End the stack and all that it started; False if nothing ran. Raises `StackError`."""
+    def down(self, report: Report, *, only: StackState | None = None) -> bool:
+        """End the stack and all that it started; False if nothing ran. Raises `StackError`.
+
+        With `only` a stack that others started in place of that one is left alone.
+        """
         with self.home.lock():
             state = self.home.read_state()
-            if state is None:
+            if state is None or (only is not None and not state.has_processes_of(only)):
                 return False
             ended = self._end(state, report)
             self.home.forget_state()
@@ -161,7 +161,7 @@ class LocalStack:
     # ---- start
 
     def _launch(self, port: int, before: StackState | None) -> tuple[StackState, list[Part]]:
-        url = f"http://{_connect_host(self._environment)}:{port}"
+        url = local_url(self._environment.get("SHARDLOOM_HOST") or "127.0.0.1", port)
         state = before or StackState(
             url=url,
             boot_id=boot_id(),
@@ -300,12 +300,6 @@ def check_port_free(port: int) -> None:
                 f"port {port} {why}; choose another one: `shardloom up --port {port + 1}` "
                 f"or SHARDLOOM_PORT={port + 1}"
             ) from None
-
-
-def _connect_host(environment: Mapping[str, str]) -> str:
-    # A wildcard address is a place to listen on, not one to connect to.
-    host = environment.get("SHARDLOOM_HOST") or "127.0.0.1"
-    return {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
 
 
 def _answers(http: httpx.Client, part: Part) -> bool:

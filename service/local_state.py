@@ -27,6 +27,10 @@ DEFAULT_HOME = "~/.shardloom"
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
 
 
+class StackError(Exception):
+    """The local stack cannot be started or ended; the message says why and what to change."""
+
+
 class StackState(BaseModel):
     """The stack that was started last. Processes are None where they were not ours to start."""
 
@@ -46,6 +50,10 @@ class StackState(BaseModel):
             and self.boot_id == boot_id()
             and all(is_alive(process) for process in started)
         )
+
+    def has_processes_of(self, other: StackState) -> bool:
+        """Whether both states are about the same running stack."""
+        return (self.service, self.ray) == (other.service, other.ray)
 
 
 @dataclass(frozen=True)
@@ -83,12 +91,17 @@ class StackHome:
         """The stored state, whether or not its processes live; None if there is none."""
         try:
             return StackState.model_validate_json(self.state_path.read_bytes())
-        except (FileNotFoundError, ValidationError):
+        except (FileNotFoundError, NotADirectoryError, ValidationError):
             return None
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def write_state(self, state: StackState) -> None:
         """Store the state, atomically."""
-        write_private(self.state_path, state.model_dump_json(indent=2))
+        try:
+            write_private(self.state_path, state.model_dump_json(indent=2))
+        except OSError as error:
+            raise self._unusable(error) from error
 
     def forget_state(self) -> None:
         """Remove the stored state."""
@@ -102,11 +115,24 @@ class StackHome:
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Hold the stack's lock; waits while another command starts or stops this stack."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        with (self.root / "stack.lock").open("w") as file:
+        """Hold the stack's lock; waits while another command starts or stops this stack.
+
+        Raises `StackError` if the folder cannot be had.
+        """
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            file = (self.root / "stack.lock").open("w")
+        except OSError as error:
+            raise self._unusable(error) from error
+        with file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+    def _unusable(self, error: OSError) -> StackError:
+        return StackError(
+            f"cannot keep files in {self.root} ({error.strerror}); check its rights and the space "
+            "left, or name another folder with SHARDLOOM_HOME"
+        )
 
 
 def write_private(path: Path, text: str) -> None:

@@ -58,7 +58,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         # Imported here because it takes a second that an API without pages need not spend.
         from service.dashboard.pages import mount
 
-        mount(app, store, settings)
+        mount(app, store, settings, reconciler.wake)
     return app
 
 

@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PositiveFloat, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from service.addresses import local_url
+
 
 def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
@@ -30,9 +32,7 @@ def _default_runs_dir(values: dict[str, Any]) -> Path:
 
 
 def _default_service_url(values: dict[str, Any]) -> str:
-    # A wildcard address is a place to listen on, not one to connect to.
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(values["host"], values["host"])
-    return f"http://{host}:{values['port']}"
+    return local_url(values["host"], values["port"])
 
 
 class Settings(BaseSettings):

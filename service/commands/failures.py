@@ -20,7 +20,7 @@ from service.client_errors import (
 )
 from service.commands.context import error_console
 from service.commands.exits import REFUSED, UNAVAILABLE
-from service.local import StackError
+from service.local_state import StackError
 from trainer.spec import SpecError
 
 

@@ -108,10 +108,10 @@ def _stay(stack: LocalStack, state: StackState) -> None:
         message = stack.wait_until_broken(state)
     except KeyboardInterrupt:
         console().print("stopping")
-        stack.down(lambda line: console().print(Text(line, style="dim")))
+        stack.down(lambda line: console().print(Text(line, style="dim")), only=state)
         return
     error_console().print(message)
-    stack.down(lambda line: console().print(Text(line, style="dim")))
+    stack.down(lambda line: console().print(Text(line, style="dim")), only=state)
     raise typer.Exit(UNAVAILABLE)
 
 

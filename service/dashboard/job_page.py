@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import yaml
 from nicegui import ui
@@ -24,10 +25,13 @@ REFRESH_INTERVAL_S = 1.0
 class JobPage:
     """One reader's view of a job, refreshed every second while the browser is connected."""
 
-    def __init__(self, store: JobStore, run_dir: RunDir, job_id: str) -> None:
+    def __init__(
+        self, store: JobStore, run_dir: RunDir, job_id: str, wake: Callable[[], None]
+    ) -> None:
         self._store = store
         self._run_dir = run_dir
         self._job_id = job_id
+        self._wake = wake
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -127,6 +131,7 @@ class JobPage:
         self._dialog.close()
         try:
             await asyncio.to_thread(cancel_job, self._store, self._job_id)
+            self._wake()
         except JobEnded:
             ui.notify("The job had already ended.")
         except StaleVersion:

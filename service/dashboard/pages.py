@@ -6,6 +6,8 @@ it from one to the next: the newest `mount` is the one that answers.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import FastAPI
 from fastapi.responses import RedirectResponse
 from nicegui import app as nicegui_app
@@ -20,13 +22,14 @@ from service.store.base import JobStore
 from service.submission import run_dir_of
 
 
-def mount(app: FastAPI, store: JobStore, settings: Settings) -> None:
+def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
     """Serve the dashboard from `app`: the list at `/dashboard/`, a job below `jobs/`.
 
-    Call it after the API's routes are in place; `/` then leads to the list.
+    `wake` makes the reconciler look at once at what a reader asked for. Call it after the API's
+    routes are in place; `/` then leads to the list.
     """
     _forget_former_mount()
-    _register_pages(store, settings)
+    _register_pages(store, settings, wake)
 
     @app.get("/", include_in_schema=False)
     def _home() -> RedirectResponse:
@@ -50,7 +53,7 @@ def _forget_former_mount() -> None:
     nicegui_app.user_middleware.clear()
 
 
-def _register_pages(store: JobStore, settings: Settings) -> None:
+def _register_pages(store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
     feed = ListFeed(store)
 
     @ui.page("/")
@@ -59,7 +62,7 @@ def _register_pages(store: JobStore, settings: Settings) -> None:
 
     @ui.page("/jobs/{job_id}")
     async def _job(job_id: str) -> None:
-        await JobPage(store, run_dir_of(settings, job_id), job_id).build()
+        await JobPage(store, run_dir_of(settings, job_id), job_id, wake).build()
 
 
 def _unknown_page() -> None:

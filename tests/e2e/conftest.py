@@ -35,11 +35,12 @@ _START_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class Dashboard:
-    """A running server; `url` has no slash at its end."""
+    """A running server; `url` has no slash at its end, `woken` is set when a page woke the loop."""
 
     url: str
     store: SqlJobStore
     runs_dir: Path
+    woken: threading.Event
 
 
 class _Server(uvicorn.Server):
@@ -66,10 +67,11 @@ def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
     settings = Settings(home=tmp_path)
     store = SqlJobStore.open(settings.database_url)
     app = FastAPI()
-    mount(app, store, settings)
+    woken = threading.Event()
+    mount(app, store, settings, woken.set)
     server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = server.start()
-    yield Dashboard(f"http://127.0.0.1:{server.port}", store, settings.runs_dir)
+    yield Dashboard(f"http://127.0.0.1:{server.port}", store, settings.runs_dir, woken)
     server.should_exit = True
     thread.join(timeout=10)
     store.close()

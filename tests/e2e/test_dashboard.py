@@ -183,10 +183,12 @@ def test_cancelling_asks_first_and_then_stops_the_job(
     page.get_by_role("button", name="Keep it").click()
     expect(page.get_by_role("dialog")).not_to_be_visible()
     assert not dashboard.store.get_job(running.id).cancel_requested
+    assert not dashboard.woken.is_set()
     page.get_by_role("button", name="Cancel job").click()
     page.get_by_role("dialog").get_by_role("button", name="Cancel job").click()
     expect(page.locator(".heading .status")).to_have_text("stopping", timeout=LIVE_MS)
     assert dashboard.store.get_job(running.id).cancel_requested
+    assert dashboard.woken.is_set()
 
 
 def test_a_failed_job_says_why(page: Page, dashboard: Dashboard) -> None:

@@ -248,6 +248,14 @@ def test_down_without_a_stack_says_so(service):
     assert (result.exit_code, result.stdout) == (0, "nothing was running\n")
 
 
+def test_a_home_that_can_be_no_folder_is_named_and_is_no_failed_job(service, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "file" / "home"))
+    result = shardloom("up")
+    assert result.exit_code == 3
+    assert "SHARDLOOM_HOME" in result.stderr
+
+
 def test_status_fails_when_nobody_answers(service):
     service.is_down = True
     result = shardloom("status", "--json")

@@ -19,7 +19,7 @@ from tests.unit.service.builders import queued_job
 def client_of(store: SqlJobStore, home: Path) -> Iterator[TestClient]:
     """A client of a started app that serves the dashboard over `store`."""
     app = FastAPI()
-    mount(app, store, Settings(home=home))
+    mount(app, store, Settings(home=home), wake=lambda: None)
     with TestClient(app) as client:
         yield client
 

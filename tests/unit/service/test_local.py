@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service import local_state
+from service.addresses import local_url
 from service.local import LocalStack, StackError, check_port_free
 from service.local_process import ProcessId, ProcessInfo, family, identify, is_alive, parse_stat
 from service.local_ray import (
@@ -21,6 +22,7 @@ from service.local_ray import (
     make_temp_dir,
 )
 from service.local_state import StackHome, StackState, boot_id
+from service.settings import Settings
 from trainer.versions import Mismatch
 
 PORTS = RayPorts(*range(5001, 5007))
@@ -176,6 +178,43 @@ def test_a_stack_of_before_the_last_boot_is_forgotten_and_nobody_is_ended(home):
     state(home, THIS_PROCESS, boot_id="another boot")
     assert LocalStack(home, environment={}).down(pytest.fail) is False
     assert home.read_state() is None
+
+
+def test_a_stack_that_others_started_since_is_left_alone(home):
+    mine = state(home, DEAD_PROCESS)
+    theirs = state(home, THIS_PROCESS)
+    assert LocalStack(home, environment={}).down(pytest.fail, only=mine) is False
+    assert home.read_state() == theirs
+
+
+def test_the_own_stack_is_ended_with_its_leftovers(home):
+    mine = state(home, DEAD_PROCESS)
+    LocalStack(home, environment={}).down(pytest.fail, only=mine)
+    assert home.read_state() is None
+
+
+def test_a_home_that_can_be_no_folder_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    stack = LocalStack(StackHome(tmp_path / "file" / "home"), environment={})
+    with pytest.raises(StackError, match=r"Not a directory.*SHARDLOOM_HOME"):
+        stack.up(report=pytest.fail)
+    with pytest.raises(StackError, match="SHARDLOOM_HOME"):
+        stack.down(pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:8700"),
+        ("0.0.0.0", "http://127.0.0.1:8700"),
+        ("::", "http://[::1]:8700"),
+        ("::1", "http://[::1]:8700"),
+        ("ray-head", "http://ray-head:8700"),
+    ],
+)
+def test_the_url_of_a_listening_address_can_be_connected_to(host, url):
+    assert local_url(host, 8700) == url
+    assert Settings(host=host, port=8700).service_url == url
 
 
 def test_mismatched_versions_are_refused_before_anything_starts(home, monkeypatch):

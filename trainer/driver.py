@@ -39,6 +39,7 @@ logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 POST_TIMEOUT_S = 10.0
 EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130}
 EXIT_EVICTED = 143
+CLUSTER_LOSS_GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,8 @@ def run_workers(config: WorkerConfig) -> Failure | None:
         logger.error("%s", error)
         return classify(error)
     except RayError as error:  # the controller itself is gone, alone or with the cluster
+        # When the whole cluster goes, its parts go one by one, and this driver is among them.
+        time.sleep(CLUSTER_LOSS_GRACE_S)
         if not cluster_answers():
             raise Evicted(f"the cluster is gone: {_first_line(error)}") from error
         return Failure(failures.WORKERS_LOST, f"Ray Train was lost: {_first_line(error)}")
@@ -265,9 +268,10 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
         except BaseException as error:  # handed to the main thread, which raises it
             outcome.put(error)
 
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    # After ray.init, which takes SIGTERM for itself.
     signal.signal(signal.SIGINT, _stop)
     signal.signal(signal.SIGTERM, _evict)
-    ray.init(log_to_driver=False, logging_level=logging.WARNING)
     threading.Thread(target=_run, name="attempt", daemon=True).start()
     result = outcome.get()
     if isinstance(result, BaseException):

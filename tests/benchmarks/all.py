@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.report import end_on_sigterm, goal_text, is_met, log
+from tests.benchmarks.report import end_on_signal, goal_text, is_met, log
 
 NAMES = ("overhead", "startup")
 
@@ -23,14 +23,26 @@ def run_all(out: Path) -> int:
     failed = []
     for name in NAMES:
         log(f"benchmark {name}")
-        command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json", out / f"{name}.json"]
-        if subprocess.run(command, check=False).returncode:
+        if run_benchmark(name, out / f"{name}.json"):
             failed.append(name)
     done = [name for name in NAMES if name not in failed]
     documents = [json.loads((out / f"{name}.json").read_text()) for name in done]
     (out / "README.md").write_text(markdown_of(documents, failed))
     log(f"table in {out / 'README.md'}")
     return 1 if failed else 0
+
+
+def run_benchmark(name: str, json_path: Path) -> int:
+    """Run one benchmark to its end; returns its exit code."""
+    command = [sys.executable, "-m", f"tests.benchmarks.{name}", "--json", str(json_path)]
+    # In a session of its own, so that a Ctrl-C reaches it once: from here.
+    child = subprocess.Popen(command, start_new_session=True)
+    try:
+        return child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()
 
 
 def markdown_of(documents: Iterable[Mapping[str, Any]], failed: Iterable[str] = ()) -> str:
@@ -78,7 +90,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder to write")
     options = parser.parse_args()
-    end_on_sigterm()
+    end_on_signal()
     options.out.mkdir(parents=True, exist_ok=True)
     return run_all(options.out)
 

@@ -129,11 +129,11 @@ class BenchmarkReport:
     goals: Sequence[Goal]
     runs: Sequence[Run]
 
-    def document(self) -> dict[str, Any]:
-        """The report as the JSON file holds it."""
+    def document(self, machine: Mapping[str, Any]) -> dict[str, Any]:
+        """The report as the JSON file holds it; `machine` is where it was measured."""
         return {
             "benchmark": self.benchmark,
-            "machine": describe_machine(),
+            "machine": dict(machine),
             "settings": dict(self.settings),
             "ratios": {goal.key: ratio_of(goal, self.runs) for goal in self.goals},
             "runs": [asdict(run) for run in self.runs],
@@ -141,12 +141,13 @@ class BenchmarkReport:
 
 
 def describe_machine() -> dict[str, Any]:
-    """The machine and the versions that a result belongs to."""
+    """The machine, how busy it is now, and the versions that a result belongs to."""
     memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "cpu": _cpu_model(),
         "num_cores": os.cpu_count(),
         "memory_bytes": memory_bytes,
+        "load_average_1min": round(os.getloadavg()[0], 2),
         "system": platform.platform(),
         "python": platform.python_version(),
         **{name: version(name) for name in _DISTRIBUTIONS},
@@ -197,9 +198,10 @@ def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, descripti
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--pairs", type=int, default=default_pairs, help="measured pairs of runs")
     options = parser.parse_args()
-    end_on_sigterm()
+    end_on_signal()
+    machine = describe_machine()
     try:
-        document = run(options.pairs).document()
+        document = run(options.pairs).document(machine)
     except BenchmarkError as error:
         log(f"the benchmark failed: {error}")
         return 1
@@ -215,6 +217,16 @@ def write_json(path: Path, document: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(document, indent=2) + "\n")
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM unwind the stack, so that what a benchmark started is brought down."""
-    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(128 + signum))
+def end_on_signal() -> None:
+    """Let SIGINT and SIGTERM unwind, so that what a benchmark started is brought down.
+
+    Further ones are ignored: they would cut that short.
+    """
+
+    def unwind(signum: int, frame: object) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        sys.exit(128 + signum)
+
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, unwind)

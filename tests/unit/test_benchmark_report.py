@@ -14,6 +14,7 @@ from tests.benchmarks.report import (
     BenchmarkReport,
     Goal,
     Run,
+    describe_machine,
     is_met,
     main,
     order_of_pair,
@@ -107,7 +108,7 @@ def test_a_benchmark_that_cannot_measure_says_why_and_exits_1(tmp_path, monkeypa
 
 def test_the_markdown_table_shows_ratios_verdicts_and_what_failed():
     report = BenchmarkReport("speed", {}, [GOAL], runs_of((90.0, 100.0)))
-    page = markdown_of([report.document()], failed=["startup"])
+    page = markdown_of([report.document(describe_machine())], failed=["startup"])
     row = next(line for line in page.splitlines() if line.startswith("| speed |"))
     assert "0.900" in row
     assert "at least 0.97" in row

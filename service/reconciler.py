@@ -21,7 +21,7 @@ from functools import partial
 
 from service.backends.base import Backend
 from service.domain import Attempt, EndReason, Job, Observation, ObservedState
-from service.errors import BackendUnreachable, StaleVersion, SubmissionRefused
+from service.errors import BackendUnreachable, ServiceError, StaleVersion, SubmissionRefused
 from service.lifecycle import (
     Action,
     Decision,
@@ -107,8 +107,7 @@ class Reconciler:
             # Cleared before the look: a wake during it must cause another one.
             self._woken.clear()
             error = self._dispatcher.submit(self._dispatch).exception()
-            if error is not None:
-                logger.error("cannot look at the jobs; trying again", exc_info=error)
+            _log_error("cannot look at the jobs", error)
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:
@@ -136,8 +135,7 @@ class Reconciler:
     @staticmethod
     def _note_error(job_id: str, future: Future[None]) -> None:
         error = None if future.cancelled() else future.exception()
-        if error is not None:
-            logger.error("job %s: look failed; trying again", job_id, exc_info=error)
+        _log_error(f"job {job_id}: look failed", error)
 
     # ---- one job
 
@@ -251,3 +249,10 @@ class Reconciler:
     def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
         self._telemetry.backend_was_unreachable()
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
+
+
+def _log_error(what: str, error: BaseException | None) -> None:
+    """Log what went wrong, if anything did; a traceback only where the cause is not known."""
+    if error is not None:
+        trace = None if isinstance(error, ServiceError) else error
+        logger.error("%s, trying again: %s", what, error, exc_info=trace)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import RowMapping
 
 from service.domain import (
@@ -65,8 +66,15 @@ def job_of(row: RowMapping) -> Job:
     """A job from `jobs` joined with `job_progress`; raises `JobUnreadable`."""
     try:
         return _job_of(row)
+    except ValidationError as error:
+        faults = [f"{_path(fault['loc'])}: {fault['msg']}" for fault in error.errors()]
+        raise JobUnreadable(row["id"], "; ".join(faults)) from error
     except ValueError as error:
         raise JobUnreadable(row["id"], str(error)) from error
+
+
+def _path(location: tuple[str | int, ...]) -> str:
+    return ".".join(str(part) for part in location)
 
 
 def _job_of(row: RowMapping) -> Job:

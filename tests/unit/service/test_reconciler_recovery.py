@@ -51,10 +51,11 @@ def test_a_job_that_cannot_be_read_does_not_stall_the_others(
 
 
 def test_the_loop_survives_whatever_a_look_raises(
-    house: House, monkeypatch: pytest.MonkeyPatch
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     house.settings = house.settings.model_copy(update={"reconcile_interval_s": 0.01})
-    list_live_jobs, errors = SqlJobStore.list_live_jobs, [RuntimeError("a bug"), OSError("a disk")]
+    list_live_jobs = SqlJobStore.list_live_jobs
+    errors = [RuntimeError("a bug"), StoreUnavailable("a lock")]
     looked = threading.Event()
 
     def fail_twice(store: SqlJobStore) -> object:
@@ -71,6 +72,8 @@ def test_the_loop_survives_whatever_a_look_raises(
     assert not reconciler.has_died
     reconciler.close()
     assert not reconciler.has_died
+    logged = [record for record in caplog.records if "cannot look at the jobs" in record.message]
+    assert [bool(record.exc_info) for record in logged] == [False, True]
 
 
 def test_a_loop_that_ended_by_itself_has_died(house: House) -> None:

@@ -112,7 +112,6 @@ class Attempt:
     """One submission of a job to a backend. `id` is the submission id as well.
 
     `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
-
     `num_worker_failures` counts the worker group restarts that happened inside the attempt;
     `end_reason` is None while it lives. Times are Unix seconds.
     """

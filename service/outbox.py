@@ -57,7 +57,7 @@ class OutboxCollector:
     def collect_later(self, job_id: str, index: int) -> None:
         """Collect again when the last worker of the attempt must have ended."""
         with self._lock:
-            self._due_at.setdefault((job_id, index), self._clock() + LATE_RECORDS_S)
+            self._due_at[job_id, index] = self._clock() + LATE_RECORDS_S
 
     def take_due(self) -> list[tuple[str, int]]:
         """Jobs and attempt indices whose time to be collected again has come, each once."""

@@ -170,7 +170,7 @@ class Reconciler:
             self._outboxes.collect(job.id, attempt.index)
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
-            if decision.attempt.end_reason is not None:
+            if decision.attempt.end_reason is not None and decision.attempt != attempt:
                 self._outboxes.collect_later(job.id, decision.attempt.index)
             self._act(decision.action, stored, decision.attempt)
         return is_new_attempt

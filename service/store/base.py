@@ -28,7 +28,7 @@ class JobStore(Protocol):
         """The job that a key made before, if any; raises `IdempotencyConflict` as `create_job`."""
 
     def get_job(self, job_id: str) -> Job:
-        """Read a job; raises `JobNotFound`."""
+        """Read a job; raises `JobNotFound` or `JobUnreadable`."""
 
     def list_jobs(
         self,
@@ -38,10 +38,13 @@ class JobStore(Protocol):
         statuses: Sequence[JobStatus] = (),
         name: str | None = None,
     ) -> tuple[list[Job], str | None]:
-        """Newest first; the second value is the cursor of the next page, or None."""
+        """Newest first; the second value is the cursor of the next page, or None.
+
+        Jobs that this version cannot read are left out.
+        """
 
     def list_live_jobs(self) -> list[Job]:
-        """Every job whose status is not terminal, oldest first."""
+        """Every job whose status is not terminal, oldest first; unreadable ones are left out."""
 
     def update_job(
         self, job: Job, *, attempt: Attempt | None = None, timeline: Sequence[TimelineEvent] = ()
@@ -60,7 +63,8 @@ class JobStore(Protocol):
     def append_events(self, attempt_id: str, batch: EventBatch, now: float) -> EventAck:
         """Take what is new in a batch and apply it to job, attempt, metrics and checkpoints.
 
-        Raises `SequenceGap` (with the wanted `next_seq`) if records before the batch are missing.
+        Raises `SequenceGap` (with the wanted `next_seq`) if records before the batch are missing,
+        and `RecordRefused` if the database cannot hold one of them.
         """
 
     def stream_positions(self, attempt_id: str) -> dict[str, int]:

@@ -98,6 +98,13 @@ def test_a_pool_without_free_connections_is_the_store_being_unavailable(house: H
         connection.close()
 
 
+def test_there_is_a_connection_for_every_thread_that_may_want_one(house: House) -> None:
+    num_api_threads, num_dashboard_threads = 40, 32
+    pool = house.store._engine.pool
+    num_users = num_api_threads + num_dashboard_threads + house.settings.reconcile_threads + 1
+    assert pool.size() + pool._max_overflow >= num_users
+
+
 def test_records_written_after_the_end_was_seen_are_taken_before_the_next_attempt(
     house: House,
 ) -> None:

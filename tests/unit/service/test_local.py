@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import stat
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -182,7 +183,7 @@ def test_a_stack_of_before_the_last_boot_is_forgotten_and_nobody_is_ended(home):
 
 def test_a_stack_that_others_started_since_is_left_alone(home):
     mine = state(home, DEAD_PROCESS)
-    theirs = state(home, THIS_PROCESS)
+    theirs = state(home, replace(DEAD_PROCESS, start_ticks=DEAD_PROCESS.start_ticks - 1))
     assert LocalStack(home, environment={}).down(pytest.fail, only=mine) is False
     assert home.read_state() == theirs
 

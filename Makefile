@@ -4,12 +4,15 @@
 #   DATA=DIR          MovieLens csv folder for the demo
 #   WAIT=0            end the demo when the job has ended
 SHELL := /bin/bash
+.SHELLFLAGS := -o pipefail -c
 PYTHON ?= python3
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 WAIT ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed-$(STACK)
-PIP := $(BIN)/python -m pip install --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on
+# What is there already is no news.
+NEWS := | { grep -v 'already satisfied' || true; }
 
 .PHONY: help setup demo test test-unit lint format bench clean
 help:
@@ -20,11 +23,11 @@ setup: $(STAMP) ## create .venv with everything installed
 $(STAMP): pyproject.toml
 	@echo "Shardloom set-up ($(STACK) stack) into .venv: about two minutes the first time."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "[1/3] PyTorch" && $(PIP) --progress-bar on torch==2.13.0
+	@echo "[1/3] PyTorch" && $(PIP) torch==2.13.0 $(NEWS)
 	@echo "[2/3] Shardloom and what it needs" && \
-		$(PIP) --progress-bar on -e '.[service,trainer-$(STACK),dev]'
+		$(PIP) -e '.[service,trainer-$(STACK),dev]' $(NEWS)
 	@if [ $(STACK) = cpu ]; then echo "[3/3] TorchRec" && \
-		$(PIP) --progress-bar on --no-deps torchrec==1.8.0; fi
+		$(PIP) --no-deps torchrec==1.8.0 $(NEWS); fi
 	@$(BIN)/python -m trainer.versions
 	@touch $@
 

@@ -313,7 +313,7 @@ def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnd
 def main() -> int:
     """Run the attempt that the environment names; the exit code of the Ray job."""
     context = DriverContext.from_env(os.environ)
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
     start_log(context.files.log_path("driver"))
     logger.info("driver of %s is process %d", context.attempt_id, os.getpid())
     writer = EventWriter(context.files.stream_path("driver"))

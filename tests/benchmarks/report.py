@@ -164,7 +164,12 @@ def _cpu_model() -> str:
 
 def table_of(document: Mapping[str, Any]) -> Table:
     """A short table of a report's document."""
-    table = Table("ratio", "value", "spread", "goal", "ours", "peer", title=document["benchmark"])
+    peers = {f"peer: {ratio['peer_name']}" for ratio in document["ratios"].values()}
+    table = Table(
+        *("ratio", "value", "spread", "goal", "ours", "peer"),
+        title=document["benchmark"],
+        caption=", ".join(sorted(peers)),
+    )
     for key, ratio in document["ratios"].items():
         color = "green" if is_met(ratio) else "red"
         low, high = ratio["spread"]
@@ -174,7 +179,7 @@ def table_of(document: Mapping[str, Any]) -> Table:
             f"{low:.3f} to {high:.3f}",
             goal_text(ratio),
             f"{ratio['ours']:.4g} {ratio['unit']}",
-            f"{ratio['peer']:.4g} {ratio['unit']} ({ratio['peer_name']})",
+            f"{ratio['peer']:.4g} {ratio['unit']}",
         )
     return table
 

@@ -192,4 +192,4 @@ def test_the_cli_mirrors_the_job_in_its_exit_code(
     assert good.returncode == 0, good.stdout + good.stderr
     assert "training completed" in good.stderr
     assert bad.returncode == 1
-    assert "data_error" in bad.stdout + bad.stderr
+    assert "part-00000.parquet, row 5, column 'rating'" in bad.stderr

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from service.domain import attempt_id
 from service.errors import RecordRefused
 from service.settings import Settings
 from service.store.base import JobStore
 from service.submission import run_dir_of
 from service.telemetry import Telemetry
-from trainer.events import EVENT_ADAPTER, STREAM_PATTERN, Event, EventBatch, Note
+from trainer.events import STREAM_PATTERN, EventBatch, damaged_record, read_record
+from trainer.run_dir import stream_order
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class OutboxCollector:
                     self._take(attempt, single)
                 return
             logger.warning("stream %s: %s", batch.stream, error)
-            damaged = batch.model_copy(update={"events": [_damaged(self._clock())]})
+            damaged = batch.model_copy(update={"events": [damaged_record(self._clock())]})
             self._store.append_events(attempt, damaged, self._clock())
         self._telemetry.received_events(len(batch.events))
 
@@ -95,17 +94,11 @@ def unread_batches(
     Only whole lines count. `now` (Unix seconds) dates the note that takes the place of a damaged
     line, so that the numbers of the lines after it still hold. Raises OSError.
     """
-    for path in sorted(outbox_dir.glob("*.jsonl"), key=_stream_order):
+    for path in sorted(outbox_dir.glob("*.jsonl"), key=stream_order):
         if not re.match(STREAM_PATTERN, path.stem):
             logger.warning("not a stream of records, left alone: %s", path)
             continue
         yield from _unread_of(path, positions.get(path.stem, 0), now)
-
-
-def _stream_order(path: Path) -> tuple[str, int]:
-    """`workers-2` before `workers-10`: a later run of workers has the last word."""
-    name, _, number = path.stem.rpartition("-")
-    return (name, int(number)) if number.isdecimal() else (path.stem, -1)
 
 
 def _unread_of(path: Path, next_seq: int, now: float) -> Iterator[EventBatch]:
@@ -113,17 +106,6 @@ def _unread_of(path: Path, next_seq: int, now: float) -> Iterator[EventBatch]:
         whole_lines = (line for line in file if line.endswith(b"\n"))
         unread = islice(whole_lines, next_seq, None)
         while lines := list(islice(unread, _BATCH_SIZE)):
-            events = [_record(line, now) for line in lines]
+            events = [read_record(line, now) for line in lines]
             yield EventBatch(stream=path.stem, first_seq=next_seq, events=events)
             next_seq += len(events)
-
-
-def _record(line: bytes, now: float) -> Event:
-    try:
-        return EVENT_ADAPTER.validate_json(line)
-    except ValidationError:
-        return _damaged(now)
-
-
-def _damaged(now: float) -> Note:
-    return Note(time=now, level="warning", message="an event record was damaged on storage")

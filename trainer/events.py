@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 STREAM_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
 
@@ -134,6 +134,22 @@ Event = Annotated[
     Field(discriminator="kind"),
 ]
 EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def read_record(line: bytes, now: float) -> Event:
+    """The record on one line of a stream; a damaged line becomes a note, so that numbering holds.
+
+    `now` (Unix seconds) dates that note.
+    """
+    try:
+        return EVENT_ADAPTER.validate_json(line)
+    except ValidationError:
+        return damaged_record(now)
+
+
+def damaged_record(now: float) -> Note:
+    """What takes the place of a record that cannot be read or stored."""
+    return Note(time=now, level="warning", message="an event record was damaged on storage")
 
 
 class EventBatch(BaseModel):

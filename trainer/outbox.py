@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
-from pydantic import ValidationError
 
-from trainer.events import EVENT_ADAPTER, Event, EventAck, EventBatch, Note
+from trainer.events import Event, EventAck, EventBatch, read_record
 from trainer.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
@@ -49,14 +49,6 @@ class EventWriter:
                 self._pending = self._pending[num_written:]
 
 
-def parse_line(line: bytes) -> Event:
-    """The record on one line; a damaged line becomes a note, so that numbering holds."""
-    try:
-        return EVENT_ADAPTER.validate_json(line)
-    except ValidationError:
-        return Note(time=0.0, level="warning", message="an event record was damaged on storage")
-
-
 @dataclass
 class _StreamReader:
     """Reads complete lines of one growing file. `next_seq` is what the service wants next."""
@@ -74,7 +66,7 @@ class _StreamReader:
             while len(lines) < MAX_BATCH and (line := file.readline()).endswith(b"\n"):
                 lines.append(line)
                 offset += len(line)
-        return [parse_line(line) for line in lines], offset
+        return [read_record(line, time.time()) for line in lines], offset
 
     def rewind(self, next_seq: int) -> None:
         """Go to record `next_seq`, as the service asks when it holds more or less than we knew."""

@@ -16,8 +16,8 @@ from pathlib import Path
 COMMIT_MARKER = "COMMIT.json"
 
 
-def _stream_order(path: Path) -> tuple[str, int]:
-    # workers-10 comes after workers-2.
+def stream_order(path: Path) -> tuple[str, int]:
+    """Sort key of stream files: `workers-2` before `workers-10`, as later runs overrule."""
     name, _, number = path.stem.rpartition("-")
     return (name, int(number)) if number.isdecimal() else (path.stem, -1)
 
@@ -45,7 +45,7 @@ class AttemptDir:
 
     def stream_paths(self) -> list[Path]:
         """Files of all streams, those of earlier worker group runs first."""
-        return sorted(self.outbox_dir.glob("*.jsonl"), key=_stream_order)
+        return sorted(self.outbox_dir.glob("*.jsonl"), key=stream_order)
 
     def stream_path(self, stream: str) -> Path:
         """File of one event stream."""

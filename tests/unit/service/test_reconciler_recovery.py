@@ -24,7 +24,7 @@ from tests.unit.service.builders import (
     workers_lost,
 )
 from tests.unit.service.house import House
-from trainer.events import EVENT_ADAPTER, Note
+from trainer.events import Note, read_record
 
 
 def _spoil_spec(house: House, job_id: str) -> None:
@@ -142,7 +142,7 @@ def test_a_record_that_cannot_be_stored_does_not_keep_a_job_from_ending(house: H
     path.write_text("".join(record.model_dump_json() + "\n" for record in records))
     with pytest.MonkeyPatch.context() as patch:
         # A validator lets through what the database refuses.
-        patch.setattr("service.outbox.EVENT_ADAPTER", _TrustingAdapter())
+        patch.setattr("service.outbox.read_record", _read_as_it_is)
         house.look(2)
     assert house.status(job) is JobStatus.SUCCEEDED
     assert house.store.stream_positions(f"{job.id}-a0") == {"driver": 4}
@@ -150,14 +150,12 @@ def test_a_record_that_cannot_be_stored_does_not_keep_a_job_from_ending(house: H
     assert steps == [1, 2]
 
 
-class _TrustingAdapter:
-    """Reads records as they are, a note's missing time included."""
-
-    def validate_json(self, line: bytes) -> object:
-        fields = json.loads(line)
-        if fields["time"] is None:
-            return Note.model_construct(**fields)
-        return EVENT_ADAPTER.validate_json(line)
+def _read_as_it_is(line: bytes, now: float) -> object:
+    """Reads a record as it is, a note's missing time included."""
+    fields = json.loads(line)
+    if fields["time"] is None:
+        return Note.model_construct(**fields)
+    return read_record(line, now)
 
 
 def test_streams_are_taken_in_the_order_of_their_numbers(house: House) -> None:

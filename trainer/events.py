@@ -44,6 +44,35 @@ class AttemptStarted(EventModel):
     versions: dict[str, str] = {}
 
 
+class TablePlan(BaseModel):
+    """How the planner sharded one table inside each sharding group.
+
+    `shards` has, for each shard, the position in the sharding group (0 to L - 1), the first row
+    and column that it holds and their number.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    class Shard(BaseModel):
+        """A rectangle of the table."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        position: Count
+        row_offset: Count
+        column_offset: Count
+        num_rows: Count
+        num_columns: Count
+
+    name: str
+    sharding_type: str
+    data_type: str
+    num_embeddings: Count
+    embedding_dim: Count
+    size_bytes: Count = Field(description="Weights and optimizer state of one whole copy.")
+    shards: list[Shard]
+
+
 class WorkersStarted(EventModel):
     """A worker group run has built its process groups; `resumed_step` is 0 on a fresh start."""
 
@@ -58,6 +87,7 @@ class WorkersStarted(EventModel):
     replica_groups: list[list[int]]
     hosts: list[str] = Field(description="Host of each rank, indexed by rank.")
     table_shards: dict[str, str] = Field(description="Sharding type chosen for each table.")
+    tables: list[TablePlan] = []
     total_steps: Count
     resumed_step: Count
 
@@ -102,6 +132,32 @@ class CheckpointDeleted(EventModel):
     path: str
 
 
+class Divergence(EventModel):
+    """Copies of a shard that should be equal are not.
+
+    `ranks` hold `shard` (0 to L - 1) of `table` with contents that differ from the other copies
+    of their replica group; `action` is what follows.
+    """
+
+    kind: Literal["divergence"] = "divergence"
+    step: Count
+    table: str
+    shard: Count
+    ranks: list[int]
+    action: Literal["fail", "rebroadcast"]
+
+
+class TraceWritten(EventModel):
+    """A profiler trace of some steps of one rank lies on run storage (Chrome trace format)."""
+
+    kind: Literal["trace_written"] = "trace_written"
+    step: Count = Field(description="The last step in the trace.")
+    num_steps: Count
+    rank: Count
+    path: str
+    size_bytes: Count
+
+
 class WorkersLost(EventModel):
     """A worker group run ended early; the driver restarts it if its budget allows."""
 
@@ -129,6 +185,8 @@ Event = Annotated[
     | Progress
     | CheckpointCommitted
     | CheckpointDeleted
+    | Divergence
+    | TraceWritten
     | WorkersLost
     | AttemptEnded,
     Field(discriminator="kind"),

@@ -55,9 +55,7 @@ def build_parallel_model(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParalle
     """
     torch.manual_seed(spec.training.seed)
     model = build_model(spec, groups.device)
-    table_sharders = sharders(
-        fused_optimizer_params(spec.optimizer.sparse, spec.parallelism.moment_scale_value)
-    )
+    table_sharders = sharders(fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale))
     plan = make_plan(model, spec.embedding_tables, groups, table_sharders)
     torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
     return TwoDParallel(model, groups, plan, table_sharders), chosen_sharding(plan)

@@ -12,7 +12,8 @@ TorchRec. Averaging the copies is the business of `trainer.parallel.sync`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+)
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
     ModuleSharder,
@@ -54,6 +60,24 @@ class MeshShardingEnv(ShardingEnv2D):
     def remap_rank(self, rank: int, sharding_type: ShardingType) -> int:
         """Position of global `rank` in its sharding group, from 0 to L - 1."""
         return self._shard_of[rank]
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """One shard of one table on this rank.
+
+    `weight` is a view [local_rows, local_cols] of table number `kernel_index` inside an FBGEMM
+    kernel; `states` are views of its optimizer state, [local_rows] or [local_rows, local_cols],
+    by name. `row_offset` and `column_offset` place the shard in the whole table.
+    """
+
+    table: str
+    kernel: SplitTableBatchedEmbeddingBagsCodegen
+    kernel_index: int
+    weight: torch.Tensor
+    states: dict[str, torch.Tensor]
+    row_offset: int
+    column_offset: int
 
 
 class TwoDParallel(DistributedModelParallel):
@@ -91,7 +115,15 @@ class TwoDParallel(DistributedModelParallel):
 
     def embedding_kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """FBGEMM kernels that hold this rank's shards, in module order."""
-        return list(_kernels(self._dmp_wrapped_module))
+        return [lookup._emb_module for lookup in _lookups(self._dmp_wrapped_module)]
+
+    def table_shards(self) -> list[TableShard]:
+        """This rank's shards in kernel order, the same on every rank of a replica group."""
+        return [
+            shard
+            for lookup in _lookups(self._dmp_wrapped_module)
+            for shard in _shards_of(lookup._emb_module, lookup._config.embedding_tables)
+        ]
 
     def shard_weights(self) -> list[torch.Tensor]:
         """This rank's shards: one [local_rows, embedding_dim] view for each local table."""
@@ -107,11 +139,27 @@ class TwoDParallel(DistributedModelParallel):
         ]
 
 
-def _kernels(module: nn.Module) -> Iterator[SplitTableBatchedEmbeddingBagsCodegen]:
-    if isinstance(module, SplitTableBatchedEmbeddingBagsCodegen):
+_FUSED_LOOKUPS = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
+
+
+def _lookups(module: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
+    if isinstance(module, _FUSED_LOOKUPS):
         yield module
+        return
     # TorchRec keeps its lookups in plain lists, which nn.Module.children does not see.
     for lookup in getattr(module, "_lookups", ()):
-        yield from _kernels(lookup)
+        yield from _lookups(lookup)
     for child in module.children():
-        yield from _kernels(child)
+        yield from _lookups(child)
+
+
+def _shards_of(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, tables: Sequence[ShardedEmbeddingTable]
+) -> Iterator[TableShard]:
+    weights, states = kernel.split_embedding_weights(), kernel.get_optimizer_state()
+    for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
+        assert table.local_metadata is not None, "TorchRec places every shard that it makes"
+        row, column = (*table.local_metadata.shard_offsets, 0)[:2]
+        # SGD has no state at all, not even an empty entry for each table.
+        state = dict(states[index]) if states else {}
+        yield TableShard(table.name, kernel, index, weight, state, row, column)

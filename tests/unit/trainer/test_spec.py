@@ -65,6 +65,11 @@ def test_a_spec_survives_its_own_json() -> None:
     assert load_spec(spec.model_dump_json(exclude_none=True)) == spec
 
 
+_SHARDING = "embedding_tables[0].constraints.sharding_types"
+_PARTITION = "embedding_tables[0].constraints.min_partition"
+_EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
+
+
 @pytest.mark.parametrize(
     ("change", "path", "code"),
     [
@@ -82,6 +87,18 @@ def test_a_spec_survives_its_own_json() -> None:
         ("parallelism.moment_scale=3", "parallelism.moment_scale", "moment_scale"),
         ("parallelism.moment_scale=-1", "parallelism.moment_scale", None),
         ("model.over_arch.layer_sizes=[4, 2]", "model.over_arch.layer_sizes", "over_arch_width"),
+        ("parallelism.moment_scale=0", "parallelism.moment_scale", None),
+        ("parallelism.sync.full_above=1.5", "parallelism.sync.full_above", "less_than_equal"),
+        ("parallelism.divergence_check={every_syncs: 0}", _EVERY_SYNCS, "greater_than"),
+        ("parallelism.constraints={users: {}}", "parallelism.constraints", "extra_forbidden"),
+        ("optimizer.sparse.weight_decay=-1", "optimizer.sparse.weight_decay", None),
+        ("optimizer.schedule={decay: cosign}", "optimizer.schedule.decay", "literal_error"),
+        ("embedding_tables[0].constraints.sharding_types=[tw]", f"{_SHARDING}[0]", None),
+        ("embedding_tables[0].constraints.min_partition=6", _PARTITION, "multiple_of"),
+        ("embedding_tables[0].constraints.min_partition=12", _PARTITION, "min_partition"),
+        ("features[0].weights_column=w", "features[0].weights_column", "unexpected_weights"),
+        ("features[0].max_length=3", "features[0].max_length", "unexpected_max_length"),
+        ("training.trace={first_step: 1, ranks: [4]}", "training.trace.ranks", "trace_ranks"),
     ],
 )
 def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> None:
@@ -93,18 +110,12 @@ def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> No
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ("parallelism.sync.mode=touched_rows", "parallelism.sync.mode"),
-        ("parallelism.sync.dtype=bf16", "parallelism.sync.dtype"),
-        ("parallelism.sync.overlap=true", "parallelism.sync.overlap"),
-        ("parallelism.sync.optimizer_state=delayed", "parallelism.sync.optimizer_state"),
         ("parallelism.survive={hosts: 1}", "parallelism.survive"),
         ("parallelism.shard_group_size=auto", "parallelism.shard_group_size"),
         ("parallelism.placement=auto", "parallelism.placement"),
         ("parallelism.workers={min: 2, max: 4}", "parallelism.workers"),
         ("model.module=my.package:Model", "model.module"),
         ("model.arch=movielens", "model.arch"),
-        ("features[0].type=sequence", "features[0].type"),
-        ("optimizer.schedule={warmup: 10}", "optimizer.schedule"),
         ("export={to: x}", "export"),
     ],
 )
@@ -189,3 +200,65 @@ def test_any_document_is_accepted_or_refused_with_paths(document: Any) -> None:
     with pytest.raises(SpecError) as caught:
         validate_spec(document)
     assert all(problem.path and problem.message for problem in caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ("parallelism.sync.every_steps=4", "sync"),
+        ("parallelism.dense=at_sync", "dense"),
+        ("parallelism.divergence_check={every_syncs: 2}", "divergence_check"),
+    ],
+)
+def test_what_needs_a_second_copy_is_refused_with_one(change: str, field: str) -> None:
+    problems = refusal(["parallelism.shard_group_size=4", change])
+    code, message = problems[f"parallelism.{field}"]
+    assert code == "single_replica"
+    assert "one copy" in message
+
+
+def test_one_copy_without_a_sync_is_plain_model_parallel() -> None:
+    spec = validate_spec(apply_overrides(minimal(), ["parallelism.shard_group_size=4"]))
+    assert spec.parallelism.num_replicas == 1
+    assert load_spec(spec.model_dump_json()) == spec
+
+
+def test_scaling_moments_that_sgd_does_not_keep_is_refused() -> None:
+    problems = refusal(["optimizer.sparse.name=sgd", "parallelism.moment_scale=2"])
+    assert problems["parallelism.moment_scale"][0] == "moment_scale"
+
+
+@pytest.mark.parametrize(("name", "scale"), [("sgd", 1), ("adagrad", 2), ("row_wise_adagrad", 2)])
+def test_the_moment_scale_is_m_where_the_optimizer_has_moments(name: str, scale: float) -> None:
+    spec = validate_spec(apply_overrides(minimal(), [f"optimizer.sparse.name={name}"]))
+    assert spec.moment_scale == scale
+
+
+@pytest.mark.parametrize("kind", ["data_parallel", "table_row_wise", "grid_shard"])
+def test_a_sequence_table_refuses_shardings_that_torchrec_lacks(kind: str) -> None:
+    problems = refusal(["features[0].type=sequence", f"{_SHARDING}=[{kind}]"])
+    code, message = problems[_SHARDING]
+    assert code == "unsupported_sharding"
+    assert "EmbeddingCollection" in message
+
+
+def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
+    document = minimal()
+    document["features"].append({"name": "clicks", "type": "sequence", "table": "users"})
+    with pytest.raises(SpecError) as caught:
+        validate_spec(document)
+    assert [(p.path, p.code) for p in caught.value.problems] == [
+        ("features[2].table", "shared_table")
+    ]
+
+
+def test_tables_larger_than_the_group_s_memory_are_refused_with_the_numbers() -> None:
+    # 1000 rows of (8 * 4 + 4) bytes = 36 000; two workers of 20 000 bytes less 15 % hold 34 000.
+    changes = ["embedding_tables[0].num_embeddings=1000"]
+    code, message = refusal([*changes, "resources.memory_bytes_per_worker=20000"])[
+        "embedding_tables[0].num_embeddings"
+    ]
+    assert code == "table_too_large"
+    assert "sharding group of 2 workers" in message
+    fits = [*changes, "resources.memory_bytes_per_worker=22000"]
+    assert validate_spec(apply_overrides(minimal(), fits)).embedding_tables[0].num_embeddings

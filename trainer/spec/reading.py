@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from trainer.spec_problems import FieldProblem, SpecError
+from trainer.spec.problems import FieldProblem, SpecError
 
 
 def parse_document(text: str) -> Any:

@@ -1,0 +1,78 @@
+"""The job spec: what a user writes in YAML or JSON, checked before anything runs.
+
+`load_spec` is the front door: it parses text, applies `--set` overrides and returns a
+frozen `JobSpec`, or raises `SpecError` whose problems each name the path of the field.
+What the design foresees but this version cannot do is refused as "not supported yet";
+it is never silently ignored. Pydantic only: the control plane and the client import this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.spec.data import FeatureSpec
+from trainer.spec.job import JobSpec
+from trainer.spec.model import InteractionSpec, TaskSpec
+from trainer.spec.optimizer import DenseOptimizerSpec, ScheduleSpec, SparseOptimizerSpec
+from trainer.spec.parallelism import (
+    AllToAllSpec,
+    DivergenceCheckSpec,
+    ParallelismSpec,
+    PlannerSpec,
+    SyncSpec,
+)
+from trainer.spec.problems import FieldProblem, SpecError, problems_of
+from trainer.spec.reading import apply_overrides, parse_document
+from trainer.spec.run import TraceSpec
+from trainer.spec.tables import EmbeddingTableSpec, TableConstraints
+
+__all__ = [
+    "AllToAllSpec",
+    "DenseOptimizerSpec",
+    "DivergenceCheckSpec",
+    "EmbeddingTableSpec",
+    "FeatureSpec",
+    "FieldProblem",
+    "InteractionSpec",
+    "JobSpec",
+    "ParallelismSpec",
+    "PlannerSpec",
+    "ScheduleSpec",
+    "SparseOptimizerSpec",
+    "SpecError",
+    "SyncSpec",
+    "TableConstraints",
+    "TaskSpec",
+    "TraceSpec",
+    "apply_overrides",
+    "json_schema",
+    "load_spec",
+    "parse_document",
+    "validate_spec",
+]
+
+
+def validate_spec(document: Any) -> JobSpec:
+    """Check a parsed document; raises `SpecError` that names the path of every faulty field."""
+    if not isinstance(document, dict):
+        raise SpecError(
+            [FieldProblem("spec", "not_a_mapping", "the spec must be a mapping of sections")]
+        )
+    try:
+        return JobSpec.model_validate(document)
+    except ValidationError as error:
+        raise SpecError(problems_of(error.errors(include_url=False))) from None
+
+
+def load_spec(text: str, overrides: Sequence[str] = ()) -> JobSpec:
+    """Parse, override and check a spec in YAML or JSON; raises `SpecError`."""
+    return validate_spec(apply_overrides(parse_document(text), overrides))
+
+
+def json_schema() -> dict[str, Any]:
+    """JSON Schema of the spec, for editors (`shardloom spec schema`)."""
+    schema = JobSpec.model_json_schema()
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}

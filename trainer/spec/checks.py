@@ -1,0 +1,167 @@
+"""Checks across sections of a spec: names that refer to others, shapes that must fit, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from trainer.spec.problems import problem
+from trainer.spec.tables import SEQUENCE_SHARDING_TYPES, EmbeddingTableSpec
+
+if TYPE_CHECKING:
+    from trainer.spec.job import JobSpec
+
+
+def check_references(spec: JobSpec) -> None:
+    """Names are unique, every table that a feature names exists, and every table is used."""
+    _check_unique("features", [feature.name for feature in spec.features])
+    _check_unique("embedding_tables", [table.name for table in spec.embedding_tables])
+    names = [table.name for table in spec.embedding_tables]
+    for index, feature in enumerate(spec.features):
+        if feature.is_sparse and feature.table not in names:
+            raise problem(
+                "unknown_table",
+                f"'{feature.table}' is not in embedding_tables ({', '.join(names)})",
+                f"features[{index}].table",
+            )
+    used = {feature.table for feature in spec.sparse_features}
+    for index, name in enumerate(names):
+        if name not in used:
+            raise problem(
+                "unused_table",
+                f"no feature looks up table '{name}'",
+                f"embedding_tables[{index}].name",
+            )
+
+
+def _check_unique(section: str, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise problem(
+                "duplicate_name", f"'{name}' is defined more than once", f"{section}[{index}].name"
+            )
+
+
+def check_sequences(spec: JobSpec) -> None:
+    """A table is looked up pooled or in sequence, never both; sequences shard in fewer ways."""
+    pooled = {feature.table for feature in spec.pooled_features}
+    for index, feature in enumerate(spec.features):
+        if feature.is_sequence and feature.table in pooled:
+            raise problem(
+                "shared_table",
+                f"table '{feature.table}' is looked up by pooled features and by the sequence "
+                f"'{feature.name}', which TorchRec keeps in different collections; give the "
+                "sequence a table of its own",
+                f"features[{index}].table",
+            )
+    for index, table in enumerate(spec.embedding_tables):
+        if table.name in spec.sequence_tables:
+            _check_sequence_sharding(table, f"embedding_tables[{index}].constraints.sharding_types")
+
+
+def _check_sequence_sharding(table: EmbeddingTableSpec, path: str) -> None:
+    for sharding_type in table.constraints.sharding_types:
+        if sharding_type not in SEQUENCE_SHARDING_TYPES:
+            raise problem(
+                "unsupported_sharding",
+                f"'{sharding_type}' is not possible for table '{table.name}': it is looked up by a "
+                "sequence feature, and TorchRec shards an EmbeddingCollection only "
+                f"{', '.join(SEQUENCE_SHARDING_TYPES)}",
+                path,
+            )
+
+
+def check_column_shards(spec: JobSpec) -> None:
+    """No column shard can have more columns than its table."""
+    for index, table in enumerate(spec.embedding_tables):
+        fewest = table.constraints.min_partition
+        if fewest and table.embedding_dim % fewest:
+            raise problem(
+                "min_partition",
+                f"must divide embedding_dim ({table.embedding_dim}), so that column shards of "
+                f"table '{table.name}' are equally wide",
+                f"embedding_tables[{index}].constraints.min_partition",
+            )
+
+
+def check_moment_scale(spec: JobSpec) -> None:
+    """Only an optimizer with second moments has them scaled."""
+    if spec.parallelism.moment_scale != "auto" and not spec.optimizer.sparse.has_moments:
+        raise problem(
+            "moment_scale",
+            f"optimizer.sparse.name '{spec.optimizer.sparse.name}' keeps no second moments to "
+            "scale; remove it or use row_wise_adagrad or adagrad",
+            "parallelism.moment_scale",
+        )
+
+
+def check_shapes(spec: JobSpec) -> None:
+    """Layer sizes fit the embeddings that they meet."""
+    model, dims = spec.model, {table.embedding_dim for table in spec.embedding_tables}
+    if not spec.dense_features:
+        raise problem(
+            "no_dense_feature", f"arch '{model.arch}' needs at least one dense one", "features"
+        )
+    if len(dims) > 1:
+        raise problem(
+            "mixed_dims",
+            f"arch '{model.arch}' needs one embedding_dim for all, got {sorted(dims)}",
+            "embedding_tables",
+        )
+    if model.dense_arch.layer_sizes[-1] not in dims:
+        raise problem(
+            "dense_arch_width",
+            f"the last ({model.dense_arch.layer_sizes[-1]}) must equal embedding_dim "
+            f"({dims.pop()})",
+            "model.dense_arch.layer_sizes",
+        )
+    if model.over_arch.layer_sizes[-1] != 1:
+        raise problem("over_arch_width", "the last must be 1", "model.over_arch.layer_sizes")
+
+
+def check_trace_ranks(spec: JobSpec) -> None:
+    """A trace is taken on ranks that exist."""
+    trace, world_size = spec.training.trace, spec.parallelism.world_size
+    if trace and max(trace.ranks) >= world_size:
+        raise problem(
+            "trace_ranks",
+            f"rank {max(trace.ranks)} does not exist: workers are numbered 0 to {world_size - 1}",
+            "training.trace.ranks",
+        )
+
+
+def check_memory(spec: JobSpec) -> None:
+    """Each table, and all together, fit into what one sharding group has; where sizes are known.
+
+    The same is checked by the planner at the start for sizes that only the data tells.
+    """
+    memory_bytes = spec.resources.memory_bytes_per_worker
+    if memory_bytes is None:
+        return
+    size = spec.parallelism.shard_group_size
+    assert isinstance(size, int)
+    room_bytes = int(size * memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
+    sparse, total_bytes = spec.optimizer.sparse, 0
+    for index, table in enumerate(spec.embedding_tables):
+        state_bytes = sparse.state_bytes_per_row(table.embedding_dim)
+        total_bytes += table.size_bytes(state_bytes) or 0
+        if total_bytes > room_bytes:
+            raise problem(
+                "table_too_large",
+                f"with table '{table.name}' the tables and their optimizer state need "
+                f"{total_bytes / 2**30:.2f} GiB, but a sharding group of {size} workers holds "
+                f"{room_bytes / 2**30:.2f} GiB (resources.memory_bytes_per_worker less "
+                "parallelism.planner.storage_reservation); raise parallelism.shard_group_size",
+                f"embedding_tables[{index}].num_embeddings",
+            )
+
+
+ALL: tuple[Callable[[JobSpec], None], ...] = (
+    check_references,
+    check_sequences,
+    check_column_shards,
+    check_moment_scale,
+    check_shapes,
+    check_trace_ranks,
+    check_memory,
+)

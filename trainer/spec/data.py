@@ -1,0 +1,105 @@
+"""`data` and `features`: where the rows are and which columns the model reads."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from trainer.spec.base import Identifier, Label, SpecModel
+from trainer.spec.problems import problem
+
+DEFAULT_MAX_LENGTH = 50
+
+
+class LabelSpec(SpecModel):
+    """The column to predict and, when it was normalised, how to undo that.
+
+    The model learns `(column - offset_column) / scale_column`; metrics are reported in the
+    unit of `column`, so a star rating's RMSE is in stars whatever the normalisation was.
+    """
+
+    column: Identifier
+    offset_column: Identifier | None = None
+    scale_column: Identifier | None = None
+
+
+class SplitSpec(SpecModel):
+    """Names of the folders under `data.path` that hold each part."""
+
+    train: Label = "train"
+    validation: Label | None = "validation"
+
+
+class DataSpec(SpecModel):
+    """Where the rows are. `path` is a folder written by `shardloom data prepare`."""
+
+    format: Literal["parquet"] = "parquet"
+    path: Annotated[str, Field(min_length=1)]
+    label: LabelSpec
+    split: SplitSpec = SplitSpec()
+    batch_size: Annotated[PositiveInt, Field(description="Rows per rank and step.")] = 256
+    shuffle: bool = True
+
+
+class FeatureSpec(SpecModel):
+    """One model input read from one column.
+
+    `id` is one integer a row; `id_list` and `tokens` are lists of them, pooled to one vector;
+    `sequence` is a list whose vectors the model sees one by one, in order; `dense` is one float.
+    Sparse features name the embedding table they look up; several may share one.
+
+    `weights_column` holds one float for each id of a pooled list, which its vector is multiplied
+    by before pooling. Of a sequence the last `max_length` ids count.
+    """
+
+    name: Identifier
+    type: Literal["id", "id_list", "tokens", "sequence", "dense"]
+    column: Identifier | None = None
+    table: Identifier | None = None
+    weights_column: Identifier | None = None
+    max_length: PositiveInt | None = None
+
+    @property
+    def source_column(self) -> str:
+        """Name of the Parquet column, which is the feature's own name unless `column` is set."""
+        return self.column or self.name
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the feature is looked up in an embedding table."""
+        return self.type != "dense"
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether the feature's vectors stay apart instead of being pooled."""
+        return self.type == "sequence"
+
+    @property
+    def length_limit(self) -> int:
+        """How many ids of a sequence count, the last ones."""
+        return self.max_length or DEFAULT_MAX_LENGTH
+
+    @model_validator(mode="after")
+    def _check_table(self) -> Self:
+        if self.is_sparse and self.table is None:
+            raise problem(
+                "missing_table", f"feature '{self.name}' needs a 'table' to look up", "table"
+            )
+        if not self.is_sparse and self.table is not None:
+            raise problem("unexpected_table", "a dense feature has no 'table'; remove it", "table")
+        return self
+
+    @model_validator(mode="after")
+    def _check_lists(self) -> Self:
+        if self.weights_column and self.type not in ("id_list", "tokens"):
+            raise problem(
+                "unexpected_weights",
+                f"only pooled lists (id_list, tokens) take weights, '{self.name}' is {self.type}",
+                "weights_column",
+            )
+        if self.max_length and not self.is_sequence:
+            raise problem(
+                "unexpected_max_length", "only a sequence has a 'max_length'", "max_length"
+            )
+        return self

@@ -1,0 +1,76 @@
+"""The whole job spec: its sections put together."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from trainer.spec import checks
+from trainer.spec.base import NAME_PATTERN, Label, NotYet, SpecModel
+from trainer.spec.data import DataSpec, FeatureSpec
+from trainer.spec.model import ModelSpec
+from trainer.spec.optimizer import OptimizerSpec
+from trainer.spec.parallelism import ParallelismSpec
+from trainer.spec.run import CheckpointSpec, ResourcesSpec, RetrySpec, TrainingSpec
+from trainer.spec.tables import EmbeddingTableSpec
+
+
+class JobSpec(SpecModel):
+    """A whole training job."""
+
+    name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    labels: Annotated[dict[Label, Label], Field(default_factory=dict)]
+    data: DataSpec
+    features: Annotated[tuple[FeatureSpec, ...], Field(min_length=1)]
+    embedding_tables: Annotated[tuple[EmbeddingTableSpec, ...], Field(min_length=1)]
+    model: ModelSpec
+    optimizer: OptimizerSpec = OptimizerSpec()
+    parallelism: ParallelismSpec
+    training: TrainingSpec = TrainingSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    retry: RetrySpec = RetrySpec()
+    resources: ResourcesSpec = ResourcesSpec()
+    export: NotYet = None
+
+    @property
+    def dense_features(self) -> tuple[FeatureSpec, ...]:
+        """Dense features in spec order."""
+        return tuple(feature for feature in self.features if not feature.is_sparse)
+
+    @property
+    def pooled_features(self) -> tuple[FeatureSpec, ...]:
+        """Sparse features whose vectors are pooled, in spec order: the keys of `Batch.sparse`."""
+        return tuple(f for f in self.sparse_features if not f.is_sequence)
+
+    @property
+    def sequence_features(self) -> tuple[FeatureSpec, ...]:
+        """Features whose vectors stay apart, in spec order: the keys of `Batch.sequences`."""
+        return tuple(feature for feature in self.features if feature.is_sequence)
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether any pooled feature has weights; the others then weigh 1."""
+        return any(feature.weights_column for feature in self.features)
+
+    @property
+    def sequence_tables(self) -> frozenset[str]:
+        """Names of the tables that sequences look up."""
+        return frozenset(f.table for f in self.sequence_features if f.table)
+
+    @property
+    def moment_scale(self) -> float:
+        """c of the paper's algorithm 1 for the sparse optimizer; 1 where it has no moments."""
+        has_moments = self.optimizer.sparse.has_moments
+        return self.parallelism.moment_scale_value if has_moments else 1.0
+
+    @property
+    def sparse_features(self) -> tuple[FeatureSpec, ...]:
+        """Every feature that looks up a table, in spec order."""
+        return tuple(feature for feature in self.features if feature.is_sparse)
+
+    @model_validator(mode="after")
+    def _check_sections_together(self) -> Self:
+        for check in checks.ALL:
+            check(self)
+        return self

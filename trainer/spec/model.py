@@ -1,0 +1,76 @@
+"""`model`: the network, its layers, and what it learns."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, PositiveInt, model_validator
+
+from trainer.spec.base import Identifier, NotYet, SpecModel, only
+from trainer.spec.problems import problem
+
+
+class LayersSpec(SpecModel):
+    """Sizes of a stack of fully connected layers, input side first."""
+
+    layer_sizes: Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+
+
+class InteractionSpec(SpecModel):
+    """Low-rank cross layers of DCN v2 (`dcn_v2` only)."""
+
+    num_layers: PositiveInt = 2
+    low_rank_dim: PositiveInt = 32
+
+
+class TaskSpec(SpecModel):
+    """What is learned: `mse` regression (RMSE, MAE) or `bce` classification (NE, AUC)."""
+
+    name: Identifier = "rating"
+    loss: Literal["mse", "bce"]
+    metrics: tuple[Literal["rmse", "mae", "ne", "auc"], ...] = ()
+
+    @model_validator(mode="after")
+    def _check_metrics(self) -> Self:
+        allowed = ("rmse", "mae") if self.loss == "mse" else ("ne", "auc")
+        wrong = [metric for metric in self.metrics if metric not in allowed]
+        if wrong:
+            raise problem(
+                "metric_mismatch",
+                f"metric {wrong[0]!r} does not fit loss {self.loss!r}; use {' or '.join(allowed)}",
+                "metrics",
+            )
+        return self
+
+    @property
+    def metric_names(self) -> tuple[str, ...]:
+        """Metrics to report; the natural pair of the loss where none is named."""
+        return self.metrics or (("rmse", "mae") if self.loss == "mse" else ("ne", "auc"))
+
+
+def _one_task(tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
+    if len(tasks) > 1:
+        raise problem("not_supported_yet", "more than one task is not supported yet")
+    return tasks
+
+
+class ModelSpec(SpecModel):
+    """The network: TorchRec's DLRM or its DCN v2 variant."""
+
+    arch: Annotated[Literal["dlrm", "dcn_v2", "movielens"], only("dlrm", "dcn_v2")] = "dlrm"
+    dense_arch: LayersSpec
+    over_arch: LayersSpec
+    interaction_arch: InteractionSpec | None = None
+    tasks: Annotated[tuple[TaskSpec, ...], Field(min_length=1), AfterValidator(_one_task)]
+    module: NotYet = None
+
+    @model_validator(mode="after")
+    def _check_arch(self) -> Self:
+        if self.arch == "dlrm" and self.interaction_arch is not None:
+            raise problem("unexpected_section", "it belongs to arch 'dcn_v2'", "interaction_arch")
+        return self
+
+    @property
+    def task(self) -> TaskSpec:
+        """The one task of the model."""
+        return self.tasks[0]

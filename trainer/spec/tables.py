@@ -1,0 +1,59 @@
+"""`embedding_tables`: sizes, data types, and limits on how the planner may shard each one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from trainer.spec.base import Identifier, SpecModel
+
+ShardingTypeName = Literal[
+    "data_parallel",
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "grid_shard",
+]
+# Unpooled vectors have no other sharding in TorchRec that works on every device.
+SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
+Precision = Literal["fp32", "fp16", "bf16"]
+NUM_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+
+
+class TableConstraints(SpecModel):
+    """Limits on how the planner may shard one table inside a sharding group.
+
+    `min_partition` is the fewest columns that a column shard may have; `pooling_factor` tells the
+    planner how many ids a row looks up on average.
+    """
+
+    sharding_types: Annotated[tuple[ShardingTypeName, ...], Field(min_length=1)] = (
+        "row_wise",
+        "table_wise",
+    )
+    min_partition: Annotated[PositiveInt, Field(multiple_of=4)] | None = None
+    pooling_factor: PositiveFloat | None = None
+
+
+class EmbeddingTableSpec(SpecModel):
+    """One embedding table of shape [num_embeddings, embedding_dim].
+
+    `num_embeddings: auto` takes the vocabulary size from the manifest of the prepared data.
+    """
+
+    name: Identifier
+    num_embeddings: PositiveInt | Literal["auto"] = "auto"
+    embedding_dim: Annotated[PositiveInt, Field(multiple_of=4)]
+    pooling: Literal["sum", "mean"] = "sum"
+    data_type: Precision = "fp32"
+    constraints: TableConstraints = TableConstraints()
+
+    def size_bytes(self, state_bytes_per_row: int) -> int | None:
+        """Bytes of the weights and optimizer state; None while the number of rows is `auto`."""
+        if self.num_embeddings == "auto":
+            return None
+        return self.num_embeddings * (
+            self.embedding_dim * NUM_BYTES[self.data_type] + state_bytes_per_row
+        )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from torchrec.distributed.types import (
     ShardingType,
 )
 
+from trainer.parallel.dense_sync import GroupDataParallelWrapper
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.plan import place_plan
 
@@ -85,7 +87,8 @@ class TwoDParallel(DistributedModelParallel):
 
     Collective: every rank builds it with the same `plan` (made for one sharding group). Copies
     start equal: the tables of each replica group are broadcast from its first rank, the dense
-    parameters by DDP.
+    parameters by DDP. With `dense` "every_step" DDP spans all ranks, with "at_sync" one sharding
+    group, so that groups are independent between syncs.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class TwoDParallel(DistributedModelParallel):
         groups: MeshGroups,
         plan: ShardingPlan,
         sharders: list[ModuleSharder[nn.Module]],
+        dense: Literal["every_step", "at_sync"] = "every_step",
     ) -> None:
         self.groups = groups
         super().__init__(
@@ -102,6 +106,7 @@ class TwoDParallel(DistributedModelParallel):
             device=groups.device,
             plan=place_plan(plan, groups.sharding_placements),
             sharders=sharders,
+            data_parallel_wrapper=GroupDataParallelWrapper(groups) if dense == "at_sync" else None,
         )
         self.broadcast_tables()
 

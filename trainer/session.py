@@ -9,10 +9,9 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -20,7 +19,7 @@ from trainer import events
 from trainer.data.batches import Batch, TrainBatches, open_source, validation_batches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
-from trainer.elastic import checkpoint
+from trainer.elastic.checkpoint import CheckpointError, load
 from trainer.failures import NonFiniteLoss
 from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better
 from trainer.models.dlrm import build_model
@@ -32,19 +31,10 @@ from trainer.parallel.sync import FullSync
 from trainer.parallel.two_d import TwoDParallel
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import RunDir
+from trainer.saving import Checkpoints, State, state_of
 from trainer.spec import JobSpec
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class State:
-    """Where training stands; what a resumed run continues from."""
-
-    step: int = 0
-    position: DataPosition = field(default_factory=DataPosition)
-    rows_trained: int = 0
-    best: float | None = None
 
 
 def build_parallel_model(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, dict[str, str]]:
@@ -70,7 +60,6 @@ class Session:
         self.config = config
         self.groups = groups
         self.state = State()
-        self.checkpoints_dir = RunDir(config.run_dir).checkpoints_dir
         self.model, self.table_shards = build_parallel_model(spec, groups)
         self.dense = dense_optimizer(self.model, spec.optimizer.dense)
         self.optimizer = combine(self.model, self.dense)
@@ -82,6 +71,7 @@ class Session:
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
         self._writer = self._open_writer()
+        self.checkpoints = Checkpoints(config, groups, self.emit)
 
     def _open_data(self) -> None:
         data, world_size = self.spec.data, self.groups.layout.world_size
@@ -137,11 +127,16 @@ class Session:
         if self._writer:
             self._writer.write(event)
 
+    def note(self, level: Literal["info", "warning", "error"], message: str) -> None:
+        """Tell a person something, in the job's timeline and in this rank's log."""
+        logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", message)
+        self.emit(events.Note(time=time.time(), level=level, message=message))
+
     def announce(self) -> None:
         """Tell the control plane how the workers are grouped and where they start."""
         layout, mesh = self.groups.layout, self.groups.mesh
         if self.groups.warning:
-            self.emit(events.Note(time=time.time(), level="warning", message=self.groups.warning))
+            self.note("warning", self.groups.warning)
         self.emit(
             events.WorkersStarted(
                 time=time.time(),
@@ -279,7 +274,7 @@ class Session:
         return step % self.spec.checkpoint.every_steps == 0 or step == self.total_steps
 
     def save_checkpoint(self, is_best: bool) -> None:
-        """Write a checkpoint, marker last, then apply retention. Collective over all ranks.
+        """Save model and optimizers. Collective over all ranks.
 
         Copies are averaged first: an unsynced save would mix the groups. A failed save in the
         middle of a run is a warning, because training can go on and the next may succeed; at the
@@ -287,94 +282,28 @@ class Session:
         """
         started = time.perf_counter()
         self._full_sync()
-        folder = self.checkpoints_dir / f"step-{self.state.step:08d}-{self.config.run_label}"
         try:
-            files = checkpoint.save(folder, self.checkpoint_state())
-            commit = self._commit(is_best, files)
-            checkpoint.write_commit(folder, commit)
-            if self.groups.rank == 0:
-                self._publish(folder, commit, time.perf_counter() - started)
-        except checkpoint.CheckpointError as error:
+            self.checkpoints.save(self.checkpoint_state(), self.state, self.final_metrics, is_best)
+        except CheckpointError as error:
             if self.is_finished:
                 raise
-            logger.warning("%s", error)
-            self.emit(events.Note(time=time.time(), level="error", message=str(error)))
+            self.note("error", str(error))
         self.speed.exclude(time.perf_counter() - started)
-
-    def _commit(self, is_best: bool, files: dict[str, checkpoint.FileRecord]) -> checkpoint.Commit:
-        layout = self.groups.layout
-        return checkpoint.Commit(
-            step=self.state.step,
-            epoch=self.state.position.epoch,
-            row=self.state.position.row,
-            rows_trained=self.state.rows_trained,
-            world_size=layout.world_size,
-            shard_group_size=layout.shard_group_size,
-            placement=layout.placement,
-            time=time.time(),
-            is_best=is_best,
-            best=self.state.best,
-            metrics=dict(self.final_metrics),
-            files=files,
-        )
-
-    def _publish(self, folder: Path, commit: checkpoint.Commit, duration_s: float) -> None:
-        self.emit(
-            events.CheckpointCommitted(
-                time=time.time(),
-                step=commit.step,
-                path=str(folder),
-                size_bytes=commit.size_bytes,
-                duration_s=duration_s,
-                is_best=commit.is_best,
-                metrics=commit.metrics,
-            )
-        )
-        policy = self.spec.checkpoint
-        committed = checkpoint.list_committed(self.checkpoints_dir)
-        for old in checkpoint.superseded(committed, policy.keep_last, policy.keep_best):
-            checkpoint.remove_checkpoint(old.path)
-            self.emit(
-                events.CheckpointDeleted(time=time.time(), step=old.commit.step, path=str(old.path))
-            )
-
-    def _set_aside(self, damaged: Iterable[checkpoint.CommittedCheckpoint]) -> None:
-        for each in damaged:
-            checkpoint.set_aside(each)
-            message = f"checkpoint {each.path.name} is damaged: set aside, using the one before"
-            logger.warning(message)
-            self.emit(events.Note(time=time.time(), level="error", message=message))
-            self.emit(
-                events.CheckpointDeleted(
-                    time=time.time(), step=each.commit.step, path=str(each.path)
-                )
-            )
 
     def restore(self) -> None:
         """Continue from the newest intact checkpoint of the job, if any. Collective."""
-        if self.groups.rank == 0:
-            self.checkpoints_dir.mkdir(parents=True, exist_ok=True)
-            checkpoint.remove_uncommitted(self.checkpoints_dir)
-        found, damaged = checkpoint.newest_intact(self.checkpoints_dir)
-        if self.groups.rank == 0:
-            self._set_aside(damaged)
+        found = self.checkpoints.newest()
         if found is None:
             return
         self.dense.init_state()  # DCP fills existing tensors only, so Adam's must exist
         state = self.checkpoint_state()
-        checkpoint.load(found.path, state)
+        load(found.path, state)
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optim"])
-        commit = found.commit
-        self.state = State(
-            step=commit.step,
-            position=DataPosition(epoch=commit.epoch, row=commit.row),
-            rows_trained=commit.rows_trained,
-            best=commit.best,
-        )
-        self.final_metrics = dict(commit.metrics)
+        self.state = state_of(found.commit)
+        self.final_metrics = dict(found.commit.metrics)
         self.total_steps = self._planned_steps()
-        logger.info("resumed from %s at step %d", found.path.name, commit.step)
+        logger.info("resumed from %s at step %d", found.path.name, self.state.step)
 
 
 def _format(values: dict[str, float]) -> str:

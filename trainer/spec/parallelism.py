@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from trainer.spec.base import NotYet, SpecModel, only
 from trainer.spec.problems import problem
@@ -81,6 +88,11 @@ def _refuse_auto(value: int | str) -> int | str:
     return value
 
 
+def _unset(value: Any) -> Any:
+    # `--set parallelism.sync=null` takes back what a file sets.
+    return SyncSpec() if value is None else value
+
+
 class ParallelismSpec(SpecModel):
     """T workers, in sharding groups of L = `shard_group_size`; M = T / L replicas.
 
@@ -93,7 +105,7 @@ class ParallelismSpec(SpecModel):
     placement: Annotated[
         Literal["intra_host", "inter_host", "auto"], only("intra_host", "inter_host")
     ] = "intra_host"
-    sync: SyncSpec = SyncSpec()
+    sync: Annotated[SyncSpec, BeforeValidator(_unset)] = SyncSpec()
     dense: Literal["every_step", "at_sync"] = "every_step"
     moment_scale: PositiveFloat | Literal["auto"] = "auto"
     all_to_all: AllToAllSpec = AllToAllSpec()

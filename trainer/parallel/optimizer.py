@@ -1,25 +1,42 @@
-"""Optimizers: moment-scaled row-wise AdaGrad in the tables, a keyed one for the dense part.
+"""Optimizers: fused into the tables, keyed for data-parallel tables and for the dense part.
 
 In 2D the second moment v of a row grows M times faster than in 1D, because each of the M groups
 divides its gradient by L instead of T. Algorithm 1 of the 2D sparse parallelism paper divides it
 by c again: w -= lr / (sqrt(v / c) + eps) * g. That is FBGEMM's stock kernel with lr * sqrt(c) and
-eps * sqrt(c), so no kernel of our own is needed.
+eps * sqrt(c), so no kernel of our own is needed. It holds for AdaGrad and row-wise AdaGrad alike;
+SGD has no moments and c is 1.
+
+    sgd                w -= lr * g
+    adagrad            v += g^2          (v [rows, dim])    w -= lr / (sqrt(v / c) + eps) * g
+    row_wise_adagrad   v += mean_d(g^2)  (v [rows])         w -= lr / (sqrt(v / c) + eps) * g
+
+Tables sharded data_parallel are whole on each rank and have ordinary gradients, so a torch
+optimizer with the same formula updates them after the backward pass.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from trainer.parallel.schedule import factor
+from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import DenseOptimizerSpec, SparseOptimizerSpec
+from trainer.spec.optimizer import OptimizerSpec
 
+_FUSED_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "row_wise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
 _DENSE_OPTIMIZERS = {
     "adam": torch.optim.Adam,
     "adagrad": torch.optim.Adagrad,
@@ -28,24 +45,173 @@ _DENSE_OPTIMIZERS = {
 
 
 def fused_optimizer_params(spec: SparseOptimizerSpec, moment_scale: float) -> dict[str, Any]:
-    """FBGEMM parameters of row-wise AdaGrad with moment scale c = `moment_scale`."""
+    """FBGEMM parameters of the sparse optimizer with moment scale c = `moment_scale`."""
     root = math.sqrt(moment_scale)
     return {
-        "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+        "optimizer": _FUSED_OPTIMIZERS[spec.name],
         "learning_rate": spec.lr * root,
         "eps": spec.eps * root,
     }
 
 
 def dense_optimizer(model: nn.Module, spec: DenseOptimizerSpec) -> KeyedOptimizerWrapper:
-    """Optimizer of every parameter that is not updated inside backward."""
+    """Optimizer of every parameter outside the tables, whatever way these are sharded."""
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    if isinstance(model, TwoDParallel):
+        for name in _table_parameters(model):
+            del dense[name]
     kind = _DENSE_OPTIMIZERS[spec.name]
     return KeyedOptimizerWrapper(
         dense, lambda params: kind(params, lr=spec.lr, weight_decay=spec.weight_decay)
     )
 
 
-def combine(model: DistributedModelParallel, dense: KeyedOptimizerWrapper) -> CombinedOptimizer:
+def _table_parameters(model: TwoDParallel) -> dict[str, nn.Parameter]:
+    """Data-parallel tables by their full parameter name."""
+    tables = {id(parameter) for parameter in _data_parallel_tables(model).values()}
+    return {name: p for name, p in model.named_parameters() if id(p) in tables}
+
+
+class DataParallelTables(KeyedOptimizer):
+    """Optimizer of the tables that are whole on every rank, by the formula of the fused one.
+
+    Its state has the names and shapes of the fused optimizer's, so that a checkpoint can be
+    loaded where the planner shards the same table in another way.
+    """
+
+    def __init__(self, model: TwoDParallel, spec: SparseOptimizerSpec, moment_scale: float) -> None:
+        parameters = _table_parameters(model)
+        self._inner = _whole_table_optimizer(parameters.values(), spec, moment_scale)
+        names = {id(parameter): name for name, parameter in _data_parallel_tables(model).items()}
+        state: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in parameters.values()}
+        if spec.has_moments:
+            for parameter in state:
+                moment = self._inner.state[parameter]["sum"]
+                # RowWiseAdagrad keeps [rows, 1] where FBGEMM keeps [rows].
+                view = moment.view(-1) if spec.name == "row_wise_adagrad" else moment
+                state[parameter][f"{names[id(parameter)]}.momentum1"] = view
+        super().__init__(parameters, state, self._inner.param_groups)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients."""
+        self._inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:
+        """Update every row from the averaged gradients; those without one stay as they are."""
+        self._inner.step(closure)
+
+
+def _whole_table_optimizer(
+    parameters: Iterable[nn.Parameter], spec: SparseOptimizerSpec, moment_scale: float
+) -> torch.optim.Optimizer:
+    root = math.sqrt(moment_scale)
+    if spec.name == "sgd":
+        return torch.optim.SGD(parameters, lr=spec.lr)
+    kind = torch.optim.Adagrad if spec.name == "adagrad" else RowWiseAdagrad
+    return kind(parameters, lr=spec.lr * root, eps=spec.eps * root)
+
+
+class WeightDecay:
+    """Decoupled weight decay of whole tables: w *= 1 - lr * weight_decay, every row each step.
+
+    `lr` is the scheduled rate as the spec means it, without the root of the moment scale.
+    """
+
+    def __init__(self, weights: list[torch.Tensor], weight_decay: float) -> None:
+        self._weights = weights
+        self._weight_decay = weight_decay
+
+    @torch.no_grad()
+    def __call__(self, lr: float) -> None:
+        """Shrink the weights by one step."""
+        if self._weights and self._weight_decay:
+            torch._foreach_mul_(self._weights, 1.0 - lr * self._weight_decay)
+
+
+class Optimizers:
+    """Everything that changes a model's parameters, driven together.
+
+    Each step is `begin_step`, forward and backward (which updates the sharded tables), `step`.
+    `combined` is the state dict of all for checkpoints: tables under `sparse_`, however they
+    are sharded, and the rest under `dense_`.
+    """
+
+    def __init__(self, model: TwoDParallel, spec: OptimizerSpec, moment_scale: float) -> None:
+        self._spec = spec
+        self._lr_scale = math.sqrt(moment_scale)
+        self._factor = 1.0
+        self._fused = model.fused_optimizer
+        self._dense = dense_optimizer(model, spec.dense)
+        tables = list(_data_parallel_tables(model).values())
+        # torch refuses optimizers without parameters.
+        self._whole = [DataParallelTables(model, spec.sparse, moment_scale)] if tables else []
+        weights = [shard.weight for shard in model.table_shards()] + [p.data for p in tables]
+        self._decay = WeightDecay(weights, spec.sparse.weight_decay)
+        self.combined = CombinedOptimizer(
+            [
+                ("sparse_", self._fused),
+                *(("sparse_", optimizer) for optimizer in self._whole),
+                ("dense_", self._dense),
+            ]
+        )
+
+    def begin_step(self, step: int, total_steps: int) -> None:
+        """Set the learning rates of `step` (counted from 1), also in FBGEMM, and drop gradients."""
+        self._factor = factor(step, total_steps, self._spec.schedule)
+        sparse_lr = self._spec.sparse.lr * self._factor * self._lr_scale
+        for optimizer in (self._fused, *self._whole):
+            _set_lr(optimizer, sparse_lr)
+        _set_lr(self._dense, self._spec.dense.lr * self._factor)
+        # zero_grad of the fused optimizer is what hands its learning rate to the kernels.
+        self.combined.zero_grad()
+
+    def step(self) -> None:
+        """Update what the backward pass did not: data-parallel tables, dense part, decay."""
+        for optimizer in self._whole:
+            optimizer.step()
+        self._dense.step()
+        self._decay(self._spec.sparse.lr * self._factor)
+
+    def learning_rates(self) -> dict[str, float]:
+        """Rates of the current step as metrics, in the spec's units."""
+        return {
+            "optimizer/lr_sparse": self._spec.sparse.lr * self._factor,
+            "optimizer/lr_dense": self._spec.dense.lr * self._factor,
+        }
+
+    def init_state(self) -> None:
+        """Create the state that is made at the first step, because DCP fills existing tensors only.
+
+        Weight decay may change dense parameters here: call it before loading them.
+        """
+        self._dense.init_state()
+
+    def synced_whole(self, dense: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(weights, optimizer state) that every rank holds whole and a sync must average.
+
+        Data-parallel tables always, and the dense part when `dense` (it is averaged at syncs).
+        State that counts steps is equal everywhere and stays out.
+        """
+        optimizers = [*self._whole, *([self._dense] if dense else [])]
+        parameters = [(p, o.state.get(p, {})) for o in optimizers for p in o.params.values()]
+        states = [
+            state
+            for parameter, named in parameters
+            for state in named.values()
+            if isinstance(state, torch.Tensor) and state.shape[:1] == parameter.shape[:1]
+        ]
+        return [parameter.data for parameter, _ in parameters], states
+
+
+def combine(model: TwoDParallel, dense: KeyedOptimizerWrapper) -> CombinedOptimizer:
     """Both optimizers under one state dict, which is what a checkpoint stores."""
     return CombinedOptimizer([("sparse_", model.fused_optimizer), ("dense_", dense)])
+
+
+def _data_parallel_tables(model: TwoDParallel) -> dict[str, nn.Parameter]:
+    return model.data_parallel_tables() if hasattr(model, "data_parallel_tables") else {}
+
+
+def _set_lr(optimizer: KeyedOptimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr

@@ -51,6 +51,7 @@ class EndReason(StrEnum):
     STORAGE_ERROR = "storage_error"
     TRAINING_ERROR = "training_error"
     VERSION_MISMATCH = "version_mismatch"
+    DIVERGED = "diverged"
     RETRIES_EXHAUSTED = "retries_exhausted"
 
 

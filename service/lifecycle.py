@@ -50,7 +50,8 @@ class RetryClass(StrEnum):
     ALWAYS = "always"
 
 
-# Lost machines come back; a fault of the spec, data, code or storage would only repeat itself.
+# Lost machines come back and copies that diverged are equal in a checkpoint; a fault of the spec,
+# data, code or storage would only repeat itself.
 RETRY_CLASSES: dict[EndReason, RetryClass] = {
     EndReason.COMPLETED: RetryClass.NEVER,
     EndReason.CANCELLED: RetryClass.NEVER,
@@ -64,8 +65,12 @@ RETRY_CLASSES: dict[EndReason, RetryClass] = {
     EndReason.STORAGE_ERROR: RetryClass.NEVER,
     EndReason.TRAINING_ERROR: RetryClass.NEVER,
     EndReason.VERSION_MISMATCH: RetryClass.NEVER,
+    EndReason.DIVERGED: RetryClass.WITHIN_BUDGET,
     EndReason.RETRIES_EXHAUSTED: RetryClass.NEVER,
 }
+
+# The driver restarts workers after these itself, and reports each time, the last one included.
+_RESTARTED_BY_DRIVER = frozenset({EndReason.WORKERS_LOST, EndReason.DIVERGED})
 
 _FINAL_STATUS = {
     EndReason.COMPLETED: JobStatus.SUCCEEDED,
@@ -240,7 +245,7 @@ def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
 
 def _num_failures(attempt: Attempt, reason: EndReason) -> int:
     """Failures that an attempt spent: its worker restarts, and its own loss if not among them."""
-    if reason is EndReason.WORKERS_LOST:
+    if reason in _RESTARTED_BY_DRIVER:
         return max(1, attempt.num_worker_failures)
     is_lost = RETRY_CLASSES[reason] is RetryClass.WITHIN_BUDGET
     return attempt.num_worker_failures + int(is_lost)

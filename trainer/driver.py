@@ -3,7 +3,8 @@
     python -m trainer.driver      with the SHARDLOOM_* variables that `DriverContext` reads
 
 It checks versions and data, runs a Ray Train TorchTrainer, restarts the workers from the newest
-checkpoint when they were lost and the budget allows, and posts the outbox to the service. Its last
+checkpoint when they were lost or their copies diverged and the budget allows, and posts the outbox
+to the service. Its last
 record says why the attempt ended; its exit code is 0 only when training completed.
 """
 
@@ -76,7 +77,7 @@ def prepare_spec(context: DriverContext) -> JobSpec:
 
 
 def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
-    """Train to the end, restarting lost workers within the budget; None when completed."""
+    """Train to the end, restarting workers within the budget where it helps; None if completed."""
     try:
         spec = prepare_spec(context)
     except SpecError as error:
@@ -98,7 +99,7 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
             return None
         run_index += 1
         restart = failures.should_restart(failure, run_index, context.max_worker_failures)
-        if failure.reason == failures.WORKERS_LOST:
+        if failure.reason in failures.RESTARTABLE:
             writer.write(
                 events.WorkersLost(
                     time=time.time(),

@@ -1,7 +1,8 @@
 """Why a run ended, in words that the control plane knows: pure classification.
 
-A reason decides what happens next: lost workers are restarted while the budget lasts; bad data, a
-bad spec or an error in training would only fail again.
+A reason decides what happens next: lost workers, and copies of a shard that diverged, are started
+again from the newest checkpoint while the budget lasts; bad data, a bad spec or an error in
+training would only fail again.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ DATA_ERROR = "data_error"
 STORAGE_ERROR = "storage_error"
 TRAINING_ERROR = "training_error"
 VERSION_MISMATCH = "version_mismatch"
+DIVERGED = "diverged"
+
+# What another life of the workers, resumed from a checkpoint, may not run into again.
+RESTARTABLE = frozenset({WORKERS_LOST, DIVERGED})
 
 _PEER_LOST_SIGNS = (
     "connection closed by peer",
@@ -88,4 +93,4 @@ def _rank_of_cause(failure: Failure) -> int:
 
 def should_restart(failure: Failure, num_failures: int, max_failures: int) -> bool:
     """Whether the workers start again; `num_failures` counts this failure too."""
-    return failure.reason == WORKERS_LOST and num_failures <= max_failures
+    return failure.reason in RESTARTABLE and num_failures <= max_failures

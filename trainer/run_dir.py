@@ -6,6 +6,8 @@ RUN_DIR/                         one per job
     spec.json                    the spec as this attempt runs it
     outbox/STREAM.jsonl          event records; a line's position is its sequence number
     logs/driver.log, rank-0.log  one file per process
+    trace-request.json           steps that somebody wants traced: {"id", "num_steps", "ranks"}
+    traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
 """
 
 from __future__ import annotations
@@ -42,6 +44,20 @@ class AttemptDir:
     def logs_dir(self) -> Path:
         """Folder of the log files, one per process."""
         return self.root / "logs"
+
+    @property
+    def trace_request_path(self) -> Path:
+        """The newest request for a trace, as JSON; written by the service, read by the workers."""
+        return self.root / "trace-request.json"
+
+    @property
+    def traces_dir(self) -> Path:
+        """Folder of the traces."""
+        return self.root / "traces"
+
+    def trace_path(self, trace_id: str, rank: int) -> Path:
+        """Trace of one rank; `trace_id` is `spec` for what the spec asks for."""
+        return self.traces_dir / f"{trace_id}-rank{rank}.json.gz"
 
     def stream_paths(self) -> list[Path]:
         """Files of all streams, those of earlier worker group runs first."""

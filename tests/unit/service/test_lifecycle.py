@@ -123,9 +123,10 @@ def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
     assert "exit code 1" in decision.job.message
 
 
-def test_a_driver_that_gave_up_on_its_workers_counts_no_further_failure() -> None:
+@pytest.mark.parametrize("reason", [EndReason.WORKERS_LOST, EndReason.DIVERGED])
+def test_a_driver_that_gave_up_on_its_workers_counts_no_further_failure(reason: EndReason) -> None:
     job, attempt = _live()
-    report = ReportedEnd(EndReason.WORKERS_LOST, "rank 1", NOW)
+    report = ReportedEnd(reason, "rank 1", NOW)
     gave_up = replace(attempt, num_worker_failures=2, reported_end=report)
     assert decide(job, gave_up, FAILED, NOW).job.num_failures == 2
 
@@ -140,6 +141,17 @@ def test_faults_of_the_user_are_never_retried(reason: EndReason) -> None:
     assert decision.job.status is JobStatus.FAILED
     assert (decision.job.reason, decision.job.message) == (reason, "what went wrong")
     assert decision.job.num_failures == 0
+
+
+def test_copies_that_diverged_are_trained_again_from_a_checkpoint_within_the_budget() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.DIVERGED, "shard 1 of table 'users' differs on rank 3", NOW)
+    ended = replace(attempt, reported_end=report)
+    again = decide(job, ended, FAILED, NOW)
+    assert (again.job.status, again.job.num_failures) == (JobStatus.QUEUED, 1)
+    assert "table 'users'" in again.timeline[0].message
+    spent = decide(replace(job, num_failures=3), ended, FAILED, NOW)
+    assert spent.job.reason is EndReason.RETRIES_EXHAUSTED
 
 
 def test_an_unknown_submission_is_given_time_to_arrive() -> None:
@@ -347,6 +359,11 @@ def test_every_job_ends_once_its_attempts_are_seen_to_end(
 
 
 @given(st.sampled_from(EndReason))
-def test_only_lost_machines_are_retried(reason: EndReason) -> None:
-    lost = {EndReason.WORKERS_LOST, EndReason.DRIVER_LOST, EndReason.FORGOTTEN}
-    assert (RETRY_CLASSES[reason] is not RetryClass.NEVER) == (reason in lost)
+def test_only_lost_machines_and_diverged_copies_are_retried(reason: EndReason) -> None:
+    passing = {
+        EndReason.WORKERS_LOST,
+        EndReason.DRIVER_LOST,
+        EndReason.FORGOTTEN,
+        EndReason.DIVERGED,
+    }
+    assert (RETRY_CLASSES[reason] is not RetryClass.NEVER) == (reason in passing)

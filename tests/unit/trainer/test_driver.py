@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.service.builders import spec
 from trainer import driver, failures
 from trainer.driver import DriverContext, shortage
+from trainer.events import WorkersLost, read_record
 from trainer.failures import Failure, WorkerFailure
 from trainer.outbox import EventWriter
+from trainer.ray_worker import WorkerConfig
 
 
 @pytest.fixture
@@ -39,6 +42,28 @@ def test_a_bad_spec_ends_the_attempt_with_its_fields(context: DriverContext) -> 
     assert failure is not None
     assert failure.reason == failures.BAD_SPEC
     assert "embedding_tables" in failure.message
+
+
+@pytest.mark.parametrize("reason", [failures.WORKERS_LOST, failures.DIVERGED])
+def test_workers_that_may_do_better_start_again_and_each_end_is_told(
+    context: DriverContext, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    outcomes = [Failure(reason, "rank 3"), Failure(reason, "rank 3"), None]
+    run_indices: list[int] = []
+
+    def run_workers(config: WorkerConfig) -> Failure | None:
+        run_indices.append(config.run_index)
+        return outcomes[config.run_index]
+
+    monkeypatch.setattr(driver, "prepare_spec", lambda _: spec())
+    monkeypatch.setattr(driver, "note_shortage", lambda *_: None)
+    monkeypatch.setattr(driver, "run_workers", run_workers)
+    writer = EventWriter(context.files.stream_path("driver"))
+    assert driver.run_attempt(context, writer) is None
+    assert run_indices == [0, 1, 2]
+    lines = context.files.stream_path("driver").read_bytes().splitlines()
+    lost = [e for line in lines if isinstance(e := read_record(line, 0.0), WorkersLost)]
+    assert [(e.reason, e.will_restart) for e in lost] == [(reason, True)] * 2
 
 
 def test_a_cluster_that_is_large_enough_lacks_nothing() -> None:

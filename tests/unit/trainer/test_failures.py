@@ -1,4 +1,4 @@
-"""Classification of failures: the cause is named, and only lost workers start again."""
+"""Classification of failures: the cause is named, and only lost or diverged workers start again."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from trainer import failures
 from trainer.failures import Failure, WorkerFailure, explain, is_peer_loss, should_restart
 
 LOST = Failure(failures.WORKERS_LOST, "connection closed by peer")
+DIVERGED = Failure(failures.DIVERGED, "shard 1 of table 'users' differs on rank 3")
 BAD_ROW = Failure(failures.DATA_ERROR, "row 7")
 
 
 def test_a_cause_outweighs_the_ranks_that_only_lost_a_peer() -> None:
     assert explain([LOST, BAD_ROW, LOST]) == BAD_ROW
+    assert explain([LOST, DIVERGED, LOST]) == DIVERGED
 
 
 def test_a_dead_rank_explains_what_its_peers_ran_into() -> None:
@@ -33,9 +35,16 @@ def test_without_a_cause_the_workers_were_lost() -> None:
 
 @pytest.mark.parametrize(
     ("failure", "num_failures", "restarts"),
-    [(LOST, 1, True), (LOST, 2, True), (LOST, 3, False), (BAD_ROW, 1, False)],
+    [
+        (LOST, 1, True),
+        (LOST, 2, True),
+        (LOST, 3, False),
+        (DIVERGED, 2, True),
+        (DIVERGED, 3, False),
+        (BAD_ROW, 1, False),
+    ],
 )
-def test_lost_workers_restart_within_the_budget(
+def test_lost_and_diverged_workers_restart_within_the_budget(
     failure: Failure, num_failures: int, restarts: bool
 ) -> None:
     assert should_restart(failure, num_failures, max_failures=2) is restarts

@@ -26,7 +26,8 @@ from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import combine, dense_optimizer, fused_optimizer_params
-from trainer.parallel.plan import chosen_sharding, make_plan, sharders
+from trainer.parallel.plan import chosen_sharding, make_plan
+from trainer.parallel.sharders import sharders
 from trainer.parallel.sync import FullSync
 from trainer.parallel.two_d import TwoDParallel
 from trainer.ray_worker import WorkerConfig
@@ -45,8 +46,10 @@ def build_parallel_model(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParalle
     """
     torch.manual_seed(spec.training.seed)
     model = build_model(spec, groups.device)
-    table_sharders = sharders(fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale))
-    plan = make_plan(model, spec.embedding_tables, groups, table_sharders)
+    table_sharders = sharders(
+        spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    )
+    plan = make_plan(model, spec, groups, table_sharders)
     torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
     return TwoDParallel(model, groups, plan, table_sharders), chosen_sharding(plan)
 

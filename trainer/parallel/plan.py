@@ -1,55 +1,59 @@
-"""Sharding plans: TorchRec's planner inside one sharding group, then placed on its ranks."""
+"""Sharding plans: TorchRec's planner inside one sharding group, then placed on its ranks.
+
+The planner runs on rank 0 only and its answer, a plan or the reason why there is none, is given
+to all ranks: a rank that fails alone would leave the others waiting for it.
+"""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.remote_device import _remote_device
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
 
 from trainer.parallel.groups import MeshGroups
-from trainer.spec import EmbeddingTableSpec
-
-SHARDING_TYPES = ("row_wise", "table_wise")
-# Share of each device's memory kept for the dense part, activations and collectives.
-RESERVED_SHARE = 0.15
+from trainer.spec import EmbeddingTableSpec, JobSpec
 
 
-class TableSharder(EmbeddingBagCollectionSharder):
-    """EmbeddingBagCollection sharder that offers row-wise on CPU too.
-
-    The stock sharder hides row-wise sharding from the planner on CPU, though it works there.
-    """
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that this version trains, whatever the device."""
-        return list(SHARDING_TYPES)
-
-
-def sharders(fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
-    """Sharders of every embedding module that a model may hold."""
-    return [TableSharder(fused_params=fused_params)]
+class PlanError(ValueError):
+    """No sharding plan fits; the message says what is missing and which settings would help."""
 
 
 def make_plan(
     model: nn.Module,
-    tables: Sequence[EmbeddingTableSpec],
+    spec: JobSpec,
     groups: MeshGroups,
     table_sharders: list[ModuleSharder[nn.Module]],
 ) -> ShardingPlan:
     """Plan one sharding group on rank 0 and give it to all. Collective over the global group.
 
     The plan numbers shards by position in the group, 0 to L - 1; `place_plan` maps them to ranks.
+    Raises `PlanError` on every rank.
     """
+    answer: list[ShardingPlan | str | None] = [None]
+    if groups.rank == 0:
+        answer[0] = _plan_or_reason(model, spec, groups, table_sharders)
+    dist.broadcast_object_list(answer, src=0, group=groups.global_group)
+    if not isinstance(answer[0], ShardingPlan):
+        raise PlanError(answer[0])
+    return answer[0]
+
+
+def _plan_or_reason(
+    model: nn.Module,
+    spec: JobSpec,
+    groups: MeshGroups,
+    table_sharders: list[ModuleSharder[nn.Module]],
+) -> ShardingPlan | str:
     size = groups.layout.shard_group_size
     topology = Topology(
         world_size=size,
@@ -57,20 +61,30 @@ def make_plan(
         compute_device=groups.device.type,
         hbm_cap=device_memory_bytes(groups.device),
     )
-    constraints = {
-        table.name: ParameterConstraints(
-            sharding_types=list(table.constraints.sharding_types),
-            # Rows cached outside the table (UVM caching) would escape the sync.
-            compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-        )
-        for table in tables
-    }
     planner = EmbeddingShardingPlanner(
         topology=topology,
-        constraints=constraints,
-        storage_reservation=FixedPercentageStorageReservation(percentage=RESERVED_SHARE),
+        batch_size=spec.data.batch_size,
+        constraints={t.name: _constraints_of(t, spec) for t in spec.embedding_tables},
+        storage_reservation=FixedPercentageStorageReservation(
+            spec.parallelism.planner.storage_reservation
+        ),
     )
-    return planner.collective_plan(model, table_sharders, groups.global_group)
+    try:
+        return planner.plan(model, table_sharders)
+    except PlannerError as error:
+        return str(error)
+
+
+def _constraints_of(table: EmbeddingTableSpec, spec: JobSpec) -> ParameterConstraints:
+    limits = table.constraints
+    num_features = sum(feature.table == table.name for feature in spec.sparse_features)
+    return ParameterConstraints(
+        sharding_types=list(limits.sharding_types),
+        # Rows cached outside the table (UVM caching) would escape the sync.
+        compute_kernels=[EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
+        min_partition=limits.min_partition,
+        pooling_factors=[limits.pooling_factor or 1.0] * num_features,
+    )
 
 
 def device_memory_bytes(device: torch.device) -> int | None:

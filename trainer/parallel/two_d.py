@@ -27,6 +27,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbeddingBag,
 )
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import (
     ModuleSharder,
@@ -112,11 +113,17 @@ class TwoDParallel(DistributedModelParallel):
 
     @torch.no_grad()
     def broadcast_tables(self) -> None:
-        """Make all copies of every shard equal to that of the replica group's first rank."""
+        """Make all copies of every shard equal to that of the replica group's first rank.
+
+        Data-parallel tables have no shards: all ranks take the first rank's. Collective.
+        """
         source = dist.get_process_group_ranks(self.groups.replica_group)[0]
         for kernel in self.embedding_kernels():
             for weight in kernel.split_embedding_weights():
                 dist.broadcast(weight, source, group=self.groups.replica_group)
+        first = dist.get_process_group_ranks(self.groups.global_group)[0]
+        for table in self.data_parallel_tables().values():
+            dist.broadcast(table.detach(), first, group=self.groups.global_group)
 
     def embedding_kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
         """FBGEMM kernels that hold this rank's shards, in module order."""
@@ -129,6 +136,20 @@ class TwoDParallel(DistributedModelParallel):
             for lookup in _lookups(self._dmp_wrapped_module)
             for shard in _shards_of(lookup._emb_module, lookup._config.embedding_tables)
         ]
+
+    def data_parallel_tables(self) -> dict[str, nn.Parameter]:
+        """Tables sharded data_parallel, [num_embeddings, embedding_dim] each, by table name.
+
+        They are whole on every rank, have ordinary gradients (averaged over the sharding group)
+        and no kernel that updates them inside backward.
+        """
+        return {
+            name: module.embedding_bags[name].weight
+            for module in self._dmp_wrapped_module.modules()
+            if isinstance(module, ShardedEmbeddingBagCollection)
+            for name, sharding in module.module_sharding_plan.items()
+            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+        }
 
     def shard_weights(self) -> list[torch.Tensor]:
         """This rank's shards: one [local_rows, embedding_dim] view for each local table."""

@@ -9,7 +9,7 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
-    SplitTableBatchedEmbeddingBagsCodegen,
+    SplitTableBatchedEmbeddingBagsCodegen as FusedKernel,
 )
 
 from trainer.parallel.optimizer import WeightDecay, fused_optimizer_params
@@ -23,8 +23,8 @@ OFFSETS = torch.tensor([0, 3, 3, 5, 8])
 
 def _kernel(
     spec: SparseOptimizerSpec, moment_scale: float
-) -> SplitTableBatchedEmbeddingBagsCodegen:
-    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+) -> FusedKernel:
+    kernel = FusedKernel(
         [(NUM_ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         **fused_optimizer_params(spec, moment_scale),
     )

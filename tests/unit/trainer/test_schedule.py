@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import get_args
 
 import pytest
@@ -61,9 +62,8 @@ def test_factors_stay_within_their_bounds(spec: ScheduleSpec, step: int, total: 
 def test_rates_rise_to_the_peak_and_never_after(spec: ScheduleSpec, total: int) -> None:
     factors = [factor(step, total, spec) for step in range(1, total + 1)]
     peak = min(max(spec.warmup_steps, 1), total)
-    assert all(a < b for a, b in zip(factors[: peak - 1], factors[1:peak], strict=True))
-    after = factors[peak - 1 :]
-    assert all(a >= b - 1e-12 for a, b in zip(after, after[1:], strict=False))
+    assert all(a < b for a, b in pairwise(factors[:peak]))
+    assert all(a >= b - 1e-12 for a, b in pairwise(factors[peak - 1 :]))
 
 
 @given(schedules(), st.integers(2, 300))

@@ -25,7 +25,7 @@ from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel.groups import MeshGroups
-from trainer.parallel.optimizer import combine, dense_optimizer, fused_optimizer_params
+from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.plan import chosen_sharding, make_plan
 from trainer.parallel.sharders import sharders
 from trainer.parallel.sync import FullSync
@@ -64,8 +64,7 @@ class Session:
         self.groups = groups
         self.state = State()
         self.model, self.table_shards = build_parallel_model(spec, groups)
-        self.dense = dense_optimizer(self.model, spec.optimizer.dense)
-        self.optimizer = combine(self.model, self.dense)
+        self.optimizers = Optimizers(self.model, spec.optimizer, spec.moment_scale)
         self.sync = FullSync(self.model, spec.parallelism.sync)
         self._full_sync = FullSync(
             self.model, spec.parallelism.sync.model_copy(update={"optimizer_state": "every"})
@@ -176,10 +175,10 @@ class Session:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
         self.lookups.sampling = self.is_report_step(step)
-        self.dense.zero_grad()
+        self.optimizers.begin_step(step, self.total_steps)
         loss, outputs = self.model(batch)
         loss.backward()
-        self.dense.step()
+        self.optimizers.step()
         self.train_meter.update(batch, loss, outputs)
         self.speed.step(wait_s)
         self.state.step = step
@@ -202,6 +201,7 @@ class Session:
         """
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
+        values |= self.optimizers.learning_rates()
         values |= self.speed.read()
         step = self.state.step
         self.emit(events.Metrics(time=time.time(), step=step, values=values))
@@ -269,7 +269,7 @@ class Session:
 
     def checkpoint_state(self) -> dict[str, Any]:
         """State dict of model and optimizers, by global row: loads at any other (T, L)."""
-        return {"model": self.model.state_dict(), "optim": self.optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optim": self.optimizers.combined.state_dict()}
 
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
@@ -298,11 +298,11 @@ class Session:
         found = self.checkpoints.newest()
         if found is None:
             return
-        self.dense.init_state()  # DCP fills existing tensors only, so Adam's must exist
+        self.optimizers.init_state()
         state = self.checkpoint_state()
         load(found.path, state)
         self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optim"])
+        self.optimizers.combined.load_state_dict(state["optim"])
         self.state = state_of(found.commit)
         self.final_metrics = dict(found.commit.metrics)
         self.total_steps = self._planned_steps()

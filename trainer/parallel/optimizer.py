@@ -68,7 +68,7 @@ def dense_optimizer(model: nn.Module, spec: DenseOptimizerSpec) -> KeyedOptimize
 
 def _table_parameters(model: TwoDParallel) -> dict[str, nn.Parameter]:
     """Data-parallel tables by their full parameter name."""
-    tables = {id(parameter) for parameter in _data_parallel_tables(model).values()}
+    tables = {id(parameter) for parameter in model.data_parallel_tables().values()}
     return {name: p for name, p in model.named_parameters() if id(p) in tables}
 
 
@@ -82,7 +82,7 @@ class DataParallelTables(KeyedOptimizer):
     def __init__(self, model: TwoDParallel, spec: SparseOptimizerSpec, moment_scale: float) -> None:
         parameters = _table_parameters(model)
         self._inner = _whole_table_optimizer(parameters.values(), spec, moment_scale)
-        names = {id(parameter): name for name, parameter in _data_parallel_tables(model).items()}
+        names = {id(parameter): name for name, parameter in model.data_parallel_tables().items()}
         state: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in parameters.values()}
         if spec.has_moments:
             for parameter in state:
@@ -142,7 +142,7 @@ class Optimizers:
         self._factor = 1.0
         self._fused = model.fused_optimizer
         self._dense = dense_optimizer(model, spec.dense)
-        tables = list(_data_parallel_tables(model).values())
+        tables = list(model.data_parallel_tables().values())
         # torch refuses optimizers without parameters.
         self._whole = [DataParallelTables(model, spec.sparse, moment_scale)] if tables else []
         weights = [shard.weight for shard in model.table_shards()] + [p.data for p in tables]
@@ -201,15 +201,6 @@ class Optimizers:
             if isinstance(state, torch.Tensor) and state.shape[:1] == parameter.shape[:1]
         ]
         return [parameter.data for parameter, _ in parameters], states
-
-
-def combine(model: TwoDParallel, dense: KeyedOptimizerWrapper) -> CombinedOptimizer:
-    """Both optimizers under one state dict, which is what a checkpoint stores."""
-    return CombinedOptimizer([("sparse_", model.fused_optimizer), ("dense_", dense)])
-
-
-def _data_parallel_tables(model: TwoDParallel) -> dict[str, nn.Parameter]:
-    return model.data_parallel_tables() if hasattr(model, "data_parallel_tables") else {}
 
 
 def _set_lr(optimizer: KeyedOptimizer, lr: float) -> None:

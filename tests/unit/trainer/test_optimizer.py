@@ -9,6 +9,8 @@ import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
+)
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen as FusedKernel,
 )
 
@@ -21,9 +23,7 @@ IDS = torch.tensor([3, 3, 5, 5, 7, 0, 12, 3])
 OFFSETS = torch.tensor([0, 3, 3, 5, 8])
 
 
-def _kernel(
-    spec: SparseOptimizerSpec, moment_scale: float
-) -> FusedKernel:
+def _kernel(spec: SparseOptimizerSpec, moment_scale: float) -> FusedKernel:
     kernel = FusedKernel(
         [(NUM_ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         **fused_optimizer_params(spec, moment_scale),

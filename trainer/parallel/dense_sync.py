@@ -7,8 +7,8 @@ two syncs no collective then crosses the sharding groups. The gradient is a mean
 instead of T: its expectation stays, its variance is M times as high.
 
 Collectives: one broadcast of the dense part over the *global group* when the model is built;
-afterwards DDP's on the *sharding group* only. The averaging itself is the sync's
-(`trainer.parallel.sync`), which asks `dense_tensors` what there is.
+afterwards DDP's on the *sharding group* only. The averaging itself is the sync's business
+(`trainer.parallel.sync`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 from torchrec.distributed.model_parallel import (
     DefaultDataParallelWrapper,
     DistributedModelParallel,
@@ -43,44 +42,20 @@ class GroupDataParallelWrapper(DefaultDataParallelWrapper):
         group = self._groups.global_group
         source = dist.get_process_group_ranks(group)[0]
         with torch.no_grad():
-            for _, tensor in _dense_part(dmp.module):
+            for _, tensor in dense_part(dmp.module):
                 dist.broadcast(tensor, source, group=group)
         group_env = ShardingEnv.from_process_group(self._groups.sharding_group)
         super().wrap(dmp, group_env, device)
 
 
-def dense_parameters(model: DistributedModelParallel) -> dict[str, nn.Parameter]:
-    """Parameters outside the sharded embedding modules, by name, the same on every rank."""
-    return {
-        name: tensor
-        for name, tensor in _dense_part(model.module)
-        if isinstance(tensor, nn.Parameter)
-    }
+def dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, without those of sharded embedding modules.
 
-
-def dense_tensors(
-    model: DistributedModelParallel, optimizer: Optimizer
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(weights, optimizer state) of the dense part that a sync averages, as live tensors.
-
-    Only state of a parameter's own shape counts (Adam's two moments, AdaGrad's sum): step counters
-    are equal on all ranks. Before the first step there is no state.
+    `module` is the bare one (`DistributedModelParallel.module`), not wrapped by DDP.
     """
-    weights = list(dense_parameters(model).values())
-    states = [
-        value
-        for parameter in weights
-        for value in optimizer.state.get(parameter, {}).values()
-        if isinstance(value, torch.Tensor) and value.shape == parameter.shape
-    ]
-    return [weight.detach() for weight in weights], states
-
-
-def _dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers by name, without those of sharded embedding modules."""
     if isinstance(module, ShardedModule):
         return
     yield from module.named_parameters(prefix, recurse=False)
     yield from module.named_buffers(prefix, recurse=False)
     for name, child in module.named_children():
-        yield from _dense_part(child, f"{prefix}.{name}" if prefix else name)
+        yield from dense_part(child, f"{prefix}.{name}" if prefix else name)

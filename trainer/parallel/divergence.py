@@ -1,0 +1,209 @@
+"""Divergence guard: are copies that a sync made equal really equal?
+
+A flipped bit, a faulty link or a bug leaves a shard's copies different, and averaging then hides
+it. Every K syncs each rank sums the bits of what it holds into one number for each shard, data
+parallel table and dense parameter, and compares these with the rest of its replica group.
+
+Copies are bitwise equal only right after a sync that has been applied. An overlapped sync never
+leaves them so, because each copy has trained on: there the caller flushes first when a check is
+due. Optimizer state is compared when every sync averages it; with `delayed` and `never` it may
+differ between copies.
+
+Collectives of a check: one all-gather of 8 bytes for each shard on the *replica group*, one
+all-reduce of a flag on the *global group*, so that all ranks act alike; when copies differ, also an
+all-gather of the findings on the global group and, with `rebroadcast`, a broadcast of each
+divergent shard on its replica group.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.optim.keyed import CombinedOptimizer
+
+from trainer.parallel.dense_sync import dense_part
+from trainer.parallel.two_d import TwoDParallel
+from trainer.spec import DivergenceCheckSpec
+
+# Elements summed at a time: bounds the temporary memory (8 bytes each) and fits a CPU's cache.
+_CHUNK = 1 << 16
+# Odd, so that multiplying by it loses no bit modulo 2^64 (Knuth's MMIX generator).
+_STRIDE = 6364136223846793005
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class DivergentShard:
+    """Copies of one shard that differ: `ranks` hold another content than most of their group.
+
+    `shard` is the position in the sharding group, from 0 to L - 1; `table` may also be the name of
+    a dense parameter.
+    """
+
+    table: str
+    shard: int
+    ranks: tuple[int, ...]
+
+
+class DivergenceError(Exception):
+    """Copies of a shard differ although they were synced; names table, shard and ranks."""
+
+    def __init__(self, found: Sequence[DivergentShard]) -> None:
+        where = "; ".join(
+            f"{each.table}, shard {each.shard}, on rank(s) {', '.join(map(str, each.ranks))}"
+            for each in found
+        )
+        super().__init__(
+            f"copies that a sync made equal differ: {where}. Faulty memory or links of these "
+            "ranks' hosts are the usual cause: check or exclude them and resume "
+            "from the newest checkpoint. parallelism.divergence_check.action=rebroadcast repairs such "
+            "copies without ending the attempt"
+        )
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """What has one checksum: the tensors of one shard, or of one whole table or parameter."""
+
+    name: str
+    tensors: tuple[torch.Tensor, ...]
+
+
+class DivergenceGuard:
+    """Compares the copies of everything a replica group shares, every `every_syncs` syncs.
+
+    `compare_state` says whether the optimizer state is equal after a sync too. `optimizer` holds
+    the state of data-parallel tables and dense parameters.
+    """
+
+    def __init__(
+        self,
+        model: TwoDParallel,
+        spec: DivergenceCheckSpec,
+        optimizer: CombinedOptimizer,
+        compare_state: bool,
+    ) -> None:
+        self._model = model
+        self._spec = spec
+        self._optimizer = optimizer
+        self._compare_state = compare_state
+        self._groups = model.groups
+        self._replica_ranks = dist.get_process_group_ranks(model.groups.replica_group)
+        self._num_syncs = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `after_sync` compares; an overlapped sync must be flushed before."""
+        return (self._num_syncs + 1) % self._spec.every_syncs == 0
+
+    @torch.no_grad()
+    def after_sync(self) -> list[DivergentShard]:
+        """Count a sync; when a check is due, what differs anywhere, the same list on every rank.
+
+        With action `rebroadcast` the copies are equal again afterwards; with `fail` it is for the
+        caller to raise `DivergenceError`. Collective over the global group when due.
+        """
+        is_due = self.is_due
+        self._num_syncs += 1
+        if not is_due:
+            return []
+        entries = list(self._entries())
+        by_replica = self._gather([checksum(entry.tensors) for entry in entries])
+        differing = [
+            (entry, copies)
+            for entry, sums in zip(entries, zip(*by_replica, strict=True), strict=True)
+            if (copies := differing_copies(sums))
+        ]
+        if self._spec.action == "rebroadcast":
+            for entry, copies in differing:
+                self._rebroadcast(entry, copies)
+        return self._agree([self._finding(entry, copies) for entry, copies in differing])
+
+    def _entries(self) -> Iterator[_Entry]:
+        for shard in self._model.table_shards():
+            states = tuple(shard.states.values()) if self._compare_state else ()
+            yield _Entry(shard.table, (shard.weight, *states))
+        all_states = self._optimizer.state if self._compare_state else {}
+        whole = [*self._model.data_parallel_tables().items(), *dense_part(self._model.module)]
+        for name, tensor in whole:
+            yield _Entry(name, (tensor, *_tensors_of(all_states.get(tensor, {}))))
+
+    def _gather(self, checksums: list[torch.Tensor]) -> list[list[int]]:
+        """Checksums of all entries, by replica. Collective over the replica group."""
+        mine = torch.stack(checksums)
+        everyone = [torch.empty_like(mine) for _ in self._replica_ranks]
+        dist.all_gather(everyone, mine, group=self._groups.replica_group)
+        return [sums.tolist() for sums in everyone]
+
+    def _rebroadcast(self, entry: _Entry, copies: Sequence[int]) -> None:
+        """Overwrite `copies` of an entry by the first one that is none of them. Collective."""
+        source = next(r for c, r in enumerate(self._replica_ranks) if c not in copies)
+        for tensor in entry.tensors:
+            dist.broadcast(tensor.detach(), source, group=self._groups.replica_group)
+
+    def _finding(self, entry: _Entry, copies: Sequence[int]) -> DivergentShard:
+        ranks = tuple(self._replica_ranks[copy] for copy in copies)
+        return DivergentShard(entry.name, self._groups.shard_index, ranks)
+
+    def _agree(self, mine: list[DivergentShard]) -> list[DivergentShard]:
+        """What any rank found. Collective over the global group; costly only if anything is."""
+        group = self._groups.global_group
+        flag = torch.tensor([len(mine)], device=self._groups.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
+        if not flag.item():
+            return []
+        everyone: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(everyone, mine, group=group)
+        # The ranks of a replica group found the same, and a table may have several column shards.
+        found = {each for findings in everyone for each in findings}
+        return sorted(found, key=lambda each: (each.table, each.shard, each.ranks))
+
+
+def _tensors_of(state: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    # Step counters have no dimension; torch keeps them on the CPU.
+    return tuple(v for v in state.values() if isinstance(v, torch.Tensor) and v.dim())
+
+
+def differing_copies(checksums: Sequence[int]) -> list[int]:
+    """Positions of the copies that differ from what most hold.
+
+    Where two contents are equally common, the one that comes first counts as right: of two copies
+    the second differs.
+    """
+    right, _ = Counter(checksums).most_common(1)[0]
+    return [copy for copy, value in enumerate(checksums) if value != right]
+
+
+def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number (int64 scalar) that depends on every bit of `tensors` and on its place.
+
+    Each element's bits are multiplied by an odd random number of its position in a chunk, and the
+    sums of chunks are chained, all modulo 2^64: one flipped bit always changes the result, other
+    changes (rows swapped, say) escape with a probability of about 2^-63. Integer sums do not depend
+    on their order, so equal bits give equal numbers on any device. Takes half a megabyte of
+    temporary memory, whatever the size of a (contiguous) tensor.
+    """
+    first, *_ = tensors
+    multipliers = _multipliers(first.device)
+    total = torch.zeros((), dtype=torch.int64, device=first.device)
+    for tensor in tensors:
+        bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
+        for chunk in bits.split(_CHUNK):
+            total = total * _STRIDE + (chunk * multipliers[: chunk.numel()]).sum()
+    return total
+
+
+@functools.cache
+def _multipliers(device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    bounds = torch.iinfo(torch.int64)
+    numbers = torch.randint(
+        bounds.min, bounds.max, (_CHUNK,), generator=generator, dtype=torch.int64
+    )
+    return (numbers | 1).to(device)

@@ -61,9 +61,9 @@ class DivergenceError(Exception):
         )
         super().__init__(
             f"copies that a sync made equal differ: {where}. Faulty memory or links of these "
-            "ranks' hosts are the usual cause: check or exclude them and resume "
-            "from the newest checkpoint. parallelism.divergence_check.action=rebroadcast repairs such "
-            "copies without ending the attempt"
+            "ranks' hosts are the usual cause: check or exclude them, and resume from the newest "
+            "checkpoint. parallelism.divergence_check.action=rebroadcast repairs such copies "
+            "without ending the attempt"
         )
 
 

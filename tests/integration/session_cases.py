@@ -54,7 +54,7 @@ def snapshot(session: Session) -> dict[str, Any]:
     }
     dense = dense_parameters(session.model) | {
         f"{name}.{key}": value.clone()
-        for name, state in session.dense.state_dict()["state"].items()
+        for name, state in session.optimizers.dense.state_dict()["state"].items()
         for key, value in state.items()
         if isinstance(value, torch.Tensor)
     }

@@ -133,7 +133,7 @@ class Optimizers:
 
     Each step is `begin_step`, forward and backward (which updates the sharded tables), `step`.
     `combined` is the state dict of all for checkpoints: tables under `sparse_`, however they
-    are sharded, and the rest under `dense_`.
+    are sharded, and the rest under `dense_`; `dense` is the optimizer of that rest.
     """
 
     def __init__(self, model: TwoDParallel, spec: OptimizerSpec, moment_scale: float) -> None:
@@ -141,7 +141,7 @@ class Optimizers:
         self._lr_scale = math.sqrt(moment_scale)
         self._factor = 1.0
         self._fused = model.fused_optimizer
-        self._dense = dense_optimizer(model, spec.dense)
+        self.dense = dense_optimizer(model, spec.dense)
         tables = list(model.data_parallel_tables().values())
         # torch refuses optimizers without parameters.
         self._whole = [DataParallelTables(model, spec.sparse, moment_scale)] if tables else []
@@ -151,7 +151,7 @@ class Optimizers:
             [
                 ("sparse_", self._fused),
                 *(("sparse_", optimizer) for optimizer in self._whole),
-                ("dense_", self._dense),
+                ("dense_", self.dense),
             ]
         )
 
@@ -161,7 +161,7 @@ class Optimizers:
         sparse_lr = self._spec.sparse.lr * self._factor * self._lr_scale
         for optimizer in (self._fused, *self._whole):
             _set_lr(optimizer, sparse_lr)
-        _set_lr(self._dense, self._spec.dense.lr * self._factor)
+        _set_lr(self.dense, self._spec.dense.lr * self._factor)
         # zero_grad of the fused optimizer is what hands its learning rate to the kernels.
         self.combined.zero_grad()
 
@@ -169,7 +169,7 @@ class Optimizers:
         """Update what the backward pass did not: data-parallel tables, dense part, decay."""
         for optimizer in self._whole:
             optimizer.step()
-        self._dense.step()
+        self.dense.step()
         self._decay(self._spec.sparse.lr * self._factor)
 
     def learning_rates(self) -> dict[str, float]:
@@ -184,7 +184,7 @@ class Optimizers:
 
         Weight decay may change dense parameters here: call it before loading them.
         """
-        self._dense.init_state()
+        self.dense.init_state()
 
     def synced_whole(self, dense: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(weights, optimizer state) that every rank holds whole and a sync must average.
@@ -192,7 +192,7 @@ class Optimizers:
         Data-parallel tables always, and the dense part when `dense` (it is averaged at syncs).
         State that counts steps is equal everywhere and stays out.
         """
-        optimizers = [*self._whole, *([self._dense] if dense else [])]
+        optimizers = [*self._whole, *([self.dense] if dense else [])]
         parameters = [(p, o.state.get(p, {})) for o in optimizers for p in o.params.values()]
         states = [
             state

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from service.commands import jobs, spec, stack, submit
+from service.commands import jobs, spec, stack, submit, traces
 from service.commands.failures import ErrorReportingGroup
 from service.commands.plugins import add_plugins
 
@@ -39,8 +39,10 @@ def build_app() -> typer.Typer:
     for command in (submit.run, submit.submit, submit.plan, submit.cancel, jobs.ps):
         app.command(rich_help_panel=JOB_PANEL)(command)
     app.command("follow", rich_help_panel=JOB_PANEL)(submit.follow_job)
+    app.command(rich_help_panel=JOB_PANEL)(traces.trace)
     for command in (jobs.show, jobs.logs, jobs.metrics, jobs.events, jobs.checkpoints):
         app.command(rich_help_panel=READ_PANEL)(command)
+    app.command(rich_help_panel=READ_PANEL)(traces.traces)
     app.add_typer(spec.app, name="spec", rich_help_panel=TOOL_PANEL)
     add_plugins(app, rich_help_panel=TOOL_PANEL)
     return app

@@ -13,14 +13,13 @@ outlasts a restart of the service. Errors: see `service.client_errors`.
 from __future__ import annotations
 
 import math
-import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import httpx
-from pydantic import TypeAdapter, ValidationError
 
 from service.api.schemas import (
     AttemptOut,
@@ -33,74 +32,24 @@ from service.api.schemas import (
     LogsOut,
     MetricsOut,
     Page,
+    RequestTrace,
     SubmitJob,
     TimelineEventOut,
+    TraceOut,
+    TraceRequested,
 )
-from service.client_errors import (
-    ServiceUnreachable,
-    ShardloomError,
-    UnexpectedAnswer,
-    error_of_response,
-)
-from service.client_retry import PATIENCE_S, RETRIED_STATUSES, Patience, RetryPolicy
-from service.client_sse import ServerEvent, parse_events
+from service.client_errors import TraceLost
+from service.client_http import DEFAULT_URL, Connection, Params
+from service.client_retry import PATIENCE_S, RetryPolicy
 from service.domain import JobStatus
 
-DEFAULT_URL = "http://127.0.0.1:8700"
-REQUEST_TIMEOUT_S = 30.0
-# The service sends a keep-alive far more often than this on an open stream.
-STREAM_SILENCE_S = 60.0
+__all__ = ["DEFAULT_URL", "RetryPolicy", "ShardloomClient"]
 
-Answer = TypeVar("Answer")
-Params = Mapping[str, str | int | float | Sequence[str] | None]
+TRACE_TIMEOUT_S = 600.0
 
 
-class _Passing(Exception):
-    """A failure that may go away by itself; `error` is what to raise when it does not."""
-
-    def __init__(self, error: ShardloomError) -> None:
-        self.error = error
-        super().__init__(str(error))
-
-
-class ShardloomClient:
+class ShardloomClient(Connection):
     """A connection to one service; close it, or use it as a context manager."""
-
-    def __init__(
-        self,
-        base_url: str = DEFAULT_URL,
-        *,
-        timeout_s: float = REQUEST_TIMEOUT_S,
-        retry: RetryPolicy | None = None,
-        transport: httpx.BaseTransport | None = None,
-        sleep: Callable[[float], None] = time.sleep,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.base_url = base_url.rstrip("/")
-        self._retry = retry or RetryPolicy()
-        self._sleep = sleep
-        self._clock = clock
-        try:
-            url = httpx.URL(self.base_url)
-        except httpx.InvalidURL as error:
-            raise ServiceUnreachable(base_url, f"not a valid URL: {error}") from None
-        if url.scheme not in ("http", "https") or not url.host:
-            raise ServiceUnreachable(base_url, "a URL reads http://HOST:PORT")
-        # A proxy from the environment has no business between us and our own machine.
-        is_loopback = url.host in ("127.0.0.1", "localhost", "::1")
-        self._http = httpx.Client(
-            base_url=url, timeout=timeout_s, transport=transport, trust_env=not is_loopback
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self._http.close()
 
     # ---- jobs
 
@@ -196,14 +145,18 @@ class ShardloomClient:
         params = {"name": list(names), "max_points": max_points}
         return self._get(_job_path(job, "metrics"), MetricsOut, params)
 
-    def events(self, job: str, *, after: int = 0, limit: int = 200) -> list[TimelineEventOut]:
-        """Timeline lines with an id above `after`, in order, at most `limit`."""
-        params = {"after": after, "limit": limit}
+    def events(
+        self, job: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
+    ) -> list[TimelineEventOut]:
+        """Timeline lines with an id above `after`, in order, at most `limit`; `kinds` filters."""
+        params: Params = {"after": after, "limit": limit, "kind": list(kinds)}
         return self._get(_job_path(job, "events"), Page[TimelineEventOut], params).items
 
-    def iter_events(self, job: str, *, after: int = 0) -> Iterator[TimelineEventOut]:
+    def iter_events(
+        self, job: str, *, after: int = 0, kinds: Sequence[str] = ()
+    ) -> Iterator[TimelineEventOut]:
         """Every timeline line so far with an id above `after`, fetched page by page."""
-        while page := self.events(job, after=after):
+        while page := self.events(job, after=after, kinds=kinds):
             yield from page
             after = page[-1].id
 
@@ -258,6 +211,58 @@ class ShardloomClient:
         for event in self._stream(_job_path(job, "logs"), params, patience_s):
             yield self._parse_event(event, LogLine)
 
+    # ---- traces
+
+    def request_trace(
+        self, job: str, *, num_steps: int = 3, ranks: Sequence[int] = (0,)
+    ) -> TraceRequested:
+        """Ask a running job to record its next steps; never sent twice.
+
+        Raises `Conflict` if the job does not run or an earlier trace is still being recorded.
+        """
+        body = RequestTrace.model_construct(num_steps=num_steps, ranks=list(ranks)).model_dump()
+        response = self._once(lambda: self._http.post(_job_path(job, "traces"), json=body))
+        return self._parse(response, TraceRequested)
+
+    def traces(self, job: str) -> list[TraceOut]:
+        """Traces that the job's workers wrote, in the order of writing."""
+        return self._get(_job_path(job, "traces"), Page[TraceOut]).items
+
+    def wait_for_traces(
+        self,
+        job: str,
+        requested: TraceRequested,
+        *,
+        timeout_s: float = TRACE_TIMEOUT_S,
+        poll_s: float = 0.5,
+    ) -> list[TraceOut]:
+        """Block until everything that a request asked for is written; raises `TraceLost`."""
+        deadline = self._clock() + timeout_s
+        while True:
+            # The job first: what was written before it ended is then found below.
+            found = self.get_job(job)
+            written = {t.name: t for t in self.traces(job) if t.attempt_id == requested.attempt_id}
+            if written.keys() >= set(requested.names):
+                return [written[name] for name in requested.names]
+            if found.status.is_terminal or found.current_attempt_id != requested.attempt_id:
+                raise TraceLost(requested.id, f"the workers it was asked of ended ({found.status})")
+            if self._clock() >= deadline:
+                raise TraceLost(requested.id, f"it was not written within {timeout_s:g} s")
+            self._sleep(poll_s)
+
+    def download_trace(self, job: str, trace: TraceOut, folder: Path) -> Path:
+        """Save a trace in a folder, which is made if missing; returns the file's path.
+
+        Raises `NotFound` if it is gone, and OSError if it cannot be written.
+        """
+        params = {"attempt": trace.attempt_id}
+        path = _job_path(job, f"traces/{quote(trace.name, safe='')}")
+        response = self._with_retries(lambda: self._http.get(path, params=params))
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / Path(trace.name).name
+        target.write_bytes(response.content)
+        return target
+
     # ---- the service itself
 
     def cluster(self) -> ClusterOut:
@@ -270,113 +275,6 @@ class ShardloomClient:
             return self._http.get("/healthz", timeout=2.0).is_success
         except httpx.TransportError:
             return False
-
-    # ---- plumbing
-
-    def _get(
-        self,
-        path: str,
-        answer: type[Answer],
-        params: Params | None = None,
-        patience_s: float = 0.0,
-    ) -> Answer:
-        sent = {key: value for key, value in (params or {}).items() if value is not None}
-        response = self._with_retries(lambda: self._http.get(path, params=sent), patience_s)
-        return self._parse(response, answer)
-
-    def _once(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        try:
-            return self._checked(send)
-        except _Passing as failure:
-            raise failure.error from failure.__cause__
-
-    def _with_retries(
-        self, send: Callable[[], httpx.Response], patience_s: float = 0.0
-    ) -> httpx.Response:
-        patience = self._patience(patience_s)
-        while True:
-            try:
-                return self._checked(send)
-            except _Passing as failure:
-                patience.endure(failure.error)
-
-    def _patience(self, patience_s: float) -> Patience:
-        return Patience(self._retry, patience_s, self._sleep, self._clock)
-
-    def _checked(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """Send once; raises `_Passing` for what may go away, `ProblemError` for a refusal."""
-        try:
-            response = send()
-        except httpx.TransportError as error:
-            raise _Passing(self._unreachable(error)) from error
-        self._raise_for_status(response)
-        return response
-
-    @staticmethod
-    def _raise_for_status(response: httpx.Response) -> None:
-        if response.is_success:
-            return
-        response.read()
-        error = error_of_response(response)
-        raise _Passing(error) if response.status_code in RETRIED_STATUSES else error
-
-    def _stream(self, path: str, params: Params, patience_s: float) -> Iterator[ServerEvent]:
-        """Events of an SSE stream until its `end` event, resumed after the last id when it breaks.
-
-        Only failures in a row count: whatever arrives clears them, be it a keep-alive.
-        """
-        last_id, patience = "", self._patience(patience_s)
-        while True:
-            try:
-                for event in self._open_stream(path, params, last_id, patience):
-                    if event.name == "end":
-                        return
-                    last_id = event.id
-                    yield event
-                broken: ShardloomError = ServiceUnreachable(self.base_url, "the stream broke off")
-            except httpx.TransportError as error:
-                broken = self._unreachable(error)
-            except _Passing as failure:
-                broken = failure.error
-            patience.endure(broken)
-
-    def _open_stream(
-        self, path: str, params: Params, last_id: str, patience: Patience
-    ) -> Iterator[ServerEvent]:
-        sent = {key: value for key, value in params.items() if value is not None}
-        headers = {"Accept": "text/event-stream"}
-        if last_id:
-            headers["Last-Event-ID"] = last_id
-        timeout = httpx.Timeout(REQUEST_TIMEOUT_S, read=STREAM_SILENCE_S)
-        with self._http.stream(
-            "GET", path, params=sent, headers=headers, timeout=timeout
-        ) as response:
-            self._raise_for_status(response)
-            yield from parse_events(_noting_answers(response.iter_text(), patience), last_id)
-
-    def _parse(self, response: httpx.Response, answer: type[Answer]) -> Answer:
-        return self._validate(response.content, answer, str(response.url))
-
-    def _parse_event(self, event: ServerEvent, answer: type[Answer]) -> Answer:
-        return self._validate(event.data, answer, self.base_url)
-
-    @staticmethod
-    def _validate(text: str | bytes, answer: type[Answer], url: str) -> Answer:
-        try:
-            return TypeAdapter(answer).validate_json(text)
-        except ValidationError as error:
-            fault = error.errors()[0]
-            where = ".".join(str(part) for part in fault["loc"]) or "body"
-            raise UnexpectedAnswer(url, f"{where}: {fault['msg']}") from None
-
-    def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
-        return ServiceUnreachable(self.base_url, str(error) or type(error).__name__)
-
-
-def _noting_answers(chunks: Iterator[str], patience: Patience) -> Iterator[str]:
-    for chunk in chunks:
-        patience.note_answer()
-        yield chunk
 
 
 def _job_path(job: str, part: str = "") -> str:

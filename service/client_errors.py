@@ -2,10 +2,11 @@
 
 ShardloomError
 ├── ServiceUnreachable      nobody answered at the URL, after the retries
+├── TraceLost               a trace that was asked for did not come
 ├── UnexpectedAnswer        somebody answered, but not a Shardloom service of this version
 └── ProblemError            the service said no (RFC 9457 problem: status, code, detail, fields)
     ├── InvalidRequest      400, 422   a faulty spec or parameter; `fields` say where
-    ├── NotFound            404        no such job, attempt or log
+    ├── NotFound            404        no such job, attempt, log or trace
     ├── Conflict            409        not possible in the present state of the job
     └── ServerFault         5xx        the service itself is in trouble
 """
@@ -29,6 +30,13 @@ class ServiceUnreachable(ShardloomError):
         self.url = url
         self.cause = cause
         super().__init__(f"no Shardloom service answers at {url} ({cause})")
+
+
+class TraceLost(ShardloomError):
+    """A trace that was asked for did not come."""
+
+    def __init__(self, trace_id: str, cause: str) -> None:
+        super().__init__(f"trace {trace_id} did not come: {cause}")
 
 
 class UnexpectedAnswer(ShardloomError):
@@ -59,7 +67,7 @@ class InvalidRequest(ProblemError):
 
 
 class NotFound(ProblemError):
-    """No such job, attempt or log."""
+    """No such job, attempt, log or trace."""
 
 
 class Conflict(ProblemError):

@@ -2,13 +2,17 @@
 
     ServiceError                      status  code
     ├── InvalidRequest                422     invalid_request   (`fields` say where)
+    │   └── RanksUnknown
     ├── NotFound                      404
     │   ├── JobNotFound                       job_not_found
     │   ├── AttemptNotFound                   attempt_not_found
-    │   └── LogNotFound                       log_not_found
+    │   ├── LogNotFound                       log_not_found
+    │   └── TraceNotFound                     trace_not_found
     ├── Conflict                      409
     │   ├── IdempotencyConflict               idempotency_conflict
     │   ├── JobEnded                          job_ended
+    │   ├── JobNotRunning                     job_not_running
+    │   ├── TracePending                      trace_pending
     │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
     │   └── StaleVersion                      stale_version
     ├── RecordRefused                 422     record_refused
@@ -17,6 +21,7 @@
     │   ├── SubmissionRefused                 submission_refused
     │   └── BackendUnreachable        503     backend_unreachable
     ├── StoreUnavailable              503     store_unavailable
+    ├── StorageUnavailable            503     storage_unavailable
     ├── ReconcilerDied                503     reconciler_died
     └── PortInUse                     (start) port_in_use
 
@@ -66,6 +71,17 @@ class InvalidRequest(ServiceError):
         return self._faults
 
 
+class RanksUnknown(InvalidRequest):
+    """A request names ranks that the job does not have."""
+
+    def __init__(self, ranks: Sequence[int], world_size: int) -> None:
+        message = f"no such rank: workers are numbered 0 to {world_size - 1}"
+        unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
+        super().__init__(
+            [FieldFault(path=f"ranks[{index}]", code="rank", message=message) for index in unknown]
+        )
+
+
 class NotFound(ServiceError):
     """Something that the request names does not exist."""
 
@@ -102,6 +118,17 @@ class LogNotFound(NotFound):
         super().__init__(f"no log is named '{source}'; the attempt has: {known}")
 
 
+class TraceNotFound(NotFound):
+    """A job has no trace of this name, or its file is gone."""
+
+    code = "trace_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"no trace is named '{name}', or its file is gone; GET /v1/jobs/JOB/traces lists them"
+        )
+
+
 class Conflict(ServiceError):
     """Not possible in the present state."""
 
@@ -128,6 +155,26 @@ class JobEnded(Conflict):
 
     def __init__(self, job_id: str, status: str) -> None:
         super().__init__(f"job {job_id} has already ended ({status})")
+
+
+class JobNotRunning(Conflict):
+    """The job has no workers at work."""
+
+    code = "job_not_running"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id} has no workers to trace: it is {status}, not RUNNING")
+
+
+class TracePending(Conflict):
+    """An earlier request for a trace was not answered yet."""
+
+    code = "trace_pending"
+
+    def __init__(self, trace_id: str, names: Sequence[str]) -> None:
+        super().__init__(
+            f"trace {trace_id} is still being recorded; wait until {', '.join(names)} is written"
+        )
 
 
 class SequenceGap(Conflict):
@@ -209,6 +256,17 @@ class StoreUnavailable(ServiceError):
     status = 503
     code = "store_unavailable"
     title = "Store unavailable"
+
+
+class StorageUnavailable(ServiceError):
+    """Run storage cannot be written."""
+
+    status = 503
+    code = "storage_unavailable"
+    title = "Run storage unavailable"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"cannot write to run storage ({cause}); check SHARDLOOM_RUNS_DIR")
 
 
 class ReconcilerDied(ServiceError):

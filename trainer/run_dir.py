@@ -24,6 +24,11 @@ def stream_order(path: Path) -> tuple[str, int]:
     return (name, int(number)) if number.isdecimal() else (path.stem, -1)
 
 
+def trace_name(trace_id: str, rank: int) -> str:
+    """File name of the trace of one rank."""
+    return f"{trace_id}-rank{rank}.json.gz"
+
+
 @dataclass(frozen=True)
 class AttemptDir:
     """Files of one attempt."""
@@ -57,7 +62,7 @@ class AttemptDir:
 
     def trace_path(self, trace_id: str, rank: int) -> Path:
         """Trace of one rank; `trace_id` is `spec` for what the spec asks for."""
-        return self.traces_dir / f"{trace_id}-rank{rank}.json.gz"
+        return self.traces_dir / trace_name(trace_id, rank)
 
     def stream_paths(self) -> list[Path]:
         """Files of all streams, those of earlier worker group runs first."""

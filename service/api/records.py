@@ -29,6 +29,7 @@ from trainer.events import EventAck, EventBatch
 router = APIRouter(prefix="/v1", tags=["records"])
 
 MAX_SERIES = 100
+MAX_KINDS = 50
 # What the database can compare with.
 MAX_INTEGER = 2**63 - 1
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -51,13 +52,17 @@ def list_events(
         int, Query(ge=0, le=MAX_INTEGER, description="Id of the last line already seen.")
     ] = 0,
     limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    kinds: Annotated[
+        list[str] | None,
+        Query(alias="kind", max_length=MAX_KINDS, description="Only these, on pages."),
+    ] = None,
     last_event_id: LastEventId = None,
 ) -> Page[TimelineEventOut] | StreamingResponse:
     """Lines in order. A stream ends with an `end` event once the job has ended."""
     if is_stream:
         start = after if last_event_id is None else _line_id(last_event_id)
         return stream(TimelineFollower(context.store, job.id, start).look, context)
-    lines = context.store.list_timeline(job.id, after=after, limit=limit)
+    lines = context.store.list_timeline(job.id, after=after, limit=limit, kinds=kinds or ())
     following = str(lines[-1].id) if len(lines) == limit else None
     return Page(items=[TimelineEventOut.model_validate(line) for line in lines], next=following)
 

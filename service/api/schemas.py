@@ -176,6 +176,37 @@ class CheckpointOut(ApiModel):
     metrics: dict[str, Value]
 
 
+class RequestTrace(ApiModel):
+    """Body of POST /v1/jobs/{job}/traces: the next `num_steps` steps of some ranks."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    num_steps: int = Field(default=3, ge=1, le=100)
+    ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1, max_length=1024)
+
+
+class TraceRequested(ApiModel):
+    """A request that the workers will answer; `names` are those of the traces to come."""
+
+    id: str
+    attempt_id: str
+    num_steps: int
+    ranks: list[int]
+    names: list[str]
+
+
+class TraceOut(ApiModel):
+    """A trace in Chrome's format, gzipped: `num_steps` steps of one rank, `step` the last."""
+
+    name: str
+    attempt_id: str
+    rank: int
+    step: int
+    num_steps: int
+    size_bytes: int
+    time: float
+
+
 class LogLine(ApiModel):
     """One line of a log. `source` is `driver` or `rank-N`."""
 

@@ -17,6 +17,7 @@ from service.client_errors import (
     ProblemError,
     ServiceUnreachable,
     ShardloomError,
+    TraceLost,
 )
 from service.commands.context import error_console
 from service.commands.exits import REFUSED, UNAVAILABLE
@@ -50,7 +51,7 @@ class ErrorReportingGroup(TyperGroup):
 
 def exit_code_of_error(error: Exception) -> int:
     """2 where the request was refused, 3 where there is nobody to answer it."""
-    refused = isinstance(error, SpecError) or (
+    refused = isinstance(error, SpecError | TraceLost) or (
         isinstance(error, ProblemError) and error.status < 500
     )
     return REFUSED if refused else UNAVAILABLE

@@ -16,6 +16,7 @@ from service.api.schemas import (
     JobSummary,
     MetricSeries,
     TimelineEventOut,
+    TraceOut,
 )
 from service.commands.formats import (
     clock,
@@ -169,6 +170,22 @@ def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Tab
             human_age(checkpoint.created_at, now_s),
             headline_metric(checkpoint.metrics),
             Text(checkpoint.path, overflow="fold"),
+        )
+    return table
+
+
+def traces_table(traces: Sequence[TraceOut], now_s: float) -> Table:
+    """One row a trace, in the order of writing."""
+    table = _table("Trace", ">Rank", ">Steps", ">Up to step", ">Size", "Written", "Attempt")
+    for trace in traces:
+        table.add_row(
+            trace.name,
+            str(trace.rank),
+            str(trace.num_steps),
+            f"{trace.step:,}",
+            human_bytes(trace.size_bytes),
+            human_age(trace.time, now_s),
+            trace.attempt_id,
         )
     return table
 

@@ -71,9 +71,9 @@ class JobStore(Protocol):
         """`next_seq` of every stream of an attempt."""
 
     def list_timeline(
-        self, job_id: str, *, after: int = 0, limit: int = 200
+        self, job_id: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
     ) -> list[TimelineEvent]:
-        """Timeline lines with an id above `after`, in order."""
+        """Timeline lines with an id above `after`, in order: of some kinds, or of all."""
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has."""

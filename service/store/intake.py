@@ -16,10 +16,12 @@ from trainer.events import (
     AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
+    Divergence,
     Event,
     Metrics,
     Note,
     Progress,
+    TraceWritten,
     WorkersLost,
     WorkersStarted,
 )
@@ -124,8 +126,14 @@ def _line(intake: Intake, event: Event) -> TimelineEvent:
         kind=event.kind,
         message=describe(event),
         actor="driver",
-        data=event.model_dump(mode="json", exclude={"kind", "time", "message"}),
+        data=_data_of(event),
     )
+
+
+def _data_of(event: Event) -> dict[str, object]:
+    """What the record says beyond its sentence; `level` colours the line where it matters."""
+    data = event.model_dump(mode="json", exclude={"kind", "time", "message"})
+    return {"level": "error", **data} if isinstance(event, Divergence) else data
 
 
 def describe(event: Event) -> str:
@@ -149,10 +157,30 @@ def describe(event: Event) -> str:
             )
         case CheckpointDeleted():
             return f"checkpoint of step {event.step} removed by retention"
+        case Divergence():
+            return _describe_divergence(event)
+        case TraceWritten():
+            return (
+                f"trace of {event.num_steps} step(s) up to step {event.step} on rank {event.rank} "
+                f"written ({event.size_bytes / 1e6:.1f} MB)"
+            )
         case WorkersLost():
             follows = "restarting them" if event.will_restart else "not restarting"
-            return f"workers lost ({event.reason}: {event.message}); {follows}"
+            what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
+            return f"workers {what} ({event.reason}: {event.message}); {follows}"
         case AttemptEnded():
             return f"attempt ended ({event.reason}): {event.message}"
         case _:
             return event.kind
+
+
+def _describe_divergence(event: Divergence) -> str:
+    follows = {
+        "fail": "the workers stop, to resume from a checkpoint while the budget lasts",
+        "rebroadcast": "the copy that most ranks of the replica group hold replaces it",
+    }[event.action]
+    ranks = ", ".join(str(rank) for rank in event.ranks)
+    return (
+        f"copies of table '{event.table}' diverged by step {event.step}: shard {event.shard} of "
+        f"rank(s) {ranks} differs from its replicas; {follows}"
+    )

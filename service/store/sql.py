@@ -191,10 +191,12 @@ class SqlJobStore:
     # ---- what a job left behind
 
     def list_timeline(
-        self, job_id: str, *, after: int = 0, limit: int = 200
+        self, job_id: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
     ) -> list[TimelineEvent]:
-        """Timeline lines with an id above `after`, in order."""
+        """Timeline lines with an id above `after`, in order: of some kinds, or of all."""
         query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
+        if kinds:
+            query = query.where(timeline.c.kind.in_(kinds))
         with self._read() as connection:
             found = connection.execute(query.order_by(timeline.c.id).limit(limit)).mappings()
             return [rows.timeline_of(row) for row in found]

@@ -1,0 +1,109 @@
+"""How a job keeps its copies together, in words: for the dashboard and the command line."""
+
+from __future__ import annotations
+
+from trainer.spec import JobSpec, ScheduleSpec, SyncSpec
+
+_OPTIMIZERS = {
+    "row_wise_adagrad": "row-wise AdaGrad",
+    "adagrad": "AdaGrad",
+    "adam": "Adam",
+    "sgd": "SGD",
+}
+
+
+def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
+    """(subject, policy in words), in reading order; what only concerns several copies is left out
+    where there is one."""
+    facts = [("Sync", sync_text(spec))]
+    if spec.parallelism.num_replicas > 1:
+        facts += [
+            ("Optimizer state", _state_text(spec)),
+            ("Dense part", _dense_text(spec)),
+            ("Divergence check", _check_text(spec)),
+        ]
+    return [*facts, ("All-to-all", _all_to_all_text(spec)), ("Learning rates", _lr_text(spec))]
+
+
+def sync_text(spec: JobSpec) -> str:
+    """When the copies are averaged, and what travels then."""
+    if spec.parallelism.num_replicas == 1:
+        return "none: there is one copy of the tables"
+    sync = spec.parallelism.sync
+    parts = [f"{_every(sync.every_steps, 'step')}: {_moved_text(spec)}"]
+    parts.append(f"changes travel in {sync.dtype}")
+    if sync.overlap:
+        parts.append("overlapped with the next step")
+    return ", ".join(parts)
+
+
+def _moved_text(spec: JobSpec) -> str:
+    sync = spec.parallelism.sync
+    if sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows:
+        return "every row"
+    return f"the rows touched since the last sync{_fallback_text(sync)}"
+
+
+def _fallback_text(sync: SyncSpec) -> str:
+    return f" (every row above {sync.full_above:.0%})" if sync.full_above < 1 else ""
+
+
+def _every(number: int, what: str) -> str:
+    return f"every {what}" if number == 1 else f"every {number:,} {what}s"
+
+
+def _state_text(spec: JobSpec) -> str:
+    if not spec.optimizer.sparse.has_moments:
+        return f"none ({_OPTIMIZERS[spec.optimizer.sparse.name]})"
+    averaged = {
+        "every": "averaged at each sync",
+        "delayed": "averaged, one sync behind the weights",
+        "never": "left to each replica",
+    }[spec.parallelism.sync.optimizer_state]
+    return f"{averaged}, moments scaled by {spec.moment_scale:g}"
+
+
+def _dense_text(spec: JobSpec) -> str:
+    if spec.parallelism.dense == "at_sync":
+        return "averaged at syncs, with the tables"
+    return "gradients averaged over all ranks at every step"
+
+
+def _check_text(spec: JobSpec) -> str:
+    check = spec.parallelism.divergence_check
+    if check is None:
+        return "off"
+    follows = {
+        "fail": "a mismatch fails the attempt",
+        "rebroadcast": "a mismatch is repaired from the copy that most ranks hold",
+    }[check.action]
+    return f"{_every(check.every_syncs, 'sync')}; {follows}"
+
+
+def _all_to_all_text(spec: JobSpec) -> str:
+    both = spec.parallelism.all_to_all
+    if both.forward == both.backward:
+        return both.forward
+    return f"{both.forward} forward, {both.backward} backward"
+
+
+def _lr_text(spec: JobSpec) -> str:
+    sparse, dense = spec.optimizer.sparse, spec.optimizer.dense
+    rates = (
+        f"tables {sparse.lr:g} ({_OPTIMIZERS[sparse.name]}), "
+        f"dense {dense.lr:g} ({_OPTIMIZERS[dense.name]})"
+    )
+    schedule = spec.optimizer.schedule
+    return rates if schedule is None else f"{rates}; {_schedule_text(schedule)}"
+
+
+def _schedule_text(schedule: ScheduleSpec) -> str:
+    parts = []
+    if schedule.warmup_steps:
+        parts.append(f"warm-up over {schedule.warmup_steps:,} steps")
+    decay = {
+        "constant": "constant",
+        "linear": f"linear to {schedule.min_ratio:.0%}",
+        "cosine": f"cosine to {schedule.min_ratio:.0%}",
+    }[schedule.decay]
+    return ", then ".join([*parts, decay])

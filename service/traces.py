@@ -1,0 +1,196 @@
+"""Profiler traces of a job: asked for while it runs, listed, and found on run storage.
+
+A request is a file of the attempt that its workers look for after every step, and a line of the
+timeline, which makes it known to everybody who asks after it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.domain import Job, JobStatus, TimelineEvent
+from service.errors import (
+    JobNotRunning,
+    RanksUnknown,
+    StaleVersion,
+    StorageUnavailable,
+    TraceNotFound,
+    TracePending,
+)
+from service.store.base import JobStore
+from trainer.run_dir import RunDir, trace_name
+
+REQUESTED, WRITTEN = "trace_requested", "trace_written"
+# A request that brought nothing for so long does not stand in the way of another.
+PATIENCE_S = 600.0
+_MAX_TRIES = 5
+_PAGE = 1000
+# Anything else is refused before it becomes part of a path.
+_NAME_PATTERN = re.compile(r"(spec|t-[0-9a-f]{8})-rank(0|[1-9]\d{0,5})\.json\.gz")
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Steps that somebody wants traced on some ranks of an attempt."""
+
+    id: str
+    attempt_id: str
+    num_steps: int
+    ranks: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace that was written: `num_steps` steps of one rank, the last of them `step`.
+
+    `name` is that of its file, which is unique within the attempt.
+    """
+
+    name: str
+    attempt_id: str
+    rank: int
+    step: int
+    num_steps: int
+    size_bytes: int
+    time: float
+
+
+def request_trace(
+    store: JobStore, run_dir: RunDir, job_id: str, num_steps: int, ranks: Sequence[int]
+) -> TraceRequest:
+    """Ask the workers of a running job for a trace of their next steps.
+
+    Raises `JobNotFound`, `RanksUnknown`, and as conflicts `JobNotRunning` and `TracePending`;
+    `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
+    """
+    for tries_left in reversed(range(_MAX_TRIES)):
+        job = store.get_job(job_id)
+        request = _new_request(job, num_steps, ranks)
+        now = time.time()
+        _check_nothing_pending(_read_lines(store, job_id), request.attempt_id, now)
+        path = run_dir.attempt(request.attempt_id).trace_request_path
+        partial = _write_partial(path, request)
+        try:
+            # The version of the job lets one of two requests through, and a stopping job none.
+            store.update_job(job, timeline=[_requested_line(job, request, now)])
+        except StaleVersion:
+            partial.unlink()
+            if not tries_left:
+                raise
+        else:
+            partial.replace(path)
+            return request
+    raise AssertionError("the last try returns or raises")
+
+
+def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:
+    world_size = job.spec.parallelism.world_size
+    if any(rank >= world_size for rank in ranks):
+        raise RanksUnknown(ranks, world_size)
+    if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
+        raise JobNotRunning(job.id, job.status)
+    chosen = tuple(sorted(set(ranks)))
+    return TraceRequest(f"t-{secrets.token_hex(4)}", job.current_attempt_id, num_steps, chosen)
+
+
+def _write_partial(path: Path, request: TraceRequest) -> Path:
+    """The request under another name, from which it is moved into place in one step."""
+    partial = path.with_suffix(f".{request.id}.partial")
+    wanted = {"id": request.id, "num_steps": request.num_steps, "ranks": request.ranks}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(wanted), encoding="utf-8")
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+    return partial
+
+
+def _requested_line(job: Job, request: TraceRequest, now: float) -> TimelineEvent:
+    ranks = ", ".join(str(rank) for rank in request.ranks)
+    return TimelineEvent(
+        id=0,
+        job_id=job.id,
+        attempt_id=request.attempt_id,
+        time=now,
+        kind=REQUESTED,
+        message=f"trace of {request.num_steps} step(s) on rank(s) {ranks} requested",
+        actor="user",
+        data={"id": request.id, "num_steps": request.num_steps, "ranks": list(request.ranks)},
+    )
+
+
+def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now: float) -> None:
+    """Raise `TracePending` if the attempt's newest request still waits for some of its traces."""
+    own = [line for line in lines if line.attempt_id == attempt_id]
+    request = next((line for line in reversed(own) if line.kind == REQUESTED), None)
+    if request is None or now - request.time > PATIENCE_S:
+        return
+    missing = _names_of(request) - {trace.name for trace in traces_of(own)}
+    if missing:
+        raise TracePending(str(request.data["id"]), sorted(missing))
+
+
+def _names_of(request: TimelineEvent) -> set[str]:
+    ranks = request.data["ranks"]
+    assert isinstance(ranks, list)
+    return {trace_name(str(request.data["id"]), rank) for rank in ranks}
+
+
+def list_traces(store: JobStore, job_id: str) -> list[Trace]:
+    """Traces that workers of a job wrote, in the order of writing."""
+    return traces_of(_read_lines(store, job_id))
+
+
+def traces_of(lines: Sequence[TimelineEvent]) -> list[Trace]:
+    """Traces that a timeline tells of; of files that were written again the newest record."""
+    found = [_trace_of(line) for line in lines if line.kind == WRITTEN]
+    named = {(t.attempt_id, t.name): t for t in found if _NAME_PATTERN.fullmatch(t.name)}
+    return sorted(named.values(), key=lambda trace: trace.time)
+
+
+def _trace_of(line: TimelineEvent) -> Trace:
+    data = line.data
+    return Trace(
+        name=Path(str(data["path"])).name,
+        attempt_id=line.attempt_id or "",
+        rank=_integer(data["rank"]),
+        step=_integer(data["step"]),
+        num_steps=_integer(data["num_steps"]),
+        size_bytes=_integer(data["size_bytes"]),
+        time=line.time,
+    )
+
+
+def _integer(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def find_trace(
+    store: JobStore, run_dir: RunDir, job_id: str, name: str, attempt_id: str | None
+) -> Path:
+    """File of a trace, in the attempt named or in the newest that has it; raises `TraceNotFound`.
+
+    Only what a trace can be called, in an attempt of this job, is looked for.
+    """
+    if _NAME_PATTERN.fullmatch(name):
+        for attempt in reversed(store.list_attempts(job_id)):
+            path = run_dir.attempt(attempt.id).traces_dir / name
+            if attempt_id in (None, attempt.id) and path.is_file():
+                return path
+    raise TraceNotFound(name)
+
+
+def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
+    lines: list[TimelineEvent] = []
+    after = 0
+    while page := store.list_timeline(job_id, after=after, limit=_PAGE, kinds=(REQUESTED, WRITTEN)):
+        lines += page
+        after = page[-1].id
+    return lines

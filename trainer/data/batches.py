@@ -6,18 +6,20 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torchrec import KeyedJaggedTensor
 
+from trainer.data.columns import check_schema, layout_of
 from trainer.data.errors import TooFewRowsError
 from trainer.data.position import START, BatchShape, DataPosition, advance, rank_slice, step_start
+from trainer.data.ragged import IntArray
 from trainer.data.reader import DEFAULT_CACHE_BYTES, RowReader
-from trainer.data.rows import FloatArray, Rows, check_schema, layout_of
+from trainer.data.rows import FloatArray, Rows
 from trainer.data.source import ParquetSource, read_schema
 from trainer.spec import JobSpec
 
@@ -28,9 +30,13 @@ _NUM_PREFETCHED = 4
 class Batch:
     """B rows of one rank.
 
-    dense float32 [B, num_dense]; sparse with the keys of `spec.sparse_features` in order; label
-    (normalised), label_offset, label_scale and weight float32 [B]. The label in its own unit is
-    `label * label_scale + label_offset`; weight is 0 for rows that only fill up a batch.
+    dense float32 [B, num_dense]; label (normalised), label_offset, label_scale and weight float32
+    [B]. The label in its own unit is `label * label_scale + label_offset`; weight is 0 for rows
+    that only fill up a batch.
+
+    `sparse` has the keys of `spec.pooled_features` in order (none, when all are sequences) and,
+    where `spec.is_weighted`, a float32 weight for each id. `sequences` has the keys of
+    `spec.sequence_features`, each row cut to its last `length_limit` ids; None without sequences.
     """
 
     dense: torch.Tensor
@@ -39,6 +45,7 @@ class Batch:
     label_offset: torch.Tensor
     label_scale: torch.Tensor
     weight: torch.Tensor
+    sequences: KeyedJaggedTensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -47,31 +54,54 @@ class Batch:
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
-        moved = (
-            getattr(self, field.name).to(device, non_blocking=non_blocking)
-            for field in fields(self)
+        parts = self._parts().items()
+        return replace(
+            self, **{name: part.to(device, non_blocking=non_blocking) for name, part in parts}
         )
-        return Batch(*moved)
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until `stream` has used it, as TorchRec's pipelines ask."""
-        for field in fields(self):
-            getattr(self, field.name).record_stream(stream)
+        for part in self._parts().values():
+            part.record_stream(stream)
+
+    def _parts(self) -> dict[str, Any]:
+        """Everything that the batch holds, by field."""
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: part for name, part in parts.items() if part is not None}
 
 
-def make_batch(rows: Rows, keys: list[str], weight: FloatArray | None = None) -> Batch:
+def make_batch(rows: Rows, spec: JobSpec, weight: FloatArray | None = None) -> Batch:
     """Wrap packed rows (as `Rows.take` gives them) as tensors, without copying them."""
+    pooled = [feature.name for feature in spec.pooled_features]
+    sequences = [feature.name for feature in spec.sequence_features]
+    # Pooled features are packed before sequences.
+    cut = int(rows.starts[len(pooled), 0]) if sequences else len(rows.ids)
     return Batch(
         dense=torch.from_numpy(rows.dense),
-        sparse=KeyedJaggedTensor(
-            keys=keys,
-            values=torch.from_numpy(rows.ids),
-            lengths=torch.from_numpy(rows.lengths.ravel().astype(np.int32)),
+        sparse=_jagged(
+            pooled,
+            rows.ids[:cut],
+            rows.lengths[: len(pooled)],
+            None if rows.weights is None else rows.weights[:cut],
         ),
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
         label_scale=torch.from_numpy(rows.scale),
         weight=torch.ones(len(rows)) if weight is None else torch.from_numpy(weight),
+        sequences=(
+            _jagged(sequences, rows.ids[cut:], rows.lengths[len(pooled) :]) if sequences else None
+        ),
+    )
+
+
+def _jagged(
+    keys: list[str], ids: IntArray, lengths: IntArray, weights: FloatArray | None = None
+) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.from_numpy(ids),
+        lengths=torch.from_numpy(lengths.ravel().astype(np.int32)),
+        weights=None if weights is None else torch.from_numpy(weights),
     )
 
 
@@ -113,7 +143,6 @@ class TrainBatches:
         self.wait_s = 0.0
         self._spec = spec
         self._rank = rank
-        self._keys = [feature.name for feature in spec.sparse_features]
         self._reader = RowReader(
             source,
             layout_of(spec),
@@ -161,7 +190,7 @@ class TrainBatches:
         while (start := step_start(position, self.shape)).epoch < self._spec.training.epochs:
             rows = self._reader.read(start.epoch, rank_slice(start.row, self._rank, self.shape))
             position = advance(start, self.shape)
-            yield make_batch(rows, self._keys), position
+            yield make_batch(rows, self._spec), position
 
 
 def validation_batches(
@@ -172,7 +201,6 @@ def validation_batches(
     What is missing at the end is filled with repeated rows of weight 0. Raises `DataError`.
     """
     shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
-    keys = [feature.name for feature in spec.sparse_features]
     reader = RowReader(source, layout_of(spec), shuffle=False)
     places = np.arange(shape.batch_size)
     for step in range(shape.padded_steps):
@@ -180,4 +208,4 @@ def validation_batches(
         first = min(wanted.start, shape.num_rows - 1)
         rows = reader.read(0, range(first, max(first + 1, min(wanted.stop, shape.num_rows))))
         counted = (wanted.start + places < shape.num_rows).astype(np.float32)
-        yield make_batch(rows.take(np.minimum(places, len(rows) - 1)), keys, counted)
+        yield make_batch(rows.take(np.minimum(places, len(rows) - 1)), spec, counted)

@@ -27,6 +27,17 @@ def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(shifts, lengths) + np.arange(offsets[-1], dtype=np.int64)
 
 
+def last_items(offsets: IntArray, limit: int | None) -> tuple[IntArray, IntArray]:
+    """Start and length, each [n], of the last `limit` items (None: all) of each of n lists.
+
+    `offsets` [n + 1] are those of the whole lists.
+    """
+    lengths = np.diff(offsets)
+    if limit is not None:
+        lengths = np.minimum(lengths, limit)
+    return offsets[1:] - lengths, lengths
+
+
 @dataclass(frozen=True)
 class Ragged:
     """n lists: list i is `values[offsets[i]:offsets[i + 1]]`."""

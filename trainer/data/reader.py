@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.data.columns import RowLayout, check_schema
+from trainer.data.decode import decode
 from trainer.data.order import EpochOrder, Window
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
-from trainer.data.rows import RowLayout, Rows, check_schema, concat_rows, decode
+from trainer.data.rows import Rows, concat_rows
 from trainer.data.source import ParquetSource
 
 DEFAULT_CACHE_BYTES = 256 * 2**20

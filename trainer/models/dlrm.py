@@ -1,22 +1,71 @@
-"""DLRM and DCN v2 from a job spec, on TorchRec's own model classes."""
+"""DLRM and DCN v2 from a job spec, put together from TorchRec's parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, PoolingType
-from torchrec.models.dlrm import DLRM, DLRM_DCN
+from torchrec import KeyedJaggedTensor
+from torchrec.models.dlrm import DenseArch, InteractionArch, InteractionDCNArch, OverArch
+from torchrec.modules.crossnet import LowRankCrossNet
 
 from trainer.data.batches import Batch
-from trainer.spec import EmbeddingTableSpec, InteractionSpec, JobSpec
+from trainer.models.sparse import SparseArch
+from trainer.spec import InteractionSpec, JobSpec
 
-_POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
     "bce": nn.functional.binary_cross_entropy_with_logits,
 }
+
+
+class Network(nn.Module):
+    """DLRM (Naumov et al. 2019), or DCN v2 (Wang et al. 2021) in its place where they interact.
+
+    TorchRec's DLRM class takes pooled features only, so its parts are put together here.
+    """
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__()
+        model = spec.model
+        self.sparse_arch = SparseArch(spec, device)
+        self.dense_arch = DenseArch(
+            len(spec.dense_features), list(model.dense_arch.layer_sizes), device
+        )
+        num_features = len(self.sparse_arch.sparse_feature_names)
+        dim = spec.embedding_tables[0].embedding_dim
+        self.inter_arch, crossed_size = _interaction(spec, num_features, dim)
+        self.over_arch = _over_arch(crossed_size, model.over_arch.layer_sizes, device)
+
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: KeyedJaggedTensor,
+        sequences: KeyedJaggedTensor | None = None,
+    ) -> torch.Tensor:
+        """Logits or values, [B, 1]."""
+        embedded_dense = self.dense_arch(dense)
+        embedded_sparse = self.sparse_arch(sparse, sequences)
+        crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
+        return self.over_arch(crossed)
+
+
+def _interaction(spec: JobSpec, num_features: int, dim: int) -> tuple[nn.Module, int]:
+    """How F sparse features and the dense one meet, and the size of what comes out."""
+    if spec.model.arch == "dlrm":
+        num_pairs = num_features * (num_features + 1) // 2
+        return InteractionArch(num_features), dim + num_pairs
+    cross = spec.model.interaction_arch or InteractionSpec()
+    size = (num_features + 1) * dim
+    network = LowRankCrossNet(size, cross.num_layers, cross.low_rank_dim)
+    return InteractionDCNArch(num_features, network), size
+
+
+def _over_arch(in_features: int, layer_sizes: Sequence[int], device: torch.device) -> nn.Module:
+    if len(layer_sizes) == 1:  # which TorchRec's OverArch refuses
+        return nn.Linear(in_features, layer_sizes[0], device=device)
+    return OverArch(in_features, list(layer_sizes), device)
 
 
 class Recommender(nn.Module):
@@ -33,7 +82,7 @@ class Recommender(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and outputs of one batch; rows with weight 0 do not count."""
-        outputs = self.network(batch.dense, batch.sparse).squeeze(1)
+        outputs = self.network(batch.dense, batch.sparse, batch.sequences).squeeze(1)
         losses = self._loss(outputs, batch.label, reduction="none")
         loss = (losses * batch.weight).sum() / batch.weight.sum().clamp(min=1.0)
         return loss, outputs.detach()
@@ -44,32 +93,4 @@ def build_model(spec: JobSpec, device: torch.device) -> Recommender:
 
     Every table's `num_embeddings` must be resolved to a number.
     """
-    tables = EmbeddingBagCollection(
-        tables=[_table_config(table, spec) for table in spec.embedding_tables],
-        device=torch.device("meta"),
-    )
-    common = {
-        "embedding_bag_collection": tables,
-        "dense_in_features": len(spec.dense_features),
-        "dense_arch_layer_sizes": list(spec.model.dense_arch.layer_sizes),
-        "over_arch_layer_sizes": list(spec.model.over_arch.layer_sizes),
-        "dense_device": device,
-    }
-    if spec.model.arch == "dlrm":
-        return Recommender(DLRM(**common), spec.model.task.loss)
-    cross = spec.model.interaction_arch or InteractionSpec()
-    network = DLRM_DCN(
-        dcn_num_layers=cross.num_layers, dcn_low_rank_dim=cross.low_rank_dim, **common
-    )
-    return Recommender(network, spec.model.task.loss)
-
-
-def _table_config(table: EmbeddingTableSpec, spec: JobSpec) -> EmbeddingBagConfig:
-    assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
-    return EmbeddingBagConfig(
-        name=table.name,
-        embedding_dim=table.embedding_dim,
-        num_embeddings=table.num_embeddings,
-        feature_names=[f.name for f in spec.sparse_features if f.table == table.name],
-        pooling=_POOLING[table.pooling],
-    )
+    return Recommender(Network(spec, device), spec.model.task.loss)

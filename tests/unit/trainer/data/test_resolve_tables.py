@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from trainer.data.columns import layout_of
 from trainer.data.errors import DataError, ManifestError
 from trainer.data.manifest import load_manifest
 from trainer.data.resolve import resolve_tables
-from trainer.data.rows import layout_of
 
 
 def sizes(spec) -> dict[str, int]:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from trainer.data.batches import TrainBatches, make_batch, open_source, validation_batches
+from trainer.data.columns import layout_of
 from trainer.data.errors import BadValueError, ColumnError, CorruptFileError, TooFewRowsError
 from trainer.data.position import DataPosition
 from trainer.data.reader import RowReader
-from trainer.data.rows import layout_of
 
 # (user, label, ids of a list feature): enough to tell rows apart.
 Key = tuple[int, float, tuple[int, ...]]
@@ -123,9 +123,7 @@ def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, tr
 
 def test_rows_that_span_windows_are_those_of_the_file(prepared, make_spec, train):
     reader = RowReader(train, layout_of(make_spec()), shuffle=False, window_rows=128)
-    rows = make_batch(
-        reader.read(0, range(100, 400)), [feature.name for feature in make_spec().sparse_features]
-    )
+    rows = make_batch(reader.read(0, range(100, 400)), make_spec())
     expected = pl.read_parquet(prepared / "train" / "*.parquet")[100:400]
     jagged = rows.sparse.to_dict()
     for name in ("movie_id", "history_liked"):

@@ -1,0 +1,172 @@
+"""The sparse half of a model: pooled and sequence lookups as one vector for each feature."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
+from torchrec.types import DataType
+
+from trainer.spec import EmbeddingTableSpec, FeatureSpec, JobSpec
+
+_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+
+
+class AttentionPooling(nn.Module):
+    """Reduces a sequence of vectors to one by attention with a learned query q.
+
+    out = sum_i softmax_i(q . e_i / sqrt(D)) e_i over the vectors that are there; an empty sequence
+    gives zeros. q starts at 0, that is, with the mean of the sequence.
+    """
+
+    def __init__(self, dim: int, device: torch.device) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.zeros(dim, device=device))
+
+    def forward(self, vectors: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """[B, N, D] padded at the end, of which the first `lengths` [B] count -> [B, D]."""
+        scores = vectors @ self.query / math.sqrt(len(self.query))
+        places = torch.arange(vectors.shape[1], device=vectors.device)
+        is_there = places < lengths[:, None]
+        # The least finite number instead of -inf: softmax of an empty sequence must not be NaN.
+        scores = scores.masked_fill(~is_there, torch.finfo(scores.dtype).min)
+        shares = scores.softmax(dim=1) * is_there
+        return (shares.unsqueeze(1) @ vectors).squeeze(1)
+
+
+class SparseArch(nn.Module):
+    """One float32 vector of D for each sparse feature, from at most two collections of tables.
+
+    Pooled features come from an EmbeddingBagCollection, sequences from an EmbeddingCollection and
+    `AttentionPooling`; either may be missing. Tables of half precision are looked up by FBGEMM
+    with float32 results, which unsharded modules do not give; hence the casts.
+
+    `pooling: mean` is a sum that is divided here by the row's number of ids, weighted or not.
+    TorchRec's own mean depends on the sharding: with weights, row-wise divides by their sum and
+    table-wise by the number of ids, and FBGEMM's CPU backward forgets the division altogether;
+    without weights, row-wise adds 1e-6 to the divisor.
+    """
+
+    is_mean: torch.Tensor
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__()
+        self.embedding_bag_collection = _pooled_tables(spec)
+        self.embedding_collection = _sequence_tables(spec)
+        self._pooled_names = [
+            name
+            for table in _tables_of(spec.embedding_tables, spec.pooled_features)
+            for name in _names(table, spec.pooled_features)
+        ]
+        self._sequence_limits = {f.name: f.length_limit for f in spec.sequence_features}
+        self.attention = nn.ModuleList(
+            AttentionPooling(spec.embedding_tables[0].embedding_dim, device)
+            for _ in self._sequence_limits
+        )
+        pooling = {table.name: table.pooling for table in spec.embedding_tables}
+        means = {f.name for f in spec.pooled_features if f.table and pooling[f.table] == "mean"}
+        self._has_means = bool(means)
+        is_mean = torch.tensor([name in means for name in self._pooled_names], device=device)
+        self.register_buffer("is_mean", is_mean, persistent=False)
+
+    @property
+    def sparse_feature_names(self) -> list[str]:
+        """Features in the order of the output: pooled ones by table, then sequences."""
+        return [*self._pooled_names, *self._sequence_limits]
+
+    def forward(
+        self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None = None
+    ) -> torch.Tensor:
+        """[B, F, D] in the order of `sparse_feature_names`. Collective when sharded."""
+        bags, lists = self.embedding_bag_collection, self.embedding_collection
+        # Both lookups are under way before either is waited for.
+        pooled = bags(sparse) if bags is not None else None
+        unpooled = lists(sequences) if lists is not None else None
+        vectors = []
+        if pooled is not None:
+            vectors.append(self._pooled(pooled, sparse))
+        if unpooled is not None:
+            vectors.append(self._attended(unpooled))
+        return torch.cat(vectors, dim=1)
+
+    def _pooled(self, pooled: KeyedTensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        sums = pooled.to_dict()  # by name, because the plan decides the order of the values
+        stacked = torch.stack([sums[name] for name in self._pooled_names], dim=1).float()
+        if not self._has_means:
+            return stacked
+        row_of = {key: row for row, key in enumerate(sparse.keys())}
+        by_key = sparse.lengths().view(len(row_of), -1)
+        lengths = torch.stack([by_key[row_of[name]] for name in self._pooled_names], dim=1)
+        divisors = torch.where(self.is_mean, lengths.clamp(min=1), 1)
+        return stacked / divisors.unsqueeze(2)
+
+    def _attended(self, sequences: dict[str, JaggedTensor]) -> torch.Tensor:
+        vectors = []
+        limits = self._sequence_limits.items()
+        for (name, limit), attention in zip(limits, self.attention, strict=True):
+            jagged = sequences[name]
+            padded = jagged.to_padded_dense(limit).float()
+            vectors.append(attention(padded, jagged.lengths()))
+        return torch.stack(vectors, dim=1)
+
+
+def _pooled_tables(spec: JobSpec) -> EmbeddingBagCollection | None:
+    tables = _tables_of(spec.embedding_tables, spec.pooled_features)
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            embedding_dim=table.embedding_dim,
+            num_embeddings=_num_rows(table),
+            feature_names=_names(table, spec.pooled_features),
+            data_type=_DATA_TYPES[table.data_type],
+            pooling=PoolingType.SUM,
+        )
+        for table in tables
+    ]
+    if not configs:
+        return None
+    meta = torch.device("meta")
+    return EmbeddingBagCollection(tables=configs, is_weighted=spec.is_weighted, device=meta)
+
+
+def _sequence_tables(spec: JobSpec) -> EmbeddingCollection | None:
+    tables = _tables_of(spec.embedding_tables, spec.sequence_features)
+    configs = [
+        EmbeddingConfig(
+            name=table.name,
+            embedding_dim=table.embedding_dim,
+            num_embeddings=_num_rows(table),
+            feature_names=_names(table, spec.sequence_features),
+            data_type=_DATA_TYPES[table.data_type],
+        )
+        for table in tables
+    ]
+    return EmbeddingCollection(tables=configs, device=torch.device("meta")) if configs else None
+
+
+def _tables_of(
+    tables: Sequence[EmbeddingTableSpec], features: Sequence[FeatureSpec]
+) -> list[EmbeddingTableSpec]:
+    wanted = {feature.table for feature in features}
+    return [table for table in tables if table.name in wanted]
+
+
+def _names(table: EmbeddingTableSpec, features: Sequence[FeatureSpec]) -> list[str]:
+    return [feature.name for feature in features if feature.table == table.name]
+
+
+def _num_rows(table: EmbeddingTableSpec) -> int:
+    assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
+    return table.num_embeddings

@@ -28,7 +28,7 @@ from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.plan import chosen_sharding, make_plan
 from trainer.parallel.sharders import sharders
-from trainer.parallel.sync import FullSync
+from trainer.parallel.sync import SyncReport, build_sync
 from trainer.parallel.two_d import TwoDParallel
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import RunDir
@@ -65,15 +65,17 @@ class Session:
         self.state = State()
         self.model, self.table_shards = build_parallel_model(spec, groups)
         self.optimizers = Optimizers(self.model, spec.optimizer, spec.moment_scale)
-        self.sync = FullSync(self.model, spec.parallelism.sync)
-        self._full_sync = FullSync(
-            self.model, spec.parallelism.sync.model_copy(update={"optimizer_state": "every"})
-        )
         self._open_data()
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
         self._writer = self._open_writer()
         self.checkpoints = Checkpoints(config, groups, self.emit)
+        self.sync = build_sync(
+            self.model,
+            spec,
+            extra=lambda: self.optimizers.synced_whole(dense=spec.parallelism.dense == "at_sync"),
+            warn=lambda message: self.note("warning", message),
+        )
 
     def _open_data(self) -> None:
         data, world_size = self.spec.data, self.groups.layout.world_size
@@ -179,6 +181,7 @@ class Session:
         loss, outputs = self.model(batch)
         loss.backward()
         self.optimizers.step()
+        self.finish_sync()
         self.train_meter.update(batch, loss, outputs)
         self.speed.step(wait_s)
         self.state.step = step
@@ -187,7 +190,14 @@ class Session:
 
     def synchronise(self) -> None:
         """Average the copies. Collective over the replica group."""
-        report = self.sync()
+        self._count(self.sync())
+
+    def finish_sync(self) -> None:
+        """Apply the averages that were formed during this step, if any (`sync.overlap`)."""
+        if report := self.sync.finish():
+            self._count(report)
+
+    def _count(self, report: SyncReport) -> None:
         self.speed.sync(report.time_s, report.num_bytes)
 
     def is_report_step(self, step: int) -> bool:
@@ -246,6 +256,7 @@ class Session:
         assert self.validation_source is not None
         started = time.perf_counter()
         self.synchronise()
+        self.finish_sync()
         self.model.eval()
         for batch in validation_batches(
             self.validation_source,
@@ -284,7 +295,7 @@ class Session:
         end it raises `CheckpointError`, because then the result itself would be lost.
         """
         started = time.perf_counter()
-        self._full_sync()
+        self.sync.flush()
         try:
             self.checkpoints.save(self.checkpoint_state(), self.state, self.final_metrics, is_best)
         except CheckpointError as error:
@@ -303,6 +314,7 @@ class Session:
         load(found.path, state)
         self.model.load_state_dict(state["model"])
         self.optimizers.combined.load_state_dict(state["optim"])
+        self.sync.reset()
         self.state = state_of(found.commit)
         self.final_metrics = dict(found.commit.metrics)
         self.total_steps = self._planned_steps()

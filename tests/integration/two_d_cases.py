@@ -15,7 +15,7 @@ from trainer.data.batches import Batch
 from trainer.parallel.groups import MeshGroups, build_groups
 from trainer.parallel.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.optimizer import dense_optimizer
-from trainer.parallel.sync import FullSync, is_sync_step
+from trainer.parallel.sync import build_sync, is_sync_step
 from trainer.parallel.two_d import TwoDParallel
 from trainer.session import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
@@ -200,7 +200,7 @@ def train_2d(case: Case) -> dict[str, Any]:
     set_tables(model)
     start = dense_parameters(model)
     optimizer = dense_optimizer(model, spec.optimizer.dense)
-    sync = FullSync(model, spec.parallelism.sync)
+    sync = build_sync(model, spec)
     for step in range(1, case.num_steps + 1):
         optimizer.zero_grad()
         loss, _ = model(make_batch(step, groups.rank, case.batch_size))

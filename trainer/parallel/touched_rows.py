@@ -1,0 +1,170 @@
+"""Which rows the lookups touched since the last sync, and their union over the copies.
+
+A fused optimizer changes the rows that were looked up and no others. So after a sync the copies of
+a shard differ only in rows that some copy looked up since, and averaging those is the whole work.
+Every row of this rank's shards has a number (`RowNumbers`), and one bit says whether it was
+touched; hooks on the FBGEMM kernels set the bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from trainer.parallel.averaging import ReplicaCollectives
+from trainer.parallel.two_d import TableShard
+
+
+class RowNumbers:
+    """Numbers the rows of all shards of this rank: shard by shard, rows in order.
+
+    A rank's column shards of one table are shards of their own here, with rows of their own.
+    """
+
+    def __init__(self, shards: Sequence[TableShard], device: torch.device) -> None:
+        self.shards = list(shards)
+        self.device = device
+        sizes = [shard.weight.shape[0] for shard in self.shards]
+        self.first = [0, *accumulate(sizes)][:-1]
+        self.num_rows = sum(sizes)
+        self._ends = torch.tensor(list(accumulate(sizes)), dtype=torch.int64, device=device)
+
+    def by_shard(self, numbers: torch.Tensor) -> Iterator[tuple[TableShard, torch.Tensor]]:
+        """(shard, its local rows) of sorted row `numbers`, int64 [n]; empty ones left out."""
+        start = 0
+        ends = torch.searchsorted(numbers, self._ends).tolist()
+        for shard, first, end in zip(self.shards, self.first, ends, strict=True):
+            if end > start:
+                yield shard, numbers[start:end] - first
+            start = end
+
+    def feature_starts(self, kernel: SplitTableBatchedEmbeddingBagsCodegen) -> torch.Tensor:
+        """int64 [features of `kernel`]: number of the first row of each feature's table."""
+        first = {
+            shard.kernel_index: number
+            for shard, number in zip(self.shards, self.first, strict=True)
+            if shard.kernel is kernel
+        }
+        starts = [first[table] for table in kernel.feature_table_map]
+        return torch.tensor(starts, dtype=torch.int64, device=self.device)
+
+
+def looked_up(
+    indices: torch.Tensor, offsets: torch.Tensor, feature_starts: torch.Tensor
+) -> torch.Tensor:
+    """Row numbers, int64 [n] with duplicates, of a kernel's `indices` [n].
+
+    `offsets` [features * B + 1] bound the bags, feature by feature, B bags each.
+    """
+    num_features = feature_starts.numel()
+    if not indices.numel():
+        return indices.long()
+    bounds = offsets[:: (offsets.numel() - 1) // num_features]
+    starts = feature_starts.repeat_interleave(bounds.diff(), output_size=indices.numel())
+    return indices + starts
+
+
+class TouchedRows:
+    """One bit for each row of this rank, set when a training step looks the row up.
+
+    `on_first_touch` gets the row numbers (int64, sorted) of rows about to change for the first
+    time since `clear`, while they still hold their old values.
+    """
+
+    def __init__(
+        self, numbers: RowNumbers, on_first_touch: Callable[[torch.Tensor], None] | None = None
+    ) -> None:
+        self.bits = torch.zeros(numbers.num_rows, dtype=torch.bool, device=numbers.device)
+        self._on_first_touch = on_first_touch
+        kernels = {id(shard.kernel): shard.kernel for shard in numbers.shards}.values()
+        self._hooks = [
+            kernel.register_forward_hook(
+                _Marker(self._mark, numbers.feature_starts(kernel)), with_kwargs=True
+            )
+            for kernel in kernels
+        ]
+
+    def _mark(self, numbers: torch.Tensor) -> None:
+        if self._on_first_touch is not None:
+            fresh = numbers[~self.bits[numbers]].unique()
+            if fresh.numel():
+                self._on_first_touch(fresh)
+        self.bits.index_fill_(0, numbers, True)
+
+    def clear(self) -> None:
+        """Begin anew: no row is touched."""
+        self.bits.zero_()
+
+    def close(self) -> None:
+        """Take the hooks off the kernels."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+class _Marker:
+    """Forward hook of one kernel: afterwards, since FBGEMM first repairs indices out of range."""
+
+    def __init__(self, mark: Callable[[torch.Tensor], None], feature_starts: torch.Tensor) -> None:
+        self._mark = mark
+        self._feature_starts = feature_starts
+
+    @torch.no_grad()
+    def _mark_lookups(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
+        self._mark(looked_up(indices, offsets, self._feature_starts))
+
+    def __call__(self, kernel: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
+        if kernel.training and torch.is_grad_enabled():
+            assert inputs.get("batch_size_per_feature_per_rank") is None, "batches are of one size"
+            self._mark_lookups(inputs["indices"], inputs["offsets"])
+
+
+def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
+    """Make `bits`, bool [n], those that any copy has set. Collective.
+
+    The copies tell each other how many they set, then the places (int32 where they fit) or, where
+    that is shorter, all bits, eight to a byte.
+    """
+    mine = bits.nonzero().view(-1)
+    count = torch.tensor([mine.numel()], dtype=torch.int64, device=bits.device)
+    most = int(replicas.gather(count).max())
+    if most == 0:
+        return
+    place_dtype = torch.int32 if bits.numel() < 2**31 else torch.int64
+    if most * place_dtype.itemsize > bits.numel() // 8:
+        gathered = replicas.gather(pack_bits(bits))
+        bits.copy_(unpack_bits(_bitwise_or(gathered), bits.numel()))
+        return
+    # All copies give equally many places: what is missing is filled with -1.
+    padded = torch.full((most,), -1, dtype=place_dtype, device=bits.device)
+    padded[: mine.numel()] = mine
+    places = replicas.gather(padded).view(-1)
+    bits.index_fill_(0, places[places >= 0].long(), True)
+
+
+def _bitwise_or(rows: torch.Tensor) -> torch.Tensor:
+    result = rows[0].clone()
+    for row in rows[1:]:
+        result |= row
+    return result
+
+
+def pack_bits(bits: torch.Tensor) -> torch.Tensor:
+    """bool [n] as uint8 [ceil(n / 8)]: place p is bit p % 8 of byte p // 8."""
+    padding = bits.new_zeros(-bits.numel() % 8)
+    columns = torch.cat([bits, padding]).view(torch.uint8).view(-1, 8).unbind(1)
+    packed = torch.zeros_like(columns[0])
+    for bit, column in enumerate(columns):
+        packed |= column << bit
+    return packed
+
+
+def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """What `pack_bits` packed, bool [num_bits]."""
+    shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    return (packed[:, None] >> shifts & 1).bool().view(-1)[:num_bits]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.manifest import load_manifest
@@ -73,3 +77,21 @@ def make_spec(prepared) -> Callable[..., JobSpec]:
         return resolve_tables(validate_spec(base | document), load_manifest(prepared))
 
     return make
+
+
+@pytest.fixture
+def spoil(prepared, tmp_path) -> Callable[[str, int, Any], Path]:
+    """A function that copies the training part with one value of its second file replaced."""
+
+    def replace_value(column: str, row: int, value: Any) -> Path:
+        folder = shutil.copytree(prepared / "train", tmp_path / "train")
+        path = folder / "part-00001.parquet"
+        table = pq.read_table(path)
+        values = table.column(column).to_pylist()
+        values[row] = value
+        index = table.schema.get_field_index(column)
+        spoilt = pa.array(values, table.schema.field(column).type)
+        pq.write_table(table.set_column(index, column, spoilt), path, row_group_size=128)
+        return folder
+
+    return replace_value

@@ -177,19 +177,6 @@ def test_a_batch_moves_to_a_device_whole(make_spec, train):
     assert {device.type for device in devices} == {"meta"}
 
 
-def spoil(prepared, tmp_path, column: str, row: int, value) -> str:
-    """Copy the training part with one value of its second file replaced."""
-    folder = shutil.copytree(prepared / "train", tmp_path / "train")
-    path = folder / "part-00001.parquet"
-    table = pq.read_table(path)
-    values = table.column(column).to_pylist()
-    values[row] = value
-    index = table.schema.get_field_index(column)
-    spoilt = pa.array(values, table.schema.field(column).type)
-    pq.write_table(table.set_column(index, column, spoilt), path, row_group_size=128)
-    return folder
-
-
 @pytest.mark.parametrize(
     ("column", "value", "wanted"),
     [
@@ -210,9 +197,9 @@ def spoil(prepared, tmp_path, column: str, row: int, value) -> str:
 )
 @pytest.mark.parametrize("cache_bytes", [0, 2**28])
 def test_a_bad_value_names_file_row_and_column(
-    prepared, make_spec, tmp_path, column, value, wanted, cache_bytes
+    spoil, make_spec, column, value, wanted, cache_bytes
 ):
-    folder = spoil(prepared, tmp_path, column, 200, value)
+    folder = spoil(column, 200, value)
     source = open_source(make_spec(), folder)
     with (
         TrainBatches(source, make_spec(), 0, 1, cache_bytes=cache_bytes) as batches,
@@ -276,16 +263,16 @@ def test_with_bce_the_label_counts_after_its_offset_and_scale(prepared, make_spe
         list(batches)
 
 
-def test_after_a_fault_there_are_no_more_batches(prepared, make_spec, tmp_path):
-    folder = spoil(prepared, tmp_path, "user_id", 0, -1)
+def test_after_a_fault_there_are_no_more_batches(spoil, make_spec):
+    folder = spoil("user_id", 0, -1)
     batches = TrainBatches(open_source(make_spec(), folder), make_spec(), 0, 1)
     with pytest.raises(BadValueError):
         next(batches)
     assert list(batches) == []
 
 
-def test_a_bad_validation_value_is_named(prepared, make_spec, tmp_path):
-    folder = spoil(prepared, tmp_path, "rating", 3, float("nan"))
+def test_a_bad_validation_value_is_named(spoil, make_spec):
+    folder = spoil("rating", 3, float("nan"))
     with pytest.raises(BadValueError, match="row 3, column 'rating'"):
         list(validation_batches(open_source(make_spec(), folder), make_spec(), 0, 1))
 

@@ -1,0 +1,217 @@
+"""Sequences cut to their last ids, and weights of pooled ids, against their Parquet."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.batches import TrainBatches, make_batch, open_source, validation_batches
+from trainer.data.columns import layout_of
+from trainer.data.errors import BadValueError, ColumnError
+from trainer.data.ragged import gather, last_items, offsets_of
+from trainer.data.reader import RowReader
+from trainer.data.rows import Rows
+
+LIMIT = 3
+SEQUENCE = {
+    "name": "liked",
+    "type": "sequence",
+    "column": "history_liked",
+    "table": "recent",
+    "max_length": LIMIT,
+}
+WEIGHTED = {
+    "name": "rated",
+    "type": "id_list",
+    "column": "history_movies",
+    "weights_column": "history_ratings",
+    "table": "movies",
+}
+GENRES = {"name": "genres", "type": "id_list", "table": "genres"}
+YEAR = {"name": "year", "type": "dense"}
+
+
+@pytest.fixture
+def spec_of(make_spec):
+    """A function that makes a spec with the given features, and the tables that they name."""
+
+    def make(*features, **options):
+        names = dict.fromkeys(f["table"] for f in features if "table" in f)
+        tables = [{"name": name, "embedding_dim": 4} for name in names]
+        return make_spec(features=[YEAR, *features], embedding_tables=tables, **options)
+
+    return make
+
+
+@pytest.fixture
+def first_batch(prepared):
+    """A function that gives the first batch of the training part, in file order, and its rows."""
+
+    def take(spec):
+        with TrainBatches(open_source(spec, prepared / "train"), spec, 0, 1) as batches:
+            batch, _ = next(batches)
+        frame = pl.read_parquet(prepared / "train" / "part-00000.parquet")
+        return batch, frame[: batch.num_rows]
+
+    return take
+
+
+def lists_of(jagged) -> list[list[int]]:
+    return [part.tolist() for part in jagged.to_dense()]
+
+
+def test_a_sequence_holds_the_last_ids_of_each_row(spec_of, first_batch) -> None:
+    batch, rows = first_batch(spec_of(SEQUENCE, GENRES, batch_size=300, shuffle=False))
+    whole = rows["history_liked"].to_list()
+    assert max(len(ids) for ids in whole) > LIMIT
+    assert batch.sequences.keys() == ["liked"]
+    assert lists_of(batch.sequences["liked"]) == [ids[-LIMIT:] for ids in whole]
+    assert batch.sparse.keys() == ["genres"]
+    assert lists_of(batch.sparse["genres"]) == rows["genres"].to_list()
+    assert batch.sparse.weights_or_none() is None
+
+
+def test_weights_belong_to_their_ids_and_are_1_elsewhere(spec_of, first_batch) -> None:
+    spec = spec_of(GENRES, SEQUENCE, WEIGHTED, batch_size=300, shuffle=False)
+    batch, rows = first_batch(spec)
+    assert batch.sparse.keys() == ["genres", "rated"]
+    assert batch.sparse.weights().dtype == torch.float32
+    rated = batch.sparse["rated"]
+    assert lists_of(rated) == rows["history_movies"].to_list()
+    assert [w.tolist() for w in rated.to_dense_weights()] == rows["history_ratings"].to_list()
+    assert set(batch.sparse["genres"].weights().tolist()) == {1.0}
+    assert batch.sequences.weights_or_none() is None
+
+
+def test_a_model_of_sequences_only_has_no_pooled_keys(spec_of, first_batch) -> None:
+    batch, _ = first_batch(spec_of(SEQUENCE))
+    assert batch.sparse.keys() == []
+    moved = batch.to(torch.device("meta"))
+    assert moved.sequences.values().device.type == "meta"
+    assert moved.sequences.keys() == ["liked"]
+
+
+def test_without_sequences_there_is_none_to_move(spec_of, first_batch) -> None:
+    batch, _ = first_batch(spec_of(WEIGHTED))
+    moved = batch.to(torch.device("meta"))
+    assert moved.sequences is None
+    assert moved.sparse.weights().device.type == "meta"
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_sequences_and_weights_span_windows(prepared, spec_of, cache_bytes) -> None:
+    spec = spec_of(WEIGHTED, SEQUENCE)
+    reader = RowReader(
+        open_source(spec, prepared / "train"),
+        layout_of(spec),
+        shuffle=False,
+        cache_bytes=cache_bytes,
+        window_rows=128,
+    )
+    batch = make_batch(reader.read(0, range(100, 400)), spec)
+    rows = pl.read_parquet(prepared / "train" / "*.parquet")[100:400]
+    assert lists_of(batch.sequences["liked"]) == [
+        ids[-LIMIT:] for ids in rows["history_liked"].to_list()
+    ]
+    weights = [w.tolist() for w in batch.sparse["rated"].to_dense_weights()]
+    assert weights == rows["history_ratings"].to_list()
+
+
+def test_validation_pads_sequences_and_weights_like_everything_else(prepared, spec_of) -> None:
+    spec = spec_of(WEIGHTED, SEQUENCE, batch_size=64)
+    source = open_source(spec, prepared / "validation")
+    batches = list(validation_batches(source, spec, rank=1, world_size=2))
+    assert {batch.sequences.stride() for batch in batches} == {64}
+    padded = batches[-1]
+    assert padded.weight.sum() < 64
+    assert len(padded.sparse.weights()) == len(padded.sparse.values())
+
+
+RAGGED = st.lists(st.lists(st.integers(0, 99), max_size=8), min_size=1, max_size=12)
+
+
+@given(lists=RAGGED, limit=st.one_of(st.none(), st.integers(1, 9)))
+def test_the_last_items_are_those_of_a_slice(lists, limit) -> None:
+    values = np.array([item for items in lists for item in items], dtype=np.int64)
+    starts, lengths = last_items(offsets_of(np.array([len(items) for items in lists])), limit)
+    cut = gather(values, starts, starts + lengths)
+    assert [part.tolist() for part in np.split(cut.values, cut.offsets[1:-1])] == [
+        items[-limit:] if limit else items for items in lists
+    ]
+
+
+@given(lists=RAGGED, limit=st.integers(1, 9), data=st.data())
+def test_taken_rows_keep_the_last_ids_and_their_weights(lists, limit, data) -> None:
+    """Feature 0 is pooled and whole, feature 1 the same lists cut as a sequence."""
+    picked = data.draw(st.lists(st.integers(0, len(lists) - 1), min_size=1, max_size=9))
+    ids = np.array([item for items in lists for item in items], dtype=np.int64)
+    offsets = offsets_of(np.array([len(items) for items in lists]))
+    places = [last_items(offsets, None), last_items(offsets, limit)]
+    zeros = np.zeros(len(lists), np.float32)
+    rows = Rows(
+        dense=zeros[:, None],
+        label=zeros,
+        offset=zeros,
+        scale=zeros,
+        ids=np.concatenate([ids, ids]),
+        starts=np.stack([places[0][0], places[1][0] + len(ids)]),
+        lengths=np.stack([lengths for _, lengths in places]),
+        weights=np.concatenate([ids, -ids]).astype(np.float32),
+    ).take(np.array(picked))
+    wanted = [lists[row] for row in picked] + [lists[row][-limit:] for row in picked]
+    ends = offsets_of(rows.lengths.ravel())[1:-1]
+    assert [part.tolist() for part in np.split(rows.ids, ends)] == wanted
+    signs = np.repeat([1, -1], rows.lengths.sum(axis=1))
+    assert np.array_equal(rows.weights, signs * rows.ids)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ([0.5] * 99, r"99 is not the length of column 'history_movies', whose ids it weighs: \d+"),
+        (None, "None is not a value"),
+        (float("nan"), "nan is not a finite weight"),
+        (float("inf"), "inf is not a finite weight"),
+        ("null", "None is not a weight"),
+    ],
+)
+def test_a_bad_weight_names_file_row_column_and_field(
+    spoil, prepared, spec_of, value, found
+) -> None:
+    column = pl.read_parquet(prepared / "train" / "part-00001.parquet")["history_ratings"]
+    row = next(row for row in range(200, len(column)) if len(column[row]) > 1)
+    if isinstance(value, float | str):
+        value = [*column[row].to_list()[:-1], None if value == "null" else value]
+    folder = spoil("history_ratings", row, value)
+    spec = spec_of(GENRES, WEIGHTED)
+    with (
+        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
+        pytest.raises(BadValueError, match=f"row {row}, column 'history_ratings': {found}") as bad,
+    ):
+        list(batches)
+    assert bad.value.path == str(folder / "part-00001.parquet")
+    if value is not None:
+        assert "features[2].weights_column" in str(bad.value)
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        (WEIGHTED | {"weights_column": "absent"}, r"weights_column: .*no column 'absent'"),
+        (WEIGHTED | {"weights_column": "genres"}, r"weights_column: .* not a list of floats"),
+        (WEIGHTED | {"weights_column": "rating"}, r"weights_column: .* not a list of floats"),
+        (SEQUENCE | {"column": "movie_id"}, r"column: .* int64, not a list of integers"),
+        (SEQUENCE | {"column": "history_ratings"}, r"column: .* not a list of integers"),
+    ],
+)
+def test_an_ill_typed_column_is_named_by_its_spec_field(
+    prepared, make_spec, feature, message
+) -> None:
+    tables = [{"name": feature["table"], "embedding_dim": 4, "num_embeddings": 10**6}]
+    spec = make_spec(features=[YEAR, feature], embedding_tables=tables)
+    with pytest.raises(ColumnError, match=r"features\[1\]\." + message):
+        open_source(spec, prepared / "train")

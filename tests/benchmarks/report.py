@@ -29,10 +29,15 @@ Values = Mapping[str, float]
 Measure = Callable[[], Values]
 
 _DISTRIBUTIONS = ("torch", "torchrec", "ray")
+SKIPPED = 77  # exit code, as test harnesses know it
 
 
 class BenchmarkError(Exception):
     """A benchmark could not measure; the message says what failed and where to look."""
+
+
+class BenchmarkSkipped(Exception):
+    """This machine lacks what a benchmark needs; the message says what."""
 
 
 @dataclass(frozen=True)
@@ -122,22 +127,26 @@ def is_met(ratio: Ratio) -> bool:
 
 @dataclass(frozen=True)
 class BenchmarkReport:
-    """Everything that one benchmark found."""
+    """Everything that one benchmark found. `rows` is a table beside the ratios, alike in keys."""
 
     benchmark: str
     settings: Mapping[str, Any]
     goals: Sequence[Goal]
     runs: Sequence[Run]
+    rows: Sequence[Mapping[str, Any]] = ()
 
     def document(self, machine: Mapping[str, Any]) -> dict[str, Any]:
         """The report as the JSON file holds it; `machine` is where it was measured."""
-        return {
+        document = {
             "benchmark": self.benchmark,
             "machine": dict(machine),
             "settings": dict(self.settings),
             "ratios": {goal.key: ratio_of(goal, self.runs) for goal in self.goals},
             "runs": [asdict(run) for run in self.runs],
         }
+        if self.rows:
+            document["rows"] = [dict(row) for row in self.rows]
+        return document
 
 
 def describe_machine() -> dict[str, Any]:
@@ -184,6 +193,15 @@ def table_of(document: Mapping[str, Any]) -> Table:
     return table
 
 
+def rows_table_of(document: Mapping[str, Any]) -> Table:
+    """The rows of a report's document, as it has them."""
+    rows = document["rows"]
+    table = Table(*rows[0], title=document["benchmark"])
+    for row in rows:
+        table.add_row(*(str(value) for value in row.values()))
+    return table
+
+
 def goal_text(ratio: Ratio) -> str:
     """The goal in words: `at least 0.97`."""
     return f"{'at most' if ratio['better'] == 'lower' else 'at least'} {ratio['goal']:g}"
@@ -197,7 +215,8 @@ def log(line: str) -> None:
 def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, description: str) -> int:
     """Command line of one benchmark; returns the exit code.
 
-    0 says that it measured, whatever the ratio; 1 that it could not, and why.
+    0 says that it measured, whatever the ratio; 1 that it could not, and why; `SKIPPED` that this
+    machine lacks what it needs.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
@@ -210,8 +229,13 @@ def main(run: Callable[[int], BenchmarkReport], *, default_pairs: int, descripti
     except BenchmarkError as error:
         log(f"the benchmark failed: {error}")
         return 1
+    except BenchmarkSkipped as reason:
+        log(f"skipped: {reason}")
+        return SKIPPED
     if options.json:
         write_json(options.json, document)
+    if "rows" in document:
+        Console().print(rows_table_of(document))
     Console().print(table_of(document))
     return 0
 

@@ -1,0 +1,169 @@
+"""The 1D peer: stock TorchRec over all ranks, laid out in each way that its users have.
+
+One DistributedModelParallel over the default group, row-wise AdaGrad fused into backward, Adam for
+the dense part, DDP. Model, optimizers and batches are those of the 2D side; nothing of Shardloom
+runs but the class of the batches. What differs from variant to variant is the sharding plan:
+
+    planner          TorchRec's planner with its stock sharder, told of two hosts
+    table_wise       the planner, tables whole
+    column_wise      the planner, tables cut into columns
+    row_wise         rows over all ranks
+    table_row_wise   each table's rows over the ranks of one host
+    pipelined        table_wise under TrainPipelineSparseDist
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+from torchrec.distributed.types import ShardingPlan
+from torchrec.models.dlrm import DLRM
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.streamable import Pipelineable
+
+from tests.benchmarks.two_d_workload import (
+    DENSE_LAYERS,
+    EMBEDDING_DIM,
+    FEATURES,
+    NUM_DENSE,
+    OVER_LAYERS,
+    TABLE_ROWS,
+    TABLES,
+)
+from trainer.data.batches import Batch
+
+VARIANTS = (
+    "planner",
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "pipelined",
+)
+SPARSE_LR, SPARSE_EPS, DENSE_LR = 0.05, 1e-8, 1e-3
+
+
+class AnySharder(EmbeddingBagCollectionSharder):
+    """The stock sharder, which on CPU hides the row-wise types from the planner."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Sharding types that the planner may choose from."""
+        return super().sharding_types("cuda")
+
+
+class PipelinedBatch(Batch, Pipelineable):
+    """A batch that says of itself that it can be pipelined; TorchRec asks for that by class."""
+
+
+class TrainedDlrm(nn.Module):
+    """DLRM with its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [
+            EmbeddingBagConfig(
+                name=table,
+                embedding_dim=EMBEDDING_DIM,
+                num_embeddings=TABLE_ROWS,
+                feature_names=[feature],
+            )
+            for table, feature in zip(TABLES, FEATURES, strict=True)
+        ]
+        self.dlrm = DLRM(
+            EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+            dense_in_features=NUM_DENSE,
+            dense_arch_layer_sizes=list(DENSE_LAYERS),
+            over_arch_layer_sizes=list(OVER_LAYERS),
+        )
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Binary cross entropy of a batch, and its logits."""
+        logits = self.dlrm(batch.dense, batch.sparse).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, batch.label), logits.detach()
+
+
+class StockTrainer:
+    """Stock TorchRec in 1D on this rank."""
+
+    sync_s = 0.0  # one copy: nothing to sync
+
+    def __init__(self, variant: str) -> None:
+        network = TrainedDlrm()
+        kind = EmbeddingBagCollectionSharder if variant == "planner" else AnySharder
+        sharder = kind(
+            fused_params={
+                "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+                "learning_rate": SPARSE_LR,
+                "eps": SPARSE_EPS,
+            }
+        )
+        self._variant = variant
+        self._model = DistributedModelParallel(
+            network,
+            device=torch.device("cpu"),
+            plan=_plan(variant, network, sharder),
+            sharders=[sharder],
+        )
+        self._optimizer = KeyedOptimizerWrapper(
+            dict(in_backward_optimizer_filter(self._model.named_parameters())),
+            lambda params: torch.optim.Adam(params, lr=DENSE_LR),
+        )
+
+    def embedding_kernels(self) -> list[Any]:
+        """FBGEMM kernels that hold this rank's shards."""
+        return [
+            kernel
+            for module in self._model.modules()
+            # TorchRec keeps its lookups in plain lists, which nn.Module.modules does not see.
+            for lookup in getattr(module, "_lookups", ())
+            for kernel in lookup.modules()
+            if isinstance(kernel, SplitTableBatchedEmbeddingBagsCodegen)
+        ]
+
+    def train(self, batches: Iterator[Batch]) -> Iterator[None]:
+        """Train a step for each item that is taken."""
+        if self._variant == "pipelined":
+            yield from self._train_pipelined(batches)
+        for batch in batches:
+            self._optimizer.zero_grad()
+            loss, _ = self._model(batch)
+            loss.backward()
+            self._optimizer.step()
+            yield
+
+    def _train_pipelined(self, batches: Iterator[Batch]) -> Iterator[None]:
+        pipeline = TrainPipelineSparseDist(self._model, self._optimizer, torch.device("cpu"))
+        pipelined = (PipelinedBatch(**vars(batch)) for batch in batches)
+        while True:
+            pipeline.progress(pipelined)
+            yield
+
+
+def _plan(variant: str, network: nn.Module, sharder: EmbeddingBagCollectionSharder) -> ShardingPlan:
+    """The planner's plan for a variant. Collective."""
+    types = {"planner": None, "pipelined": "table_wise"}.get(variant, variant)
+    only = ParameterConstraints(sharding_types=[types], compute_kernels=["fused"])
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=dist.get_world_size(),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+            compute_device="cpu",
+        ),
+        constraints=dict.fromkeys(TABLES, only) if types else None,
+    )
+    return planner.collective_plan(network, [sharder], dist.group.WORLD)

@@ -1,0 +1,200 @@
+"""2D sparse parallelism against stock 1D TorchRec on two emulated hosts, as in the paper's table 1.
+
+python -m tests.benchmarks.two_d --json FILE
+
+Eight gloo ranks, four on each of two network namespaces that a 1 Gbit/s link joins. The survey
+measures every variant of stock TorchRec in 1D and every 2D layout once: samples per second, peak
+memory, lookup imbalance, bytes over the link. Then the best of each side is measured again, in
+pairs that take turns; only these decide the ratio. Both sides train the same model on the same
+batches, in fp32 throughout.
+
+Needs root; skips with a message where hosts cannot be emulated. Timings are the wall clock's: the
+ranks share this machine's cores, so run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tests.benchmarks.emulated_hosts import (
+    EmulatedHosts,
+    EmulationError,
+    Link,
+    missing_requirement,
+)
+from tests.benchmarks.emulated_ranks import HostRanks
+from tests.benchmarks.peers.stock_1d import VARIANTS
+from tests.benchmarks.report import (
+    BenchmarkError,
+    BenchmarkReport,
+    BenchmarkSkipped,
+    Goal,
+    log,
+    main,
+    run_pairs,
+)
+from tests.benchmarks.two_d_train import Schedule, measure, summary
+from tests.benchmarks.two_d_workload import (
+    BATCH_SIZE,
+    DENSE_LAYERS,
+    EMBEDDING_DIM,
+    NUM_TABLES,
+    OVER_LAYERS,
+    TABLE_ROWS,
+    ZIPF_EXPONENT,
+    TwoDLayout,
+)
+
+NAME = "two_d"
+NUM_HOSTS = 2
+RANKS_PER_HOST = 4
+WORLD_SIZE = NUM_HOSTS * RANKS_PER_HOST
+LINK = Link(rate_bits_per_s=10**9)
+PAIRS = 4
+GOAL = Goal(
+    key="best_2d_over_1d",
+    measured="samples_per_s",
+    unit="samples/s",
+    goal=1.75,
+    better="higher",
+    peer_name="best stock TorchRec 1D",
+)
+# Both sides: freed memory stays with the process, or each step gives pages back and faults them in.
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": str(10**9), "MALLOC_MMAP_THRESHOLD_": str(10**9)}
+
+Side = TwoDLayout | str
+
+
+def layouts() -> list[TwoDLayout]:
+    """Every 2D layout of the table: M, placement, what a sync moves, and how often."""
+    plain = [
+        TwoDLayout(num_replicas, placement, mode, every_steps)
+        for num_replicas in (2, 4)
+        for placement in ("intra_host", "inter_host")
+        for mode in ("full", "touched_rows")
+        for every_steps in (1, 16)
+    ]
+    beyond = [
+        TwoDLayout(num_replicas, "inter_host", "touched_rows", 16, overlap=True, dense=dense)
+        for num_replicas in (2, 4)
+        for dense in ("every_step", "at_sync")
+    ]
+    return plain + beyond
+
+
+def label_of(side: Side) -> str:
+    """Name of a side's row in the table."""
+    return side.label if isinstance(side, TwoDLayout) else f"1D {side}"
+
+
+def schedule_of(side: Side) -> Schedule:
+    """How long to measure a side. A window holds whole sync intervals, so that all are alike."""
+    takes_seconds_per_step = (
+        side == "row_wise"
+        if isinstance(side, str)
+        else (side.mode == "full" and side.every_steps == 1)
+    )
+    if takes_seconds_per_step:
+        return Schedule(warmup_steps=1, num_windows=3, steps_per_window=1)
+    every_steps = 1 if isinstance(side, str) else side.every_steps
+    return Schedule(warmup_steps=3, num_windows=3, steps_per_window=max(every_steps, 4))
+
+
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure all. Raises `BenchmarkError` when a side cannot run.
+
+    Raises `BenchmarkSkipped` where hosts cannot be emulated.
+    """
+    missing = missing_requirement()
+    if missing:
+        raise BenchmarkSkipped(missing)
+    modules = ["tests.benchmarks.two_d_train"]
+    try:
+        with (
+            EmulatedHosts(NUM_HOSTS, LINK) as hosts,
+            HostRanks(hosts, RANKS_PER_HOST, modules, environment=MALLOC) as ranks,
+        ):
+            return _run(ranks, num_pairs)
+    except EmulationError as error:
+        raise BenchmarkError(str(error)) from error
+
+
+def _run(ranks: HostRanks, num_pairs: int) -> BenchmarkReport:
+    stock, ours = survey(ranks, VARIANTS), survey(ranks, layouts())
+    best_stock, best_ours = best_of(stock), best_of(ours)
+    log(f"pairs: {label_of(best_ours)} against {label_of(best_stock)}")
+    runs = run_pairs(
+        num_pairs,
+        lambda: _measure(ranks, best_ours),
+        lambda: _measure(ranks, best_stock),
+        log,
+    )
+    settings = _settings() | {"ours": label_of(best_ours), "peer": label_of(best_stock)}
+    rows = table_rows(stock | ours, best_stock)
+    return BenchmarkReport(NAME, settings, [GOAL], runs, rows)
+
+
+def survey(ranks: HostRanks, sides: Sequence[Side]) -> dict[Side, Mapping[str, float]]:
+    """Measure each side once."""
+    measured: dict[Side, Mapping[str, float]] = {}
+    for side in sides:
+        measured[side] = _measure(ranks, side)
+        log(f"{label_of(side)}: {measured[side]['samples_per_s']:.0f} samples/s")
+    return measured
+
+
+def _measure(ranks: HostRanks, side: Side) -> Mapping[str, float]:
+    schedule = schedule_of(side)
+    results = ranks.call(measure, side, schedule)
+    return summary(results, schedule, rows_per_step=BATCH_SIZE * WORLD_SIZE)
+
+
+def best_of(measured: Mapping[Side, Mapping[str, float]]) -> Side:
+    """The fastest of the sides."""
+    return max(measured, key=lambda side: measured[side]["samples_per_s"])
+
+
+def table_rows(measured: Mapping[Side, Mapping[str, float]], base: Side) -> list[dict[str, Any]]:
+    """The survey shaped like the paper's table 1, speeds relative to `base`."""
+    base_speed = measured[base]["samples_per_s"]
+    return [
+        {
+            "configuration": label_of(side),
+            "samples/s": round(values["samples_per_s"]),
+            "of 1D": round(values["samples_per_s"] / base_speed, 3),
+            "windows": [
+                round(values["samples_per_s_min"]),
+                round(values["samples_per_s_max"]),
+            ],
+            "peak MB": round(values["peak_bytes"] / 1e6),
+            "imbalance": round(values["lookup_imbalance"], 3),
+            "link MB/step": round(values["link_bytes_per_step"] / 1e6, 2),
+            "sync ms/step": round(values["sync_s_per_step"] * 1e3, 1),
+        }
+        for side, values in measured.items()
+    ]
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "world_size": WORLD_SIZE,
+        "hosts": NUM_HOSTS,
+        "link_bits_per_s": LINK.rate_bits_per_s,
+        "link": "veth to a bridge, tc tbf on both ends; the loopback within a host is not shaped",
+        "backend": "gloo",
+        "batch_size_per_rank": BATCH_SIZE,
+        "tables": f"{NUM_TABLES} x {TABLE_ROWS} x {EMBEDDING_DIM} fp32, one id a row and table",
+        "zipf_exponent": ZIPF_EXPONENT,
+        "model": f"DLRM, dense layers {DENSE_LAYERS}, over layers {OVER_LAYERS}",
+        "optimizers": "row-wise AdaGrad in backward, Adam for the dense part",
+        "peak_memory": "VmHWM of the rank process, the largest of the ranks",
+        "imbalance": "ids looked up, max over mean across ranks",
+        "link_bytes": "sent by the host that sent more, headers included",
+        "table": "each row measured once; the ratio comes from the pairs alone",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

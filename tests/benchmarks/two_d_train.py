@@ -1,0 +1,166 @@
+"""What every rank of the 2D benchmark runs: build one side, warm up, time windows of steps."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from tests.benchmarks.emulated_hosts import sent_bytes
+from tests.benchmarks.peers.stock_1d import StockTrainer
+from tests.benchmarks.two_d_workload import TwoDLayout, make_batches, spec_of
+from trainer.data.batches import Batch
+from trainer.metrics import LookupCounter
+from trainer.parallel.groups import build_groups
+from trainer.parallel.layout import Layout, WorkerSite
+from trainer.parallel.optimizer import dense_optimizer
+from trainer.parallel.sync import FullSync, is_sync_step
+from trainer.session import build_parallel_model
+
+NUM_BATCHES = 32  # the steps take turns with them
+_COLLECTIVE_TIMEOUT_S = 120
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long one measurement is, in steps: a warm-up, then windows timed one by one."""
+
+    warmup_steps: int
+    num_windows: int
+    steps_per_window: int
+
+    @property
+    def num_steps(self) -> int:
+        """All timed steps."""
+        return self.num_windows * self.steps_per_window
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank measured. `link_bytes` is what its whole host sent over the link."""
+
+    window_s: tuple[float, ...]
+    sync_s: float
+    link_bytes: int
+    peak_bytes: int
+    lookup_imbalance: float
+
+
+class Trainer(Protocol):
+    """One side of the benchmark on one rank."""
+
+    sync_s: float
+
+    def embedding_kernels(self) -> list[Any]:
+        """FBGEMM kernels that hold this rank's shards."""
+
+    def train(self, batches: Iterator[Batch]) -> Iterator[None]:
+        """Train a step for each item that is taken."""
+
+
+class TwoDTrainer:
+    """Our engine."""
+
+    def __init__(self, site: WorkerSite, layout: TwoDLayout) -> None:
+        world_size = dist.get_world_size()
+        self._spec = spec_of(world_size, layout)
+        groups = build_groups(
+            Layout(world_size, world_size // layout.num_replicas, layout.placement),
+            torch.device("cpu"),
+            _COLLECTIVE_TIMEOUT_S,
+            host=site.host,
+        )
+        self._model, _ = build_parallel_model(self._spec, groups)
+        self._dense = dense_optimizer(self._model, self._spec.optimizer.dense)
+        self._sync = FullSync(self._model, self._spec.parallelism.sync)
+        self.sync_s = 0.0
+
+    def embedding_kernels(self) -> list[Any]:
+        """FBGEMM kernels that hold this rank's shards."""
+        return self._model.embedding_kernels()
+
+    def train(self, batches: Iterator[Batch]) -> Iterator[None]:
+        """Train a step, and sync when it is due, for each item that is taken."""
+        for step, batch in enumerate(batches, start=1):
+            self._dense.zero_grad()
+            loss, _ = self._model(batch)
+            loss.backward()
+            self._dense.step()
+            if is_sync_step(step, self._spec.parallelism.sync):
+                self.sync_s += self._sync().time_s
+            yield
+
+
+def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> RankResult:
+    """Measure one side on this rank: a layout of ours, or a variant of stock TorchRec by name."""
+    trainer: Trainer = (
+        TwoDTrainer(site, side) if isinstance(side, TwoDLayout) else StockTrainer(side)
+    )
+    steps = trainer.train(cycle(make_batches(site.rank, NUM_BATCHES)))
+    imbalance = _warm_up(trainer, steps, schedule)
+    dist.barrier()
+    sync_s, link_bytes = trainer.sync_s, sent_bytes()
+    window_s = tuple(_time_window(steps, schedule) for _ in range(schedule.num_windows))
+    dist.barrier()  # so that the other ranks of the host have sent theirs
+    return RankResult(
+        window_s=window_s,
+        sync_s=trainer.sync_s - sync_s,
+        link_bytes=sent_bytes() - link_bytes,
+        peak_bytes=peak_memory_bytes(),
+        lookup_imbalance=imbalance,
+    )
+
+
+def _warm_up(trainer: Trainer, steps: Iterator[None], schedule: Schedule) -> float:
+    """Run the warm-up steps; max over mean across ranks of the ids that were looked up."""
+    counter = LookupCounter(SimpleNamespace(embedding_kernels=trainer.embedding_kernels))
+    counter.sampling = True
+    _take(steps, schedule.warmup_steps)
+    counter.sampling = False
+    return counter.imbalance(torch.device("cpu"))["balance/lookup"]
+
+
+def _time_window(steps: Iterator[None], schedule: Schedule) -> float:
+    started = time.perf_counter()
+    _take(steps, schedule.steps_per_window)
+    return time.perf_counter() - started
+
+
+def _take(steps: Iterator[None], num_steps: int) -> None:
+    for _ in islice(steps, num_steps):
+        pass
+
+
+def peak_memory_bytes() -> int:
+    """Most memory this process has ever had resident, pages shared with its launcher included."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("this kernel tells no VmHWM")
+
+
+def summary(
+    results: Sequence[RankResult], schedule: Schedule, rows_per_step: int
+) -> dict[str, float]:
+    """The measurement of all ranks as one row of the table."""
+    rows = rows_per_step * schedule.steps_per_window
+    # A window is over when its last rank is.
+    window_s = [max(times) for times in zip(*(each.window_s for each in results), strict=True)]
+    samples_per_s = [rows / time_s for time_s in window_s]
+    return {
+        "samples_per_s": statistics.median(samples_per_s),
+        "samples_per_s_min": min(samples_per_s),
+        "samples_per_s_max": max(samples_per_s),
+        "peak_bytes": max(each.peak_bytes for each in results),
+        "lookup_imbalance": results[0].lookup_imbalance,
+        "link_bytes_per_step": max(each.link_bytes for each in results) / schedule.num_steps,
+        "sync_s_per_step": max(each.sync_s for each in results) / schedule.num_steps,
+    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,7 +20,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from trainer.parallel.layout import Layout, MeshLayout, WorkerSite, placement_warning
+from trainer.parallel.layout import (
+    Layout,
+    LayoutError,
+    MeshLayout,
+    WorkerSite,
+    placement_warning,
+)
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,7 @@ class MeshGroups:
     sites: tuple[WorkerSite, ...]
     warning: str | None
     device: torch.device
+    timeout: timedelta
     device_mesh: DeviceMesh
     sharding_group: dist.ProcessGroup
     replica_group: dist.ProcessGroup
@@ -61,9 +69,59 @@ class MeshGroups:
         )
 
     @property
+    def ranks_per_host(self) -> int | None:
+        """Ranks of a sharding group on each host it spans; None unless equal on all, in all."""
+        hosts = [[self.sites[rank].host for rank in group] for group in self.mesh.sharding_groups]
+        return ranks_per_host(hosts)
+
+    @property
     def shard_index(self) -> int:
         """Which shard this rank holds, from 0 to L - 1."""
         return self.mesh.shard_index_of(self.rank)
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """Groups inside this rank's sharding group that table-row-wise and grid sharding talk in.
+
+    `intra_host` joins its ranks on one host, `cross_host` those with the same place on each host.
+    """
+
+    intra_host: dist.ProcessGroup
+    cross_host: dist.ProcessGroup
+
+
+def ranks_per_host(hosts: Sequence[Sequence[str]]) -> int | None:
+    """How many ranks of a sharding group share a host, or None when that is not one number.
+
+    `hosts[g][s]` is the host of shard s of group g. Layouts number positions host by host, so a
+    host's ranks of one group stand together.
+    """
+    sizes = {count for group in hosts for count in Counter(group).values()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def form_node_groups(groups: MeshGroups) -> NodeGroups:
+    """Form the node groups of every sharding group. Collective over the global group.
+
+    Raises `LayoutError` where hosts hold unequal numbers of a sharding group's ranks.
+    """
+    size = groups.ranks_per_host
+    if size is None:
+        raise LayoutError(
+            "table_row_wise and grid_shard need equally many ranks of a sharding group on each "
+            "host; use other sharding types, or workers and shard_group_size that fill hosts alike"
+        )
+    blocks = [
+        [group[start : start + size] for start in range(0, len(group), size)]
+        for group in groups.mesh.sharding_groups
+    ]
+    intra = [block for of_group in blocks for block in of_group]
+    cross = [ranks for of_group in blocks for ranks in zip(*of_group, strict=True)]
+    return NodeGroups(
+        intra_host=_form(intra, groups.rank, groups.timeout),
+        cross_host=_form(cross, groups.rank, groups.timeout),
+    )
 
 
 def local_site(rank: int, device: torch.device, host: str | None = None) -> WorkerSite:
@@ -104,6 +162,7 @@ def build_groups(
         rank=rank,
         mesh=mesh,
         sites=sites,
+        timeout=timeout,
         warning=placement_warning(mesh, sites),
         device=device,
         device_mesh=device_mesh,

@@ -1,15 +1,16 @@
 """Sharding plans: TorchRec's planner inside one sharding group, then placed on its ranks.
 
 The planner runs on rank 0 only and its answer, a plan or the reason why there is none, is given
-to all ranks: a rank that fails alone would leave the others waiting for it.
+to all ranks: what it measures differs from rank to rank, and a rank that failed alone would leave
+the others waiting for it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -18,14 +19,20 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan
+from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingPlan, ShardMetadata
 
+from trainer import events
+from trainer.parallel.bandwidth import measure_bandwidths
 from trainer.parallel.groups import MeshGroups
+from trainer.parallel.topology import least_memory_bytes, topology_of
 from trainer.spec import EmbeddingTableSpec, JobSpec
+
+# Sharding types that split a table over the ranks of one host.
+_NODE_SHARDING_TYPES = frozenset({"table_row_wise", "grid_shard"})
 
 
 class PlanError(ValueError):
-    """No sharding plan fits; the message says what is missing and which settings would help."""
+    """No sharding plan is possible; the message says what is missing and what would help."""
 
 
 def make_plan(
@@ -39,59 +46,109 @@ def make_plan(
     The plan numbers shards by position in the group, 0 to L - 1; `place_plan` maps them to ranks.
     Raises `PlanError` on every rank.
     """
+    planner_spec = spec.parallelism.planner
+    memory_bytes = spec.resources.memory_bytes_per_worker or least_memory_bytes(groups)
+    usable_bytes = int(memory_bytes * (1 - planner_spec.storage_reservation))
+    bandwidths = measure_bandwidths(groups) if planner_spec.bandwidths == "measured" else None
+    constraints = table_constraints(spec, groups.ranks_per_host)
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
-        answer[0] = _plan_or_reason(model, spec, groups, table_sharders)
+        topology = topology_of(groups, usable_bytes, bandwidths)
+        try:
+            answer[0] = _planner(spec, topology, constraints).plan(model, table_sharders)
+        except PlannerError as error:
+            answer[0] = _why_not(spec, usable_bytes, error)
     dist.broadcast_object_list(answer, src=0, group=groups.global_group)
     if not isinstance(answer[0], ShardingPlan):
         raise PlanError(answer[0])
     return answer[0]
 
 
-def _plan_or_reason(
-    model: nn.Module,
-    spec: JobSpec,
-    groups: MeshGroups,
-    table_sharders: list[ModuleSharder[nn.Module]],
-) -> ShardingPlan | str:
-    size = groups.layout.shard_group_size
-    topology = Topology(
-        world_size=size,
-        local_world_size=size,
-        compute_device=groups.device.type,
-        hbm_cap=device_memory_bytes(groups.device),
-    )
-    planner = EmbeddingShardingPlanner(
+def _planner(
+    spec: JobSpec, topology: Topology, constraints: dict[str, ParameterConstraints]
+) -> EmbeddingShardingPlanner:
+    return EmbeddingShardingPlanner(
         topology=topology,
         batch_size=spec.data.batch_size,
-        constraints={t.name: _constraints_of(t, spec) for t in spec.embedding_tables},
-        storage_reservation=FixedPercentageStorageReservation(
-            spec.parallelism.planner.storage_reservation
-        ),
+        constraints=constraints,
+        # The topology holds what is left after our own reservation: TorchRec's spares GPUs only.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
-    try:
-        return planner.plan(model, table_sharders)
-    except PlannerError as error:
-        return str(error)
 
 
-def _constraints_of(table: EmbeddingTableSpec, spec: JobSpec) -> ParameterConstraints:
-    limits = table.constraints
-    num_features = sum(feature.table == table.name for feature in spec.sparse_features)
+def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> dict[str, ParameterConstraints]:
+    """What the planner may do with each table, by table name.
+
+    `ranks_per_host` is None where hosts hold unequal numbers of a sharding group's ranks: sharding
+    types that split a table over a host are then left out. Raises `PlanError` for a table that
+    allows no other.
+    """
+    constraints = {}
+    for table in spec.embedding_tables:
+        allowed = set(table.constraints.sharding_types)
+        if ranks_per_host is None:
+            allowed -= _NODE_SHARDING_TYPES
+        if not allowed:
+            raise PlanError(
+                f"table '{table.name}' may only be sharded {_listed(table)}, which needs equally "
+                "many ranks of a sharding group on each host, but hosts hold unequal numbers; "
+                "allow row_wise or table_wise too (embedding_tables[].constraints.sharding_types), "
+                "or choose workers and shard_group_size that fill hosts alike"
+            )
+        constraints[table.name] = _constraints_of(table, sorted(allowed), spec)
+    return constraints
+
+
+def _constraints_of(
+    table: EmbeddingTableSpec, sharding_types: list[str], spec: JobSpec
+) -> ParameterConstraints:
+    features = [feature for feature in spec.sparse_features if feature.table == table.name]
+    pooling_factor = table.constraints.pooling_factor
     return ParameterConstraints(
-        sharding_types=list(limits.sharding_types),
+        sharding_types=sharding_types,
         # Rows cached outside the table (UVM caching) would escape the sync.
         compute_kernels=[EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
-        min_partition=limits.min_partition,
-        pooling_factors=[limits.pooling_factor or 1.0] * num_features,
+        min_partition=table.constraints.min_partition,
+        pooling_factors=[pooling_factor or 1.0] * len(features),
+        is_weighted=any(feature.weights_column for feature in features),
     )
 
 
-def device_memory_bytes(device: torch.device) -> int | None:
-    """Memory of a GPU; None on CPU, where the planner's own default stands."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_properties(device).total_memory
+def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
+    """A sentence for the person who wrote the spec."""
+    sizes = {table.name: _size_bytes(table, spec) for table in spec.embedding_tables}
+    largest = max(sizes, key=sizes.__getitem__)
+    size = spec.parallelism.shard_group_size
+    memory = (
+        f"the tables and their optimizer state take {_gib(sum(sizes.values()))} (the largest, "
+        f"'{largest}', {_gib(sizes[largest])}), and ids and activations come on top; a sharding "
+        f"group of {size} workers has {_gib(usable_bytes)} on each after "
+        f"{spec.parallelism.planner.storage_reservation:.0%} is kept back "
+        "(parallelism.planner.storage_reservation)"
+    )
+    advice = (
+        "raise parallelism.shard_group_size or resources.memory_bytes_per_worker, store tables in "
+        "fp16, or allow more sharding types, such as row_wise, which splits one table over all "
+        "workers"
+    )
+    detail = str(error).strip().splitlines()[-1].strip()
+    return f"no sharding plan fits: {memory}; {advice}. The planner says: {detail}"
+
+
+def _size_bytes(table: EmbeddingTableSpec, spec: JobSpec) -> int:
+    """Weights and optimizer state of one whole copy."""
+    state_bytes = spec.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
+    size = table.size_bytes(state_bytes)
+    assert size is not None, "num_embeddings must be resolved first"
+    return size
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
+
+
+def _listed(table: EmbeddingTableSpec) -> str:
+    return " or ".join(table.constraints.sharding_types)
 
 
 def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:
@@ -113,15 +170,73 @@ def _place_parameter(parameter: ParameterSharding, placements: Sequence[str]) ->
     if not isinstance(spec, EnumerableShardingSpec):
         return
     for shard in spec.shards:
-        position = shard.placement.rank() if shard.placement else None
-        assert position is not None, "the planner places every shard"
-        shard.placement = devices[position]
+        shard.placement = devices[_position(shard)]
+
+
+def uses_node_groups(plan: ShardingPlan) -> bool:
+    """Whether any table is split over the ranks of a host."""
+    return not _NODE_SHARDING_TYPES.isdisjoint(chosen_sharding(plan).values())
 
 
 def chosen_sharding(plan: ShardingPlan) -> dict[str, str]:
     """Sharding type of each table, by table name."""
+    return {table: parameter.sharding_type for table, parameter in _parameters(plan).items()}
+
+
+def table_plans(plan: ShardingPlan, spec: JobSpec) -> list[events.TablePlan]:
+    """How each table is sharded, in spec order, with positions inside the sharding group.
+
+    A data-parallel table has one whole shard at every position.
+    """
+    parameters = _parameters(plan)
+    return [_table_plan(table, parameters[table.name], spec) for table in spec.embedding_tables]
+
+
+def _parameters(plan: ShardingPlan) -> dict[str, Any]:
     return {
-        table: parameter.sharding_type
+        table: parameter
         for module_plan in plan.plan.values()
         for table, parameter in module_plan.items()
     }
+
+
+def _table_plan(
+    table: EmbeddingTableSpec, parameter: ParameterSharding, spec: JobSpec
+) -> events.TablePlan:
+    assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
+    assert isinstance(spec.parallelism.shard_group_size, int)
+    whole = [table.num_embeddings, table.embedding_dim]
+    rectangles = _rectangles(parameter) or [
+        (position, [0, 0], whole) for position in range(spec.parallelism.shard_group_size)
+    ]
+    return events.TablePlan(
+        name=table.name,
+        sharding_type=parameter.sharding_type,
+        data_type=table.data_type,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        size_bytes=_size_bytes(table, spec),
+        shards=[
+            events.TablePlan.Shard(
+                position=position,
+                row_offset=offsets[0],
+                column_offset=offsets[1],
+                num_rows=sizes[0],
+                num_columns=sizes[1],
+            )
+            for position, offsets, sizes in rectangles
+        ],
+    )
+
+
+def _rectangles(parameter: ParameterSharding) -> list[tuple[int, list[int], list[int]]]:
+    """(position, offsets, sizes) of each shard; none for a data-parallel table."""
+    spec = parameter.sharding_spec
+    shards = spec.shards if isinstance(spec, EnumerableShardingSpec) else []
+    return [(_position(shard), shard.shard_offsets, shard.shard_sizes) for shard in shards]
+
+
+def _position(shard: ShardMetadata) -> int:
+    position = shard.placement.rank() if shard.placement else None
+    assert position is not None, "the planner places every shard"
+    return position

@@ -22,6 +22,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import nn
+from torchrec.distributed import comm
 from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
     BatchedFusedEmbeddingBag,
@@ -37,8 +38,8 @@ from torchrec.distributed.types import (
 )
 
 from trainer.parallel.dense_sync import GroupDataParallelWrapper
-from trainer.parallel.groups import MeshGroups
-from trainer.parallel.plan import place_plan
+from trainer.parallel.groups import MeshGroups, form_node_groups
+from trainer.parallel.plan import place_plan, uses_node_groups
 
 
 class MeshShardingEnv(ShardingEnv2D):
@@ -54,6 +55,7 @@ class MeshShardingEnv(ShardingEnv2D):
             replica_pg=groups.replica_group,
             global_pg=groups.global_group,
             device_mesh=groups.device_mesh,
+            node_group_size=groups.ranks_per_host,
             use_inter_host_allreduce=groups.layout.placement == "inter_host",
         )
         self._shard_of = {
@@ -101,6 +103,8 @@ class TwoDParallel(DistributedModelParallel):
         dense: Literal["every_step", "at_sync"] = "every_step",
     ) -> None:
         self.groups = groups
+        if uses_node_groups(plan):
+            _provide_node_groups(groups)
         super().__init__(
             module,
             env=MeshShardingEnv(groups),
@@ -163,6 +167,16 @@ class TwoDParallel(DistributedModelParallel):
             for states in kernel.get_optimizer_state()
             for state in states.values()
         ]
+
+
+def _provide_node_groups(groups: MeshGroups) -> None:
+    """Form the groups of table-row-wise and grid sharding where TorchRec looks for them.
+
+    It keeps one pair for the whole process and forms it, if there is none, from rank arithmetic
+    that only holds when ranks are numbered host by host. Collective over the global group.
+    """
+    node_groups = form_node_groups(groups)
+    comm._INTRA_PG_2D, comm._CROSS_PG_2D = node_groups.intra_host, node_groups.cross_host
 
 
 _FUSED_LOOKUPS = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)

@@ -1,14 +1,15 @@
 """What a run measures: task metrics (torchrec.metrics), speed, and balance over the ranks.
 
 Names of reported values: `train/loss`, `train/rmse`, `validation/rmse`, `speed/rows_per_s`,
-`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `data/wait_s`, `balance/lookup`,
-`balance/gradient`. Times are seconds per step, except `sync/time_s`, which is seconds per sync.
+`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `data/wait_s`, `phase/NAME_s` (the phases of
+`trainer.parallel.phases`), `balance/lookup`, `balance/gradient`, `balance/step`. Times are seconds
+per step, except `sync/time_s`, which is seconds per sync; phases are means over the ranks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torchrec.metrics.ne import NEMetric
 from torchrec.metrics.rec_metric import RecMetric
 
 from trainer.data.batches import Batch
+from trainer.parallel.phases import LOCAL_PHASES, PhaseTimes
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import TaskSpec
 
@@ -144,12 +146,12 @@ class LookupCounter:
 
     Lookups cost memory reads, distinct rows cost gradient writes: with skewed ids the two are
     balanced differently over the ranks. Distinct rows are counted only while `sampling`, because
-    that needs a sort of the ids.
+    that needs a sort of the ids. `counts` is (ids, distinct rows) since the last report.
     """
 
     def __init__(self, model: TwoDParallel) -> None:
         self.sampling = False
-        self._counts = [0, 0]
+        self.counts = (0, 0)
         self._handles = [
             kernel.register_forward_pre_hook(self._count, with_kwargs=True)
             for kernel in model.embedding_kernels()
@@ -160,19 +162,43 @@ class LookupCounter:
             return
         indices = kwargs["indices"] if "indices" in kwargs else args[0]
         offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
-        self._counts[0] += indices.numel()
-        self._counts[1] += _num_distinct_rows(kernel, indices, offsets)
+        num_ids, num_rows = self.counts
+        distinct = _num_distinct_rows(kernel, indices, offsets)
+        self.counts = (num_ids + indices.numel(), num_rows + distinct)
 
     @torch.no_grad()
     def imbalance(self, device: torch.device) -> dict[str, float]:
         """Max over mean across all ranks since the last call (1 is perfect). Collective."""
-        mine = torch.tensor(self._counts, dtype=torch.float64, device=device)
-        total, highest = mine.clone(), mine.clone()
-        dist.all_reduce(total)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        ratio = highest * dist.get_world_size() / total.clamp(min=1.0)
-        self._counts = [0, 0]
-        return {"balance/lookup": ratio[0].item(), "balance/gradient": ratio[1].item()}
+        lookups, rows = across_ranks(self.counts, device).unbind(1)
+        self.counts = (0, 0)
+        return {"balance/lookup": _imbalance(lookups), "balance/gradient": _imbalance(rows)}
+
+
+def across_ranks(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Every rank's `values`, [T, len(values)] float64 on the host. Collective: one all-gather."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    gathered = mine.new_empty(dist.get_world_size() * len(values))
+    dist.all_gather_into_tensor(gathered, mine)
+    return gathered.view(-1, len(values)).cpu()
+
+
+def _imbalance(values: torch.Tensor) -> float:
+    """Max over mean; 1 where there is nothing to balance."""
+    mean = values.mean().item()
+    return values.max().item() / mean if mean else 1.0
+
+
+def phase_metrics(times: PhaseTimes[Any], device: torch.device) -> dict[str, float]:
+    """Mean seconds per step of each phase over the ranks, since the last call. Collective.
+
+    `balance/step` is max over mean across the ranks of the time that a step spends in phases in
+    which no rank waits for another.
+    """
+    mine = times.read()
+    gathered = across_ranks(list(mine.values()), device)
+    metrics = {f"phase/{p}_s": m for p, m in zip(mine, gathered.mean(0).tolist(), strict=True)}
+    local = [index for index, phase in enumerate(mine) if phase in LOCAL_PHASES]
+    return metrics | {"balance/step": _imbalance(gathered[:, local].sum(1))}
 
 
 def _num_distinct_rows(
@@ -192,13 +218,14 @@ def _num_distinct_rows(
 class Speedometer:
     """Rows and steps per second between reports. Sums what each step spent on sync and waiting."""
 
-    def __init__(self, rows_per_step: int) -> None:
+    def __init__(self, rows_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._rows_per_step = rows_per_step
+        self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Start a new window now, forgetting what was measured."""
-        self._started = time.perf_counter()
+        self._started = self._clock()
         self._paused_s = 0.0
         self._num_steps = self._num_syncs = self._sync_bytes = 0
         self._sync_s = self._wait_s = 0.0
@@ -220,7 +247,7 @@ class Speedometer:
 
     def read(self) -> dict[str, float]:
         """Values of this window; starts the next one."""
-        elapsed_s = max(time.perf_counter() - self._started - self._paused_s, 1e-9)
+        elapsed_s = max(self._clock() - self._started - self._paused_s, 1e-9)
         steps_per_s = self._num_steps / elapsed_s
         values = {
             "speed/steps_per_s": steps_per_s,

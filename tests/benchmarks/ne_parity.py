@@ -1,0 +1,161 @@
+"""Normalized entropy of 2D training against 1D after the same samples, by moment scale c.
+
+python -m tests.benchmarks.ne_parity --json FILE [--plot FILE.png] [--criteo TSV] [--seeds N] ...
+
+2D training divides each gradient by L instead of T, so the second moments of row-wise AdaGrad grow
+up to M times faster; the paper's algorithm 1 divides them by c = M again. This measures how close
+that comes to 1D, and how far c = 1 is off. Rows are Criteo-shaped, from a teacher whose own NE is
+the best reachable one, or from a real Criteo file. The peer is 1D training by stock TorchRec; all
+variants of a seed get the same rows in the same order and the same starting weights. The noise
+floor is our engine in 1D under another sharding, which differs from the peer in rounding alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tests.benchmarks.ne_parity_case import Settings
+from tests.benchmarks.ne_parity_ranks import SeedResult, Variant, measure_seed
+from tests.benchmarks.ne_parity_report import PARITY, PEER, gaps_of, plot, ratio_of_gap, table_of
+from tests.benchmarks.report import (
+    BenchmarkError,
+    describe_machine,
+    end_on_signal,
+    log,
+    write_json,
+)
+from tests.integration.gloo import run_ranks
+
+NAME = "ne_parity"
+NOISE = "1D, ours"
+_SEED_TIMEOUT_S = 3600.0
+
+
+def variants_of(world_size: int, shard_group_size: int) -> list[Variant]:
+    """The peer, our engine in 1D, and 2D with c = M, 2 and 1."""
+    num_replicas = world_size // shard_group_size
+    scales = sorted({num_replicas, 2, 1}, reverse=True)
+    return [
+        Variant(PEER, world_size, None),
+        Variant(NOISE, world_size, 1.0),
+        *(Variant(name_of_scale(c), shard_group_size, float(c)) for c in scales),
+    ]
+
+
+def name_of_scale(scale: int) -> str:
+    """Name of the 2D variant with moment scale c."""
+    return f"2D, c={scale}"
+
+
+def measure(settings: Settings, variants: list[Variant], num_seeds: int) -> list[SeedResult]:
+    """Train every variant of every seed; raises `BenchmarkError` when a rank fails."""
+    results = []
+    for seed in range(num_seeds):
+        try:
+            by_rank = run_ranks(
+                *(measure_seed, settings.world_size, settings, variants, seed),
+                timeout_s=_SEED_TIMEOUT_S,
+            )
+        except AssertionError as error:
+            raise BenchmarkError(str(error)) from error
+        results.append(by_rank[0])
+        shown = ", ".join(
+            f"{name} {curve.ne[-1]:.6f}" for name, curve in results[-1].curves.items()
+        )
+        log(f"seed {seed + 1}/{num_seeds}: NE {shown}")
+    return results
+
+
+def final_ne(results: list[SeedResult]) -> dict[str, list[float]]:
+    """NE after all samples, by variant and seed."""
+    return {name: [result.curves[name].ne[-1] for result in results] for name in results[0].curves}
+
+
+def document_of(
+    settings: Settings, num_replicas: int, results: list[SeedResult], machine: dict[str, Any]
+) -> dict[str, Any]:
+    """The report as the JSON file holds it."""
+    ne = final_ne(results)
+    ratios = {
+        "gap_scaled": ratio_of_gap(ne[name_of_scale(num_replicas)], ne[PEER], PARITY, "lower")
+    }
+    if num_replicas > 1:
+        ratios["gap_unscaled"] = ratio_of_gap(ne[name_of_scale(1)], ne[PEER], PARITY, "higher")
+    return {
+        "benchmark": NAME,
+        "machine": machine,
+        "settings": {**asdict(settings), "num_replicas": num_replicas, "num_seeds": len(results)},
+        "ratios": ratios,
+        "teacher_ne": results[0].teacher_ne,
+        "gaps": gaps_of(ne),
+        "runs": [
+            {"seed": seed, "variant": name, **asdict(curve)}
+            for seed, result in enumerate(results)
+            for name, curve in result.curves.items()
+        ],
+    }
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line; every number of `Settings` has an option of its name."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw gaps along training here")
+    parser.add_argument("--criteo", metavar="TSV", help="train on this file, not the generator")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each variant (default 5)")
+    parser.add_argument("--shard-group-size", type=int, default=1, help="L in 2D (default 1)")
+    for setting in fields(Settings):
+        if setting.name != "criteo":
+            option = "--" + setting.name.replace("_", "-")
+            kind = type(setting.default)
+            parser.add_argument(
+                option, type=kind, default=setting.default, help=f"default {setting.default}"
+            )
+    options = parser.parse_args(arguments)
+    options.settings = Settings(**{f.name: getattr(options, f.name) for f in fields(Settings)})
+    if problem := _problem(options):
+        parser.error(problem)
+    return options
+
+
+def _problem(options: argparse.Namespace) -> str | None:
+    num_replicas, rest = divmod(options.settings.world_size, options.shard_group_size)
+    if rest or num_replicas == 1:
+        return "--world-size must be a multiple of --shard-group-size, and larger"
+    if options.seeds < 1:
+        return "--seeds must be at least 1"
+    return options.settings.problem()
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
+    options = parse(arguments)
+    settings: Settings = options.settings
+    end_on_signal()
+    machine = describe_machine()
+    variants = variants_of(settings.world_size, options.shard_group_size)
+    try:
+        results = measure(settings, variants, options.seeds)
+    except BenchmarkError as error:
+        log(f"the benchmark failed: {error}")
+        return 1
+    num_replicas = settings.world_size // options.shard_group_size
+    if options.json:
+        write_json(options.json, document_of(settings, num_replicas, results, machine))
+    if options.plot:
+        curves = {v.name: [r.curves[v.name].ne for r in results] for v in variants}
+        plot(options.plot, results[0].curves[PEER].rows, curves)
+    Console().print(table_of(final_ne(results), results[0].teacher_ne))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,199 @@
+"""What one run of the NE parity benchmark trains: its settings, its rows and its starting weights.
+
+Nothing here depends on how tables are sharded, so that every variant of a seed gets the same rows
+in the same order and starts from the same weights, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.models.dlrm import DLRM_DCN
+
+from tests.benchmarks.criteo_teacher import (
+    NUM_CATEGORICAL,
+    NUM_DENSE,
+    ClickRows,
+    Teacher,
+    read_criteo,
+    table_sizes,
+)
+from trainer.data.batches import Batch
+
+TABLES = [f"table_{column}" for column in range(NUM_CATEGORICAL)]
+FEATURES = [f"category_{column}" for column in range(NUM_CATEGORICAL)]
+_TRAIN, _HELD_OUT = 1, 2
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that all variants share. Batch sizes and rows are counted over all ranks."""
+
+    world_size: int = 4
+    global_batch_size: int = 2048
+    num_steps: int = 500
+    num_held_out_rows: int = 131_072
+    num_evaluations: int = 10
+    max_table_rows: int = 5000
+    embedding_dim: int = 8
+    zipf_exponent: float = 1.05
+    sparse_lr: float = 0.02
+    sparse_eps: float = 1e-8
+    dense_lr: float = 1e-3
+    sync_every: int = 1
+    teacher_seed: int = 0
+    criteo: str | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per rank and step."""
+        return self.global_batch_size // self.world_size
+
+    @property
+    def table_sizes(self) -> tuple[int, ...]:
+        """Rows of each table."""
+        return table_sizes(self.max_table_rows)
+
+    @property
+    def dense_layers(self) -> list[int]:
+        """Layer sizes of the dense arch."""
+        return [32, self.embedding_dim]
+
+    over_layers = (64, 32, 1)
+    num_cross_layers = 2
+    cross_rank = 16
+
+    @property
+    def evaluation_steps(self) -> set[int]:
+        """Steps (from 1) after which the held-out rows are measured; the last one is among them."""
+        count = self.num_evaluations
+        return {self.num_steps * i // count for i in range(1, count + 1)}
+
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, or None."""
+        if self.global_batch_size % self.world_size or self.num_held_out_rows % self.world_size:
+            return "the global batch and the held-out rows must be multiples of the world size"
+        if not 1 <= self.num_evaluations <= self.num_steps:
+            return "there must be at least one evaluation and one step for each"
+        return None
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """What one rank trains on, in order, and its share of the held-out rows."""
+
+    train: ClickRows
+    held_out: ClickRows
+
+
+def rows_of_rank(settings: Settings, seed: int, rank: int) -> RankRows:
+    """The rows of `rank` for `seed`; held-out rows are the same for all seeds.
+
+    Raises `CriteoFormatError` where a file is asked for and not fit.
+    """
+    if settings.criteo:
+        return _rows_of_file(settings, Path(settings.criteo), seed, rank)
+    teacher = Teacher(settings.table_sizes, settings.zipf_exponent, settings.teacher_seed)
+    num_held_out = settings.num_held_out_rows // settings.world_size
+    return RankRows(
+        teacher.draw(settings.batch_size * settings.num_steps, [_TRAIN, seed, rank]),
+        teacher.draw(num_held_out, [_HELD_OUT, 0, rank]),
+    )
+
+
+def _rows_of_file(settings: Settings, path: Path, seed: int, rank: int) -> RankRows:
+    """Train on the file's first rows in an order by seed; the rows right after are held out."""
+    num_train = settings.global_batch_size * settings.num_steps
+    num_rows = num_train + settings.num_held_out_rows
+    rows = read_criteo(path, settings.table_sizes, num_rows)
+    order = np.random.default_rng(seed).permutation(num_train)
+    share = settings.num_held_out_rows // settings.world_size
+    first = num_train + rank * share
+    return RankRows(rows.take(order[rank :: settings.world_size]), rows.slice(first, first + share))
+
+
+def batches(rows: ClickRows, batch_size: int) -> Iterator[Batch]:
+    """`rows` in batches of `batch_size`; the last one may be smaller."""
+    for start in range(0, len(rows), batch_size):
+        yield _batch(rows.slice(start, start + batch_size))
+
+
+def _batch(rows: ClickRows) -> Batch:
+    ones = torch.ones(len(rows))
+    return Batch(
+        dense=torch.from_numpy(rows.dense),
+        sparse=KeyedJaggedTensor(
+            keys=FEATURES,
+            values=torch.from_numpy(np.ascontiguousarray(rows.ids.T).ravel()),
+            lengths=torch.ones(rows.ids.size, dtype=torch.int32),
+        ),
+        label=torch.from_numpy(rows.label),
+        label_offset=torch.zeros(len(rows)),
+        label_scale=ones,
+        weight=ones,
+    )
+
+
+def stock_network(settings: Settings) -> DLRM_DCN:
+    """TorchRec's DLRM with cross layers (DCN v2), tables on the meta device."""
+    tables = [
+        EmbeddingBagConfig(
+            name=table,
+            embedding_dim=settings.embedding_dim,
+            num_embeddings=size,
+            feature_names=[feature],
+        )
+        for table, feature, size in zip(TABLES, FEATURES, settings.table_sizes, strict=True)
+    ]
+    return DLRM_DCN(
+        EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        dense_in_features=NUM_DENSE,
+        dense_arch_layer_sizes=settings.dense_layers,
+        over_arch_layer_sizes=list(settings.over_layers),
+        dcn_num_layers=settings.num_cross_layers,
+        dcn_low_rank_dim=settings.cross_rank,
+    )
+
+
+@torch.no_grad()
+def set_start(model: nn.Module, settings: Settings, seed: int) -> None:
+    """Give a sharded `model` the starting weights of `seed`, whatever its sharding."""
+    torch.manual_seed(seed)
+    reference = stock_network(settings)
+    dense = {n: p for n, p in reference.named_parameters() if ".embedding_bags." not in n}
+    for name, parameter in model.named_parameters():
+        if ".embedding_bags." not in name:
+            parameter.copy_(dense.pop(name.rpartition("network.")[2]))
+    assert not dense, f"the model lacks {sorted(dense)}"
+    for key, value in model.state_dict().items():
+        if ".embedding_bags." in key:
+            table = _initial_table(key.split(".")[-2], settings, seed)
+            for shard, (row, column) in _local_shards(value):
+                rows, columns = shard.shape
+                shard.copy_(table[row : row + rows, column : column + columns])
+
+
+def _initial_table(name: str, settings: Settings, seed: int) -> torch.Tensor:
+    """Uniform in +-1 / sqrt(rows), which is TorchRec's own default."""
+    index = TABLES.index(name)
+    size = settings.table_sizes[index]
+    generator = torch.Generator().manual_seed(1000 * seed + index)
+    uniform = torch.rand(size, settings.embedding_dim, generator=generator)
+    return (2 * uniform - 1) / size**0.5
+
+
+def _local_shards(value: Any) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
+    """(local tensor, offset in the table) of each local shard of a ShardedTensor or a DTensor."""
+    if hasattr(value, "metadata"):
+        return [(s.tensor, tuple(s.metadata.shard_offsets)) for s in value.local_shards()]
+    local = value.to_local()
+    # A rank without a shard of a table still has an offset.
+    offsets = [tuple(offset) for offset in local.local_offsets()]
+    return list(zip(local.local_shards(), offsets, strict=False))

@@ -1,0 +1,205 @@
+"""The ranks of the NE parity benchmark: train every variant of one seed, measure held-out NE.
+
+The engine's side is `session.build_parallel_model` and its sync, the other side the stock peer.
+Both get the same rows, the same starting weights, the same dense optimizer and the same meter.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.benchmarks.criteo_teacher import ClickRows
+from tests.benchmarks.ne_parity_case import (
+    FEATURES,
+    NUM_DENSE,
+    TABLES,
+    RankRows,
+    Settings,
+    batches,
+    rows_of_rank,
+    set_start,
+)
+from tests.benchmarks.ne_parity_peer import StockOptimizers, stock_model
+from trainer.metrics import TaskMeter
+from trainer.parallel.groups import build_groups
+from trainer.parallel.layout import Layout
+from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sync import build_sync, is_sync_step
+from trainer.session import build_parallel_model
+from trainer.spec import JobSpec, validate_spec
+
+_GROUP_TIMEOUT_S = 600.0
+_EVALUATION_BATCH = 8192
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the same thing; `moment_scale` None is the stock peer in 1D."""
+
+    name: str
+    shard_group_size: int
+    moment_scale: float | None
+
+
+@dataclass
+class Curve:
+    """Held-out NE of one run along its training rows, and what the run cost."""
+
+    rows: list[int] = field(default_factory=list)
+    ne: list[float] = field(default_factory=list)
+    elapsed_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class SeedResult:
+    """Curves of one seed by variant, and the teacher's own NE on the held-out rows if known."""
+
+    curves: dict[str, Curve]
+    teacher_ne: float | None
+
+
+@dataclass(frozen=True)
+class _Trainee:
+    """A model under training, with what its variant does before and after each backward pass."""
+
+    model: nn.Module
+    begin_step: Callable[[int], None]
+    end_step: Callable[[int], None]
+
+
+def measure_seed(settings: Settings, variants: list[Variant], seed: int) -> SeedResult:
+    """Train all variants of `seed` in turn. Runs on every rank of a gloo world."""
+    rows = rows_of_rank(settings, seed, dist.get_rank())
+    meter = _meter(settings)
+    curves = {variant.name: _train(settings, variant, seed, rows, meter) for variant in variants}
+    return SeedResult(curves, _teacher_ne(meter, rows.held_out))
+
+
+def _train(
+    settings: Settings, variant: Variant, seed: int, rows: RankRows, meter: TaskMeter
+) -> Curve:
+    trainee, curve = _build(settings, variant, seed), Curve()
+    started = time.perf_counter()
+    for step, batch in enumerate(batches(rows.train, settings.batch_size), start=1):
+        trainee.begin_step(step)
+        loss, _ = trainee.model(batch)
+        loss.backward()
+        trainee.end_step(step)
+        if step in settings.evaluation_steps:
+            curve.rows.append(step * settings.global_batch_size)
+            curve.ne.append(_held_out_ne(trainee.model, meter, rows.held_out))
+    curve.elapsed_s = time.perf_counter() - started
+    return curve
+
+
+def _build(settings: Settings, variant: Variant, seed: int) -> _Trainee:
+    """The model of a variant with the starting weights of `seed`. Collective."""
+    if variant.moment_scale is None:
+        return _build_stock(settings, seed)
+    spec = spec_of(settings, variant)
+    layout = Layout(settings.world_size, variant.shard_group_size, spec.parallelism.placement)
+    groups = build_groups(layout, torch.device("cpu"), timeout_s=_GROUP_TIMEOUT_S)
+    model, _ = build_parallel_model(spec, groups)
+    set_start(model, settings, seed)
+    optimizers = Optimizers(model, spec.optimizer, spec.parallelism.moment_scale_value)
+    sync = build_sync(model, spec)
+
+    def begin_step(step: int) -> None:
+        optimizers.begin_step(step, settings.num_steps)
+
+    def end_step(step: int) -> None:
+        optimizers.step()
+        # The held-out rows are measured on synced copies, as a validation of a job is.
+        if is_sync_step(step, spec.parallelism.sync) or step in settings.evaluation_steps:
+            sync()
+
+    return _Trainee(model, begin_step, end_step)
+
+
+def _build_stock(settings: Settings, seed: int) -> _Trainee:
+    model = stock_model(settings)
+    set_start(model, settings, seed)
+    optimizers = StockOptimizers(model, settings)
+    return _Trainee(model, optimizers.begin_step, lambda step: optimizers.step())
+
+
+def spec_of(settings: Settings, variant: Variant) -> JobSpec:
+    """The job that the engine trains for a variant; in 1D every table is row-wise."""
+    sharding = "row_wise" if variant.shard_group_size == settings.world_size else "table_wise"
+    is_2d = variant.shard_group_size < settings.world_size
+    sync = {"sync": {"every_steps": settings.sync_every}} if is_2d else {}
+    return validate_spec(
+        {
+            "name": "ne-parity",
+            "data": {"path": "none", "label": {"column": "click"}},
+            "features": [
+                *({"name": f"count_{i}", "type": "dense"} for i in range(NUM_DENSE)),
+                *(
+                    {"name": feature, "type": "id", "table": table}
+                    for feature, table in zip(FEATURES, TABLES, strict=True)
+                ),
+            ],
+            "embedding_tables": [
+                {
+                    "name": table,
+                    "num_embeddings": size,
+                    "embedding_dim": settings.embedding_dim,
+                    "constraints": {"sharding_types": [sharding]},
+                }
+                for table, size in zip(TABLES, settings.table_sizes, strict=True)
+            ],
+            "model": {
+                "arch": "dcn_v2",
+                "dense_arch": {"layer_sizes": settings.dense_layers},
+                "over_arch": {"layer_sizes": settings.over_layers},
+                "interaction_arch": {
+                    "num_layers": settings.num_cross_layers,
+                    "low_rank_dim": settings.cross_rank,
+                },
+                "tasks": [{"name": "click", "loss": "bce", "metrics": ["ne"]}],
+            },
+            "optimizer": {
+                "sparse": {"lr": settings.sparse_lr, "eps": settings.sparse_eps},
+                "dense": {"name": "adam", "lr": settings.dense_lr},
+                "schedule": {"decay": "linear"},
+            },
+            "parallelism": {
+                "workers": settings.world_size,
+                "shard_group_size": variant.shard_group_size,
+                "moment_scale": variant.moment_scale,
+                **sync,
+            },
+        }
+    )
+
+
+def _meter(settings: Settings) -> TaskMeter:
+    """NE by torchrec.metrics, summed over all ranks."""
+    task = spec_of(settings, Variant("meter", settings.world_size, 1.0)).model.task
+    return TaskMeter(task, _EVALUATION_BATCH, settings.num_held_out_rows)
+
+
+@torch.no_grad()
+def _held_out_ne(model: nn.Module, meter: TaskMeter, held_out: ClickRows) -> float:
+    """NE over the held-out rows of all ranks. Collective."""
+    model.eval()
+    for batch in batches(held_out, _EVALUATION_BATCH):
+        meter.update(batch, *model(batch))
+    model.train()
+    return meter.compute("held_out")["held_out/ne"]
+
+
+def _teacher_ne(meter: TaskMeter, held_out: ClickRows) -> float | None:
+    """NE of the true probabilities: on these rows no model is expected to reach less."""
+    if held_out.probability is None:
+        return None
+    logits = torch.logit(torch.from_numpy(held_out.probability))
+    (batch,) = batches(held_out, len(held_out))
+    meter.update(batch, torch.zeros(()), logits)
+    return meter.compute("teacher")["teacher/ne"]

@@ -21,6 +21,7 @@ from service.commands.render import (
     metrics_table,
 )
 from service.domain import JobStatus
+from service.sharding import STARTED
 
 DEFAULT_NUM_JOBS = 20
 DEFAULT_TAIL = 100
@@ -53,13 +54,14 @@ def ps(
 
 
 def show(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """Show a job: status, progress, metrics, attempts."""
+    """Show a job: status, progress, metrics, sharding, attempts."""
     with context.open_client(url) as client:
         found = client.get_job(job)
         if as_json:
             print_json(found)
-        else:
-            console().print(job_page(found, client.attempts(found.id), time.time()))
+            return
+        starts = list(client.iter_events(found.id, kinds=[STARTED]))
+        console().print(job_page(found, client.attempts(found.id), starts, time.time()))
 
 
 def logs(

@@ -28,6 +28,9 @@ from service.commands.formats import (
     sparkline,
 )
 from service.domain import JobStatus
+from service.policy import sync_text
+from service.sharding import DATA_PARALLEL, imbalance, loads_of, newest_workers, phase_shares
+from trainer.events import TablePlan, WorkersStarted
 
 _STYLES = {
     JobStatus.QUEUED: "dim",
@@ -89,12 +92,18 @@ def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
     return table
 
 
-def job_page(job: JobDetail, attempts: Sequence[AttemptOut], now_s: float) -> RenderableType:
-    """All about one job: what `shardloom show` prints."""
+def job_page(
+    job: JobDetail,
+    attempts: Sequence[AttemptOut],
+    timeline: Sequence[TimelineEventOut],
+    now_s: float,
+) -> RenderableType:
+    """All about one job: what `shardloom show` prints. Of the timeline its starts of workers."""
     grid = _facts()
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
     grid.add_row("layout", shape_text(job))
+    grid.add_row("sync", sync_text(job.spec))
     grid.add_row("created", f"{human_age(job.created_at, now_s)}, at {clock(job.created_at)}")
     if took := _took(job, now_s):
         grid.add_row("took" if job.status.is_terminal else "runs for", took)
@@ -103,15 +112,59 @@ def job_page(job: JobDetail, attempts: Sequence[AttemptOut], now_s: float) -> Re
     for part in ("train", "validation"):
         if line := metrics_line(job.latest_metrics, part):
             grid.add_row(part, line)
+    if line := phases_line(job.latest_metrics):
+        grid.add_row("step", line)
     if job.labels:
         grid.add_row("labels", "  ".join(f"{key}={value}" for key, value in job.labels.items()))
     grid.add_row("data", job.spec.data.path)
     grid.add_row("files", job.run_dir)
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
     parts: list[RenderableType] = [title, grid]
+    workers = newest_workers(timeline)
+    if workers is not None and workers.tables:
+        parts += [Text(), plan_table(workers), Text(_loads_line(workers), style="dim")]
     if len(attempts) > 1 or any(attempt.message for attempt in attempts):
         parts += [Text(), attempts_table(attempts, now_s)]
     return Group(*parts)
+
+
+def phases_line(metrics: Mapping[str, float]) -> str:
+    """Where a step's time goes, as in `41.2 ms: backward 33 %, dense 21 %, ...`."""
+    phases = phase_shares(metrics)
+    total_s = sum(seconds for _, seconds in phases)
+    shares = ", ".join(
+        f"{phase.replace('_', ' ')} {seconds / total_s:.0%}" for phase, seconds in phases
+    )
+    return f"{total_s * 1000:.3g} ms: {shares}" if phases else ""
+
+
+def plan_table(workers: WorkersStarted) -> Table:
+    """One row a table: how it is sharded, and which positions of a sharding group hold it."""
+    table = _table("Table", "Sharding", "Type", ">Rows", ">Columns", ">Size", "Positions")
+    for plan in workers.tables:
+        table.add_row(
+            plan.name,
+            plan.sharding_type.replace("_", "-"),
+            plan.data_type,
+            f"{plan.num_embeddings:,}",
+            str(plan.embedding_dim),
+            human_bytes(plan.size_bytes),
+            _positions_text(plan),
+        )
+    return table
+
+
+def _positions_text(plan: TablePlan) -> str:
+    if plan.sharding_type == DATA_PARALLEL:
+        return "all, whole"
+    return " ".join(str(position) for position in sorted({s.position for s in plan.shards}))
+
+
+def _loads_line(workers: WorkersStarted) -> str:
+    loads = loads_of(workers.tables, workers.shard_group_size)
+    held = ", ".join(f"{load.position}: {human_bytes(load.size_bytes)}" for load in loads)
+    ratio = imbalance(loads)
+    return f"per position  {held}" + (f"  (imbalance {ratio:.2f})" if ratio else "")
 
 
 def progress_line(job: JobSummary) -> str:

@@ -13,9 +13,22 @@ from typing import Any
 
 from service.dashboard.views import quality_metric
 from service.domain import Checkpoint, Job, MetricPoint
+from service.sharding import PHASES
 
 TRAIN_COLOUR = "#6472e8"
 VALIDATION_COLOUR = "#e0913a"
+# Neighbours in the stack differ in hue; waiting is grey, and so is what has no name.
+_PHASE_COLOURS = {
+    "data_wait": "#9aa3b2",
+    "input_dist": "#4d9be0",
+    "lookup": "#6472e8",
+    "output_dist": "#2c9f9a",
+    "dense": "#7c9a35",
+    "backward": "#d58b32",
+    "optimizer": "#b766c9",
+    "sync": "#d4687c",
+    "other": "#c3c9d4",
+}
 _TEXT_COLOUR = "#8a93a3"
 _LINE_COLOUR = "rgba(138, 147, 163, 0.18)"
 _FEW_POINTS = 40
@@ -26,31 +39,51 @@ _NUMBER = (
     " ? +(value / 1000).toPrecision(3) + 'k' : String(+value.toPrecision(4))"
 )
 _MILLISECONDS = "value => value == null ? '-' : String(+(value * 1000).toPrecision(3)) + ' ms'"
+_BYTES = (
+    "value => { if (value == null) return '-'; let unit = 0;"
+    " while (Math.abs(value) >= 1000 && unit < 5) { value /= 1000; unit += 1; }"
+    " return +value.toPrecision(3) + ' ' + ['B', 'kB', 'MB', 'GB', 'TB', 'PB'][unit]; }"
+)
+_PERCENT = "value => value == null ? '-' : +(value * 100).toPrecision(3) + ' %'"
 _STEPS = "value => value >= 1000 ? String(value / 1000) + 'k' : String(value)"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One series of a chart: the metric that it shows and how."""
+    """One series of a chart: the metric that it shows and how; `on_right` has its own axis."""
 
     metric: str
     label: str
     colour: str
+    on_right: bool = False
 
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """One chart. `from_zero` keeps 0 on the axis, for what is read as an amount."""
+    """One chart. `from_zero` keeps 0 on the axis, for what is read as an amount.
+
+    `is_stacked` fills the room between lines that add up; such a chart is as wide as two. An
+    `is_optional` chart is not shown before it has data: older jobs never wrote any. `number` and
+    `right_number` are the formats of the axes, as JavaScript.
+    """
 
     key: str
     title: str
     lines: tuple[Line, ...]
     from_zero: bool = False
+    is_log: bool = False
+    is_stacked: bool = False
+    is_optional: bool = False
     number: str = _NUMBER
+    right_number: str | None = None
 
 
 def charts_of(job: Job) -> tuple[ChartSpec, ...]:
-    """The charts of a job: loss, quality (train and validation), speed and sync time."""
+    """The charts of a job: how well it learns, how fast it goes, and where the time goes."""
+    return (*_learning_charts(job), *_time_charts(), *_sync_charts())
+
+
+def _learning_charts(job: Job) -> tuple[ChartSpec, ...]:
     quality = quality_metric(job)
     return (
         ChartSpec("loss", "Loss", (Line("train/loss", "train", TRAIN_COLOUR),)),
@@ -66,11 +99,54 @@ def charts_of(job: Job) -> tuple[ChartSpec, ...]:
             "speed", "Rows/s", (Line("speed/rows_per_s", "rows/s", TRAIN_COLOUR),), from_zero=True
         ),
         ChartSpec(
+            "lr",
+            "Learning rates",
+            (
+                Line("optimizer/lr_sparse", "tables", TRAIN_COLOUR),
+                Line("optimizer/lr_dense", "dense", VALIDATION_COLOUR),
+            ),
+            is_log=True,
+            is_optional=True,
+        ),
+    )
+
+
+def _time_charts() -> tuple[ChartSpec, ...]:
+    lines = [Line(f"phase/{p}_s", p.replace("_", " "), _PHASE_COLOURS[p]) for p in PHASES]
+    return (
+        ChartSpec(
+            "phases",
+            "Time of a step",
+            tuple(lines),
+            from_zero=True,
+            is_stacked=True,
+            is_optional=True,
+            number=_MILLISECONDS,
+        ),
+    )
+
+
+def _sync_charts() -> tuple[ChartSpec, ...]:
+    return (
+        ChartSpec(
             "sync",
             "Sync time",
             (Line("sync/time_s", "sync", TRAIN_COLOUR),),
             from_zero=True,
+            is_optional=True,
             number=_MILLISECONDS,
+        ),
+        ChartSpec(
+            "traffic",
+            "Sync traffic",
+            (
+                Line("sync/bytes", "bytes per rank", TRAIN_COLOUR),
+                Line("sync/density", "share of rows", VALIDATION_COLOUR, on_right=True),
+            ),
+            from_zero=True,
+            is_optional=True,
+            number=_BYTES,
+            right_number=_PERCENT,
         ),
     )
 
@@ -101,18 +177,27 @@ def chart_options(chart: ChartSpec) -> dict[str, Any]:
             "axisTick": {"show": False},
             "splitLine": {"show": False},
             "axisLabel": {**_axis_label(), ":formatter": _STEPS, "showMaxLabel": False},
+            "axisPointer": {"label": {":formatter": "({value}) => 'step ' + Math.round(value)"}},
         },
-        "yAxis": {
-            "type": "value",
-            "scale": not chart.from_zero,
-            "splitNumber": 4,
-            "axisLine": {"show": False},
-            "axisTick": {"show": False},
-            "splitLine": {"lineStyle": {"color": _LINE_COLOUR}},
-            "axisLabel": {**_axis_label(), ":formatter": chart.number},
-        },
-        "series": [_series(line) for line in chart.lines],
+        "yAxis": _value_axes(chart),
+        "series": [_series(chart, line) for line in chart.lines],
     }
+
+
+def _value_axes(chart: ChartSpec) -> list[dict[str, Any]]:
+    left = {
+        "type": "log" if chart.is_log else "value",
+        "scale": not chart.from_zero,
+        "splitNumber": 4,
+        "axisLine": {"show": False},
+        "axisTick": {"show": False},
+        "splitLine": {"lineStyle": {"color": _LINE_COLOUR}},
+        "axisLabel": {**_axis_label(), ":formatter": chart.number},
+    }
+    if chart.right_number is None:
+        return [left]
+    label = {**_axis_label(), ":formatter": chart.right_number}
+    return [left, {**left, "splitLine": {"show": False}, "axisLabel": label}]
 
 
 def _tooltip(chart: ChartSpec) -> dict[str, Any]:
@@ -133,8 +218,8 @@ def _axis_label() -> dict[str, Any]:
     return {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
 
 
-def _series(line: Line) -> dict[str, Any]:
-    return {
+def _series(chart: ChartSpec, line: Line) -> dict[str, Any]:
+    series = {
         "name": line.label,
         "type": "line",
         "data": [],
@@ -145,12 +230,33 @@ def _series(line: Line) -> dict[str, Any]:
         "lineStyle": {"width": 1.75},
         "emphasis": {"disabled": True},
         "connectNulls": False,
+        "yAxisIndex": int(line.on_right),
     }
+    if line.on_right:
+        series["tooltip"] = {":valueFormatter": chart.right_number}
+    if chart.is_stacked:
+        stacked = {"stack": "all", "areaStyle": {"opacity": 0.8}, "lineStyle": {"width": 0}}
+        series |= stacked
+    return series
 
 
-def series_data(points: Sequence[MetricPoint]) -> list[list[float | None]]:
-    """`[step, value]` pairs; a value that is not finite becomes a gap, as JSON has no NaN."""
-    return [[p.step, p.value if math.isfinite(p.value) else None] for p in points]
+def series_data(
+    points: Sequence[MetricPoint], *, above_zero: bool = False
+) -> list[list[float | None]]:
+    """`[step, value]` pairs; a value that is not finite becomes a gap, as JSON has no NaN.
+
+    So does what is not `above_zero` where only that can be drawn.
+    """
+    return [[p.step, p.value if _is_drawn(p.value, above_zero) else None] for p in points]
+
+
+def _is_drawn(value: float, above_zero: bool) -> bool:
+    return math.isfinite(value) and (value > 0 or not above_zero)
+
+
+def has_data(options: Mapping[str, Any]) -> bool:
+    """Whether a filled chart has anything to show."""
+    return any(series["data"] for series in options["series"])
 
 
 def fill(
@@ -161,10 +267,11 @@ def fill(
 ) -> None:
     """Put points (by metric name) into `options`; mark the best checkpoint's step on `quality`."""
     for series, line in zip(options["series"], chart.lines, strict=True):
-        series["data"] = series_data(points.get(line.metric, ()))
+        series["data"] = series_data(points.get(line.metric, ()), above_zero=chart.is_log)
         # A curve of few points would hide where they are.
-        series["showSymbol"] = 0 < len(series["data"]) <= _FEW_POINTS
-    options["title"]["show"] = not any(series["data"] for series in options["series"])
+        is_short = 0 < len(series["data"]) <= _FEW_POINTS
+        series["showSymbol"] = is_short and not chart.is_stacked
+    options["title"]["show"] = not has_data(options)
     if chart.key == "quality":
         options["series"][-1]["markLine"] = _mark(best)
 

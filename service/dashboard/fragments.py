@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from service.dashboard import formats, views
+from service.dashboard.sharding_view import sharding_view
 from service.domain import Attempt, Checkpoint, Job, TimelineEvent
+from service.traces import traces_of
 
 MAX_TIMELINE_LINES = 200
 
@@ -86,3 +88,13 @@ def checkpoints(items: Sequence[Checkpoint], now: float) -> str:
 def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:
     """Table of the submissions of a job."""
     return _render("attempts.html", lines=views.attempt_lines(job, items, now))
+
+
+def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
+    """The plan of the tables, what each position holds, and how copies are kept together."""
+    return _render("sharding.html", view=sharding_view(job, timeline), times=formats.TIMES)
+
+
+def traces(job: Job, timeline: Sequence[TimelineEvent], now: float) -> str:
+    """Table of the traces, with links to download them."""
+    return _render("traces.html", lines=views.trace_lines(job, traces_of(timeline), now))

@@ -1,10 +1,10 @@
-"""The page of one job: progress, figures, live charts, groups, timeline, logs and spec."""
+"""The page of one job: how it learns, where its time goes, how it is sharded, and what it left."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import yaml
 from nicegui import ui
@@ -13,7 +13,8 @@ from service.dashboard import charts, fragments
 from service.dashboard.log_view import LogView
 from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
 from service.dashboard.snapshots import JobSnapshot, load_job
-from service.domain import Job
+from service.dashboard.trace_panel import TracePanel
+from service.domain import Checkpoint, Job, MetricPoint
 from service.errors import JobEnded, JobNotFound, StaleVersion
 from service.jobs import cancel_job
 from service.store.base import JobStore
@@ -69,26 +70,32 @@ class JobPage:
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
 
     def _build_body(self) -> None:
-        self._charts = charts.charts_of(self._snapshot.job)
         with ui.element("div").classes("columns"):
             with ui.element("div").classes("charts"):
-                self._chart_elements = [_build_chart(chart) for chart in self._charts]
+                specs = charts.charts_of(self._snapshot.job)
+                self._charts = [_ChartPanel(spec) for spec in specs]
             with ui.element("div").classes("side"):
                 with panel("2D groups"):
                     self._groups = ui.html(sanitize=False)
                 with panel("Timeline", "timeline-panel"):
                     self._timeline = ui.html(sanitize=False).classes("timeline-scroll")
+        with panel("Sharding", "sharding-panel"):
+            self._sharding = ui.html(sanitize=False)
 
     def _build_tabs(self) -> None:
         with ui.element("section").classes("panel tabs-panel"):
             with ui.tabs().props("dense no-caps align=left inline-label").classes("tabs") as tabs:
-                for name in ("Logs", "Checkpoints", "Attempts", "Spec"):
+                for name in ("Logs", "Checkpoints", "Traces", "Attempts", "Spec"):
                     ui.tab(name)
             with ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels"):
                 with ui.tab_panel("Logs"):
                     self._logs = LogView(self._run_dir)
                 with ui.tab_panel("Checkpoints"):
                     self._checkpoints = ui.html(sanitize=False)
+                with ui.tab_panel("Traces"):
+                    self._traces = TracePanel(
+                        self._store, self._run_dir, self._snapshot, self.refresh
+                    )
                 with ui.tab_panel("Attempts"):
                     self._attempts = ui.html(sanitize=False)
                 with ui.tab_panel("Spec"):
@@ -102,6 +109,8 @@ class JobPage:
         self._figures.set_content(fragments.figures(job))
         self._groups.set_content(fragments.groups(snapshot.timeline))
         self._timeline.set_content(fragments.timeline(job, snapshot.timeline))
+        self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
+        self._traces.show(snapshot, now)
         self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
         self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
         self._cancel_button.set_visibility(not job.status.is_terminal)
@@ -112,9 +121,8 @@ class JobPage:
     def _show_charts(self, snapshot: JobSnapshot) -> None:
         if snapshot.points is None:
             return
-        for chart, element in zip(self._charts, self._chart_elements, strict=True):
-            charts.fill(element.options, chart, snapshot.points, snapshot.best_checkpoint)
-            element.update()
+        for chart in self._charts:
+            chart.show(snapshot.points, snapshot.best_checkpoint)
 
     def _build_dialog(self) -> ui.dialog:
         with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
@@ -139,13 +147,24 @@ class JobPage:
         await self.refresh()
 
 
-def _build_chart(chart: charts.ChartSpec) -> ui.echart:
-    with panel(chart.title, "chart-panel"):
-        if len(chart.lines) > 1:
-            with ui.element("div").classes("legend"):
-                for line in chart.lines:
-                    ui.label(line.label).style(f"--colour: {line.colour}")
-        return ui.echart(charts.chart_options(chart)).classes("chart").mark(f"chart-{chart.key}")
+class _ChartPanel:
+    """A chart in its box, with a legend where it has several lines."""
+
+    def __init__(self, spec: charts.ChartSpec) -> None:
+        self._spec = spec
+        with panel(spec.title, f"chart-panel {'wide' if spec.is_stacked else ''}") as self._box:
+            if len(spec.lines) > 1:
+                with ui.element("div").classes("legend"):
+                    for line in spec.lines:
+                        ui.label(line.label).style(f"--colour: {line.colour}")
+            self._chart = ui.echart(charts.chart_options(spec)).classes("chart")
+        self._chart.mark(f"chart-{spec.key}")
+
+    def show(self, points: Mapping[str, Sequence[MetricPoint]], best: Checkpoint | None) -> None:
+        """Draw the points (by metric name) and mark the best checkpoint."""
+        charts.fill(self._chart.options, self._spec, points, best)
+        self._box.set_visibility(not self._spec.is_optional or charts.has_data(self._chart.options))
+        self._chart.update()
 
 
 def spec_yaml(job: Job) -> str:

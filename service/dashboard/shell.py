@@ -61,12 +61,12 @@ def _theme_switch() -> None:
 
 
 @contextmanager
-def panel(title: str, classes: str = "") -> Iterator[None]:
+def panel(title: str, classes: str = "") -> Iterator[ui.element]:
     """A titled box."""
-    with ui.element("section").classes(f"panel {classes}"):
+    with ui.element("section").classes(f"panel {classes}") as box:
         with ui.element("h2"):
             ui.label(title)
-        yield
+        yield box
 
 
 def not_found(title: str, explanation: str) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from service.dashboard import formats
 from service.domain import Attempt, Checkpoint, EndReason, Job, JobStatus, TimelineEvent
+from service.sharding import newest_workers
+from service.traces import Trace
 from trainer.events import WorkersStarted
 
 # Colour families of the stylesheet; `active` is the accent.
@@ -167,7 +170,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class GroupGrid:
-    """The 2D layout: `rows[g][s]` is the rank that holds shard `s` in sharding group `g`."""
+    """The 2D layout: `rows[g][s]` is the rank that holds shard `s` in sharding group `g`.
+
+    `table_shards` are (table, sharding type) of workers that did not tell their plan.
+    """
 
     rows: tuple[tuple[Cell, ...], ...]
     hosts: tuple[str, ...]
@@ -178,18 +184,8 @@ class GroupGrid:
 
 def group_grid(timeline: Sequence[TimelineEvent]) -> GroupGrid | None:
     """The groups of the newest worker group run on a timeline; None before the first one."""
-    for event in reversed(timeline):
-        if event.kind == "workers_started":
-            return _grid_of(_workers_started(event))
-    return None
-
-
-def _workers_started(event: TimelineEvent) -> WorkersStarted:
-    known = {name: value for name, value in event.data.items() if name in _WORKERS_FIELDS}
-    return WorkersStarted.model_validate({**known, "time": event.time})
-
-
-_WORKERS_FIELDS = frozenset(WorkersStarted.model_fields)
+    workers = newest_workers(timeline)
+    return None if workers is None else _grid_of(workers)
 
 
 def _grid_of(workers: WorkersStarted) -> GroupGrid:
@@ -208,7 +204,7 @@ def _grid_of(workers: WorkersStarted) -> GroupGrid:
         hosts=hosts,
         placement=workers.placement.replace("_", "-"),
         backend=workers.backend,
-        table_shards=tuple(sorted(workers.table_shards.items())),
+        table_shards=() if workers.tables else tuple(sorted(workers.table_shards.items())),
     )
 
 
@@ -314,3 +310,32 @@ def _attempt_line(job: Job, attempt: Attempt, now: float) -> AttemptLine:
         num_worker_failures=attempt.num_worker_failures,
         message=attempt.message,
     )
+
+
+@dataclass(frozen=True)
+class TraceLine:
+    """One row of the traces table; `href` downloads the file."""
+
+    name: str
+    href: str
+    rank: int
+    step: str
+    num_steps: int
+    size: str
+    age: str
+
+
+def trace_lines(job: Job, traces: Sequence[Trace], now: float) -> list[TraceLine]:
+    """Traces, newest first."""
+    return [
+        TraceLine(
+            name=trace.name,
+            href=f"/v1/jobs/{job.id}/traces/{trace.name}?attempt={quote(trace.attempt_id)}",
+            rank=trace.rank,
+            step=formats.grouped(trace.step),
+            num_steps=trace.num_steps,
+            size=formats.size(trace.size_bytes),
+            age=f"{formats.duration(now - trace.time)} ago",
+        )
+        for trace in reversed(traces)
+    ]

@@ -22,11 +22,22 @@ from torchrec.distributed.embeddingbag import (
     EmbeddingBagCollectionSharder,
     ShardedEmbeddingBagCollection,
 )
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
-from torchrec.distributed.types import ModuleSharder, ParameterSharding, ShardingEnv, ShardingEnv2D
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+)
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from trainer.spec import JobSpec
+from trainer.spec import AllToAllSpec, JobSpec
 
 POOLED_SHARDING_TYPES = (
     "data_parallel",
@@ -37,6 +48,7 @@ POOLED_SHARDING_TYPES = (
     "grid_shard",
 )
 SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
+_COMM_TYPES = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
 
 
 class GroupShardedBags(ShardedEmbeddingBagCollection):
@@ -92,5 +104,22 @@ class SequenceSharder(EmbeddingCollectionSharder):
 
 
 def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
-    """Sharders of every embedding module that a model may hold."""
-    return [BagSharder(fused_params=fused_params), SequenceSharder(fused_params=fused_params)]
+    """Sharders of every embedding module that a model may hold.
+
+    `fused_params` are FBGEMM's, the optimizer of the tables among them.
+    """
+    codecs = _codecs(spec.parallelism.all_to_all)
+    return [BagSharder(fused_params, codecs), SequenceSharder(fused_params, codecs)]
+
+
+def _codecs(precision: AllToAllSpec) -> dict[str, QuantizedCommCodecs] | None:
+    """How embeddings and their gradients are packed on their way; None where both are fp32.
+
+    Row-wise reduce-scatters add up in this precision too.
+    """
+    config = QCommsConfig(
+        forward_precision=_COMM_TYPES[precision.forward],
+        backward_precision=_COMM_TYPES[precision.backward],
+    )
+    # For CPU TorchRec takes fp16 where bf16 is asked for, as if gloo had no bf16. It has.
+    return get_qcomm_codecs_registry(config, device=torch.device("cuda"))

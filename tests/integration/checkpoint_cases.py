@@ -1,0 +1,204 @@
+"""Training, saving and loading of small models in any sharding, for the checkpoint tests."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.two_d_cases import FEATURES, TABLE_ROWS, dense_parameters, make_batch
+from trainer.elastic import checkpoint
+from trainer.elastic.training_state import load_state, state_to_save
+from trainer.parallel.groups import MeshGroups, build_groups
+from trainer.parallel.layout import Layout
+from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sync import build_sync
+from trainer.parallel.two_d import TwoDParallel
+from trainer.session import build_parallel_model
+from trainer.spec import JobSpec, validate_spec
+
+EMBEDDING_DIM = 16
+NUM_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a model is laid out: T, L, the sharding types of its tables and their least columns.
+
+    Ranks sit on hosts of two. `types` has one type for all tables or one for each, in the order of
+    `TABLE_ROWS`.
+    """
+
+    world_size: int
+    shard_group_size: int
+    types: tuple[str, ...]
+    min_partition: int | None = None
+    placement: str = "intra_host"
+    optimizer: str = "row_wise_adagrad"
+
+    @property
+    def type_of_table(self) -> dict[str, str]:
+        """Sharding type by table."""
+        types = self.types if len(self.types) > 1 else self.types * len(TABLE_ROWS)
+        return dict(zip(TABLE_ROWS, types, strict=True))
+
+
+def spec_of(sharding: Sharding, rows: dict[str, int] | None = None) -> JobSpec:
+    """A small DLRM job; `rows` gives tables another size."""
+    tables = [
+        {
+            "name": name,
+            "num_embeddings": (rows or TABLE_ROWS)[name],
+            "embedding_dim": EMBEDDING_DIM,
+            "constraints": {"sharding_types": [kind], "min_partition": sharding.min_partition},
+        }
+        for name, kind in sharding.type_of_table.items()
+    ]
+    features: list[dict[str, Any]] = [
+        {"name": name, "type": "id_list", "table": table} for name, table in FEATURES.items()
+    ]
+    return validate_spec(
+        {
+            "name": "case",
+            "data": {"path": "unused", "label": {"column": "y"}, "batch_size": 16},
+            "features": [{"name": "age", "type": "dense"}, *features],
+            "embedding_tables": tables,
+            "model": {
+                "arch": "dlrm",
+                "dense_arch": {"layer_sizes": [EMBEDDING_DIM]},
+                "over_arch": {"layer_sizes": [16, 1]},
+                "tasks": [{"loss": "mse"}],
+            },
+            "optimizer": {"sparse": {"name": sharding.optimizer, "lr": 0.1}},
+            "parallelism": {
+                "workers": sharding.world_size,
+                "shard_group_size": sharding.shard_group_size,
+                "placement": sharding.placement,
+                "planner": {"bandwidths": "default"},
+            },
+        }
+    )
+
+
+def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
+    """Model and optimizers of this rank."""
+    rank = dist.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank % 2)
+    groups = build_groups(
+        Layout(sharding.world_size, sharding.shard_group_size, sharding.placement),
+        torch.device("cpu"),
+        timeout_s=30,
+        host=f"host-{rank // 2}",
+    )
+    model, chosen = build_parallel_model(spec, groups)
+    assert chosen == sharding.type_of_table
+    return model, Optimizers(model, spec.optimizer, spec.moment_scale)
+
+
+def train_and_save(sharding: Sharding, folder: Path) -> dict[str, Any]:
+    """Train a few steps and write a checkpoint; what this rank holds."""
+    spec = spec_of(sharding)
+    model, optimizers = build(sharding, spec)
+    sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=False))
+    for step in range(1, NUM_STEPS + 1):
+        optimizers.begin_step(step, NUM_STEPS)
+        loss, _ = model(make_batch(step, dist.get_rank(), spec.data.batch_size))
+        loss.backward()
+        optimizers.step()
+        sync()
+    sync.flush()
+    sync.close()
+    checkpoint.save(folder, state_to_save(model, optimizers.combined))
+    return held(model, optimizers)
+
+
+def load(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> dict[str, Any]:
+    """Load a checkpoint into a fresh model; what this rank then holds."""
+    model, optimizers = build(sharding, spec_of(sharding, rows))
+    scramble(model, optimizers)
+    optimizers.init_state()
+    load_state(folder, model, optimizers.combined)
+    return held(model, optimizers)
+
+
+def load_and_save(sharding: Sharding, folder: Path, saved: Path) -> dict[str, Any]:
+    """Load from `folder` and write the same to `saved`; what this rank holds."""
+    model, optimizers = build(sharding, spec_of(sharding))
+    scramble(model, optimizers)
+    optimizers.init_state()
+    load_state(folder, model, optimizers.combined)
+    checkpoint.save(saved, state_to_save(model, optimizers.combined))
+    return held(model, optimizers)
+
+
+def why_not(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> str:
+    """The message with which a load is refused on this rank."""
+    try:
+        load(sharding, folder, rows)
+    except checkpoint.CheckpointError as error:
+        return str(error)
+    raise AssertionError("the checkpoint was loaded")
+
+
+@torch.no_grad()
+def scramble(model: TwoDParallel, optimizers: Optimizers) -> None:
+    """Fill everything with nonsense, so that only what is loaded can be right."""
+    tensors = [parameter.detach() for parameter in model.parameters()]
+    for shard in model.table_shards():
+        tensors += [shard.weight, *shard.states.values()]
+    for state in optimizers.combined.state.values():
+        tensors += [v for v in state.values() if type(v) is torch.Tensor]
+    for tensor in tensors:
+        tensor.fill_(-77.0)
+
+
+def held(model: TwoDParallel, optimizers: Optimizers) -> dict[str, Any]:
+    """Shards of tables as (table, row, column, weight, states), and the dense part with state."""
+    shards = [
+        (
+            s.table,
+            s.row_offset,
+            s.column_offset,
+            s.weight.clone(),
+            [v.clone() for v in s.states.values()],
+        )
+        for s in model.table_shards()
+    ]
+    states = optimizers.combined.state
+    for table, weight in model.data_parallel_tables().items():
+        values = [value.clone() for value in states.get(weight, {}).values()]
+        shards.append((table, 0, 0, weight.detach().clone(), values))
+    dense = dense_parameters(model)
+    for name, parameter in model.named_parameters():
+        if "embedding_bags" not in name:
+            dense |= {f"{name}.{k}": v.clone() for k, v in states.get(parameter, {}).items()}
+    return {"shards": shards, "dense": dense}
+
+
+def whole_tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Weights and moments [rows, dim] of each table; row-wise moments repeat over their columns.
+
+    Copies of a shard must be bitwise equal and all places filled.
+    """
+    whole = {
+        f"{name}{part}": torch.full((num_rows, EMBEDDING_DIM), torch.nan)
+        for name, num_rows in TABLE_ROWS.items()
+        for part in ("", ".moments")
+    }
+    for table, row, column, weight, states in (s for rank in ranks for s in rank["shards"]):
+        place = (slice(row, row + len(weight)), slice(column, column + weight.shape[1]))
+        parts = {"": weight, **{".moments": _wide(state, weight) for state in states}}
+        for part, values in parts.items():
+            known = whole[f"{table}{part}"][place]
+            assert bool(known.isnan().all()) or torch.equal(known, values), f"{table}{part}"
+            known.copy_(values)
+    assert not any(values.isnan().any() for name, values in whole.items() if "." not in name)
+    return whole
+
+
+def _wide(state: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return state.unsqueeze(1).expand_as(weight) if state.dim() == 1 else state

@@ -35,10 +35,16 @@ def pairwise_mean(parts: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a contiguous tensor [n, ...]: those of `rows` (int64, sorted), or all when None."""
+    """Rows of a contiguous tensor [n, ...]: those of `rows` (int64, sorted), or all when None.
+
+    With `wire` (bf16 or fp16) what travels is the change against `base`, [num_rows, ...]: what
+    all copies last agreed on, so that small updates are not rounded away against large weights.
+    """
 
     tensor: torch.Tensor
     rows: torch.Tensor | None = None
+    base: torch.Tensor | None = None
+    wire: torch.dtype | None = None
 
     @property
     def num_rows(self) -> int:
@@ -67,21 +73,31 @@ class Block:
             self.tensor.view(-1).copy_(flat)
         else:
             values = flat.view(self.num_rows, *self.tensor.shape[1:])
-            self.tensor.index_copy_(0, self.rows, values.to(self.tensor.dtype))
+            self.tensor.index_copy_(0, self.rows, values)
+
+    def agree(self, mean: torch.Tensor) -> None:
+        """Note that all copies now agree on `mean`, flat."""
+        if self.base is not None:
+            self.base.view(-1).copy_(mean)
 
     def split(self, max_numel: int) -> Iterator[Block]:
         """The block in pieces of at most `max_numel` elements (but at least a row)."""
         step = max(1, max_numel // max(1, self.row_numel))
-        if self.num_rows <= step:
-            yield self
-        elif self.rows is None:
-            yield from (Block(part) for part in self.tensor.split(step))
-        else:
-            yield from (Block(self.tensor, part) for part in self.rows.split(step))
+        for start in range(0, self.num_rows, step):
+            part = slice(start, start + step)
+            base = None if self.base is None else self.base[part]
+            if self.rows is None:
+                yield Block(self.tensor[part], None, base, self.wire)
+            else:
+                yield Block(self.tensor, self.rows[part], base, self.wire)
 
 
 class ReplicaCollectives:
-    """The collectives of a sync over one replica group; counts the bytes that this rank sends."""
+    """The collectives of a sync over one replica group.
+
+    `num_bytes` counts what this rank sends; `num_overflows` how often something had to travel in
+    fp32 because a change was too large for fp16 on some copy.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
@@ -89,6 +105,18 @@ class ReplicaCollectives:
         self.device = device
         self.chunk_bytes = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
         self.num_bytes = 0
+        self.num_overflows = 0
+
+    def add_costs(self, other: ReplicaCollectives) -> None:
+        """Count what `other` did as ours."""
+        self.num_bytes += other.num_bytes
+        self.num_overflows += other.num_overflows
+
+    def take_costs(self) -> tuple[int, int]:
+        """(bytes sent, overflows) since the last time."""
+        taken = self.num_bytes, self.num_overflows
+        self.num_bytes = self.num_overflows = 0
+        return taken
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copies' 1-D tensors, equally long, as [M, n]. Collective."""
@@ -108,57 +136,94 @@ class ReplicaCollectives:
         dist.all_gather_single(out, mean, group=self.group)
         self.num_bytes += 2 * (self.num_replicas - 1) * mean.nbytes
 
+    def mean_of(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:
+        """The mean of the copies' `values` of `batch`, packed. Collective."""
+        if batch.wire is None:
+            return self._mean(values)
+        base = batch.pack_base()
+        change = (values - base).to(batch.wire)
+        if batch.wire == torch.float16 and self._any_overflow(change):
+            self.num_overflows += 1
+            return self._mean(values)
+        return base + self._mean(change)
+
+    def _mean(self, flat: torch.Tensor) -> torch.Tensor:
+        mean = torch.empty_like(flat)
+        self.average(flat, mean)
+        return mean
+
+    def _any_overflow(self, change: torch.Tensor) -> bool:
+        flag = change.isfinite().all().logical_not().to(torch.uint8)
+        return bool(self.gather(flag.view(1)).any())
+
     def average_in_place(self, blocks: Iterable[Block]) -> None:
         """Write the mean of the copies into every row of `blocks`. Collective.
 
         Large whole tensors are averaged where they lie; everything else is packed on the way.
         """
-        packed = []
-        for block in blocks:
-            packed.append(self._average_bulk(block) if block.rows is None else block)
-        for batch in batches(packed, self.chunk_bytes):
-            flat = pack([block.read() for block in batch], self.num_replicas)
-            self.average(flat, flat)
-            unpack(flat, batch)
+        packed = [
+            self._average_bulk(block) if block.rows is None and block.wire is None else block
+            for block in blocks
+        ]
+        for batch in batches(packed, self):
+            mean = self.mean_of(batch, batch.pack())
+            for block, part in batch.unpack(mean):
+                block.write(part)
+                block.agree(part)
 
     def _average_bulk(self, block: Block) -> Block:
-        """Average all of a large tensor but a tail that does not divide by M; return what is left.
+        """Average all of a large tensor but its end, which does not fill a chunk; return that.
 
         Small tensors are left whole: packed, they share a message.
         """
         flat = block.tensor.view(-1)
         chunk = self.chunk_bytes // flat.itemsize // self.num_replicas * self.num_replicas
         bulk = flat.numel() // chunk * chunk
-        for piece in flat[:bulk].split(chunk):
+        for start in range(0, bulk, chunk):
+            piece = flat[start : start + chunk]
             self.average(piece, piece)
         return Block(flat[bulk:])
 
 
-def batches(blocks: Iterable[Block], max_bytes: int) -> Iterator[list[Block]]:
-    """Blocks, split where they are larger, in lists of one dtype and at most `max_bytes`."""
-    open_batches: dict[torch.dtype, list[Block]] = {}
-    sizes: dict[torch.dtype, int] = {}
+class Batch:
+    """Blocks of one dtype and wire, packed end to end into what one exchange averages."""
+
+    def __init__(self, blocks: Sequence[Block], multiple: int) -> None:
+        self.blocks = list(blocks)
+        self.wire = self.blocks[0].wire
+        self._multiple = multiple
+
+    def pack(self) -> torch.Tensor:
+        """The blocks' rows as they are now, flat, with zeros up to a multiple of M."""
+        return self._end_to_end([block.read() for block in self.blocks])
+
+    def pack_base(self) -> torch.Tensor:
+        """The blocks' bases, flat, likewise."""
+        bases = [block.base for block in self.blocks if block.base is not None]
+        return self._end_to_end([base.reshape(-1) for base in bases])
+
+    def unpack(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
+        """Each block with its part of `flat`."""
+        place = 0
+        for block in self.blocks:
+            yield block, flat[place : place + block.numel]
+            place += block.numel
+
+    def _end_to_end(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        missing = -sum(part.numel() for part in parts) % self._multiple
+        return torch.cat([*parts, parts[0].new_zeros(missing)])
+
+
+def batches(blocks: Iterable[Block], replicas: ReplicaCollectives) -> Iterator[Batch]:
+    """Blocks, split where they are larger than a chunk, in batches of at most a chunk."""
+    waiting: dict[tuple[torch.dtype, torch.dtype | None], list[Block]] = {}
     for whole in blocks:
-        dtype = whole.tensor.dtype
-        max_numel = max_bytes // dtype.itemsize
+        key = (whole.tensor.dtype, whole.wire)
+        max_numel = replicas.chunk_bytes // whole.tensor.itemsize
         for block in whole.split(max_numel):
-            if sizes.get(dtype, 0) + block.numel > max_numel:
-                yield open_batches.pop(dtype)
-                sizes[dtype] = 0
-            open_batches.setdefault(dtype, []).append(block)
-            sizes[dtype] = sizes.get(dtype, 0) + block.numel
-    yield from open_batches.values()
-
-
-def pack(parts: Sequence[torch.Tensor], multiple: int) -> torch.Tensor:
-    """Flat parts end to end, with zeros up to a multiple of `multiple` elements."""
-    missing = -sum(part.numel() for part in parts) % multiple
-    return torch.cat([*parts, parts[0].new_zeros(missing)])
-
-
-def unpack(flat: torch.Tensor, blocks: Sequence[Block]) -> None:
-    """Write what `pack` put end to end back into `blocks`."""
-    place = 0
-    for block in blocks:
-        block.write(flat[place : place + block.numel])
-        place += block.numel
+            batch = waiting.setdefault(key, [])
+            if batch and sum(each.numel for each in batch) + block.numel > max_numel:
+                yield Batch(batch, replicas.num_replicas)
+                waiting[key] = batch = []
+            batch.append(block)
+    yield from (Batch(batch, replicas.num_replicas) for batch in waiting.values())

@@ -1,0 +1,283 @@
+"""The sync itself: what is averaged when, and what a sync costs."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from trainer.parallel.agreed import Agreed, AgreedRows, AgreedTables, Exact, wires
+from trainer.parallel.averaging import Block, ReplicaCollectives
+from trainer.parallel.overlap import Background, Round, background_group
+from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
+from trainer.parallel.two_d import TableShard, TwoDParallel
+from trainer.spec import SyncSpec
+
+Mode = Literal["full", "touched_rows"]
+Extra = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+_WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Price of one sync on this rank.
+
+    `time_s` is the time that training stood still and `num_bytes` what the rank sent (an
+    all-reduce of n bytes would send 2 (M - 1) / M n), that of `finish` since the sync before
+    included. `density` is the share of this rank's rows that were averaged, 1 in mode full.
+    """
+
+    time_s: float
+    num_bytes: int
+    density: float = 1.0
+    mode: Mode = "full"
+
+
+class Sync(ABC):
+    """Keeps the copies of a rank's shards together. All ranks call the same methods in turn."""
+
+    @abstractmethod
+    def __call__(self) -> SyncReport:
+        """One sync by the policy. Collective over the replica group."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for what still overlaps with training and apply it, if anything does.
+
+        Comes at the end of every step, before a sync at that step, and before validation.
+        """
+
+    @abstractmethod
+    def flush(self) -> SyncReport:
+        """Make all copies equal, moments included, in full precision. Before a save. Collective."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin anew from copies that are equal: after a load, before training goes on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove the hooks and stop the thread, if any."""
+
+
+class NoSync(Sync):
+    """With M = 1 there is one copy and nothing to do."""
+
+    def __call__(self) -> SyncReport:
+        return SyncReport(0.0, 0)
+
+    def finish(self) -> None:
+        """Nothing overlaps."""
+
+    def flush(self) -> SyncReport:
+        return SyncReport(0.0, 0)
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ReplicaSync(Sync):
+    """Averages the rows that need it over the replica group.
+
+    Rows are given by number (`RowNumbers`), int64 and sorted; None stands for all rows.
+    """
+
+    def __init__(
+        self, model: TwoDParallel, spec: SyncSpec, extra: Extra, warn: Callable[[str], None]
+    ) -> None:
+        device = model.groups.device
+        self._spec = spec
+        self._extra = extra
+        self._replicas = ReplicaCollectives(model.groups.replica_group, device)
+        self._numbers = RowNumbers(model.table_shards(), device)
+        self._overflows = OverflowWarning(warn)
+        self._agreed: Agreed = Exact()
+        self._touched: TouchedRows | None = None
+        self._watch()
+        self._background: Background | None = None
+        if spec.overlap or spec.optimizer_state == "delayed":
+            self._background = Background(device)
+            self._background_group = background_group(model.groups)
+        self._pending: Round | None = None  # lands at the end of the next step
+        self._pending_moments: Round | None = None  # lands at the next sync
+        self._finish_s = 0.0
+
+    def _watch(self) -> None:
+        """Begin to mark touched rows and to keep what the copies agreed on, as the policy needs."""
+        spec, shards = self._spec, self._numbers.shards
+        tensors = {}
+        if spec.dtype in _WIRES:
+            tensors = wires(shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
+        if spec.mode == "full":
+            self._agreed = AgreedTables(tensors) if tensors else Exact()
+            return
+        rows = AgreedRows(self._numbers, tensors) if tensors else None
+        self._agreed = rows or Exact()
+        self._touched = TouchedRows(self._numbers, rows.save if rows else None)
+        # Rows whose moments differ between the copies because the policy does not average them.
+        self._stale = torch.zeros_like(self._touched.bits)
+
+    @torch.no_grad()
+    def __call__(self) -> SyncReport:
+        self.finish()
+        started = time.perf_counter()
+        self._land_moments()
+        rows = self._take_union()
+        weights, states = self._extra()
+        blocks = [*self._blocks(rows, _weight, self._agreed.block), *map(Block, weights)]
+        moments = [*self._blocks(rows, _moments, self._agreed.block), *map(Block, states)]
+        self._agreed.begin_window()
+        if self._spec.optimizer_state == "every":
+            blocks += moments
+        elif self._spec.optimizer_state == "delayed":
+            self._pending_moments = self._start(moments)
+        if self._spec.overlap:
+            self._pending = self._start(blocks)
+        else:
+            self._replicas.average_in_place(blocks)
+        return self._report(started, rows)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._pending is None:
+            return
+        started = time.perf_counter()
+        self._agreed.landed(self._land(self._pending))
+        self._pending = None
+        self._finish_s += time.perf_counter() - started
+
+    @torch.no_grad()
+    def flush(self) -> SyncReport:
+        self.finish()
+        started = time.perf_counter()
+        self._land_moments()
+        rows = self._take_union()
+        weights, states = self._extra()
+        blocks = [*self._blocks(rows, _weight, Block), *map(Block, weights)]
+        moment_rows = self._take_stale(rows)
+        blocks += [*self._blocks(moment_rows, _moments, Block), *map(Block, states)]
+        self._replicas.average_in_place(blocks)
+        self._agreed.renew()
+        return self._report(started, rows)
+
+    def reset(self) -> None:
+        for pending in (self._pending, self._pending_moments):
+            if pending is not None:
+                pending.wait()
+        self._pending = self._pending_moments = None
+        if self._touched:
+            self._touched.clear()
+            self._stale.zero_()
+        self._agreed.renew()
+
+    def close(self) -> None:
+        if self._touched:
+            self._touched.close()
+        if self._background:
+            self._background.close()
+
+    def _start(self, blocks: Iterable[Block]) -> Round:
+        assert self._background, "only a policy with a background starts rounds"
+        beside = ReplicaCollectives(self._background_group, self._replicas.device)
+        return Round(blocks, beside, self._background)
+
+    def _land(self, pending: Round) -> list[Block]:
+        blocks = pending.land()
+        self._replicas.add_costs(pending.replicas)
+        return blocks
+
+    def _land_moments(self) -> None:
+        if self._pending_moments is not None:
+            self._land(self._pending_moments)
+            self._pending_moments = None
+
+    def _take_union(self) -> torch.Tensor | None:
+        """Rows that any copy touched; they count as untouched from here on. Collective."""
+        if self._touched is None:
+            return None
+        unite(self._touched.bits, self._replicas)
+        if self._spec.optimizer_state == "never":
+            self._stale |= self._touched.bits
+        rows = self._touched.bits.nonzero().view(-1)
+        self._touched.clear()
+        # A row that travels as a change needs its base, which is kept for single rows only.
+        may_be_whole = self._spec.dtype == "fp32"
+        return None if may_be_whole and self._density(rows) > self._spec.full_above else rows
+
+    def _take_stale(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """Rows whose moments differ when `rows` were touched; they count as equal from here on."""
+        if rows is None or self._spec.optimizer_state != "never":
+            moment_rows = rows
+        else:
+            moment_rows = self._stale.nonzero().view(-1)
+        if self._touched:
+            self._stale.zero_()
+        return moment_rows
+
+    def _density(self, rows: torch.Tensor) -> float:
+        return rows.numel() / max(1, self._numbers.num_rows)
+
+    def _blocks(
+        self,
+        rows: torch.Tensor | None,
+        tensors_of: Callable[[TableShard], Iterable[torch.Tensor]],
+        block: Callable[[torch.Tensor, torch.Tensor | None], Block],
+    ) -> Iterator[Block]:
+        """A `block` of each tensor of every shard, in shard order: at `rows`, or all rows."""
+        if rows is None:
+            for shard in self._numbers.shards:
+                yield from (block(tensor, None) for tensor in tensors_of(shard))
+            return
+        for shard, local_rows in self._numbers.by_shard(rows):
+            yield from (block(tensor, local_rows) for tensor in tensors_of(shard))
+
+    def _report(self, started: float, rows: torch.Tensor | None) -> SyncReport:
+        if self._replicas.device.type == "cuda" and not self._background:
+            torch.cuda.synchronize(self._replicas.device)
+        num_bytes, num_overflows = self._replicas.take_costs()
+        self._overflows.count(num_overflows)
+        time_s = time.perf_counter() - started + self._finish_s
+        self._finish_s = 0.0
+        if rows is None:
+            return SyncReport(time_s, num_bytes)
+        return SyncReport(time_s, num_bytes, self._density(rows), "touched_rows")
+
+
+def _weight(shard: TableShard) -> list[torch.Tensor]:
+    return [shard.weight]
+
+
+def _moments(shard: TableShard) -> list[torch.Tensor]:
+    return list(shard.states.values())
+
+
+class OverflowWarning:
+    """Warns of changes too large for fp16: the first time, then at 10, 100, 1000, ... syncs."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._num_syncs = 0
+        self._warn_at = 1
+
+    def count(self, num_exchanges: int) -> None:
+        """Count a sync of which `num_exchanges` exchanges had to travel in fp32."""
+        if not num_exchanges:
+            return
+        self._num_syncs += 1
+        if self._num_syncs < self._warn_at:
+            return
+        self._warn_at *= 10
+        self._warn(
+            "parallelism.sync.dtype fp16: a change since the last sync was too large for fp16 on "
+            "some copy, so it travelled in fp32 with its neighbours (nothing is lost); syncs with "
+            f"such changes so far: {self._num_syncs}. Use bf16, a lower optimizer.sparse.lr, or "
+            "sync more often"
+        )

@@ -9,7 +9,8 @@ per step, except `sync/time_s`, which is seconds per sync; phases are means over
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -216,15 +217,25 @@ def _num_distinct_rows(
 
 
 class Speedometer:
-    """Rows and steps per second between reports. Sums what each step spent on sync and waiting."""
+    """Rows and steps per second between reports. Sums what each step spent on sync and waiting.
 
-    def __init__(self, rows_per_step: int, clock: Callable[[], float] = time.perf_counter) -> None:
+    It starts, stops and counts `phases` along with itself.
+    """
+
+    def __init__(
+        self,
+        rows_per_step: int,
+        phases: PhaseTimes[Any],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.phases = phases
         self._rows_per_step = rows_per_step
         self._clock = clock
         self.restart()
 
     def restart(self) -> None:
         """Start a new window now, forgetting what was measured."""
+        self.phases.restart()
         self._started = self._clock()
         self._paused_s = 0.0
         self._num_steps = self._num_syncs = self._sync_bytes = 0
@@ -234,6 +245,7 @@ class Speedometer:
         """Count one step that waited `wait_s` for its batch."""
         self._num_steps += 1
         self._wait_s += wait_s
+        self.phases.step()
 
     def sync(self, time_s: float, num_bytes: int) -> None:
         """Count one sync."""
@@ -241,9 +253,13 @@ class Speedometer:
         self._sync_s += time_s
         self._sync_bytes += num_bytes
 
-    def exclude(self, time_s: float) -> None:
-        """Leave out time that was not training (validation, checkpoints)."""
-        self._paused_s += time_s
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out time that is not training (validation, checkpoints, traces)."""
+        started = self._clock()
+        with self.phases.paused():
+            yield
+        self._paused_s += self._clock() - started
 
     def read(self) -> dict[str, float]:
         """Values of this window; starts the next one."""

@@ -10,6 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,19 +22,21 @@ from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.elastic.checkpoint import CheckpointError, load
 from trainer.failures import NonFiniteLoss
-from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better
+from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better, phase_metrics
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
+from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of
 from trainer.parallel.plan import chosen_sharding, make_plan
 from trainer.parallel.sharders import sharders
-from trainer.parallel.sync import SyncReport, build_sync
+from trainer.parallel.sync import build_sync
 from trainer.parallel.two_d import TwoDParallel
 from trainer.ray_worker import WorkerConfig
-from trainer.run_dir import RunDir
+from trainer.run_dir import AttemptDir, RunDir
 from trainer.saving import Checkpoints, State, state_of
 from trainer.spec import JobSpec
+from trainer.trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class Session:
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
         self._writer = self._open_writer()
+        self.tracer = self._open_tracer()
         self.checkpoints = Checkpoints(config, groups, self.emit)
         self.sync = build_sync(
             self.model,
@@ -108,13 +112,25 @@ class Session:
             window = self.validation_source.num_rows + self.shape.rows_per_step
             self.validation_meter = TaskMeter(task, batch_size, window).to(device)
         self.lookups = LookupCounter(self.model)
-        self.speed = Speedometer(self.shape.rows_per_step)
+        self.phases = PhaseTimes(clock_of(device))
+        ForwardPhases(self.model, self.phases)
+        self.speed = Speedometer(self.shape.rows_per_step, self.phases)
+
+    @property
+    def _files(self) -> AttemptDir:
+        return RunDir(self.config.run_dir).attempt(self.config.attempt_id)
 
     def _open_writer(self) -> EventWriter | None:
         if self.groups.rank != 0:
             return None
-        attempt = RunDir(self.config.run_dir).attempt(self.config.attempt_id)
-        return EventWriter(attempt.stream_path(f"workers-{self.config.run_index}"))
+        return EventWriter(self._files.stream_path(f"workers-{self.config.run_index}"))
+
+    def _open_tracer(self) -> Tracer:
+        rank = self.groups.rank
+        # Ranks other than 0 have no stream but this one, which begins with their first trace.
+        stream = self._files.stream_path(f"traces-rank{rank}-{self.config.run_index}")
+        writer = self._writer or EventWriter(stream)
+        return Tracer(self._files, rank, self.spec.training.trace, self.speed, writer.write)
 
     @property
     def is_finished(self) -> bool:
@@ -169,19 +185,24 @@ class Session:
             position=self.state.position,
         ) as loader:
             waited_s = 0.0
-            for batch, position in loader:
+            for batch, position in self.phases.around_each("data_wait", loader):
                 yield batch.to(self.groups.device), position, loader.wait_s - waited_s
                 waited_s = loader.wait_s
 
     def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
+        self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
-        loss, outputs = self.model(batch)
-        loss.backward()
-        self.optimizers.step()
-        self.finish_sync()
+        with self.phases.during("dense"):
+            loss, outputs = self.model(batch)
+        with self.phases.during("backward"):
+            loss.backward()
+        with self.phases.during("optimizer"):
+            self.optimizers.step()
+        with self.phases.during("sync"):
+            self.sync.finish()
         self.train_meter.update(batch, loss, outputs)
         self.speed.step(wait_s)
         self.state.step = step
@@ -190,15 +211,16 @@ class Session:
 
     def synchronise(self) -> None:
         """Average the copies. Collective over the replica group."""
-        self._count(self.sync())
-
-    def finish_sync(self) -> None:
-        """Apply the averages that were formed during this step, if any (`sync.overlap`)."""
-        if report := self.sync.finish():
-            self._count(report)
-
-    def _count(self, report: SyncReport) -> None:
+        with self.phases.during("sync"):
+            report = self.sync()
         self.speed.sync(report.time_s, report.num_bytes)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Leave the block out of speed, phases and traces, which are about training steps."""
+        self.tracer.stop()
+        with self.speed.paused():
+            yield
 
     def is_report_step(self, step: int) -> bool:
         """Whether metrics go out after `step`."""
@@ -212,6 +234,7 @@ class Session:
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
         values |= self.optimizers.learning_rates()
+        values |= phase_metrics(self.phases, self.groups.device)
         values |= self.speed.read()
         step = self.state.step
         self.emit(events.Metrics(time=time.time(), step=step, values=values))
@@ -228,6 +251,7 @@ class Session:
                 eta_s=rows_left / rows_per_s,
             )
         )
+        self.tracer.poll()
         self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
         logger.info("step %d/%d %s", step, self.total_steps, _format(values))
         if not math.isfinite(values["train/loss"]):
@@ -253,10 +277,21 @@ class Session:
 
         The copies are averaged first, as at any sync, so that all ranks measure one model.
         """
+        with self.off_the_clock():
+            values = self._measure_validation()
+        self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
+        logger.info("validation at step %d %s", self.state.step, _format(values))
+        self.final_metrics |= values
+        value = values[f"validation/{self.watched_metric}"]
+        if not is_better(self.watched_metric, value, self.state.best):
+            return False
+        self.state.best = value
+        return True
+
+    def _measure_validation(self) -> dict[str, float]:
         assert self.validation_source is not None
-        started = time.perf_counter()
         self.synchronise()
-        self.finish_sync()
+        self.sync.finish()
         self.model.eval()
         for batch in validation_batches(
             self.validation_source,
@@ -267,16 +302,7 @@ class Session:
             on_device = batch.to(self.groups.device)
             self.validation_meter.update(on_device, *self.model(on_device))
         self.model.train()
-        values = self.validation_meter.compute("validation")
-        self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
-        logger.info("validation at step %d %s", self.state.step, _format(values))
-        self.final_metrics |= values
-        self.speed.exclude(time.perf_counter() - started)
-        value = values[f"validation/{self.watched_metric}"]
-        if not is_better(self.watched_metric, value, self.state.best):
-            return False
-        self.state.best = value
-        return True
+        return self.validation_meter.compute("validation")
 
     def checkpoint_state(self) -> dict[str, Any]:
         """State dict of model and optimizers, by global row: loads at any other (T, L)."""
@@ -294,15 +320,16 @@ class Session:
         middle of a run is a warning, because training can go on and the next may succeed; at the
         end it raises `CheckpointError`, because then the result itself would be lost.
         """
-        started = time.perf_counter()
-        self.sync.flush()
-        try:
-            self.checkpoints.save(self.checkpoint_state(), self.state, self.final_metrics, is_best)
-        except CheckpointError as error:
-            if self.is_finished:
-                raise
-            self.note("error", str(error))
-        self.speed.exclude(time.perf_counter() - started)
+        with self.off_the_clock():
+            self.sync.flush()
+            try:
+                self.checkpoints.save(
+                    self.checkpoint_state(), self.state, self.final_metrics, is_best
+                )
+            except CheckpointError as error:
+                if self.is_finished:
+                    raise
+                self.note("error", str(error))
 
     def restore(self) -> None:
         """Continue from the newest intact checkpoint of the job, if any. Collective."""

@@ -31,6 +31,7 @@ def train(session: Session) -> dict[str, float]:
         session.train_step(batch, position, wait_s)
         if is_sync_step(session.state.step, sync_spec):
             session.synchronise()
+        session.tracer.end_step(session.state.step)
         if session.is_report_step(session.state.step):
             session.report()
         is_best = session.validate() if session.is_validation_step() else False
@@ -38,6 +39,7 @@ def train(session: Session) -> dict[str, float]:
             session.save_checkpoint(is_best)
         if session.is_finished:
             break
+    session.tracer.stop()
     return session.final_metrics
 
 

@@ -20,7 +20,7 @@ them but the report.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
@@ -49,6 +49,7 @@ LOCAL_PHASES: tuple[Phase, ...] = ("lookup", "dense", "optimizer")
 _MAX_MARKS = 2048
 
 Mark = TypeVar("Mark")
+Item = TypeVar("Item")
 
 
 class Clock(Protocol[Mark]):
@@ -133,6 +134,16 @@ class PhaseTimes(Generic[Mark]):
         with self.shown("forward" if phase == "dense" else phase):
             yield
         self.enter(before)
+
+    def around_each(self, phase: Phase, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, with `phase` while each is waited for."""
+        iterator = iter(items)
+        while True:
+            with self.during(phase):
+                found = next(iterator, None)
+            if found is None:
+                return
+            yield found
 
     def shown(self, name: str) -> AbstractContextManager[Any]:
         """A range in the profiler's trace, if there is one to annotate."""

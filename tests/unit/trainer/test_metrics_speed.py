@@ -11,6 +11,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from trainer.metrics import LookupCounter, Speedometer
+from trainer.parallel.phases import PhaseTimes
 
 
 class FakeTime:
@@ -22,15 +23,27 @@ class FakeTime:
     def __call__(self) -> float:
         return self.now_s
 
+    def mark(self) -> float:
+        return self.now_s
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+def speedometer(rows_per_step: int, clock: FakeTime) -> Speedometer:
+    """A speedometer whose phases run by the same clock."""
+    return Speedometer(rows_per_step, PhaseTimes(clock), clock)
+
 
 def test_speed_leaves_out_what_was_not_training() -> None:
     clock = FakeTime()
-    speed = Speedometer(rows_per_step=64, clock=clock)
+    speed = speedometer(64, clock)
     for wait_s in (0.5, 1.5):
         speed.step(wait_s)
         clock.now_s += 2.0
-    clock.now_s += 30.0
-    speed.exclude(30.0)
+    with speed.paused():
+        clock.now_s += 30.0
+    assert speed.phases.read()["other"] == 2.0
     assert speed.read() == {
         "speed/steps_per_s": 0.5,
         "speed/rows_per_s": 32.0,
@@ -40,7 +53,7 @@ def test_speed_leaves_out_what_was_not_training() -> None:
 
 def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
     clock = FakeTime()
-    speed = Speedometer(rows_per_step=1, clock=clock)
+    speed = speedometer(1, clock)
     speed.sync(time_s=1.0, num_bytes=100)
     speed.sync(time_s=2.0, num_bytes=300)
     speed.step(0.0)
@@ -53,7 +66,7 @@ def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
 
 def test_each_window_starts_anew() -> None:
     clock = FakeTime()
-    speed = Speedometer(rows_per_step=10, clock=clock)
+    speed = speedometer(10, clock)
     speed.step(9.0)
     clock.now_s += 50.0
     speed.restart()
@@ -66,7 +79,7 @@ def test_each_window_starts_anew() -> None:
 
 
 def test_a_window_of_no_time_has_a_finite_speed() -> None:
-    speed = Speedometer(rows_per_step=10, clock=FakeTime())
+    speed = speedometer(10, FakeTime())
     speed.step(0.0)
     assert speed.read()["speed/steps_per_s"] == pytest.approx(1e9)
 

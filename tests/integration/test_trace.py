@@ -1,0 +1,119 @@
+"""Traces of real training on gloo ranks: by the spec, on demand, and a request that is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration.gloo import run_ranks
+from tests.integration.session_cases import make_config, train_session
+from trainer.events import read_record
+from trainer.run_dir import AttemptDir, RunDir
+from trainer.session import Session
+
+ON_DEMAND = "t-0000abcd"
+
+
+def _attempt(run_dir: Path) -> AttemptDir:
+    return RunDir(run_dir).attempt("job-test-a0")
+
+
+def _train_and_ask(config: Any) -> dict[str, Any]:
+    """Train; after the first report rank 0 asks for a trace of rank 1."""
+    original = Session.report
+
+    def report_and_ask(self: Session) -> None:
+        original(self)
+        if self.groups.rank == 0 and self.state.step == 5:
+            path = _attempt(config.run_dir).trace_request_path
+            assert not path.exists(), "the damaged request was removed by then"
+            path.write_text(json.dumps({"id": ON_DEMAND, "num_steps": 2, "ranks": [1]}))
+
+    Session.report = report_and_ask  # type: ignore[method-assign]
+    return train_session(config)
+
+
+def _ask_badly(run_dir: Path) -> None:
+    path = _attempt(run_dir).trace_request_path
+    path.parent.mkdir(parents=True)
+    path.write_text('{"id": "../../etc", "num_steps": 0, "ranks": [0]}')
+
+
+@pytest.fixture(scope="module")
+def run_dir(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run of 15 steps that traced steps 2 and 3 on both ranks, and 11 and 12 on rank 1."""
+    folder = tmp_path_factory.mktemp("traced")
+    _ask_badly(folder)
+    config = make_config(
+        small_movielens,
+        folder,
+        "parallelism.workers=2",
+        "parallelism.shard_group_size=1",
+        "training.max_steps=15",
+        "training.trace.first_step=2",
+        "training.trace.num_steps=2",
+        "training.trace.ranks=[0,1]",
+    )
+    run_ranks(_train_and_ask, 2, config)
+    yield folder
+
+
+def _events(run_dir: Path, kind: str) -> list[Any]:
+    records = [
+        read_record(line, now=0.0)
+        for path in _attempt(run_dir).stream_paths()
+        for line in path.read_bytes().splitlines()
+    ]
+    return [record for record in records if record.kind == kind]
+
+
+def _names(path: Path) -> dict[str, int]:
+    """How often each range occurs in a trace."""
+    with gzip.open(path) as file:
+        document = json.load(file)
+    counts: dict[str, int] = {}
+    for event in document["traceEvents"]:
+        if event.get("ph") == "X":
+            counts[event["name"]] = counts.get(event["name"], 0) + 1
+    return counts
+
+
+def test_each_trace_is_announced_once_with_what_it_holds(run_dir: Path) -> None:
+    written = [(e.rank, e.step, e.num_steps) for e in _events(run_dir, "trace_written")]
+    assert sorted(written) == [(0, 3, 2), (1, 3, 2), (1, 12, 2)]
+    for event in _events(run_dir, "trace_written"):
+        path = Path(event.path)
+        assert path.parent == _attempt(run_dir).traces_dir
+        assert path.stat().st_size == event.size_bytes < 5_000_000
+
+
+def test_files_are_named_by_request_and_rank_and_none_is_left_half_written(run_dir: Path) -> None:
+    names = sorted(path.name for path in _attempt(run_dir).traces_dir.iterdir())
+    assert names == ["spec-rank0.json.gz", "spec-rank1.json.gz", f"{ON_DEMAND}-rank1.json.gz"]
+
+
+@pytest.mark.parametrize(("trace_id", "rank", "first_step"), [("spec", 0, 2), (ON_DEMAND, 1, 11)])
+def test_a_trace_shows_steps_and_phases(
+    run_dir: Path, trace_id: str, rank: int, first_step: int
+) -> None:
+    counts = _names(_attempt(run_dir).trace_path(trace_id, rank))
+    steps = {name for name in counts if name.startswith("ProfilerStep#")}
+    assert steps == {f"ProfilerStep#{first_step}", f"ProfilerStep#{first_step + 1}"}
+    for phase in ("forward", "input_dist", "backward", "optimizer", "sync"):
+        assert counts[f"shardloom/{phase}"] >= 2, phase
+
+
+def test_a_bad_request_is_refused_in_a_note_that_names_its_faults(run_dir: Path) -> None:
+    (note,) = [e for e in _events(run_dir, "note") if "request for a trace" in e.message]
+    assert note.level == "warning"
+    assert "id:" in note.message
+    assert "num_steps:" in note.message
+
+
+def test_an_answered_request_stays_for_workers_that_start_anew(run_dir: Path) -> None:
+    assert json.loads(_attempt(run_dir).trace_request_path.read_text())["id"] == ON_DEMAND

@@ -77,6 +77,30 @@ def event_body(event_id: int, **changes: Any) -> dict[str, Any]:
     }
 
 
+def requested_trace_body() -> dict[str, Any]:
+    """The answer to a request for a trace of ranks 0 and 1."""
+    return {
+        "id": "t-0000c0de",
+        "attempt_id": "job-0000000000ab-1",
+        "num_steps": 3,
+        "ranks": [0, 1],
+        "names": ["t-0000c0de-rank0.json.gz", "t-0000c0de-rank1.json.gz"],
+    }
+
+
+def trace_body(rank: int) -> dict[str, Any]:
+    """A trace that answers that request."""
+    return {
+        "name": f"t-0000c0de-rank{rank}.json.gz",
+        "attempt_id": "job-0000000000ab-1",
+        "rank": rank,
+        "step": 1203,
+        "num_steps": 3,
+        "size_bytes": 1_200_000,
+        "time": 1000.0,
+    }
+
+
 def problem_body(status: int, code: str, detail: str, **changes: Any) -> dict[str, Any]:
     """An RFC 9457 problem."""
     return {"title": "Problem", "status": status, "detail": detail, "code": code, **changes}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from service.ids import new_job_id
 from trainer.events import (
     AttemptEnded,
     CheckpointCommitted,
+    Divergence,
     Event,
     EventBatch,
     Metrics,
+    TablePlan,
+    TraceWritten,
     WorkersLost,
     WorkersStarted,
 )
@@ -78,8 +82,74 @@ def metrics(step: int, *, time: float = NOW, **values: float) -> Metrics:
     return Metrics(time=time, step=step, values=named)
 
 
-def workers_started(*, total_steps: int = 100) -> WorkersStarted:
-    """A worker group of 4 in 2 sharding groups."""
+def row_wise_plan(name: str = "users", *, num_embeddings: int = 100) -> TablePlan:
+    """A table of 8 columns whose rows lie on two positions, the first ones on position 0."""
+    rows = (num_embeddings + 1) // 2
+    shards = [
+        TablePlan.Shard(
+            position=position,
+            row_offset=position * rows,
+            column_offset=0,
+            num_rows=min(rows, num_embeddings - position * rows),
+            num_columns=8,
+        )
+        for position in range(2)
+    ]
+    return TablePlan(
+        name=name,
+        sharding_type="row_wise",
+        data_type="fp32",
+        num_embeddings=num_embeddings,
+        embedding_dim=8,
+        size_bytes=num_embeddings * 36,
+        shards=shards,
+    )
+
+
+def table_wise_plan(name: str, position: int, *, size_bytes: int = 3600) -> TablePlan:
+    """A table of 100 x 8 that lies whole on one position."""
+    shard = TablePlan.Shard(
+        position=position, row_offset=0, column_offset=0, num_rows=100, num_columns=8
+    )
+    return TablePlan(
+        name=name,
+        sharding_type="table_wise",
+        data_type="fp32",
+        num_embeddings=100,
+        embedding_dim=8,
+        size_bytes=size_bytes,
+        shards=[shard],
+    )
+
+
+def divergence(**changes: Any) -> Divergence:
+    """A copy of the second shard of `users` that differs on rank 3."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "step": 48,
+        "table": "users",
+        "shard": 1,
+        "ranks": [3],
+        "action": "fail",
+    }
+    return Divergence(**{**fields, **changes})
+
+
+def trace_written(trace_id: str = "spec", rank: int = 0, **changes: Any) -> TraceWritten:
+    """A trace of steps 10 to 12 on run storage."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "step": 12,
+        "num_steps": 3,
+        "rank": rank,
+        "path": f"/runs/x/attempts/y/traces/{trace_id}-rank{rank}.json.gz",
+        "size_bytes": 1_200_000,
+    }
+    return TraceWritten(**{**fields, **changes})
+
+
+def workers_started(*, total_steps: int = 100, tables: Sequence[TablePlan] = ()) -> WorkersStarted:
+    """A worker group of 4 in 2 sharding groups, which told its plan only if there are `tables`."""
     return WorkersStarted(
         time=NOW,
         run_index=0,
@@ -92,6 +162,7 @@ def workers_started(*, total_steps: int = 100) -> WorkersStarted:
         replica_groups=[[0, 1], [2, 3]],
         hosts=["a"] * 4,
         table_shards={"users": "row_wise"},
+        tables=list(tables),
         total_steps=total_steps,
         resumed_step=0,
     )

@@ -9,10 +9,12 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.backends.fake import FakeBackend
+from service.commands import context
 from service.main import create_app
 from service.settings import Settings
 from service.store.sql import SqlJobStore
 from tests.unit.service.api_house import Api
+from tests.unit.service.fake_service import FakeService
 from tests.unit.service.house import House
 
 
@@ -45,3 +47,13 @@ def api(store: SqlJobStore, app_settings: Settings) -> Iterator[Api]:
     http = TestClient(create_app(app_settings, store, backend), raise_server_exceptions=False)
     yield Api(http, store, backend, app_settings)
     http.close()
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeService:
+    """The in-memory service that the commands talk to."""
+    fake = FakeService()
+    monkeypatch.setattr(context, "open_client", fake.client)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("SHARDLOOM_URL", raising=False)
+    return fake

@@ -7,9 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import httpx
+from click.testing import Result
+from typer.testing import CliRunner
 
+from service.cli import build_app
 from service.client import RetryPolicy, ShardloomClient
-from tests.unit.service.api_samples import event_body, job_body, problem_body
+from tests.unit.service.api_samples import (
+    event_body,
+    job_body,
+    problem_body,
+    requested_trace_body,
+)
 
 Look = Callable[[], dict[str, Any]]
 
@@ -21,6 +29,7 @@ class FakeService:
         self.looks: list[dict[str, Any]] = [job_body()]
         self.events = [event_body(1), event_body(2, kind="checkpoint_committed")]
         self.checkpoints: list[dict[str, Any]] = []
+        self.traces: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] = {"names": [], "series": []}
         self.refusal: dict[str, Any] | None = None
         self.is_down = False
@@ -51,6 +60,8 @@ class FakeService:
         if job.partition(":")[0] not in ("ratings", "job-0000000000ab"):
             problem = problem_body(404, "job_not_found", f"no job has the id or name '{job}'")
             return httpx.Response(404, json=problem)
+        if part.startswith("traces/"):
+            return httpx.Response(200, content=b"\x1f\x8b")
         return httpx.Response(200, json=self._part(part, request))
 
     def _jobs(self, request: httpx.Request) -> httpx.Response:
@@ -69,7 +80,10 @@ class FakeService:
             lines = [{"source": "rank-0", "text": text} for text in texts]
             cursor = str(min(number + 1, len(self.log_pieces)))
             return {"attempt_id": "a", "sources": ["rank-0"], "lines": lines, "cursor": cursor}
+        if part == "traces" and request.method == "POST":
+            return requested_trace_body()
         parts = {
+            "traces": {"items": self.traces},
             "metrics": self.metrics,
             "attempts": {"items": []},
             "checkpoints": {"items": self.checkpoints},
@@ -77,3 +91,8 @@ class FakeService:
         if part in parts:
             return parts[part]
         return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+
+def shardloom(*arguments: str, stdin: str | None = None) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(build_app(), list(arguments), input=stdin)

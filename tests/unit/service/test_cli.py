@@ -8,21 +8,10 @@ import sys
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from service.cli import build_app
 from service.commands import context, stack
 from tests.unit.service.api_samples import job_body, problem_body, spec_document
-from tests.unit.service.fake_service import FakeService
-
-
-@pytest.fixture
-def service(monkeypatch, tmp_path):
-    fake = FakeService()
-    monkeypatch.setattr(context, "open_client", fake.client)
-    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv("SHARDLOOM_URL", raising=False)
-    return fake
+from tests.unit.service.fake_service import shardloom
 
 
 @pytest.fixture
@@ -31,10 +20,6 @@ def spec_file(tmp_path, monkeypatch):
     path = tmp_path / "job.yaml"
     path.write_text(yaml.safe_dump(spec_document()))
     return str(path)
-
-
-def shardloom(*arguments: str, stdin: str | None = None):
-    return CliRunner().invoke(build_app(), list(arguments), input=stdin)
 
 
 def test_ps_lists_the_jobs_with_status_progress_and_metric(service):

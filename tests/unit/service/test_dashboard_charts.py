@@ -7,6 +7,7 @@ import math
 
 from service.dashboard import charts
 from service.domain import Checkpoint, MetricPoint
+from service.sharding import PHASES
 from tests.unit.service.builders import NOW, queued_job
 
 
@@ -18,8 +19,12 @@ def points(*values: float) -> list[MetricPoint]:
     ]
 
 
+def chart_of(key: str) -> charts.ChartSpec:
+    return next(c for c in charts.charts_of(queued_job()) if c.key == key)
+
+
 def quality_chart() -> charts.ChartSpec:
-    return next(c for c in charts.charts_of(queued_job()) if c.key == "quality")
+    return chart_of("quality")
 
 
 def test_the_quality_chart_shows_train_and_validation_of_the_task() -> None:
@@ -63,7 +68,43 @@ def test_the_best_checkpoint_is_marked_where_it_was_saved() -> None:
 
 def test_amounts_start_at_zero_and_qualities_do_not() -> None:
     scaled = {
-        chart.key: charts.chart_options(chart)["yAxis"]["scale"]
+        chart.key: charts.chart_options(chart)["yAxis"][0]["scale"]
         for chart in charts.charts_of(queued_job())
     }
-    assert scaled == {"loss": True, "quality": True, "speed": False, "sync": False}
+    amounts = {key for key, is_scaled in scaled.items() if not is_scaled}
+    assert amounts == {"speed", "phases", "sync", "traffic"}
+    assert scaled.keys() - amounts == {"loss", "quality", "lr"}
+
+
+def test_the_phases_of_a_step_are_stacked_in_the_order_in_which_they_happen() -> None:
+    chart = chart_of("phases")
+    options = charts.chart_options(chart)
+    values = {f"phase/{phase}_s": points(0.01, 0.02) for phase in PHASES}
+    charts.fill(options, chart, values, best=None)
+    assert [series["name"] for series in options["series"]][:2] == ["data wait", "input dist"]
+    assert {series["stack"] for series in options["series"]} == {"all"}
+    assert all(series["data"] == [[10, 0.01], [20, 0.02]] for series in options["series"])
+
+
+def test_a_rate_of_zero_is_a_gap_on_the_logarithmic_axis() -> None:
+    chart = chart_of("lr")
+    options = charts.chart_options(chart)
+    charts.fill(options, chart, {"optimizer/lr_sparse": points(0.05, 0.0)}, best=None)
+    assert options["yAxis"][0]["type"] == "log"
+    assert options["series"][0]["data"] == [[10, 0.05], [20, None]]
+
+
+def test_traffic_has_bytes_on_the_left_and_the_share_of_rows_on_the_right() -> None:
+    options = charts.chart_options(chart_of("traffic"))
+    assert [series["yAxisIndex"] for series in options["series"]] == [0, 1]
+    assert len(options["yAxis"]) == 2
+    assert len(charts.chart_options(chart_of("loss"))["yAxis"]) == 1
+
+
+def test_what_older_jobs_never_measured_is_optional_and_has_no_data() -> None:
+    optional = [chart for chart in charts.charts_of(queued_job()) if chart.is_optional]
+    assert {chart.key for chart in optional} == {"lr", "phases", "sync", "traffic"}
+    for chart in optional:
+        options = charts.chart_options(chart)
+        charts.fill(options, chart, {"train/loss": points(1.0)}, best=None)
+        assert not charts.has_data(options)

@@ -16,6 +16,7 @@ import argparse
 import sys
 from dataclasses import asdict, fields
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
@@ -93,7 +94,10 @@ def document_of(
         "settings": {**asdict(settings), "num_replicas": num_replicas, "num_seeds": len(results)},
         "ratios": ratios,
         "teacher_ne": results[0].teacher_ne,
-        "gaps": gaps_of(ne),
+        "gaps": {
+            name: {"ne": fmean(ne[name]), **asdict(gap), "is_significant": gap.is_significant}
+            for name, gap in gaps_of(ne).items()
+        },
         "runs": [
             {"seed": seed, "variant": name, **asdict(curve)}
             for seed, result in enumerate(results)
@@ -110,7 +114,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw gaps along training here")
     parser.add_argument("--criteo", metavar="TSV", help="train on this file, not the generator")
-    parser.add_argument("--seeds", type=int, default=5, help="runs of each variant (default 5)")
+    parser.add_argument("--seeds", type=int, default=4, help="runs of each variant (default 4)")
     parser.add_argument("--shard-group-size", type=int, default=1, help="L in 2D (default 1)")
     for setting in fields(Settings):
         if setting.name != "criteo":

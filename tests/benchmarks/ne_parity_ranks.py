@@ -6,7 +6,9 @@ Both get the same rows, the same starting weights, the same dense optimizer and 
 
 from __future__ import annotations
 
+import logging
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -75,10 +77,18 @@ class _Trainee:
 
 def measure_seed(settings: Settings, variants: list[Variant], seed: int) -> SeedResult:
     """Train all variants of `seed` in turn. Runs on every rank of a gloo world."""
+    _silence_libraries()
     rows = rows_of_rank(settings, seed, dist.get_rank())
     meter = _meter(settings)
     curves = {variant.name: _train(settings, variant, seed, rows, meter) for variant in variants}
     return SeedResult(curves, _teacher_ne(meter, rows.held_out))
+
+
+def _silence_libraries() -> None:
+    """Drop what TorchRec and torch say about each other: it would bury the results."""
+    warnings.simplefilter("ignore", FutureWarning)
+    for name in ("torchrec", "torch.fx._symbolic_trace"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _train(

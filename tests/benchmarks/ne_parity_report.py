@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
@@ -23,23 +22,28 @@ PARITY = 2e-4
 
 @dataclass(frozen=True)
 class Gap:
-    """Relative NE gap to the peer: signed mean, its standard error, lowest and highest seed."""
+    """Relative NE gap to the peer: signed mean, its standard error, lowest and highest seed.
+
+    A single seed has no error (None).
+    """
 
     relative: float
-    standard_error: float
+    standard_error: float | None
     spread: tuple[float, float]
 
     @property
     def is_significant(self) -> bool:
         """Whether the gap is larger than parity allows, even two standard errors nearer to 0."""
+        if self.standard_error is None:
+            return False
         return abs(self.relative) - 2 * self.standard_error > PARITY
 
 
 def gap_of(ours: Sequence[float], peer: Sequence[float]) -> Gap:
-    """Gap of `ours` to `peer`, each the NE by seed; one seed has no error (NaN)."""
+    """Gap of `ours` to `peer`, each the NE by seed."""
     middle = statistics.fmean(peer)
     relative = [(mine - other) / middle for mine, other in zip(ours, peer, strict=True)]
-    error = math.nan
+    error = None
     if len(relative) > 1:
         error = statistics.stdev(relative) / math.sqrt(len(relative))
     return Gap(statistics.fmean(relative), error, (min(relative), max(relative)))
@@ -60,37 +64,27 @@ def ratio_of_gap(ours: Sequence[float], peer: Sequence[float], goal: float, bett
     )
 
 
-def gaps_of(final_ne: Mapping[str, Sequence[float]]) -> dict[str, dict[str, Any]]:
-    """Of each variant but the peer: its mean NE and its gap, ready for JSON."""
-    peer = final_ne[PEER]
-    return {
-        name: {"ne": statistics.fmean(ne), **asdict(gap_of(ne, peer))}
-        for name, ne in final_ne.items()
-        if name != PEER
-    }
+def gaps_of(final_ne: Mapping[str, Sequence[float]]) -> dict[str, Gap]:
+    """Gap of each variant but the peer."""
+    return {name: gap_of(ne, final_ne[PEER]) for name, ne in final_ne.items() if name != PEER}
 
 
 def table_of(final_ne: Mapping[str, Sequence[float]], teacher_ne: float | None) -> Table:
     """NE and gap of every variant; gaps in percent."""
     best = "unknown" if teacher_ne is None else f"{teacher_ne:.5f}"
     table = Table(
-        *("variant", "NE", "gap %", "standard error %", "spread over seeds %"),
+        *("variant", "NE", "gap %", "standard error %", "spread over seeds %", "significant"),
         title="ne_parity: held-out normalized entropy after the same samples",
         caption=f"best reachable NE (the teacher's): {best}; parity is {PARITY:.2%}",
     )
-    table.add_row(PEER, f"{statistics.fmean(final_ne[PEER]):.6f}", "", "", "")
-    for name, ne in final_ne.items():
-        if name == PEER:
-            continue
-        gap = gap_of(ne, final_ne[PEER])
-        low, high = gap.spread
-        table.add_row(
-            name,
-            f"{statistics.fmean(ne):.6f}",
-            f"{100 * gap.relative:+.4f}",
-            f"{100 * gap.standard_error:.4f}",
-            f"{100 * low:+.4f} to {100 * high:+.4f}",
-        )
+    means = {name: f"{statistics.fmean(ne):.6f}" for name, ne in final_ne.items()}
+    table.add_row(PEER, means[PEER])
+    for name, gap in gaps_of(final_ne).items():
+        error = "" if gap.standard_error is None else f"{100 * gap.standard_error:.4f}"
+        low, high = (f"{100 * bound:+.4f}" for bound in gap.spread)
+        significant = "yes" if gap.is_significant else "no"
+        relative = f"{100 * gap.relative:+.4f}"
+        table.add_row(name, means[name], relative, error, f"{low} to {high}", significant)
     return table
 
 
@@ -104,11 +98,9 @@ def plot(path: Path, rows: Sequence[int], ne: Mapping[str, Sequence[Sequence[flo
 
     figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
     for name in (name for name in ne if name != PEER):
-        gaps = [
-            gap_of([c[i] for c in ne[name]], [c[i] for c in ne[PEER]]) for i in range(len(rows))
-        ]
+        gaps = [gap_of(_at(ne[name], i), _at(ne[PEER], i)) for i in range(len(rows))]
         middle = [100 * gap.relative for gap in gaps]
-        width = [200 * gap.standard_error for gap in gaps]
+        width = [200 * (gap.standard_error or 0) for gap in gaps]
         (line,) = axes.plot(rows, middle, marker="o", markersize=3, label=name)
         low, high = ([m + s * w for m, w in zip(middle, width, strict=True)] for s in (-1, 1))
         axes.fill_between(rows, low, high, color=line.get_color(), alpha=0.15, linewidth=0)
@@ -119,3 +111,7 @@ def plot(path: Path, rows: Sequence[int], ne: Mapping[str, Sequence[Sequence[flo
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _at(curves: Sequence[Sequence[float]], index: int) -> list[float]:
+    return [curve[index] for curve in curves]

@@ -184,8 +184,8 @@ def table_of(document: Mapping[str, Any]) -> Table:
         low, high = ratio["spread"]
         table.add_row(
             key,
-            f"[{color}]{ratio['value']:.3f}",
-            f"{low:.3f} to {high:.3f}",
+            f"[{color}]{value_text(ratio['value'])}",
+            f"{value_text(low)} to {value_text(high)}",
             goal_text(ratio),
             f"{ratio['ours']:.4g} {ratio['unit']}",
             f"{ratio['peer']:.4g} {ratio['unit']}",
@@ -200,6 +200,11 @@ def rows_table_of(document: Mapping[str, Any]) -> Table:
     for row in rows:
         table.add_row(*(str(value) for value in row.values()))
     return table
+
+
+def value_text(value: float) -> str:
+    """A ratio with three decimals, or six where three would show little of it."""
+    return f"{value:.6f}" if 0 < abs(value) < 0.01 else f"{value:.3f}"
 
 
 def goal_text(ratio: Ratio) -> str:

@@ -22,6 +22,7 @@ from tests.benchmarks.ne_parity import document_of, name_of_scale, parse, varian
 from tests.benchmarks.ne_parity_case import Settings, batches, rows_of_rank
 from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, spec_of
 from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of, plot
+from tests.benchmarks.report import value_text
 
 SIZES = table_sizes(50)
 SMALL = Settings(num_steps=6, global_batch_size=16, num_held_out_rows=8, num_evaluations=3)
@@ -210,3 +211,7 @@ def test_numbers_that_do_not_fit_are_refused(arguments, capsys):
     with pytest.raises(SystemExit):
         parse(arguments)
     assert "must be" in capsys.readouterr().err
+
+
+def test_a_small_gap_is_not_printed_as_zero():
+    assert [value_text(value) for value in (0.97, 0.0, -0.00012)] == ["0.970", "0.000", "-0.000120"]

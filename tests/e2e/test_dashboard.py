@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from dataclasses import replace
 
@@ -14,8 +15,12 @@ from tests.unit.service.builders import (
     attempt_of,
     batch,
     checkpoint,
+    divergence,
     metrics,
     queued_job,
+    row_wise_plan,
+    table_wise_plan,
+    trace_written,
     workers_started,
 )
 from trainer.events import Event, Progress
@@ -45,9 +50,12 @@ def progress(step: int) -> Progress:
 
 def training_records(step: int) -> list[Event]:
     """What a worker reports until `step`, every 10 steps."""
-    records: list[Event] = [workers_started()]
+    records: list[Event] = [
+        workers_started(tables=[row_wise_plan("users"), table_wise_plan("movies", 1)])
+    ]
     for at in range(10, step + 1, 10):
         values = {"train_loss": 1.0 / at, "train_rmse": 1.0, "speed_rows_per_s": 16_540.0}
+        values |= {"phase_dense_s": 0.01, "phase_backward_s": 0.02, "sync_time_s": 0.04}
         records += [metrics(at, **values), progress(at)]
     return [*records, metrics(step, validation_rmse=0.91), checkpoint(step, is_best=True)]
 
@@ -136,15 +144,84 @@ def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(
 ) -> None:
     open_job(page, running)
     expect(page.locator(".figure", has_text="Validation RMSE")).to_contain_text("0.9100")
-    expect(page.locator(".chart canvas")).to_have_count(4)
+    titles = page.locator(".chart-panel:visible h2")
+    expect(titles).to_have_text(["Loss", "RMSE", "Rows/s", "Time of a step", "Sync time"])
+    expect(page.locator(".chart canvas:visible")).to_have_count(5)
     expect(page.locator(".group-grid .rank")).to_have_text(["0", "2", "1", "3"])
     expect(page.locator(".timeline")).to_contain_text("checkpoint at step 40")
     page.get_by_role("tab", name="Checkpoints").click()
     expect(page.locator(".data .badge")).to_have_text("best")
     page.get_by_role("tab", name="Attempts").click()
-    expect(page.locator(".data")).to_contain_text(f"{running.id}-a0")
+    expect(page.locator(".tabs-panel .data")).to_contain_text(f"{running.id}-a0")
     page.get_by_role("tab", name="Spec").click()
     expect(page.locator(".spec")).to_contain_text("embedding_tables:")
+
+
+def test_the_sharding_section_shows_plan_loads_and_policy(page: Page, running: Job) -> None:
+    open_job(page, running)
+    section = page.locator(".sharding-panel")
+    expect(section.locator(".plan .name")).to_have_text(["users", "movies"])
+    expect(section.locator(".plan-map rect")).to_have_count(3)
+    users, movies = section.locator(".load").all()
+    assert len(users.locator("i").all()) == 1
+    assert len(movies.locator("i").all()) == 2
+    expect(section).to_contain_text("the rows touched since the last sync")
+    expect(section.get_by_role("alert")).not_to_be_visible()
+
+
+def test_a_divergence_raises_an_alarm_without_a_reload(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    report(dashboard, running, divergence())
+    expect(page.get_by_role("alert")).to_contain_text("table 'users'", timeout=LIVE_MS)
+    expect(page.locator(".timeline .tone-bad")).to_contain_text("shard 1")
+
+
+def test_a_chart_appears_with_its_first_data(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    traffic = page.locator(".chart-panel", has_text="Sync traffic")
+    expect(traffic).not_to_be_visible()
+    report(dashboard, running, metrics(50, sync_bytes=2e6, sync_density=0.1), progress(50))
+    expect(traffic.locator("canvas")).to_be_visible(timeout=LIVE_MS)
+    size = traffic.locator("canvas").bounding_box()
+    assert size is not None
+    assert size["width"] > 200
+
+
+def test_a_trace_is_asked_for_and_then_offered_for_download(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    page.get_by_role("tab", name="Traces").click()
+    expect(page.get_by_text("No trace has been written yet")).to_be_visible()
+    page.get_by_role("button", name="Record a trace").click()
+    page.get_by_label("Steps").fill("5")
+    page.get_by_role("button", name="Record", exact=True).click()
+    expect(page.locator(".timeline")).to_contain_text("trace of 5 step(s)", timeout=LIVE_MS)
+    attempt = RunDir(dashboard.runs_dir / running.id).attempt(f"{running.id}-a0")
+    request = json.loads(attempt.trace_request_path.read_text())
+    assert (request["num_steps"], request["ranks"]) == (5, [0])
+    report(dashboard, running, trace_written(request["id"]))
+    link = page.get_by_role("link", name=f"{request['id']}-rank0.json.gz")
+    expect(link).to_be_visible(timeout=LIVE_MS)
+    wanted = f"/v1/jobs/{running.id}/traces/{request['id']}-rank0.json.gz?attempt={running.id}-a0"
+    expect(link).to_have_attribute("href", wanted)
+
+
+def test_a_job_without_plan_and_phases_is_shown_without_empty_charts(
+    page: Page, dashboard: Dashboard
+) -> None:
+    job = submit(dashboard, "from-last-year")
+    attempt = attempt_of(job)
+    dashboard.store.update_job(replace(job, current_attempt_id=attempt.id), attempt=attempt)
+    records = batch(workers_started(), metrics(10, train_loss=0.5))
+    dashboard.store.append_events(attempt.id, records, time.time())
+    open_job(page, job)
+    expect(page.locator(".chart-panel:visible")).to_have_count(3)
+    expect(page.locator(".sharding-panel")).to_contain_text("once the workers have told their plan")
 
 
 def test_progress_and_charts_follow_the_store_without_a_reload(
@@ -217,7 +294,7 @@ def test_a_phone_needs_no_sideways_scrolling(page: Page, running: Job) -> None:
     expect(page.get_by_role("link", name=running.name)).to_be_visible()
     assert page.evaluate("document.documentElement.scrollWidth") == 400
     open_job(page, running)
-    expect(page.locator(".chart canvas")).to_have_count(4)
+    expect(page.locator(".chart canvas:visible")).to_have_count(5)
     assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 

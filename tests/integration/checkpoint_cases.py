@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from tests.integration.two_d_cases import FEATURES, TABLE_ROWS, dense_parameters, make_batch
 from trainer.elastic import checkpoint
 from trainer.elastic.training_state import load_state, state_to_save
-from trainer.parallel.groups import MeshGroups, build_groups
+from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sync import build_sync
@@ -99,12 +100,10 @@ def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
     return model, Optimizers(model, spec.optimizer, spec.moment_scale)
 
 
-def train_and_save(sharding: Sharding, folder: Path) -> dict[str, Any]:
-    """Train a few steps and write a checkpoint; what this rank holds."""
-    spec = spec_of(sharding)
-    model, optimizers = build(sharding, spec)
+def train(model: TwoDParallel, optimizers: Optimizers, spec: JobSpec, steps: Iterable[int]) -> None:
+    """Take `steps`, with a sync after each."""
     sync = build_sync(model, spec, extra=lambda: optimizers.synced_whole(dense=False))
-    for step in range(1, NUM_STEPS + 1):
+    for step in steps:
         optimizers.begin_step(step, NUM_STEPS)
         loss, _ = model(make_batch(step, dist.get_rank(), spec.data.batch_size))
         loss.backward()
@@ -112,26 +111,55 @@ def train_and_save(sharding: Sharding, folder: Path) -> dict[str, Any]:
         sync()
     sync.flush()
     sync.close()
+
+
+def train_and_save(sharding: Sharding, folder: Path) -> dict[str, Any]:
+    """Train a few steps and write a checkpoint; what this rank holds."""
+    spec = spec_of(sharding)
+    model, optimizers = build(sharding, spec)
+    train(model, optimizers, spec, steps=range(1, NUM_STEPS + 1))
     checkpoint.save(folder, state_to_save(model, optimizers.combined))
     return held(model, optimizers)
 
 
-def load(sharding: Sharding, folder: Path, rows: dict[str, int] | None = None) -> dict[str, Any]:
-    """Load a checkpoint into a fresh model; what this rank then holds."""
+def in_turn(*calls: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Results of several (function, arguments...), one after the other in one process."""
+    return [function(*arguments) for function, *arguments in calls]
+
+
+def load(
+    sharding: Sharding,
+    folder: Path,
+    rows: dict[str, int] | None = None,
+    save_to: Path | None = None,
+) -> dict[str, Any]:
+    """Load a checkpoint into a fresh model, and save it to another; what this rank then holds."""
     model, optimizers = build(sharding, spec_of(sharding, rows))
     scramble(model, optimizers)
     optimizers.init_state()
     load_state(folder, model, optimizers.combined)
+    if save_to:
+        checkpoint.save(save_to, state_to_save(model, optimizers.combined))
     return held(model, optimizers)
 
 
-def load_and_save(sharding: Sharding, folder: Path, saved: Path) -> dict[str, Any]:
-    """Load from `folder` and write the same to `saved`; what this rank holds."""
-    model, optimizers = build(sharding, spec_of(sharding))
-    scramble(model, optimizers)
+def train_on(sharding: Sharding, folder: Path) -> dict[str, Any]:
+    """Take one more step from a checkpoint; what this rank then holds."""
+    spec = spec_of(sharding)
+    model, optimizers = build(sharding, spec)
     optimizers.init_state()
     load_state(folder, model, optimizers.combined)
-    checkpoint.save(saved, state_to_save(model, optimizers.combined))
+    train(model, optimizers, spec, steps=[NUM_STEPS + 1])
+    return held(model, optimizers)
+
+
+def save_as_before(sharding: Sharding, folder: Path) -> dict[str, Any]:
+    """Write a checkpoint as sessions did before there were column shards."""
+    spec = spec_of(sharding)
+    model, optimizers = build(sharding, spec)
+    train(model, optimizers, spec, steps=range(1, NUM_STEPS + 1))
+    state = {"model": model.state_dict(), "optim": optimizers.combined.state_dict()}
+    checkpoint.save(folder, state)
     return held(model, optimizers)
 
 
@@ -191,8 +219,8 @@ def whole_tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
     for table, row, column, weight, states in (s for rank in ranks for s in rank["shards"]):
         place = (slice(row, row + len(weight)), slice(column, column + weight.shape[1]))
-        parts = {"": weight, **{".moments": _wide(state, weight) for state in states}}
-        for part, values in parts.items():
+        parts = [("", weight), *((".moments", _wide(state, weight)) for state in states)]
+        for part, values in parts:
             known = whole[f"{table}{part}"][place]
             assert bool(known.isnan().all()) or torch.equal(known, values), f"{table}{part}"
             known.copy_(values)

@@ -28,6 +28,7 @@ from torchrec.metrics.rec_metric import RecMetric
 
 from trainer.data.batches import Batch
 from trainer.parallel.phases import LOCAL_PHASES, PhaseTimes
+from trainer.parallel.sync import SyncReport
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import TaskSpec
 
@@ -179,7 +180,7 @@ def across_ranks(values: Sequence[float], device: torch.device) -> torch.Tensor:
     """Every rank's `values`, [T, len(values)] float64 on the host. Collective: one all-gather."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
     gathered = mine.new_empty(dist.get_world_size() * len(values))
-    dist.all_gather_into_tensor(gathered, mine)
+    dist.all_gather_single(gathered, mine)
     return gathered.view(-1, len(values)).cpu()
 
 
@@ -239,7 +240,7 @@ class Speedometer:
         self._started = self._clock()
         self._paused_s = 0.0
         self._num_steps = self._num_syncs = self._sync_bytes = 0
-        self._sync_s = self._wait_s = 0.0
+        self._sync_s = self._sync_density = self._wait_s = 0.0
 
     def step(self, wait_s: float) -> None:
         """Count one step that waited `wait_s` for its batch."""
@@ -247,11 +248,12 @@ class Speedometer:
         self._wait_s += wait_s
         self.phases.step()
 
-    def sync(self, time_s: float, num_bytes: int) -> None:
+    def sync(self, report: SyncReport) -> None:
         """Count one sync."""
         self._num_syncs += 1
-        self._sync_s += time_s
-        self._sync_bytes += num_bytes
+        self._sync_s += report.time_s
+        self._sync_bytes += report.num_bytes
+        self._sync_density += report.density
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -273,5 +275,6 @@ class Speedometer:
         if self._num_syncs:
             values["sync/time_s"] = self._sync_s / self._num_syncs
             values["sync/bytes"] = self._sync_bytes / self._num_syncs
+            values["sync/density"] = self._sync_density / self._num_syncs
         self.restart()
         return values

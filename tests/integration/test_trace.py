@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from tests.integration.gloo import run_ranks
 from tests.integration.session_cases import make_config, train_session
@@ -29,6 +30,7 @@ def _train_and_ask(config: Any) -> dict[str, Any]:
 
     def report_and_ask(self: Session) -> None:
         original(self)
+        dist.barrier()  # or a rank that reports late would find the request at once
         if self.groups.rank == 0 and self.state.step == 5:
             path = _attempt(config.run_dir).trace_request_path
             assert not path.exists(), "the damaged request was removed by then"

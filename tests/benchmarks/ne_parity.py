@@ -8,6 +8,13 @@ that comes to 1D, and how far c = 1 is off. Rows are Criteo-shaped, from a teach
 the best reachable one, or from a real Criteo file. The peer is 1D training by stock TorchRec; all
 variants of a seed get the same rows in the same order and the same starting weights. The noise
 floor is our engine in 1D under another sharding, which differs from the peer in rounding alone.
+
+c = M is not 1D exactly. A row that one group alone looks up has M times the gradient g of 1D
+there, and its moment takes in M^2 g^2 before a sync averages that to M g^2. So it moves by
+lr g / sqrt(v + M g^2) where 1D moves by lr g / sqrt(v + g^2): the n-th lookup counts
+1 / sqrt(n + M - 1) instead of 1 / sqrt(n). Rows that are new move less, and eps decides how much
+that matters: from about the size of g on, new rows take SGD-like steps in 1D and 2D alike. The
+default eps is of that size because 1D is best there; `--sparse-eps 1e-8` shows the difference.
 """
 
 from __future__ import annotations

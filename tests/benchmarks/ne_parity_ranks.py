@@ -192,7 +192,8 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
 def _meter(settings: Settings) -> TaskMeter:
     """NE by torchrec.metrics, summed over all ranks."""
     task = spec_of(settings, Variant("meter", settings.world_size, 1.0)).model.task
-    return TaskMeter(task, _EVALUATION_BATCH, settings.num_held_out_rows)
+    # Sizes matter to windowed values alone, and NE here is over everything since the last reset.
+    return TaskMeter(task, batch_size=1, window_rows=settings.num_held_out_rows)
 
 
 @torch.no_grad()

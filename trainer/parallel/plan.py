@@ -8,6 +8,7 @@ the others waiting for it.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,33 +91,55 @@ def _planner(
 def table_constraints(spec: JobSpec, ranks_per_host: int | None) -> dict[str, ParameterConstraints]:
     """What the planner may do with each table, by table name.
 
-    `ranks_per_host` is None where hosts hold unequal numbers of a sharding group's ranks: sharding
-    types that split a table over a host are then left out. Raises `PlanError` for a table that
-    allows no other.
+    Sharding types that cannot work are left out: see `obstacle`. Raises `PlanError` for a table
+    that allows no other.
     """
     constraints = {}
     for table in spec.embedding_tables:
-        allowed = set(table.constraints.sharding_types)
-        if ranks_per_host is None:
-            allowed -= _NODE_SHARDING_TYPES
-        if not allowed:
+        obstacles = {
+            name: obstacle(name, table, spec, ranks_per_host)
+            for name in table.constraints.sharding_types
+        }
+        possible = [name for name, reason in obstacles.items() if reason is None]
+        if not possible:
+            reasons = "; ".join(f"{name} {reason}" for name, reason in obstacles.items())
             raise PlanError(
-                f"table '{table.name}' may only be sharded {_listed(table)}, which needs equally "
-                "many ranks of a sharding group on each host, but hosts hold unequal numbers; "
-                "allow row_wise or table_wise too (embedding_tables[].constraints.sharding_types), "
-                "or choose workers and shard_group_size that fill hosts alike"
+                f"table '{table.name}' cannot be sharded in any way that it allows: {reasons}. "
+                "Add table_wise to its constraints.sharding_types in embedding_tables"
             )
-        constraints[table.name] = _constraints_of(table, sorted(allowed), spec)
+        constraints[table.name] = _constraints_of(table, possible, spec)
     return constraints
 
 
+def obstacle(
+    sharding_type: str, table: EmbeddingTableSpec, spec: JobSpec, ranks_per_host: int | None
+) -> str | None:
+    """Why `table` cannot be sharded this way, as the end of a sentence; None when it can.
+
+    `ranks_per_host` is None where hosts hold unequal numbers of a sharding group's ranks.
+    """
+    parts = spec.parallelism.shard_group_size
+    rows = table.num_embeddings
+    assert isinstance(parts, int) and isinstance(rows, int), "sizes must be resolved first"
+    if sharding_type in _NODE_SHARDING_TYPES:
+        if ranks_per_host is None:
+            return "needs equally many ranks of a sharding group on each host"
+        parts = ranks_per_host
+    elif sharding_type != "row_wise":
+        return None
+    # FBGEMM's CPU kernels read past the end of a list when their last table is empty.
+    if math.ceil(rows / parts) * (parts - 1) >= rows:
+        return f"would leave some of {parts} workers without any of its {rows} rows"
+    return None
+
+
 def _constraints_of(
-    table: EmbeddingTableSpec, sharding_types: list[str], spec: JobSpec
+    table: EmbeddingTableSpec, sharding_types: Sequence[str], spec: JobSpec
 ) -> ParameterConstraints:
     features = [feature for feature in spec.sparse_features if feature.table == table.name]
     pooling_factor = table.constraints.pooling_factor
     return ParameterConstraints(
-        sharding_types=sharding_types,
+        sharding_types=list(sharding_types),
         # Rows cached outside the table (UVM caching) would escape the sync.
         compute_kernels=[EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
         min_partition=table.constraints.min_partition,
@@ -156,10 +179,6 @@ def _size_bytes(table: EmbeddingTableSpec, spec: JobSpec) -> int:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
-
-
-def _listed(table: EmbeddingTableSpec) -> str:
-    return " or ".join(table.constraints.sharding_types)
 
 
 def place_plan(plan: ShardingPlan, placements: Sequence[str]) -> ShardingPlan:

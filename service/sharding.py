@@ -8,7 +8,8 @@ from typing import Protocol
 
 from trainer.events import TablePlan, WorkersStarted
 
-STARTED = "workers_started"
+# Kinds of timeline lines.
+STARTED, DIVERGENCE = "workers_started", "divergence"
 DATA_PARALLEL = "data_parallel"
 # Phases of a training step in the order in which they happen; the metric is `phase/NAME_s`.
 PHASES = (

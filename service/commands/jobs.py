@@ -14,6 +14,7 @@ from service.client import ShardloomClient
 from service.commands import context
 from service.commands.context import JobArgument, JsonOption, UrlOption, console, print_json
 from service.commands.render import (
+    SHOWN_KINDS,
     checkpoints_table,
     event_line,
     job_page,
@@ -21,7 +22,6 @@ from service.commands.render import (
     metrics_table,
 )
 from service.domain import JobStatus
-from service.sharding import STARTED
 
 DEFAULT_NUM_JOBS = 20
 DEFAULT_TAIL = 100
@@ -60,8 +60,8 @@ def show(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -
         if as_json:
             print_json(found)
             return
-        starts = list(client.iter_events(found.id, kinds=[STARTED]))
-        console().print(job_page(found, client.attempts(found.id), starts, time.time()))
+        lines = list(client.iter_events(found.id, kinds=SHOWN_KINDS))
+        console().print(job_page(found, client.attempts(found.id), lines, time.time()))
 
 
 def logs(

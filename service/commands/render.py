@@ -29,9 +29,20 @@ from service.commands.formats import (
 )
 from service.domain import JobStatus
 from service.policy import sync_text
-from service.sharding import DATA_PARALLEL, imbalance, loads_of, newest_workers, phase_shares
+from service.sharding import (
+    DATA_PARALLEL,
+    DIVERGENCE,
+    STARTED,
+    imbalance,
+    loads_of,
+    newest_workers,
+    phase_shares,
+)
+from service.traces import WRITTEN
 from trainer.events import TablePlan, WorkersStarted
 
+# Lines of the timeline that a job's page is made from.
+SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN)
 _STYLES = {
     JobStatus.QUEUED: "dim",
     JobStatus.STARTING: "cyan",
@@ -98,7 +109,7 @@ def job_page(
     timeline: Sequence[TimelineEventOut],
     now_s: float,
 ) -> RenderableType:
-    """All about one job: what `shardloom show` prints. Of the timeline its starts of workers."""
+    """All about one job: what `shardloom show` prints; of the timeline `SHOWN_KINDS` suffice."""
     grid = _facts()
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
@@ -114,6 +125,10 @@ def job_page(
             grid.add_row(part, line)
     if line := phases_line(job.latest_metrics):
         grid.add_row("step", line)
+    if alarms := [line for line in timeline if line.kind == DIVERGENCE]:
+        grid.add_row("diverged", Text(f"{_times(len(alarms))}; {alarms[-1].message}", style="red"))
+    if num_traces := sum(line.kind == WRITTEN for line in timeline):
+        grid.add_row("traces", f"{num_traces} (`shardloom traces {job.id}`)")
     if job.labels:
         grid.add_row("labels", "  ".join(f"{key}={value}" for key, value in job.labels.items()))
     grid.add_row("data", job.spec.data.path)
@@ -126,6 +141,10 @@ def job_page(
     if len(attempts) > 1 or any(attempt.message for attempt in attempts):
         parts += [Text(), attempts_table(attempts, now_s)]
     return Group(*parts)
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
 
 
 def phases_line(metrics: Mapping[str, float]) -> str:

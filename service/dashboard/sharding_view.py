@@ -11,6 +11,7 @@ from service.domain import Job, TimelineEvent
 from service.policy import policy_facts
 from service.sharding import (
     DATA_PARALLEL,
+    DIVERGENCE,
     PositionLoad,
     Share,
     imbalance,
@@ -19,8 +20,6 @@ from service.sharding import (
     shard_text,
 )
 from trainer.events import TablePlan, WorkersStarted
-
-_DIVERGED = "divergence"
 
 
 @dataclass(frozen=True)
@@ -85,7 +84,7 @@ def sharding_view(job: Job, timeline: Sequence[TimelineEvent], max_alarms: int =
     workers = newest_workers(timeline)
     tables = workers.tables if workers else []
     loads = loads_of(tables, workers.shard_group_size) if workers else []
-    alarms = [line.message for line in timeline if line.kind == _DIVERGED]
+    alarms = [line.message for line in timeline if line.kind == DIVERGENCE]
     return ShardingView(
         tables=tuple(_table_line(table) for table in tables),
         bars=_bars(workers, loads) if workers and tables else (),

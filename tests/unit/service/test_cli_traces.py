@@ -102,3 +102,18 @@ def test_show_does_without_a_plan_where_workers_told_none(service: FakeService) 
     result = shardloom("show", "ratings")
     assert result.exit_code == 0
     assert "per position" not in result.stdout
+
+
+def test_show_and_events_tell_of_divergences_and_traces(service: FakeService) -> None:
+    data = {"level": "error", "table": "users"}
+    service.events += [
+        event_body(3, kind="divergence", message="shard 0 of rank(s) 1 differs", data=data),
+        event_body(4, kind="divergence", message="shard 1 of rank(s) 3 differs", data=data),
+        event_body(5, kind="trace_written", message="trace of 3 step(s)"),
+    ]
+    lines = shardloom("show", "ratings").stdout.splitlines()
+    assert any("2 times; shard 1 of rank(s) 3 differs" in line for line in lines)
+    assert any("1 (`shardloom traces job-0000000000ab`)" in line for line in lines)
+    timeline = shardloom("events", "ratings").stdout
+    assert "divergence" in timeline
+    assert "trace of 3 step(s)" in timeline

@@ -67,6 +67,16 @@ def test_a_request_reaches_the_workers_as_a_whole_file_and_is_told(api: Api, job
     )
 
 
+def test_the_workers_understand_a_request(api: Api, job_id: str) -> None:
+    pytest.importorskip("torch", reason="the workers' side of a trace needs torch.profiler")
+    from trainer.trace import TraceRequest
+
+    asked = ask(api, job_id, num_steps=100, ranks=[3]).json()
+    text = files_of(api, job_id).trace_request_path.read_text()
+    found = TraceRequest.model_validate_json(text)
+    assert (found.id, found.num_steps, found.ranks) == (asked["id"], 100, (3,))
+
+
 def test_three_steps_of_rank_0_are_what_an_empty_request_asks_for(api: Api, job_id: str) -> None:
     asked = ask(api, job_id).json()
     assert (asked["num_steps"], asked["ranks"]) == (3, [0])

@@ -1,9 +1,10 @@
 """What a run measures: task metrics (torchrec.metrics), speed, and balance over the ranks.
 
 Names of reported values: `train/loss`, `train/rmse`, `validation/rmse`, `speed/rows_per_s`,
-`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `data/wait_s`, `phase/NAME_s` (the phases of
-`trainer.parallel.phases`), `balance/lookup`, `balance/gradient`, `balance/step`. Times are seconds
-per step, except `sync/time_s`, which is seconds per sync; phases are means over the ranks.
+`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `data/wait_s`, `phase/NAME_s` (the
+phases of `trainer.parallel.phases`), `balance/lookup`, `balance/gradient`, `balance/step`. Times
+are seconds per step, except `sync/time_s`, which is seconds per sync; phases are means over the
+ranks.
 """
 
 from __future__ import annotations

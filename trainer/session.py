@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -20,15 +20,17 @@ from trainer import events
 from trainer.data.batches import Batch, TrainBatches, open_source, validation_batches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
-from trainer.elastic.checkpoint import CheckpointError, load
+from trainer.elastic.checkpoint import CheckpointError
+from trainer.elastic.training_state import load_state, state_to_save
 from trainer.failures import NonFiniteLoss
 from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better, phase_metrics
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
+from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of
-from trainer.parallel.plan import chosen_sharding, make_plan
+from trainer.parallel.plan import make_plan, table_plans
 from trainer.parallel.sharders import sharders
 from trainer.parallel.sync import build_sync
 from trainer.parallel.two_d import TwoDParallel
@@ -41,8 +43,10 @@ from trainer.trace import Tracer
 logger = logging.getLogger(__name__)
 
 
-def build_parallel_model(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, dict[str, str]]:
-    """The sharded model and the sharding type of each table. Collective over all ranks.
+def build_parallel_model(
+    spec: JobSpec, groups: MeshGroups
+) -> tuple[TwoDParallel, list[events.TablePlan]]:
+    """The sharded model and how each table is sharded. Collective over all ranks.
 
     Dense parameters start from the seed alone; each shard from the seed and its own index, and
     the copies of a shard are made equal.
@@ -54,7 +58,8 @@ def build_parallel_model(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParalle
     )
     plan = make_plan(model, spec, groups, table_sharders)
     torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
-    return TwoDParallel(model, groups, plan, table_sharders), chosen_sharding(plan)
+    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense)
+    return parallel, table_plans(plan, spec)
 
 
 class Session:
@@ -66,7 +71,7 @@ class Session:
         self.config = config
         self.groups = groups
         self.state = State()
-        self.model, self.table_shards = build_parallel_model(spec, groups)
+        self.model, self.table_plans = build_parallel_model(spec, groups)
         self.optimizers = Optimizers(self.model, spec.optimizer, spec.moment_scale)
         self._open_data()
         self._open_meters()
@@ -79,6 +84,18 @@ class Session:
             spec,
             extra=lambda: self.optimizers.synced_whole(dense=spec.parallelism.dense == "at_sync"),
             warn=lambda message: self.note("warning", message),
+        )
+        self.guard = self._open_guard()
+
+    def _open_guard(self) -> DivergenceGuard | None:
+        parallelism = self.spec.parallelism
+        if parallelism.divergence_check is None:
+            return None
+        return DivergenceGuard(
+            self.model,
+            parallelism.divergence_check,
+            self.optimizers.combined,
+            compare_state=parallelism.sync.optimizer_state == "every",
         )
 
     def _open_data(self) -> None:
@@ -169,7 +186,8 @@ class Session:
                 sharding_groups=[list(group) for group in mesh.sharding_groups],
                 replica_groups=[list(group) for group in mesh.replica_groups],
                 hosts=[site.host for site in self.groups.sites],
-                table_shards=self.table_shards,
+                table_shards={plan.name: plan.sharding_type for plan in self.table_plans},
+                tables=self.table_plans,
                 total_steps=self.total_steps,
                 resumed_step=self.state.step,
             )
@@ -210,10 +228,33 @@ class Session:
         self.state.rows_trained += self.shape.rows_per_step
 
     def synchronise(self) -> None:
-        """Average the copies. Collective over the replica group."""
+        """Average the copies, then compare them if that is due.
+
+        Collective over the replica group. Raises `DivergenceError` on every rank.
+        """
         with self.phases.during("sync"):
-            report = self.sync()
-        self.speed.sync(report.time_s, report.num_bytes)
+            self.speed.sync(self.sync())
+        if self.guard:
+            self._check_copies(self.guard)
+
+    def _check_copies(self, guard: DivergenceGuard) -> None:
+        with self.speed.paused():
+            if guard.is_due and self.spec.parallelism.sync.overlap:
+                self.sync.flush()
+            found = guard.after_sync()
+        for each in found:
+            self.emit(
+                events.Divergence(
+                    time=time.time(),
+                    step=self.state.step,
+                    table=each.table,
+                    shard=each.shard,
+                    ranks=list(each.ranks),
+                    action=guard.action,
+                )
+            )
+        if found and guard.action == "fail":
+            raise DivergenceError(found)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -221,6 +262,11 @@ class Session:
         self.tracer.stop()
         with self.speed.paused():
             yield
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        self.tracer.stop()
+        self.sync.close()
 
     def is_report_step(self, step: int) -> bool:
         """Whether metrics go out after `step`."""
@@ -304,10 +350,6 @@ class Session:
         self.model.train()
         return self.validation_meter.compute("validation")
 
-    def checkpoint_state(self) -> dict[str, Any]:
-        """State dict of model and optimizers, by global row: loads at any other (T, L)."""
-        return {"model": self.model.state_dict(), "optim": self.optimizers.combined.state_dict()}
-
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
         step = self.state.step
@@ -323,9 +365,8 @@ class Session:
         with self.off_the_clock():
             self.sync.flush()
             try:
-                self.checkpoints.save(
-                    self.checkpoint_state(), self.state, self.final_metrics, is_best
-                )
+                tensors = state_to_save(self.model, self.optimizers.combined)
+                self.checkpoints.save(tensors, self.state, self.final_metrics, is_best)
             except CheckpointError as error:
                 if self.is_finished:
                     raise
@@ -337,10 +378,7 @@ class Session:
         if found is None:
             return
         self.optimizers.init_state()
-        state = self.checkpoint_state()
-        load(found.path, state)
-        self.model.load_state_dict(state["model"])
-        self.optimizers.combined.load_state_dict(state["optim"])
+        load_state(found.path, self.model, self.optimizers.combined)
         self.sync.reset()
         self.state = state_of(found.commit)
         self.final_metrics = dict(found.commit.metrics)

@@ -9,14 +9,26 @@ import torch
 from trainer import failures
 from trainer.data.errors import DataError
 from trainer.elastic.checkpoint import CheckpointError
+from trainer.parallel.divergence import DivergenceError
 from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout, LayoutError
+from trainer.parallel.plan import PlanError
 from trainer.parallel.sync import is_sync_step
 from trainer.ray_worker import WorkerConfig
 from trainer.session import Session
 from trainer.spec import JobSpec
 
 logger = logging.getLogger(__name__)
+
+# What a worker can say of its own end; the message tells the rest.
+_REASONS: dict[type[Exception], str] = {
+    DataError: failures.DATA_ERROR,
+    CheckpointError: failures.STORAGE_ERROR,
+    LayoutError: failures.BAD_SPEC,
+    PlanError: failures.BAD_SPEC,
+    DivergenceError: failures.DIVERGED,
+    failures.NonFiniteLoss: failures.TRAINING_ERROR,
+}
 
 
 def train(session: Session) -> dict[str, float]:
@@ -39,7 +51,7 @@ def train(session: Session) -> dict[str, float]:
             session.save_checkpoint(is_best)
         if session.is_finished:
             break
-    session.tracer.stop()
+    session.close()
     return session.final_metrics
 
 
@@ -57,7 +69,7 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
             host,
         )
         return train(Session(config, groups))
-    except (DataError, CheckpointError, LayoutError, failures.NonFiniteLoss) as error:
+    except tuple(_REASONS) as error:
         logger.error("%s", error)
         raise failures.WorkerFailure(_reason(error), str(error)) from None
     except OSError as error:
@@ -71,13 +83,7 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, DataError):
-        return failures.DATA_ERROR
-    if isinstance(error, CheckpointError):
-        return failures.STORAGE_ERROR
-    if isinstance(error, LayoutError):
-        return failures.BAD_SPEC
-    return failures.TRAINING_ERROR
+    return next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
 
 
 def layout_of(spec: JobSpec) -> Layout:

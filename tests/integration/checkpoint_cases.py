@@ -95,8 +95,8 @@ def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
         timeout_s=30,
         host=f"host-{rank // 2}",
     )
-    model, chosen = build_parallel_model(spec, groups)
-    assert chosen == sharding.type_of_table
+    model, plans = build_parallel_model(spec, groups)
+    assert {p.name: p.sharding_type for p in plans} == sharding.type_of_table
     return model, Optimizers(model, spec.optimizer, spec.moment_scale)
 
 

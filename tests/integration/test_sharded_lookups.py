@@ -110,7 +110,7 @@ def spread_queries(model: torch.nn.Module) -> None:
 def train_sharded(spec: JobSpec) -> dict[str, Any]:
     """Train the tables only, on this rank; its shards, its losses and the dense part."""
     groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=30)
-    model, sharding = build_parallel_model(spec, groups)
+    model, plans = build_parallel_model(spec, groups)
     spread_queries(model)
     shards = model.table_shards()
     places = [(s.table, s.row_offset, s.column_offset, s.weight) for s in shards]
@@ -125,7 +125,7 @@ def train_sharded(spec: JobSpec) -> dict[str, Any]:
         losses.append(loss.item())
     dense = {n: p.detach() for n, p in model.named_parameters() if "embedding" not in n}
     return {
-        "sharding": sharding,
+        "sharding": {plan.name: plan.sharding_type for plan in plans},
         "shards": [(*place, weight.detach().clone()) for *place, weight in places],
         "losses": losses,
         "dense": {name.rpartition("network.")[2]: value for name, value in dense.items()},

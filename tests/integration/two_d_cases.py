@@ -196,7 +196,7 @@ def train_2d(case: Case) -> dict[str, Any]:
     """Train `case` on this rank; its copy of the tables, its dense part and its group's ranks."""
     spec = spec_of(case)
     groups = form_groups(case)
-    model, sharding = build_parallel_model(spec, groups)
+    model, plans = build_parallel_model(spec, groups)
     set_tables(model)
     start = dense_parameters(model)
     optimizer = dense_optimizer(model, spec.optimizer.dense)
@@ -212,7 +212,7 @@ def train_2d(case: Case) -> dict[str, Any]:
         "tables": gather_tables(model),
         "dense": dense_parameters(model),
         "dense_start": start,
-        "sharding": sharding,
+        "sharding": {plan.name: plan.sharding_type for plan in plans},
         "sharding_ranks": groups.sharding_ranks,
         "moments": [moment.clone() for moment in model.shard_moments()],
         "replica_ranks": tuple(dist.get_process_group_ranks(groups.replica_group)),

@@ -21,7 +21,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -96,6 +96,11 @@ class DivergenceGuard:
         self._groups = model.groups
         self._replica_ranks = dist.get_process_group_ranks(model.groups.replica_group)
         self._num_syncs = 0
+
+    @property
+    def action(self) -> Literal["fail", "rebroadcast"]:
+        """What follows when copies differ."""
+        return self._spec.action
 
     @property
     def is_due(self) -> bool:

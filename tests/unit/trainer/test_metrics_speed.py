@@ -12,6 +12,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 
 from trainer.metrics import LookupCounter, Speedometer
 from trainer.parallel.phases import PhaseTimes
+from trainer.parallel.sync import SyncReport
 
 
 class FakeTime:
@@ -54,12 +55,13 @@ def test_speed_leaves_out_what_was_not_training() -> None:
 def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
     clock = FakeTime()
     speed = speedometer(1, clock)
-    speed.sync(time_s=1.0, num_bytes=100)
-    speed.sync(time_s=2.0, num_bytes=300)
+    speed.sync(SyncReport(time_s=1.0, num_bytes=100, density=0.1))
+    speed.sync(SyncReport(time_s=2.0, num_bytes=300, density=0.3))
     speed.step(0.0)
     clock.now_s += 4.0
     values = speed.read()
     assert (values["sync/time_s"], values["sync/bytes"]) == (1.5, 200.0)
+    assert values["sync/density"] == pytest.approx(0.2)
     clock.now_s += 1.0
     assert "sync/time_s" not in speed.read()
 

@@ -140,8 +140,7 @@ def _build_stock(settings: Settings, seed: int) -> _Trainee:
 
 
 def spec_of(settings: Settings, variant: Variant) -> JobSpec:
-    """The job that the engine trains for a variant; in 1D every table is row-wise."""
-    sharding = "row_wise" if variant.shard_group_size == settings.world_size else "table_wise"
+    """The job that the engine trains for a variant; in 1D, large tables are row-wise."""
     is_2d = variant.shard_group_size < settings.world_size
     sync = {"sync": {"every_steps": settings.sync_every}} if is_2d else {}
     return validate_spec(
@@ -160,7 +159,7 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
                     "name": table,
                     "num_embeddings": size,
                     "embedding_dim": settings.embedding_dim,
-                    "constraints": {"sharding_types": [sharding]},
+                    "constraints": {"sharding_types": [_sharding_of(size, variant)]},
                 }
                 for table, size in zip(TABLES, settings.table_sizes, strict=True)
             ],
@@ -187,6 +186,12 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
             },
         }
     )
+
+
+def _sharding_of(num_rows: int, variant: Variant) -> str:
+    """Other than the peer's table-wise where that leaves every rank some rows."""
+    num_shards = variant.shard_group_size
+    return "row_wise" if num_shards > 1 and num_shards**2 <= num_rows else "table_wise"
 
 
 def _meter(settings: Settings) -> TaskMeter:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.batches import TrainBatches, make_batch, open_source, validation_batches
+from trainer.data.batches import Batch, TrainBatches, make_batch, open_source, validation_batches
 from trainer.data.columns import layout_of
 from trainer.data.errors import BadValueError, ColumnError
 from trainer.data.ragged import gather, last_items, offsets_of
@@ -100,6 +100,25 @@ def test_without_sequences_there_is_none_to_move(spec_of, first_batch) -> None:
     moved = batch.to(torch.device("meta"))
     assert moved.sequences is None
     assert moved.sparse.weights().device.type == "meta"
+
+
+class Part:
+    """Stands for a tensor of a batch; keeps the streams that it was told of."""
+
+    def __init__(self) -> None:
+        self.streams: list[str] = []
+
+    def record_stream(self, stream: str) -> None:
+        self.streams.append(stream)
+
+
+@pytest.mark.parametrize("has_sequences", [True, False])
+def test_every_part_of_a_batch_is_kept_for_a_stream(has_sequences) -> None:
+    parts = [Part() for _ in range(7)]
+    batch = Batch(*parts[:6], sequences=parts[6] if has_sequences else None)
+    batch.record_stream("copy")
+    recorded = [part.streams for part in parts]
+    assert recorded == [["copy"]] * 6 + [["copy"] if has_sequences else []]
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**30])

@@ -21,12 +21,13 @@ from trainer.data.batches import Batch
 from trainer.metrics import LookupCounter
 from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout, WorkerSite
-from trainer.parallel.optimizer import dense_optimizer
-from trainer.parallel.sync import FullSync, is_sync_step
+from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sync import SyncReport, build_sync, is_sync_step
 from trainer.session import build_parallel_model
 
 NUM_BATCHES = 32  # the steps take turns with them
 _COLLECTIVE_TIMEOUT_S = 120
+_TOTAL_STEPS = 1_000_000  # of the schedule, which is constant
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,13 @@ class TwoDTrainer:
             host=site.host,
         )
         self._model, _ = build_parallel_model(self._spec, groups)
-        self._dense = dense_optimizer(self._model, self._spec.optimizer.dense)
-        self._sync = FullSync(self._model, self._spec.parallelism.sync)
+        self._optimizers = Optimizers(self._model, self._spec.optimizer, self._spec.moment_scale)
+        dense_at_sync = layout.dense == "at_sync"
+        self._sync = build_sync(
+            self._model,
+            self._spec,
+            extra=lambda: self._optimizers.synced_whole(dense=dense_at_sync),
+        )
         self.sync_s = 0.0
 
     def embedding_kernels(self) -> list[Any]:
@@ -90,13 +96,17 @@ class TwoDTrainer:
     def train(self, batches: Iterator[Batch]) -> Iterator[None]:
         """Train a step, and sync when it is due, for each item that is taken."""
         for step, batch in enumerate(batches, start=1):
-            self._dense.zero_grad()
+            self._optimizers.begin_step(step, _TOTAL_STEPS)
             loss, _ = self._model(batch)
             loss.backward()
-            self._dense.step()
+            self._optimizers.step()
+            self._count(self._sync.finish())
             if is_sync_step(step, self._spec.parallelism.sync):
-                self.sync_s += self._sync().time_s
+                self._count(self._sync())
             yield
+
+    def _count(self, report: SyncReport | None) -> None:
+        self.sync_s += report.time_s if report else 0.0
 
 
 def measure(site: WorkerSite, side: TwoDLayout | str, schedule: Schedule) -> RankResult:

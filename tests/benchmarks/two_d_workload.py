@@ -22,7 +22,7 @@ NUM_TABLES = 26
 NUM_DENSE = 13
 EMBEDDING_DIM = 64
 TABLE_ROWS = 50_000
-BATCH_SIZE = 1024  # rows per rank
+BATCH_SIZE = 2048  # rows per rank
 ZIPF_EXPONENT = 1.05
 DATA_SEED = 2026
 TABLES = tuple(f"table_{index:02d}" for index in range(NUM_TABLES))
@@ -33,7 +33,10 @@ OVER_LAYERS = (64, 1)
 
 @dataclass(frozen=True)
 class TwoDLayout:
-    """How our side lays the model over the ranks, and how it syncs the copies."""
+    """How our side lays the model over the ranks, and how it syncs the copies.
+
+    `wire` is the precision in which embeddings, their gradients and the syncs travel.
+    """
 
     num_replicas: int
     placement: str
@@ -41,6 +44,7 @@ class TwoDLayout:
     every_steps: int
     overlap: bool = False
     dense: str = "every_step"
+    wire: str = "fp32"
 
     @property
     def label(self) -> str:
@@ -50,7 +54,14 @@ class TwoDLayout:
             parts.append("overlap")
         if self.dense != "every_step":
             parts.append(f"dense {self.dense}")
+        if self.wire != "fp32":
+            parts.append(f"{self.wire} on the wire")
         return ", ".join(parts)
+
+    @property
+    def is_comparable(self) -> bool:
+        """Whether it counts for the ratio: 1D rounds nothing and averages gradients always."""
+        return self.dense == "every_step" and self.wire == "fp32"
 
 
 def spec_of(world_size: int, layout: TwoDLayout) -> JobSpec:
@@ -83,7 +94,10 @@ def spec_of(world_size: int, layout: TwoDLayout) -> JobSpec:
                     "every_steps": layout.every_steps,
                     "mode": layout.mode,
                     "overlap": layout.overlap,
+                    "dtype": layout.wire,
+                    "full_above": 1.0,  # a row named touched_rows shall not turn into full
                 },
+                "all_to_all": {"forward": layout.wire, "backward": layout.wire},
                 "dense": layout.dense,
             },
         }

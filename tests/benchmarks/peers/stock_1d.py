@@ -10,6 +10,8 @@ runs but the class of the batches. What differs from variant to variant is the s
     row_wise         rows over all ranks
     table_row_wise   each table's rows over the ranks of one host
     pipelined        table_wise under TrainPipelineSparseDist
+    fp16_wire        table_wise, embeddings and gradients sent as fp16 (not the same numbers: it is
+                     measured, but no peer of the fp32 side)
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
@@ -47,6 +54,7 @@ from tests.benchmarks.two_d_workload import (
 )
 from trainer.data.batches import Batch
 
+FP16_WIRE = "fp16_wire"
 VARIANTS = (
     "planner",
     "table_wise",
@@ -54,6 +62,7 @@ VARIANTS = (
     "row_wise",
     "table_row_wise",
     "pipelined",
+    FP16_WIRE,
 )
 SPARSE_LR, SPARSE_EPS, DENSE_LR = 0.05, 1e-8, 1e-3
 
@@ -110,7 +119,8 @@ class StockTrainer:
                 "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
                 "learning_rate": SPARSE_LR,
                 "eps": SPARSE_EPS,
-            }
+            },
+            qcomm_codecs_registry=_fp16_codecs() if variant == FP16_WIRE else None,
         )
         self._variant = variant
         self._model = DistributedModelParallel(
@@ -154,9 +164,16 @@ class StockTrainer:
             yield
 
 
+def _fp16_codecs() -> Any:
+    config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
+    return get_qcomm_codecs_registry(config, device=torch.device("cpu"))
+
+
 def _plan(variant: str, network: nn.Module, sharder: EmbeddingBagCollectionSharder) -> ShardingPlan:
     """The planner's plan for a variant. Collective."""
-    types = {"planner": None, "pipelined": "table_wise"}.get(variant, variant)
+    types = {"planner": None, "pipelined": "table_wise", FP16_WIRE: "table_wise"}.get(
+        variant, variant
+    )
     only = ParameterConstraints(sharding_types=[types], compute_kernels=["fused"])
     planner = EmbeddingShardingPlanner(
         topology=Topology(

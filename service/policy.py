@@ -45,7 +45,7 @@ def _moved_text(spec: JobSpec) -> str:
 
 
 def _fallback_text(sync: SyncSpec) -> str:
-    return f" (every row above {sync.full_above:.0%})" if sync.full_above < 1 else ""
+    return f" (every row if above {sync.full_above:.0%})" if sync.full_above < 1 else ""
 
 
 def _every(number: int, what: str) -> str:

@@ -2,7 +2,7 @@
 
     0    done; for `run`, `submit --wait` and `follow`: the job succeeded
     1    the job failed
-    2    the request was refused: wrong usage, a faulty spec, no such job
+    2    the request was refused: wrong usage, a faulty spec, no such job; or a trace never came
     3    no service could be reached, or the local stack did not start
     4    detached by Ctrl-C: the job goes on
     130  the job was cancelled

@@ -18,7 +18,7 @@ def facts_of(optimizer: Any = None, **parallelism: Any) -> dict[str, str]:
 
 def test_the_default_policy() -> None:
     assert facts_of() == {
-        "Sync": "every step: the rows touched since the last sync (every row above 50%), "
+        "Sync": "every step: the rows touched since the last sync (every row if above 50%), "
         "changes travel in fp32",
         "Optimizer state": "averaged at each sync, moments scaled by 2",
         "Dense part": "gradients averaged over all ranks at every step",

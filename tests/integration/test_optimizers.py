@@ -27,12 +27,15 @@ ALONE = Case(2, 1, batch_size=BATCH_SIZE)
 TOGETHER = Case(2, 2, batch_size=BATCH_SIZE)
 
 
-def scheduled_spec(case: Case, name: str, data_parallel: tuple[str, ...] = ()) -> JobSpec:
+def scheduled_spec(
+    case: Case, name: str, data_parallel: tuple[str, ...] = (), data_type: str = "fp32"
+) -> JobSpec:
     """`case` with the sparse optimizer `name`, a schedule, and some tables whole on every rank."""
     document = spec_of(case).model_dump(mode="json", exclude_unset=True)
     document["optimizer"]["sparse"] = {"name": name, "lr": 0.2, "eps": 0.01, "weight_decay": 0.05}
     document["optimizer"]["schedule"] = {"warmup_steps": 3, "decay": "linear", "min_ratio": 0.1}
     for table in document["embedding_tables"]:
+        table["data_type"] = data_type
         if table["name"] in data_parallel:
             table["constraints"] = {"sharding_types": ["data_parallel"]}
     return validate_spec(document)
@@ -63,8 +66,12 @@ def plain_values(value: Any) -> dict[str, torch.Tensor]:
         }
     if not isinstance(value, torch.Tensor):
         return {}
-    shards = value.to_local().local_shards() if hasattr(value, "to_local") else [value]
-    return {str(index): shard.detach().clone() for index, shard in enumerate(shards)}
+    return {str(index): held.detach().clone() for index, held in enumerate(held_tensors(value))}
+
+
+def held_tensors(value: Any) -> list[torch.Tensor]:
+    """What this rank holds of a table or a moment, sharded or whole."""
+    return value.to_local().local_shards() if hasattr(value, "to_local") else [value]
 
 
 def tables_of(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
@@ -136,23 +143,40 @@ def train_beside_plain(name: str, groups: MeshGroups) -> dict[str, Any]:
     }
 
 
-def train_all_beside_plain() -> dict[str, dict[str, Any]]:
-    """`train_beside_plain` of every sparse optimizer, on one start of the ranks."""
+def train_half(name: str, data_parallel: tuple[str, ...], groups: MeshGroups) -> dict[str, Any]:
+    """fp16 tables after the run, and the dtypes of the moments of data-parallel ones."""
+    model, optimizers = start(scheduled_spec(ALONE, name, data_parallel, "fp16"), groups)
+    with torch.no_grad():
+        for path, table in model.state_dict().items():
+            if ".embedding_bags." in path:
+                (shard,) = held_tensors(table)
+                shard.copy_(torch.arange(shard.numel()).view_as(shard) / 500)
+    train(model, optimizers, range(1, NUM_STEPS + 1))
+    moments = optimizers.synced_whole(dense=False)[1]
+    return {"tables": tables_of(model.state_dict()), "dtypes": {m.dtype for m in moments}}
+
+
+def train_all_alone() -> dict[str, dict[str, Any]]:
+    """Runs of every sparse optimizer, on one start of the ranks."""
     groups = form_groups(ALONE)
-    return {name: train_beside_plain(name, groups) for name in NAMES}
+    return {
+        name: train_beside_plain(name, groups)
+        | {"half": [train_half(name, whole, groups) for whole in ((), ("users", "movies"))]}
+        for name in NAMES
+    }
 
 
 @pytest.fixture(scope="module")
-def beside_plain() -> list[dict[str, dict[str, Any]]]:
-    """Results of `train_all_beside_plain` by rank."""
-    return run_ranks(train_all_beside_plain, 2)
+def trained_alone() -> list[dict[str, dict[str, Any]]]:
+    """Results of `train_all_alone` by rank."""
+    return run_ranks(train_all_alone, 2)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_update_uses_the_rate_of_its_step_however_a_table_is_sharded(
-    beside_plain: list[dict[str, dict[str, Any]]], name: str
+    trained_alone: list[dict[str, dict[str, Any]]], name: str
 ) -> None:
-    for rank in beside_plain:
+    for rank in trained_alone:
         assert rank[name]["plain"].keys() == TABLE_ROWS.keys()
         for table, expected in rank[name]["plain"].items():
             torch.testing.assert_close(rank[name]["tables"][table], expected, atol=2e-6, rtol=0)
@@ -164,9 +188,9 @@ def test_each_update_uses_the_rate_of_its_step_however_a_table_is_sharded(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_data_parallel_tables_are_synced_whole_and_left_out_of_the_dense_optimizer(
-    beside_plain: list[dict[str, dict[str, Any]]], name: str
+    trained_alone: list[dict[str, dict[str, Any]]], name: str
 ) -> None:
-    result = beside_plain[0][name]
+    result = trained_alone[0][name]
     assert [n for n in result["dense_names"] if "embedding_bags" in n] == []
     weights, states = result["whole"]
     assert sorted(weights) == [(11, 8), (37, 8)]
@@ -174,6 +198,19 @@ def test_data_parallel_tables_are_synced_whole_and_left_out_of_the_dense_optimiz
     assert sorted(states) == ([] if columns is None else [(11, *columns), (37, *columns)])
     # The dense optimizer here is SGD, which has no state.
     assert result["whole_and_dense"] == [len(weights) + len(result["dense_names"]), len(states)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_tables_train_alike_when_whole_on_every_rank(
+    trained_alone: list[dict[str, dict[str, Any]]], name: str
+) -> None:
+    for rank in trained_alone:
+        sharded, whole = rank[name]["half"]
+        assert whole["dtypes"] <= {torch.float32}
+        for table, expected in sharded["tables"].items():
+            assert expected.dtype == torch.float16
+            # A few roundings of fp16 values below 1.
+            torch.testing.assert_close(whole["tables"][table], expected, atol=2e-3, rtol=0)
 
 
 def checkpoint_state(model: TwoDParallel, optimizers: Optimizers) -> dict[str, Any]:

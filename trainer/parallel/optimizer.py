@@ -75,30 +75,49 @@ def _table_parameters(model: TwoDParallel) -> dict[str, nn.Parameter]:
 class DataParallelTables(KeyedOptimizer):
     """Optimizer of the tables that are whole on every rank, by the formula of the fused one.
 
-    Its state has the names and shapes of the fused optimizer's, so that a checkpoint can be
-    loaded where the planner shards the same table in another way.
+    Its state has the names, shapes and dtype (fp32) of the fused optimizer's, so that a
+    checkpoint can be loaded where the planner shards the same table in another way.
     """
 
     def __init__(self, model: TwoDParallel, spec: SparseOptimizerSpec, moment_scale: float) -> None:
         parameters = _table_parameters(model)
-        self._inner = _whole_table_optimizer(parameters.values(), spec, moment_scale)
         names = {id(parameter): name for name, parameter in model.data_parallel_tables().items()}
-        state: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in parameters.values()}
+        # torch would keep the moments of a half-precision table in half, where squares vanish.
+        self._updated = {p: _in_fp32(p) for p in parameters.values()}
+        self._inner = _whole_table_optimizer(self._updated.values(), spec, moment_scale)
+        state: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in self._updated}
         if spec.has_moments:
-            for parameter in state:
-                moment = self._inner.state[parameter]["sum"]
+            for parameter, updated in self._updated.items():
+                moment = self._inner.state[updated]["sum"]
                 # RowWiseAdagrad keeps [rows, 1] where FBGEMM keeps [rows].
                 view = moment.view(-1) if spec.name == "row_wise_adagrad" else moment
                 state[parameter][f"{names[id(parameter)]}.momentum1"] = view
-        super().__init__(parameters, state, self._inner.param_groups)
+        lr = self._inner.param_groups[0]["lr"]
+        super().__init__(parameters, state, [{"params": list(self._updated), "lr": lr}])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
-        self._inner.zero_grad(set_to_none)
+        for parameter in self._updated:
+            parameter.grad = None
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update every row from the averaged gradients; those without one stay as they are."""
+        _set_lr(self._inner, *(group["lr"] for group in self.param_groups))
+        copies = [(p, updated) for p, updated in self._updated.items() if updated is not p]
+        for parameter, updated in copies:
+            updated.copy_(parameter)
+            updated.grad = None if parameter.grad is None else parameter.grad.float()
         self._inner.step(closure)
+        for parameter, updated in copies:
+            parameter.copy_(updated)
+
+
+def _in_fp32(parameter: nn.Parameter) -> nn.Parameter:
+    """`parameter` itself, or an fp32 copy of one in half precision."""
+    if parameter.dtype == torch.float32:
+        return parameter
+    return nn.Parameter(parameter.detach().float())
 
 
 def _whole_table_optimizer(
@@ -203,6 +222,6 @@ class Optimizers:
         return [parameter.data for parameter, _ in parameters], states
 
 
-def _set_lr(optimizer: KeyedOptimizer, lr: float) -> None:
+def _set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr

@@ -1,0 +1,134 @@
+"""Bytes and time of a touched-rows sync, over TorchRec's full all-reduce.
+
+python -m tests.benchmarks.sparse_sync --json FILE
+
+Both sides average the copies of the same tables in the same processes, after the same training
+steps. The peer is what DMPCollection.sync does: one coalesced all-reduce AVG of all weights over
+the replica group, one of all optimizer states. Bytes are those that a rank sends; an all-reduce of
+n bytes sends 2 (M - 1) / M n. A second part measures what tracking costs a step, a third how the
+time of a sync grows with the share of rows touched, to find from where on a full sync is faster.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from statistics import median
+from typing import Any
+
+from tests.benchmarks import sparse_sync_ranks as ranks
+from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, log, main
+from tests.integration.gloo import run_ranks
+
+NAME = "sparse_sync"
+PAIRS = 3
+TWO_COPIES = ranks.Workload(world_size=4, shard_group_size=2)
+FOUR_COPIES = ranks.Workload(world_size=4, shard_group_size=1)
+STEPS = (1, 16)
+DENSITIES = (0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
+TRACKING_PAIRS, TRACKING_STEPS = 8, 4  # pairs for each pair asked for, steps in one
+TIMEOUT_S = 900
+STOCK = "TorchRec's sync: all-reduce AVG of all weights and optimizer states"
+UNTRACKED = "the same steps without the tracker"
+
+
+def _goal(key: str, unit: str, goal: float, peer_name: str = STOCK) -> Goal:
+    return Goal(key, key, unit, goal, "lower", peer_name)
+
+
+GOALS = (
+    _goal("bytes", "B", 0.0167),
+    _goal("time", "s", 0.05),
+    _goal("bytes_n16", "B", 0.1),
+    _goal("time_n16", "s", 0.3),
+    _goal("bytes_m4", "B", 0.0167),
+    _goal("time_m4", "s", 0.05),
+    _goal("tracking_overhead", "s/step", 1.02, UNTRACKED),
+)
+
+
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure; raises `BenchmarkError` when a rank fails."""
+    two = _on_ranks(ranks.measure_syncs, TWO_COPIES, STEPS, num_pairs)
+    four = _on_ranks(ranks.measure_syncs, FOUR_COPIES, STEPS[:1], num_pairs)
+    tracking = _on_ranks(
+        ranks.measure_tracking, TWO_COPIES, TRACKING_STEPS, num_pairs * TRACKING_PAIRS
+    )
+    densities = _on_ranks(ranks.measure_densities, TWO_COPIES, DENSITIES, 2)
+    prices = {"": two[1], "_n16": two[16], "_m4": four[1]}
+    runs = [
+        each
+        for pair in range(num_pairs)
+        for each in _runs_of(pair, prices, tracking[pair::num_pairs])
+    ]
+    shares = {f"density{suffix}": pairs[0][0].density for suffix, pairs in prices.items()}
+    settings = _settings() | shares | {"crossover_density": crossover(densities)}
+    return BenchmarkReport(NAME, settings, GOALS, runs, _rows(densities))
+
+
+def _on_ranks(function: Any, workload: ranks.Workload, *args: Any) -> Any:
+    log(f"{function.__name__}: {workload.world_size} ranks, {workload.num_replicas} copies")
+    try:
+        return run_ranks(function, workload.world_size, workload, *args, timeout_s=TIMEOUT_S)[0]
+    except AssertionError as error:
+        raise BenchmarkError(str(error)) from None
+
+
+def _runs_of(
+    pair: int,
+    prices: dict[str, list[tuple[ranks.Price, ranks.Price]]],
+    steps_s: Sequence[tuple[float, float]],
+) -> list[Run]:
+    """Both sides of one pair, all that they measured put together."""
+    runs = []
+    for index, side in enumerate(("ours", "peer")):
+        values = {"tracking_overhead": median(seconds[index] for seconds in steps_s)}
+        for suffix, pairs in prices.items():
+            values[f"bytes{suffix}"] = pairs[pair][index].num_bytes
+            values[f"time{suffix}"] = pairs[pair][index].time_s
+        runs.append(Run(pair, side, values))  # type: ignore[arg-type]
+    return runs
+
+
+def crossover(densities: Sequence[tuple[float, float, float, float]]) -> float | None:
+    """Share of rows from which on our full sync is faster, between two measured; None: never."""
+    before: tuple[float, float] | None = None
+    for density, sparse_s, full_s, _ in densities:
+        excess_s = sparse_s - full_s
+        if excess_s >= 0:
+            if before is None:
+                return density
+            share = -before[1] / (excess_s - before[1])
+            return round(before[0] + share * (density - before[0]), 3)
+        before = density, excess_s
+    return None
+
+
+def _rows(densities: Sequence[tuple[float, float, float, float]]) -> list[dict[str, float]]:
+    return [
+        {
+            "density": density,
+            "touched_rows_s": round(sparse_s, 4),
+            "full_s": round(full_s, 4),
+            "stock_s": round(stock_s, 4),
+        }
+        for density, sparse_s, full_s, stock_s in densities
+    ]
+
+
+def _settings() -> dict[str, Any]:
+    return {
+        "two_copies": asdict(TWO_COPIES),
+        "four_copies": asdict(FOUR_COPIES),
+        "steps_between_syncs": {"bytes": 1, "bytes_n16": 16, "bytes_m4": 1},
+        "optimizer": "row_wise_adagrad, moments averaged at every sync",
+        "sharding": "table_wise",
+        "backend": "gloo, one thread a rank",
+        "bytes": "sent by a rank; an all-reduce of n bytes sends 2 (M - 1) / M n",
+        "time": "until the slowest rank is done",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

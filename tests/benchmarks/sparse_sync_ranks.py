@@ -1,0 +1,261 @@
+"""What the sparse sync benchmark runs on every rank: training, our syncs, and TorchRec's.
+
+Criteo-shaped: 26 tables, one id a row and table drawn by Zipf's law. Whatever is timed starts at a
+barrier and counts until the slowest rank is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+
+from trainer.data.batches import Batch
+from trainer.parallel.groups import build_groups
+from trainer.parallel.layout import Layout
+from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sync import Sync, SyncReport, build_sync
+from trainer.session import build_parallel_model
+from trainer.spec import JobSpec, validate_spec
+
+NUM_DENSE = 13
+NUM_BATCHES = 16
+SEED = 2026
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Tables and batches; `world_size` ranks in groups of `shard_group_size`."""
+
+    world_size: int
+    shard_group_size: int
+    num_tables: int = 26
+    table_rows: int = 250_000
+    embedding_dim: int = 64
+    zipf_exponent: float = 1.05
+    global_batch_size: int = 4096
+
+    @property
+    def batch_size(self) -> int:
+        """Rows per rank and step."""
+        return self.global_batch_size // self.world_size
+
+    @property
+    def num_replicas(self) -> int:
+        """M, the copies of each shard."""
+        return self.world_size // self.shard_group_size
+
+
+@dataclass(frozen=True)
+class Price:
+    """One sync: seconds of the slowest rank, bytes that rank 0 sent, share of rows averaged."""
+
+    time_s: float
+    num_bytes: float
+    density: float
+
+
+def spec_of(workload: Workload) -> JobSpec:
+    """The job that trains the workload."""
+    tables = [
+        {
+            "name": f"table_{number:02d}",
+            "num_embeddings": workload.table_rows,
+            "embedding_dim": workload.embedding_dim,
+            "constraints": {"sharding_types": ["table_wise"]},
+        }
+        for number in range(workload.num_tables)
+    ]
+    features = [
+        {"name": f"feature_{number:02d}", "type": "id", "table": table["name"]}
+        for number, table in enumerate(tables)
+    ]
+    dense = [{"name": f"dense_{number:02d}", "type": "dense"} for number in range(NUM_DENSE)]
+    return validate_spec(
+        {
+            "name": "sparse-sync",
+            "data": {
+                "path": "unused",
+                "label": {"column": "click"},
+                "batch_size": workload.batch_size,
+            },
+            "features": [*dense, *features],
+            "embedding_tables": tables,
+            "model": {
+                "arch": "dlrm",
+                "dense_arch": {"layer_sizes": [64, workload.embedding_dim]},
+                "over_arch": {"layer_sizes": [64, 1]},
+                "tasks": [{"name": "click", "loss": "bce"}],
+            },
+            "parallelism": {
+                "workers": workload.world_size,
+                "shard_group_size": workload.shard_group_size,
+                "planner": {"bandwidths": "default"},
+            },
+        }
+    )
+
+
+def make_batches(workload: Workload, rank: int) -> list[Batch]:
+    """Batches of one rank; the k-th most frequent id has a probability like k ** -exponent."""
+    draw = np.random.default_rng([SEED, rank])
+    frequencies = np.arange(1, workload.table_rows + 1) ** -workload.zipf_exponent
+    bounds = np.cumsum(frequencies / frequencies.sum())
+    shape = (workload.num_tables, NUM_BATCHES, workload.batch_size)
+    ids = np.searchsorted(bounds, draw.random(shape)).clip(max=workload.table_rows - 1)
+    for table in range(workload.num_tables):
+        # Which ids are the frequent ones is random, as after hashing, and alike on all ranks.
+        shuffled = np.random.default_rng([SEED, 1, table]).permutation(workload.table_rows)
+        ids[table] = shuffled[ids[table]]
+    return [_batch(torch.from_numpy(ids[:, index].copy()), draw) for index in range(NUM_BATCHES)]
+
+
+def _batch(ids: torch.Tensor, draw: np.random.Generator) -> Batch:
+    num_rows = ids.shape[1]
+    ones = torch.ones(num_rows)
+    return Batch(
+        dense=torch.from_numpy(draw.standard_normal((num_rows, NUM_DENSE), dtype=np.float32)),
+        sparse=KeyedJaggedTensor(
+            keys=[f"feature_{number:02d}" for number in range(ids.shape[0])],
+            values=ids.flatten(),
+            lengths=torch.ones(ids.numel(), dtype=torch.int32),
+        ),
+        label=torch.from_numpy((draw.random(num_rows) < 0.25).astype(np.float32)),
+        label_offset=torch.zeros(num_rows),
+        label_scale=ones,
+        weight=ones,
+    )
+
+
+class Training:
+    """The workload being trained on this rank."""
+
+    def __init__(self, workload: Workload) -> None:
+        layout = Layout(workload.world_size, workload.shard_group_size, "intra_host")
+        self.spec = spec_of(workload)
+        self.groups = build_groups(layout, torch.device("cpu"), timeout_s=120, host="host")
+        self.model, _ = build_parallel_model(self.spec, self.groups)
+        self.optimizers = Optimizers(self.model, self.spec.optimizer, self.spec.moment_scale)
+        self._batches: Iterator[Batch] = cycle(make_batches(workload, self.groups.rank))
+
+    def train(self, num_steps: int) -> None:
+        """Take some steps."""
+        for _ in range(num_steps):
+            self.optimizers.begin_step(1, 1)
+            loss, _ = self.model(next(self._batches))
+            loss.backward()
+            self.optimizers.step()
+
+    def sync(self, **changes: Any) -> Sync:
+        """A sync by the default policy but for `changes`."""
+        parallelism = self.spec.parallelism
+        sync = parallelism.sync.model_copy(update=changes)
+        spec = self.spec.model_copy(
+            update={"parallelism": parallelism.model_copy(update={"sync": sync})}
+        )
+        return build_sync(self.model, spec)
+
+    def stock_sync(self) -> SyncReport:
+        """What DMPCollection.sync does: all-reduce AVG of all weights, then of all states."""
+        group = self.groups.replica_group
+        tensors = [self.model.shard_weights(), self.model.shard_moments()]
+        for each in tensors:
+            options = dist.AllreduceCoalescedOptions()
+            options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
+            group.allreduce_coalesced(each, options).wait()
+        payload_bytes = sum(tensor.nbytes for each in tensors for tensor in each)
+        # What a ring sends, and any all-reduce must.
+        return SyncReport(0.0, 2 * (group.size() - 1) * payload_bytes // group.size())
+
+
+def slowest_s(function: Callable[[], Any]) -> tuple[float, Any]:
+    """(seconds until the slowest rank is done, this rank's result)."""
+    dist.barrier()
+    started = time.perf_counter()
+    result = function()
+    elapsed = torch.tensor([time.perf_counter() - started])
+    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
+    return elapsed.item(), result
+
+
+def _priced(sync: Callable[[], SyncReport]) -> Price:
+    time_s, report = slowest_s(sync)
+    return Price(time_s, report.num_bytes, report.density)
+
+
+def measure_syncs(
+    workload: Workload, num_steps: tuple[int, ...], num_pairs: int
+) -> dict[int, list[tuple[Price, Price]]]:
+    """(ours, stock) after each number of steps, `num_pairs` times; who is first alternates."""
+    training = Training(workload)
+    ours = training.sync()
+    training.train(1)
+    ours()
+    measured: dict[int, list[tuple[Price, Price]]] = {steps: [] for steps in num_steps}
+    for pair in range(num_pairs):
+        for steps, prices in measured.items():
+            training.train(steps)
+            if pair % 2:
+                stock, mine = _priced(training.stock_sync), _priced(ours)
+            else:
+                mine, stock = _priced(ours), _priced(training.stock_sync)
+            prices.append((mine, stock))
+    ours.close()
+    return measured
+
+
+def measure_tracking(
+    workload: Workload, num_steps: int, num_pairs: int
+) -> list[tuple[float, float]]:
+    """Seconds a step (with the tracker, without), `num_pairs` times in turn."""
+    training = Training(workload)
+    training.train(2)
+    measured = []
+    for pair in range(num_pairs):
+        seconds = {}
+        for tracked in (True, False) if pair % 2 else (False, True):
+            sync = training.sync() if tracked else None
+            seconds[tracked], _ = slowest_s(lambda: training.train(num_steps))
+            if sync:
+                sync.close()
+        measured.append((seconds[True] / num_steps, seconds[False] / num_steps))
+    return measured
+
+
+def measure_densities(
+    workload: Workload, densities: tuple[float, ...], num_repeats: int
+) -> list[tuple[float, float, float, float]]:
+    """(density, seconds by touched rows, by our full sync, by the stock one), the fastest each."""
+    training = Training(workload)
+    touched = training.sync(mode="touched_rows", full_above=1.0)
+    full = training.sync(mode="full")
+    rows = []
+    for density in densities:
+        sparse_s = []
+        for _ in range(num_repeats):
+            _touch(training, density)
+            sparse_s.append(_priced(touched).time_s)
+        full_s = min(_priced(full).time_s for _ in range(num_repeats))
+        stock_s = min(_priced(training.stock_sync).time_s for _ in range(num_repeats))
+        rows.append((density, min(sparse_s), full_s, stock_s))
+    touched.close()
+    return rows
+
+
+def _touch(training: Training, density: float) -> None:
+    """Look up `density` of the rows of every table, the same on all copies, one bag a table."""
+    generator = torch.Generator().manual_seed(SEED)
+    for kernel in training.model.embedding_kernels():
+        ids, lengths = [], [0]
+        for table in kernel.feature_table_map:
+            num_rows = kernel.embedding_specs[table][0]
+            ids.append(torch.randperm(num_rows, generator=generator)[: int(density * num_rows)])
+            lengths.append(ids[-1].numel())
+        kernel(indices=torch.cat(ids), offsets=torch.tensor(lengths).cumsum(0))

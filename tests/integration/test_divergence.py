@@ -20,7 +20,7 @@ from trainer.parallel.sync import build_sync
 from trainer.parallel.two_d import TwoDParallel
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import RunDir
-from trainer.session import Session, build_parallel_model
+from trainer.session import build_parallel_model
 from trainer.spec import DivergenceCheckSpec, JobSpec, validate_spec
 from trainer.worker import run_worker
 

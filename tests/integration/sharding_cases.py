@@ -17,12 +17,14 @@ from torchrec import (
     JaggedTensor,
     KeyedJaggedTensor,
 )
+from torchrec.distributed.types import ShardingPlan
 from torchrec.types import DataType
 
-from trainer.parallel.groups import build_groups
-from trainer.parallel.layout import Layout, MeshLayout, WorkerSite
+from trainer.parallel.bandwidth import measure_bandwidths
+from trainer.parallel.groups import MeshGroups, build_groups, form_node_groups
+from trainer.parallel.layout import Layout, LayoutError, MeshLayout, WorkerSite
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
-from trainer.parallel.plan import make_plan, table_plans
+from trainer.parallel.plan import PlanError, make_plan, table_plans
 from trainer.parallel.sharders import sharders
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import JobSpec, validate_spec
@@ -36,7 +38,7 @@ POOLED = {"user": "users", "movie": "movies", "liked": "movies", "genre": "genre
 SEQUENCES = {"bought": "goods", "seen": "goods", "visited": "pages"}
 LR, EPS, DENSE_LR = 0.1, 0.01, 0.05
 BATCH_SIZE = 6
-_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
+_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class ShardingCase:
     data_type: str = "fp32"
     all_to_all: str = "fp32"
     min_partition: int = 8
+    memory_bytes: int | None = None
     sync_every: int = 2
     num_steps: int = 4
 
@@ -99,7 +102,7 @@ class ShardingCase:
                     "placement": self.placement,
                     "all_to_all": {"forward": self.all_to_all, "backward": self.all_to_all},
                 },
-                "resources": {"device": "cpu"},
+                "resources": {"device": "cpu", "memory_bytes_per_worker": self.memory_bytes},
             }
         )
 
@@ -224,25 +227,64 @@ def initial_table(name: str) -> torch.Tensor:
 
 
 def train_sharded(cases: list[ShardingCase]) -> list[dict[str, Any]]:
-    """Train each case on this rank; its own copy of the tables and moments, and the plan."""
+    """Train each case on this rank; its own copy of the tables and moments, and the plans."""
     return [_train(case) for case in cases]
 
 
-def _train(case: ShardingCase) -> dict[str, Any]:
-    site, spec = case.sites[dist.get_rank()], case.spec
+def refusals(cases: list[ShardingCase]) -> list[str]:
+    """What each case is refused with on this rank."""
+    messages = []
+    for case in cases:
+        try:
+            _build(case)
+        except PlanError as error:
+            messages.append(str(error))
+    return messages
+
+
+def node_group_refusal(case: ShardingCase) -> str | None:
+    """What forming the node groups of `case` is refused with."""
+    try:
+        form_node_groups(form_groups(case))
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def start(case: ShardingCase) -> dict[str, Any]:
+    """What this rank holds and measures before the first step."""
+    torch.manual_seed(dist.get_rank())  # ranks must start equal even when their generators differ
+    model, _ = _build(case)
+    return {
+        "data_parallel": {n: t.detach().clone() for n, t in model.data_parallel_tables().items()},
+        "bandwidths": measure_bandwidths(model.groups),
+    }
+
+
+def form_groups(case: ShardingCase) -> MeshGroups:
+    """The groups of `case` around this rank."""
+    site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    groups = build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=30, host=site.host)
-    table_sharders = sharders(
-        spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
-    )
+    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=30, host=site.host)
+
+
+def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:
+    spec, groups = case.spec, form_groups(case)
+    fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    table_sharders = sharders(spec, fused_params)
     module = Lookups(case)
     plan = make_plan(module, spec, groups, table_sharders)
-    model = TwoDParallel(module, groups, plan, table_sharders)
+    return TwoDParallel(module, groups, plan, table_sharders), plan
+
+
+def _train(case: ShardingCase) -> dict[str, Any]:
+    spec = case.spec
+    model, plan = _build(case)
     _set_tables(model)
     optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
     for step in range(1, case.num_steps + 1):
         optimizers.begin_step(step, case.num_steps)
-        model(*make_rows(case, step, groups.rank)).backward()
+        model(*make_rows(case, step, model.groups.rank)).backward()
         optimizers.step()
         if step % case.sync_every == 0:
             _average(model, optimizers)
@@ -250,6 +292,7 @@ def _train(case: ShardingCase) -> dict[str, Any]:
         "plans": table_plans(plan, spec),
         "tables": _gather(model, "weight"),
         "moments": _gather(model, "moment"),
+        "dtypes": {shard.table: shard.weight.dtype for shard in model.table_shards()},
         "head": model.module.head.weight.detach().clone(),
     }
 

@@ -14,6 +14,9 @@ from tests.integration.sharding_cases import (
     POOLED_TABLES,
     TABLES,
     ShardingCase,
+    node_group_refusal,
+    refusals,
+    start,
     train_sharded,
 )
 from tests.integration.sharding_reference import Reference
@@ -104,3 +107,63 @@ def test_two_replicas_of_two_shards_equal_the_reference_for_every_type(
 def test_two_replicas_over_two_hosts_of_four_equal_the_reference_for_every_type() -> None:
     cases = _every_type(ShardingCase(8, 4, hosts="abababab", weighted=True))
     _check(cases)
+
+
+def _largest_difference(result: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(
+        (table - other["tables"][name]).abs().max().item()
+        for name, table in result["tables"].items()
+    )
+
+
+def test_half_precision_on_the_way_rounds_every_type_by_its_own_precision() -> None:
+    fp32 = _every_type(ShardingCase(4, 4, num_steps=2))
+    cases = [replace(case, all_to_all=half) for half in ("fp32", "fp16", "bf16") for case in fp32]
+    results = run_ranks(train_sharded, 4, cases)[0]
+    for index in range(len(fp32)):
+        exact, fp16, bf16 = results[index :: len(fp32)]
+        # fp16 has a mantissa of 10 bits, bf16 one of 7. TorchRec means fp16 by bf16 on CPU.
+        assert 0 < _largest_difference(fp16, exact) < 0.02
+        assert _largest_difference(fp16, exact) < _largest_difference(bf16, exact) < 0.1
+
+
+def test_fp16_tables_train_within_their_rounding() -> None:
+    case = ShardingCase(2, 2, hosts="aa", optimizer="sgd", weighted=True)
+    cases = [replace(each, data_type=d) for each in _every_type(case) for d in ("fp32", "fp16")]
+    results = run_ranks(train_sharded, 2, cases)[0]
+    for exact, half in zip(results[::2], results[1::2], strict=True):
+        assert set(half["dtypes"].values()) == {torch.float16}
+        assert 0 < _largest_difference(half, exact) < 0.02
+
+
+def test_every_rank_learns_why_there_is_no_plan() -> None:
+    cases = [
+        # The sharding group could hold the tables, but no worker the largest and its activations.
+        ShardingCase(3, 3, "table_wise", hosts="aab", memory_bytes=5000),
+        ShardingCase(3, 3, "table_row_wise", hosts="aab"),
+        ShardingCase(3, 3, hosts="aab", data_type="bf16"),
+    ]
+    ranks = run_ranks(refusals, 3, cases)
+    too_large, unequal_hosts, bf16 = ranks[0]
+    assert ranks == [ranks[0]] * 3
+    assert "'movies'" in too_large and "shard_group_size" in too_large
+    assert "table_row_wise needs equally many ranks" in unequal_hosts
+    assert "cannot be bf16 on CPU" in bf16
+
+
+def test_node_groups_are_refused_where_hosts_hold_unequal_shares() -> None:
+    ranks = run_ranks(node_group_refusal, 3, ShardingCase(3, 3, hosts="aab"))
+    assert all("each host" in message for message in ranks)
+
+
+def test_data_parallel_tables_and_measured_bandwidths_are_the_same_everywhere() -> None:
+    case = ShardingCase(4, 2, "data_parallel", placement="inter_host", hosts="abab")
+    ranks = run_ranks(start, 4, case)
+    for result in ranks:
+        assert set(result["data_parallel"]) == set(POOLED_TABLES)
+        for name, table in result["data_parallel"].items():
+            assert torch.equal(table, ranks[0]["data_parallel"][name])
+        assert result["bandwidths"] == ranks[0]["bandwidths"]
+    bandwidths = ranks[0]["bandwidths"]
+    assert bandwidths.memory > 0 and bandwidths.intra_host > 0
+    assert bandwidths.inter_host is None  # both ranks of a sharding group share a host

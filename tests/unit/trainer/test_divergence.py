@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.parallel.divergence import (
@@ -28,6 +28,7 @@ def _sum_of(*tensors: torch.Tensor) -> int:
     return int(checksum(tensors))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=9))
 def test_copies_that_differ_from_the_most_common_content_are_named(contents: list[int]) -> None:
     differing = differing_copies(contents)
@@ -52,6 +53,7 @@ def test_without_a_majority_the_first_copy_counts_as_right(
     assert differing_copies(contents) == differing
 
 
+@settings(deadline=None)
 @given(
     dtype=st.sampled_from(list(INTEGERS)),
     num_rows=st.integers(1, 20),

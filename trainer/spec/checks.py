@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from trainer.spec.problems import problem
+from trainer.spec.reserved import MODULE_ATTRIBUTES
 from trainer.spec.tables import SEQUENCE_SHARDING_TYPES, EmbeddingTableSpec
 
 if TYPE_CHECKING:
@@ -39,6 +40,30 @@ def _check_unique(section: str, names: Sequence[str]) -> None:
         if name in names[:index]:
             raise problem(
                 "duplicate_name", f"'{name}' is defined more than once", f"{section}[{index}].name"
+            )
+
+
+def check_table_names(spec: JobSpec) -> None:
+    """No table is named like something that the module which holds it has already."""
+    for index, table in enumerate(spec.embedding_tables):
+        if table.name in MODULE_ATTRIBUTES or table.name.startswith("_"):
+            raise problem(
+                "reserved_name",
+                f"torch has a use of its own for the name '{table.name}'; call the table "
+                f"'{table.name.strip('_') or 'ids'}_table', say",
+                f"embedding_tables[{index}].name",
+            )
+
+
+def check_data_types(spec: JobSpec) -> None:
+    """FBGEMM trains tables in fp32 and fp16 only."""
+    for index, table in enumerate(spec.embedding_tables):
+        if table.data_type == "bf16":
+            raise problem(
+                "unsupported_data_type",
+                f"FBGEMM 1.8 has no kernels that train a bf16 table (table '{table.name}'); "
+                "use fp16 or fp32",
+                f"embedding_tables[{index}].data_type",
             )
 
 
@@ -158,6 +183,8 @@ def check_memory(spec: JobSpec) -> None:
 
 ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_references,
+    check_table_names,
+    check_data_types,
     check_sequences,
     check_column_shards,
     check_moment_scale,

@@ -40,7 +40,8 @@ class TableConstraints(SpecModel):
 class EmbeddingTableSpec(SpecModel):
     """One embedding table of shape [num_embeddings, embedding_dim].
 
-    `num_embeddings: auto` takes the vocabulary size from the manifest of the prepared data.
+    `num_embeddings: auto` takes the vocabulary size from the manifest of the prepared data. `mean`
+    divides by the number of ids that a row looks up, also where they have weights.
     """
 
     name: Identifier

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.spec import SpecError, apply_overrides, json_schema, load_spec, validate_spec
+from trainer.spec.reserved import MODULE_ATTRIBUTES
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "deploy" / "examples").glob("*.yaml"))
 
@@ -67,6 +68,7 @@ def test_a_spec_survives_its_own_json() -> None:
 
 _SHARDING = "embedding_tables[0].constraints.sharding_types"
 _PARTITION = "embedding_tables[0].constraints.min_partition"
+_DATA_TYPE = "embedding_tables[0].data_type"
 _EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
 
 
@@ -98,6 +100,7 @@ _EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
         ("embedding_tables[0].constraints.min_partition=12", _PARTITION, "min_partition"),
         ("features[0].weights_column=w", "features[0].weights_column", "unexpected_weights"),
         ("features[0].max_length=3", "features[0].max_length", "unexpected_max_length"),
+        ("embedding_tables[0].data_type=bf16", _DATA_TYPE, "unsupported_data_type"),
         ("training.trace={first_step: 1, ranks: [4]}", "training.trace.ranks", "trace_ranks"),
     ],
 )
@@ -232,6 +235,18 @@ def test_scaling_moments_that_sgd_does_not_keep_is_refused() -> None:
 def test_the_moment_scale_is_m_where_the_optimizer_has_moments(name: str, scale: float) -> None:
     spec = validate_spec(apply_overrides(minimal(), [f"optimizer.sparse.name={name}"]))
     assert spec.moment_scale == scale
+
+
+@pytest.mark.parametrize("name", ["items", "type", "_modules", "_"])
+def test_a_table_named_like_an_attribute_of_its_module_is_refused(name: str) -> None:
+    problems = refusal([f"embedding_tables[0].name={name}", f"features[0].table={name}"])
+    assert problems["embedding_tables[0].name"][0] == "reserved_name"
+
+
+def test_the_reserved_names_are_those_of_the_installed_torch() -> None:
+    from torch import nn
+
+    assert {n for n in dir(nn.ModuleDict()) if not n.startswith("_")} == MODULE_ATTRIBUTES
 
 
 @pytest.mark.parametrize("kind", ["data_parallel", "table_row_wise", "grid_shard"])

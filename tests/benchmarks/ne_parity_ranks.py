@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -117,7 +118,7 @@ def _build(settings: Settings, variant: Variant, seed: int) -> _Trainee:
     groups = build_groups(layout, torch.device("cpu"), timeout_s=_GROUP_TIMEOUT_S)
     model, _ = build_parallel_model(spec, groups)
     set_start(model, settings, seed)
-    optimizers = Optimizers(model, spec.optimizer, spec.parallelism.moment_scale_value)
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
     sync = build_sync(model, spec)
 
     def begin_step(step: int) -> None:
@@ -147,22 +148,8 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
         {
             "name": "ne-parity",
             "data": {"path": "none", "label": {"column": "click"}},
-            "features": [
-                *({"name": f"count_{i}", "type": "dense"} for i in range(NUM_DENSE)),
-                *(
-                    {"name": feature, "type": "id", "table": table}
-                    for feature, table in zip(FEATURES, TABLES, strict=True)
-                ),
-            ],
-            "embedding_tables": [
-                {
-                    "name": table,
-                    "num_embeddings": size,
-                    "embedding_dim": settings.embedding_dim,
-                    "constraints": {"sharding_types": [_sharding_of(size, variant)]},
-                }
-                for table, size in zip(TABLES, settings.table_sizes, strict=True)
-            ],
+            "features": _features(),
+            "embedding_tables": _tables(settings, variant),
             "model": {
                 "arch": "dcn_v2",
                 "dense_arch": {"layer_sizes": settings.dense_layers},
@@ -186,6 +173,28 @@ def spec_of(settings: Settings, variant: Variant) -> JobSpec:
             },
         }
     )
+
+
+def _features() -> list[dict[str, Any]]:
+    return [
+        *({"name": f"count_{i}", "type": "dense"} for i in range(NUM_DENSE)),
+        *(
+            {"name": feature, "type": "id", "table": table}
+            for feature, table in zip(FEATURES, TABLES, strict=True)
+        ),
+    ]
+
+
+def _tables(settings: Settings, variant: Variant) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": table,
+            "num_embeddings": size,
+            "embedding_dim": settings.embedding_dim,
+            "constraints": {"sharding_types": [_sharding_of(size, variant)]},
+        }
+        for table, size in zip(TABLES, settings.table_sizes, strict=True)
+    ]
 
 
 def _sharding_of(num_rows: int, variant: Variant) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.benchmarks.criteo_teacher import (
@@ -144,6 +144,7 @@ def test_the_spec_of_a_variant_is_a_valid_job(variant):
 NES = st.lists(st.floats(0.5, 1.0), min_size=2, max_size=6)
 
 
+@settings(deadline=None)
 @given(NES, st.floats(-0.01, 0.01))
 def test_a_gap_that_is_the_same_for_every_seed_has_no_error(peer, shift):
     middle = sum(peer) / len(peer)

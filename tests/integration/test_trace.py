@@ -14,6 +14,7 @@ import torch.distributed as dist
 from tests.integration.gloo import run_ranks
 from tests.integration.session_cases import make_config, train_session
 from trainer.events import read_record
+from trainer.parallel.phases import PHASES
 from trainer.run_dir import AttemptDir, RunDir
 from trainer.session import Session
 
@@ -119,3 +120,12 @@ def test_a_bad_request_is_refused_in_a_note_that_names_its_faults(run_dir: Path)
 
 def test_an_answered_request_stays_for_workers_that_start_anew(run_dir: Path) -> None:
     assert json.loads(_attempt(run_dir).trace_request_path.read_text())["id"] == ON_DEMAND
+
+
+def test_every_report_has_the_phases_and_the_rates(run_dir: Path) -> None:
+    reports = [e.values for e in _events(run_dir, "metrics") if "train/loss" in e.values]
+    assert len(reports) == 3
+    for values in reports:
+        assert {f"phase/{phase}_s" for phase in PHASES} <= values.keys()
+        assert {"balance/step", "optimizer/lr_sparse", "optimizer/lr_dense"} <= values.keys()
+        assert all(values[f"phase/{phase}_s"] > 0 for phase in PHASES)

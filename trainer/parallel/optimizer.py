@@ -93,7 +93,8 @@ class DataParallelTables(KeyedOptimizer):
                 view = moment.view(-1) if spec.name == "row_wise_adagrad" else moment
                 state[parameter][f"{names[id(parameter)]}.momentum1"] = view
         lr = self._inner.param_groups[0]["lr"]
-        super().__init__(parameters, state, [{"params": list(self._updated), "lr": lr}])
+        self._group: dict[str, Any] = {"params": list(self._updated), "lr": lr}
+        super().__init__(parameters, state, [self._group])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients."""
@@ -103,7 +104,7 @@ class DataParallelTables(KeyedOptimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update every row from the averaged gradients; those without one stay as they are."""
-        _set_lr(self._inner, *(group["lr"] for group in self.param_groups))
+        _set_lr(self._inner, self._group["lr"])
         copies = [(p, updated) for p, updated in self._updated.items() if updated is not p]
         for parameter, updated in copies:
             updated.copy_(parameter)

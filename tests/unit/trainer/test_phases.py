@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from hypothesis import given
@@ -67,6 +69,20 @@ def test_a_pause_is_left_out_whatever_happens_in_it() -> None:
             clock.now_s += 10.0
         clock.now_s += 2.0
     assert _nonzero(times.read()) == {"optimizer": 3.0}
+
+
+def test_waiting_for_each_item_is_a_phase_and_using_it_is_not() -> None:
+    clock = FakeClock()
+    times = PhaseTimes(clock)
+
+    def slow_items() -> Iterator[int]:
+        for item in range(3):
+            clock.now_s += 10.0
+            yield item
+
+    for item in times.around_each("data_wait", slow_items()):
+        clock.now_s += item
+    assert _nonzero(times.read()) == {"data_wait": 30.0, "other": 3.0}
 
 
 def test_a_window_without_a_step_is_not_divided_by_zero() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -17,6 +18,7 @@ import pytest
 from service.api.schemas import JobDetail
 from service.client_errors import ProblemError
 from service.domain import EndReason, JobStatus
+from service.sharding import PHASES
 from tests.conftest import EXAMPLE_SPEC
 from tests.integration.stack import Stack, wait_for
 
@@ -53,6 +55,10 @@ def test_a_job_goes_from_rest_to_a_trained_model(stack: Stack, small_movielens: 
     assert job.latest_metrics["validation/rmse"] < 1.2
     names = set(stack.client.metrics(job.id).names)
     assert {"speed/rows_per_s", "sync/time_s", "balance/lookup", "balance/gradient"} <= names
+    assert {f"phase/{phase}_s" for phase in PHASES} <= names
+    plans = {plan["name"]: plan for plan in started["tables"]}
+    assert plans.keys() == {table.name for table in job.spec.embedding_tables}
+    assert {shard["position"] for shard in plans["liked_movies"]["shards"]} == {0, 1}
     checkpoints = stack.client.checkpoints(job.id)
     assert checkpoints[-1].step == job.progress.total_steps
     assert any(checkpoint.is_best for checkpoint in checkpoints)
@@ -123,9 +129,16 @@ def test_a_job_goes_on_after_the_whole_stack_went_down_and_up(
     assert runs[-1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
 
 
-def test_a_cancelled_job_ends_and_leaves_no_worker(stack: Stack, small_movielens: Path) -> None:
+def test_a_running_job_is_traced_and_a_cancelled_one_leaves_no_worker(
+    stack: Stack, small_movielens: Path, tmp_path: Path
+) -> None:
     job = stack.submit(small_movielens, *LONG)
     reached = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 2)
+    requested = stack.client.request_trace(job.id, num_steps=2, ranks=[0, 3])
+    written = stack.client.wait_for_traces(job.id, requested, timeout_s=60)
+    for each in written:
+        content = gzip.decompress(stack.client.download_trace(job.id, each, tmp_path).read_bytes())
+        assert b"ProfilerStep#" in content
     pids = [stack.worker_pid(reached, rank) for rank in range(4)]
     stack.client.cancel(job.id)
     ended = stack.wait_for_end(job.id)

@@ -67,6 +67,18 @@ def check_data_types(spec: JobSpec) -> None:
             )
 
 
+def check_weight_decay(spec: JobSpec) -> None:
+    """A half-precision weight times (1 - lr * weight_decay) would round back to itself."""
+    for index, table in enumerate(spec.embedding_tables):
+        if spec.optimizer.sparse.weight_decay and table.data_type != "fp32":
+            raise problem(
+                "weight_decay",
+                f"optimizer.sparse.weight_decay would have no effect on table '{table.name}': its "
+                f"steps are smaller than {table.data_type} can tell apart; use fp32 or no decay",
+                f"embedding_tables[{index}].data_type",
+            )
+
+
 def check_sequences(spec: JobSpec) -> None:
     """A table is looked up pooled or in sequence, never both; sequences shard in fewer ways."""
     pooled = {feature.table for feature in spec.pooled_features}
@@ -185,6 +197,7 @@ ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_references,
     check_table_names,
     check_data_types,
+    check_weight_decay,
     check_sequences,
     check_column_shards,
     check_moment_scale,

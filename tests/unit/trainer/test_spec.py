@@ -237,6 +237,11 @@ def test_the_moment_scale_is_m_where_the_optimizer_has_moments(name: str, scale:
     assert spec.moment_scale == scale
 
 
+def test_decaying_a_half_precision_table_is_refused_as_it_would_have_no_effect() -> None:
+    changes = ["embedding_tables[0].data_type=fp16", "optimizer.sparse.weight_decay=0.01"]
+    assert refusal(changes)[_DATA_TYPE][0] == "weight_decay"
+
+
 @pytest.mark.parametrize("name", ["items", "type", "_modules", "_"])
 def test_a_table_named_like_an_attribute_of_its_module_is_refused(name: str) -> None:
     problems = refusal([f"embedding_tables[0].name={name}", f"features[0].table={name}"])

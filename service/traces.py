@@ -1,6 +1,6 @@
 """Profiler traces of a job: asked for while it runs, listed, and found on run storage.
 
-A request is a file of the attempt that its workers look for after every step, and a line of the
+A request is a file of the attempt that its workers look for at every report, and a line of the
 timeline, which makes it known to everybody who asks after it.
 """
 

@@ -38,6 +38,7 @@ POOLED = {"user": "users", "movie": "movies", "liked": "movies", "genre": "genre
 SEQUENCES = {"bought": "goods", "seen": "goods", "visited": "pages"}
 LR, EPS, DENSE_LR = 0.1, 0.01, 0.05
 BATCH_SIZE = 6
+_CPU = torch.device("cpu")
 _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 
 
@@ -102,7 +103,7 @@ class ShardingCase:
                     "placement": self.placement,
                     "all_to_all": {"forward": self.all_to_all, "backward": self.all_to_all},
                 },
-                "resources": {"device": "cpu", "memory_bytes_per_worker": self.memory_bytes},
+                "resources": {"memory_bytes_per_worker": self.memory_bytes},
             }
         )
 
@@ -144,8 +145,8 @@ class Head(nn.Module):
 
 def _reduce(sequence: JaggedTensor, num_rows: int) -> torch.Tensor:
     lengths = sequence.lengths().long()
-    rows = torch.repeat_interleave(torch.arange(num_rows), lengths)
-    places = torch.arange(len(rows)) - sequence.offsets().long()[rows]
+    rows = torch.repeat_interleave(torch.arange(num_rows, device=lengths.device), lengths)
+    places = torch.arange(len(rows), device=rows.device) - sequence.offsets().long()[rows]
     shares = sequence.values() / (1 + places)[:, None]
     return shares.new_zeros(num_rows, DIM).index_add(0, rows, shares)
 
@@ -261,11 +262,11 @@ def start(case: ShardingCase) -> dict[str, Any]:
     }
 
 
-def form_groups(case: ShardingCase) -> MeshGroups:
+def form_groups(case: ShardingCase, device: torch.device = _CPU) -> MeshGroups:
     """The groups of `case` around this rank."""
     site = case.sites[dist.get_rank()]
     os.environ["LOCAL_RANK"] = str(site.local_rank)
-    return build_groups(case.mesh.layout, torch.device("cpu"), timeout_s=30, host=site.host)
+    return build_groups(case.mesh.layout, device, timeout_s=30, host=site.host)
 
 
 def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:

@@ -1,0 +1,218 @@
+"""The wrapper and TorchRec's DMPCollection side by side, on the same ranks, plan and rows."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.types import ShardedTensor, ShardingPlan
+
+from tests.integration.sharding_cases import (
+    DENSE_LR,
+    Lookups,
+    ShardingCase,
+    form_groups,
+    make_rows,
+)
+from trainer.data.batches import Batch
+from trainer.models.dlrm import build_model
+from trainer.parallel.groups import MeshGroups, build_groups
+from trainer.parallel.layout import Layout
+from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
+from trainer.parallel.plan import make_plan
+from trainer.parallel.sharders import sharders
+from trainer.parallel.sync import build_sync
+from trainer.parallel.two_d import TwoDParallel
+from trainer.spec import JobSpec, SyncSpec, validate_spec
+
+SyncMode = Literal["full", "touched_rows"]
+_NUM_WARM_UP, _NUM_TIMED = 10, 50
+
+
+def compare(case: ShardingCase, mode: SyncMode) -> list[dict[str, float]]:
+    """Train both models; after each step, and after its sync, how far apart they are.
+
+    Each entry holds the largest absolute difference of any `weight` and any optimizer `state` on
+    this rank.
+    """
+    spec = _with_sync(case.spec, mode)
+    groups = form_groups(case, local_device())
+    module, twin = Lookups(case), Lookups(case)
+    for each in (module, twin):
+        each.head.to(groups.device)  # the tables stay on the meta device until they are sharded
+    ours, stock = _build_both(module, twin, spec, groups)
+    optimizers = Optimizers(ours, spec.optimizer, spec.moment_scale)
+    stock_dense = torch.optim.SGD([stock.module.head.weight], DENSE_LR)
+    sync = build_sync(ours, spec)
+    gaps = []
+    for step in range(1, case.num_steps + 1):
+        rows = [part.to(groups.device) for part in make_rows(case, step, groups.rank)]
+        optimizers.begin_step(step, case.num_steps)
+        stock_dense.zero_grad()
+        ours(*rows).backward()
+        stock(*rows).backward()
+        optimizers.step()
+        stock_dense.step()
+        gaps.append(_gap(ours, stock))
+        sync()
+        stock.sync(include_optimizer_state=True)
+        gaps.append(_gap(ours, stock))
+    sync.close()
+    return gaps
+
+
+def throughput(world_size: int, shard_group_size: int) -> dict[str, float]:
+    """Samples per second over all ranks, by what syncs after each step."""
+    spec = _large_spec(world_size, shard_group_size)
+    layout = Layout(world_size, shard_group_size, "intra_host")
+    groups = build_groups(layout, local_device(), timeout_s=120)
+    ours, stock = _build_both(
+        build_model(spec, groups.device), build_model(spec, groups.device), spec, groups
+    )
+    batch = _random_batch(spec, groups.rank).to(groups.device)
+    samples_per_s = {"DMPCollection": _samples_per_s(stock, stock.sync, batch)}
+    for mode in ("full", "touched_rows"):
+        sync = build_sync(ours, _with_sync(spec, mode))
+        samples_per_s[mode] = _samples_per_s(ours, sync, batch)
+        sync.close()
+    return {name: world_size * value for name, value in samples_per_s.items()}
+
+
+def local_device() -> torch.device:
+    """The GPU of this rank."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def _with_sync(spec: JobSpec, mode: SyncMode) -> JobSpec:
+    parallelism = spec.parallelism.model_copy(update={"sync": SyncSpec(mode=mode)})
+    return spec.model_copy(update={"parallelism": parallelism})
+
+
+def _build_both(
+    module: nn.Module, twin: nn.Module, spec: JobSpec, groups: MeshGroups
+) -> tuple[TwoDParallel, DMPCollection]:
+    """Both wrappers with the same plan, fused optimizer and starting weights."""
+    fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    table_sharders = sharders(spec, fused_params)
+    plan = make_plan(module, spec, groups, table_sharders)
+    stock = _dmp_collection(twin, plan, fused_params, groups)
+    ours = TwoDParallel(module, groups, plan, table_sharders)
+    with torch.no_grad():
+        pairs = zip(_tensors(ours.state_dict()), _tensors(stock.state_dict()), strict=True)
+        for mine, theirs in pairs:
+            theirs.copy_(mine)
+    return ours, stock
+
+
+def _dmp_collection(
+    module: nn.Module, plan: ShardingPlan, fused_params: dict[str, Any], groups: MeshGroups
+) -> DMPCollection:
+    # By keyword: TorchRec 1.6 and 1.8 order the arguments differently.
+    return DMPCollection(
+        module=module,
+        device=groups.device,
+        plan=copy.deepcopy(plan),  # it is placed on the group's ranks in place
+        world_size=groups.layout.world_size,
+        sharding_group_size=groups.layout.shard_group_size,
+        global_pg=groups.global_group,
+        sharders=[
+            EmbeddingBagCollectionSharder(fused_params=fused_params),
+            EmbeddingCollectionSharder(fused_params=fused_params),
+        ],
+        use_inter_host_allreduce=groups.layout.placement == "inter_host",
+    )
+
+
+def _gap(ours: DistributedModelParallel, stock: DistributedModelParallel) -> dict[str, float]:
+    def largest(mine: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
+        pairs = list(zip(_tensors(mine), _tensors(theirs), strict=True))
+        assert pairs, "nothing to compare"
+        return max((a - b).abs().max().item() for a, b in pairs if a.numel())
+
+    return {
+        "weight": largest(ours.state_dict(), stock.state_dict()),
+        "state": largest(
+            ours.fused_optimizer.state_dict()["state"], stock.fused_optimizer.state_dict()["state"]
+        ),
+    }
+
+
+def _tensors(state: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Local tensors of a state dict, nested or not, in the order of its keys."""
+    for key in sorted(state):
+        value = state[key]
+        if isinstance(value, Mapping):
+            yield from _tensors(value)
+        elif isinstance(value, DTensor):
+            yield from value.to_local().local_shards()
+        elif isinstance(value, ShardedTensor):
+            yield from (shard.tensor for shard in value.local_shards())
+        elif isinstance(value, torch.Tensor):
+            yield value
+
+
+def _samples_per_s(model: nn.Module, sync: Callable[[], Any], batch: Batch) -> float:
+    """Of this rank; embeddings train, the dense part is left as it is."""
+    for step in range(_NUM_WARM_UP + _NUM_TIMED):
+        if step == _NUM_WARM_UP:
+            dist.barrier()
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+        loss, _ = model(batch)
+        loss.backward()
+        sync()
+    torch.cuda.synchronize()
+    return _NUM_TIMED * batch.num_rows / (time.perf_counter() - started)
+
+
+def _large_spec(world_size: int, shard_group_size: int) -> JobSpec:
+    """DLRM with 26 tables of 100k x 64, as in Criteo's shape."""
+    tables = [f"t{index}" for index in range(26)]
+    return validate_spec(
+        {
+            "name": "throughput",
+            "data": {"path": "unused", "label": {"column": "y"}, "batch_size": 4096},
+            "features": [
+                *({"name": f"d{index}", "type": "dense"} for index in range(13)),
+                *({"name": f"f_{table}", "type": "id", "table": table} for table in tables),
+            ],
+            "embedding_tables": [
+                {"name": table, "num_embeddings": 100_000, "embedding_dim": 64} for table in tables
+            ],
+            "model": {
+                "arch": "dlrm",
+                "dense_arch": {"layer_sizes": [256, 64]},
+                "over_arch": {"layer_sizes": [256, 1]},
+                "tasks": [{"loss": "bce"}],
+            },
+            "parallelism": {"workers": world_size, "shard_group_size": shard_group_size},
+        }
+    )
+
+
+def _random_batch(spec: JobSpec, rank: int) -> Batch:
+    generator = torch.Generator().manual_seed(rank)
+    num_rows, keys = spec.data.batch_size, [feature.name for feature in spec.sparse_features]
+    ones = torch.ones(num_rows)
+    return Batch(
+        dense=torch.randn(num_rows, len(spec.dense_features), generator=generator),
+        sparse=KeyedJaggedTensor(
+            keys=keys,
+            values=torch.randint(0, 100_000, (num_rows * len(keys),), generator=generator),
+            lengths=torch.ones(num_rows * len(keys), dtype=torch.int32),
+        ),
+        label=torch.randint(0, 2, (num_rows,), generator=generator).float(),
+        label_offset=0 * ones,
+        label_scale=ones,
+        weight=ones,
+    )

@@ -1,0 +1,57 @@
+"""The wrapper on NCCL against TorchRec's own DMPCollection, step by step, and their speed.
+
+T is the number of GPUs, rounded down to an even one: with a single GPU T = M = 1, otherwise M = 2.
+Written from TorchRec's sources (1.6 and 1.8) on a machine without a GPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.gpu.cuda_cases import SyncMode, compare, throughput
+from tests.gpu.nccl import run_ranks
+from tests.integration.sharding_cases import ShardingCase
+
+TOLERANCE = 1e-6
+
+
+def _sizes() -> tuple[int, int]:
+    """(T, L) for the GPUs of this machine."""
+    num_gpus = torch.cuda.device_count()
+    return (1, 1) if num_gpus == 1 else (num_gpus // 2 * 2, num_gpus // 2)
+
+
+@pytest.mark.parametrize("mode", ["full", "touched_rows"])
+@pytest.mark.parametrize("placement", ["intra_host", "inter_host"])
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise", "column_wise"])
+def test_weights_and_moments_equal_those_of_dmp_collection_after_each_step_and_sync(
+    sharding: str, placement: str, mode: SyncMode
+) -> None:
+    world_size, shard_group_size = _sizes()
+    case = ShardingCase(
+        world_size,
+        shard_group_size,
+        sharding,
+        sharding,
+        placement=placement,
+        hosts="a" * world_size,
+        weighted=True,
+    )
+    for rank, gaps in enumerate(run_ranks(compare, world_size, case, mode)):
+        for index, gap in enumerate(gaps):
+            where = (
+                f"rank {rank}, step {index // 2 + 1}, {'after sync' if index % 2 else 'trained'}"
+            )
+            assert gap["weight"] <= TOLERANCE, where
+            assert gap["state"] <= TOLERANCE, where
+
+
+def test_samples_per_second_beside_dmp_collection(capsys: pytest.CaptureFixture[str]) -> None:
+    world_size, shard_group_size = _sizes()
+    results = run_ranks(throughput, world_size, world_size, shard_group_size)
+    with capsys.disabled():
+        print(f"\nT={world_size} L={shard_group_size}, sync at every step, samples/s:")
+        for name in results[0]:
+            print(f"  {name:14} {min(result[name] for result in results):12.0f}")
+    assert all(value > 0 for result in results for value in result.values())

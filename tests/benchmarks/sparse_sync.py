@@ -18,7 +18,7 @@ from statistics import median
 from typing import Any
 
 from tests.benchmarks import sparse_sync_ranks as ranks
-from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, log, main
+from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, Side, log, main
 from tests.integration.gloo import run_ranks
 
 NAME = "sparse_sync"
@@ -82,12 +82,13 @@ def _runs_of(
 ) -> list[Run]:
     """Both sides of one pair, all that they measured put together."""
     runs = []
-    for index, side in enumerate(("ours", "peer")):
+    sides: tuple[Side, Side] = ("ours", "peer")
+    for index, side in enumerate(sides):
         values = {"tracking_overhead": median(seconds[index] for seconds in steps_s)}
         for suffix, pairs in prices.items():
             values[f"bytes{suffix}"] = pairs[pair][index].num_bytes
             values[f"time{suffix}"] = pairs[pair][index].time_s
-        runs.append(Run(pair, side, values))  # type: ignore[arg-type]
+        runs.append(Run(pair, side, values))
     return runs
 
 

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from trainer.data.batches import Batch
+from trainer.elastic import checkpoint
 from trainer.parallel.averaging import pairwise_mean
 from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout
@@ -209,6 +211,13 @@ class Training:
         shards = self.model.table_shards()
         return [*(state for shard in shards for state in shard.states.values()), *whole]
 
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint stores of the model."""
+        return {
+            "model": self.model.state_dict(),
+            "optim": self.optimizers.combined.state_dict(),
+        }
+
     def extra(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """What is averaged whole: the data-parallel tables."""
         return self.optimizers.synced_whole(dense=False)
@@ -290,6 +299,34 @@ def _check_sync(training: Training, touched: Sync, full: Sync) -> float:
     _restore(tensors, after_touched)
     training.assert_copies_equal(tensors)
     return report.density
+
+
+def check_resharded(before: SyncCase, after: SyncCase, folder: Path) -> tuple[float, float]:
+    """Train `before`, save, load as `after`: densities of a sync at once and of one after steps.
+
+    The second is checked against a full sync.
+    """
+    training = Training(before)
+    sync = training.build_sync()
+    training.train(3)
+    sync.flush()
+    checkpoint.save(folder, training.state())
+    sync.close()
+    resumed = Training(after)
+    touched, full = resumed.build_sync(full_above=1.0), resumed.build_sync(mode="full")
+    resumed.train()  # what was touched before the load is forgotten
+    resumed.optimizers.init_state()
+    state = resumed.state()
+    checkpoint.load(folder, state)
+    resumed.model.load_state_dict(state["model"])
+    resumed.optimizers.combined.load_state_dict(state["optim"])
+    touched.reset()
+    resumed.assert_copies_equal([*resumed.weights(), *resumed.moments()])
+    clean = touched().density
+    resumed.train(2)
+    density = _check_sync(resumed, touched, full)
+    touched.close()
+    return clean, density
 
 
 def _restore(tensors: list[torch.Tensor], values: list[torch.Tensor]) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from tests.integration.gloo import run_ranks
-from tests.integration.sync_cases import SyncCase, Table, check_cases, random_case, untouched_rows
+from tests.integration.sync_cases import (
+    SyncCase,
+    Table,
+    check_cases,
+    check_resharded,
+    random_case,
+    untouched_rows,
+)
 
 CASES_A_RUN = 10
 
@@ -36,3 +45,11 @@ def test_rows_that_nobody_touched_never_drift_though_three_copies_round() -> Non
     for shares in run_ranks(untouched_rows, 3, case):
         assert shares["touched_rows"] == 0
         assert shares["full"] > 0.1
+
+
+def test_touched_rows_stay_exact_in_tables_loaded_at_another_layout(tmp_path: Path) -> None:
+    before = SyncCase(4, 2, tables=(Table(40), Table(9, num_features=2), Table(30, "table_wise")))
+    after = SyncCase(4, 1, tables=before.tables, placement="inter_host")
+    for first, second in run_ranks(check_resharded, 4, before, after, tmp_path / "step"):
+        assert first == 0
+        assert 0 < second < 1

@@ -156,6 +156,10 @@ class ReplicaCollectives:
         flag = change.isfinite().all().logical_not().to(torch.uint8)
         return bool(self.gather(flag.view(1)).any())
 
+    def batches(self, blocks: Iterable[Block]) -> Iterator[Batch]:
+        """`blocks` in portions that are exchanged one at a time."""
+        return batches(blocks, self.chunk_bytes, self.num_replicas)
+
     def average_in_place(self, blocks: Iterable[Block]) -> None:
         """Write the mean of the copies into every row of `blocks`. Collective.
 
@@ -165,7 +169,7 @@ class ReplicaCollectives:
             self._average_bulk(block) if block.rows is None and block.wire is None else block
             for block in blocks
         ]
-        for batch in batches(packed, self):
+        for batch in self.batches(packed):
             mean = self.mean_of(batch, batch.pack())
             for block, part in batch.unpack(mean):
                 block.write(part)
@@ -214,16 +218,19 @@ class Batch:
         return torch.cat([*parts, parts[0].new_zeros(missing)])
 
 
-def batches(blocks: Iterable[Block], replicas: ReplicaCollectives) -> Iterator[Batch]:
-    """Blocks, split where they are larger than a chunk, in batches of at most a chunk."""
+def batches(blocks: Iterable[Block], max_bytes: int, multiple: int) -> Iterator[Batch]:
+    """Blocks, split where they are larger than `max_bytes`, in batches of at most that.
+
+    A batch is padded to a multiple of `multiple` elements. One row is never split.
+    """
     waiting: dict[tuple[torch.dtype, torch.dtype | None], list[Block]] = {}
     for whole in blocks:
         key = (whole.tensor.dtype, whole.wire)
-        max_numel = replicas.chunk_bytes // whole.tensor.itemsize
+        max_numel = max_bytes // whole.tensor.itemsize
         for block in whole.split(max_numel):
             batch = waiting.setdefault(key, [])
             if batch and sum(each.numel for each in batch) + block.numel > max_numel:
-                yield Batch(batch, replicas.num_replicas)
+                yield Batch(batch, multiple)
                 waiting[key] = batch = []
             batch.append(block)
-    yield from (Batch(batch, replicas.num_replicas) for batch in waiting.values())
+    yield from (Batch(batch, multiple) for batch in waiting.values())

@@ -20,7 +20,7 @@ from concurrent.futures import Future
 import torch
 import torch.distributed as dist
 
-from trainer.parallel.averaging import Block, ReplicaCollectives, batches
+from trainer.parallel.averaging import Block, ReplicaCollectives
 from trainer.parallel.groups import MeshGroups
 
 
@@ -98,7 +98,7 @@ class Round:
         self, blocks: Iterable[Block], replicas: ReplicaCollectives, background: Background
     ) -> None:
         self.replicas = replicas
-        self._batches = list(batches(blocks, replicas))
+        self._batches = list(replicas.batches(blocks))
         self._snapshots = [batch.pack() for batch in self._batches]
         self._means: list[torch.Tensor] = []
         self._wait = background.submit(self._form_means)

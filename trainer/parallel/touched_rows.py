@@ -167,4 +167,4 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     """What `pack_bits` packed, bool [num_bits]."""
     shifts = torch.arange(8, dtype=torch.uint8, device=packed.device)
-    return (packed[:, None] >> shifts & 1).bool().view(-1)[:num_bits]
+    return (packed[:, None] >> shifts & 1).view(torch.bool).view(-1)[:num_bits]

@@ -1,0 +1,99 @@
+"""Means in a fixed order, and how rows are packed for the way."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.parallel.averaging import Block, batches, pairwise_mean
+
+FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
+
+
+@settings(deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=20), st.sampled_from([1, 2, 4, 8, 16]))
+def test_the_mean_of_equal_values_is_that_value_for_powers_of_two(
+    values: list[float], num_copies: int
+) -> None:
+    value = torch.tensor(values)
+    assert torch.equal(pairwise_mean(value.expand(num_copies, -1)), value)
+
+
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(0, 2**31))
+def test_means_are_right_to_a_few_roundings(num_copies: int, seed: int) -> None:
+    parts = torch.randn(num_copies, 50, generator=torch.Generator().manual_seed(seed))
+    exact = parts.double().mean(dim=0)
+    bound = parts.abs().double().sum(dim=0) / num_copies * 2.0**-24 * 5
+    assert bool(((pairwise_mean(parts).double() - exact).abs() <= bound).all())
+
+
+def test_half_precision_is_summed_in_fp32() -> None:
+    # Their sum, 80000, is beyond fp16.
+    assert pairwise_mean(torch.tensor([[40000.0], [40000.0]]).half()).item() == 40000.0
+
+
+def test_a_mean_depends_on_its_own_values_alone() -> None:
+    parts = torch.randn(3, 100)
+    apart = torch.cat([pairwise_mean(parts[:, i : i + 1]) for i in range(100)])
+    assert torch.equal(pairwise_mean(parts), apart)
+
+
+def _blocks(seed: int, shapes: list[tuple[int, int, bool]]) -> list[Block]:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for num_rows, width, is_sparse in shapes:
+        tensor = torch.rand(num_rows, width, generator=generator)
+        picked = torch.rand(num_rows, generator=generator) < 0.5
+        blocks.append(Block(tensor, picked.nonzero().view(-1) if is_sparse else None))
+    return blocks
+
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(1, 5), st.booleans()), min_size=1, max_size=6
+)
+
+
+@settings(deadline=None)
+@given(SHAPES, st.integers(0, 1000), st.integers(1, 4), st.integers(20, 400))
+def test_rows_packed_in_batches_are_written_back_where_they_were(
+    shapes: list[tuple[int, int, bool]], seed: int, multiple: int, max_bytes: int
+) -> None:
+    blocks = _blocks(seed, shapes)
+    starts = [block.tensor.clone() for block in blocks]
+    num_rows = 0
+    for batch in batches(blocks, max_bytes, multiple):
+        packed = batch.pack()
+        assert packed.numel() % multiple == 0
+        single_row = len(batch.blocks) == 1 and batch.blocks[0].num_rows == 1
+        assert single_row or sum(b.numel for b in batch.blocks) * 4 <= max_bytes
+        for block, part in batch.unpack(packed + 1):
+            block.write(part)
+            num_rows += block.num_rows
+    assert num_rows == sum(block.num_rows for block in blocks)
+    for block, start in zip(blocks, starts, strict=True):
+        rows = slice(None) if block.rows is None else block.rows
+        expected = start.clone()
+        expected[rows] += 1
+        assert torch.equal(block.tensor, expected)
+
+
+def test_dtypes_and_wires_never_share_a_batch() -> None:
+    base = torch.zeros(2, 4)
+    blocks = [
+        Block(torch.ones(2, 4)),
+        Block(torch.ones(2, 4).half()),
+        Block(torch.ones(2, 4), None, base, torch.bfloat16),
+        Block(torch.ones(3, 4)),
+    ]
+    found = list(batches(blocks, 1000, 2))
+    assert sorted(len(batch.blocks) for batch in found) == [1, 1, 2]
+
+
+def test_the_base_of_a_split_block_is_split_with_it() -> None:
+    tensor, base = torch.arange(40.0).view(10, 4), torch.arange(40.0).view(10, 4) / 2
+    block = Block(tensor, torch.tensor([1, 4, 7]), base[[1, 4, 7]], torch.float16)
+    for part in block.split(4):
+        assert part.base is not None
+        assert torch.equal(part.base.view(-1), part.read() / 2)

@@ -9,6 +9,7 @@ loopback and ranks of different hosts through the shaped link; rank 0's host hol
 from __future__ import annotations
 
 import importlib
+import logging
 import multiprocessing
 import os
 import socket
@@ -31,6 +32,8 @@ _FIRST_PORT = 29500
 _COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 # By its module's name: what `python -m` runs is called __main__, and would not pickle.
 _LAUNCHER = f"from {__name__} import launch; launch()"
+# Advice of libraries to their users, which every rank would repeat. Errors are still told.
+_QUIET = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore"}
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -72,7 +75,7 @@ class HostRanks:
     ) -> None:
         self._hosts = hosts
         self._modules = modules
-        self._environment = os.environ | {"TORCH_CPP_LOG_LEVEL": "ERROR"} | dict(environment)
+        self._environment = os.environ | _QUIET | dict(environment)
         self._next_port = _FIRST_PORT
         self._stack = ExitStack()
         self._launchers: list[Connection] = []
@@ -96,7 +99,7 @@ class HostRanks:
     def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
-    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300) -> list[Any]:
+    def call(self, function: Callable[..., Any], *args: Any, timeout_s: float = 600) -> list[Any]:
         """`function(site, *args)` on every rank of a fresh gloo world; results indexed by rank.
 
         `site` is the rank's WorkerSite; function, arguments and results must pickle. Raises
@@ -219,6 +222,7 @@ def _run_rank(call: Call, site: WorkerSite, pipe: Connection) -> None:
 
 def launch() -> None:
     """What a launcher runs: import what its ranks need, then answer calls."""
+    logging.disable(logging.WARNING)
     descriptor, *modules = sys.argv[1:]
     for module in modules:
         importlib.import_module(module)

@@ -194,6 +194,8 @@ def _settings() -> dict[str, Any]:
         "tables": f"{NUM_TABLES} x {TABLE_ROWS} x {EMBEDDING_DIM} fp32, one id a row and table",
         "zipf_exponent": ZIPF_EXPONENT,
         "model": f"DLRM, dense layers {DENSE_LAYERS}, over layers {OVER_LAYERS}",
+        "precision": "fp32, computed and sent, unless a row says otherwise",
+        "malloc": "both sides keep freed memory (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_)",
         "optimizers": "row-wise AdaGrad in backward, Adam for the dense part",
         "peak_memory": "VmHWM of the rank process, the largest of the ranks",
         "imbalance": "ids looked up, max over mean across ranks",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -165,7 +166,8 @@ def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
         "fp16, or allow more sharding types, such as row_wise, which splits one table over all "
         "workers"
     )
-    detail = str(error).strip().splitlines()[-1].strip()
+    # Its last line names the shard that found no place; estimated times would only distract.
+    detail = re.sub(r"perf: Perf\(.*?\), ", "", str(error).strip().splitlines()[-1].strip())
     return f"no sharding plan fits: {memory}; {advice}. The planner says: {detail}"
 
 

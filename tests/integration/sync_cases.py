@@ -29,12 +29,13 @@ NUM_STEPS = 100  # what schedules would reckon with
 
 @dataclass(frozen=True)
 class Table:
-    """A table and the number of features that look it up."""
+    """A table and the features that look it up: pooled ones, or sequences."""
 
     num_rows: int
     sharding: str = "row_wise"
     num_features: int = 1
     data_type: str = "fp32"
+    is_sequence: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,24 @@ class SyncCase:
     @property
     def features(self) -> dict[str, int]:
         """Table number of each feature."""
+        return self.pooled | self.sequences
+
+    @property
+    def pooled(self) -> dict[str, int]:
+        """Table number of each pooled feature."""
+        return self._features(is_sequence=False)
+
+    @property
+    def sequences(self) -> dict[str, int]:
+        """Table number of each sequence feature."""
+        return self._features(is_sequence=True)
+
+    def _features(self, is_sequence: bool) -> dict[str, int]:
         return {
             f"feature_{number}_{index}": number
             for number, table in enumerate(self.tables)
             for index in range(table.num_features)
+            if table.is_sequence == is_sequence
         }
 
 
@@ -72,16 +87,8 @@ def random_case(seed: int, world_size: int) -> SyncCase:
     draw = random.Random(seed)
     sizes = [size for size in (1, 2) if world_size % size == 0 and world_size // size > 1]
     size = draw.choice(sizes)
-    sharding = ["row_wise", "table_wise", "column_wise", "data_parallel"]
-    tables = tuple(
-        Table(
-            num_rows=draw.choice([1, 2, 7, 33, 200]),
-            sharding=draw.choice(sharding),
-            num_features=draw.choice([1, 1, 2]),
-            data_type=draw.choice(["fp32", "fp32", "fp16"]),
-        )
-        for _ in range(draw.randint(1, 4))
-    )
+    others = [draw.random() < 0.3 for _ in range(draw.randint(0, 3))]
+    tables = tuple(_random_table(draw, is_sequence) for is_sequence in (False, *others))
     return SyncCase(
         world_size=world_size,
         shard_group_size=size,
@@ -99,6 +106,19 @@ def random_case(seed: int, world_size: int) -> SyncCase:
     )
 
 
+def _random_table(draw: random.Random, is_sequence: bool) -> Table:
+    sharding = ["row_wise", "table_wise", "column_wise"]
+    if not is_sequence:
+        sharding += ["table_row_wise", "grid_shard", "data_parallel"]
+    return Table(
+        num_rows=draw.choice([1, 2, 7, 33, 200]),
+        sharding=draw.choice(sharding),
+        num_features=draw.choice([1, 1, 2]),
+        data_type=draw.choice(["fp32", "fp32", "fp16"]),
+        is_sequence=is_sequence,
+    )
+
+
 def spec_of(case: SyncCase) -> JobSpec:
     """The job that trains a case."""
     tables = [
@@ -108,12 +128,16 @@ def spec_of(case: SyncCase) -> JobSpec:
             "embedding_dim": case.embedding_dim,
             "data_type": table.data_type,
             "constraints": {"sharding_types": [table.sharding]}
-            | ({"min_partition": 4} if table.sharding == "column_wise" else {}),
+            | ({"min_partition": 4} if table.sharding in ("column_wise", "grid_shard") else {}),
         }
         for number, table in enumerate(case.tables)
     ]
     features = [
-        {"name": name, "type": "id_list", "table": f"table_{number}"}
+        {
+            "name": name,
+            "type": "sequence" if case.tables[number].is_sequence else "id_list",
+            "table": f"table_{number}",
+        }
         for name, number in case.features.items()
     ]
     sparse = {"name": case.optimizer, "lr": case.lr, "eps": 0.01, "weight_decay": case.weight_decay}
@@ -146,24 +170,31 @@ def make_batch(case: SyncCase, step: int, rank: int, copy: int) -> Batch:
     idle = random.Random(f"{case.seed}/{step}/{copy}").random() < case.share_idle
     generator = torch.Generator().manual_seed(case.seed * 7919 + step * 101 + rank)
     count = case.batch_size
-    lengths = torch.randint(0, case.max_bag + 1, (len(case.features), count), generator=generator)
-    lengths *= 0 if idle else 1
-    values = [
-        torch.randint(
-            0, case.tables[number].num_rows, (int(lengths[row].sum()),), generator=generator
-        )
-        for row, number in enumerate(case.features.values())
-    ]
+    max_bag = 0 if idle else case.max_bag
     ones = torch.ones(count)
     return Batch(
         dense=torch.randn(count, 1, generator=generator),
-        sparse=KeyedJaggedTensor(
-            keys=list(case.features), values=torch.cat(values), lengths=lengths.flatten().int()
-        ),
+        sparse=_ids(case, case.pooled, max_bag, generator),
         label=torch.randn(count, generator=generator),
         label_offset=0 * ones,
         label_scale=ones,
         weight=ones,
+        sequences=_ids(case, case.sequences, max_bag, generator) if case.sequences else None,
+    )
+
+
+def _ids(
+    case: SyncCase, features: dict[str, int], max_bag: int, generator: torch.Generator
+) -> KeyedJaggedTensor:
+    lengths = torch.randint(0, max_bag + 1, (len(features), case.batch_size), generator=generator)
+    values = [
+        torch.randint(
+            0, case.tables[number].num_rows, (int(lengths[row].sum()),), generator=generator
+        )
+        for row, number in enumerate(features.values())
+    ]
+    return KeyedJaggedTensor(
+        keys=list(features), values=torch.cat(values), lengths=lengths.flatten().int()
     )
 
 

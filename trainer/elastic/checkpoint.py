@@ -2,7 +2,8 @@
 
 A checkpoint *exists* once its COMMIT.json is on storage. The marker names step, layout, data
 position and the size and SHA-256 of every file; a folder without one is garbage of a save that was
-cut off. DCP stores tables by global row, so any (T, L, placement) can load what any other saved.
+cut off. What is in the files, and how any sharding loads what any other saved, is the business of
+`trainer.elastic.training_state`.
 """
 
 from __future__ import annotations

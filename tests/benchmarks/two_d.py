@@ -84,7 +84,8 @@ def layouts() -> list[TwoDLayout]:
     ]
     # Measured too, but no 1D row does the same arithmetic.
     beyond = [replace(overlapped[0], dense="at_sync"), replace(overlapped[0], wire="fp16")]
-    return plain + overlapped + beyond
+    unsynced = [TwoDLayout(num_replicas, "inter_host", "none", 1) for num_replicas in (2, 4)]
+    return plain + overlapped + beyond + unsynced
 
 
 def is_comparable(side: Side) -> bool:

@@ -25,6 +25,7 @@ TABLE_ROWS = 50_000
 BATCH_SIZE = 2048  # rows per rank
 ZIPF_EXPONENT = 1.05
 DATA_SEED = 2026
+NEVER = 10**6  # steps
 TABLES = tuple(f"table_{index:02d}" for index in range(NUM_TABLES))
 FEATURES = tuple(f"feature_{index:02d}" for index in range(NUM_TABLES))
 DENSE_LAYERS = (64, EMBEDDING_DIM)
@@ -35,7 +36,8 @@ OVER_LAYERS = (64, 1)
 class TwoDLayout:
     """How our side lays the model over the ranks, and how it syncs the copies.
 
-    `wire` is the precision in which embeddings, their gradients and the syncs travel.
+    `wire` is the precision in which embeddings, their gradients and the syncs travel. Mode
+    "none" never syncs: no way to train, but the most that any sync could reach.
     """
 
     num_replicas: int
@@ -49,7 +51,8 @@ class TwoDLayout:
     @property
     def label(self) -> str:
         """Name of its row in the table."""
-        parts = [f"2D M={self.num_replicas} {self.placement}, {self.mode} N={self.every_steps}"]
+        sync = "no sync" if self.mode == "none" else f"{self.mode} N={self.every_steps}"
+        parts = [f"2D M={self.num_replicas} {self.placement}, {sync}"]
         if self.overlap:
             parts.append("overlap")
         if self.dense != "every_step":
@@ -61,7 +64,19 @@ class TwoDLayout:
     @property
     def is_comparable(self) -> bool:
         """Whether it counts for the ratio: 1D rounds nothing and averages gradients always."""
-        return self.dense == "every_step" and self.wire == "fp32"
+        return self.mode != "none" and self.dense == "every_step" and self.wire == "fp32"
+
+    @property
+    def sync(self) -> dict[str, Any]:
+        """The job's `parallelism.sync`."""
+        common = {
+            "overlap": self.overlap,
+            "dtype": self.wire,
+            "full_above": 1.0,  # a row named touched_rows shall not turn into full
+        }
+        if self.mode == "none":
+            return common | {"mode": "touched_rows", "every_steps": NEVER}
+        return common | {"mode": self.mode, "every_steps": self.every_steps}
 
 
 def spec_of(world_size: int, layout: TwoDLayout) -> JobSpec:
@@ -90,13 +105,7 @@ def spec_of(world_size: int, layout: TwoDLayout) -> JobSpec:
                 "workers": world_size,
                 "shard_group_size": world_size // layout.num_replicas,
                 "placement": layout.placement,
-                "sync": {
-                    "every_steps": layout.every_steps,
-                    "mode": layout.mode,
-                    "overlap": layout.overlap,
-                    "dtype": layout.wire,
-                    "full_above": 1.0,  # a row named touched_rows shall not turn into full
-                },
+                "sync": layout.sync,
                 "all_to_all": {"forward": layout.wire, "backward": layout.wire},
                 "dense": layout.dense,
             },

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from itertools import product
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarks import two_d
-from tests.benchmarks.report import SKIPPED, main
+from tests.benchmarks.report import SKIPPED, BenchmarkReport, Run, main
 from tests.benchmarks.two_d import (
     best_of,
     is_comparable,
@@ -54,8 +55,11 @@ def test_a_layout_becomes_the_job_that_its_name_says(layout):
     parallelism = spec_of(two_d.WORLD_SIZE, layout).parallelism
     assert parallelism.num_replicas == layout.num_replicas
     assert parallelism.placement == layout.placement
-    assert parallelism.sync.mode == layout.mode
-    assert parallelism.sync.every_steps == layout.every_steps
+    if layout.mode == "none":
+        assert parallelism.sync.every_steps > schedule_of(layout).num_steps
+    else:
+        assert parallelism.sync.mode == layout.mode
+        assert parallelism.sync.every_steps == layout.every_steps
     assert parallelism.sync.overlap == layout.overlap
     assert parallelism.dense == layout.dense
     assert parallelism.sync.dtype == parallelism.all_to_all.forward == layout.wire
@@ -124,6 +128,8 @@ def test_sides_that_round_or_average_less_are_shown_but_not_compared():
         "1D fp16_wire",
         f"{common}, dense at_sync",
         f"{common}, fp16 on the wire",
+        "2D M=2 inter_host, no sync",
+        "2D M=4 inter_host, no sync",
     }
 
 
@@ -134,6 +140,18 @@ def test_speeds_in_the_table_are_relative_to_the_best_1d():
     rows = table_rows(measured, base="table_wise")
     assert [row["configuration"] for row in rows] == ["1D table_wise", ours.label]
     assert [row["of 1D"] for row in rows] == [1.0, 1.75]
+
+
+def test_a_report_holds_and_prints_its_table_beside_the_ratios(monkeypatch, tmp_path, capsys):
+    values = summary([RESULT], SCHEDULE, rows_per_step=100)
+    runs = [Run(0, "ours", values), Run(0, "peer", values)]
+    rows = table_rows({"table_wise": values}, base="table_wise")
+    report = BenchmarkReport("two_d", {}, [two_d.GOAL], runs, rows)
+    path = tmp_path / "two_d.json"
+    monkeypatch.setattr("sys.argv", ["two_d", "--json", str(path)])
+    assert main(lambda num_pairs: report, default_pairs=1, description="") == 0
+    assert json.loads(path.read_text())["rows"] == rows
+    assert "1D table_wise" in capsys.readouterr().out
 
 
 def test_where_hosts_cannot_be_emulated_it_skips_with_the_reason(monkeypatch, tmp_path, capsys):

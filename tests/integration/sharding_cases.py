@@ -39,7 +39,7 @@ SEQUENCES = {"bought": "goods", "seen": "goods", "visited": "pages"}
 LR, EPS, DENSE_LR = 0.1, 0.01, 0.05
 BATCH_SIZE = 6
 _CPU = torch.device("cpu")
-_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
+_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
 
 
 @dataclass(frozen=True)

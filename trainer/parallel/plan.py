@@ -13,7 +13,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
@@ -49,7 +48,6 @@ def make_plan(
     The plan numbers shards by position in the group, 0 to L - 1; `place_plan` maps them to ranks.
     Raises `PlanError` on every rank.
     """
-    _check_data_types(spec, groups.device)
     planner_spec = spec.parallelism.planner
     memory_bytes = spec.resources.memory_bytes_per_worker or least_memory_bytes(groups)
     usable_bytes = int(memory_bytes * (1 - planner_spec.storage_reservation))
@@ -66,15 +64,6 @@ def make_plan(
     if not isinstance(answer[0], ShardingPlan):
         raise PlanError(answer[0])
     return answer[0]
-
-
-def _check_data_types(spec: JobSpec, device: torch.device) -> None:
-    for table in spec.embedding_tables:
-        if table.data_type == "bf16" and device.type == "cpu":
-            raise PlanError(
-                f"table '{table.name}' cannot be bf16 on CPU: FBGEMM has no kernel for it; set its "
-                "data_type to fp16 or fp32, or train on GPUs (resources.device)"
-            )
 
 
 def _planner(

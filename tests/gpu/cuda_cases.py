@@ -117,7 +117,6 @@ def _build_both(
 def _dmp_collection(
     module: nn.Module, plan: ShardingPlan, fused_params: dict[str, Any], groups: MeshGroups
 ) -> DMPCollection:
-    # By keyword: TorchRec 1.6 and 1.8 order the arguments differently.
     return DMPCollection(
         module=module,
         device=groups.device,

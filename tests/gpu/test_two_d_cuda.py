@@ -1,7 +1,7 @@
 """The wrapper on NCCL against TorchRec's own DMPCollection, step by step, and their speed.
 
 T is the number of GPUs, rounded down to an even one: with a single GPU T = M = 1, otherwise M = 2.
-Written from TorchRec's sources (1.6 and 1.8) on a machine without a GPU.
+Written from TorchRec's sources (1.6.1 and 1.8.0) on a machine without a GPU.
 """
 
 from __future__ import annotations

@@ -61,11 +61,13 @@ class Block:
         """Elements of all rows."""
         return self.num_rows * self.row_numel
 
-    def read(self) -> torch.Tensor:
-        """The rows, flat; a view when they are all rows."""
+    def read_into(self, flat: torch.Tensor) -> None:
+        """Copy the rows into `flat`, of `numel` elements."""
         if self.rows is None:
-            return self.tensor.view(-1)
-        return self.tensor.index_select(0, self.rows).view(-1)
+            flat.copy_(self.tensor.view(-1))
+        else:
+            out = flat.view(self.num_rows, *self.tensor.shape[1:])
+            torch.index_select(self.tensor, 0, self.rows, out=out)
 
     def write(self, flat: torch.Tensor) -> None:
         """Overwrite the rows."""
@@ -199,12 +201,18 @@ class Batch:
 
     def pack(self) -> torch.Tensor:
         """The blocks' rows as they are now, flat, with zeros up to a multiple of M."""
-        return self._end_to_end([block.read() for block in self.blocks])
+        flat = self._new_buffer()
+        for block, part in self.unpack(flat):
+            block.read_into(part)
+        return flat
 
     def pack_base(self) -> torch.Tensor:
         """The blocks' bases, flat, likewise."""
-        bases = [block.base for block in self.blocks if block.base is not None]
-        return self._end_to_end([base.reshape(-1) for base in bases])
+        flat = self._new_buffer()
+        for block, part in self.unpack(flat):
+            assert block.base is not None, "what travels as a change has a base"
+            part.copy_(block.base.view(-1))
+        return flat
 
     def unpack(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
         """Each block with its part of `flat`."""
@@ -213,9 +221,11 @@ class Batch:
             yield block, flat[place : place + block.numel]
             place += block.numel
 
-    def _end_to_end(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        missing = -sum(part.numel() for part in parts) % self._multiple
-        return torch.cat([*parts, parts[0].new_zeros(missing)])
+    def _new_buffer(self) -> torch.Tensor:
+        numel = sum(block.numel for block in self.blocks)
+        flat = self.blocks[0].tensor.new_empty(numel + -numel % self._multiple)
+        flat[numel:] = 0
+        return flat
 
 
 def batches(blocks: Iterable[Block], max_bytes: int, multiple: int) -> Iterator[Batch]:

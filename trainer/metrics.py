@@ -233,6 +233,7 @@ class Speedometer:
         self.phases = phases
         self._rows_per_step = rows_per_step
         self._clock = clock
+        self._is_paused = False
         self.restart()
 
     def restart(self) -> None:
@@ -258,11 +259,14 @@ class Speedometer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out time that is not training (validation, checkpoints, traces)."""
-        started = self._clock()
+        """Leave out time that is not training (validation, checkpoints, traces); may be nested."""
+        started, is_outermost = self._clock(), not self._is_paused
+        self._is_paused = True
         with self.phases.paused():
             yield
-        self._paused_s += self._clock() - started
+        if is_outermost:
+            self._is_paused = False
+            self._paused_s += self._clock() - started
 
     def read(self) -> dict[str, float]:
         """Values of this window; starts the next one."""

@@ -97,8 +97,16 @@ class Checkpoints:
         policy = self._config.spec.checkpoint
         committed = checkpoint.list_committed(self._folder)
         for old in checkpoint.superseded(committed, policy.keep_last, policy.keep_best):
+            self._remove(old)
+
+    def _remove(self, old: checkpoint.CommittedCheckpoint) -> None:
+        try:
             checkpoint.remove_checkpoint(old.path)
-            self._emit_deleted(old)
+        except OSError as error:
+            # The new checkpoint is safe; the old one is tried again after the next save.
+            logger.warning("checkpoint %s could not be removed: %s", old.path.name, error)
+            return
+        self._emit_deleted(old)
 
     def _emit_deleted(self, old: checkpoint.CommittedCheckpoint) -> None:
         self._emit(

@@ -77,15 +77,21 @@ class Session:
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
         self._writer = self._open_writer()
-        self.tracer = self._open_tracer()
+        self._rank_writer = self._writer or EventWriter(self._rank_stream)
+        trace = spec.training.trace
+        self.tracer = Tracer(self._files, groups.rank, trace, self.speed, self._rank_writer.write)
         self.checkpoints = Checkpoints(config, groups, self.emit)
         self.sync = build_sync(
             self.model,
             spec,
             extra=lambda: self.optimizers.synced_whole(dense=spec.parallelism.dense == "at_sync"),
-            warn=lambda message: self.note("warning", message),
+            warn=self._warn_of_sync,
         )
         self.guard = self._open_guard()
+
+    def _warn_of_sync(self, message: str) -> None:
+        logger.warning("%s", message)
+        self._rank_writer.write(events.Note(time=time.time(), level="warning", message=message))
 
     def _open_guard(self) -> DivergenceGuard | None:
         parallelism = self.spec.parallelism
@@ -142,12 +148,10 @@ class Session:
             return None
         return EventWriter(self._files.stream_path(f"workers-{self.config.run_index}"))
 
-    def _open_tracer(self) -> Tracer:
-        rank = self.groups.rank
-        # Ranks other than 0 have no stream but this one, which begins with their first trace.
-        stream = self._files.stream_path(f"traces-rank{rank}-{self.config.run_index}")
-        writer = self._writer or EventWriter(stream)
-        return Tracer(self._files, rank, self.spec.training.trace, self.speed, writer.write)
+    @property
+    def _rank_stream(self) -> Path:
+        # What only one rank knows (its traces, its replica group's sync); begins with the first.
+        return self._files.stream_path(f"rank{self.groups.rank}-{self.config.run_index}")
 
     @property
     def is_finished(self) -> bool:
@@ -230,18 +234,20 @@ class Session:
     def synchronise(self) -> None:
         """Average the copies, then compare them if that is due.
 
-        Collective over the replica group. Raises `DivergenceError` on every rank.
+        Collective over the replica group; a comparison over all ranks, where it raises
+        `DivergenceError` on each.
         """
         with self.phases.during("sync"):
             self.speed.sync(self.sync())
-        if self.guard:
-            self._check_copies(self.guard)
+        if self.guard and self.guard.is_due_after_sync():
+            with self.speed.paused():
+                if self.spec.parallelism.sync.overlap:
+                    self.sync.flush()
+                self._check_copies(self.guard)
 
     def _check_copies(self, guard: DivergenceGuard) -> None:
-        with self.speed.paused():
-            if guard.is_due and self.spec.parallelism.sync.overlap:
-                self.sync.flush()
-            found = guard.after_sync()
+        """Compare what a sync has made equal. Collective over all ranks."""
+        found = guard.check()
         for each in found:
             self.emit(
                 events.Divergence(
@@ -255,6 +261,8 @@ class Session:
             )
         if found and guard.action == "fail":
             raise DivergenceError(found)
+        if found:
+            self.sync.renew()
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -358,12 +366,15 @@ class Session:
     def save_checkpoint(self, is_best: bool) -> None:
         """Save model and optimizers. Collective over all ranks.
 
-        Copies are averaged first: an unsynced save would mix the groups. A failed save in the
-        middle of a run is a warning, because training can go on and the next may succeed; at the
-        end it raises `CheckpointError`, because then the result itself would be lost.
+        Copies are averaged first: an unsynced save would mix the groups; and compared, where the
+        job asks for that, so that no checkpoint holds a copy that has come apart. A failed save
+        in the middle of a run is a warning, because training can go on and the next may succeed;
+        at the end it raises `CheckpointError`, because then the result itself would be lost.
         """
         with self.off_the_clock():
             self.sync.flush()
+            if self.guard:
+                self._check_copies(self.guard)
             try:
                 tensors = state_to_save(self.model, self.optimizers.combined)
                 self.checkpoints.save(tensors, self.state, self.final_metrics, is_best)

@@ -33,11 +33,20 @@ _REASONS: dict[type[Exception], str] = {
 
 def train(session: Session) -> dict[str, float]:
     """Run the session to its end; returns the final metrics. Every rank takes equal steps."""
+    try:
+        take_steps(session)
+    finally:
+        session.close()
+    return session.final_metrics
+
+
+def take_steps(session: Session) -> None:
+    """The loop itself, from the newest checkpoint on."""
     session.restore()
     session.announce()
     session.speed.restart()
     if session.is_finished:
-        return session.final_metrics
+        return
     sync_spec = session.spec.parallelism.sync
     for batch, position, wait_s in session.batches():
         session.train_step(batch, position, wait_s)
@@ -51,8 +60,6 @@ def train(session: Session) -> dict[str, float]:
             session.save_checkpoint(is_best)
         if session.is_finished:
             break
-    session.close()
-    return session.final_metrics
 
 
 def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float]:

@@ -239,9 +239,16 @@ class Training:
 
     def moments(self) -> list[torch.Tensor]:
         """The optimizer state that a sync averages."""
-        _, whole = self.extra()
+        return [*self.shard_moments(), *self.whole_states()]
+
+    def shard_moments(self) -> list[torch.Tensor]:
+        """The optimizer state of the shards."""
         shards = self.model.table_shards()
-        return [*(state for shard in shards for state in shard.states.values()), *whole]
+        return [state for shard in shards for state in shard.states.values()]
+
+    def whole_states(self) -> list[torch.Tensor]:
+        """The optimizer state of what is averaged whole."""
+        return self.extra()[1]
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint stores of the model."""

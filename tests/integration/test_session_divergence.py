@@ -23,16 +23,16 @@ SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.vali
 
 def train_with_a_flipped_bit(config: WorkerConfig) -> str:
     """Flip a bit on rank 1 before the first check; how this rank's run ended."""
-    original = DivergenceGuard.after_sync
+    original = DivergenceGuard.check
 
     def flipping(guard: DivergenceGuard) -> Any:
-        if guard.is_due and dist.get_rank() == 1 and not hasattr(guard, "flipped"):
+        if dist.get_rank() == 1 and not hasattr(guard, "flipped"):
             guard.flipped = True  # type: ignore[attr-defined]
             shard = guard._model.table_shards()[0]
             shard.weight.view(torch.int32)[0, 0] ^= 1
         return original(guard)
 
-    DivergenceGuard.after_sync = flipping  # type: ignore[method-assign]
+    DivergenceGuard.check = flipping  # type: ignore[method-assign]
     try:
         run_worker(config)
     except failures.WorkerFailure as failure:

@@ -2,17 +2,22 @@
 
 A flipped bit, a faulty link or a bug leaves a shard's copies different, and averaging then hides
 it. Every K syncs each rank sums the bits of what it holds into one number for each shard, data
-parallel table and dense parameter, and compares these with the rest of its replica group.
+parallel table and dense parameter, and compares these with the ranks that hold the same: its
+replica group, and all ranks for what is whole on each.
+
+What is found: whatever differs after the averaging, such as rows that nobody has looked up since
+the last sync (mode touched_rows), a dense part that DDP keeps equal, and faults of the sync. A
+fault in what a sync is about to average goes into all copies alike and cannot be seen.
 
 Copies are bitwise equal only right after a sync that has been applied. An overlapped sync never
 leaves them so, because each copy has trained on: there the caller flushes first when a check is
 due. Optimizer state is compared when every sync averages it; with `delayed` and `never` it may
 differ between copies.
 
-Collectives of a check: one all-gather of 8 bytes for each shard on the *replica group*, one
-all-reduce of a flag on the *global group*, so that all ranks act alike; when copies differ, also an
-all-gather of the findings on the global group and, with `rebroadcast`, a broadcast of each
-divergent shard on its replica group.
+Collectives of a check: an all-gather of 8 bytes for each shard on the *replica group*, one of 8
+bytes for each whole table and parameter on the *global group*, and an all-reduce of a flag there,
+so that all ranks act alike; when copies differ, also an all-gather of the findings on the global
+group and, with `rebroadcast`, a broadcast of what differs on the group that compared it.
 """
 
 from __future__ import annotations
@@ -31,8 +36,9 @@ from trainer.parallel.dense_sync import dense_part
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import DivergenceCheckSpec
 
-# Elements summed at a time: bounds the temporary memory (8 bytes each) and fits a CPU's cache.
-_CHUNK = 1 << 16
+# Elements summed at a time: bounds the temporary memory (8 bytes each), fits a CPU's cache, and
+# keeps the launches on a GPU few.
+_CHUNK = {"cpu": 1 << 16, "cuda": 1 << 22}
 # Odd, so that multiplying by it loses no bit modulo 2^64 (Knuth's MMIX generator).
 _STRIDE = 6364136223846793005
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -42,8 +48,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class DivergentShard:
     """Copies of one shard that differ: `ranks` hold another content than most of their group.
 
-    `shard` is the position in the sharding group, from 0 to L - 1; `table` may also be the name of
-    a dense parameter.
+    `shard` is the position in the sharding group, from 0 to L - 1, and 0 for what is whole on every
+    rank; `table` may also be the name of a dense parameter.
     """
 
     table: str
@@ -76,7 +82,7 @@ class _Entry:
 
 
 class DivergenceGuard:
-    """Compares the copies of everything a replica group shares, every `every_syncs` syncs.
+    """Compares the copies of everything that is held more than once, every `every_syncs` syncs.
 
     `compare_state` says whether the optimizer state is equal after a sync too. `optimizer` holds
     the state of data-parallel tables and dense parameters.
@@ -94,7 +100,6 @@ class DivergenceGuard:
         self._optimizer = optimizer
         self._compare_state = compare_state
         self._groups = model.groups
-        self._replica_ranks = dist.get_process_group_ranks(model.groups.replica_group)
         self._num_syncs = 0
 
     @property
@@ -102,59 +107,60 @@ class DivergenceGuard:
         """What follows when copies differ."""
         return self._spec.action
 
-    @property
-    def is_due(self) -> bool:
-        """Whether the next `after_sync` compares; an overlapped sync must be flushed before."""
-        return (self._num_syncs + 1) % self._spec.every_syncs == 0
+    def is_due_after_sync(self) -> bool:
+        """Count a sync; whether a check follows it. An overlapped sync must be flushed before."""
+        self._num_syncs += 1
+        return self._num_syncs % self._spec.every_syncs == 0
 
     @torch.no_grad()
-    def after_sync(self) -> list[DivergentShard]:
-        """Count a sync; when a check is due, what differs anywhere, the same list on every rank.
+    def check(self) -> list[DivergentShard]:
+        """What differs anywhere, the same list on every rank. Collective over the global group.
 
         With action `rebroadcast` the copies are equal again afterwards; with `fail` it is for the
-        caller to raise `DivergenceError`. Collective over the global group when due.
+        caller to raise `DivergenceError`.
         """
-        is_due = self.is_due
-        self._num_syncs += 1
-        if not is_due:
-            return []
-        entries = list(self._entries())
-        by_replica = self._gather([checksum(entry.tensors) for entry in entries])
-        differing = [
-            (entry, copies)
-            for entry, sums in zip(entries, zip(*by_replica, strict=True), strict=True)
-            if (copies := differing_copies(sums))
-        ]
-        if self._spec.action == "rebroadcast":
-            for entry, copies in differing:
-                self._rebroadcast(entry, copies)
-        return self._agree([self._finding(entry, copies) for entry, copies in differing])
+        groups = self._groups
+        shards = self._compare(list(self._shards()), groups.replica_group, groups.shard_index)
+        # Whole on every rank, so two replica groups that each agree may still differ.
+        whole = self._compare(list(self._whole()), groups.global_group, 0)
+        return self._agree([*shards, *whole])
 
-    def _entries(self) -> Iterator[_Entry]:
+    def _shards(self) -> Iterator[_Entry]:
         for shard in self._model.table_shards():
             states = tuple(shard.states.values()) if self._compare_state else ()
             yield _Entry(shard.table, (shard.weight, *states))
-        all_states = self._optimizer.state if self._compare_state else {}
+
+    def _whole(self) -> Iterator[_Entry]:
+        states = self._optimizer.state if self._compare_state else {}
         whole = [*self._model.data_parallel_tables().items(), *dense_part(self._model.module)]
         for name, tensor in whole:
-            yield _Entry(name, (tensor, *_tensors_of(all_states.get(tensor, {}))))
+            yield _Entry(name, (tensor, *_tensors_of(states.get(tensor, {}))))
 
-    def _gather(self, checksums: list[torch.Tensor]) -> list[list[int]]:
-        """Checksums of all entries, by replica. Collective over the replica group."""
-        mine = torch.stack(checksums)
-        everyone = [torch.empty_like(mine) for _ in self._replica_ranks]
-        dist.all_gather(everyone, mine, group=self._groups.replica_group)
-        return [sums.tolist() for sums in everyone]
+    def _compare(
+        self, entries: list[_Entry], group: dist.ProcessGroup, position: int
+    ) -> list[DivergentShard]:
+        """Entries whose copies in `group` differ, made equal if asked. Collective over `group`."""
+        if not entries:
+            return []
+        ranks = dist.get_process_group_ranks(group)
+        mine = torch.stack([checksum(entry.tensors) for entry in entries])
+        everyone = [torch.empty_like(mine) for _ in ranks]
+        dist.all_gather(everyone, mine, group=group)
+        found = []
+        for entry, sums in zip(entries, torch.stack(everyone).T.tolist(), strict=True):
+            if copies := differing_copies(sums):
+                found.append(DivergentShard(entry.name, position, tuple(ranks[c] for c in copies)))
+                self._repair(entry, copies, group)
+        return found
 
-    def _rebroadcast(self, entry: _Entry, copies: Sequence[int]) -> None:
-        """Overwrite `copies` of an entry by the first one that is none of them. Collective."""
-        source = next(r for c, r in enumerate(self._replica_ranks) if c not in copies)
+    def _repair(self, entry: _Entry, copies: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Overwrite `copies` of an entry by the first that is none of them, if that is asked."""
+        if self._spec.action != "rebroadcast":
+            return
+        ranks = dist.get_process_group_ranks(group)
+        source = next(rank for copy, rank in enumerate(ranks) if copy not in copies)
         for tensor in entry.tensors:
-            dist.broadcast(tensor.detach(), source, group=self._groups.replica_group)
-
-    def _finding(self, entry: _Entry, copies: Sequence[int]) -> DivergentShard:
-        ranks = tuple(self._replica_ranks[copy] for copy in copies)
-        return DivergentShard(entry.name, self._groups.shard_index, ranks)
+            dist.broadcast(tensor.detach(), source, group=group)
 
     def _agree(self, mine: list[DivergentShard]) -> list[DivergentShard]:
         """What any rank found. Collective over the global group; costly only if anything is."""
@@ -191,15 +197,15 @@ def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Each element's bits are multiplied by an odd random number of its position in a chunk, and the
     sums of chunks are chained, all modulo 2^64: one flipped bit always changes the result, other
     changes (rows swapped, say) escape with a probability of about 2^-63. Integer sums do not depend
-    on their order, so equal bits give equal numbers on any device. Takes half a megabyte of
-    temporary memory, whatever the size of a (contiguous) tensor.
+    on their order, so equal bits give equal numbers on every rank. Takes half a megabyte of
+    temporary memory on a CPU and 32 on a GPU, whatever the size of a (contiguous) tensor.
     """
     first, *_ = tensors
     multipliers = _multipliers(first.device)
     total = torch.zeros((), dtype=torch.int64, device=first.device)
     for tensor in tensors:
         bits = tensor.detach().reshape(-1).view(_BITS[tensor.element_size()])
-        for chunk in bits.split(_CHUNK):
+        for chunk in bits.split(multipliers.numel()):
             total = total * _STRIDE + (chunk * multipliers[: chunk.numel()]).sum()
     return total
 
@@ -209,6 +215,6 @@ def _multipliers(device: torch.device) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     bounds = torch.iinfo(torch.int64)
     numbers = torch.randint(
-        bounds.min, bounds.max, (_CHUNK,), generator=generator, dtype=torch.int64
+        bounds.min, bounds.max, (_CHUNK[device.type],), generator=generator, dtype=torch.int64
     )
     return (numbers | 1).to(device)

@@ -55,11 +55,16 @@ def make_plan(
     constraints = table_constraints(spec, groups.ranks_per_host)
     answer: list[ShardingPlan | str | None] = [None]
     if groups.rank == 0:
-        topology = topology_of(groups, usable_bytes, bandwidths)
+        # Tables and what the sync keeps of them have the same size and lie on the same ranks.
+        table_bytes = usable_bytes // (1 + spec.num_sync_copies)
+        topology = topology_of(groups, table_bytes, bandwidths)
         try:
             answer[0] = _planner(spec, topology, constraints).plan(model, table_sharders)
         except PlannerError as error:
             answer[0] = _why_not(spec, usable_bytes, error)
+        except (ArithmeticError, AssertionError, LookupError, RuntimeError, ValueError) as error:
+            # Whatever it is, the other ranks wait for an answer.
+            answer[0] = f"TorchRec's planner failed on this spec with {error!r}"
     dist.broadcast_object_list(answer, src=0, group=groups.global_group)
     if not isinstance(answer[0], ShardingPlan):
         raise PlanError(answer[0])
@@ -140,13 +145,14 @@ def _constraints_of(
 
 def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
     """A sentence for the person who wrote the spec."""
-    sizes = {table.name: _size_bytes(table, spec) for table in spec.embedding_tables}
+    num_copies = 1 + spec.num_sync_copies
+    sizes = {t.name: _size_bytes(t, spec) * num_copies for t in spec.embedding_tables}
     largest = max(sizes, key=sizes.__getitem__)
     size = spec.parallelism.shard_group_size
     memory = (
-        f"the tables and their optimizer state take {_gib(sum(sizes.values()))} (the largest, "
-        f"'{largest}', {_gib(sizes[largest])}), and ids and activations come on top; a sharding "
-        f"group of {size} workers has {_gib(usable_bytes)} on each after "
+        f"the tables, their optimizer state and sync copies take {_gib(sum(sizes.values()))} (the "
+        f"largest, '{largest}', {_gib(sizes[largest])}), and ids and activations come on top; a "
+        f"sharding group of {size} workers has {_gib(usable_bytes)} on each after "
         f"{spec.parallelism.planner.storage_reservation:.0%} is kept back "
         "(parallelism.planner.storage_reservation)"
     )

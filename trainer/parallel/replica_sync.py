@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 
 from trainer.parallel.agreed import Agreed, AgreedRows, AgreedTables, Exact, wires
 from trainer.parallel.averaging import Block, ReplicaCollectives
@@ -16,6 +18,8 @@ from trainer.parallel.overlap import Background, Round, background_group
 from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
 from trainer.parallel.two_d import TableShard, TwoDParallel
 from trainer.spec import SyncSpec
+
+logger = logging.getLogger(__name__)
 
 Mode = Literal["full", "touched_rows"]
 Extra = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -57,6 +61,10 @@ class Sync(ABC):
         """Make all copies equal, moments included, in full precision. Before a save. Collective."""
 
     @abstractmethod
+    def renew(self) -> None:
+        """Take the copies as they are for equal: after something else has made them so."""
+
+    @abstractmethod
     def reset(self) -> None:
         """Begin anew from copies that are equal: after a load, before training goes on."""
 
@@ -76,6 +84,9 @@ class NoSync(Sync):
 
     def flush(self) -> SyncReport:
         return SyncReport(0.0, 0)
+
+    def renew(self) -> None:
+        """Nothing is kept."""
 
     def reset(self) -> None:
         """Nothing is kept."""
@@ -98,7 +109,8 @@ class ReplicaSync(Sync):
         self._extra = extra
         self._replicas = ReplicaCollectives(model.groups.replica_group, device)
         self._numbers = RowNumbers(model.table_shards(), device)
-        self._overflows = OverflowWarning(warn)
+        is_first = dist.get_rank(model.groups.replica_group) == 0
+        self._overflows = OverflowWarning(warn if is_first else logger.warning)
         self._agreed: Agreed = Exact()
         self._touched: TouchedRows | None = None
         self._watch()
@@ -133,8 +145,12 @@ class ReplicaSync(Sync):
         rows = self._take_union()
         weights, states = self._extra()
         blocks = [*self._blocks(rows, _weight, self._agreed.block), *map(Block, weights)]
-        moments = [*self._blocks(rows, _moments, self._agreed.block), *map(Block, states)]
+        moments = [*self._blocks(rows, _moments, self._agreed.block)]
         self._agreed.begin_window()
+        if self._spec.optimizer_state != "never":
+            # Never delayed: Adam's second moments decay, so a late difference could turn them
+            # negative. Those of the AdaGrads only grow.
+            blocks += map(Block, states)
         if self._spec.optimizer_state == "every":
             blocks += moments
         elif self._spec.optimizer_state == "delayed":
@@ -167,6 +183,9 @@ class ReplicaSync(Sync):
         self._replicas.average_in_place(blocks)
         self._agreed.renew()
         return self._report(started, rows)
+
+    def renew(self) -> None:
+        self._agreed.renew()
 
     def reset(self) -> None:
         for pending in (self._pending, self._pending_moments):
@@ -240,7 +259,7 @@ class ReplicaSync(Sync):
             yield from (block(tensor, local_rows) for tensor in tensors_of(shard))
 
     def _report(self, started: float, rows: torch.Tensor | None) -> SyncReport:
-        if self._replicas.device.type == "cuda" and not self._background:
+        if self._replicas.device.type == "cuda" and not self._spec.overlap:
             torch.cuda.synchronize(self._replicas.device)
         num_bytes, num_overflows = self._replicas.take_costs()
         self._overflows.count(num_overflows)

@@ -61,13 +61,13 @@ def build_sync(
     """The sync that `spec` asks for, over equal copies. Collective over all ranks.
 
     `extra` gives (weights, optimizer states) that are averaged whole at each sync, always as they
-    are: contiguous, shaped alike on all copies, the same tensors each time. `warn` hears when a
-    sync falls back to something else.
+    are: contiguous, shaped alike on all copies, the same tensors each time. `warn` hears, on one
+    rank of those concerned, when a sync falls back to something else.
     """
     if model.groups.layout.num_replicas == 1:
         return NoSync()
     mode, warning = mode_for(spec.parallelism.sync, spec.optimizer.sparse)
-    if warning:
+    if warning and model.groups.rank == 0:
         warn(warning)
     sync = spec.parallelism.sync.model_copy(update={"mode": mode})
     return ReplicaSync(model, sync, extra or _nothing, warn)

@@ -19,7 +19,9 @@ Label = Annotated[str, Field(pattern=LABEL_PATTERN)]
 class SpecModel(BaseModel):
     """Base of every section: unknown keys are errors and values never change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def _refuse(value: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from pydantic_core import PydanticCustomError
+
 from trainer.spec.problems import problem
 from trainer.spec.reserved import MODULE_ATTRIBUTES
 from trainer.spec.tables import SEQUENCE_SHARDING_TYPES, EmbeddingTableSpec
@@ -109,7 +111,7 @@ def _check_sequence_sharding(table: EmbeddingTableSpec, path: str) -> None:
 
 
 def check_column_shards(spec: JobSpec) -> None:
-    """No column shard can have more columns than its table."""
+    """Column shards of a table are equally wide."""
     for index, table in enumerate(spec.embedding_tables):
         fewest = table.constraints.min_partition
         if fewest and table.embedding_dim % fewest:
@@ -167,8 +169,55 @@ def check_trace_ranks(spec: JobSpec) -> None:
         )
 
 
+def check_fields_have_effect(spec: JobSpec) -> None:
+    """What a user sets must do something; what cannot is refused rather than ignored."""
+    sync, schedule = spec.parallelism.sync, spec.optimizer.schedule
+    if sync.optimizer_state != "every" and not spec.optimizer.sparse.has_moments:
+        raise problem(
+            "no_effect",
+            f"optimizer.sparse.name '{spec.optimizer.sparse.name}' has no state to sync; remove it",
+            "parallelism.sync.optimizer_state",
+        )
+    if schedule and schedule.decay == "constant" and schedule.min_ratio:
+        raise problem(
+            "no_effect",
+            "a constant rate never falls; set decay to linear or cosine, or remove it",
+            "optimizer.schedule.min_ratio",
+        )
+    trace, max_steps = spec.training.trace, spec.training.max_steps
+    if trace and max_steps and trace.first_step > max_steps:
+        raise problem(
+            "no_effect",
+            f"training ends at step {max_steps} (training.max_steps), before the trace",
+            "training.trace.first_step",
+        )
+    for index, table in enumerate(spec.embedding_tables):
+        _check_table_fields(spec, table, f"embedding_tables[{index}]")
+
+
+def _check_table_fields(spec: JobSpec, table: EmbeddingTableSpec, path: str) -> None:
+    limits = table.constraints
+    if limits.min_partition and not {"column_wise", "grid_shard"} & set(limits.sharding_types):
+        raise problem(
+            "no_effect",
+            f"table '{table.name}' is never sharded by columns; add column_wise or grid_shard to "
+            "sharding_types, or remove it",
+            f"{path}.constraints.min_partition",
+        )
+    if table.name in spec.sequence_tables and table.pooling == "mean":
+        raise problem(
+            "no_effect",
+            f"table '{table.name}' is looked up by a sequence, whose vectors are not pooled; "
+            "remove it",
+            f"{path}.pooling",
+        )
+
+
+_WHOLE_TABLE_TYPES = frozenset({"table_wise", "data_parallel"})
+
+
 def check_memory(spec: JobSpec) -> None:
-    """Each table, and all together, fit into what one sharding group has; where sizes are known.
+    """Tables fit into what the workers have; where sizes and memory are known.
 
     The same is checked by the planner at the start for sizes that only the data tells.
     """
@@ -177,20 +226,42 @@ def check_memory(spec: JobSpec) -> None:
         return
     size = spec.parallelism.shard_group_size
     assert isinstance(size, int)
-    room_bytes = int(size * memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
-    sparse, total_bytes = spec.optimizer.sparse, 0
+    worker_bytes = int(memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
+    sizes_bytes = [_size_bytes(spec, table) for table in spec.embedding_tables]
     for index, table in enumerate(spec.embedding_tables):
-        state_bytes = sparse.state_bytes_per_row(table.embedding_dim)
-        total_bytes += table.size_bytes(state_bytes) or 0
-        if total_bytes > room_bytes:
-            raise problem(
-                "table_too_large",
-                f"with table '{table.name}' the tables and their optimizer state need "
-                f"{total_bytes / 2**30:.2f} GiB, but a sharding group of {size} workers holds "
-                f"{room_bytes / 2**30:.2f} GiB (resources.memory_bytes_per_worker less "
-                "parallelism.planner.storage_reservation); raise parallelism.shard_group_size",
-                f"embedding_tables[{index}].num_embeddings",
-            )
+        is_whole = _WHOLE_TABLE_TYPES.issuperset(table.constraints.sharding_types)
+        room_bytes = worker_bytes if is_whole else worker_bytes * size
+        holder = "one worker" if is_whole else f"a sharding group of {size} workers"
+        if sizes_bytes[index] > room_bytes:
+            raise _too_large(f"table '{table.name}'", sizes_bytes[index], room_bytes, holder, index)
+    if sum(sizes_bytes) > worker_bytes * size:
+        largest = max(range(len(sizes_bytes)), key=sizes_bytes.__getitem__)
+        holder = f"a sharding group of {size} workers"
+        raise _too_large(
+            f"the {len(sizes_bytes)} tables together",
+            sum(sizes_bytes),
+            worker_bytes * size,
+            holder,
+            largest,
+        )
+
+
+def _size_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> int:
+    state_bytes = spec.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
+    return (table.size_bytes(state_bytes) or 0) * (1 + spec.num_sync_copies)
+
+
+def _too_large(
+    what: str, needed_bytes: int, room_bytes: int, holder: str, index: int
+) -> PydanticCustomError:
+    return problem(
+        "table_too_large",
+        f"{what} with optimizer state and sync copies: {needed_bytes / 2**30:.3g} GiB, but "
+        f"{holder} holds {room_bytes / 2**30:.3g} GiB (resources.memory_bytes_per_worker less "
+        "parallelism.planner.storage_reservation); raise parallelism.shard_group_size, or allow "
+        "row_wise where a table must be whole",
+        f"embedding_tables[{index}].num_embeddings",
+    )
 
 
 ALL: tuple[Callable[[JobSpec], None], ...] = (
@@ -203,5 +274,6 @@ ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_moment_scale,
     check_shapes,
     check_trace_ranks,
+    check_fields_have_effect,
     check_memory,
 )

@@ -58,7 +58,7 @@ class FeatureSpec(SpecModel):
     column: Identifier | None = None
     table: Identifier | None = None
     weights_column: Identifier | None = None
-    max_length: PositiveInt | None = None
+    max_length: Annotated[PositiveInt, Field(le=10_000)] | None = None
 
     @property
     def source_column(self) -> str:

@@ -45,7 +45,7 @@ class EmbeddingTableSpec(SpecModel):
     """
 
     name: Identifier
-    num_embeddings: PositiveInt | Literal["auto"] = "auto"
+    num_embeddings: Annotated[PositiveInt, Field(le=2**40)] | Literal["auto"] = "auto"
     embedding_dim: Annotated[PositiveInt, Field(multiple_of=4)]
     pooling: Literal["sum", "mean"] = "sum"
     data_type: Precision = "fp32"

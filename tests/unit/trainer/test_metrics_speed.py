@@ -66,6 +66,18 @@ def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
     assert "sync/time_s" not in speed.read()
 
 
+def test_a_pause_within_a_pause_is_left_out_once() -> None:
+    clock = FakeTime()
+    speed = speedometer(10, clock)
+    speed.step(0.0)
+    clock.now_s += 2.0
+    with speed.paused():
+        clock.now_s += 5.0
+        with speed.paused():
+            clock.now_s += 3.0
+    assert speed.read()["speed/steps_per_s"] == 0.5
+
+
 def test_each_window_starts_anew() -> None:
     clock = FakeTime()
     speed = speedometer(10, clock)

@@ -12,7 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.spec import SpecError, apply_overrides, json_schema, load_spec, validate_spec
+from trainer.spec import JobSpec, SpecError, apply_overrides, json_schema, load_spec, validate_spec
 from trainer.spec.reserved import MODULE_ATTRIBUTES
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "deploy" / "examples").glob("*.yaml"))
@@ -69,6 +69,7 @@ def test_a_spec_survives_its_own_json() -> None:
 _SHARDING = "embedding_tables[0].constraints.sharding_types"
 _PARTITION = "embedding_tables[0].constraints.min_partition"
 _DATA_TYPE = "embedding_tables[0].data_type"
+_ROWS = "embedding_tables[0].num_embeddings"
 _EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
 
 
@@ -100,6 +101,10 @@ _EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
         ("embedding_tables[0].constraints.min_partition=12", _PARTITION, "min_partition"),
         ("features[0].weights_column=w", "features[0].weights_column", "unexpected_weights"),
         ("features[0].max_length=3", "features[0].max_length", "unexpected_max_length"),
+        ("optimizer.sparse.lr=.inf", "optimizer.sparse.lr", "finite_number"),
+        ("optimizer.schedule={min_ratio: 0.5}", "optimizer.schedule.min_ratio", "no_effect"),
+        ("embedding_tables[0].constraints.min_partition=4", _PARTITION, "no_effect"),
+        ("embedding_tables[0].num_embeddings=99999999999999", _ROWS, None),
         ("embedding_tables[0].data_type=bf16", _DATA_TYPE, "unsupported_data_type"),
         ("training.trace={first_step: 1, ranks: [4]}", "training.trace.ranks", "trace_ranks"),
     ],
@@ -280,5 +285,52 @@ def test_tables_larger_than_the_group_s_memory_are_refused_with_the_numbers() ->
     ]
     assert code == "table_too_large"
     assert "sharding group of 2 workers" in message
+    whole = [*changes, f"{_SHARDING}=[table_wise]", "resources.memory_bytes_per_worker=40000"]
+    _, message = refusal(whole)["embedding_tables[0].num_embeddings"]
+    assert "one worker" in message
     fits = [*changes, "resources.memory_bytes_per_worker=22000"]
     assert validate_spec(apply_overrides(minimal(), fits)).embedding_tables[0].num_embeddings
+
+
+def test_a_setting_that_would_do_nothing_is_refused() -> None:
+    sgd = ["optimizer.sparse.name=sgd", "parallelism.sync.optimizer_state=never"]
+    assert refusal(sgd)["parallelism.sync.optimizer_state"][0] == "no_effect"
+    late = ["training.max_steps=5", "training.trace={first_step: 6}"]
+    assert refusal(late)["training.trace.first_step"][0] == "no_effect"
+    pooled = ["features[0].type=sequence", "embedding_tables[0].pooling=mean"]
+    assert refusal(pooled)["embedding_tables[0].pooling"][0] == "no_effect"
+
+
+def test_a_stored_spec_stays_readable_when_newer_checks_would_refuse_it() -> None:
+    document = apply_overrides(
+        minimal(), ["embedding_tables[0].name=items", "features[0].table=items"]
+    )
+    with pytest.raises(SpecError):
+        validate_spec(document)
+    stored = JobSpec.model_validate(document, context={"stored": True})
+    assert stored.embedding_tables[0].name == "items"
+
+
+@pytest.mark.parametrize(
+    ("sync", "num_copies"),
+    [
+        ("{mode: touched_rows, overlap: true, dtype: bf16}", 0),
+        ("{mode: full}", 0),
+        ("{mode: full, dtype: bf16}", 1),
+        ("{mode: full, overlap: true}", 2),
+        ("{mode: full, overlap: true, dtype: fp16}", 3),
+    ],
+)
+def test_whole_copies_that_a_sync_keeps_count_as_memory(sync: str, num_copies: int) -> None:
+    # One table of 36 000 bytes for each of (1 + copies), over two workers less 15 %.
+    needed_bytes = (1 + num_copies) * 36_000 / 2 / 0.85
+    table = ["embedding_tables[0].num_embeddings=1000", f"parallelism.sync={sync}"]
+    enough = [*table, f"resources.memory_bytes_per_worker={int(needed_bytes) + 1}"]
+    assert validate_spec(apply_overrides(minimal(), enough))
+    too_little = [*table, f"resources.memory_bytes_per_worker={int(needed_bytes) - 10}"]
+    assert refusal(too_little)["embedding_tables[0].num_embeddings"][0] == "table_too_large"
+
+
+def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:
+    changes = ["parallelism.sync.overlap=true", "optimizer.sparse.weight_decay=0.1"]
+    assert validate_spec(apply_overrides(minimal(), changes)).num_sync_copies == 2

@@ -11,7 +11,14 @@ from pathlib import Path
 import trainer
 
 ROOT = Path(trainer.__file__).parent
-KNOWS_TORCHREC = ("parallel/", "models/", "data/", "metrics.py", "export.py")
+KNOWS_TORCHREC = (
+    "parallel/",
+    "models/",
+    "data/",
+    "elastic/training_state.py",
+    "metrics.py",
+    "export.py",
+)
 LIGHT = (
     "trainer.spec",
     "trainer.events",

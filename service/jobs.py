@@ -82,7 +82,7 @@ def plan_of(spec: JobSpec) -> JobPlan:
         placement=layout.placement,
         sharding_groups=[list(group) for group in layout.sharding_groups],
         replica_groups=[list(group) for group in layout.replica_groups],
-        moment_scale=spec.parallelism.moment_scale_value,
+        moment_scale=spec.moment_scale,
     )
 
 

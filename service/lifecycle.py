@@ -50,8 +50,9 @@ class RetryClass(StrEnum):
     ALWAYS = "always"
 
 
-# Lost machines come back and copies that diverged are equal in a checkpoint; a fault of the spec,
-# data, code or storage would only repeat itself.
+# Lost machines come back, and copies that diverged are equal again after a checkpoint is loaded,
+# which every save writes only from copies that it finds equal (where the job checks for divergence
+# at all). A fault of the spec, data, code or storage would only repeat itself.
 RETRY_CLASSES: dict[EndReason, RetryClass] = {
     EndReason.COMPLETED: RetryClass.NEVER,
     EndReason.CANCELLED: RetryClass.NEVER,

@@ -26,12 +26,11 @@ def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
 
 
 def sync_text(spec: JobSpec) -> str:
-    """When the copies are averaged, and what travels then."""
+    """When the copies are averaged, and what travels then: rows in fp32, else their changes."""
     if spec.parallelism.num_replicas == 1:
         return "none: there is one copy of the tables"
     sync = spec.parallelism.sync
-    parts = [f"{_every(sync.every_steps, 'step')}: {_moved_text(spec)}"]
-    parts.append(f"changes travel in {sync.dtype}")
+    parts = [f"{_every(sync.every_steps, 'step')}: {_moved_text(spec)}", f"in {sync.dtype}"]
     if sync.overlap:
         parts.append("overlapped with the next step")
     return ", ".join(parts)
@@ -39,13 +38,16 @@ def sync_text(spec: JobSpec) -> str:
 
 def _moved_text(spec: JobSpec) -> str:
     sync = spec.parallelism.sync
+    what = "" if sync.dtype == "fp32" else "the changes of "
     if sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows:
-        return "every row"
-    return f"the rows touched since the last sync{_fallback_text(sync)}"
+        return f"{what}every row"
+    return f"{what}the rows touched since the last sync{_fallback_text(sync)}"
 
 
 def _fallback_text(sync: SyncSpec) -> str:
-    return f" (every row if above {sync.full_above:.0%})" if sync.full_above < 1 else ""
+    # Changes are never sent of all rows: their bases are kept for the touched ones only.
+    has_fallback = sync.dtype == "fp32" and sync.full_above < 1
+    return f" (all rows above {sync.full_above:.0%})" if has_fallback else ""
 
 
 def _every(number: int, what: str) -> str:

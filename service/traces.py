@@ -6,12 +6,13 @@ timeline, which makes it known to everybody who asks after it.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from service.domain import Job, JobStatus, TimelineEvent
@@ -26,7 +27,7 @@ from service.errors import (
 from service.store.base import JobStore
 from trainer.run_dir import RunDir, trace_name
 
-REQUESTED, WRITTEN = "trace_requested", "trace_written"
+REQUESTED, WRITTEN, WITHDRAWN = "trace_requested", "trace_written", "trace_withdrawn"
 # A request that brought nothing for so long does not stand in the way of another.
 PATIENCE_S = 600.0
 _MAX_TRIES = 5
@@ -79,14 +80,44 @@ def request_trace(
         try:
             # The version of the job lets one of two requests through, and a stopping job none.
             store.update_job(job, timeline=[_requested_line(job, request, now)])
+            _place(store, job_id, request, partial, path)
         except StaleVersion:
-            partial.unlink()
             if not tries_left:
                 raise
         else:
-            partial.replace(path)
             return request
+        finally:
+            _discard(partial)
     raise AssertionError("the last try returns or raises")
+
+
+def _place(store: JobStore, job_id: str, request: TraceRequest, partial: Path, path: Path) -> None:
+    """Show the workers a request that is told already; raises `StorageUnavailable`."""
+    try:
+        partial.replace(path)
+    except OSError as error:
+        _withdraw(store, job_id, request, str(error))
+        raise StorageUnavailable(str(error)) from error
+
+
+def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -> None:
+    """Tell that a request never reached the workers, so that the next one need not wait for it.
+
+    Where others keep writing the job it is left to `PATIENCE_S`.
+    """
+    for _ in range(_MAX_TRIES):
+        job = store.get_job(job_id)
+        message = f"the trace {request.id} is withdrawn: its request cannot be written ({cause})"
+        line = _line(job, request, time.time(), WITHDRAWN, message)
+        with contextlib.suppress(StaleVersion):
+            store.update_job(job, timeline=[line])
+            return
+
+
+def _discard(partial: Path) -> None:
+    # Storage that cannot be written is told of already, or is of no concern any more.
+    with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
 
 
 def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:
@@ -107,20 +138,26 @@ def _write_partial(path: Path, request: TraceRequest) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(wanted), encoding="utf-8")
     except OSError as error:
+        _discard(partial)
         raise StorageUnavailable(str(error)) from error
     return partial
 
 
 def _requested_line(job: Job, request: TraceRequest, now: float) -> TimelineEvent:
     ranks = ", ".join(str(rank) for rank in request.ranks)
+    message = f"trace of {request.num_steps} step(s) on rank(s) {ranks} requested"
+    return replace(_line(job, request, now, REQUESTED, message), actor="user")
+
+
+def _line(job: Job, request: TraceRequest, now: float, kind: str, message: str) -> TimelineEvent:
     return TimelineEvent(
         id=0,
         job_id=job.id,
         attempt_id=request.attempt_id,
         time=now,
-        kind=REQUESTED,
-        message=f"trace of {request.num_steps} step(s) on rank(s) {ranks} requested",
-        actor="user",
+        kind=kind,
+        message=message,
+        actor="service",
         data={"id": request.id, "num_steps": request.num_steps, "ranks": list(request.ranks)},
     )
 
@@ -130,6 +167,8 @@ def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now:
     own = [line for line in lines if line.attempt_id == attempt_id]
     request = next((line for line in reversed(own) if line.kind == REQUESTED), None)
     if request is None or now - request.time > PATIENCE_S:
+        return
+    if any(line.kind == WITHDRAWN and line.data["id"] == request.data["id"] for line in own):
         return
     missing = _names_of(request) - {trace.name for trace in traces_of(own)}
     if missing:
@@ -190,7 +229,8 @@ def find_trace(
 def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
     lines: list[TimelineEvent] = []
     after = 0
-    while page := store.list_timeline(job_id, after=after, limit=_PAGE, kinds=(REQUESTED, WRITTEN)):
+    kinds = (REQUESTED, WRITTEN, WITHDRAWN)
+    while page := store.list_timeline(job_id, after=after, limit=_PAGE, kinds=kinds):
         lines += page
         after = page[-1].id
     return lines

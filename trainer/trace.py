@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class TraceRequest(BaseModel):
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A trace that this rank makes as soon as it makes no other."""
+    """A trace that this rank makes once those before it are made."""
 
     id: str
     num_steps: int
@@ -81,7 +82,7 @@ class Tracer:
         self._speed = speed
         self._emit = emit
         self._recording: _Recording | None = None
-        self._wanted: _Wanted | None = None
+        self._waiting: deque[_Wanted] = deque()
         self._seen_version: tuple[int, int] | None = None
 
     def poll(self) -> None:
@@ -107,10 +108,9 @@ class Tracer:
         spec = self._spec
         if spec and step == spec.first_step:
             self._want(_Wanted(SPEC_TRACE, spec.num_steps), spec.ranks)
-        if self._recording is None and self._wanted:
+        if self._recording is None and self._waiting:
             with self._speed.paused():
-                self._recording = _start(self._wanted)
-            self._wanted = None
+                self._recording = _start(self._waiting.popleft())
             self._speed.phases.annotate = True
         if self._recording:
             self._recording.step_range = record_function(f"ProfilerStep#{step}")
@@ -156,7 +156,7 @@ class Tracer:
     def _want(self, wanted: _Wanted, ranks: Collection[int]) -> None:
         is_written = self._files.trace_path(wanted.id, self._rank).exists()
         if self._rank in ranks and not is_written:
-            self._wanted = wanted
+            self._waiting.append(wanted)
 
     def _refuse(self, path: Path, error: ValidationError) -> None:
         if self._rank != 0:

@@ -32,6 +32,8 @@ def trace(
 ) -> None:
     """Record the next steps of a running job with torch.profiler.
 
+    A trace shows training only: it ends early where a checkpoint or a validation begins.
+
     The files are gzipped traces in Chrome's format: open them at https://ui.perfetto.dev.
     """
     with context.open_client(url) as client:

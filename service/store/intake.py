@@ -180,7 +180,12 @@ def _describe_divergence(event: Divergence) -> str:
         "rebroadcast": "the copy that most ranks of the replica group hold replaces it",
     }[event.action]
     ranks = ", ".join(str(rank) for rank in event.ranks)
+    # Tables are named by an identifier, parameters by their path in the model.
+    if "." in event.table:
+        what, part = f"dense parameter '{event.table}'", "that"
+    else:
+        what, part = f"table '{event.table}'", f"shard {event.shard}"
     return (
-        f"copies of table '{event.table}' diverged by step {event.step}: shard {event.shard} of "
-        f"rank(s) {ranks} differs from its replicas; {follows}"
+        f"copies of {what} diverged by step {event.step}: {part} of rank(s) {ranks} differs from "
+        f"its replicas; {follows}"
     )

@@ -82,7 +82,7 @@ def _job_of(row: RowMapping) -> Job:
         id=row["id"],
         project=row["project"],
         name=row["name"],
-        spec=JobSpec.model_validate(row["spec"]),
+        spec=JobSpec.model_validate(row["spec"], context={"stored": True}),
         status=JobStatus(row["status"]),
         version=row["version"],
         reason=EndReason(row["reason"]) if row["reason"] else None,

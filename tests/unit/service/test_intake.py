@@ -26,6 +26,15 @@ def test_a_divergence_names_table_shard_ranks_and_what_follows(action: str, foll
         assert part in text
 
 
+def test_a_dense_parameter_that_diverged_is_not_called_a_table() -> None:
+    text = describe(divergence(table="network.over_arch.0.weight", shard=0, ranks=[3]))
+    assert text.startswith(
+        "copies of dense parameter 'network.over_arch.0.weight' diverged by step 48: that of "
+        "rank(s) 3 differs from its replicas"
+    )
+    assert "shard" not in text
+
+
 def test_a_trace_says_what_it_covers_and_how_large_it_is() -> None:
     text = describe(trace_written(rank=2))
     assert text == "trace of 3 step(s) up to step 12 on rank 2 written (1.2 MB)"

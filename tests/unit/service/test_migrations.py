@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import pytest
+from alembic import command
 from sqlalchemy import Connection, insert, select, update
 
-from service.domain import Job
+from service.domain import EndReason, Job, ReportedEnd
 from service.store import rows
-from service.store.engine import migrate, open_engine
+from service.store.engine import migrate, migration_config, open_engine
 from service.store.sql import SqlJobStore
 from service.store.tables import job_progress, jobs
-from tests.unit.service.builders import queued_job
+from tests.unit.service.builders import NOW, attempt_of, queued_job
+from trainer.spec import SpecError, validate_spec
 
 # What the first version kept of a spec that said nothing about syncs.
 FIRST_SYNC = {
@@ -51,6 +56,51 @@ def test_jobs_of_the_first_version_are_still_shown(tmp_path: Path) -> None:
     assert store.get_job(single.id).spec == single.spec
     # A job that was submitted when every sync was full goes on as it began.
     assert store.get_job(double.id).spec.parallelism.sync.mode == "full"
+    store.close()
+
+
+def _renamed(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """The document with another name of its first table."""
+    document["embedding_tables"][0]["name"] = name
+    for feature in document["features"]:
+        if feature.get("table"):
+            feature["table"] = name
+    return document
+
+
+def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(tmp_path: Path) -> None:
+    store = SqlJobStore.open(f"sqlite:///{tmp_path / 'shardloom.db'}")
+    job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    document = _renamed(job.spec.model_dump(mode="json"), "values")
+    with pytest.raises(SpecError, match="embedding_tables"):
+        validate_spec(document)
+    engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        connection.execute(update(jobs).values(spec=document))
+    engine.dispose()
+    assert store.get_job(job.id).spec.embedding_tables[0].name == "values"
+    assert [each.id for each in store.list_jobs()[0]] == [job.id]
+    store.close()
+
+
+def test_the_first_version_finds_only_reasons_that_it_knows(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
+    store = SqlJobStore.open(url)
+    job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    diverged = attempt_of(
+        job,
+        end_reason=EndReason.DIVERGED,
+        reported_end=ReportedEnd(EndReason.DIVERGED, "", NOW),
+    )
+    store.update_job(replace(job, reason=EndReason.DIVERGED), attempt=diverged)
+    engine = open_engine(url)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        command.downgrade(migration_config(connection), "0001")
+    engine.dispose()
+    (attempt,) = store.list_attempts(job.id)
+    assert attempt.reported_end
+    found = {store.get_job(job.id).reason, attempt.end_reason, attempt.reported_end.reason}
+    assert found == {EndReason.TRAINING_ERROR}
     store.close()
 
 

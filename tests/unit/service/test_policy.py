@@ -18,8 +18,7 @@ def facts_of(optimizer: Any = None, **parallelism: Any) -> dict[str, str]:
 
 def test_the_default_policy() -> None:
     assert facts_of() == {
-        "Sync": "every step: the rows touched since the last sync (every row if above 50%), "
-        "changes travel in fp32",
+        "Sync": "every step: the rows touched since the last sync (all rows above 50%), in fp32",
         "Optimizer state": "averaged at each sync, moments scaled by 2",
         "Dense part": "gradients averaged over all ranks at every step",
         "Divergence check": "off",
@@ -31,10 +30,15 @@ def test_the_default_policy() -> None:
 @pytest.mark.parametrize(
     ("sync", "text"),
     [
-        ({"every_steps": 16, "mode": "full"}, "every 16 steps: every row, changes travel in fp32"),
+        ({"every_steps": 16, "mode": "full"}, "every 16 steps: every row, in fp32"),
         (
-            {"every_steps": 1600, "dtype": "bf16", "overlap": True, "full_above": 1},
-            "every 1,600 steps: the rows touched since the last sync, changes travel in bf16, "
+            {"every_steps": 4, "mode": "full", "dtype": "fp16"},
+            "every 4 steps: the changes of every row, in fp16",
+        ),
+        ({"full_above": 1}, "every step: the rows touched since the last sync, in fp32"),
+        (
+            {"every_steps": 1600, "dtype": "bf16", "overlap": True, "full_above": 0.2},
+            "every 1,600 steps: the changes of the rows touched since the last sync, in bf16, "
             "overlapped with the next step",
         ),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -189,6 +190,29 @@ def test_storage_that_cannot_be_written_is_named(api: Api, job_id: str) -> None:
     problem = problem_in(ask(api, job_id), 503, "storage_unavailable")
     assert "SHARDLOOM_RUNS_DIR" in problem["detail"]
     assert api.store.list_timeline(job_id, kinds=["trace_requested"]) == []
+
+
+def test_a_request_that_cannot_be_placed_is_withdrawn(api: Api, job_id: str) -> None:
+    path = files_of(api, job_id).trace_request_path
+    path.mkdir()
+    problem_in(ask(api, job_id), 503, "storage_unavailable")
+    assert [found.name for found in path.parent.glob("trace-request*")] == [path.name]
+    asked, withdrawn = api.store.list_timeline(job_id, kinds=["trace_requested", "trace_withdrawn"])
+    assert withdrawn.data["id"] == asked.data["id"]
+    path.rmdir()
+    assert ask(api, job_id).status_code == 202
+
+
+def test_a_request_that_is_half_written_leaves_no_file(
+    api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill_up(path: Path, text: str, encoding: str) -> None:
+        path.write_bytes(text[:3].encode(encoding))
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fill_up)
+    problem_in(ask(api, job_id), 503, "storage_unavailable")
+    assert list(files_of(api, job_id).root.glob("trace-request*")) == []
 
 
 # ---- listing and downloading

@@ -84,6 +84,20 @@ def test_a_second_request_waits_for_the_trace_in_the_making(tmp_path: Path) -> N
     assert bench.written() == [(names[0], 3, 3), (names[1], 4, 1)]
 
 
+def test_a_request_does_not_displace_the_trace_of_the_spec_that_waits(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, spec=TraceSpec(first_step=2, num_steps=1))
+    bench.ask("t-00000001", num_steps=2)
+    bench.tracer.poll()
+    bench.take_steps(1, 1)
+    bench.tracer.begin_step(2)
+    bench.ask("t-00000002")
+    bench.tracer.poll()
+    bench.tracer.end_step(2)
+    bench.take_steps(3, 5)
+    names = ["t-00000001-rank0.json.gz", "spec-rank0.json.gz", "t-00000002-rank0.json.gz"]
+    assert bench.written() == [(names[0], 2, 2), (names[1], 3, 1), (names[2], 4, 1)]
+
+
 def test_a_trace_that_is_stopped_early_says_how_many_steps_it_has(tmp_path: Path) -> None:
     bench = Bench(tmp_path, spec=TraceSpec(first_step=1, num_steps=5))
     bench.take_steps(1, 2)

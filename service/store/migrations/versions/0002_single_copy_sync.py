@@ -16,7 +16,15 @@ down_revision = "0001"
 branch_labels = None
 depends_on = None
 
-_JOBS = sa.table("jobs", sa.column("id", sa.String), sa.column("spec", sa.Text))
+_JOBS = sa.table(
+    "jobs",
+    sa.column("id", sa.String),
+    sa.column("spec", sa.Text),
+    sa.column("reason", sa.String),
+)
+_ATTEMPTS = sa.table(
+    "attempts", sa.column("end_reason", sa.String), sa.column("reported_reason", sa.String)
+)
 
 
 def upgrade() -> None:
@@ -30,7 +38,16 @@ def upgrade() -> None:
 
 
 def downgrade() -> None:
-    """Nothing to do: the first version reads a spec without a sync policy."""
+    """Turn the reason `diverged`, which the first version does not know, into `training_error`.
+
+    The first version reads the specs that it stored itself, also without a sync policy. It leaves
+    out jobs that were submitted since, as their specs hold fields it does not know; they are kept,
+    and are shown again after the next upgrade. The reasons do not come back.
+    """
+    reasons = (_JOBS.c.reason, _ATTEMPTS.c.end_reason, _ATTEMPTS.c.reported_reason)
+    for reason in reasons:
+        known = sa.update(reason.table).where(reason == "diverged")
+        op.get_bind().execute(known.values({reason: "training_error"}))
 
 
 def _num_replicas(spec: dict[str, dict[str, object]]) -> int:

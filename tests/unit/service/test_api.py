@@ -94,6 +94,12 @@ def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
     assert api.http.get("/v1/jobs").json()["items"] == []
 
 
+def test_a_plan_scales_no_moments_where_there_are_none(api: Api) -> None:
+    spec = spec_document(optimizer={"sparse": {"name": "sgd"}})
+    response = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec})
+    assert response.json()["moment_scale"] == 1.0
+
+
 # ---- read, list, cancel
 
 

@@ -19,6 +19,7 @@ from service.client_errors import (
 from service.client_retry import Patience
 from service.domain import JobStatus
 from tests.unit.service.api_samples import event_body, job_body, problem_body, spec_document
+from trainer.spec import SpecError, validate_spec
 
 
 class Script:
@@ -75,6 +76,15 @@ def test_a_read_is_repeated_until_somebody_answers():
     assert script.client().get_job("ratings").status is JobStatus.RUNNING
     assert len(script.requests) == 3
     assert script.naps_s[1] > script.naps_s[0] * 0.99
+
+
+def test_a_job_whose_spec_newer_checks_refuse_is_still_shown() -> None:
+    body = job_body()
+    body["spec"]["embedding_tables"][0]["name"] = body["spec"]["features"][1]["table"] = "values"
+    with pytest.raises(SpecError):
+        validate_spec(body["spec"])
+    found = Script(ok(body)).client().get_job("ratings")
+    assert found.spec.embedding_tables[0].name == "values"
 
 
 def test_a_read_gives_up_after_its_retries_and_names_the_url():

@@ -44,10 +44,13 @@ def downgrade() -> None:
     out jobs that were submitted since, as their specs hold fields it does not know; they are kept,
     and are shown again after the next upgrade. The reasons do not come back.
     """
-    reasons = (_JOBS.c.reason, _ATTEMPTS.c.end_reason, _ATTEMPTS.c.reported_reason)
-    for reason in reasons:
-        known = sa.update(reason.table).where(reason == "diverged")
-        op.get_bind().execute(known.values({reason: "training_error"}))
+    for table, name in (
+        (_JOBS, "reason"),
+        (_ATTEMPTS, "end_reason"),
+        (_ATTEMPTS, "reported_reason"),
+    ):
+        unknown = table.c[name] == "diverged"
+        op.get_bind().execute(table.update().where(unknown).values({name: "training_error"}))
 
 
 def _num_replicas(spec: dict[str, dict[str, object]]) -> int:

@@ -78,6 +78,7 @@ class Checkpoints:
             time=time.time(),
             is_best=is_best,
             best=state.best,
+            moment_scale=self._config.spec.moment_scale,
             metrics=dict(metrics),
             files=files,
         )

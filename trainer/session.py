@@ -390,6 +390,8 @@ class Session:
             return
         self.optimizers.init_state()
         load_state(found.path, self.model, self.optimizers.combined)
+        written_scale = found.commit.moment_scale or self.spec.moment_scale
+        self.optimizers.rescale_moments(self.spec.moment_scale / written_scale)
         self.sync.reset()
         self.state = state_of(found.commit)
         self.final_metrics = dict(found.commit.metrics)

@@ -32,7 +32,8 @@ def scheduled_spec(
 ) -> JobSpec:
     """`case` with the sparse optimizer `name`, a schedule, and some tables whole on every rank."""
     document = spec_of(case).model_dump(mode="json", exclude_unset=True)
-    document["optimizer"]["sparse"] = {"name": name, "lr": 0.2, "eps": 0.01, "weight_decay": 0.05}
+    decay = 0.05 if data_type == "fp32" else 0.0  # half precision would round it away: refused
+    document["optimizer"]["sparse"] = {"name": name, "lr": 0.2, "eps": 0.01, "weight_decay": decay}
     document["optimizer"]["schedule"] = {"warmup_steps": 3, "decay": "linear", "min_ratio": 0.1}
     for table in document["embedding_tables"]:
         table["data_type"] = data_type

@@ -46,7 +46,8 @@ class Commit:
     """The marker: what a checkpoint holds.
 
     `step`, `epoch` and `row` are the position after the last trained step; `rows_trained` counts
-    all rows ever trained; `best` is the best validation value so far, if any.
+    all rows ever trained; `best` is the best validation value so far, if any. `moment_scale` is c
+    of the run that wrote it (None: an early version, which did not say).
     """
 
     step: int
@@ -59,6 +60,7 @@ class Commit:
     time: float
     is_best: bool = False
     best: float | None = None
+    moment_scale: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)
 

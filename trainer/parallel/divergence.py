@@ -56,15 +56,17 @@ class DivergentShard:
     shard: int
     ranks: tuple[int, ...]
 
+    def __str__(self) -> str:
+        # Only parameters outside the tables have a dot in their name, and these have no shards.
+        place = self.table if "." in self.table else f"{self.table}, shard {self.shard}"
+        return f"{place}, on rank(s) {', '.join(map(str, self.ranks))}"
+
 
 class DivergenceError(Exception):
     """Copies of a shard differ although they were synced; names table, shard and ranks."""
 
     def __init__(self, found: Sequence[DivergentShard]) -> None:
-        where = "; ".join(
-            f"{each.table}, shard {each.shard}, on rank(s) {', '.join(map(str, each.ranks))}"
-            for each in found
-        )
+        where = "; ".join(map(str, found))
         super().__init__(
             f"copies that a sync made equal differ: {where}. Faulty memory or links of these "
             "ranks' hosts are the usual cause: check or exclude them, and resume from the newest "

@@ -165,7 +165,8 @@ class Optimizers:
         tables = list(model.data_parallel_tables().values())
         # torch refuses optimizers without parameters.
         self._whole = [DataParallelTables(model, spec.sparse, moment_scale)] if tables else []
-        weights = [shard.weight for shard in model.table_shards()] + [p.data for p in tables]
+        self._shards = model.table_shards()
+        weights = [shard.weight for shard in self._shards] + [p.data for p in tables]
         self._decay = WeightDecay(weights, spec.sparse.weight_decay)
         self.combined = CombinedOptimizer(
             [
@@ -205,6 +206,22 @@ class Optimizers:
         Weight decay may change dense parameters here: call it before loading them.
         """
         self.dense.init_state()
+
+    @torch.no_grad()
+    def rescale_moments(self, factor: float) -> None:
+        """Multiply the second moments of all tables by `factor`.
+
+        Moments grow in proportion to M, which c divides out again. A run that goes on with another
+        c must find them as they would have grown under it, or its steps change by sqrt(factor).
+        """
+        if factor == 1:
+            return
+        for shard in self._shards:
+            for moment in shard.states.values():
+                moment.mul_(factor)
+        _, whole = self.synced_whole(dense=False)
+        for moment in whole:
+            moment.mul_(factor)
 
     def synced_whole(self, dense: bool) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """(weights, optimizer state) that every rank holds whole and a sync must average.

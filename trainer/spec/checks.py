@@ -192,25 +192,13 @@ def check_fields_have_effect(spec: JobSpec) -> None:
             "training.trace.first_step",
         )
     for index, table in enumerate(spec.embedding_tables):
-        _check_table_fields(spec, table, f"embedding_tables[{index}]")
-
-
-def _check_table_fields(spec: JobSpec, table: EmbeddingTableSpec, path: str) -> None:
-    limits = table.constraints
-    if limits.min_partition and not {"column_wise", "grid_shard"} & set(limits.sharding_types):
-        raise problem(
-            "no_effect",
-            f"table '{table.name}' is never sharded by columns; add column_wise or grid_shard to "
-            "sharding_types, or remove it",
-            f"{path}.constraints.min_partition",
-        )
-    if table.name in spec.sequence_tables and table.pooling == "mean":
-        raise problem(
-            "no_effect",
-            f"table '{table.name}' is looked up by a sequence, whose vectors are not pooled; "
-            "remove it",
-            f"{path}.pooling",
-        )
+        if table.name in spec.sequence_tables and table.pooling == "mean":
+            raise problem(
+                "no_effect",
+                f"table '{table.name}' is looked up by a sequence, whose vectors are not pooled; "
+                "remove it",
+                f"embedding_tables[{index}].pooling",
+            )
 
 
 _WHOLE_TABLE_TYPES = frozenset({"table_wise", "data_parallel"})

@@ -103,7 +103,6 @@ _EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
         ("features[0].max_length=3", "features[0].max_length", "unexpected_max_length"),
         ("optimizer.sparse.lr=.inf", "optimizer.sparse.lr", "finite_number"),
         ("optimizer.schedule={min_ratio: 0.5}", "optimizer.schedule.min_ratio", "no_effect"),
-        ("embedding_tables[0].constraints.min_partition=4", _PARTITION, "no_effect"),
         ("embedding_tables[0].num_embeddings=99999999999999", _ROWS, None),
         ("embedding_tables[0].data_type=bf16", _DATA_TYPE, "unsupported_data_type"),
         ("training.trace={first_step: 1, ranks: [4]}", "training.trace.ranks", "trace_ranks"),

@@ -29,8 +29,8 @@ def apply_difference(
 ) -> torch.Tensor:
     """`mean` plus what changed since `snapshot`: exactly `mean` where nothing did.
 
-    All of one shape and dtype; computed in at least fp32. A second moment stays non-negative,
-    since it only grows after its snapshot.
+    All of one shape and dtype; computed in at least fp32. A second moment stays non-negative: an
+    AdaGrad's only grows after its snapshot, and Adam's loses a thousandth in the one step between.
     """
     dtype = torch.promote_types(current.dtype, torch.float32)
     return (mean.to(dtype) + (current.to(dtype) - snapshot.to(dtype))).to(current.dtype)
@@ -38,10 +38,8 @@ def apply_difference(
 
 def background_group(groups: MeshGroups) -> dist.ProcessGroup:
     """A second process group over this rank's replica group. Collective over all ranks."""
-    # The time-out of the first is known to its backend alone.
-    timeout = groups.replica_group._get_backend(groups.device).options._timeout
     formed = {
-        ranks: dist.new_group(list(ranks), timeout=timeout, sort_ranks=False)
+        ranks: dist.new_group(list(ranks), timeout=groups.timeout, sort_ranks=False)
         for ranks in groups.mesh.replica_groups
     }
     return next(group for ranks, group in formed.items() if groups.rank in ranks)

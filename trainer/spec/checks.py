@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
+from trainer.spec.parallelism import AllToAllSpec
 from trainer.spec.problems import problem
 from trainer.spec.reserved import MODULE_ATTRIBUTES
 from trainer.spec.tables import SEQUENCE_SHARDING_TYPES, EmbeddingTableSpec
@@ -183,6 +184,13 @@ def check_fields_have_effect(spec: JobSpec) -> None:
             "no_effect",
             "a constant rate never falls; set decay to linear or cosine, or remove it",
             "optimizer.schedule.min_ratio",
+        )
+    parallelism = spec.parallelism
+    if parallelism.shard_group_size == 1 and parallelism.all_to_all != AllToAllSpec():
+        raise problem(
+            "no_effect",
+            "a sharding group of one worker sends no embeddings; remove it",
+            "parallelism.all_to_all",
         )
     trace, max_steps = spec.training.trace, spec.training.max_steps
     if trace and max_steps and trace.first_step > max_steps:

@@ -22,10 +22,10 @@ class SyncSpec(SpecModel):
     """How often, and with what, the matching shards of the sharding groups are averaged.
 
     `touched_rows` moves only rows looked up since the last sync, which gives the same result as
-    `full`; it moves everything when more than `full_above` of the rows were touched. `dtype` is
-    the precision of the change since the last sync on its way. With `overlap` the averages are
-    formed during the next step and applied as a difference. `delayed` optimizer state lags one
-    sync behind the weights.
+    `full`; in fp32 it moves everything when more than `full_above` of the rows were touched.
+    `dtype` is the precision of the change since the last sync on its way. With `overlap` the
+    averages are formed during the next step and applied as a difference. `delayed` optimizer
+    state of tables lags one sync behind their weights.
     """
 
     every_steps: PositiveInt = 1

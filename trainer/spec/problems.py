@@ -64,6 +64,8 @@ _MESSAGES = {
 def _message(error: Any) -> str:
     if error["loc"] == ("name",) and error["type"] == "string_pattern_mismatch":
         return "a name is 1 to 63 of a-z, 0-9 and '-', and begins and ends with a letter or digit"
+    if error["type"] == "extra_forbidden" and error["loc"][-1] == "constraints":
+        return "unknown field; each table has its own limits: embedding_tables[].constraints"
     return _MESSAGES.get(error["type"], error["msg"])
 
 

@@ -10,7 +10,10 @@ from trainer.spec.base import SpecModel
 
 
 class TraceSpec(SpecModel):
-    """Steps to record with torch.profiler, on the given ranks."""
+    """Steps to record with torch.profiler, on the given ranks.
+
+    A trace ends early where a checkpoint or a validation begins.
+    """
 
     first_step: PositiveInt
     num_steps: Annotated[PositiveInt, Field(le=100)] = 3

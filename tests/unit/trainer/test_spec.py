@@ -294,10 +294,17 @@ def test_tables_larger_than_the_group_s_memory_are_refused_with_the_numbers() ->
 def test_a_setting_that_would_do_nothing_is_refused() -> None:
     sgd = ["optimizer.sparse.name=sgd", "parallelism.sync.optimizer_state=never"]
     assert refusal(sgd)["parallelism.sync.optimizer_state"][0] == "no_effect"
+    alone = ["parallelism.shard_group_size=1", "parallelism.all_to_all.forward=bf16"]
+    assert refusal(alone)["parallelism.all_to_all"][0] == "no_effect"
     late = ["training.max_steps=5", "training.trace={first_step: 6}"]
     assert refusal(late)["training.trace.first_step"][0] == "no_effect"
     pooled = ["features[0].type=sequence", "embedding_tables[0].pooling=mean"]
     assert refusal(pooled)["embedding_tables[0].pooling"][0] == "no_effect"
+
+
+def test_constraints_in_the_wrong_place_are_told_where_they_belong() -> None:
+    problems = refusal(["parallelism.constraints={nobody: {sharding_types: [row_wise]}}"])
+    assert "embedding_tables[].constraints" in problems["parallelism.constraints"][1]
 
 
 def test_a_stored_spec_stays_readable_when_newer_checks_would_refuse_it() -> None:

@@ -161,7 +161,7 @@ def test_a_forged_log_cursor_is_refused(api: Api, text: str) -> None:
 def test_a_job_that_cannot_be_read_is_named(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
     job_id = api.submit()
 
-    def spoil(*_: object) -> None:
+    def spoil(*_: object, **__: object) -> None:
         raise ValueError("a field of tomorrow")
 
     monkeypatch.setattr("service.store.rows.JobSpec.model_validate", spoil)

@@ -21,8 +21,8 @@ from trainer.worker import run_worker
 SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.validation=null")
 
 
-def train_with_a_flipped_bit(config: WorkerConfig) -> str:
-    """Flip a bit on rank 1 before the first check; how this rank's run ended."""
+def train_with_a_flipped_bit(config: WorkerConfig) -> tuple[str, str]:
+    """Flip a bit on rank 1 before the first check; (reason, message) of this rank's end."""
     original = DivergenceGuard.check
 
     def flipping(guard: DivergenceGuard) -> Any:
@@ -36,8 +36,8 @@ def train_with_a_flipped_bit(config: WorkerConfig) -> str:
     try:
         run_worker(config)
     except failures.WorkerFailure as failure:
-        return failure.reason
-    return failures.COMPLETED
+        return failure.reason, failure.message
+    return failures.COMPLETED, ""
 
 
 def divergences(config: WorkerConfig) -> list[Divergence]:
@@ -62,7 +62,10 @@ def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(
         f"parallelism.divergence_check={{every_syncs: 1, action: {action}}}",
         f"parallelism.sync.overlap={overlap}",
     )
-    assert run_ranks(train_with_a_flipped_bit, 4, config) == [reason] * 4
+    ends = run_ranks(train_with_a_flipped_bit, 4, config)
     (found,) = divergences(config)
+    where = f"{found.table}, shard {found.shard}, on rank(s) 1" if action == "fail" else ""
+    assert [end[0] for end in ends] == [reason] * 4
+    assert all(where in message for _, message in ends)
     assert (found.step, found.ranks, found.action) == (4, [1], action)
     assert found.table in {table.name for table in config.spec.embedding_tables}

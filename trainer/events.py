@@ -147,6 +147,154 @@ class Divergence(EventModel):
     action: Literal["fail", "rebroadcast"]
 
 
+class LayoutChosen(EventModel):
+    """The layout that the attempt trains with, why, and its price.
+
+    `num_hosts_survived` hosts may be lost at once with a full copy left. `memory_overhead_bytes`
+    is what the other copies cost each rank, S (M - 1) / T, and `sync_latency_s` the time of a full
+    sync, 2 S (M - 1) / (T B) (2D sparse parallelism paper, eq. 1); None where B is not known.
+    """
+
+    kind: Literal["layout_chosen"] = "layout_chosen"
+    world_size: Count
+    shard_group_size: Count
+    num_replicas: Count
+    placement: str
+    failure_domain: Literal["job", "replica_group"]
+    num_hosts: Count
+    num_hosts_survived: Count
+    memory_overhead_bytes: Count
+    sync_latency_s: float | None = None
+    reason: str
+
+
+class GroupMember(BaseModel):
+    """One sharding group of a membership."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    group: Count
+    incarnation: Count
+    hosts: list[str]
+    standing: Literal["initial", "listening", "current"]
+
+
+class MembershipChanged(EventModel):
+    """Who is there from this generation on.
+
+    `copies_alive` counts, for the shard with the fewest, the copies held by groups that are
+    current; `host_copies_alive` the hosts that those are on.
+    """
+
+    kind: Literal["membership_changed"] = "membership_changed"
+    generation: Count
+    commit: Count
+    groups: list[GroupMember]
+    copies_alive: Count
+    host_copies_alive: Count
+
+
+class GroupLost(EventModel):
+    """A sharding group ended that should have gone on; the others train on."""
+
+    kind: Literal["group_lost"] = "group_lost"
+    group: Count
+    incarnation: Count
+    reason: str
+    message: str
+    hosts: list[str]
+    rows_returned: Count = Field(description="Rows of its leases, which others will train.")
+
+
+class GroupJoined(EventModel):
+    """A group is current now: from the start, or after copying from a live peer."""
+
+    kind: Literal["group_joined"] = "group_joined"
+    group: Count
+    incarnation: Count
+    hosts: list[str]
+    how: Literal["start", "peer_copy"]
+    copied_bytes: Count = 0
+    duration_s: float = Field(default=0.0, description="From its first word to its first lease.")
+
+
+class GroupLeft(EventModel):
+    """A group left as asked: its leases went back and nothing was lost."""
+
+    kind: Literal["group_left"] = "group_left"
+    group: Count
+    incarnation: Count
+    cause: Literal["resize", "drain", "straggler", "poisoned"]
+    hosts: list[str]
+
+
+class Recovered(EventModel):
+    """The first sync that counted after a group was lost or a round failed.
+
+    `pause_s` is how much longer than usual the other groups were between two commits, `syncs_lost`
+    the intervals of work that have to be done again.
+    """
+
+    kind: Literal["recovered"] = "recovered"
+    generation: Count
+    commit: Count
+    cause: str
+    pause_s: float
+    syncs_lost: Count
+    num_tries: Count
+
+
+class Resized(EventModel):
+    """The job trains with another number of workers from here on."""
+
+    kind: Literal["resized"] = "resized"
+    world_size_before: Count
+    world_size: Count
+    cause: str
+    restarted: bool
+
+
+class StragglerFound(EventModel):
+    """A rank is persistently slower than the others."""
+
+    kind: Literal["straggler_found"] = "straggler_found"
+    group: Count
+    rank: Count
+    host: str
+    slowdown: float = Field(description="Its median step over the median of all.")
+    action: Literal["none", "replace"]
+
+
+class HangFound(EventModel):
+    """A rank got nothing done for too long although its process lives."""
+
+    kind: Literal["hang_found"] = "hang_found"
+    group: Count
+    rank: Count
+    host: str
+    phase: str
+    idle_s: float
+
+
+class HostExcluded(EventModel):
+    """A host failed so often that no worker is placed on it for a while."""
+
+    kind: Literal["host_excluded"] = "host_excluded"
+    host: str
+    num_failures: Count
+    until: float
+
+
+class RowsSkipped(EventModel):
+    """Rows left out because the loss became NaN or infinite on them."""
+
+    kind: Literal["rows_skipped"] = "rows_skipped"
+    epoch: Count
+    start: Count
+    stop: Count
+    reason: str
+
+
 class TraceWritten(EventModel):
     """A profiler trace of some steps of one rank lies on run storage (Chrome trace format)."""
 
@@ -166,6 +314,7 @@ class WorkersLost(EventModel):
     reason: str
     message: str
     will_restart: bool
+    evidence: dict[str, str] = {}
 
 
 class AttemptEnded(EventModel):
@@ -175,6 +324,7 @@ class AttemptEnded(EventModel):
     reason: str
     message: str
     final_metrics: dict[str, float] = {}
+    evidence: dict[str, str] = {}
 
 
 Event = Annotated[
@@ -186,6 +336,17 @@ Event = Annotated[
     | CheckpointCommitted
     | CheckpointDeleted
     | Divergence
+    | LayoutChosen
+    | MembershipChanged
+    | GroupLost
+    | GroupJoined
+    | GroupLeft
+    | Recovered
+    | Resized
+    | StragglerFound
+    | HangFound
+    | HostExcluded
+    | RowsSkipped
     | TraceWritten
     | WorkersLost
     | AttemptEnded,

@@ -22,13 +22,28 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class GroupConfig:
+    """Which sharding group a worker belongs to where each is a failure domain of its own.
+
+    `incarnation` counts the lives of the group. The coordinator is the Ray actor `actor_name` in
+    the namespace `shardloom`, or listens at `address` (host:port).
+    """
+
+    group: int
+    incarnation: int
+    actor_name: str | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True)
 class WorkerConfig:
-    """What the driver gives every worker. `spec` has its tables resolved."""
+    """What the driver gives every worker. `spec` has its tables and its layout resolved."""
 
     spec: JobSpec
     run_dir: Path
     attempt_id: str
     run_index: int
+    group: GroupConfig | None = None
 
     @property
     def run_label(self) -> str:

@@ -7,6 +7,7 @@ RUN_DIR/                         one per job
     outbox/STREAM.jsonl          event records; a line's position is its sequence number
     logs/driver.log, rank-0.log  one file per process
     trace-request.json           steps that somebody wants traced: {"id", "num_steps", "ranks"}
+    resize-request.json          size or hosts to leave: {"id", "workers", "drain_hosts"}
     traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
 """
 
@@ -54,6 +55,11 @@ class AttemptDir:
     def trace_request_path(self) -> Path:
         """The newest request for a trace, as JSON; written by the service, read by the workers."""
         return self.root / "trace-request.json"
+
+    @property
+    def resize_request_path(self) -> Path:
+        """The newest wish for a size or for leaving hosts, as JSON; the driver reads it."""
+        return self.root / "resize-request.json"
 
     @property
     def traces_dir(self) -> Path:

@@ -58,7 +58,7 @@ def build_parallel_model(
     )
     plan = make_plan(model, spec, groups, table_sharders)
     torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
-    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense)
+    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense_policy)
     return parallel, table_plans(plan, spec)
 
 
@@ -84,7 +84,9 @@ class Session:
         self.sync = build_sync(
             self.model,
             spec,
-            extra=lambda: self.optimizers.synced_whole(dense=spec.parallelism.dense == "at_sync"),
+            extra=lambda: self.optimizers.synced_whole(
+                dense=spec.parallelism.dense_policy == "at_sync"
+            ),
             warn=self._warn_of_sync,
         )
         self.guard = self._open_guard()

@@ -96,8 +96,7 @@ def _reason(error: Exception) -> str:
 def layout_of(spec: JobSpec) -> Layout:
     """The 2D layout that a spec asks for."""
     parallelism = spec.parallelism
-    assert isinstance(parallelism.shard_group_size, int)
-    return Layout(parallelism.world_size, parallelism.shard_group_size, parallelism.placement)
+    return Layout(parallelism.world_size, parallelism.group_size, parallelism.placement)
 
 
 def worker_device() -> torch.device:

@@ -22,15 +22,18 @@ from trainer.spec.parallelism import (
     DivergenceCheckSpec,
     ParallelismSpec,
     PlannerSpec,
+    SurviveSpec,
     SyncSpec,
+    WorkersSpec,
 )
 from trainer.spec.problems import FieldProblem, SpecError, problems_of
 from trainer.spec.reading import apply_overrides, parse_document
-from trainer.spec.run import TraceSpec
+from trainer.spec.run import CheckpointSpec, RecoverySpec, TraceSpec, WarmStartSpec
 from trainer.spec.tables import EmbeddingTableSpec, TableConstraints
 
 __all__ = [
     "AllToAllSpec",
+    "CheckpointSpec",
     "DenseOptimizerSpec",
     "DivergenceCheckSpec",
     "EmbeddingTableSpec",
@@ -40,13 +43,17 @@ __all__ = [
     "JobSpec",
     "ParallelismSpec",
     "PlannerSpec",
+    "RecoverySpec",
     "ScheduleSpec",
     "SparseOptimizerSpec",
     "SpecError",
+    "SurviveSpec",
     "SyncSpec",
     "TableConstraints",
     "TaskSpec",
     "TraceSpec",
+    "WarmStartSpec",
+    "WorkersSpec",
     "apply_overrides",
     "json_schema",
     "load_spec",

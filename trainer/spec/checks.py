@@ -218,10 +218,9 @@ def check_memory(spec: JobSpec) -> None:
     The same is checked by the planner at the start for sizes that only the data tells.
     """
     memory_bytes = spec.resources.memory_bytes_per_worker
-    if memory_bytes is None:
+    if memory_bytes is None or spec.parallelism.shard_group_size == "auto":
         return
-    size = spec.parallelism.shard_group_size
-    assert isinstance(size, int)
+    size = spec.parallelism.group_size
     worker_bytes = int(memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
     sizes_bytes = [_size_bytes(spec, table) for table in spec.embedding_tables]
     for index, table in enumerate(spec.embedding_tables):

@@ -12,7 +12,13 @@ from trainer.spec.data import DataSpec, FeatureSpec
 from trainer.spec.model import ModelSpec
 from trainer.spec.optimizer import OptimizerSpec
 from trainer.spec.parallelism import ParallelismSpec
-from trainer.spec.run import CheckpointSpec, ResourcesSpec, RetrySpec, TrainingSpec
+from trainer.spec.run import (
+    CheckpointSpec,
+    RecoverySpec,
+    ResourcesSpec,
+    RetrySpec,
+    TrainingSpec,
+)
 from trainer.spec.tables import EmbeddingTableSpec
 
 
@@ -30,6 +36,7 @@ class JobSpec(SpecModel):
     training: TrainingSpec = TrainingSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     retry: RetrySpec = RetrySpec()
+    recovery: RecoverySpec = RecoverySpec()
     resources: ResourcesSpec = ResourcesSpec()
     export: NotYet = None
 

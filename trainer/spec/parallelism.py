@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
     BeforeValidator,
     Field,
     PositiveFloat,
@@ -13,9 +12,11 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.spec.base import NotYet, SpecModel, only
+from trainer.spec.base import SpecModel
 from trainer.spec.problems import problem
 from trainer.spec.tables import Precision
+
+FailureDomain = Literal["job", "replica_group"]
 
 
 class SyncSpec(SpecModel):
@@ -66,7 +67,7 @@ class PlannerSpec(SpecModel):
 
 
 class WorkersSpec(SpecModel):
-    """Bounds of the world size T. Equal bounds mean a fixed size."""
+    """Bounds of the world size T, multiples of L. Equal bounds mean a fixed size."""
 
     min: PositiveInt
     max: PositiveInt
@@ -75,17 +76,13 @@ class WorkersSpec(SpecModel):
     def _check_bounds(self) -> Self:
         if self.min > self.max:
             raise problem("bounds", f"min ({self.min}) is above max ({self.max})")
-        if self.min != self.max:
-            raise problem(
-                "not_supported_yet", "elastic bounds (min below max) are not supported yet"
-            )
         return self
 
 
-def _refuse_auto(value: int | str) -> int | str:
-    if value == "auto":
-        raise problem("not_supported_yet", "'auto' is not supported yet; give a number")
-    return value
+class SurviveSpec(SpecModel):
+    """What may be lost at once while a full copy of the tables stays alive."""
+
+    hosts: PositiveInt
 
 
 def _unset(value: Any) -> Any:
@@ -97,43 +94,115 @@ class ParallelismSpec(SpecModel):
     """T workers, in sharding groups of L = `shard_group_size`; M = T / L replicas.
 
     `dense: at_sync` averages the dense part at syncs too, instead of at every step, so that the
-    sharding groups are independent of each other in between.
+    sharding groups are independent of each other in between; `auto` does so where each group is a
+    failure domain of its own. `survive` says what may be lost at once without losing a row.
     """
 
     workers: PositiveInt | WorkersSpec = 1
-    shard_group_size: Annotated[PositiveInt | Literal["auto"], AfterValidator(_refuse_auto)]
-    placement: Annotated[
-        Literal["intra_host", "inter_host", "auto"], only("intra_host", "inter_host")
-    ] = "intra_host"
+    shard_group_size: PositiveInt | Literal["auto"]
+    placement: Literal["intra_host", "inter_host", "auto"] = "intra_host"
+    survive: SurviveSpec | None = None
     sync: Annotated[SyncSpec, BeforeValidator(_unset)] = SyncSpec()
-    dense: Literal["every_step", "at_sync"] = "every_step"
+    dense: Literal["auto", "every_step", "at_sync"] = "auto"
     moment_scale: PositiveFloat | Literal["auto"] = "auto"
     all_to_all: AllToAllSpec = AllToAllSpec()
     divergence_check: DivergenceCheckSpec | None = None
     planner: PlannerSpec = PlannerSpec()
-    survive: NotYet = None
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether L and the placement are known; `auto` is decided where the cluster is known."""
+        return self.shard_group_size != "auto" and self.placement != "auto"
+
+    @property
+    def min_workers(self) -> int:
+        """The fewest workers that the job trains with."""
+        return self.workers if isinstance(self.workers, int) else self.workers.min
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of workers may change."""
+        return self.min_workers < self.world_size
 
     @property
     def world_size(self) -> int:
-        """T, the number of workers."""
+        """T, the number of workers; the most, where it may change."""
         return self.workers if isinstance(self.workers, int) else self.workers.max
 
     @property
+    def group_size(self) -> int:
+        """L as a number; raises ValueError while it is `auto`."""
+        if self.shard_group_size == "auto":
+            raise ValueError("parallelism.shard_group_size is still 'auto'")
+        return self.shard_group_size
+
+    @property
     def num_replicas(self) -> int:
-        """M, the number of sharding groups."""
-        assert isinstance(self.shard_group_size, int)
-        return self.world_size // self.shard_group_size
+        """M, the number of sharding groups at T workers; raises ValueError while L is `auto`."""
+        return self.world_size // self.group_size
+
+    @property
+    def failure_domain(self) -> FailureDomain:
+        """What a lost host takes down: the job's workers, or one sharding group of them.
+
+        Groups are independent where nothing but the sync joins them.
+        """
+        is_independent = (
+            self.placement == "inter_host"
+            and self.num_replicas > 1
+            and self.dense != "every_step"
+            and not self.independence_obstacles
+        )
+        return "replica_group" if is_independent else "job"
+
+    @property
+    def independence_obstacles(self) -> list[tuple[str, str]]:
+        """(field, why) of settings that tie the sharding groups together between syncs."""
+        sync = self.sync
+        found = [
+            (
+                self.dense == "every_step",
+                "dense",
+                "averages gradients over all groups at each step",
+            ),
+            (sync.overlap, "sync.overlap", "applies averages before all groups have them"),
+            (
+                sync.dtype != "fp32",
+                "sync.dtype",
+                "sends changes that a joining group has no base of",
+            ),
+            (
+                sync.optimizer_state != "every",
+                "sync.optimizer_state",
+                "leaves moments that differ between the groups",
+            ),
+            (
+                self.divergence_check is not None,
+                "divergence_check",
+                "compares all groups at once; independent groups vote on every sync instead",
+            ),
+        ]
+        return [(field, why) for is_there, field, why in found if is_there]
+
+    @property
+    def dense_policy(self) -> Literal["every_step", "at_sync"]:
+        """`dense` with `auto` resolved: at syncs where the groups are failure domains."""
+        if self.dense != "auto":
+            return self.dense
+        return "at_sync" if self.failure_domain == "replica_group" else "every_step"
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
-        assert isinstance(self.shard_group_size, int)
-        if self.world_size % self.shard_group_size:
-            raise problem(
-                "not_divisible",
-                f"workers ({self.world_size}) must be a multiple of shard_group_size "
-                f"({self.shard_group_size}); nearest that fit: {self._nearest_sizes()}",
-                "workers",
-            )
+        if self.shard_group_size == "auto":
+            return self
+        for field, size in self._sizes():
+            if size % self.group_size:
+                raise problem(
+                    "not_divisible",
+                    f"workers ({size}) must be a multiple of shard_group_size "
+                    f"({self.shard_group_size}); nearest that fit: {self._nearest_sizes(size)}",
+                    field,
+                )
         if self.moment_scale != "auto" and self.moment_scale > self.num_replicas:
             raise problem(
                 "moment_scale",
@@ -142,9 +211,29 @@ class ParallelismSpec(SpecModel):
             )
         return self
 
+    def _sizes(self) -> list[tuple[str, int]]:
+        if isinstance(self.workers, int):
+            return [("workers", self.workers)]
+        return [("workers.min", self.workers.min), ("workers.max", self.workers.max)]
+
+    @model_validator(mode="after")
+    def _check_survive(self) -> Self:
+        if self.survive is None:
+            return self
+        if self.placement == "intra_host":
+            raise problem(
+                "survive",
+                "placement intra_host keeps every copy of a shard on one host, so no lost host can "
+                "be survived; use inter_host or auto",
+                "placement",
+            )
+        for field, why in self.independence_obstacles:
+            raise problem("survive", f"survive needs independent groups, but this {why}", field)
+        return self
+
     @model_validator(mode="after")
     def _check_single_copy(self) -> Self:
-        if self.num_replicas > 1:
+        if self.shard_group_size == "auto" or self.num_replicas > 1:
             return self
         # A stored spec holds every default, so only another value says that a user asked for it.
         asked = {
@@ -161,10 +250,9 @@ class ParallelismSpec(SpecModel):
             )
         return self
 
-    def _nearest_sizes(self) -> str:
-        group = self.shard_group_size
-        assert isinstance(group, int)
-        below = self.world_size // group * group
+    def _nearest_sizes(self, num_workers: int) -> str:
+        group = self.group_size
+        below = num_workers // group * group
         return " or ".join(str(size) for size in (below, below + group) if size)
 
     @property

@@ -21,28 +21,73 @@ class TraceSpec(SpecModel):
 
 
 class TrainingSpec(SpecModel):
-    """Length of the run and what it reports on the way."""
+    """Length of the run and what it reports on the way.
+
+    When the loss becomes NaN or infinite the job fails, or with `skip` goes back to the newest good
+    state and leaves out the rows that did it.
+    """
 
     epochs: PositiveInt = 1
     max_steps: PositiveInt | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     report_every_steps: PositiveInt = 10
     validate_every_steps: PositiveInt | None = None
+    on_non_finite: Literal["fail", "skip"] = "fail"
     trace: TraceSpec | None = None
 
 
+class WarmStartSpec(SpecModel):
+    """Start from the newest checkpoint in folder `path`, or from that checkpoint itself.
+
+    `tables` limits it to the named tables (with their optimizer state); `dense` says whether the
+    dense part comes along. Step, data position and schedule start anew.
+    """
+
+    path: Annotated[str, Field(min_length=1)]
+    tables: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    dense: bool = True
+
+
 class CheckpointSpec(SpecModel):
-    """A checkpoint every `every_steps` and at the end; the newest `keep_last` and the best stay."""
+    """A checkpoint every `every_steps` and at the end.
+
+    The newest `keep_last`, the best and those at multiples of `keep_every_steps` stay. With
+    `asynchronous` they are written beside the training, from a copy in memory.
+    """
 
     every_steps: PositiveInt = 100
     keep_last: PositiveInt = 2
     keep_best: bool = True
+    keep_every_steps: PositiveInt | None = None
+    asynchronous: bool = True
+    warm_start: WarmStartSpec | None = None
 
 
 class RetrySpec(SpecModel):
     """How many failures (lost workers or a lost driver) the job survives."""
 
     max_failures: Annotated[int, Field(ge=0)] = 3
+
+
+class RecoverySpec(SpecModel):
+    """How fast trouble is noticed, and what follows.
+
+    A group silent for `heartbeat_timeout_s` is lost. One operation of a sync takes at most
+    `exchange_timeout_s`. Workers that get nothing done for `hang_factor` times the median step, and
+    at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is a
+    straggler. At the start the first groups wait `start_grace_s` for the others. A host with
+    `exclude_host_after` failures is left out for `exclude_host_s`.
+    """
+
+    heartbeat_timeout_s: PositiveFloat = 1.0
+    exchange_timeout_s: PositiveFloat = 5.0
+    hang_factor: Annotated[float, Field(gt=1)] = 20.0
+    min_hang_s: PositiveFloat = 60.0
+    straggler_factor: Annotated[float, Field(gt=1)] = 1.5
+    replace_stragglers: bool = False
+    start_grace_s: PositiveFloat = 120.0
+    exclude_host_after: PositiveInt = 3
+    exclude_host_s: PositiveFloat = 600.0
 
 
 class ResourcesSpec(SpecModel):

@@ -117,10 +117,6 @@ def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> No
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ("parallelism.survive={hosts: 1}", "parallelism.survive"),
-        ("parallelism.shard_group_size=auto", "parallelism.shard_group_size"),
-        ("parallelism.placement=auto", "parallelism.placement"),
-        ("parallelism.workers={min: 2, max: 4}", "parallelism.workers"),
         ("model.module=my.package:Model", "model.module"),
         ("model.arch=movielens", "model.arch"),
         ("export={to: x}", "export"),

@@ -47,8 +47,25 @@ class WorkerConfig:
 
     @property
     def run_label(self) -> str:
-        """Short name of this worker group run, unique within the job: `a0-r1`."""
-        return f"{self.attempt_id.rpartition('-')[2]}-r{self.run_index}"
+        """Short name of this life of workers, unique within the job: `a0-r1`, or `a0-r0-g2i1`."""
+        return f"{self.attempt_id.rpartition('-')[2]}-r{self.run_index}{self._group_label}"
+
+    @property
+    def stream(self) -> str:
+        """Event stream of these workers' rank 0."""
+        return f"{'group' if self.group else 'workers'}{self._group_label}-{self.run_index}"
+
+    def rank_stream(self, rank: int) -> str:
+        """Event stream of what one rank alone knows."""
+        return f"rank{rank}{self._group_label}-{self.run_index}"
+
+    def log_source(self, rank: int) -> str:
+        """Name of the log file of one rank of these workers."""
+        return f"group-{self.group.group}-rank-{rank}" if self.group else f"rank-{rank}"
+
+    @property
+    def _group_label(self) -> str:
+        return f"-g{self.group.group}i{self.group.incarnation}" if self.group else ""
 
 
 def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
@@ -58,7 +75,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
 
     worker = config["worker"]
     rank = ray.train.get_context().get_world_rank()
-    start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(f"rank-{rank}"))
+    start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
     logger.info(
         "rank %d of worker group run %d is process %d on %s",
         rank,
@@ -67,10 +84,17 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         socket.gethostname(),
     )
 
+    # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
+    host = ray.util.get_node_ip_address()
+    if worker.group:
+        from trainer.elastic.group_worker import run_group_worker
+
+        run_group_worker(worker, worker.group, host)
+        return
+
     from trainer.worker import run_worker
 
-    # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
-    run_worker(worker, host=ray.util.get_node_ip_address())
+    run_worker(worker, host=host)
 
 
 class _Tee:

@@ -79,7 +79,7 @@ class Session:
         self._writer = self._open_writer()
         self._rank_writer = self._writer or EventWriter(self._rank_stream)
         trace = spec.training.trace
-        self.tracer = Tracer(self._files, groups.rank, trace, self.speed, self._rank_writer.write)
+        self.tracer = Tracer(self._files, self.rank, trace, self.speed, self._rank_writer.write)
         self.checkpoints = Checkpoints(config, groups, self.emit)
         self.sync = build_sync(
             self.model,
@@ -148,12 +148,17 @@ class Session:
     def _open_writer(self) -> EventWriter | None:
         if self.groups.rank != 0:
             return None
-        return EventWriter(self._files.stream_path(f"workers-{self.config.run_index}"))
+        return EventWriter(self._files.stream_path(self.config.stream))
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all workers of the job."""
+        return self.groups.rank
 
     @property
     def _rank_stream(self) -> Path:
         # What only one rank knows (its traces, its replica group's sync); begins with the first.
-        return self._files.stream_path(f"rank{self.groups.rank}-{self.config.run_index}")
+        return self._files.stream_path(self.config.rank_stream(self.groups.rank))
 
     @property
     def is_finished(self) -> bool:
@@ -216,11 +221,20 @@ class Session:
     def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
+        self.run_step(batch, step, wait_s)
+        self.state.step = step
+        self.state.position = position
+        self.state.rows_trained += self.shape.rows_per_step
+
+    def run_step(self, batch: Batch, step: int, wait_s: float) -> torch.Tensor:
+        """What step number `step` does to the model; its loss, a scalar. Collective."""
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
+        self.fault_point("lookup", step)
         with self.phases.during("dense"):
             loss, outputs = self.model(batch)
+        self.fault_point("backward", step)
         with self.phases.during("backward"):
             loss.backward()
         with self.phases.during("optimizer"):
@@ -229,9 +243,10 @@ class Session:
             self.sync.finish()
         self.train_meter.update(batch, loss, outputs)
         self.speed.step(wait_s)
-        self.state.step = step
-        self.state.position = position
-        self.state.rows_trained += self.shape.rows_per_step
+        return loss.detach()
+
+    def fault_point(self, phase: str, step: int) -> None:
+        """Where tests let a rank fail."""
 
     def synchronise(self) -> None:
         """Average the copies, then compare them if that is due.

@@ -74,6 +74,10 @@ round at weight 0; `current`: holds the newest commit and trains."""
 class Hello(Message):
     """First words of a rank on a connection, also after the coordinator was restarted.
 
+    A rank may say it again on the same connection with another `standing`: as `listening` with
+    nothing at hand it asks whether there is somebody to copy from (`Welcome.has_current`), and
+    comes again as `initial` when there is not.
+
     `incarnation` counts the lives of a group: a newer one fences the older. `donor` is where this
     rank serves its shard (host:port). `origin` names the state that an `initial` group starts from.
     `leases` are those that the group holds.
@@ -102,6 +106,9 @@ class Welcome(Message):
     kind: Literal["welcome"] = "welcome"
     store: str
     generation: Count
+    has_current: bool = Field(
+        default=False, description="Whether some group holds commits that are worth copying."
+    )
 
 
 class Heartbeat(Message):
@@ -153,6 +160,7 @@ class RoundMember(Message):
     incarnation: Count
     weight: Count
     standing: Standing
+    hosts: tuple[str, ...] = Field(default=(), description="Host of each rank.")
 
 
 class Round(Message):

@@ -231,10 +231,9 @@ def _table_plan(
     table: EmbeddingTableSpec, parameter: ParameterSharding, spec: JobSpec
 ) -> events.TablePlan:
     assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
-    assert isinstance(spec.parallelism.shard_group_size, int)
     whole = [table.num_embeddings, table.embedding_dim]
     rectangles = _rectangles(parameter) or [
-        (position, [0, 0], whole) for position in range(spec.parallelism.shard_group_size)
+        (position, [0, 0], whole) for position in range(spec.parallelism.group_size)
     ]
     return events.TablePlan(
         name=table.name,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -28,6 +28,7 @@ from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.groups import MeshGroups
+from trainer.parallel.layout import Layout
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of
 from trainer.parallel.plan import make_plan, table_plans
@@ -71,6 +72,7 @@ class Session:
         self.config = config
         self.groups = groups
         self.state = State()
+        self.origin = f"seed-{spec.training.seed}"  # what the state came from
         self.model, self.table_plans = build_parallel_model(spec, groups)
         self.optimizers = Optimizers(self.model, spec.optimizer, spec.moment_scale)
         self._open_data()
@@ -107,7 +109,7 @@ class Session:
         )
 
     def _open_data(self) -> None:
-        data, world_size = self.spec.data, self.groups.layout.world_size
+        data, world_size = self.spec.data, self.world_size
         root = Path(data.path)
         self.train_source = open_source(self.spec, root / data.split.train)
         validation = data.split.validation
@@ -151,6 +153,11 @@ class Session:
         return EventWriter(self._files.stream_path(self.config.stream))
 
     @property
+    def world_size(self) -> int:
+        """T, the number of workers that share the rows."""
+        return self.groups.layout.world_size
+
+    @property
     def rank(self) -> int:
         """Number of this rank among all workers of the job."""
         return self.groups.rank
@@ -182,26 +189,31 @@ class Session:
 
     def announce(self) -> None:
         """Tell the control plane how the workers are grouped and where they start."""
-        layout, mesh = self.groups.layout, self.groups.mesh
+        mesh = self.groups.mesh
         if self.groups.warning:
             self.note("warning", self.groups.warning)
-        self.emit(
-            events.WorkersStarted(
-                time=time.time(),
-                run_index=self.config.run_index,
-                world_size=layout.world_size,
-                shard_group_size=layout.shard_group_size,
-                num_replicas=layout.num_replicas,
-                placement=layout.placement,
-                backend=torch.distributed.get_backend(),
-                sharding_groups=[list(group) for group in mesh.sharding_groups],
-                replica_groups=[list(group) for group in mesh.replica_groups],
-                hosts=[site.host for site in self.groups.sites],
-                table_shards={plan.name: plan.sharding_type for plan in self.table_plans},
-                tables=self.table_plans,
-                total_steps=self.total_steps,
-                resumed_step=self.state.step,
-            )
+        hosts = [site.host for site in self.groups.sites]
+        self.emit(self.started(self.groups.layout, mesh.sharding_groups, hosts))
+
+    def started(
+        self, layout: Layout, sharding_groups: Sequence[Sequence[int]], hosts: list[str]
+    ) -> events.WorkersStarted:
+        """What `announce` sends: `sharding_groups` in ranks, `hosts` by rank."""
+        return events.WorkersStarted(
+            time=time.time(),
+            run_index=self.config.run_index,
+            world_size=layout.world_size,
+            shard_group_size=layout.shard_group_size,
+            num_replicas=layout.num_replicas,
+            placement=layout.placement,
+            backend=torch.distributed.get_backend(),
+            sharding_groups=[list(group) for group in sharding_groups],
+            replica_groups=[list(group) for group in zip(*sharding_groups, strict=True)],
+            hosts=hosts,
+            table_shards={plan.name: plan.sharding_type for plan in self.table_plans},
+            tables=self.table_plans,
+            total_steps=self.total_steps,
+            resumed_step=self.state.step,
         )
 
     def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
@@ -302,11 +314,25 @@ class Session:
 
         Raises `NonFiniteLoss`: from a NaN no later step comes back.
         """
+        values = self.read_metrics()
+        self.publish(values)
+        self.tracer.poll()
+        if not math.isfinite(values["train/loss"]):
+            raise NonFiniteLoss(
+                f"the training loss became {values['train/loss']} by step {self.state.step}; lower "
+                "optimizer.sparse.lr or optimizer.dense.lr, or look for outliers in the data"
+            )
+
+    def read_metrics(self) -> dict[str, float]:
+        """Metrics since the last call. Collective over all ranks."""
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
         values |= self.optimizers.learning_rates()
         values |= phase_metrics(self.phases, self.groups.device)
-        values |= self.speed.read()
+        return values | self.speed.read()
+
+    def publish(self, values: dict[str, float]) -> None:
+        """Send `values` as the metrics of the current step, and how far training has come."""
         step = self.state.step
         self.emit(events.Metrics(time=time.time(), step=step, values=values))
         rows_per_s = values["speed/rows_per_s"]
@@ -319,17 +345,11 @@ class Session:
                 epoch=self.state.position.epoch,
                 rows=self.state.rows_trained,
                 rows_per_s=rows_per_s,
-                eta_s=rows_left / rows_per_s,
+                eta_s=rows_left / rows_per_s if rows_per_s else 0.0,
             )
         )
-        self.tracer.poll()
         self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
         logger.info("step %d/%d %s", step, self.total_steps, _format(values))
-        if not math.isfinite(values["train/loss"]):
-            raise NonFiniteLoss(
-                f"the training loss became {values['train/loss']} by step {step}; lower "
-                "optimizer.sparse.lr or optimizer.dense.lr, or look for outliers in the data"
-            )
 
     def is_validation_step(self) -> bool:
         """Whether a validation follows the current step: as asked, else at each epoch's end."""
@@ -411,6 +431,7 @@ class Session:
         self.optimizers.rescale_moments(self.spec.moment_scale / written_scale)
         self.sync.reset()
         self.state = state_of(found.commit)
+        self.origin = found.path.name
         self.final_metrics = dict(found.commit.metrics)
         self.total_steps = self._planned_steps()
         logger.info("resumed from %s at step %d", found.path.name, self.state.step)

@@ -207,6 +207,16 @@ class Optimizers:
         """
         self.dense.init_state()
 
+    def set_num_steps(self, num_steps: int) -> None:
+        """Let the dense optimizer go on as after `num_steps` steps.
+
+        Groups that took unequal numbers of steps since their last sync must correct the bias of
+        their moments alike.
+        """
+        for state in self.dense.state.values():
+            if isinstance(state.get("step"), torch.Tensor):
+                state["step"].fill_(num_steps)
+
     @torch.no_grad()
     def rescale_moments(self, factor: float) -> None:
         """Multiply the second moments of all tables by `factor`.

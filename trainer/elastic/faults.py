@@ -12,9 +12,12 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
+
+if TYPE_CHECKING:
+    import torch
 
 VARIABLE = "SHARDLOOM_FAULTS"
 
@@ -26,8 +29,6 @@ Kind = Literal["exit", "sigkill", "sigstop", "raise", "slow", "storage_error", "
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 KINDS: tuple[Kind, ...] = get_args(Kind)
-
-Loss = TypeVar("Loss")
 
 
 class InjectedFault(RuntimeError):
@@ -98,11 +99,11 @@ def point(phase: Phase, group: int, rank: int, step: int) -> None:
             _strike(fault)
 
 
-def poison(loss: Loss, group: int, rank: int, step: int) -> Loss:
-    """The loss (a scalar tensor), or NaN with NaN gradients where a fault of kind `nan` is due."""
+def poison(loss: torch.Tensor, group: int, rank: int, step: int) -> torch.Tensor:
+    """The loss, a scalar, or NaN with NaN gradients where a fault of kind `nan` is due."""
     for armed in _armed:
         if armed.fault.kind == "nan" and _takes(armed, group, rank, step):
-            loss = loss * float("nan")  # type: ignore[operator]
+            loss = loss * float("nan")
     return loss
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import signal
 import time
@@ -12,8 +11,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from trainer.elastic import faults
+
+LOSS = torch.tensor(2.0)
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +47,7 @@ def test_nothing_befalls_a_rank_unless_faults_are_armed() -> None:
     faults.arm(0, {})
     for phase in faults.PHASES:
         faults.point(phase, 1, 0, 5)
-    assert faults.poison(2.0, 1, 0, 5) == 2.0
+    assert faults.poison(LOSS, 1, 0, 5) is LOSS
 
 
 def test_a_fault_waits_for_its_group_rank_phase_and_step() -> None:
@@ -111,9 +113,9 @@ def test_a_storage_error_is_what_a_full_disk_gives() -> None:
 def test_a_poisoned_loss_is_nan_once() -> None:
     arm(fault(kind="nan", phase="backward"))
     faults.point("backward", 1, 0, 5)
-    assert faults.poison(2.0, 1, 1, 5) == 2.0
-    assert math.isnan(faults.poison(2.0, 1, 0, 5))
-    assert faults.poison(2.0, 1, 0, 6) == 2.0
+    assert faults.poison(LOSS, 1, 1, 5) is LOSS
+    assert faults.poison(LOSS, 1, 0, 5).isnan()
+    assert faults.poison(LOSS, 1, 0, 6) is LOSS
 
 
 @pytest.mark.parametrize("text", ["not json", "{}", '[{"kind": "flood"}]'])

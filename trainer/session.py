@@ -20,6 +20,7 @@ from trainer import events
 from trainer.data.batches import Batch, TrainBatches, open_source, validation_batches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
+from trainer.elastic import faults
 from trainer.elastic.checkpoint import CheckpointError
 from trainer.elastic.training_state import load_state, state_to_save
 from trainer.failures import NonFiniteLoss
@@ -163,6 +164,11 @@ class Session:
         return self.groups.rank
 
     @property
+    def site(self) -> tuple[int, int]:
+        """(group that is a failure domain, rank in it), as the fault injector counts."""
+        return 0, self.groups.rank
+
+    @property
     def _rank_stream(self) -> Path:
         # What only one rank knows (its traces, its replica group's sync); begins with the first.
         return self._files.stream_path(self.config.rank_stream(self.groups.rank))
@@ -243,10 +249,11 @@ class Session:
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
-        self.fault_point("lookup", step)
+        faults.point("lookup", *self.site, step)
         with self.phases.during("dense"):
             loss, outputs = self.model(batch)
-        self.fault_point("backward", step)
+        loss = faults.poison(loss, *self.site, step)
+        faults.point("backward", *self.site, step)
         with self.phases.during("backward"):
             loss.backward()
         with self.phases.during("optimizer"):
@@ -256,9 +263,6 @@ class Session:
         self.train_meter.update(batch, loss, outputs)
         self.speed.step(wait_s)
         return loss.detach()
-
-    def fault_point(self, phase: str, step: int) -> None:
-        """Where tests let a rank fail."""
 
     def synchronise(self) -> None:
         """Average the copies, then compare them if that is due.

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from trainer import failures
 from trainer.data.errors import DataError
+from trainer.elastic import faults
 from trainer.elastic.checkpoint import CheckpointError
 from trainer.parallel.divergence import DivergenceError
-from trainer.parallel.groups import build_groups
+from trainer.parallel.groups import MeshGroups, build_groups
 from trainer.parallel.layout import Layout, LayoutError
 from trainer.parallel.plan import PlanError
 from trainer.parallel.sync import is_sync_step
@@ -67,15 +70,28 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
 
     Raises `WorkerFailure` with a reason that the control plane knows.
     """
+    with named_failures():
+        prepare_process(config)
+        return train(Session(config, groups_of(config, layout_of(config.spec), host)))
+
+
+def prepare_process(config: WorkerConfig) -> None:
+    """Settings of this process, whatever it trains."""
     torch.set_num_threads(config.spec.resources.threads_per_worker)
+    faults.arm(config.group.incarnation if config.group else config.run_index)
+
+
+def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGroups:
+    """The process groups of `layout` over the default one. Collective."""
+    timeout_s = config.spec.resources.collective_timeout_s
+    return build_groups(layout, worker_device(), timeout_s, host)
+
+
+@contextmanager
+def named_failures() -> Iterator[None]:
+    """Raise whatever goes wrong inside as a `WorkerFailure` with its reason."""
     try:
-        groups = build_groups(
-            layout_of(config.spec),
-            worker_device(),
-            config.spec.resources.collective_timeout_s,
-            host,
-        )
-        return train(Session(config, groups))
+        yield
     except tuple(_REASONS) as error:
         logger.error("%s", error)
         raise failures.WorkerFailure(_reason(error), str(error)) from None

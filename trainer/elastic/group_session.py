@@ -1,0 +1,325 @@
+"""One rank's session where each sharding group is a failure domain of its own.
+
+The group is a world of its own with M = 1; what joins it to the other groups is `GroupSync`. It
+trains the rows that the coordinator leases it, one lease between two syncs, and takes over whatever
+the committed syncs add up to (the ledger). Steps are *nominal*: one for as many rows as all T
+workers take at once, so that schedules, reports and checkpoints do not depend on how many groups
+there happen to be.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from trainer.data.batches import Batch
+from trainer.data.lease_batches import LeaseBatches
+from trainer.data.position import ledger_of, position_of
+from trainer.elastic.group_sync import GroupSync
+from trainer.elastic.member import Member
+from trainer.elastic.protocol import Arrive, Lease, Ledger, Report, RoundMember, Standing, Verdict
+from trainer.failures import NonFiniteLoss
+from trainer.parallel.groups import MeshGroups
+from trainer.parallel.layout import Layout
+from trainer.parallel.sync import mode_for
+from trainer.ray_worker import GroupConfig, WorkerConfig
+from trainer.saving import State
+from trainer.session import Session
+from trainer.spec import SyncSpec
+
+_NUM_STEP_TIMES = 50
+
+
+@dataclass
+class Interval:
+    """What this rank trained since the last committed sync.
+
+    `loss_sum` is the sum over its rows, float64 [] on the device.
+    """
+
+    loss_sum: torch.Tensor
+    leases: tuple[int, ...] = ()
+    num_rows: int = 0
+    num_steps: int = 0
+
+
+class GroupSession(Session):
+    """One life of one rank of one group."""
+
+    def __init__(self, config: WorkerConfig, groups: MeshGroups, member: Member) -> None:
+        assert config.group, "the config of a group's worker names the group"
+        self.group: GroupConfig = config.group
+        self.member = member
+        self.ledger = Ledger()
+        self.standing: Standing = "initial"
+        self.is_leader = False
+        self._leases: deque[Lease] = deque()
+        self._step_times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
+        self._report = Report()
+        self._verdict: Verdict | None = None
+        self._before = State()
+        self._announced: Sequence[RoundMember] = ()
+        self._has_finished = False
+        super().__init__(config, groups)
+        self._interval = self._new_interval()
+        self._seen_rows, self._seen_at = 0, time.perf_counter()
+        self._loader = self._open_loader()
+        self.group_sync = GroupSync(
+            self.model,
+            self._sync_spec(),
+            lambda: self.optimizers.synced_whole(dense=True),
+            member,
+            groups.shard_index,
+            self.spec.recovery,
+        )
+
+    def _sync_spec(self) -> SyncSpec:
+        sync = self.spec.parallelism.sync
+        mode, warning = mode_for(sync, self.spec.optimizer.sparse)
+        if warning and self.rank == 0:
+            self._warn_of_sync(warning)
+        return sync.model_copy(update={"mode": mode})
+
+    def _open_loader(self) -> LeaseBatches:
+        num_ranks = self.groups.layout.world_size
+        return LeaseBatches(
+            self.train_source, self.spec, rank=self.groups.rank, num_ranks=num_ranks
+        )
+
+    def _new_interval(self) -> Interval:
+        return Interval(torch.zeros((), dtype=torch.float64, device=self.groups.device))
+
+    @property
+    def world_size(self) -> int:
+        """T, the workers of all groups."""
+        return self.spec.parallelism.world_size
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all workers of the job."""
+        return self.group.group * self.groups.layout.world_size + self.groups.rank
+
+    @property
+    def site(self) -> tuple[int, int]:
+        """(group, rank in it), as the fault injector counts."""
+        return self.group.group, self.groups.rank
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the whole run trains."""
+        training = self.spec.training
+        whole = self.shape.num_rows * training.epochs
+        if training.max_steps is None:
+            return whole
+        return min(whole, training.max_steps * self.shape.rows_per_step)
+
+    def _planned_steps(self) -> int:
+        return -(-self.num_rows // self.shape.rows_per_step)
+
+    def begin(self) -> None:
+        """Take the state from a live group, else from a checkpoint, else from the seed.
+
+        Collective over the group.
+        """
+        self.optimizers.init_state()
+        if self._can_copy():
+            self.standing = "listening"
+        else:
+            self.restore()
+            self._adopt(ledger_of(self.state))
+        self.member.join(self.standing, self.origin, self.ledger, self.group_sync.donor)
+        self.speed.restart()
+
+    def _can_copy(self) -> bool:
+        """Whether some group holds what this one needs; the first rank asks for all."""
+        box: list[bool] = [False]
+        if self.groups.rank == 0:
+            welcome = self.member.join("listening", "", self.ledger, self.group_sync.donor)
+            box[0] = welcome.has_current
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def train_lease(self) -> None:
+        """Train the next lease, if the group holds one. Collective over the group.
+
+        Raises `NonFiniteLoss` where a NaN is to end the job.
+        """
+        if not self._leases:
+            return
+        lease = self._leases.popleft()
+        for batch, wait_s in self._batches_of(lease):
+            self._train_batch(batch, wait_s)
+        self._interval.leases, self._interval.num_rows = (lease.id,), lease.num_rows
+        if self.spec.training.on_non_finite == "fail" and not self._is_finite():
+            raise NonFiniteLoss(
+                f"the training loss became {self._interval.loss_sum.item()} by step "
+                f"{self.state.step + self._interval.num_steps}; lower optimizer.sparse.lr or "
+                "optimizer.dense.lr, look for outliers in the data, or leave such rows out with "
+                "training.on_non_finite: skip"
+            )
+
+    def _is_finite(self) -> bool:
+        return bool(self._interval.loss_sum.isfinite())
+
+    def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, float]]:
+        """The batches of `lease`, which is the next that was submitted, and the waits for them."""
+        waited_s = self._loader.wait_s
+        for batch, found, is_last in self.phases.around_each("data_wait", self._loader):
+            assert found.id == lease.id, "leases are trained in the order of their submission"
+            yield batch.to(self.groups.device), self._loader.wait_s - waited_s
+            waited_s = self._loader.wait_s
+            if is_last:
+                return
+
+    def _train_batch(self, batch: Batch, wait_s: float) -> None:
+        started = time.perf_counter()
+        interval = self._interval
+        step = min(self.state.step + interval.num_steps + 1, self.total_steps)
+        loss = self.run_step(batch, step, wait_s)
+        interval.num_steps += 1
+        interval.loss_sum += loss * batch.weight.sum()
+        self.tracer.end_step(step)
+        self._step_times_s.append(time.perf_counter() - started)
+        self.member.progress("train", step, median(self._step_times_s))
+
+    def sync_groups(self) -> Verdict:
+        """One committed sync with the other groups. Collective over all ranks of all groups."""
+        with self.phases.during("sync"):
+            verdict, cost = self.group_sync.exchange(self._arrival)
+        self.speed.sync(cost)
+        self._interval = self._new_interval()
+        self._report = Report()
+        self._take(verdict)
+        return verdict
+
+    def _arrival(self) -> Arrive:
+        interval = self._interval
+        return Arrive(
+            standing=self.standing,
+            commit=self.ledger.commit,
+            leases=interval.leases,
+            num_rows=interval.num_rows,
+            is_poisoned=not self._is_finite(),
+            report=self._report if self.groups.rank == 0 else None,
+            sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},
+        )
+
+    def _take(self, verdict: Verdict) -> None:
+        """Go on from where the committed syncs have come to."""
+        self._verdict, self._before = verdict, self.state
+        was_current, self.standing = self.standing == "current", verdict.standing
+        self.is_leader = verdict.leader == self.group.group and self.standing == "current"
+        self._adopt(verdict.ledger)
+        if was_current and self.standing != "current":
+            # What it held went back; rows read ahead for it are another group's now.
+            self._loader.close()
+            self._loader, self._leases = self._open_loader(), deque()
+        known = {lease.id for lease in self._leases}
+        for lease in verdict.leases:
+            if lease.id not in known:
+                self._loader.submit(lease)
+                self._leases.append(lease)
+
+    def _adopt(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+        position = position_of(ledger)
+        rows_done = position.epoch * self.shape.num_rows + position.num_rows
+        is_complete = rows_done >= self.num_rows
+        self.state = State(
+            step=self.total_steps if is_complete else rows_done // self.shape.rows_per_step,
+            position=position,
+            rows_trained=ledger.rows_trained,
+            best=ledger.best,
+        )
+        # Groups took unequal numbers of steps since the last sync, with equal results.
+        self.optimizers.set_num_steps(self.state.step)
+
+    def announce(self) -> None:
+        """Tell the control plane who trains; the leader does, when the members change."""
+        members = self.group_sync.members
+        if not self.is_leader or members == self._announced:
+            return
+        self._announced = members
+        size = self.groups.layout.world_size
+        groups = [range(index * size, (index + 1) * size) for index in range(len(members))]
+        layout = Layout(size * len(members), size, "inter_host")
+        hosts = [host for member in members for host in member.hosts]
+        self.emit(self.started(layout, groups, hosts))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this group has nothing more to do."""
+        return self._verdict is not None and (
+            self._verdict.has_finished or self._verdict.should_leave
+        )
+
+    def is_report_due(self) -> bool:
+        """Whether metrics go out now: a multiple of `report_every_steps` was passed."""
+        return self._has_passed(self.spec.training.report_every_steps)
+
+    def is_validation_step(self) -> bool:
+        """Whether the leader validates now: as asked, else at each epoch's end, and at the end."""
+        if self.validation_source is None:
+            return False
+        if self.is_finished:
+            return not self._has_finished
+        every = self.spec.training.validate_every_steps
+        if every:
+            return self._has_passed(every)
+        return self.state.position.epoch > self._before.position.epoch
+
+    def is_checkpoint_step(self) -> bool:
+        """Whether the leader saves now, whatever validation says."""
+        if self.is_finished:
+            return not self._has_finished
+        return self._has_passed(self.spec.checkpoint.every_steps)
+
+    def _has_passed(self, every: int) -> bool:
+        return self.state.step // every > self._before.step // every
+
+    def lead(self) -> None:
+        """What one group does for all: validate and save where that is due, and end the run.
+
+        Collective over the group. The others train on, and wait for it at the next sync.
+        """
+        self.member.progress("validation", self.state.step)
+        is_best = self.validate() if self.is_validation_step() else False
+        if self.is_checkpoint_step() or (is_best and self.spec.checkpoint.keep_best):
+            self.member.progress("checkpoint", self.state.step)
+            self.save_checkpoint(is_best)
+        self._has_finished |= self.is_finished
+        self._report = Report(
+            best=self.state.best,
+            metrics=self.final_metrics,
+            checkpoint_commit=self.checkpoints.newest_commit,
+            has_finished=self._has_finished,
+        )
+
+    def report(self) -> None:
+        """Send metrics and progress, which the leader does for all. Collective over the group."""
+        values = self.read_metrics()
+        if self.is_leader:
+            self.publish(values)
+        self.tracer.poll()
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        super().close()
+        self._loader.close()
+        self.group_sync.close()
+
+    def read_metrics(self) -> dict[str, float]:
+        """As every session's, but rows count where they are committed, by whichever group."""
+        values = super().read_metrics()
+        now, rows = time.perf_counter(), self.ledger.rows_trained
+        values["speed/rows_per_s"] = (rows - self._seen_rows) / max(now - self._seen_at, 1e-9)
+        values["speed/steps_per_s"] = values["speed/rows_per_s"] / self.shape.rows_per_step
+        self._seen_rows, self._seen_at = rows, now
+        return values

@@ -1,0 +1,188 @@
+"""Detection: hangs, stragglers, losses, bad hosts and exhausted memory, each as a pure policy."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.elastic.detect import (
+    Exclusion,
+    HangDetector,
+    HangPolicy,
+    HostPolicy,
+    HostRecord,
+    LossPolicy,
+    LossWatch,
+    Pulse,
+    RankId,
+    StragglerDetector,
+    StragglerPolicy,
+    memory_shortage,
+    num_oom_kills,
+    was_killed_for_memory,
+)
+
+A0, A1, B0 = RankId(0, 0, 0), RankId(0, 0, 1), RankId(1, 0, 0)
+
+
+def hang_detector(min_hang_s: float = 10.0) -> HangDetector:
+    return HangDetector(HangPolicy(min_hang_s=min_hang_s, hang_factor=20.0))
+
+
+def test_a_rank_hangs_when_its_heartbeats_bring_no_progress() -> None:
+    detector = hang_detector()
+    for now in range(12):
+        detector.observe(A0, Pulse(3, "backward"), now)
+        detector.observe(B0, Pulse(now, "backward"), now)
+    (hang,) = detector.check(11)
+    assert (hang.rank, hang.phase, hang.idle_s) == (A0, "backward", 11)
+
+
+def test_slow_steps_stretch_the_limit() -> None:
+    detector = hang_detector()
+    detector.observe(A0, Pulse(3, "backward", step_time_s=2.0), 0)
+    assert detector.check(39) == []
+    assert len(detector.check(41)) == 1
+
+
+def test_who_waits_for_other_groups_does_not_hang() -> None:
+    detector = hang_detector()
+    detector.observe(A0, Pulse(3, "sync"), 0)
+    assert detector.check(100, waiting={A0}) == []
+    assert detector.check(109) == []
+    assert len(detector.check(111)) == 1
+
+
+def test_of_one_group_the_rank_that_stopped_first_is_named() -> None:
+    detector = hang_detector()
+    detector.observe(A1, Pulse(3, "lookup"), 0)
+    detector.observe(A0, Pulse(3, "backward"), 1)
+    assert [hang.rank for hang in detector.check(50)] == [A1]
+
+
+def test_an_earlier_life_of_a_group_never_triggers() -> None:
+    detector = hang_detector()
+    detector.observe(A0, Pulse(3, "backward"), 0)
+    reborn = RankId(0, 1, 0)
+    detector.observe(reborn, Pulse(0, "start"), 49)
+    detector.observe(A1, Pulse(3, "backward"), 0)
+    assert detector.check(50) == []
+    detector.forget(0)
+    assert detector.check(500) == []
+
+
+@given(st.lists(st.floats(0, 100), max_size=8), st.floats(0.1, 100))
+def test_a_limit_is_never_below_the_minimum(times: list[float], min_hang_s: float) -> None:
+    assert HangPolicy(min_hang_s, 20.0).limit_s(times) >= min_hang_s
+
+
+HOSTS = {A0: "a", A1: "a", B0: "b"}
+
+
+def straggler_detector() -> StragglerDetector:
+    return StragglerDetector(StragglerPolicy(factor=1.5, num_windows=3))
+
+
+def test_a_rank_that_stays_slow_is_told_once() -> None:
+    detector = straggler_detector()
+    found = [detector.check({A0: 1.0, A1: 1.1, B0: 2.0}, HOSTS) for _ in range(5)]
+    assert [len(each) for each in found] == [0, 0, 1, 0, 0]
+    (straggler,) = found[2]
+    assert (straggler.rank, straggler.host, straggler.is_whole_host) == (B0, "b", True)
+    assert straggler.slowdown == pytest.approx(2.0 / 1.1)
+
+
+def test_one_slow_rank_does_not_blame_its_host() -> None:
+    detector = straggler_detector()
+    found = [detector.check({A0: 1.0, A1: 3.0, B0: 1.0}, HOSTS) for _ in range(3)]
+    assert [(each.rank, each.is_whole_host) for each in found[2]] == [(A1, False)]
+
+
+def test_a_rank_that_recovers_starts_over() -> None:
+    detector = straggler_detector()
+    slow, fast = {A0: 1.0, B0: 2.0}, {A0: 1.0, B0: 1.0}
+    assert [len(detector.check(each, HOSTS)) for each in (slow, slow, fast, slow, slow, slow)] == [
+        *(0, 0, 0, 0, 0),
+        1,
+    ]
+
+
+def test_unknown_times_and_a_rank_alone_are_never_slow() -> None:
+    detector = straggler_detector()
+    for _ in range(5):
+        assert detector.check({A0: 0.0, B0: 9.0}, HOSTS) == []
+
+
+def test_a_finite_loss_goes_on() -> None:
+    assert LossWatch(LossPolicy()).judge_loss(0.7).action == "go_on"
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_fails_the_job_unless_told_otherwise(loss: float) -> None:
+    decision = LossWatch(LossPolicy()).judge_loss(loss)
+    assert (decision.action, decision.cause) == ("fail", f"the training loss became {loss}")
+
+
+def test_skipping_stops_helping_when_every_interval_is_skipped() -> None:
+    watch = LossWatch(LossPolicy(on_non_finite="skip", max_skips_in_a_row=2))
+    actions = [watch.judge_loss(loss).action for loss in (math.nan, math.nan, 0.5)]
+    actions += [watch.judge_loss(math.nan).action for _ in range(3)]
+    assert actions == ["skip", "skip", "go_on", "skip", "skip", "fail"]
+
+
+def test_an_entropy_that_explodes_fails_after_some_reports() -> None:
+    watch = LossWatch(LossPolicy(num_reports=2))
+    actions = [watch.judge_ne(ne).action for ne in (0.9, 3.0, 0.9, 3.0)]
+    assert actions == ["go_on"] * 4
+    decision = watch.judge_ne(3.0)
+    assert decision.action == "fail"
+    assert "after 0.9 at best" in decision.cause
+
+
+def test_an_entropy_that_begins_high_does_not_explode() -> None:
+    watch = LossWatch(LossPolicy())
+    assert {watch.judge_ne(ne).action for ne in (4.0, 4.5, 4.0, 4.2, math.nan)} == {"go_on"}
+
+
+def test_a_host_is_left_out_for_a_while_after_some_failures() -> None:
+    record = HostRecord(HostPolicy(exclude_after=3, exclude_s=100.0, window_s=50.0))
+    assert [record.fail("a", now) for now in (0, 10)] == [None, None]
+    assert record.fail("a", 20) == Exclusion("a", 3, 120)
+    assert record.excluded(119) == {"a"}
+    assert record.excluded(120) == set()
+    assert record.fail("a", 121) is None
+
+
+def test_failures_long_ago_are_forgiven() -> None:
+    record = HostRecord(HostPolicy(exclude_after=2, exclude_s=100.0, window_s=50.0))
+    assert [record.fail("a", now) for now in (0, 60, 130)] == [None, None, None]
+    assert record.excluded(131) == set()
+
+
+@pytest.mark.parametrize(
+    ("message", "type_names", "shortage"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB", (), "device_oom"),
+        ("[enforce fail] allocation failed", ("torch.OutOfMemoryError",), "device_oom"),
+        ("Task was killed due to the node running low on memory.", (), "host_oom"),
+        ("DefaultCPUAllocator: can't allocate memory: you tried", (), "host_oom"),
+        ("", ("MemoryError",), "host_oom"),
+        ("Connection closed by peer", ("RuntimeError",), None),
+    ],
+)
+def test_exhausted_memory_is_known_by_its_words(
+    message: str, type_names: tuple[str, ...], shortage: str | None
+) -> None:
+    assert memory_shortage(message, type_names) == shortage
+
+
+def test_a_kill_for_memory_shows_in_the_counter_of_the_cgroup() -> None:
+    before = num_oom_kills("low 0\nhigh 0\nmax 3\noom 1\noom_kill 1\n")
+    after = num_oom_kills("low 0\nhigh 0\nmax 9\noom 2\noom_kill 2\n")
+    assert was_killed_for_memory(9, before, after)
+    assert not was_killed_for_memory(9, after, after)
+    assert not was_killed_for_memory(15, before, after)
+    assert not was_killed_for_memory(None, before, after)

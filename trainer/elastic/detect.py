@@ -1,0 +1,344 @@
+"""What is wrong: pure policies for hangs, stragglers, losses that leave the rails, bad hosts, OOM.
+
+Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
+none reads a clock or acts. What they know belongs to one attempt and, for ranks, to one life of
+their group (its incarnation): make new ones for an attempt, and what an earlier life did is dropped
+by the first word of a later one.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+
+class RankId(NamedTuple):
+    """One rank in one life of its group; in the job domain all ranks are group 0."""
+
+    group: int
+    incarnation: int
+    rank: int
+
+
+@dataclass(frozen=True)
+class Pulse:
+    """What a rank says of itself in a heartbeat.
+
+    `progress` counts what its main thread got done; `step_time_s` is the median time of its newest
+    steps without waiting for peers, 0 where it is not known.
+    """
+
+    progress: int
+    phase: str
+    step_time_s: float = 0.0
+
+
+# --- hangs
+
+
+@dataclass(frozen=True)
+class HangPolicy:
+    """No progress for `hang_factor` median steps, and at least `min_hang_s`, is a hang."""
+
+    min_hang_s: float
+    hang_factor: float
+
+    def limit_s(self, step_times_s: Iterable[float]) -> float:
+        """How long a rank may stand still; step times of 0 are unknown and left out."""
+        known = [each for each in step_times_s if each > 0]
+        median_s = statistics.median(known) if known else 0.0
+        return max(self.min_hang_s, self.hang_factor * median_s)
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A rank that stands still although its process lives; its peers wait for it."""
+
+    rank: RankId
+    phase: str
+    idle_s: float
+
+
+@dataclass
+class _Watched:
+    pulse: Pulse
+    since: float
+
+
+class HangDetector:
+    """Finds the ranks that stand still."""
+
+    def __init__(self, policy: HangPolicy) -> None:
+        self._policy = policy
+        self._watched: dict[RankId, _Watched] = {}
+
+    def observe(self, rank: RankId, pulse: Pulse, now: float) -> None:
+        """Take in a heartbeat. A later life of a group makes all of its earlier ones forgotten."""
+        if _is_outlived(rank, self._watched):
+            return
+        _forget_earlier(rank, self._watched)
+        known = self._watched.get(rank)
+        stands_still = known is not None and known.pulse.progress == pulse.progress
+        since = known.since if known and stands_still else now
+        self._watched[rank] = _Watched(pulse, since)
+
+    def forget(self, group: int) -> None:
+        """Drop a group, which has left."""
+        for rank in [each for each in self._watched if each.group == group]:
+            del self._watched[rank]
+
+    def check(self, now: float, waiting: Collection[RankId] = ()) -> list[Hang]:
+        """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
+
+        Ranks in `waiting` wait for another group or for the coordinator; their clocks start when
+        that ends.
+        """
+        for rank in self._watched.keys() & set(waiting):
+            self._watched[rank].since = now
+        limit_s = self._policy.limit_s(each.pulse.step_time_s for each in self._watched.values())
+        first: dict[int, Hang] = {}
+        for rank, watched in self._watched.items():
+            hang = Hang(rank, watched.pulse.phase, now - watched.since)
+            if hang.idle_s > limit_s and hang.idle_s > _idle_s(first.get(rank.group)):
+                first[rank.group] = hang
+        return list(first.values())
+
+
+def _idle_s(hang: Hang | None) -> float:
+    return hang.idle_s if hang else 0.0
+
+
+# --- stragglers
+
+
+@dataclass(frozen=True)
+class StragglerPolicy:
+    """Slower than `factor` times the median in `num_windows` windows in a row is persistent."""
+
+    factor: float
+    num_windows: int = 5
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """A rank that is persistently slow; `is_whole_host` says that all ranks of its host are."""
+
+    rank: RankId
+    host: str
+    slowdown: float
+    is_whole_host: bool
+
+
+class StragglerDetector:
+    """Finds ranks that are persistently slower than the others."""
+
+    def __init__(self, policy: StragglerPolicy) -> None:
+        self._policy = policy
+        self._slow_windows: dict[RankId, int] = {}
+
+    def check(
+        self, step_times_s: Mapping[RankId, float], hosts: Mapping[RankId, str]
+    ) -> list[Straggler]:
+        """Close a window. Each straggler is told once, and again only after it had recovered.
+
+        `step_times_s` are those of the live ranks in this window, 0 for unknown; one that is
+        missing loses its count. The median is the lower one, so that of two ranks, or of two
+        hosts, the slow one shows.
+        """
+        known = {rank: each for rank, each in step_times_s.items() if each > 0}
+        if len(known) < 2:
+            self._slow_windows.clear()
+            return []
+        median_s = statistics.median_low(known.values())
+        slowdown = {rank: each / median_s for rank, each in known.items()}
+        slow = {rank for rank, each in slowdown.items() if each > self._policy.factor}
+        self._slow_windows = {rank: self._slow_windows.get(rank, 0) + 1 for rank in slow}
+        told = [r for r, count in self._slow_windows.items() if count == self._policy.num_windows]
+        return [
+            Straggler(rank, hosts[rank], slowdown[rank], _is_whole_host(rank, slow, known, hosts))
+            for rank in sorted(told)
+        ]
+
+
+def _is_whole_host(
+    rank: RankId,
+    slow: Collection[RankId],
+    known: Iterable[RankId],
+    hosts: Mapping[RankId, str],
+) -> bool:
+    return all(other in slow for other in known if hosts[other] == hosts[rank])
+
+
+# --- losses
+
+
+LossAction = Literal["go_on", "skip", "fail"]
+
+
+@dataclass(frozen=True)
+class LossPolicy:
+    """What follows a loss that is NaN or infinite, or a normalised entropy that explodes.
+
+    NE of 1 is what a model without features reaches; above `max_ne` and above `explode_factor`
+    times the best so far, in `num_reports` reports in a row, it explodes. After
+    `max_skips_in_a_row` skipped intervals the data is not to blame, and the job fails.
+    """
+
+    on_non_finite: Literal["fail", "skip"] = "fail"
+    max_ne: float = 1.5
+    explode_factor: float = 1.5
+    num_reports: int = 3
+    max_skips_in_a_row: int = 3
+
+
+@dataclass(frozen=True)
+class LossDecision:
+    """What to do, and why in a clause (empty where all is well)."""
+
+    action: LossAction
+    cause: str = ""
+
+
+@dataclass
+class LossWatch:
+    """Judges the losses of one attempt, interval by interval, and the NE of its reports."""
+
+    policy: LossPolicy
+    _skips: int = field(default=0, init=False)
+    _best_ne: float = field(default=math.inf, init=False)
+    _exploded: int = field(default=0, init=False)
+
+    def judge_loss(self, loss: float) -> LossDecision:
+        """Decide on an interval by its mean loss, before it counts."""
+        if math.isfinite(loss):
+            self._skips = 0
+            return LossDecision("go_on")
+        cause = f"the training loss became {loss}"
+        if self.policy.on_non_finite == "fail":
+            return LossDecision("fail", cause)
+        self._skips += 1
+        if self._skips > self.policy.max_skips_in_a_row:
+            return LossDecision("fail", f"{cause} in {self._skips} intervals in a row")
+        return LossDecision("skip", cause)
+
+    def judge_ne(self, ne: float) -> LossDecision:
+        """Decide by the NE of a report. One that is not finite is judged by the loss alone."""
+        if not math.isfinite(ne):
+            return LossDecision("go_on")
+        self._best_ne = min(self._best_ne, ne)
+        limit = max(self.policy.max_ne, self.policy.explode_factor * self._best_ne)
+        self._exploded = self._exploded + 1 if ne > limit else 0
+        if self._exploded < self.policy.num_reports:
+            return LossDecision("go_on")
+        return LossDecision(
+            "fail",
+            f"normalised entropy was above {limit:.3g} in {self._exploded} reports in a row, after "
+            f"{self._best_ne:.3g} at best",
+        )
+
+
+# --- bad hosts
+
+
+@dataclass(frozen=True)
+class HostPolicy:
+    """A host with `exclude_after` failures within `window_s` is left out for `exclude_s`."""
+
+    exclude_after: int
+    exclude_s: float
+    window_s: float = 3600.0
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """A host that is left out until `until`, after `num_failures`."""
+
+    host: str
+    num_failures: int
+    until: float
+
+
+class HostRecord:
+    """Failures by host, and which hosts are left out."""
+
+    def __init__(self, policy: HostPolicy) -> None:
+        self._policy = policy
+        self._failures: dict[str, deque[float]] = {}
+        self._until: dict[str, float] = {}
+
+    def fail(self, host: str, now: float) -> Exclusion | None:
+        """Count a failure that the host is to blame for; the exclusion that it leads to, if any.
+
+        Those that led to an exclusion do not count for the next one.
+        """
+        failures = self._failures.setdefault(host, deque())
+        failures.append(now)
+        while failures[0] < now - self._policy.window_s:
+            failures.popleft()
+        if len(failures) < self._policy.exclude_after:
+            return None
+        exclusion = Exclusion(host, len(failures), now + self._policy.exclude_s)
+        failures.clear()
+        self._until[host] = exclusion.until
+        return exclusion
+
+    def excluded(self, now: float) -> frozenset[str]:
+        """Hosts that no worker may be placed on."""
+        return frozenset(host for host, until in self._until.items() if now < until)
+
+
+# --- out of memory
+
+
+MemoryShortage = Literal["device_oom", "host_oom"]
+
+_DEVICE_SIGNS = ("torch.outofmemoryerror", "cuda out of memory", "hip out of memory")
+# Ray's memory monitor, torch's CPU allocator, the C library, Python, container runtimes.
+_HOST_SIGNS = (
+    "node running low on memory",
+    "memory usage threshold",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "memoryerror",
+    "std::bad_alloc",
+    "oomkilled",
+)
+_SIGKILL = 9
+
+
+def memory_shortage(message: str, type_names: Iterable[str] = ()) -> MemoryShortage | None:
+    """Which memory ran out, by an error's text and the names of its types; None if neither did."""
+    text = " ".join([*type_names, message]).lower()
+    if any(sign in text for sign in _DEVICE_SIGNS):
+        return "device_oom"
+    if any(sign in text for sign in _HOST_SIGNS):
+        return "host_oom"
+    return None
+
+
+def num_oom_kills(memory_events: str) -> int:
+    """Processes of a cgroup that the kernel killed for memory, by the text of `memory.events`."""
+    counts = dict(line.split() for line in memory_events.splitlines())
+    return int(counts.get("oom_kill", 0))
+
+
+def was_killed_for_memory(exit_signal: int | None, kills_before: int, kills_after: int) -> bool:
+    """Whether a process that ended is one of those that the kernel killed for memory."""
+    return exit_signal == _SIGKILL and kills_after > kills_before
+
+
+# --- lives of groups
+
+
+def _is_outlived(rank: RankId, known: Iterable[RankId]) -> bool:
+    return any(k.group == rank.group and k.incarnation > rank.incarnation for k in known)
+
+
+def _forget_earlier(rank: RankId, known: dict[RankId, _Watched]) -> None:
+    earlier = [k for k in known if k.group == rank.group and k.incarnation < rank.incarnation]
+    for each in earlier:
+        del known[each]

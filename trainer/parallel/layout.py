@@ -9,11 +9,13 @@ the cluster really gave out. (2D sparse parallelism paper, section 3.1.)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 Placement = Literal["intra_host", "inter_host"]
+Host = TypeVar("Host", bound=Hashable)
 
 
 class LayoutError(ValueError):
@@ -137,9 +139,51 @@ def placement_warning(mesh: MeshLayout, sites: Sequence[WorkerSite]) -> str | No
         return (
             f"placement intra_host: a replica group spans {max(spans)} hosts, so syncs cross hosts"
         )
-    if mesh.layout.placement == "inter_host" and min(spans) < mesh.layout.num_replicas:
+    if mesh.layout.placement == "inter_host" and min(spans) == 1:
         return (
-            f"placement inter_host: a replica group of {mesh.layout.num_replicas} copies sits on "
-            f"{min(spans)} host(s), so losing a host may lose every copy of a shard"
+            "placement inter_host: all copies of a shard sit on one host, so losing that host "
+            "loses the shard"
         )
     return None
+
+
+def num_hosts_survived(group_hosts: Iterable[Iterable[Hashable]]) -> int:
+    """The greatest k such that any k hosts may be lost and a whole sharding group is left.
+
+    `group_hosts` names the hosts of each group (at least one); 0 where one host takes part in all
+    of them. Exact also where groups span and share hosts: one less than the fewest hosts that meet
+    every group.
+    """
+    return _fewest_hosts_that_meet(frozenset(frozenset(hosts) for hosts in group_hosts)) - 1
+
+
+def _fewest_hosts_that_meet(groups: frozenset[frozenset[Hashable]]) -> int:
+    if not groups:
+        return 0
+    # The group with the fewest useful hosts branches least; of runs of hosts there always is one
+    # with a single such host, so that only odd arrangements are searched.
+    choices = min((_useful_hosts(group, groups) for group in groups), key=len)
+    return 1 + min(
+        _fewest_hosts_that_meet(frozenset(group for group in groups if host not in group))
+        for host in choices
+    )
+
+
+def _useful_hosts(
+    group: frozenset[Hashable], groups: frozenset[frozenset[Hashable]]
+) -> list[Hashable]:
+    """Hosts of `group` that meet something which no other host of it meets as well."""
+    met = {host: {other for other in groups if host in other} for host in group}
+    useful: list[Hashable] = []
+    for host in sorted(group, key=lambda host: -len(met[host])):
+        if not any(met[host] <= met[other] for other in useful):
+            useful.append(host)
+    return useful
+
+
+def copies_by_host(group_hosts: Sequence[Sequence[Host]]) -> tuple[dict[Host, int], ...]:
+    """For each shard, how many of its copies each host holds.
+
+    Entry [g][s] of `group_hosts` is the host of shard s of copy g.
+    """
+    return tuple(dict(Counter(hosts)) for hosts in zip(*group_hosts, strict=True))

@@ -209,9 +209,6 @@ def check_fields_have_effect(spec: JobSpec) -> None:
             )
 
 
-_WHOLE_TABLE_TYPES = frozenset({"table_wise", "data_parallel"})
-
-
 def check_memory(spec: JobSpec) -> None:
     """Tables fit into what the workers have; where sizes and memory are known.
 
@@ -224,7 +221,7 @@ def check_memory(spec: JobSpec) -> None:
     worker_bytes = int(memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
     sizes_bytes = [_size_bytes(spec, table) for table in spec.embedding_tables]
     for index, table in enumerate(spec.embedding_tables):
-        is_whole = _WHOLE_TABLE_TYPES.issuperset(table.constraints.sharding_types)
+        is_whole = table.constraints.is_whole
         room_bytes = worker_bytes if is_whole else worker_bytes * size
         holder = "one worker" if is_whole else f"a sharding group of {size} workers"
         if sizes_bytes[index] > room_bytes:
@@ -242,8 +239,7 @@ def check_memory(spec: JobSpec) -> None:
 
 
 def _size_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> int:
-    state_bytes = spec.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
-    return (table.size_bytes(state_bytes) or 0) * (1 + spec.num_sync_copies)
+    return (spec.size_bytes(table) or 0) * (1 + spec.num_sync_copies)
 
 
 def _too_large(

@@ -84,6 +84,23 @@ class JobSpec(SpecModel):
         return (sync.dtype != "fp32") + 2 * sync.overlap
 
     @property
+    def table_bytes(self) -> int | None:
+        """S: one whole copy of the tables with optimizer state; None while a size is `auto`."""
+        sizes = [self.size_bytes(table) for table in self.embedding_tables]
+        known = [size for size in sizes if size is not None]
+        return sum(known) if len(known) == len(sizes) else None
+
+    @property
+    def whole_table_bytes(self) -> tuple[int, ...]:
+        """Sizes of the tables that may not be split, as far as they are known."""
+        sizes = [self.size_bytes(t) for t in self.embedding_tables if t.constraints.is_whole]
+        return tuple(size for size in sizes if size is not None)
+
+    def size_bytes(self, table: EmbeddingTableSpec) -> int | None:
+        """Bytes of one table with optimizer state; None while its number of rows is `auto`."""
+        return table.size_bytes(self.optimizer.sparse.state_bytes_per_row(table.embedding_dim))
+
+    @property
     def sparse_features(self) -> tuple[FeatureSpec, ...]:
         """Every feature that looks up a table, in spec order."""
         return tuple(feature for feature in self.features if feature.is_sparse)

@@ -16,6 +16,7 @@ ShardingTypeName = Literal[
     "table_row_wise",
     "grid_shard",
 ]
+_WHOLE_SHARDING_TYPES = frozenset({"table_wise", "data_parallel"})
 # Unpooled vectors have no other sharding in TorchRec that works on every device.
 SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -35,6 +36,11 @@ class TableConstraints(SpecModel):
     )
     min_partition: Annotated[PositiveInt, Field(multiple_of=4)] | None = None
     pooling_factor: PositiveFloat | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each worker that holds the table holds all of it."""
+        return _WHOLE_SHARDING_TYPES.issuperset(self.sharding_types)
 
 
 class EmbeddingTableSpec(SpecModel):

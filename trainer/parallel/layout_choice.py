@@ -1,0 +1,374 @@
+"""Choosing the layout: from a job's needs and the cluster's hosts to L, M and the placement.
+
+Pure arithmetic, no torch. `candidates` lists every legal layout with its price, `choose` takes the
+best one that survives what it must, with the reason in a sentence, or says what would be needed.
+
+What `auto` means:
+
+* Without `survive`: the smallest L whose groups hold the tables, because 2D exists to keep L small
+  (a large L makes every lookup slow); M = T / L follows. Placement is `intra_host` where all M
+  copies of a shard fit on one host, so that a sync never crosses hosts, else `inter_host`. All
+  ranks are one job: a lost host restarts it from the newest checkpoint.
+* With `survive`, or `inter_host` given: every group is a failure domain of its own, and what fails
+  is a host. More copies than one a host add memory and syncs but no safety, so the fewest copies
+  win (at least two), among layouts whose groups each sit inside one host: lookups stay there.
+* More workers win over fewer, and a second copy over none.
+* Where the size of the tables or the memory of a worker is not known, the fewest copies win too.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trainer.parallel.layout import (
+    Layout,
+    LayoutError,
+    copies_by_host,
+    num_hosts_survived,
+)
+from trainer.parallel.layout_packing import GroupHosts, fill_hosts, packings
+from trainer.spec import JobSpec
+
+FailureDomain = Literal["job", "replica_group"]
+_PLACEMENTS = ("intra_host", "inter_host")
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job asks for, and what there is. None stands for auto, or for not known.
+
+    `hosts` are the workers that each host has room for. `table_bytes` is S: one whole copy of the
+    tables with optimizer state. `worker_table_bytes` is how much of S one worker can hold, and
+    `whole_table_bytes` lists the tables that cannot be split. `bandwidth_bytes_per_s` is what one
+    worker gets between the members of a replica group (B). `are_groups_independent` is False
+    where settings tie the sharding groups together between syncs.
+    """
+
+    hosts: tuple[int, ...]
+    min_workers: int
+    max_workers: int
+    shard_group_size: int | None = None
+    placement: str | None = None
+    survive_hosts: int = 0
+    table_bytes: int | None = None
+    worker_table_bytes: int | None = None
+    whole_table_bytes: tuple[int, ...] = ()
+    bandwidth_bytes_per_s: float | None = None
+    are_groups_independent: bool = True
+
+    @property
+    def wants_groups(self) -> bool:
+        """Whether the sharding groups shall be failure domains rather than parts of one job."""
+        return self.survive_hosts > 0 or self.placement == "inter_host"
+
+    @property
+    def is_size_known(self) -> bool:
+        """Whether it can be told which groups hold the tables."""
+        return self.table_bytes is not None and self.worker_table_bytes is not None
+
+    def holds_tables(self, shard_group_size: int) -> bool:
+        """Whether a group of that size has room for one copy; True where that is not known.
+
+        Tables that cannot be split are laid largest first on the emptiest worker.
+        """
+        if self.table_bytes is None or self.worker_table_bytes is None:
+            return True
+        loads = [0] * min(shard_group_size, max(len(self.whole_table_bytes), 1))
+        for size in sorted(self.whole_table_bytes, reverse=True):
+            heapq.heapreplace(loads, loads[0] + size)
+        room = shard_group_size * self.worker_table_bytes
+        return max(loads) <= self.worker_table_bytes and self.table_bytes <= room
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout on the cluster's hosts, and its price (2D sparse parallelism paper, eq. 1).
+
+    `group_hosts[g][s]` is the host, an index into `Need.hosts`, of shard s of sharding group g.
+    `num_hosts_survived` hosts, any of them, may be lost at once while a whole group trains on; 0
+    in the domain `job`, whose workers restart together. `memory_overhead_bytes` is what the other
+    copies cost each worker, S (M - 1) / T, and `sync_latency_s` a full sync, 2 S (M - 1) / (T B);
+    None where S or B is not known.
+    """
+
+    layout: Layout
+    failure_domain: FailureDomain
+    group_hosts: GroupHosts
+    num_hosts_survived: int
+    memory_overhead_bytes: int | None
+    sync_latency_s: float | None
+    reason: str = ""
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that the workers run on."""
+        return len({host for hosts in self.group_hosts for host in hosts})
+
+    @property
+    def copies_by_host(self) -> tuple[dict[int, int], ...]:
+        """For each shard: host -> how many of the M copies it holds."""
+        return copies_by_host(self.group_hosts)
+
+    @property
+    def most_groups_per_host(self) -> int:
+        """How many sharding groups the loss of one host takes down, at worst."""
+        hosts = [host for group in self.group_hosts for host in set(group)]
+        return max(hosts.count(host) for host in hosts)
+
+    @property
+    def are_lookups_local(self) -> bool:
+        """Whether each sharding group sits inside one host."""
+        return all(len(set(hosts)) == 1 for hosts in self.group_hosts)
+
+    @property
+    def are_syncs_local(self) -> bool:
+        """Whether the copies of each shard sit inside one host."""
+        return all(len(holders) == 1 for holders in self.copies_by_host)
+
+
+def need_of(
+    spec: JobSpec,
+    hosts: Sequence[int],
+    worker_bytes: int | None = None,
+    bandwidth_bytes_per_s: float | None = None,
+) -> Need:
+    """The need of a spec on hosts with room for so many workers each.
+
+    `worker_bytes` is the memory of the poorest worker; the spec's own limit comes first.
+    """
+    parallelism = spec.parallelism
+    group, placement = parallelism.shard_group_size, parallelism.placement
+    memory_bytes = spec.resources.memory_bytes_per_worker or worker_bytes
+    usable = 1 - parallelism.planner.storage_reservation
+    return Need(
+        hosts=tuple(hosts),
+        min_workers=parallelism.min_workers,
+        max_workers=parallelism.world_size,
+        shard_group_size=None if group == "auto" else group,
+        placement=None if placement == "auto" else placement,
+        survive_hosts=parallelism.survive.hosts if parallelism.survive else 0,
+        table_bytes=spec.table_bytes,
+        # A sync may keep whole copies of what a worker holds beside it.
+        worker_table_bytes=(
+            None
+            if memory_bytes is None
+            else int(memory_bytes * usable) // (1 + spec.num_sync_copies)
+        ),
+        whole_table_bytes=spec.whole_table_bytes,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        are_groups_independent=not parallelism.independence_obstacles,
+    )
+
+
+def choose(need: Need) -> Choice:
+    """The best layout that survives what it must; raises `LayoutError` with what would be needed.
+
+    The rule is in the module's docstring.
+    """
+    possible = candidates(need)
+    enough = [choice for choice in possible if choice.num_hosts_survived >= need.survive_hosts]
+    if not enough:
+        raise LayoutError(_why_none(need, possible))
+    best = min(enough, key=lambda choice: _preference(need, choice))
+    return replace(best, reason=_reason(need, best))
+
+
+def candidates(need: Need) -> tuple[Choice, ...]:
+    """Every layout that the cluster can hold with at least the fewest workers, in no order."""
+    return tuple(
+        _priced(need, layout, hosts)
+        for size in _group_sizes(need)
+        for placement in _PLACEMENTS
+        if need.placement in (None, placement)
+        for layout, hosts in _laid_out(need, size, placement)
+        if layout.world_size >= need.min_workers
+    )
+
+
+def _group_sizes(need: Need) -> list[int]:
+    """Each L that holds the tables and divides a number of workers within the bounds."""
+    given = need.shard_group_size
+    sizes = range(1, need.max_workers + 1) if given is None else (given,)
+    return [
+        size
+        for size in sizes
+        if need.max_workers // size * size >= need.min_workers and need.holds_tables(size)
+    ]
+
+
+def _laid_out(need: Need, size: int, placement: str) -> Iterator[tuple[Layout, GroupHosts]]:
+    """The layouts of groups of `size` with as many workers as there are, or may be."""
+    most_groups = need.max_workers // size
+    if _domain(need, size, placement) == "replica_group":
+        for hosts in packings(need.hosts, size, most_groups):
+            yield Layout(size * len(hosts), size, placement), hosts
+        return
+    num_workers = min(most_groups, sum(need.hosts) // size) * size
+    if num_workers:
+        layout = Layout(num_workers, size, placement)
+        yield layout, fill_hosts(need.hosts, layout)
+
+
+def _domain(need: Need, size: int, placement: str) -> FailureDomain:
+    """What a lost host takes down; the same as `ParallelismSpec.failure_domain`."""
+    is_group = (
+        placement == "inter_host" and need.max_workers // size > 1 and need.are_groups_independent
+    )
+    return "replica_group" if is_group else "job"
+
+
+def _priced(need: Need, layout: Layout, hosts: GroupHosts) -> Choice:
+    domain = _domain(need, layout.shard_group_size, layout.placement)
+    extra_copies, size_bytes = layout.num_replicas - 1, need.table_bytes
+    bandwidth = need.bandwidth_bytes_per_s
+    overhead = None if size_bytes is None else size_bytes * extra_copies // layout.world_size
+    latency_s = None
+    if size_bytes is not None and bandwidth is not None:
+        latency_s = 2 * size_bytes * extra_copies / (layout.world_size * bandwidth)
+    return Choice(
+        layout=layout,
+        failure_domain=domain,
+        group_hosts=hosts,
+        num_hosts_survived=num_hosts_survived(hosts) if domain == "replica_group" else 0,
+        memory_overhead_bytes=overhead,
+        sync_latency_s=latency_s,
+    )
+
+
+def _preference(need: Need, choice: Choice) -> tuple[int, ...]:
+    """Sorts the best first; see the module's docstring."""
+    layout = choice.layout
+    is_intra = layout.placement == "intra_host"
+    fewest_copies_win = not is_intra or not need.is_size_known
+    return (
+        -layout.world_size,
+        layout.num_replicas == 1,
+        not (choice.are_syncs_local if is_intra else choice.are_lookups_local),
+        not is_intra,
+        layout.num_replicas if fewest_copies_win else layout.shard_group_size,
+    )
+
+
+def _reason(need: Need, choice: Choice) -> str:
+    """Why this layout, in one sentence with its numbers."""
+    layout = choice.layout
+    groups = _counted(layout.num_replicas, "group")
+    workers, hosts = _counted(layout.shard_group_size, "worker"), _counted(choice.num_hosts, "host")
+    why = f"{_size_reason(need, choice)}; {_placement_reason(need, choice)}"
+    return f"{groups} of {workers} on {hosts}: {why}"
+
+
+def _size_reason(need: Need, choice: Choice) -> str:
+    size = choice.layout.shard_group_size
+    if need.shard_group_size is not None:
+        return f"shard_group_size {size} was given"
+    if choice.layout.num_replicas == 1:
+        return "fewer workers than these hold no whole copy of the tables, or leave some out"
+    if choice.layout.placement == "inter_host":
+        where = "each inside one host" if choice.are_lookups_local else "no host holds a whole one"
+        return f"the fewest copies with {_counted(size, 'worker')} a group, {where}"
+    if not need.is_size_known:
+        return "the fewest copies, as the size of the tables or a worker's memory is not known"
+    assert need.table_bytes is not None and need.worker_table_bytes is not None
+    return (
+        f"the smallest group that holds the tables ({_gib(need.table_bytes)} on workers with room "
+        f"for {_gib(need.worker_table_bytes)}) and keeps the copies of a shard on one host"
+    )
+
+
+def _placement_reason(need: Need, choice: Choice) -> str:
+    layout = choice.layout
+    if layout.num_replicas == 1:
+        return "there is one copy, so nothing is synced"
+    if choice.failure_domain == "replica_group" and choice.num_hosts_survived:
+        number = choice.num_hosts_survived
+        lost = "any host is" if number == 1 else f"any {number} hosts are"
+        return f"{layout.placement}, so a whole copy trains on when {lost} lost"
+    if need.placement is not None:
+        return f"placement {layout.placement} was given"
+    if choice.are_syncs_local:
+        return f"{layout.placement}, so a sync stays inside a host"
+    if choice.are_lookups_local:
+        return f"{layout.placement}, so lookups stay inside a host"
+    return f"{layout.placement}, though no placement keeps lookups or syncs inside a host"
+
+
+def _why_none(need: Need, possible: Sequence[Choice]) -> str:
+    """What is missing for any layout, or for one that survives enough; and what would help."""
+    if need.survive_hosts and need.placement == "intra_host":
+        return (
+            "placement intra_host keeps every copy of a shard on one host, so no lost host can be "
+            "survived: use inter_host or auto"
+        )
+    if need.survive_hosts and not need.are_groups_independent:
+        return (
+            "survive needs groups that are independent between syncs, which other settings of "
+            "parallelism rule out"
+        )
+    sizes = _group_sizes(need)
+    if not sizes:
+        return _why_no_size(need)
+    if possible:
+        return _why_not_survived(need, min(sizes), possible)
+    return _why_no_room(need, min(sizes))
+
+
+def _why_no_size(need: Need) -> str:
+    given, most = need.shard_group_size, need.max_workers
+    if given is not None and need.holds_tables(given):
+        return f"workers ({most}) must be a multiple of shard_group_size ({given})"
+    assert need.table_bytes is not None and need.worker_table_bytes is not None
+    whole, room = max(need.whole_table_bytes, default=0), need.worker_table_bytes
+    if whole > room or not room:
+        return (
+            f"a table that must stay whole takes {_gib(whole)}, but a worker has room for "
+            f"{_gib(room)}: allow row_wise for it, or give workers more memory"
+        )
+    least = math.ceil(need.table_bytes / room)
+    fitting = next(size for size in itertools.count(least) if need.holds_tables(size))
+    field = "workers" if given is None else "shard_group_size"
+    return (
+        f"one copy of the tables takes {_gib(need.table_bytes)} and a worker has room for "
+        f"{_gib(room)}, so a sharding group needs {fitting} workers, but it has at most "
+        f"{given or most}: raise parallelism.{field}, or give workers more memory"
+    )
+
+
+def _why_not_survived(need: Need, size: int, possible: Sequence[Choice]) -> str:
+    lost, best = need.survive_hosts, max(choice.num_hosts_survived for choice in possible)
+    instead = f"lower survive.hosts to {best}" if best else "remove survive"
+    if need.max_workers // size <= lost:
+        return (
+            f"survive {{hosts: {lost}}} needs {lost + 1} groups of {size} workers, but at most "
+            f"{need.max_workers} workers make {need.max_workers // size}: raise "
+            f"parallelism.workers to {(lost + 1) * size}, or {instead}"
+        )
+    able = sum(room >= size for room in need.hosts)
+    return (
+        f"survive {{hosts: {lost}}} needs {lost + 1} hosts with room for L={size} workers each; "
+        f"the cluster has {able}: add {_counted(max(lost + 1 - able, 1), 'host')}, or {instead}"
+    )
+
+
+def _why_no_room(need: Need, size: int) -> str:
+    free = sum(need.hosts)
+    fewest = math.ceil(need.min_workers / size) * size
+    rooms = " + ".join(str(room) for room in need.hosts) or "none"
+    return (
+        f"the job needs at least {_counted(fewest, 'worker')} in groups of {size}; the cluster has "
+        f"room for {free} ({rooms} on {_counted(len(need.hosts), 'host')}): add hosts, or lower "
+        "parallelism.workers"
+    )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"

@@ -8,6 +8,7 @@ A job's *status* says what the control plane has decided; what a cluster says is
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -52,6 +53,14 @@ class EndReason(StrEnum):
     TRAINING_ERROR = "training_error"
     VERSION_MISMATCH = "version_mismatch"
     DIVERGED = "diverged"
+    HANG = "hang"
+    DEVICE_OOM = "device_oom"
+    HOST_OOM = "host_oom"
+    HOST_LOST = "host_lost"
+    PREEMPTED = "preempted"
+    NON_FINITE = "non_finite"
+    NO_ROOM = "no_room"
+    RUN_IN_USE = "run_in_use"
     RETRIES_EXHAUSTED = "retries_exhausted"
 
 
@@ -83,12 +92,14 @@ class Observation:
 class ReportedEnd:
     """How the driver itself said that its attempt ended (its `attempt_ended` record).
 
-    `time` is when the record arrived, by the service's clock.
+    `time` is when the record arrived, by the service's clock. `evidence` is what the reason was
+    read from: exit code, signal, host, ...
     """
 
     reason: EndReason
     message: str
     time: float = 0.0
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,6 +114,90 @@ class Progress:
     eta_s: float | None = None
 
 
+@dataclass(frozen=True)
+class ChosenLayout:
+    """The layout that an attempt trains with, why, and its price (as `LayoutChosen` tells)."""
+
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    failure_domain: str
+    num_hosts: int
+    num_hosts_survived: int
+    memory_overhead_bytes: int
+    sync_latency_s: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A sharding group of the newest membership; `standing` as the coordinator says."""
+
+    group: int
+    incarnation: int
+    hosts: tuple[str, ...]
+    standing: str
+
+
+@dataclass(frozen=True)
+class GoneGroup:
+    """A group that was lost, or left as asked (`reason` says why), and has not joined again."""
+
+    group: int
+    incarnation: int
+    hosts: tuple[str, ...]
+    time: float
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How the groups went on after a loss: `pause_s` longer than usual between two syncs."""
+
+    time: float
+    generation: int
+    cause: str
+    pause_s: float
+    syncs_lost: int
+    num_tries: int
+
+
+@dataclass(frozen=True)
+class ExcludedHost:
+    """A host that failed so often that nothing is placed on it until `until` (Unix seconds)."""
+
+    host: str
+    num_failures: int
+    until: float
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who trains in an attempt, folded from its records.
+
+    `world_size` is the number of workers that it should have now, 0 while unknown. `changed_at` is
+    the time of the newest membership, 0 before the first; `copies_alive` and `host_copies_alive`
+    are those of the shard with the fewest. What happened is counted over the attempt.
+    """
+
+    attempt_id: str
+    layout: ChosenLayout | None = None
+    world_size: int = 0
+    changed_at: float = 0.0
+    generation: int = 0
+    commit: int = 0
+    copies_alive: int = 0
+    host_copies_alive: int = 0
+    members: tuple[Member, ...] = ()
+    gone: tuple[GoneGroup, ...] = ()
+    num_losses: int = 0
+    num_recoveries: int = 0
+    last_recovery: Recovery | None = None
+    excluded_hosts: tuple[ExcludedHost, ...] = ()
+
+
 def attempt_id(job_id: str, index: int) -> str:
     """Id of attempt `index` (from 0) of a job, which is its submission id as well."""
     return f"{job_id}-a{index}"
@@ -113,7 +208,7 @@ class Attempt:
     """One submission of a job to a backend. `id` is the submission id as well.
 
     `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
-    `num_worker_failures` counts the worker group restarts that happened inside the attempt;
+    `num_worker_failures` counts the losses of workers inside the attempt that spent the budget;
     `end_reason` is None while it lives. Times are Unix seconds.
     """
 
@@ -152,6 +247,7 @@ class Job:
     current_attempt_id: str | None = None
     progress: Progress = field(default_factory=Progress)
     latest_metrics: dict[str, float] = field(default_factory=dict)
+    membership: Membership | None = None
 
     @property
     def num_attempts(self) -> int:

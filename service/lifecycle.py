@@ -37,6 +37,8 @@ NOT_FOUND_GRACE_S = 30.0
 REPORT_GRACE_S = 60.0
 FIRST_BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
+# With the longest backoff between them these take most of a day: nothing will change any more.
+MAX_ATTEMPTS = 250
 
 
 class RetryClass(StrEnum):
@@ -52,7 +54,8 @@ class RetryClass(StrEnum):
 
 # Lost machines come back, and copies that diverged are equal again after a checkpoint is loaded,
 # which every save writes only from copies that it finds equal (where the job checks for divergence
-# at all). A fault of the spec, data, code or storage would only repeat itself.
+# at all). A host that died, was taken away or is not there yet is no fault of the job. A fault of
+# the spec, data, code or storage would only repeat itself, and so would a loss that is not finite.
 RETRY_CLASSES: dict[EndReason, RetryClass] = {
     EndReason.COMPLETED: RetryClass.NEVER,
     EndReason.CANCELLED: RetryClass.NEVER,
@@ -67,11 +70,28 @@ RETRY_CLASSES: dict[EndReason, RetryClass] = {
     EndReason.TRAINING_ERROR: RetryClass.NEVER,
     EndReason.VERSION_MISMATCH: RetryClass.NEVER,
     EndReason.DIVERGED: RetryClass.WITHIN_BUDGET,
+    EndReason.HANG: RetryClass.WITHIN_BUDGET,
+    EndReason.DEVICE_OOM: RetryClass.WITHIN_BUDGET,
+    EndReason.HOST_OOM: RetryClass.WITHIN_BUDGET,
+    EndReason.HOST_LOST: RetryClass.ALWAYS,
+    EndReason.PREEMPTED: RetryClass.ALWAYS,
+    EndReason.NO_ROOM: RetryClass.ALWAYS,
+    EndReason.NON_FINITE: RetryClass.NEVER,
+    # The other attempt goes on: a second one beside it would find the folder in use again.
+    EndReason.RUN_IN_USE: RetryClass.NEVER,
     EndReason.RETRIES_EXHAUSTED: RetryClass.NEVER,
 }
 
 # The driver restarts workers after these itself, and reports each time, the last one included.
-_RESTARTED_BY_DRIVER = frozenset({EndReason.WORKERS_LOST, EndReason.DIVERGED})
+_RESTARTED_BY_DRIVER = frozenset(
+    {
+        EndReason.WORKERS_LOST,
+        EndReason.DIVERGED,
+        EndReason.HANG,
+        EndReason.DEVICE_OOM,
+        EndReason.HOST_OOM,
+    }
+)
 
 _FINAL_STATUS = {
     EndReason.COMPLETED: JobStatus.SUCCEEDED,
@@ -146,6 +166,12 @@ def submission_failed(
 ) -> Decision:
     """The attempt cannot be submitted at all: the backend refused, or storage did."""
     return _end_attempt(job, attempt, _End(reason, message), now)
+
+
+def spends_budget(reason: str) -> bool:
+    """Whether a loss of workers counts as a failure; a reason that is not known does."""
+    known = {each.value: each for each in EndReason}
+    return reason not in known or RETRY_CLASSES[known[reason]] is not RetryClass.ALWAYS
 
 
 def remaining_failures(job: Job) -> int:
@@ -239,6 +265,8 @@ def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
         case RetryClass.WITHIN_BUDGET:
             cost = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
             return _requeue(job, ended, now, backoff_s(job.num_failures), cost)
+        case RetryClass.ALWAYS if ended.index + 1 >= MAX_ATTEMPTS:
+            return _finish(job, _hopeless(ended, end), now, ended)
         case RetryClass.ALWAYS:
             # Attempts stand for failures here, so that a cluster that keeps forgetting is spared.
             return _requeue(job, ended, now, backoff_s(ended.index + 1), "not counted as a failure")
@@ -257,6 +285,14 @@ def _exhausted(job: Job, end: _End) -> _End:
         EndReason.RETRIES_EXHAUSTED,
         f"gave up after {job.num_failures} failure(s), retry.max_failures is "
         f"{job.spec.retry.max_failures}; the last one: {end.message}",
+    )
+
+
+def _hopeless(ended: Attempt, end: _End) -> _End:
+    return _End(
+        EndReason.RETRIES_EXHAUSTED,
+        f"gave up after {ended.index + 1} attempts, the last of which ended without a fault of "
+        f"the job's own ({end.reason}): {end.message}",
     )
 
 

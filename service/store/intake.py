@@ -9,19 +9,26 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from service.domain import Attempt, EndReason, Job, JobStatus, ReportedEnd, TimelineEvent
+from service.domain import (
+    Attempt,
+    EndReason,
+    Job,
+    JobStatus,
+    Membership,
+    ReportedEnd,
+    TimelineEvent,
+)
 from service.domain import Progress as JobProgress
+from service.lifecycle import spends_budget
+from service.membership import after
+from service.sentences import describe, level_of
 from trainer.events import (
     AttemptEnded,
-    AttemptStarted,
     CheckpointCommitted,
     CheckpointDeleted,
-    Divergence,
     Event,
     Metrics,
-    Note,
     Progress,
-    TraceWritten,
     WorkersLost,
     WorkersStarted,
 )
@@ -68,6 +75,8 @@ def _apply(intake: Intake, event: Event) -> None:
             intake.checkpoints.append(event)
         case WorkersStarted() | WorkersLost() | AttemptEnded() if intake.steers:
             _steer(intake, event)
+        case _ if intake.steers:
+            _take_membership(intake, event)
 
 
 def _take_metrics(intake: Intake, event: Metrics) -> None:
@@ -84,12 +93,18 @@ def _take_progress(intake: Intake, event: Progress) -> None:
         intake.job = replace(intake.job, progress=progress)
 
 
+def _take_membership(intake: Intake, event: Event) -> None:
+    membership = after(intake.job.membership, intake.attempt.id, event)
+    if membership is not intake.job.membership:
+        intake.job = replace(intake.job, membership=membership)
+
+
 def _steer(intake: Intake, event: WorkersStarted | WorkersLost | AttemptEnded) -> None:
     match event:
         case WorkersStarted():
             intake.job = _with_workers(intake.job, event, intake.now)
         case WorkersLost():
-            num_failures = intake.attempt.num_worker_failures + 1
+            num_failures = intake.attempt.num_worker_failures + spends_budget(event.reason)
             intake.attempt = replace(intake.attempt, num_worker_failures=num_failures)
         case AttemptEnded():
             report = _reported_end(event, intake.now)
@@ -112,9 +127,9 @@ def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
 def _reported_end(event: AttemptEnded, now: float) -> ReportedEnd:
     known = {reason.value: reason for reason in EndReason}
     if event.reason in known:
-        return ReportedEnd(known[event.reason], event.message, now)
+        return ReportedEnd(known[event.reason], event.message, now, event.evidence)
     message = f"{event.message} (reported as '{event.reason}', a reason unknown to this version)"
-    return ReportedEnd(EndReason.TRAINING_ERROR, message, now)
+    return ReportedEnd(EndReason.TRAINING_ERROR, message, now, event.evidence)
 
 
 def _line(intake: Intake, event: Event) -> TimelineEvent:
@@ -124,68 +139,21 @@ def _line(intake: Intake, event: Event) -> TimelineEvent:
         attempt_id=intake.attempt.id,
         time=event.time,
         kind=event.kind,
-        message=describe(event),
+        message=describe(event, _known_membership(intake)),
         actor="driver",
         data=_data_of(event),
     )
 
 
+def _known_membership(intake: Intake) -> Membership | None:
+    """What is known of the groups of the attempt that the records are of."""
+    membership = intake.job.membership
+    is_own = membership is not None and membership.attempt_id == intake.attempt.id
+    return membership if is_own else None
+
+
 def _data_of(event: Event) -> dict[str, object]:
     """What the record says beyond its sentence; `level` colours the line where it matters."""
     data = event.model_dump(mode="json", exclude={"kind", "time", "message"})
-    return {"level": "error", **data} if isinstance(event, Divergence) else data
-
-
-def describe(event: Event) -> str:
-    """One line for a person."""
-    match event:
-        case Note():
-            return event.message
-        case AttemptStarted():
-            return f"driver is up, starting {event.world_size} worker(s)"
-        case WorkersStarted():
-            resumed = f", resumed at step {event.resumed_step}" if event.resumed_step else ""
-            return (
-                f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
-                f"{event.shard_group_size}, {event.placement}, {event.backend}{resumed}"
-            )
-        case CheckpointCommitted():
-            best = ", best so far" if event.is_best else ""
-            return (
-                f"checkpoint at step {event.step} ({event.size_bytes / 1e6:.1f} MB in "
-                f"{event.duration_s:.1f} s{best})"
-            )
-        case CheckpointDeleted():
-            return f"checkpoint of step {event.step} removed by retention"
-        case Divergence():
-            return _describe_divergence(event)
-        case TraceWritten():
-            return (
-                f"trace of {event.num_steps} step(s) up to step {event.step} on rank {event.rank} "
-                f"written ({event.size_bytes / 1e6:.1f} MB)"
-            )
-        case WorkersLost():
-            follows = "restarting them" if event.will_restart else "not restarting"
-            what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
-            return f"workers {what} ({event.reason}: {event.message}); {follows}"
-        case AttemptEnded():
-            return f"attempt ended ({event.reason}): {event.message}"
-        case _:
-            return event.kind
-
-
-def _describe_divergence(event: Divergence) -> str:
-    follows = {
-        "fail": "the workers stop, to resume from a checkpoint while the budget lasts",
-        "rebroadcast": "the copy that most ranks of the replica group hold replaces it",
-    }[event.action]
-    ranks = ", ".join(str(rank) for rank in event.ranks)
-    # Tables are named by an identifier, parameters by their path in the model.
-    if "." in event.table:
-        what, part = f"dense parameter '{event.table}'", "that"
-    else:
-        what, part = f"table '{event.table}'", f"shard {event.shard}"
-    return (
-        f"copies of {what} diverged by step {event.step}: {part} of rank(s) {ranks} differs from "
-        f"its replicas; {follows}"
-    )
+    level = level_of(event)
+    return data if level is None else {"level": level, **data}

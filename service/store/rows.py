@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from sqlalchemy import RowMapping
 
 from service.domain import (
@@ -14,6 +15,7 @@ from service.domain import (
     EndReason,
     Job,
     JobStatus,
+    Membership,
     Progress,
     ReportedEnd,
     TimelineEvent,
@@ -21,9 +23,11 @@ from service.domain import (
 from service.errors import JobUnreadable
 from trainer.spec import JobSpec
 
+_MEMBERSHIP: TypeAdapter[Membership] = TypeAdapter(Membership)
+
 
 def job_values(job: Job) -> dict[str, Any]:
-    """Columns of `jobs`; progress and latest metrics live in `job_progress`."""
+    """Columns of `jobs`; what training reports often lives in `job_progress`."""
     return {
         "id": job.id,
         "project": job.project,
@@ -55,6 +59,7 @@ def progress_values(job: Job) -> dict[str, Any]:
         "rows_per_s": _null_if_nan(progress.rows_per_s) or 0.0,
         "eta_s": _null_if_nan(progress.eta_s),
         "latest_metrics": job.latest_metrics,
+        "membership": asdict(job.membership) if job.membership else None,
     }
 
 
@@ -96,7 +101,13 @@ def _job_of(row: RowMapping) -> Job:
         current_attempt_id=row["current_attempt_id"],
         progress=_progress_of(row),
         latest_metrics=row["latest_metrics"],
+        membership=_membership_of(row),
     )
+
+
+def _membership_of(row: RowMapping) -> Membership | None:
+    stored = row["membership"]
+    return None if stored is None else _MEMBERSHIP.validate_python(stored)
 
 
 def _progress_of(row: RowMapping) -> Progress:
@@ -128,6 +139,7 @@ def attempt_values(attempt: Attempt) -> dict[str, Any]:
         "reported_reason": report.reason.value if report else None,
         "reported_message": report.message if report else None,
         "reported_at": report.time if report else None,
+        "reported_evidence": dict(report.evidence) if report else None,
     }
 
 
@@ -136,7 +148,10 @@ def attempt_of(row: RowMapping) -> Attempt:
     report = None
     if row["reported_reason"] is not None:
         report = ReportedEnd(
-            EndReason(row["reported_reason"]), row["reported_message"], row["reported_at"]
+            EndReason(row["reported_reason"]),
+            row["reported_message"],
+            row["reported_at"],
+            row["reported_evidence"] or {},
         )
     return Attempt(
         id=row["id"],

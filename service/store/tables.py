@@ -86,6 +86,8 @@ job_progress = Table(
     Column("rows_per_s", Float, nullable=False),
     Column("eta_s", Float),
     Column("latest_metrics", JsonText, nullable=False),
+    # Null until an attempt told of its groups.
+    Column("membership", JsonText),
 )
 
 idempotency_keys = Table(
@@ -114,6 +116,7 @@ attempts = Table(
     Column("reported_reason", String(32)),
     Column("reported_message", Text),
     Column("reported_at", Float),
+    Column("reported_evidence", JsonText),
     UniqueConstraint("job_id", "index"),
 )
 

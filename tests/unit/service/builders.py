@@ -14,7 +14,13 @@ from trainer.events import (
     Divergence,
     Event,
     EventBatch,
+    GroupJoined,
+    GroupLost,
+    GroupMember,
+    LayoutChosen,
+    MembershipChanged,
     Metrics,
+    Recovered,
     TablePlan,
     TraceWritten,
     WorkersLost,
@@ -166,6 +172,94 @@ def workers_started(*, total_steps: int = 100, tables: Sequence[TablePlan] = ())
         total_steps=total_steps,
         resumed_step=0,
     )
+
+
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+
+def layout_chosen(**changes: Any) -> LayoutChosen:
+    """Six workers in three sharding groups of two, each on a host of its own."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "world_size": 6,
+        "shard_group_size": 2,
+        "num_replicas": 3,
+        "placement": "inter_host",
+        "failure_domain": "replica_group",
+        "num_hosts": 3,
+        "num_hosts_survived": 2,
+        "memory_overhead_bytes": 105_000_000,
+        "sync_latency_s": 0.012,
+        "reason": "three copies on three hosts survive the loss of two",
+    }
+    return LayoutChosen(**{**fields, **changes})
+
+
+def group_member(group: int, standing: str = "current", *, incarnation: int = 0) -> GroupMember:
+    """A group of two ranks on the host of its number."""
+    hosts = [HOSTS[group % len(HOSTS)]] * 2
+    return GroupMember.model_validate(
+        {"group": group, "incarnation": incarnation, "hosts": hosts, "standing": standing}
+    )
+
+
+def membership_changed(
+    *members: GroupMember, generation: int = 1, time: float = NOW, **changes: Any
+) -> MembershipChanged:
+    """A membership, of groups 0 to 2 if none are named."""
+    groups = members or tuple(group_member(group) for group in range(3))
+    hosts = {host for member in groups if member.standing == "current" for host in member.hosts}
+    fields: dict[str, Any] = {
+        "time": time,
+        "generation": generation,
+        "commit": generation,
+        "groups": list(groups),
+        "copies_alive": sum(member.standing == "current" for member in groups),
+        "host_copies_alive": len(hosts),
+    }
+    return MembershipChanged(**{**fields, **changes})
+
+
+def group_lost(group: int = 1, **changes: Any) -> GroupLost:
+    """A group whose host stopped answering."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "group": group,
+        "incarnation": 0,
+        "reason": "host_lost",
+        "message": "",
+        "hosts": [HOSTS[group % len(HOSTS)]] * 2,
+        "rows_returned": 4096,
+    }
+    return GroupLost(**{**fields, **changes})
+
+
+def group_joined(group: int = 1, **changes: Any) -> GroupJoined:
+    """A group that copied its shards from a peer."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "group": group,
+        "incarnation": 1,
+        "hosts": [HOSTS[group % len(HOSTS)]] * 2,
+        "how": "peer_copy",
+        "copied_bytes": 105_000_000,
+        "duration_s": 0.9,
+    }
+    return GroupJoined(**{**fields, **changes})
+
+
+def recovered(**changes: Any) -> Recovered:
+    """A recovery that lost nothing."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "generation": 4,
+        "commit": 12,
+        "cause": "host_lost",
+        "pause_s": 0.31,
+        "syncs_lost": 0,
+        "num_tries": 1,
+    }
+    return Recovered(**{**fields, **changes})
 
 
 def workers_lost(*, run_index: int = 0) -> WorkersLost:

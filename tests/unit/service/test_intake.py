@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from service.store.intake import describe, fold
+from service.sentences import describe
+from service.store.intake import fold
 from tests.unit.service.builders import (
     NOW,
+    attempt_ended,
     attempt_of,
     divergence,
+    group_lost,
+    layout_chosen,
+    membership_changed,
     queued_job,
     row_wise_plan,
     trace_written,
@@ -46,11 +53,54 @@ def test_workers_that_diverged_were_stopped_and_not_lost() -> None:
     assert describe(lost.model_copy(update={"reason": "diverged"})).startswith("workers stopped")
 
 
-def test_only_a_divergence_is_an_error_line() -> None:
+def test_a_divergence_is_an_error_line_and_a_lost_group_a_warning() -> None:
     job = queued_job()
-    records = [divergence(), trace_written(), workers_started()]
+    records = [divergence(), trace_written(), workers_started(), group_lost()]
     lines = fold(job, attempt_of(job), records, NOW).timeline
-    assert [line.data.get("level") for line in lines] == ["error", None, None]
+    assert [line.data.get("level") for line in lines] == ["error", None, None, "warning"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_failures"),
+    [("workers_lost", 1), ("hang", 1), ("host_lost", 0), ("preempted", 0), ("from_later", 1)],
+)
+def test_lost_hosts_are_no_failures_of_the_job(reason: str, num_failures: int) -> None:
+    job = queued_job()
+    attempt = attempt_of(job)
+    lost = workers_lost().model_copy(update={"reason": reason})
+    current = replace(job, current_attempt_id=attempt.id)
+    assert fold(current, attempt, [lost], NOW).attempt.num_worker_failures == num_failures
+
+
+def test_the_evidence_of_an_end_is_kept_with_it() -> None:
+    job = queued_job()
+    attempt = attempt_of(job)
+    ended = attempt_ended("host_oom").model_copy(update={"evidence": {"signal": "9"}})
+    intake = fold(replace(job, current_attempt_id=attempt.id), attempt, [ended], NOW)
+    assert intake.attempt.reported_end
+    assert intake.attempt.reported_end.evidence == {"signal": "9"}
+
+
+def test_only_the_current_attempt_says_who_trains() -> None:
+    job = queued_job()
+    old, new = attempt_of(job), attempt_of(job, index=1)
+    current = replace(job, current_attempt_id=new.id)
+    records = [layout_chosen(), membership_changed()]
+    assert fold(current, old, records, NOW).job.membership is None
+    held = fold(current, new, records, NOW).job.membership
+    assert held
+    assert held.attempt_id == new.id
+
+
+def test_a_lost_group_is_told_with_those_that_train_on() -> None:
+    job = queued_job()
+    attempt = attempt_of(job)
+    records = [membership_changed(), group_lost()]
+    current = replace(job, current_attempt_id=attempt.id)
+    assert fold(current, attempt, records, NOW).timeline[-1].message == (
+        "group 1 (127.0.0.3) was lost: its host stopped answering; 2 groups train on and will "
+        "train its 4,096 rows"
+    )
 
 
 def test_the_plan_of_the_tables_is_kept_with_the_workers_start() -> None:

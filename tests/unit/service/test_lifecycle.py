@@ -18,6 +18,7 @@ from service.domain import (
     ReportedEnd,
 )
 from service.lifecycle import (
+    MAX_ATTEMPTS,
     MAX_BACKOFF_S,
     NOT_FOUND_GRACE_S,
     REPORT_GRACE_S,
@@ -123,7 +124,16 @@ def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
     assert "exit code 1" in decision.job.message
 
 
-@pytest.mark.parametrize("reason", [EndReason.WORKERS_LOST, EndReason.DIVERGED])
+@pytest.mark.parametrize(
+    "reason",
+    [
+        EndReason.WORKERS_LOST,
+        EndReason.DIVERGED,
+        EndReason.HANG,
+        EndReason.DEVICE_OOM,
+        EndReason.HOST_OOM,
+    ],
+)
 def test_a_driver_that_gave_up_on_its_workers_counts_no_further_failure(reason: EndReason) -> None:
     job, attempt = _live()
     report = ReportedEnd(reason, "rank 1", NOW)
@@ -132,7 +142,14 @@ def test_a_driver_that_gave_up_on_its_workers_counts_no_further_failure(reason: 
 
 
 @pytest.mark.parametrize(
-    "reason", [EndReason.BAD_SPEC, EndReason.DATA_ERROR, EndReason.TRAINING_ERROR]
+    "reason",
+    [
+        EndReason.BAD_SPEC,
+        EndReason.DATA_ERROR,
+        EndReason.TRAINING_ERROR,
+        EndReason.NON_FINITE,
+        EndReason.RUN_IN_USE,
+    ],
 )
 def test_faults_of_the_user_are_never_retried(reason: EndReason) -> None:
     job, attempt = _live()
@@ -176,6 +193,27 @@ def test_a_cluster_that_forgets_never_spends_the_budget() -> None:
         delays_s.append(job.retry_at - (now + 99))
         now = job.retry_at
     assert delays_s == [backoff_s(n) for n in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("reason", [EndReason.HOST_LOST, EndReason.PREEMPTED, EndReason.NO_ROOM])
+def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget(reason: EndReason) -> None:
+    job, attempt = _live()
+    spent = replace(job, num_failures=99)
+    ended = replace(attempt, index=4, reported_end=ReportedEnd(reason, "node 3", NOW))
+    again = decide(spent, ended, FAILED, NOW).job
+    assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99)
+    assert again.retry_at == NOW + backoff_s(5)
+
+
+def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.NO_ROOM, "2 of 3 hosts", NOW)
+    last = replace(attempt, index=MAX_ATTEMPTS - 1, reported_end=report)
+    given_up = decide(job, last, FAILED, NOW).job
+    assert (given_up.status, given_up.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
+    assert "no_room): 2 of 3 hosts" in given_up.message
+    last_but_one = replace(last, index=MAX_ATTEMPTS - 2)
+    assert decide(job, last_but_one, FAILED, NOW).job.status is JobStatus.QUEUED
 
 
 def test_a_cluster_that_does_not_answer_is_told_until_it_does() -> None:
@@ -359,11 +397,17 @@ def test_every_job_ends_once_its_attempts_are_seen_to_end(
 
 
 @given(st.sampled_from(EndReason))
-def test_only_lost_machines_and_diverged_copies_are_retried(reason: EndReason) -> None:
+def test_only_what_may_pass_is_retried(reason: EndReason) -> None:
     passing = {
         EndReason.WORKERS_LOST,
         EndReason.DRIVER_LOST,
         EndReason.FORGOTTEN,
         EndReason.DIVERGED,
+        EndReason.HANG,
+        EndReason.DEVICE_OOM,
+        EndReason.HOST_OOM,
+        EndReason.HOST_LOST,
+        EndReason.PREEMPTED,
+        EndReason.NO_ROOM,
     }
     assert (RETRY_CLASSES[reason] is not RetryClass.NEVER) == (reason in passing)

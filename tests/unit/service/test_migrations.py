@@ -16,7 +16,13 @@ from service.store import rows
 from service.store.engine import migrate, migration_config, open_engine
 from service.store.sql import SqlJobStore
 from service.store.tables import job_progress, jobs
-from tests.unit.service.builders import NOW, attempt_of, queued_job
+from tests.unit.service.builders import (
+    NOW,
+    attempt_of,
+    batch,
+    membership_changed,
+    queued_job,
+)
 from trainer.spec import SpecError, validate_spec
 
 # What the first version kept of a spec that said nothing about syncs.
@@ -32,7 +38,9 @@ FIRST_SYNC = {
 def _insert_first_version(connection: Connection, job: Job) -> None:
     """Store a job whose `parallelism` and `optimizer` hold what the first version knew."""
     connection.execute(insert(jobs), rows.job_values(job))
-    connection.execute(insert(job_progress), rows.progress_values(job))
+    progress = rows.progress_values(job)
+    del progress["membership"]
+    connection.execute(insert(job_progress), progress)
     spec = job.spec.model_dump(mode="json")
     known = ("workers", "shard_group_size", "placement", "moment_scale", "survive")
     spec["parallelism"] = {name: spec["parallelism"][name] for name in known}
@@ -83,24 +91,66 @@ def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(tmp_path: Pa
     store.close()
 
 
-def test_the_first_version_finds_only_reasons_that_it_knows(tmp_path: Path) -> None:
+def _downgraded_reasons(url: str, reason: EndReason, revision: str) -> set[str]:
+    """The reasons that an earlier version finds of a job and an attempt that ended for `reason`."""
+    store = SqlJobStore.open(url)
+    job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    ended = attempt_of(
+        job, end_reason=reason, reported_end=ReportedEnd(reason, "", NOW, {"signal": "9"})
+    )
+    store.update_job(replace(job, reason=reason), attempt=ended)
+    store.close()
+    engine = open_engine(url)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        command.downgrade(migration_config(connection), revision)
+        of_job = connection.exec_driver_sql("select reason from jobs").scalars()
+        of_attempt = connection.exec_driver_sql("select end_reason, reported_reason from attempts")
+        found = {*of_job, *of_attempt.one()}
+    engine.dispose()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reason", "revision", "former"),
+    [
+        (EndReason.DIVERGED, "0001", "training_error"),
+        (EndReason.DIVERGED, "0002", "diverged"),
+        (EndReason.HANG, "0002", "workers_lost"),
+        (EndReason.DEVICE_OOM, "0002", "workers_lost"),
+        (EndReason.HOST_OOM, "0002", "workers_lost"),
+        (EndReason.HOST_LOST, "0002", "workers_lost"),
+        (EndReason.PREEMPTED, "0002", "workers_lost"),
+        (EndReason.NO_ROOM, "0002", "workers_lost"),
+        (EndReason.NON_FINITE, "0002", "training_error"),
+        (EndReason.RUN_IN_USE, "0002", "storage_error"),
+    ],
+)
+def test_an_earlier_version_finds_only_reasons_that_it_knows(
+    tmp_path: Path, reason: EndReason, revision: str, former: str
+) -> None:
+    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
+    assert _downgraded_reasons(url, reason, revision) == {former}
+
+
+def test_jobs_and_attempts_outlive_the_way_back_and_forth(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'shardloom.db'}"
     store = SqlJobStore.open(url)
     job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
-    diverged = attempt_of(
-        job,
-        end_reason=EndReason.DIVERGED,
-        reported_end=ReportedEnd(EndReason.DIVERGED, "", NOW),
-    )
-    store.update_job(replace(job, reason=EndReason.DIVERGED), attempt=diverged)
+    attempt = attempt_of(job)
+    report = ReportedEnd(EndReason.HANG, "rank 1 hangs", NOW, {"host": "127.0.0.3"})
+    store.update_job(replace(job, current_attempt_id=attempt.id), attempt=attempt)
+    store.append_events(attempt.id, batch(membership_changed()), NOW)
+    held = store.get_job(job.id)
+    store.update_job(held, attempt=replace(attempt, reported_end=report))
+    assert held.membership
     engine = open_engine(url)
     with engine.connect().execution_options(is_write=True) as connection, connection.begin():
-        command.downgrade(migration_config(connection), "0001")
+        command.downgrade(migration_config(connection), "0002")
+    migrate(engine)
     engine.dispose()
-    (attempt,) = store.list_attempts(job.id)
-    assert attempt.reported_end
-    found = {store.get_job(job.id).reason, attempt.end_reason, attempt.reported_end.reason}
-    assert found == {EndReason.TRAINING_ERROR}
+    back, (ended,) = store.get_job(job.id), store.list_attempts(job.id)
+    assert (back.spec, back.membership) == (job.spec, None)
+    assert ended.reported_end == ReportedEnd(EndReason.WORKERS_LOST, "rank 1 hangs", NOW)
     store.close()
 
 

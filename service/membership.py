@@ -1,0 +1,191 @@
+"""Who trains in an attempt: a pure fold over its records, and what is read out of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from service.domain import (
+    ChosenLayout,
+    ExcludedHost,
+    GoneGroup,
+    Job,
+    JobStatus,
+    Member,
+    Membership,
+    Recovery,
+)
+from trainer.events import (
+    Event,
+    GroupJoined,
+    GroupLeft,
+    GroupLost,
+    HostExcluded,
+    LayoutChosen,
+    MembershipChanged,
+    Recovered,
+    Resized,
+)
+
+CURRENT, LISTENING = "current", "listening"
+
+
+def after(membership: Membership | None, attempt_id: str, event: Event) -> Membership | None:
+    """The membership after a record of `attempt_id`; what an earlier attempt had is forgotten.
+
+    Records that say nothing of it leave it as it is. Streams arrive one after another, so a
+    membership that is older than the known one changes nothing.
+    """
+    take = _TAKERS.get(type(event))
+    if take is None:
+        return membership
+    if membership is None or membership.attempt_id != attempt_id:
+        membership = Membership(attempt_id)
+    return take(membership, event)
+
+
+def _take_layout(membership: Membership, event: LayoutChosen) -> Membership:
+    layout = ChosenLayout(**event.model_dump(exclude={"kind", "time"}))
+    return replace(membership, layout=layout, world_size=layout.world_size)
+
+
+def _take_members(membership: Membership, event: MembershipChanged) -> Membership:
+    if event.time < membership.changed_at:
+        return membership
+    members = tuple(
+        Member(each.group, each.incarnation, tuple(each.hosts), each.standing)
+        for each in event.groups
+    )
+    return replace(
+        membership,
+        changed_at=event.time,
+        generation=event.generation,
+        commit=event.commit,
+        copies_alive=event.copies_alive,
+        host_copies_alive=event.host_copies_alive,
+        members=members,
+    )
+
+
+def _take_lost(membership: Membership, event: GroupLost) -> Membership:
+    hosts = tuple(event.hosts)
+    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.reason, event.message)
+    lost = replace(_with_out(membership, event), num_losses=membership.num_losses + 1)
+    return replace(lost, gone=(*_without(lost.gone, event.group), gone))
+
+
+def _take_left(membership: Membership, event: GroupLeft) -> Membership:
+    left = _with_out(membership, event)
+    if event.cause == "resize":
+        return left
+    hosts = tuple(event.hosts)
+    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.cause, "")
+    return replace(left, gone=(*_without(left.gone, event.group), gone))
+
+
+def _with_out(membership: Membership, event: GroupLost | GroupLeft) -> Membership:
+    """The membership without one life of a group."""
+    life = (event.group, event.incarnation)
+    members = tuple(m for m in membership.members if (m.group, m.incarnation) != life)
+    return replace(membership, members=members)
+
+
+def _take_joined(membership: Membership, event: GroupJoined) -> Membership:
+    return replace(membership, gone=_without(membership.gone, event.group))
+
+
+def _without(gone: Iterable[GoneGroup], group: int) -> tuple[GoneGroup, ...]:
+    return tuple(each for each in gone if each.group != group)
+
+
+def _take_recovery(membership: Membership, event: Recovered) -> Membership:
+    recovery = Recovery(
+        event.time,
+        event.generation,
+        event.cause,
+        event.pause_s,
+        event.syncs_lost,
+        event.num_tries,
+    )
+    num_recoveries = membership.num_recoveries + 1
+    return replace(membership, last_recovery=recovery, num_recoveries=num_recoveries)
+
+
+def _take_resized(membership: Membership, event: Resized) -> Membership:
+    resized = replace(membership, world_size=event.world_size)
+    # Those beyond the new size are not awaited any more.
+    num_spare = len(resized.members) + len(resized.gone) - num_wanted(resized)
+    return replace(resized, gone=resized.gone[max(0, num_spare) :])
+
+
+def _take_excluded(membership: Membership, event: HostExcluded) -> Membership:
+    host = ExcludedHost(event.host, event.num_failures, event.until)
+    others = tuple(each for each in membership.excluded_hosts if each.host != event.host)
+    return replace(membership, excluded_hosts=(*others, host))
+
+
+_TAKERS: dict[type, Callable[[Membership, Any], Membership]] = {
+    LayoutChosen: _take_layout,
+    MembershipChanged: _take_members,
+    GroupLost: _take_lost,
+    GroupLeft: _take_left,
+    GroupJoined: _take_joined,
+    Recovered: _take_recovery,
+    Resized: _take_resized,
+    HostExcluded: _take_excluded,
+}
+
+
+# ---- what is read out of it
+
+
+def membership_of(job: Job) -> Membership | None:
+    """The membership of a job's newest attempt, once it has one; None before."""
+    membership = job.membership
+    if membership is None or membership.attempt_id != job.current_attempt_id:
+        return None
+    return membership if membership.changed_at else None
+
+
+def layout_of_attempt(job: Job) -> ChosenLayout | None:
+    """The layout that a job's newest attempt chose; None before it has."""
+    membership = job.membership
+    if membership is None or membership.attempt_id != job.current_attempt_id:
+        return None
+    return membership.layout
+
+
+def num_current(membership: Membership) -> int:
+    """How many groups train."""
+    return sum(member.standing == CURRENT for member in membership.members)
+
+
+def num_wanted(membership: Membership) -> int:
+    """How many groups there should be; those that there are, where no layout was told."""
+    if membership.layout is None:
+        return len(membership.members) + len(missing(membership))
+    return membership.world_size // membership.layout.shard_group_size
+
+
+def missing(membership: Membership) -> tuple[GoneGroup, ...]:
+    """Groups that are gone and of which no newer life is there yet."""
+    present = {member.group for member in membership.members}
+    return tuple(each for each in membership.gone if each.group not in present)
+
+
+def is_degraded(job: Job) -> bool:
+    """Whether a running job trains with fewer groups than it should."""
+    membership = membership_of(job)
+    if membership is None or job.status is not JobStatus.RUNNING:
+        return False
+    return num_current(membership) < num_wanted(membership)
+
+
+def copies_needed(job: Job) -> int:
+    """Hosts that must hold a copy of each shard, for what the spec's `survive` asks; 0 if nothing.
+
+    k lost hosts are survived by copies on k + 1.
+    """
+    survive = job.spec.parallelism.survive
+    return 0 if survive is None else survive.hosts + 1

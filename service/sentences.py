@@ -1,0 +1,278 @@
+"""What each record of a driver says to a person: one line of the timeline, and its level."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from service.domain import EndReason, Membership
+from service.membership import CURRENT
+from trainer.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    Divergence,
+    Event,
+    GroupJoined,
+    GroupLeft,
+    GroupLost,
+    HangFound,
+    HostExcluded,
+    LayoutChosen,
+    MembershipChanged,
+    Note,
+    Recovered,
+    Resized,
+    RowsSkipped,
+    StragglerFound,
+    TraceWritten,
+    WorkersLost,
+    WorkersStarted,
+)
+
+# What a reason means for somebody who watches; the cause of a group's end.
+_LOSSES = {
+    "workers_lost": "its workers ended",
+    "host_lost": "its host stopped answering",
+    "preempted": "its host was taken away",
+    "hang": "it got nothing done for too long",
+    "device_oom": "a device ran out of memory",
+    "host_oom": "its host ran out of memory",
+}
+_LEAVES = {
+    "resize": "fewer workers are wanted",
+    "drain": "its host is drained",
+    "straggler": "it was too slow and is replaced",
+    "poisoned": "its loss became NaN or infinite, so its rows since the last sync do not count",
+}
+_ALARMING = (GroupLost, HangFound, HostExcluded, StragglerFound, RowsSkipped)
+
+
+def level_of(event: Event) -> str | None:
+    """`warning` or `error` where a line should stand out by more than its kind."""
+    if isinstance(event, Divergence):
+        return "error"
+    is_alarming = isinstance(event, _ALARMING)
+    is_fault = isinstance(event, GroupLeft) and event.cause in ("straggler", "poisoned")
+    return "warning" if is_alarming or is_fault else None
+
+
+def describe(event: Event, membership: Membership | None = None) -> str:
+    """One line for a person; `membership` is what was known before the record."""
+    if isinstance(event, GroupLost):
+        return _group_lost(event, membership)
+    if isinstance(event, GroupJoined):
+        return _group_joined(event, membership)
+    say = _SAYINGS.get(type(event))
+    return event.kind if say is None else say(event)
+
+
+# ---- groups
+
+
+def _group_lost(event: GroupLost, membership: Membership | None) -> str:
+    cause = _LOSSES.get(event.reason, event.reason.replace("_", " "))
+    detail = f" ({event.message})" if event.message else ""
+    others = [
+        member
+        for member in (membership.members if membership else ())
+        if member.standing == CURRENT and member.group != event.group
+    ]
+    follows = f"{_count(len(others), 'group trains', 'groups train')} on"
+    if not others:
+        follows = "no other group trains"
+    elif event.rows_returned:
+        follows += f" and will train its {event.rows_returned:,} rows"
+    return f"{_group(event)} was lost: {cause}{detail}; {follows}"
+
+
+def _group_joined(event: GroupJoined, membership: Membership | None) -> str:
+    gone = {each.group for each in membership.gone} if membership else set()
+    again = " again" if event.group in gone else ""
+    if event.how == "start":
+        return f"{_group(event)} joined{again} from the start"
+    copied = f"copied {_megabytes(event.copied_bytes)} from a live group"
+    return f"{_group(event)} joined{again}: {copied} in {event.duration_s:.1f} s"
+
+
+def _group_left(event: GroupLeft) -> str:
+    return f"{_group(event)} left in good order: {_LEAVES[event.cause]}"
+
+
+def _membership_changed(event: MembershipChanged) -> str:
+    standings: dict[str, list[int]] = {}
+    for member in event.groups:
+        standings.setdefault(member.standing, []).append(member.group)
+    verbs = {"current": "train", "listening": "copy from a peer", "initial": "start"}
+    parts = [
+        f"{_groups(standings[standing])} {verb if len(standings[standing]) > 1 else _one(verb)}"
+        for standing, verb in verbs.items()
+        if standing in standings
+    ]
+    copies = f"each shard has {_count(event.copies_alive, 'copy', 'copies')}" + (
+        f" on {_count(event.host_copies_alive, 'host')}" if event.copies_alive else ""
+    )
+    return f"generation {event.generation}: {', '.join(parts) or 'nobody is there'}; {copies}"
+
+
+def _one(verb: str) -> str:
+    first, _, rest = verb.partition(" ")
+    singular = "copies" if first == "copy" else f"{first}s"
+    return f"{singular} {rest}".rstrip()
+
+
+def _recovered(event: Recovered) -> str:
+    redo = "nothing to redo"
+    if event.syncs_lost:
+        redo = f"{_count(event.syncs_lost, 'sync interval')} to redo"
+    tries = f", at try {event.num_tries}" if event.num_tries > 1 else ""
+    return f"recovered in {event.pause_s:.2f} s: generation {event.generation}, {redo}{tries}"
+
+
+def _resized(event: Resized) -> str:
+    verb = "grew" if event.world_size > event.world_size_before else "shrank"
+    how = "by a restart from a checkpoint" if event.restarted else "without a restart"
+    cause = f" ({event.cause.replace('_', ' ')})" if event.cause else ""
+    sizes = f"from {event.world_size_before} to {event.world_size} workers"
+    return f"{verb} {sizes} {how}{cause}"
+
+
+def _layout_chosen(event: LayoutChosen) -> str:
+    groups = _count(event.num_replicas, "sharding group")
+    hosts = _count(event.num_hosts, "host")
+    return (
+        f"layout: {_count(event.world_size, 'worker')} on {hosts} as {groups} of "
+        f"{event.shard_group_size}, {event.placement.replace('_', '-')}; {event.reason}"
+    )
+
+
+# ---- detection
+
+
+def _straggler(event: StragglerFound) -> str:
+    follows = "its group is replaced" if event.action == "replace" else "it stays"
+    where = f"rank {event.rank} of group {event.group} ({event.host})"
+    return f"{where} is {event.slowdown:.1f} times as slow as the others; {follows}"
+
+
+def _hang(event: HangFound) -> str:
+    where = f"rank {event.rank} of group {event.group} ({event.host})"
+    return f"{where} hangs: nothing done for {event.idle_s:.0f} s in phase {event.phase}"
+
+
+def _host_excluded(event: HostExcluded) -> str:
+    pause_s = max(0.0, event.until - event.time)
+    pause = f"{pause_s / 60:.0f} min" if pause_s >= 120 else f"{pause_s:.0f} s"
+    failures = _count(event.num_failures, "time")
+    return f"host {event.host} failed {failures}: no worker is placed on it for {pause}"
+
+
+def _rows_skipped(event: RowsSkipped) -> str:
+    # Epochs are counted from 1 wherever people read them.
+    rows = f"rows {event.start:,} to {event.stop:,} of epoch {event.epoch + 1}"
+    return f"{rows} are left out: {event.reason}"
+
+
+# ---- attempts, workers and checkpoints
+
+
+def _attempt_started(event: AttemptStarted) -> str:
+    return f"driver is up, starting {event.world_size} worker(s)"
+
+
+def _workers_started(event: WorkersStarted) -> str:
+    resumed = f", resumed at step {event.resumed_step}" if event.resumed_step else ""
+    return (
+        f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
+        f"{event.shard_group_size}, {event.placement}, {event.backend}{resumed}"
+    )
+
+
+def _checkpoint_committed(event: CheckpointCommitted) -> str:
+    best = ", best so far" if event.is_best else ""
+    return (
+        f"checkpoint at step {event.step} ({_megabytes(event.size_bytes)} in "
+        f"{event.duration_s:.1f} s{best})"
+    )
+
+
+def _checkpoint_deleted(event: CheckpointDeleted) -> str:
+    return f"checkpoint of step {event.step} removed by retention"
+
+
+def _trace_written(event: TraceWritten) -> str:
+    return (
+        f"trace of {event.num_steps} step(s) up to step {event.step} on rank {event.rank} "
+        f"written ({_megabytes(event.size_bytes)})"
+    )
+
+
+def _workers_lost(event: WorkersLost) -> str:
+    follows = "restarting them" if event.will_restart else "not restarting"
+    what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
+    return f"workers {what} ({event.reason}: {event.message}); {follows}"
+
+
+def _attempt_ended(event: AttemptEnded) -> str:
+    return f"attempt ended ({event.reason}): {event.message}"
+
+
+def _divergence(event: Divergence) -> str:
+    follows = {
+        "fail": "the workers stop, to resume from a checkpoint while the budget lasts",
+        "rebroadcast": "the copy that most ranks of the replica group hold replaces it",
+    }[event.action]
+    ranks = ", ".join(str(rank) for rank in event.ranks)
+    # Tables are named by an identifier, parameters by their path in the model.
+    if "." in event.table:
+        what, part = f"dense parameter '{event.table}'", "that"
+    else:
+        what, part = f"table '{event.table}'", f"shard {event.shard}"
+    return (
+        f"copies of {what} diverged by step {event.step}: {part} of rank(s) {ranks} differs from "
+        f"its replicas; {follows}"
+    )
+
+
+_SAYINGS: dict[type, Callable[[Any], str]] = {
+    Note: lambda event: str(event.message),
+    AttemptStarted: _attempt_started,
+    WorkersStarted: _workers_started,
+    CheckpointCommitted: _checkpoint_committed,
+    CheckpointDeleted: _checkpoint_deleted,
+    Divergence: _divergence,
+    LayoutChosen: _layout_chosen,
+    MembershipChanged: _membership_changed,
+    GroupLeft: _group_left,
+    Recovered: _recovered,
+    Resized: _resized,
+    StragglerFound: _straggler,
+    HangFound: _hang,
+    HostExcluded: _host_excluded,
+    RowsSkipped: _rows_skipped,
+    TraceWritten: _trace_written,
+    WorkersLost: _workers_lost,
+    AttemptEnded: _attempt_ended,
+}
+
+
+# ---- words
+
+
+def _group(event: GroupLost | GroupJoined | GroupLeft) -> str:
+    return f"group {event.group} ({', '.join(dict.fromkeys(event.hosts)) or 'no host'})"
+
+
+def _groups(numbers: Iterable[int]) -> str:
+    named = sorted(numbers)
+    listed = ", ".join(str(number) for number in named)
+    return f"group{'s' if len(named) > 1 else ''} {listed}"
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def _megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"

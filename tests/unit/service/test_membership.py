@@ -1,0 +1,197 @@
+"""Who trains in an attempt, folded from its records."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.domain import Job, JobStatus, Membership
+from service.membership import (
+    after,
+    copies_needed,
+    is_degraded,
+    layout_of_attempt,
+    membership_of,
+    missing,
+    num_current,
+    num_wanted,
+)
+from tests.unit.service.builders import (
+    NOW,
+    attempt_of,
+    group_joined,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
+    queued_job,
+    recovered,
+)
+from trainer import events
+from trainer.events import Event
+
+
+def folded(*records: Event, attempt_id: str = "job-1-a0") -> Membership:
+    """The membership after records of one attempt."""
+    membership: Membership | None = None
+    for record in records:
+        membership = after(membership, attempt_id, record)
+    assert membership
+    return membership
+
+
+def running(membership: Membership | None) -> Job:
+    """A running job with this membership of its only attempt."""
+    job = queued_job()
+    attempt = attempt_of(job)
+    if membership is not None:
+        membership = replace(membership, attempt_id=attempt.id)
+    return replace(
+        job, status=JobStatus.RUNNING, current_attempt_id=attempt.id, membership=membership
+    )
+
+
+def left(group: int, cause: str) -> events.GroupLeft:
+    return events.GroupLeft.model_validate(
+        {"time": NOW, "group": group, "incarnation": 0, "cause": cause, "hosts": []}
+    )
+
+
+def resized(world_size: int) -> events.Resized:
+    return events.Resized(
+        time=NOW, world_size_before=6, world_size=world_size, cause="request", restarted=False
+    )
+
+
+def test_a_full_membership_has_every_group_of_the_layout() -> None:
+    membership = folded(layout_chosen(), membership_changed())
+    assert (num_current(membership), num_wanted(membership)) == (3, 3)
+    assert not is_degraded(running(membership))
+
+
+def test_a_lost_group_is_missing_until_another_life_of_it_is_there() -> None:
+    lost = folded(layout_chosen(), membership_changed(), group_lost(1))
+    assert [gone.group for gone in missing(lost)] == [1]
+    assert (num_current(lost), num_wanted(lost), lost.num_losses) == (2, 3, 1)
+    assert is_degraded(running(lost))
+    copying = membership_changed(
+        group_member(0), group_member(1, "listening", incarnation=1), group_member(2), generation=3
+    )
+    listening = after(lost, lost.attempt_id, copying)
+    assert listening
+    assert missing(listening) == ()
+    assert num_current(listening) == 2
+    back = after(listening, lost.attempt_id, group_joined(1))
+    assert back
+    assert back.gone == ()
+
+
+def test_the_order_of_a_loss_and_the_new_membership_does_not_matter() -> None:
+    rest = membership_changed(group_member(0), group_member(2), generation=2)
+    before = (layout_chosen(), membership_changed())
+    assert folded(*before, group_lost(1), rest) == folded(*before, rest, group_lost(1))
+
+
+def test_a_late_word_of_a_former_life_does_not_remove_the_new_one() -> None:
+    new_life = membership_changed(group_member(0), group_member(1, incarnation=1))
+    membership = folded(new_life, group_lost(1, incarnation=0))
+    assert num_current(membership) == 2
+    assert missing(membership) == ()
+
+
+def test_an_older_membership_that_arrives_late_changes_nothing() -> None:
+    newest = folded(membership_changed(generation=5, time=NOW + 9))
+    late = membership_changed(group_member(0), generation=4, time=NOW)
+    assert after(newest, newest.attempt_id, late) == newest
+
+
+def test_a_group_that_left_for_a_smaller_size_is_not_awaited() -> None:
+    start = (layout_chosen(), membership_changed())
+    smaller = folded(*start, left(2, "resize"), resized(4))
+    assert (num_current(smaller), num_wanted(smaller), missing(smaller)) == (2, 2, ())
+    drained = folded(*start, left(2, "drain"))
+    assert [gone.reason for gone in missing(drained)] == ["drain"]
+
+
+def test_groups_lost_beyond_a_smaller_size_are_not_awaited_either() -> None:
+    smaller = folded(layout_chosen(), membership_changed(), group_lost(1), resized(4))
+    assert missing(smaller) == ()
+    assert not is_degraded(running(smaller))
+
+
+def test_the_newest_recovery_is_kept_and_all_are_counted() -> None:
+    membership = folded(recovered(pause_s=0.9), recovered(pause_s=0.31))
+    assert membership.last_recovery
+    assert (membership.last_recovery.pause_s, membership.num_recoveries) == (0.31, 2)
+
+
+def test_a_host_is_excluded_once_however_often_it_is_told() -> None:
+    told = [
+        events.HostExcluded(time=NOW, host="h3", num_failures=n, until=NOW + 600 * n)
+        for n in (3, 6)
+    ]
+    (host,) = folded(*told).excluded_hosts
+    assert (host.num_failures, host.until) == (6, NOW + 3600)
+
+
+def test_another_attempt_starts_with_nothing() -> None:
+    first = folded(layout_chosen(), membership_changed(), group_lost(1))
+    second = after(first, "job-1-a1", layout_chosen())
+    assert second
+    assert (second.members, second.num_losses, second.attempt_id) == ((), 0, "job-1-a1")
+
+
+def test_what_an_earlier_attempt_had_is_not_shown_of_the_new_one() -> None:
+    job = running(folded(layout_chosen(), membership_changed()))
+    assert membership_of(job)
+    assert layout_of_attempt(job)
+    again = replace(job, current_attempt_id=f"{job.id}-a1")
+    assert membership_of(again) is None
+    assert layout_of_attempt(again) is None
+    assert not is_degraded(again)
+
+
+def test_a_job_without_groups_of_its_own_has_no_membership() -> None:
+    assert membership_of(running(None)) is None
+    assert membership_of(running(folded(layout_chosen(failure_domain="job")))) is None
+
+
+def test_one_more_host_is_needed_than_may_be_lost() -> None:
+    assert copies_needed(queued_job()) == 0
+    spread = {
+        "workers": 6,
+        "shard_group_size": 2,
+        "placement": "inter_host",
+        "survive": {"hosts": 2},
+    }
+    assert copies_needed(queued_job(parallelism=spread)) == 3
+
+
+_records = st.lists(
+    st.one_of(
+        st.just(layout_chosen()),
+        st.builds(
+            lambda groups, time: membership_changed(*map(group_member, groups), time=NOW + time),
+            st.sets(st.integers(0, 3), min_size=1),
+            st.integers(0, 9),
+        ),
+        st.builds(group_lost, st.integers(0, 3)),
+        st.builds(group_joined, st.integers(0, 3)),
+        st.builds(left, st.integers(0, 3), st.sampled_from(["resize", "drain"])),
+        st.builds(resized, st.integers(1, 4).map(lambda groups: 2 * groups)),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@given(_records)
+def test_whatever_is_told_no_group_is_both_there_and_missing(records: list[Event]) -> None:
+    membership = folded(*records)
+    present = {member.group for member in membership.members}
+    awaited = [gone.group for gone in missing(membership)]
+    assert not present & set(awaited)
+    assert len(awaited) == len(set(awaited))
+    assert 0 <= num_current(membership) <= len(membership.members)

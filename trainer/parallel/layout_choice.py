@@ -62,11 +62,6 @@ class Need:
     are_groups_independent: bool = True
 
     @property
-    def wants_groups(self) -> bool:
-        """Whether the sharding groups shall be failure domains rather than parts of one job."""
-        return self.survive_hosts > 0 or self.placement == "inter_host"
-
-    @property
     def is_size_known(self) -> bool:
         """Whether it can be told which groups hold the tables."""
         return self.table_bytes is not None and self.worker_table_bytes is not None

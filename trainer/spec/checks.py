@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 from trainer.spec.parallelism import AllToAllSpec
 from trainer.spec.problems import problem
 from trainer.spec.reserved import MODULE_ATTRIBUTES
+from trainer.spec.run import RecoverySpec
 from trainer.spec.tables import SEQUENCE_SHARDING_TYPES, EmbeddingTableSpec
 
 if TYPE_CHECKING:
@@ -170,6 +171,35 @@ def check_trace_ranks(spec: JobSpec) -> None:
         )
 
 
+def check_warm_start(spec: JobSpec) -> None:
+    """The tables to take from another job exist in this one."""
+    warm_start = spec.checkpoint.warm_start
+    names = [table.name for table in spec.embedding_tables]
+    for index, name in enumerate((warm_start and warm_start.tables) or ()):
+        if name not in names:
+            raise problem(
+                "unknown_table",
+                f"'{name}' is not in embedding_tables ({', '.join(names)})",
+                f"checkpoint.warm_start.tables[{index}]",
+            )
+
+
+def check_recovery(spec: JobSpec) -> None:
+    """What concerns independent groups only is not set for a job that restarts as a whole."""
+    parallelism, defaults = spec.parallelism, RecoverySpec()
+    if not parallelism.is_resolved or parallelism.failure_domain == "replica_group":
+        return
+    for field in ("exchange_timeout_s", "start_grace_s"):
+        if getattr(spec.recovery, field) != getattr(defaults, field):
+            raise problem(
+                "no_effect",
+                "only independent sharding groups wait for each other this way, but all workers of "
+                "this job restart together (placement intra_host, one copy, or dense every_step); "
+                "remove it, or use placement inter_host",
+                f"recovery.{field}",
+            )
+
+
 def check_fields_have_effect(spec: JobSpec) -> None:
     """What a user sets must do something; what cannot is refused rather than ignored."""
     sync, schedule = spec.parallelism.sync, spec.optimizer.schedule
@@ -212,12 +242,14 @@ def check_fields_have_effect(spec: JobSpec) -> None:
 def check_memory(spec: JobSpec) -> None:
     """Tables fit into what the workers have; where sizes and memory are known.
 
-    The same is checked by the planner at the start for sizes that only the data tells.
+    The same is checked by the planner at the start for sizes that only the data tells. While L is
+    `auto`, all workers may be one group.
     """
-    memory_bytes = spec.resources.memory_bytes_per_worker
-    if memory_bytes is None or spec.parallelism.shard_group_size == "auto":
+    memory_bytes, parallelism = spec.resources.memory_bytes_per_worker, spec.parallelism
+    if memory_bytes is None:
         return
-    size = spec.parallelism.group_size
+    is_auto = parallelism.shard_group_size == "auto"
+    size = parallelism.world_size if is_auto else parallelism.group_size
     worker_bytes = int(memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
     sizes_bytes = [_size_bytes(spec, table) for table in spec.embedding_tables]
     for index, table in enumerate(spec.embedding_tables):
@@ -249,11 +281,14 @@ def _too_large(
         "table_too_large",
         f"{what} with optimizer state and sync copies: {needed_bytes / 2**30:.3g} GiB, but "
         f"{holder} holds {room_bytes / 2**30:.3g} GiB (resources.memory_bytes_per_worker less "
-        "parallelism.planner.storage_reservation); raise parallelism.shard_group_size, or allow "
-        "row_wise where a table must be whole",
+        "parallelism.planner.storage_reservation); raise parallelism.shard_group_size (or workers, "
+        "where it is auto), or allow row_wise where a table must be whole",
         f"embedding_tables[{index}].num_embeddings",
     )
 
+
+# What a layout that was chosen later must be checked for again.
+OF_LAYOUT: tuple[Callable[[JobSpec], None], ...] = (check_trace_ranks, check_memory)
 
 ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_references,
@@ -264,7 +299,8 @@ ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_column_shards,
     check_moment_scale,
     check_shapes,
-    check_trace_ranks,
+    check_warm_start,
+    check_recovery,
     check_fields_have_effect,
-    check_memory,
+    *OF_LAYOUT,
 )

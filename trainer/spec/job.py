@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import TYPE_CHECKING, Annotated, Self
 
-from pydantic import Field, ValidationInfo, model_validator
+from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from trainer.spec import checks
 from trainer.spec.base import NAME_PATTERN, Label, NotYet, SpecModel
@@ -12,6 +12,7 @@ from trainer.spec.data import DataSpec, FeatureSpec
 from trainer.spec.model import ModelSpec
 from trainer.spec.optimizer import OptimizerSpec
 from trainer.spec.parallelism import ParallelismSpec
+from trainer.spec.problems import SpecError, problems_of
 from trainer.spec.run import (
     CheckpointSpec,
     RecoverySpec,
@@ -20,6 +21,9 @@ from trainer.spec.run import (
     TrainingSpec,
 )
 from trainer.spec.tables import EmbeddingTableSpec
+
+if TYPE_CHECKING:
+    from trainer.parallel.layout import Layout
 
 
 class JobSpec(SpecModel):
@@ -105,10 +109,29 @@ class JobSpec(SpecModel):
         """Every feature that looks up a table, in spec order."""
         return tuple(feature for feature in self.features if feature.is_sparse)
 
+    def with_layout(self, layout: Layout) -> JobSpec:
+        """This spec with L and the placement of `layout`; bounds of workers stay bounds.
+
+        What could not be checked while L was `auto` is checked now: raises `SpecError`.
+        """
+        return self._with_parallelism(self.parallelism.resolved(layout))
+
+    def with_workers(self, num_workers: int) -> JobSpec:
+        """This spec with a fixed number of workers, a multiple of L; raises `SpecError`."""
+        return self._with_parallelism(self.parallelism.model_copy(update={"workers": num_workers}))
+
+    def _with_parallelism(self, parallelism: ParallelismSpec) -> JobSpec:
+        document = {**self.model_dump(), "parallelism": parallelism.model_dump()}
+        try:
+            return JobSpec.model_validate(document, context={"chosen": True})
+        except ValidationError as error:
+            raise SpecError(problems_of(error.errors(include_url=False))) from None
+
     @model_validator(mode="after")
     def _check_sections_together(self, info: ValidationInfo) -> Self:
+        context = info.context or {}
         # A stored spec was accepted once; what newer versions refuse must not make it unreadable.
-        if not (info.context and info.context.get("stored")):
-            for check in checks.ALL:
+        if not context.get("stored"):
+            for check in checks.OF_LAYOUT if context.get("chosen") else checks.ALL:
                 check(self)
         return self

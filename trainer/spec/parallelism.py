@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+import math
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
     Field,
     PositiveFloat,
     PositiveInt,
+    ValidationInfo,
     model_validator,
 )
 
 from trainer.spec.base import SpecModel
 from trainer.spec.problems import problem
 from trainer.spec.tables import Precision
+
+if TYPE_CHECKING:
+    from trainer.parallel.layout import Layout
 
 FailureDomain = Literal["job", "replica_group"]
 
@@ -67,7 +72,10 @@ class PlannerSpec(SpecModel):
 
 
 class WorkersSpec(SpecModel):
-    """Bounds of the world size T, multiples of L. Equal bounds mean a fixed size."""
+    """Bounds of the world size T: the job takes as many workers as there are within them.
+
+    Multiples of L, where L is given. Equal bounds mean a fixed size.
+    """
 
     min: PositiveInt
     max: PositiveInt
@@ -95,7 +103,9 @@ class ParallelismSpec(SpecModel):
 
     `dense: at_sync` averages the dense part at syncs too, instead of at every step, so that the
     sharding groups are independent of each other in between; `auto` does so where each group is a
-    failure domain of its own. `survive` says what may be lost at once without losing a row.
+    failure domain of its own. `survive` says what may be lost at once without losing a row; with it
+    placement is `auto` unless given. `auto` is decided from the tables and the cluster's hosts when
+    an attempt starts.
     """
 
     workers: PositiveInt | WorkersSpec = 1
@@ -145,15 +155,17 @@ class ParallelismSpec(SpecModel):
     def failure_domain(self) -> FailureDomain:
         """What a lost host takes down: the job's workers, or one sharding group of them.
 
-        Groups are independent where nothing but the sync joins them.
+        Groups are independent where nothing but the sync joins them. Raises ValueError while the
+        answer depends on an `auto`.
         """
-        is_independent = (
-            self.placement == "inter_host"
-            and self.num_replicas > 1
-            and self.dense != "every_step"
-            and not self.independence_obstacles
-        )
-        return "replica_group" if is_independent else "job"
+        if self.survive is not None:
+            return "replica_group"
+        is_single = self.shard_group_size != "auto" and self.num_replicas == 1
+        if is_single or self.placement == "intra_host" or self.independence_obstacles:
+            return "job"
+        if self.placement == "auto":
+            raise ValueError("parallelism.placement is still 'auto'")
+        return "replica_group" if self.num_replicas > 1 else "job"
 
     @property
     def independence_obstacles(self) -> list[tuple[str, str]]:
@@ -190,6 +202,14 @@ class ParallelismSpec(SpecModel):
         if self.dense != "auto":
             return self.dense
         return "at_sync" if self.failure_domain == "replica_group" else "every_step"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_placement_open(cls, data: Any) -> Any:
+        # The default of `placement` rules `survive` out; who wrote only that asked for neither.
+        if isinstance(data, dict) and data.get("survive") is not None:
+            return {"placement": "auto"} | data
+        return data
 
     @model_validator(mode="after")
     def _check_sizes(self) -> Self:
@@ -229,11 +249,28 @@ class ParallelismSpec(SpecModel):
             )
         for field, why in self.independence_obstacles:
             raise problem("survive", f"survive needs independent groups, but this {why}", field)
+        self._check_enough_groups(self.survive.hosts)
         return self
 
+    def _check_enough_groups(self, num_hosts: int) -> None:
+        size = 1 if self.shard_group_size == "auto" else self.group_size
+        most_groups = self.world_size // size
+        if most_groups > num_hosts:
+            return
+        instead = f"lower it to {most_groups - 1}" if most_groups > 1 else "remove survive"
+        raise problem(
+            "survive",
+            f"needs {num_hosts + 1} sharding groups on as many hosts, but {self.world_size} "
+            f"worker(s) make {most_groups} of {size}; raise workers to {(num_hosts + 1) * size}, "
+            f"or {instead}",
+            "survive.hosts",
+        )
+
     @model_validator(mode="after")
-    def _check_single_copy(self) -> Self:
-        if self.shard_group_size == "auto" or self.num_replicas > 1:
+    def _check_single_copy(self, info: ValidationInfo) -> Self:
+        # What was asked of several copies does no harm where a choice left one.
+        is_chosen = bool(info.context and info.context.get("chosen"))
+        if self.shard_group_size == "auto" or self.num_replicas > 1 or is_chosen:
             return self
         # A stored spec holds every default, so only another value says that a user asked for it.
         asked = {
@@ -254,6 +291,20 @@ class ParallelismSpec(SpecModel):
         group = self.group_size
         below = num_workers // group * group
         return " or ".join(str(size) for size in (below, below + group) if size)
+
+    def resolved(self, layout: Layout) -> ParallelismSpec:
+        """This section with L and the placement of `layout`, unchecked.
+
+        Bounds of workers stay bounds; they become multiples of L.
+        """
+        size = layout.shard_group_size
+        most = self.world_size // size * size
+        workers: int | WorkersSpec = most
+        if isinstance(self.workers, WorkersSpec):
+            workers = WorkersSpec(min=math.ceil(self.workers.min / size) * size, max=most)
+        return self.model_copy(
+            update={"shard_group_size": size, "placement": layout.placement, "workers": workers}
+        )
 
     @property
     def moment_scale_value(self) -> float:

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 import torch
 from torchrec import KeyedJaggedTensor
 
-from trainer.data.columns import check_schema, layout_of
+from trainer.data.columns import layout_of
 from trainer.data.errors import TooFewRowsError
-from trainer.data.position import START, BatchShape, DataPosition, advance, rank_slice, step_start
+from trainer.data.position import (
+    START,
+    BatchShape,
+    DataPosition,
+    advance,
+    rank_rows,
+    step_rows,
+    step_start,
+)
 from trainer.data.ragged import IntArray
+from trainer.data.read_ahead import NUM_PREFETCHED, ReadAhead
 from trainer.data.reader import DEFAULT_CACHE_BYTES, RowReader
 from trainer.data.rows import FloatArray, Rows
-from trainer.data.source import ParquetSource, read_schema
+from trainer.data.source import ParquetSource
+from trainer.data.spans import Span
 from trainer.spec import JobSpec
-
-_NUM_PREFETCHED = 4
 
 
 @dataclass(frozen=True)
@@ -105,14 +111,30 @@ def _jagged(
     )
 
 
-def open_source(spec: JobSpec, folder: Path) -> ParquetSource:
-    """Open a split's folder with the columns that a resolved spec reads.
+class BatchMaker:
+    """Makes one rank's batches out of the rows of steps, all of `data.batch_size` rows."""
 
-    Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it.
-    """
-    layout = layout_of(spec)
-    check_schema(layout, read_schema(folder), folder)
-    return ParquetSource(folder, [column.name for column in layout.columns])
+    def __init__(self, reader: RowReader, spec: JobSpec, rank: int, num_ranks: int) -> None:
+        self._reader = reader
+        self._spec = spec
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def make(self, epoch: int, rows: list[Span]) -> Batch:
+        """This rank's share of `rows`, which one step takes over all ranks; raises `DataError`.
+
+        What is missing to a full batch is filled with repeated rows of weight 0, also where the
+        rank's whole share is empty.
+        """
+        share = rank_rows(rows, self._rank, self._num_ranks)
+        some_row = rows[0][0]
+        found = self._reader.read_spans(epoch, share or [(some_row, some_row + 1)])
+        num_counted = len(found) if share else 0
+        places = np.arange(self._spec.data.batch_size)
+        if num_counted == len(places):
+            return make_batch(found, self._spec)
+        counted = (places < num_counted).astype(np.float32)
+        return make_batch(found.take(np.minimum(places, len(found) - 1)), self._spec, counted)
 
 
 class TrainBatches:
@@ -135,26 +157,24 @@ class TrainBatches:
     ) -> None:
         """Start reading ahead from `position`; raises `DataError` where no step can be filled."""
         self.shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
-        if not self.shape.steps_per_epoch:
+        if not self.shape.fills_a_step:
             raise TooFewRowsError(
                 f"{source.folder} has {source.num_rows} rows, fewer than one step takes "
                 f"({world_size} workers x data.batch_size {spec.data.batch_size}); lower either"
             )
-        self.wait_s = 0.0
-        self._spec = spec
-        self._rank = rank
-        self._reader = RowReader(
-            source,
-            layout_of(spec),
-            seed=spec.training.seed,
-            shuffle=spec.data.shuffle,
-            cache_bytes=cache_bytes,
-        )
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+        self._epochs = spec.training.epochs
+        reader = train_reader(source, spec, cache_bytes)
+        self._maker = BatchMaker(reader, spec, rank, world_size)
+        self._thread = ReadAhead()
         self._made = self._make(position)
         self._ahead: deque[Future[tuple[Batch, DataPosition] | None]] = deque()
-        for _ in range(_NUM_PREFETCHED):
+        for _ in range(NUM_PREFETCHED):
             self._request()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the consumer has waited for batches."""
+        return self._thread.wait_s
 
     def __iter__(self) -> Self:
         return self
@@ -162,9 +182,7 @@ class TrainBatches:
     def __next__(self) -> tuple[Batch, DataPosition]:
         if not self._ahead:
             raise StopIteration
-        begun = time.perf_counter()
-        made = self._ahead.popleft().result()
-        self.wait_s += time.perf_counter() - begun
+        made = self._thread.wait_for(self._ahead.popleft())
         if made is None:
             self.close()
             raise StopIteration
@@ -174,7 +192,7 @@ class TrainBatches:
     def close(self) -> None:
         """Stop reading ahead; harmless when called again."""
         self._ahead.clear()
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -183,14 +201,23 @@ class TrainBatches:
         self.close()
 
     def _request(self) -> None:
-        # One worker thread runs requests in order, so the generator is never entered twice.
         self._ahead.append(self._thread.submit(next, self._made, None))
 
     def _make(self, position: DataPosition) -> Iterator[tuple[Batch, DataPosition]]:
-        while (start := step_start(position, self.shape)).epoch < self._spec.training.epochs:
-            rows = self._reader.read(start.epoch, rank_slice(start.row, self._rank, self.shape))
+        while (start := step_start(position, self.shape)).epoch < self._epochs:
             position = advance(start, self.shape)
-            yield make_batch(rows, self._spec), position
+            yield self._maker.make(start.epoch, step_rows(start, self.shape)), position
+
+
+def train_reader(source: ParquetSource, spec: JobSpec, cache_bytes: int) -> RowReader:
+    """Rows of `source` in the orders of the job's training epochs."""
+    return RowReader(
+        source,
+        layout_of(spec),
+        seed=spec.training.seed,
+        shuffle=spec.data.shuffle,
+        cache_bytes=cache_bytes,
+    )
 
 
 def validation_batches(
@@ -202,10 +229,8 @@ def validation_batches(
     """
     shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
     reader = RowReader(source, layout_of(spec), shuffle=False)
-    places = np.arange(shape.batch_size)
-    for step in range(shape.padded_steps):
-        wanted = rank_slice(step * shape.rows_per_step, rank, shape)
-        first = min(wanted.start, shape.num_rows - 1)
-        rows = reader.read(0, range(first, max(first + 1, min(wanted.stop, shape.num_rows))))
-        counted = (wanted.start + places < shape.num_rows).astype(np.float32)
-        yield make_batch(rows.take(np.minimum(places, len(rows) - 1)), spec, counted)
+    maker = BatchMaker(reader, spec, rank, world_size)
+    position = START
+    for _ in range(shape.steps_per_epoch):
+        yield maker.make(0, step_rows(position, shape))
+        position = advance(position, shape)

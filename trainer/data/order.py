@@ -51,6 +51,11 @@ class EpochOrder:
         )
 
     @property
+    def bounds(self) -> tuple[int, ...]:
+        """First row of each window, and the number of rows at the end."""
+        return tuple(self._starts.tolist())
+
+    @property
     def num_windows(self) -> int:
         """Number of windows."""
         return len(self._windows)

@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from trainer.data.columns import RowLayout, check_schema
+from trainer.data.columns import RowLayout, check_schema, layout_of
 from trainer.data.decode import decode
 from trainer.data.order import EpochOrder, Window
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.rows import Rows, concat_rows
-from trainer.data.source import ParquetSource
+from trainer.data.source import ParquetSource, read_schema
+from trainer.data.spans import Span
+from trainer.spec import JobSpec
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 DEFAULT_WINDOW_ROWS = 65_536
+
+
+def open_source(spec: JobSpec, folder: Path) -> ParquetSource:
+    """Open a split's folder with the columns that a resolved spec reads.
+
+    Raises a `DataError`; a missing or ill-typed column is named by the spec field that asks for it.
+    """
+    layout = layout_of(spec)
+    check_schema(layout, read_schema(folder), folder)
+    return ParquetSource(folder, [column.name for column in layout.columns])
+
+
+def lease_windows(
+    source: ParquetSource,
+    spec: JobSpec,
+    *,
+    cache_bytes: int = DEFAULT_CACHE_BYTES,
+    window_rows: int = DEFAULT_WINDOW_ROWS,
+) -> Sequence[int] | Callable[[int], tuple[int, ...]]:
+    """Windows for a `LeaseBook`: row bounds of an epoch's, as `RowReader` decodes them.
+
+    None for a split that every reader keeps whole. What is returned can be pickled.
+    """
+    if source.decoded_bytes <= cache_bytes:
+        return ()
+    return partial(
+        _window_bounds, source.group_rows, window_rows, spec.training.seed, spec.data.shuffle
+    )
+
+
+def _window_bounds(
+    group_rows: IntArray, window_rows: int, seed: int, shuffle: bool, epoch: int
+) -> tuple[int, ...]:
+    order = EpochOrder(group_rows, window_rows=window_rows, seed=seed, epoch=epoch, shuffle=shuffle)
+    return order.bounds
 
 
 class RowReader:
@@ -58,6 +96,10 @@ class RowReader:
             decoded, positions = self._open_window(number)
             parts.append(decoded.take(positions[piece]))
         return concat_rows(parts)
+
+    def read_spans(self, epoch: int, spans: Sequence[Span]) -> Rows:
+        """As `read`, for several non-empty spans one after the other."""
+        return concat_rows([self.read(epoch, range(*span)) for span in spans])
 
     def _open_window(self, number: int) -> tuple[Rows, IntArray]:
         """A window's decoded rows, and the positions in them of its rows in order."""

@@ -31,7 +31,8 @@ from torchrec.models.dlrm import DLRM
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from trainer.data.batches import Batch, TrainBatches, open_source
+from trainer.data.batches import Batch, TrainBatches
+from trainer.data.reader import open_source
 from trainer.spec import JobSpec, load_spec
 
 POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}

@@ -1,4 +1,4 @@
-"""Position arithmetic: equal batches per rank, nothing lost or repeated at any world size."""
+"""Position arithmetic: equal batches per rank, every row once at any world size."""
 
 from __future__ import annotations
 
@@ -9,75 +9,152 @@ from trainer.data.position import (
     BatchShape,
     DataPosition,
     advance,
-    rank_slice,
+    ledger_of,
+    position_of,
+    rank_rows,
     remaining_steps,
+    step_rows,
     step_start,
 )
+from trainer.data.spans import Spans
+from trainer.elastic.leases import LeaseBook
+from trainer.elastic.protocol import EpochRows, Ledger
 
 SHAPES = st.builds(
     BatchShape,
-    num_rows=st.integers(1, 500),
+    num_rows=st.integers(1, 300),
     world_size=st.integers(1, 8),
     batch_size=st.integers(1, 40),
 )
+SPANS = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=5).map(
+    lambda pairs: Spans(pairs).spans
+)
 
 
-def rows_of_step(start: DataPosition, shape: BatchShape) -> list[int]:
-    return [row for rank in range(shape.world_size) for row in rank_slice(start.row, rank, shape)]
+def listed(spans) -> list[int]:
+    return [row for start, stop in spans for row in range(start, stop)]
 
 
-@given(SHAPES)
-def test_ranks_of_a_step_share_consecutive_rows_without_overlap(shape):
-    rows = rows_of_step(DataPosition(0, 5), shape)
-    assert rows == list(range(5, 5 + shape.rows_per_step))
+def shares(rows, shape: BatchShape) -> list[list[int]]:
+    ranks = range(shape.world_size)
+    return [listed(rank_rows(rows, rank, shape.world_size)) for rank in ranks]
 
 
-@given(SHAPES)
-def test_an_epoch_takes_every_row_once_but_the_incomplete_tail(shape):
-    position, taken = DataPosition(), []
-    for _ in range(shape.steps_per_epoch):
-        start = step_start(position, shape)
-        taken += rows_of_step(start, shape)
+def rest_of_run(position: DataPosition, shape: BatchShape, epochs: int) -> list[list[int]]:
+    """Rows of each step, tagged with their epoch, to the end of the run."""
+    steps = []
+    while (start := step_start(position, shape)).epoch < epochs:
+        steps.append([(start.epoch, row) for row in listed(step_rows(start, shape))])
         position = advance(start, shape)
-    assert taken == list(range(shape.num_rows - shape.num_rows % shape.rows_per_step))
-    assert step_start(position, shape) == DataPosition(1, 0)
+    return steps
+
+
+@given(SHAPES, SPANS)
+def test_ranks_share_a_step_evenly_in_order(shape, done):
+    start = step_start(position_of(Ledger(open_epochs=(EpochRows(epoch=0, done=done),))), shape)
+    rows = step_rows(start, shape)
+    parts = shares(rows, shape)
+    assert [row for part in parts for row in part] == listed(rows)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert max(map(len, parts)) <= shape.batch_size
+
+
+@given(SHAPES)
+def test_an_epoch_takes_every_row_once_in_full_steps_but_the_last(shape):
+    steps = rest_of_run(DataPosition(), shape, epochs=1)
+    assert [row for step in steps for _, row in step] == list(range(shape.num_rows))
+    assert all(len(step) == shape.rows_per_step for step in steps[:-1])
+    assert len(steps) == shape.steps_per_epoch
 
 
 @given(
-    num_rows=st.integers(1, 400),
-    lives=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(0, 6)), max_size=6),
+    num_rows=st.integers(1, 200),
+    epochs=st.integers(1, 2),
+    out_of_turn=SPANS,
+    ahead=SPANS,
+    lives=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(0, 6)), max_size=4),
 )
-def test_resuming_at_other_world_sizes_never_loses_or_repeats_a_row(num_rows, lives):
-    position, taken = DataPosition(), []
+def test_resuming_at_other_world_sizes_from_any_ledger_takes_the_other_rows_once(
+    num_rows, epochs, out_of_turn, ahead, lives
+):
+    begun = enumerate([Spans(), Spans()])
+    begun = {epoch: spans for epoch, spans in begun if epoch < epochs}
+    for epoch, spans in zip(begun, [out_of_turn, ahead], strict=False):
+        for start, stop in spans:
+            begun[epoch].add(min(start, num_rows), min(stop, num_rows))
+    done = [(epoch, row) for epoch, spans in begun.items() for row in listed(spans.spans)]
+    open_epochs = tuple(EpochRows(epoch=n, done=spans.spans) for n, spans in begun.items())
+    position = position_of(Ledger(open_epochs=open_epochs))
+
     for world_size, batch_size, steps in lives:
         shape = BatchShape(num_rows, world_size, batch_size)
-        for _ in range(steps if shape.steps_per_epoch else 0):
-            start = step_start(position, shape)
-            if start.epoch > position.epoch:
-                assert num_rows - position.row < shape.rows_per_step
-                taken = []
-            taken += rows_of_step(start, shape)
-            position = advance(start, shape)
-            assert taken == list(range(position.row))
-            assert position.row <= num_rows
+        for _ in range(steps):
+            if (start := step_start(position, shape)).epoch < epochs:
+                done += [(start.epoch, row) for row in listed(step_rows(start, shape))]
+                position = advance(start, shape)
+                assert position.rows_done(num_rows) == len(done)
+        position = position_of(ledger_of(position))
+    shape = BatchShape(num_rows, 3, 4)
+    rest = rest_of_run(position, shape, epochs)
+    assert len(rest) == remaining_steps(position, shape, epochs)
+    done += [row for step in rest for row in step]
+    assert sorted(done) == [(epoch, row) for epoch in range(epochs) for row in range(num_rows)]
 
 
-@given(SHAPES, st.integers(0, 3), st.integers(0, 500), st.integers(1, 4))
-def test_remaining_steps_counts_the_steps_that_a_run_takes(shape, epoch, row, epochs):
-    position = DataPosition(epoch, min(row, shape.num_rows))
-    expected = 0
-    walk = position
-    while shape.steps_per_epoch and (start := step_start(walk, shape)).epoch < epochs:
-        walk = advance(start, shape)
-        expected += 1
-    if shape.steps_per_epoch:
-        assert remaining_steps(position, shape, epochs) == expected
+@given(
+    num_rows=st.integers(1, 120),
+    rows_per_lease=st.integers(1, 30),
+    cuts=st.sets(st.integers(1, 119), max_size=5),
+    turns=st.lists(st.integers(0, 2), max_size=20),
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 9)),
+    back_after=st.integers(0, 4),
+)
+def test_a_run_goes_from_leases_to_ranks_and_back_without_losing_a_row(
+    num_rows, rows_per_lease, cuts, turns, shape, back_after
+):
+    bounds = (0, *sorted(cut for cut in cuts if cut < num_rows), num_rows)
+    settings = {"num_rows": num_rows, "epochs": 2, "rows_per_lease": rows_per_lease}
+    done: list[tuple[int, int]] = []
+
+    def train(book, groups):
+        for group in groups:
+            if lease := book.lease(group):
+                done.extend((lease.epoch, row) for row in range(lease.start, lease.stop))
+                book.commit([lease.id])
+
+    book = LeaseBook(**settings, windows=bounds, strict_epochs=False)
+    train(book, turns)
+    position = position_of(book.entered_in(Ledger()))
+    job = BatchShape(num_rows, *shape)
+    for _ in range(back_after):
+        if (start := step_start(position, job)).epoch < 2:
+            done += [(start.epoch, row) for row in listed(step_rows(start, job))]
+            position = advance(start, job)
+    book = LeaseBook(**settings, windows=bounds, ledger=ledger_of(position, len(done)))
+    while not book.is_complete:
+        train(book, range(3))
+    assert sorted(done) == [(epoch, row) for epoch in range(2) for row in range(num_rows)]
+
+
+def test_a_checkpoint_from_before_tails_were_trained_goes_on_with_the_tail():
+    shape = BatchShape(num_rows=100, world_size=2, batch_size=16)
+    assert listed(step_rows(step_start(DataPosition(0, 96), shape), shape)) == [96, 97, 98, 99]
 
 
 def test_positions_order_by_epoch_then_row():
     assert DataPosition(0, 900) < DataPosition(1, 0) < DataPosition(1, 1)
 
 
-def test_padded_steps_cover_the_last_rows():
-    assert BatchShape(num_rows=33, world_size=2, batch_size=8).padded_steps == 3
-    assert BatchShape(num_rows=32, world_size=2, batch_size=8).padded_steps == 2
+def test_an_epoch_begins_where_groups_left_it():
+    shape = BatchShape(num_rows=10, world_size=1, batch_size=4)
+    end = DataPosition(0, 10, later=((1, ((0, 2), (3, 5))),))
+    start = step_start(end, shape)
+    assert start == DataPosition(1, 2, done=((3, 5),))
+    assert step_rows(start, shape) == [(2, 3), (5, 8)]
+    assert advance(start, shape) == DataPosition(1, 8)
+
+
+def test_a_step_may_have_fewer_rows_than_ranks():
+    shape = BatchShape(num_rows=2, world_size=3, batch_size=8)
+    assert shares(step_rows(DataPosition(), shape), shape) == [[], [0], [1]]
+    assert not shape.fills_a_step

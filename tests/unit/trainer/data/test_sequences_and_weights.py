@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.batches import Batch, TrainBatches, make_batch, open_source, validation_batches
+from trainer.data.batches import Batch, TrainBatches, make_batch, validation_batches
 from trainer.data.columns import layout_of
 from trainer.data.errors import BadValueError, ColumnError
 from trainer.data.ragged import gather, last_items, offsets_of
-from trainer.data.reader import RowReader
+from trainer.data.reader import RowReader, open_source
 from trainer.data.rows import Rows
 
 LIMIT = 3

@@ -13,11 +13,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from trainer.data.batches import TrainBatches, make_batch, open_source, validation_batches
+from trainer.data.batches import TrainBatches, make_batch, validation_batches
 from trainer.data.columns import layout_of
 from trainer.data.errors import BadValueError, ColumnError, CorruptFileError, TooFewRowsError
 from trainer.data.position import DataPosition
-from trainer.data.reader import RowReader
+from trainer.data.reader import RowReader, open_source
 
 # (user, label, ids of a list feature): enough to tell rows apart.
 Key = tuple[int, float, tuple[int, ...]]
@@ -67,16 +67,19 @@ def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
     assert batch.weight.tolist() == [1.0] * 8
 
 
-def test_an_epoch_over_all_ranks_takes_each_row_at_most_once(prepared, make_spec, train):
-    spec, taken, counts = make_spec(batch_size=16), Counter(), set()
-    for rank in range(3):
-        with TrainBatches(train, spec, rank, world_size=3) as batches:
-            own = [keys_of(batch) for batch, _ in batches]
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (3, 16), (4, 64), (2, 500)])
+def test_an_epoch_over_all_ranks_takes_each_row_once(
+    prepared, make_spec, train, world_size, batch_size
+):
+    spec, taken, counts = make_spec(batch_size=batch_size), Counter(), set()
+    for rank in range(world_size):
+        with TrainBatches(train, spec, rank, world_size) as batches:
+            own = [batch for batch, _ in batches]
+        assert {batch.num_rows for batch in own} == {batch_size}
         counts.add(len(own))
-        taken.update(key for keys in own for key in keys)
-    assert counts == {train.num_rows // 48}
-    assert taken.total() == train.num_rows // 48 * 48
-    assert taken <= keys_in_file(prepared, "train")
+        taken.update(key for batch in own for key in keys_of(batch))
+    assert len(counts) == 1
+    assert taken == keys_in_file(prepared, "train")
 
 
 def test_epochs_differ_and_a_seed_repeats(make_spec, train):
@@ -86,6 +89,7 @@ def test_epochs_differ_and_a_seed_repeats(make_spec, train):
 
     once, again = first_keys(), first_keys()
     half = len(once) // 2
+    assert len(once) == 2 * -(-train.num_rows // 600)
     assert once == again
     assert once[0] != once[half]
 

@@ -1,27 +1,47 @@
 """Why a run ended, in words that the control plane knows: pure classification.
 
-A reason decides what happens next: lost workers, and copies of a shard that diverged, are started
-again from the newest checkpoint while the budget lasts; bad data, a bad spec or an error in
-training would only fail again.
+A reason decides what happens next. Another life of the workers, from the newest checkpoint, may do
+better after a loss, a hang, a shortage or a divergence; bad data, a bad spec, a loss that became
+NaN or an error in training would only come back. What nobody of the job is to blame for (a lost
+host, a preemption, a cluster without room) never spends the user's budget.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from trainer.elastic.detect import memory_shortage
 
 COMPLETED = "completed"
 CANCELLED = "cancelled"
 WORKERS_LOST = "workers_lost"
+HOST_LOST = "host_lost"
+PREEMPTED = "preempted"
+NO_ROOM = "no_room"
+HANG = "hang"
+DEVICE_OOM = "device_oom"
+HOST_OOM = "host_oom"
+DIVERGED = "diverged"
+NON_FINITE = "non_finite"
 BAD_SPEC = "bad_spec"
 DATA_ERROR = "data_error"
 STORAGE_ERROR = "storage_error"
 TRAINING_ERROR = "training_error"
 VERSION_MISMATCH = "version_mismatch"
-DIVERGED = "diverged"
+RUN_IN_USE = "run_in_use"
 
-# What another life of the workers, resumed from a checkpoint, may not run into again.
-RESTARTABLE = frozenset({WORKERS_LOST, DIVERGED})
+# What another life of the workers may not run into again, and whether the user's budget pays.
+PAID = frozenset({WORKERS_LOST, DIVERGED, HANG, DEVICE_OOM, HOST_OOM})
+FREE = frozenset({HOST_LOST, PREEMPTED, NO_ROOM})
+RESTARTABLE = PAID | FREE
+
+# One sharding group may end by these while the others train on, and is started again; the budget
+# of the job bounds how often.
+_SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
+
+_FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
+_MAX_CHAIN = 4
 
 _PEER_LOST_SIGNS = (
     "connection closed by peer",
@@ -42,10 +62,13 @@ _PEER_LOST_SIGNS = (
 class WorkerFailure(Exception):
     """A worker's end, in a form that survives the way to the driver."""
 
-    def __init__(self, reason: str, message: str) -> None:
-        super().__init__(reason, message)
+    def __init__(
+        self, reason: str, message: str, evidence: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(reason, message, evidence)
         self.reason = reason
         self.message = message
+        self.evidence = dict(evidence or {})
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
@@ -60,11 +83,13 @@ class Failure:
     """Why a rank, or a whole worker group run, ended.
 
     `is_death` says that the rank's process itself is gone, which explains its peers' errors.
+    `evidence` has what speaks for `reason`: `rank`, `host`, `exit`, `exception`, ...
     """
 
     reason: str
     message: str
     is_death: bool = False
+    evidence: Mapping[str, str] = field(default_factory=dict)
 
 
 def is_peer_loss(message: str) -> bool:
@@ -73,24 +98,97 @@ def is_peer_loss(message: str) -> bool:
     return any(sign in lowered for sign in _PEER_LOST_SIGNS)
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error that no code of ours raised on purpose stands for, by its type and text."""
+    type_names = [f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__]
+    short_of = memory_shortage(str(error), type_names)
+    if short_of:
+        return short_of
+    is_echo = isinstance(error, RuntimeError | OSError) and is_peer_loss(str(error))
+    return WORKERS_LOST if is_echo else TRAINING_ERROR
+
+
+def evidence_of(error: BaseException) -> dict[str, str]:
+    """`exception`: the error and what it came from, outermost first; `where`: its last frame."""
+    evidence = {"exception": " <- ".join(_described(each) for each in _chain(error))}
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    if trace:
+        code = trace.tb_frame.f_code
+        file = code.co_filename.rpartition("/")[2]
+        evidence["where"] = f"{file}:{trace.tb_lineno} in {code.co_name}"
+    return evidence
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The error and its causes; the first ones and the root where there are many."""
+    chain = [error]
+    while following := _origin(chain[-1]):
+        if following in chain:
+            break
+        chain.append(following)
+    return chain if len(chain) <= _MAX_CHAIN else [*chain[: _MAX_CHAIN - 1], chain[-1]]
+
+
+def _origin(error: BaseException) -> BaseException | None:
+    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+
+
+def _described(error: BaseException) -> str:
+    first_line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {first_line[:300]}"
+
+
 def explain(failures: Collection[Failure]) -> Failure:
     """Pick the cause among the ranks' failures.
 
     A fault that a rank named itself comes first. A dead rank explains whatever its peers ran into,
-    and a lost peer explains nothing.
+    best where it is known what killed it, and a lost peer explains nothing.
     """
     unexplained = Failure(WORKERS_LOST, "the workers ended without a word")
     return min(failures, key=_rank_of_cause, default=unexplained)
 
 
 def _rank_of_cause(failure: Failure) -> int:
+    if failure.is_death:
+        return 2 if failure.reason == WORKERS_LOST else 1
     if failure.reason not in (WORKERS_LOST, TRAINING_ERROR):
         return 0
-    if failure.is_death:
-        return 1
-    return 2 if failure.reason == TRAINING_ERROR else 3
+    return 3 if failure.reason == TRAINING_ERROR else 4
 
 
-def should_restart(failure: Failure, num_failures: int, max_failures: int) -> bool:
-    """Whether the workers start again; `num_failures` counts this failure too."""
-    return failure.reason in RESTARTABLE and num_failures <= max_failures
+def is_paid(failure: Failure) -> bool:
+    """Whether a restart after `failure` spends the user's budget."""
+    return failure.reason in PAID
+
+
+def should_restart(failure: Failure, num_paid: int, max_failures: int) -> bool:
+    """Whether the workers start again; `num_paid` counts failures that spend the budget, this too.
+
+    What does not spend it is bounded by `restart_delay_s` alone.
+    """
+    return failure.reason in FREE or (is_paid(failure) and num_paid <= max_failures)
+
+
+def should_replace(failure: Failure, num_suspicious: int, max_failures: int) -> bool:
+    """Whether a sharding group starts again while the others train on.
+
+    Losing one stops nobody, so it costs nothing; but an error that may lie in the job itself is
+    tried `max_failures` times at most (`num_suspicious` counts those, this one too).
+    """
+    if is_suspicious(failure):
+        return num_suspicious <= max_failures
+    return failure.reason in RESTARTABLE
+
+
+def is_suspicious(failure: Failure) -> bool:
+    """Whether a group's end may lie in the job itself rather than where the group ran."""
+    return failure.reason in _SUSPICIOUS
+
+
+def restart_delay_s(num_in_a_row: int) -> float:
+    """Seconds to wait before a restart: none the first time, then doubling up to a minute."""
+    if num_in_a_row <= 1:
+        return 0.0
+    return min(_FIRST_DELAY_S * 2.0 ** (min(num_in_a_row, 30) - 2), _MAX_DELAY_S)

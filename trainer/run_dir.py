@@ -8,6 +8,8 @@ RUN_DIR/                         one per job
     logs/driver.log, rank-0.log  one file per process
     trace-request.json           steps that somebody wants traced: {"id", "num_steps", "ranks"}
     resize-request.json          size or hosts to leave: {"id", "workers", "drain_hosts"}
+    stop-request.json            the driver wants the workers to save and stop: {"run_index", "cause"}
+    stopping-0                   workers of that run index do so
     traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
 """
 
@@ -60,6 +62,15 @@ class AttemptDir:
     def resize_request_path(self) -> Path:
         """The newest wish for a size or for leaving hosts, as JSON; the driver reads it."""
         return self.root / "resize-request.json"
+
+    @property
+    def stop_request_path(self) -> Path:
+        """The newest request to save and stop, as JSON; written by the driver for the workers."""
+        return self.root / "stop-request.json"
+
+    def stopping_path(self, run_index: int) -> Path:
+        """Mark of workers that stop because they were asked to."""
+        return self.root / f"stopping-{run_index}"
 
     @property
     def traces_dir(self) -> Path:

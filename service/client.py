@@ -5,9 +5,9 @@
         job = client.wait(job.id)
 
 A job is named by its id, a unique prefix of it, or its name (the newest of that name). Requests
-that are safe to repeat are retried with backoff: every GET, and `submit`, which always carries
-an Idempotency-Key. Nothing else is ever sent twice. What follows a job (`wait`, `follow_*`)
-outlasts a restart of the service. Errors: see `service.client_errors`.
+that are safe to repeat are retried with backoff: every GET, `resize`, `drain`, and `submit`, which
+always carries an Idempotency-Key. Nothing else is ever sent twice. What follows a job (`wait`,
+`follow_*`) outlasts a restart of the service. Errors: see `service.client_errors`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from service.api.schemas import (
     AttemptOut,
     CheckpointOut,
     ClusterOut,
+    DrainHost,
     JobDetail,
     JobPlan,
     JobSummary,
@@ -33,10 +34,12 @@ from service.api.schemas import (
     MetricsOut,
     Page,
     RequestTrace,
+    ResizeJob,
     SubmitJob,
     TimelineEventOut,
     TraceOut,
     TraceRequested,
+    WishOut,
 )
 from service.client_errors import TraceLost
 from service.client_http import DEFAULT_URL, Connection, Params
@@ -105,6 +108,27 @@ class ShardloomClient(Connection):
         """Ask a job to stop; raises `Conflict` if it has ended. Sent once, never retried."""
         response = self._once(lambda: self._http.post(f"{_job_path(job)}:cancel"))
         return self._parse(response, JobDetail)
+
+    def resize(self, job: str, num_workers: int) -> WishOut:
+        """Ask a running job for another number of workers.
+
+        Raises `InvalidRequest` for a size that it cannot train with, `Conflict` if it does not run.
+        """
+        body = ResizeJob.model_construct(workers=num_workers).model_dump()
+        return self._wish(job, "resize", body)
+
+    def drain(self, job: str, host: str, *, undo: bool = False) -> WishOut:
+        """Ask a running job to leave a host, or with `undo` to use it again.
+
+        Raises `InvalidRequest` for a host without its workers, `Conflict` if it does not run.
+        """
+        body = DrainHost.model_construct(host=host, undo=undo).model_dump()
+        return self._wish(job, "drain", body)
+
+    def _wish(self, job: str, part: str, body: dict[str, Any]) -> WishOut:
+        # Asking twice for the same changes nothing.
+        response = self._with_retries(lambda: self._http.post(_job_path(job, part), json=body))
+        return self._parse(response, WishOut)
 
     def wait(
         self,
@@ -178,7 +202,7 @@ class ShardloomClient(Connection):
         tail: int | None = None,
         after: str | None = None,
     ) -> LogsOut:
-        """A piece of the newest attempt's logs: of `source` (`driver`, `rank-N`) or of all.
+        """A piece of the newest attempt's logs: of `source` (`driver`, `rank-N`, ...) or of all.
 
         `tail` keeps the last lines of each source; `after` takes a `cursor` of an earlier answer.
         """

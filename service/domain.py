@@ -225,6 +225,11 @@ class Attempt:
     num_worker_failures: int = 0
     reported_end: ReportedEnd | None = None
 
+    @property
+    def evidence(self) -> Mapping[str, str]:
+        """What the reason of the end was read from, as far as the driver said."""
+        return self.reported_end.evidence if self.reported_end else {}
+
 
 @dataclass(frozen=True)
 class Job:

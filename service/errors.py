@@ -82,6 +82,22 @@ class RanksUnknown(InvalidRequest):
         )
 
 
+class SizeRefused(InvalidRequest):
+    """A job cannot train with the number of workers that a request names."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__([FieldFault(path="workers", code=code, message=message)])
+
+
+class HostUnknown(InvalidRequest):
+    """A request names a host that has none of the job's workers."""
+
+    def __init__(self, host: str, known: Sequence[str]) -> None:
+        hosts = ", ".join(known) or "none yet"
+        message = f"no worker of the job is on '{host}'; its hosts: {hosts}"
+        super().__init__([FieldFault(path="host", code="host", message=message)])
+
+
 class NotFound(ServiceError):
     """Something that the request names does not exist."""
 
@@ -162,8 +178,20 @@ class JobNotRunning(Conflict):
 
     code = "job_not_running"
 
-    def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(f"job {job_id} has no workers to trace: it is {status}, not RUNNING")
+    def __init__(self, job_id: str, status: str, purpose: str = "to trace") -> None:
+        super().__init__(f"job {job_id} has no workers {purpose}: it is {status}, not RUNNING")
+
+
+class LayoutUnknown(Conflict):
+    """The job has not chosen how many workers form a group."""
+
+    code = "layout_unknown"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"job {job_id} has not chosen its shard_group_size yet; ask again once its timeline "
+            "tells the layout"
+        )
 
 
 class TracePending(Conflict):

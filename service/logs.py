@@ -18,7 +18,9 @@ from service.errors import InvalidRequest, LogNotFound
 from trainer.run_dir import AttemptDir
 
 # Anything else is refused before it becomes part of a path.
-_SOURCE_PATTERN = re.compile(r"driver|rank-(\d{1,6})")
+_SOURCE_PATTERN = re.compile(
+    r"(?P<single>driver|coordinator)|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
+)
 MAX_READ_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 16
 # A file offset has 63 bits.
@@ -68,15 +70,16 @@ class LogPiece:
 
 
 def list_sources(files: AttemptDir) -> list[str]:
-    """Names of the logs of an attempt: the driver first, then ranks in number order."""
+    """Names of the logs of an attempt: driver, coordinator, then groups and ranks by number."""
     names = [path.stem for path in files.logs_dir.glob("*.log")]
     return sorted((name for name in names if _SOURCE_PATTERN.fullmatch(name)), key=_order)
 
 
-def _order(source: str) -> tuple[bool, int]:
+def _order(source: str) -> tuple[bool, bool, int, int]:
     match = _SOURCE_PATTERN.fullmatch(source)
-    rank = match and match.group(1)
-    return rank is not None, int(rank or 0)
+    assert match, "the caller has checked the name"
+    is_rank = match["single"] is None
+    return is_rank, source == "coordinator", int(match["group"] or 0), int(match["rank"] or 0)
 
 
 def check_source(source: str, known: Sequence[str]) -> None:

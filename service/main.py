@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import ValidationError
 
-from service.api import jobs, records, system, traces
+from service.api import jobs, records, resizing, system, traces
 from service.api.context import Context
 from service.api.problems import add_error_handlers
 from service.backends.base import Backend
@@ -52,7 +52,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         settings, store, backend, telemetry, reconciler.wake, lambda: reconciler.has_died
     )
     add_error_handlers(app)
-    for module in (jobs, records, traces, system):
+    for module in (jobs, resizing, records, traces, system):
         app.include_router(module.router)
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.

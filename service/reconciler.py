@@ -31,9 +31,10 @@ from service.lifecycle import (
     submission_unanswered,
 )
 from service.outbox import OutboxCollector
+from service.resizing import carry_over
 from service.settings import Settings
 from service.store.base import JobStore
-from service.submission import submission_of, write_spec
+from service.submission import run_dir_of, submission_of, write_spec
 from service.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -233,6 +234,7 @@ class Reconciler:
     def _submit(self, job: Job, attempt: Attempt) -> Decision:
         try:
             write_spec(job, attempt, self._settings)
+            carry_over(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
             self._backend.submit(submission_of(job, attempt, self._settings))
         except BackendUnreachable as error:
             self._note_unanswered(Action.SUBMIT, attempt, error)

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Header, Query, Response, status
 
 from service.api.context import ContextDep, JobDep
 from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page, SubmitJob
-from service.api.views import detail_of, summary_of
+from service.api.views import attempt_view, detail_of, summary_of
 from service.domain import JobStatus
 from service.jobs import cancel_job, check_data, plan_of, submit_job
 from trainer.spec import validate_spec
@@ -86,4 +86,4 @@ def cancel(job: JobDep, context: ContextDep) -> JobDetail:
 def list_attempts(job: JobDep, context: ContextDep) -> Page[AttemptOut]:
     """Attempts in order, all on one page."""
     attempts = context.store.list_attempts(job.id)
-    return Page(items=[AttemptOut.model_validate(attempt) for attempt in attempts])
+    return Page(items=[attempt_view(attempt) for attempt in attempts])

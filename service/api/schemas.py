@@ -85,15 +85,97 @@ class JobSummary(ApiModel):
     num_failures: int
     progress: ProgressOut
     latest_metrics: dict[str, Value]
+    num_current_groups: int | None = Field(default=None, description="Groups that train now.")
+    num_wanted_groups: int | None = Field(default=None, description="Groups that should.")
+    advice: str = Field(default="", description="What to change, of a job that failed.")
+
+
+class LayoutOut(ApiModel):
+    """The layout that an attempt trains with, why, and its price."""
+
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    failure_domain: str
+    num_hosts: int
+    num_hosts_survived: int
+    memory_overhead_bytes: int
+    sync_latency_s: float | None
+    reason: str
+
+
+class MemberOut(ApiModel):
+    """A sharding group: its life, its hosts, and whether it trains (`current`) or copies."""
+
+    group: int
+    incarnation: int
+    hosts: list[str]
+    standing: str
+
+
+class GoneGroupOut(ApiModel):
+    """A group that was lost, or left for a `reason`, and is awaited again."""
+
+    group: int
+    incarnation: int
+    hosts: list[str]
+    time: float
+    reason: str
+    message: str
+
+
+class RecoveryOut(ApiModel):
+    """How the groups went on after a loss."""
+
+    time: float
+    generation: int
+    cause: str
+    pause_s: float
+    syncs_lost: int
+    num_tries: int
+
+
+class ExcludedHostOut(ApiModel):
+    """A host on which nothing is placed until `until`."""
+
+    host: str
+    num_failures: int
+    until: float
+
+
+class MembershipOut(ApiModel):
+    """Who trains in the newest attempt. Copies are those of the shard with the fewest.
+
+    `host_copies_needed` is what the spec's `survive` asks for, 0 where it asks nothing.
+    """
+
+    attempt_id: str
+    layout: LayoutOut | None
+    generation: int
+    commit: int
+    changed_at: float
+    num_current: int
+    num_wanted: int
+    copies_alive: int
+    host_copies_alive: int
+    host_copies_needed: int
+    members: list[MemberOut]
+    missing: list[GoneGroupOut]
+    num_losses: int
+    num_recoveries: int
+    last_recovery: RecoveryOut | None
+    excluded_hosts: list[ExcludedHostOut]
 
 
 class JobDetail(JobSummary):
-    """A job with its spec and version."""
+    """A job with its spec and version; `membership` once the newest attempt told its groups."""
 
     version: int
     spec: JobSpec
     run_dir: str
     current_attempt_id: str | None
+    membership: MembershipOut | None = None
 
 
 class JobPlan(ApiModel):
@@ -127,6 +209,8 @@ class AttemptOut(ApiModel):
     end_reason: EndReason | None
     message: str
     num_worker_failures: int
+    evidence: dict[str, str] = Field(default={}, description="What the end was read from.")
+    advice: str = Field(default="", description="What to change after such an end.")
 
 
 class TimelineEventOut(ApiModel):
@@ -207,8 +291,33 @@ class TraceOut(ApiModel):
     time: float
 
 
+class ResizeJob(ApiModel):
+    """Body of POST /v1/jobs/{job}/resize."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    workers: int = Field(ge=1, examples=[6])
+
+
+class DrainHost(ApiModel):
+    """Body of POST /v1/jobs/{job}/drain."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    host: str = Field(min_length=1, max_length=255, examples=["10.0.0.7"])
+    undo: bool = Field(default=False, description="Use the host again.")
+
+
+class WishOut(ApiModel):
+    """All that is wanted of a job's workers now; `workers` is null while nobody named a size."""
+
+    id: str
+    workers: int | None
+    drain_hosts: list[str]
+
+
 class LogLine(ApiModel):
-    """One line of a log. `source` is `driver` or `rank-N`."""
+    """One line of a log. `source` is `driver`, `coordinator`, `rank-N` or `group-G-rank-R`."""
 
     source: str
     text: str

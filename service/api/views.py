@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from service.api.schemas import JobDetail, JobSummary, ProgressOut
-from service.domain import Job, JobStatus, Progress
+from service.advice import advice_of
+from service.api.schemas import (
+    AttemptOut,
+    JobDetail,
+    JobSummary,
+    MembershipOut,
+    ProgressOut,
+)
+from service.domain import Attempt, Job, JobStatus, Progress
 from service.jobs import layout_of
+from service.membership import copies_needed, membership_of, missing, num_current, num_wanted
 from service.settings import Settings
 from service.submission import run_dir_of
 
@@ -24,6 +32,29 @@ def detail_of(job: Job, settings: Settings) -> JobDetail:
         spec=job.spec,
         run_dir=str(run_dir_of(settings, job.id).root),
         current_attempt_id=job.current_attempt_id,
+        membership=_membership_view(job),
+    )
+
+
+def attempt_view(attempt: Attempt) -> AttemptOut:
+    """An attempt, with what to change if it ended badly."""
+    shown = AttemptOut.model_validate(attempt)
+    return shown.model_copy(update={"advice": advice_of(attempt.end_reason)})
+
+
+def _membership_view(job: Job) -> MembershipOut | None:
+    membership = job.membership
+    if membership is None or membership.attempt_id != job.current_attempt_id:
+        return None
+    same = {name: getattr(membership, name) for name in vars(membership)}
+    return MembershipOut.model_validate(
+        {
+            **same,
+            "num_current": num_current(membership),
+            "num_wanted": num_wanted(membership),
+            "host_copies_needed": copies_needed(job),
+            "missing": missing(membership),
+        }
     )
 
 
@@ -41,6 +72,18 @@ def _summary_fields(job: Job) -> dict[str, Any]:
         "num_failures": job.num_failures,
         "progress": _progress_of(job.progress, job.status),
         "latest_metrics": job.latest_metrics,
+        "advice": advice_of(job.reason),
+        **_group_counts(job),
+    }
+
+
+def _group_counts(job: Job) -> dict[str, int]:
+    membership = membership_of(job)
+    if membership is None or job.status is not JobStatus.RUNNING:
+        return {}
+    return {
+        "num_current_groups": num_current(membership),
+        "num_wanted_groups": num_wanted(membership),
     }
 
 

@@ -69,7 +69,7 @@ def logs(
     url: UrlOption = None,
     follow: FollowOption = False,
     source: Annotated[
-        str | None, typer.Option(help="One log only: driver, rank-0, rank-1, ...")
+        str | None, typer.Option(help="One log only: driver, rank-0, group-1-rank-0, ...")
     ] = None,
     tail: Annotated[int, typer.Option(min=0, help="Last lines of each log.")] = DEFAULT_TAIL,
     as_json: JsonOption = False,

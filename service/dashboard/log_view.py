@@ -67,8 +67,9 @@ class LogView:
 
 
 def suggested_source(sources: list[str]) -> str | None:
-    """The log to show until the reader picks one: rank 0's, where the training can be watched."""
-    return "rank-0" if "rank-0" in sources else next(iter(sources), None)
+    """The log to show until the reader picks one: a rank 0's, where training can be watched."""
+    ranks = (source for source in sources if source.endswith("rank-0"))
+    return next(ranks, next(iter(sources), None))
 
 
 def _read(

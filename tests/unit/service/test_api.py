@@ -327,7 +327,7 @@ def test_health_readiness_and_cluster(api: Api) -> None:
     api.backend.set_down(True)
     assert api.http.get("/v1/cluster").json()["reachable"] is False
     ready = api.http.get("/readyz")
-    assert (ready.status_code, ready.json()["store"]["migration"]) == (200, "0002")
+    assert (ready.status_code, ready.json()["store"]["migration"]) == (200, "0003")
 
 
 def test_prometheus_counts_records(api: Api) -> None:

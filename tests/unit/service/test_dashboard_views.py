@@ -191,4 +191,5 @@ def test_the_spec_can_be_submitted_again_as_it_is_shown() -> None:
 def test_the_log_of_rank_0_is_shown_first_where_there_is_one() -> None:
     assert suggested_source(["driver"]) == "driver"
     assert suggested_source(["driver", "rank-0", "rank-1"]) == "rank-0"
+    assert suggested_source(["driver", "group-1-rank-0", "group-2-rank-0"]) == "group-1-rank-0"
     assert suggested_source([]) is None

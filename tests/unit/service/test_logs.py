@@ -39,8 +39,20 @@ def test_sources_are_the_driver_then_ranks_in_number_order(files: AttemptDir) ->
     assert list_sources(files) == ["driver", "rank-2", "rank-10"]
 
 
+def test_sources_of_groups_come_by_group_and_rank(files: AttemptDir) -> None:
+    for name in ("group-10-rank-0", "group-2-rank-1", "group-2-rank-0", "coordinator"):
+        files.log_path(name).touch()
+    assert list_sources(files)[:2] == ["driver", "coordinator"]
+    assert [name for name in list_sources(files) if name.startswith("group")] == [
+        "group-2-rank-0",
+        "group-2-rank-1",
+        "group-10-rank-0",
+    ]
+
+
 @pytest.mark.parametrize(
-    "source", ["../spec", "rank-1/../../x", "secrets", "rank-", "", "driver\n"]
+    "source",
+    ["../spec", "rank-1/../../x", "group-1", "group-x-rank-1", "secrets", "rank-", "", "driver\n"],
 )
 def test_only_log_names_are_accepted(source: str) -> None:
     with pytest.raises(LogNotFound, match="the attempt has: driver"):

@@ -1,40 +1,82 @@
-"""A session's checkpoints: saving with its commit marker, retention, and finding what to resume.
+"""A session's checkpoints: saving beside the training, retention, and finding what to resume.
 
-`trainer.elastic.checkpoint` knows files and markers; here is what a run does with them and what it
-tells the control plane about it.
+`trainer.elastic.checkpoint` knows files and markers, `trainer.elastic.async_save` how to save while
+training goes on; here is what a run does with them and what it tells the control plane about it.
+
+At most one save is under way. One that is due meanwhile waits for it: were it left out, a slow disk
+would quietly make checkpoints rarer than `checkpoint.every_steps` promises; the wait shows as
+`checkpoint/stall_s` (seconds that training stood still for a save) beside `checkpoint/write_s`
+(seconds from there, or from its start, until the marker was on storage).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from trainer import events
-from trainer.data.position import DataPosition
-from trainer.elastic import checkpoint
+from trainer.data.position import DataPosition, ledger_of, position_of
+from trainer.elastic import checkpoint, faults
+from trainer.elastic.async_save import LivePlanner, Staging, run_beside, run_here
+from trainer.elastic.checkpoint import CheckpointError
+from trainer.elastic.marker import Commit
+from trainer.elastic.protocol import Ledger
 from trainer.parallel.groups import MeshGroups
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
+# Hosts write at unequal speed, which is no hang; a dead peer is noticed at once.
+_WRITE_TIMEOUT = timedelta(minutes=30)
+
 
 @dataclass
 class State:
-    """Where training stands; what a resumed run continues from."""
+    """Where training stands; what a resumed run continues from.
+
+    `commit` counts the committed syncs where groups are failure domains.
+    """
 
     step: int = 0
     position: DataPosition = field(default_factory=DataPosition)
     rows_trained: int = 0
     best: float | None = None
+    commit: int = 0
+    rows_skipped: int = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        """What groups go on from."""
+        return ledger_of(self.position, self.rows_trained, self.best).model_copy(
+            update={"commit": self.commit, "rows_skipped": self.rows_skipped}
+        )
+
+
+@dataclass(frozen=True)
+class Running:
+    """A save under way: its step, how long it held training up, its end (seconds it took)."""
+
+    step: int
+    stall_s: float
+    end: futures.Future[float]
 
 
 class Checkpoints:
-    """The checkpoints of one job, as one rank of one worker group run sees them."""
+    """The checkpoints of one job, as one rank of one worker group run sees them.
+
+    `newest_commit` is the committed sync that the newest durable checkpoint of this life holds,
+    None before there is any. Building it is collective over all ranks.
+    """
 
     def __init__(
         self, config: WorkerConfig, groups: MeshGroups, emit: Callable[[events.Event], None]
@@ -43,31 +85,102 @@ class Checkpoints:
         self._groups = groups
         self._emit = emit
         self._folder = RunDir(config.run_dir).checkpoints_dir
+        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
+        self._staging = Staging(self._group)
+        self._running: Running | None = None
+        self.newest_commit: int | None = None
 
     def save(
-        self, tensors: dict[str, Any], state: State, metrics: dict[str, float], is_best: bool
-    ) -> None:
-        """Write a checkpoint, marker last, then apply retention. Collective over all ranks.
-
-        Raises `CheckpointError` on every rank.
-        """
-        started = time.perf_counter()
-        folder = self._folder / f"step-{state.step:08d}-{self._config.run_label}"
-        files = checkpoint.save(folder, tensors)
-        commit = self._commit(state, metrics, is_best, files)
-        checkpoint.write_commit(folder, commit)
-        if self._groups.rank == 0:
-            self._publish(folder, commit, time.perf_counter() - started)
-
-    def _commit(
         self,
+        tensors: dict[str, Any],
         state: State,
         metrics: dict[str, float],
         is_best: bool,
-        files: dict[str, checkpoint.FileRecord],
-    ) -> checkpoint.Commit:
+        is_last: bool,
+        started_s: float,
+    ) -> None:
+        """Write a checkpoint, marker last, then apply retention. Collective over all ranks.
+
+        Asynchronous but for the last of the run, which is done when this returns. `started_s` (of
+        `time.perf_counter`) is when training stopped for it. A failure is an error in the timeline,
+        at the last save `CheckpointError` on every rank.
+        """
+        self.wait()
+        commit = self._commit(state, metrics, is_best)
+        write = partial(
+            self._write, self._folder / f"step-{commit.step:08d}-{self._config.run_label}", commit
+        )
+        group = self._config.group.group if self._config.group else 0
+        before_write = partial(faults.point, "checkpoint", group, self._groups.rank, commit.step)
+        if self._config.spec.checkpoint.asynchronous and not is_last:
+            end = run_beside(partial(write, {}, self._staging.stage(tensors, before_write)))
+        else:
+            end = run_here(partial(write, tensors, LivePlanner(before_write)))
+        self._running = Running(commit.step, time.perf_counter() - started_s, end)
+        if is_last:
+            self._settle(must_succeed=True)
+        else:
+            self.poll()
+
+    def poll(self) -> None:
+        """Tell of a save that has ended meanwhile, if one has. At every step; no collective.
+
+        Raises RuntimeError where the ranks lost each other in it.
+        """
+        if self._running and self._running.end.done():
+            self._settle()
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any, and tell of it; raises as `poll` does."""
+        if self._running:
+            self._settle()
+
+    def close(self) -> None:
+        """Let the save under way end; give it up where its peers do not answer."""
+        if self._running is None:
+            return
+        end = self._running.end
+        futures.wait([end], self._groups.timeout.total_seconds())
+        if not end.done() or isinstance(end.exception(), RuntimeError):
+            # The ranks have lost each other, which is said elsewhere.
+            logger.warning("the save at step %d is given up", self._running.step)
+            self._running = None
+        self.wait()
+
+    def _settle(self, must_succeed: bool = False) -> None:
+        assert self._running, "there is a save to settle"
+        running, self._running = self._running, None
+        try:
+            write_s = running.end.result()
+        except (CheckpointError, OSError) as error:
+            if must_succeed:
+                raise
+            self._complain(str(error))
+            return
+        values = {"checkpoint/stall_s": running.stall_s, "checkpoint/write_s": write_s}
+        self._tell(events.Metrics(time=time.time(), step=running.step, values=values))
+
+    def _write(
+        self,
+        folder: Path,
+        commit: Commit,
+        tensors: dict[str, Any],
+        planner: LivePlanner,
+    ) -> float:
+        """Files, marker, retention; seconds until the marker was there. Collective."""
+        started = time.perf_counter()
+        files = checkpoint.save(folder, tensors, planner, self._group)
+        commit = replace(commit, files=files)
+        checkpoint.write_commit(folder, commit, self._group)
+        duration_s = time.perf_counter() - started
+        self.newest_commit = commit.commit
+        if self._groups.rank == 0:
+            self._publish(folder, commit, duration_s)
+        return duration_s
+
+    def _commit(self, state: State, metrics: dict[str, float], is_best: bool) -> Commit:
         layout = self._groups.layout
-        return checkpoint.Commit(
+        return Commit(
             step=state.step,
             epoch=state.position.epoch,
             row=state.position.row,
@@ -80,10 +193,12 @@ class Checkpoints:
             best=state.best,
             moment_scale=self._config.spec.moment_scale,
             metrics=dict(metrics),
-            files=files,
+            commit=state.commit,
+            rows_skipped=state.rows_skipped,
+            open_epochs=state.ledger.open_epochs,
         )
 
-    def _publish(self, folder: Path, commit: checkpoint.Commit, duration_s: float) -> None:
+    def _publish(self, folder: Path, commit: Commit, duration_s: float) -> None:
         self._emit(
             events.CheckpointCommitted(
                 time=time.time(),
@@ -97,7 +212,9 @@ class Checkpoints:
         )
         policy = self._config.spec.checkpoint
         committed = checkpoint.list_committed(self._folder)
-        for old in checkpoint.superseded(committed, policy.keep_last, policy.keep_best):
+        for old in checkpoint.superseded(
+            committed, policy.keep_last, policy.keep_best, policy.keep_every_steps
+        ):
             self._remove(old)
 
     def _remove(self, old: checkpoint.CommittedCheckpoint) -> None:
@@ -115,29 +232,56 @@ class Checkpoints:
         )
 
     def newest(self) -> checkpoint.CommittedCheckpoint | None:
-        """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective."""
+        """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
+
+        Raises `CheckpointError` on every rank where nothing can be written.
+        """
+        checkpoint.prepare_folder(self._folder)
         if self._groups.rank == 0:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.remove_uncommitted(self._folder)
+            checkpoint.remove_uncommitted(self._folder, self._is_garbage)
+            for folder in checkpoint.list_with_bad_marker(self._folder):
+                self._set_aside(folder)
         found, damaged = checkpoint.newest_intact(self._folder)
         if self._groups.rank == 0:
-            self._set_aside(damaged)
+            for each in damaged:
+                self._set_aside(each.path)
+                self._emit_deleted(each)
+        self.newest_commit = found.commit.commit if found else None
         return found
 
-    def _set_aside(self, damaged: Iterable[checkpoint.CommittedCheckpoint]) -> None:
-        for each in damaged:
-            checkpoint.set_aside(each)
-            message = f"checkpoint {each.path.name} is damaged: set aside, using the one before"
-            logger.warning(message)
-            self._emit(events.Note(time=time.time(), level="error", message=message))
-            self._emit_deleted(each)
+    def _is_garbage(self, name: str) -> bool:
+        """Whether an unfinished checkpoint is nobody's: another group may be writing right now."""
+        group, attempt = self._config.group, self._config.attempt_id.rpartition("-")[2]
+        if group is None:
+            return True
+        return f"-{attempt}-" not in name or f"-g{group.group}i" in name
+
+    def _set_aside(self, folder: Path) -> None:
+        self._complain(f"checkpoint {folder.name} is damaged: set aside, using the one before")
+        try:
+            checkpoint.set_aside(folder)
+        except OSError as error:
+            logger.warning("checkpoint %s could not be set aside: %s", folder.name, error)
+
+    def _complain(self, message: str) -> None:
+        logger.error("%s", message)
+        self._tell(events.Note(time=time.time(), level="error", message=message))
+
+    def _tell(self, event: events.Event) -> None:
+        if self._groups.rank == 0:
+            self._emit(event)
 
 
-def state_of(commit: checkpoint.Commit) -> State:
+def state_of(commit: Commit) -> State:
     """Where the run that wrote `commit` stood."""
+    position = DataPosition(epoch=commit.epoch, row=commit.row)
+    if commit.open_epochs:
+        position = position_of(Ledger(epoch=commit.epoch, open_epochs=commit.open_epochs))
     return State(
         step=commit.step,
-        position=DataPosition(epoch=commit.epoch, row=commit.row),
+        position=position,
         rows_trained=commit.rows_trained,
         best=commit.best,
+        commit=commit.commit,
+        rows_skipped=commit.rows_skipped,
     )

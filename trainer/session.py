@@ -17,11 +17,11 @@ from typing import Literal
 import torch
 
 from trainer import events
-from trainer.data.batches import Batch, TrainBatches, open_source, validation_batches
+from trainer.data.batches import Batch, TrainBatches, validation_batches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
+from trainer.data.reader import open_source
 from trainer.elastic import faults
-from trainer.elastic.checkpoint import CheckpointError
 from trainer.elastic.training_state import load_state, state_to_save
 from trainer.failures import NonFiniteLoss
 from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better, phase_metrics
@@ -116,7 +116,7 @@ class Session:
         validation = data.split.validation
         self.validation_source = open_source(self.spec, root / validation) if validation else None
         self.shape = BatchShape(self.train_source.num_rows, world_size, data.batch_size)
-        if not self.shape.steps_per_epoch:
+        if not self.shape.fills_a_step:
             raise TooFewRowsError(
                 f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
                 f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
@@ -240,9 +240,11 @@ class Session:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
         self.run_step(batch, step, wait_s)
+        epoch_rows = self.shape.num_rows
+        self.state.rows_trained += position.rows_done(epoch_rows)
+        self.state.rows_trained -= self.state.position.rows_done(epoch_rows)
         self.state.step = step
         self.state.position = position
-        self.state.rows_trained += self.shape.rows_per_step
 
     def run_step(self, batch: Batch, step: int, wait_s: float) -> torch.Tensor:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
@@ -307,6 +309,7 @@ class Session:
     def close(self) -> None:
         """End what runs beside the training."""
         self.tracer.stop()
+        self.checkpoints.close()
         self.sync.close()
 
     def is_report_step(self, step: int) -> bool:
@@ -409,20 +412,22 @@ class Session:
 
         Copies are averaged first: an unsynced save would mix the groups; and compared, where the
         job asks for that, so that no checkpoint holds a copy that has come apart. A failed save
-        in the middle of a run is a warning, because training can go on and the next may succeed;
-        at the end it raises `CheckpointError`, because then the result itself would be lost.
+        in the middle of a run is an error in the timeline, because training can go on and the next
+        may succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
         """
+        started_s = time.perf_counter()
         with self.off_the_clock():
             self.sync.flush()
             if self.guard:
                 self._check_copies(self.guard)
-            try:
-                tensors = state_to_save(self.model, self.optimizers.combined)
-                self.checkpoints.save(tensors, self.state, self.final_metrics, is_best)
-            except CheckpointError as error:
-                if self.is_finished:
-                    raise
-                self.note("error", str(error))
+            self.checkpoints.save(
+                state_to_save(self.model, self.optimizers.combined),
+                self.state,
+                self.final_metrics,
+                is_best=is_best,
+                is_last=self.is_finished,
+                started_s=started_s,
+            )
 
     def restore(self) -> None:
         """Continue from the newest intact checkpoint of the job, if any. Collective."""

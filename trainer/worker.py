@@ -56,6 +56,7 @@ def take_steps(session: Session) -> None:
         if is_sync_step(session.state.step, sync_spec):
             session.synchronise()
         session.tracer.end_step(session.state.step)
+        session.checkpoints.poll()
         if session.is_report_step(session.state.step):
             session.report()
         is_best = session.validate() if session.is_validation_step() else False

@@ -1,73 +1,35 @@
 """Durable checkpoints: torch.distributed.checkpoint files, and a marker written last.
 
-A checkpoint *exists* once its COMMIT.json is on storage. The marker names step, layout, data
-position and the size and SHA-256 of every file; a folder without one is garbage of a save that was
-cut off. What is in the files, and how any sharding loads what any other saved, is the business of
-`trainer.elastic.training_state`.
+A checkpoint *exists* once its COMMIT.json is on storage (`trainer.elastic.marker`); a folder
+without one is garbage of a save that was cut off. What is in the files, and how any sharding loads
+what any other saved, is the business of `trainer.elastic.training_state`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
-import os
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
 
+from trainer.elastic.marker import Commit, FileRecord, file_record, read_commit, write_marker
 from trainer.run_dir import COMMIT_MARKER
 
 logger = logging.getLogger(__name__)
 
 DAMAGED_PREFIX = "damaged-"
+_METADATA_FILE = ".metadata"
 
 
 class CheckpointError(Exception):
     """A save or a load failed; the message names folder, cause and mend."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of a checkpoint."""
-
-    size_bytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
-class Commit:
-    """The marker: what a checkpoint holds.
-
-    `step`, `epoch` and `row` are the position after the last trained step; `rows_trained` counts
-    all rows ever trained; `best` is the best validation value so far, if any. `moment_scale` is c
-    of the run that wrote it (None: an early version, which did not say).
-    """
-
-    step: int
-    epoch: int
-    row: int
-    rows_trained: int
-    world_size: int
-    shard_group_size: int
-    placement: str
-    time: float
-    is_best: bool = False
-    best: float | None = None
-    moment_scale: float | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    files: dict[str, FileRecord] = field(default_factory=dict)
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of all files."""
-        return sum(file.size_bytes for file in self.files.values())
 
 
 @dataclass(frozen=True)
@@ -78,71 +40,62 @@ class CommittedCheckpoint:
     commit: Commit
 
 
-def read_commit(folder: Path) -> Commit | None:
-    """The marker in `folder`; None when there is none or it is damaged."""
-    try:
-        document = json.loads((folder / COMMIT_MARKER).read_text())
-        files = {name: FileRecord(**record) for name, record in document.pop("files").items()}
-        return Commit(**document, files=files)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
-        return None
-
-
-def write_commit(folder: Path, commit: Commit) -> None:
-    """Rank 0 puts the marker in place. Collective; raises `CheckpointError` on every rank."""
-    box: list[OSError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            write_marker(folder, commit)
-        except OSError as error:
-            box = [error]
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        _discard(folder, box[0])
-
-
-def write_marker(folder: Path, commit: Commit) -> None:
-    """Put the marker in place: whole and on disk, or not at all."""
-    temporary = folder / f".{COMMIT_MARKER}.tmp"
-    with temporary.open("w") as file:
-        json.dump(asdict(commit), file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / COMMIT_MARKER)
-    fsync_folder(folder)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def list_committed(checkpoints_dir: Path) -> list[CommittedCheckpoint]:
     """Checkpoints that exist, oldest step first."""
     found = []
-    for folder in checkpoints_dir.iterdir() if checkpoints_dir.is_dir() else ():
-        is_candidate = folder.is_dir() and not folder.name.startswith(DAMAGED_PREFIX)
-        commit = read_commit(folder) if is_candidate else None
+    for folder in _folders(checkpoints_dir):
+        commit = read_commit(folder)
         if commit is not None:
             found.append(CommittedCheckpoint(folder, commit))
     return sorted(found, key=lambda found: (found.commit.step, found.commit.time))
 
 
+def list_with_bad_marker(checkpoints_dir: Path) -> list[Path]:
+    """Folders that have a marker which cannot be read."""
+    return [
+        folder
+        for folder in _folders(checkpoints_dir)
+        if (folder / COMMIT_MARKER).exists() and read_commit(folder) is None
+    ]
+
+
+def _folders(checkpoints_dir: Path) -> list[Path]:
+    """Folders of checkpoints, whole or not, without those set aside."""
+    if not checkpoints_dir.is_dir():
+        return []
+    return [
+        path
+        for path in checkpoints_dir.iterdir()
+        if path.is_dir() and not path.name.startswith(DAMAGED_PREFIX)
+    ]
+
+
 def superseded(
-    committed: Sequence[CommittedCheckpoint], keep_last: int, keep_best: bool
+    committed: Sequence[CommittedCheckpoint],
+    keep_last: int,
+    keep_best: bool,
+    keep_every_steps: int | None = None,
 ) -> list[CommittedCheckpoint]:
-    """Which of `committed` (oldest first) retention removes: all but the newest and the best."""
+    """Which of `committed` (oldest first) retention removes.
+
+    The newest `keep_last` stay, the best one, and the first at or after each multiple of
+    `keep_every_steps`: at that multiple exactly, wherever a checkpoint falls on it.
+    """
     kept = list(committed[-keep_last:])
     if keep_best:
         kept += [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
+    if keep_every_steps:
+        kept += _first_of_each(committed, keep_every_steps)
     return [checkpoint for checkpoint in committed if checkpoint not in kept]
+
+
+def _first_of_each(
+    committed: Sequence[CommittedCheckpoint], every_steps: int
+) -> list[CommittedCheckpoint]:
+    first: dict[int, CommittedCheckpoint] = {}
+    for checkpoint in committed:
+        first.setdefault(checkpoint.commit.step // every_steps, checkpoint)
+    return [checkpoint for multiple, checkpoint in first.items() if multiple > 0]
 
 
 def remove_checkpoint(folder: Path) -> None:
@@ -151,69 +104,115 @@ def remove_checkpoint(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def remove_uncommitted(checkpoints_dir: Path) -> None:
-    """Delete folders of saves that were cut off."""
-    for folder in checkpoints_dir.iterdir() if checkpoints_dir.is_dir() else ():
-        if folder.is_dir() and not (folder / COMMIT_MARKER).exists():
+def remove_uncommitted(
+    checkpoints_dir: Path, is_garbage: Callable[[str], bool] = lambda name: True
+) -> None:
+    """Delete folders of saves that were cut off, of those whose name `is_garbage`."""
+    for folder in _folders(checkpoints_dir):
+        if not (folder / COMMIT_MARKER).exists() and is_garbage(folder.name):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def file_record(path: Path) -> FileRecord:
-    """Size and SHA-256 of one file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(path.stat().st_size, digest)
+def save(
+    folder: Path,
+    state: dict[str, Any],
+    planner: SavePlanner | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> dict[str, FileRecord]:
+    """Write `state` to `folder` and return its files. Collective over `group` (default: all ranks).
 
-
-def save(folder: Path, state: dict[str, Any]) -> dict[str, FileRecord]:
-    """Write `state` to `folder` and return its files. Collective over all ranks.
-
-    Raises `CheckpointError` on every rank when any of them failed; the folder is then removed.
+    A `planner` of its own may bring the tensors along; `state` is then empty. `group` spans all
+    ranks. Raises `CheckpointError` on every rank when any of them failed; the folder is then
+    removed. An error of the group itself is a RuntimeError, on any rank.
     """
     try:
-        dcp.save(state, checkpoint_id=folder)
-        # Only now is the metadata written on every rank's view, and each hashes a share of files.
-        records = _gather_records(folder)
+        dcp.save(state, checkpoint_id=folder, planner=planner, process_group=group)
+        records = _gather_records(folder, group)
     except (CheckpointException, OSError) as error:
         _discard(folder, error)
     return records
 
 
+def write_commit(folder: Path, commit: Commit, group: dist.ProcessGroup | None = None) -> None:
+    """Rank 0 puts the marker in place. Collective; raises `CheckpointError` on every rank."""
+    box: list[OSError | None] = [None]
+    if dist.get_rank() == 0:
+        try:
+            write_marker(folder, commit)
+        except OSError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=0, group=group)
+    if box[0] is not None:
+        _discard(folder, box[0])
+
+
 def _discard(folder: Path, error: BaseException) -> NoReturn:
-    message = _explain(folder, error)
+    message = f"checkpoint {folder.name} could not be written: {_explain(folder.parent, error)}"
     if dist.get_rank() == 0:
         shutil.rmtree(folder, ignore_errors=True)
-    raise CheckpointError(message) from error
+    raise CheckpointError(f"{message}. Earlier checkpoints are untouched") from error
 
 
-def _gather_records(folder: Path) -> dict[str, FileRecord]:
+def _gather_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
     share: dict[str, FileRecord] | OSError
     try:
-        share = {path.name: file_record(path) for path in _my_share(folder.iterdir())}
+        share = {path.name: file_record(path) for path in _written_here(folder)}
     except OSError as error:
         share = error
     shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, share)
+    dist.all_gather_object(shares, share, group=group)
     for other in shares:
         if isinstance(other, OSError):
             raise other
     return {name: record for other in shares for name, record in other.items()}
 
 
-def _my_share(paths: Iterable[Path]) -> list[Path]:
-    files = sorted(path for path in paths if path.is_file())
-    return files[dist.get_rank() :: dist.get_world_size()]
+def _written_here(folder: Path) -> list[Path]:
+    """Files that this rank wrote: on shared storage a host may see those of others late."""
+    rank = dist.get_rank()
+    metadata = [folder / _METADATA_FILE] if rank == 0 else []
+    return sorted(folder.glob(f"__{rank}_*")) + metadata
 
 
-def _explain(folder: Path, error: BaseException) -> str:
-    causes = getattr(error, "failures", None) or {0: (error, None)}
-    cause = next(iter(causes.values()))[0]
-    free_bytes = shutil.disk_usage(folder.parent).free
+def _explain(checkpoints_dir: Path, error: BaseException) -> str:
+    """The cause of `error`, the room that is left, and what to do."""
+    cause = _cause(error)
     return (
-        f"checkpoint {folder.name} could not be written: {type(cause).__name__}: {cause} "
-        f"({free_bytes / 1e6:.1f} MB free at {folder.parent}); free space or point the service's "
-        "runs folder at a larger disk. Earlier checkpoints are untouched"
+        f"{type(cause).__name__}: {cause} ({_free_space(checkpoints_dir)}); free space, make it "
+        "writable, or point the service's runs folder at a larger disk"
     )
+
+
+def _cause(error: BaseException) -> BaseException:
+    causes = getattr(error, "failures", None) or {0: (error, None)}
+    return next(iter(causes.values()))[0]
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free at {folder}"
+    except OSError as error:
+        return f"{folder} cannot be looked at: {error}"
+
+
+def prepare_folder(checkpoints_dir: Path) -> None:
+    """Make the folder of checkpoints and try to write there. Collective: rank 0 does it.
+
+    Raises `CheckpointError` on every rank, so that a job does not train for hours before its first
+    checkpoint fails.
+    """
+    box: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        probe = checkpoints_dir / ".probe"
+        try:
+            checkpoints_dir.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"x")
+            probe.unlink(missing_ok=True)  # another group may probe, too
+        except OSError as error:
+            box = [f"checkpoints cannot be written: {_explain(checkpoints_dir, error)}"]
+    dist.broadcast_object_list(box, src=0)
+    if box[0] is not None:
+        raise CheckpointError(box[0])
 
 
 def is_intact(checkpoint: CommittedCheckpoint) -> bool:
@@ -249,9 +248,9 @@ def newest_intact(
     return None, damaged
 
 
-def set_aside(checkpoint: CommittedCheckpoint) -> None:
+def set_aside(folder: Path) -> None:
     """Rename a damaged checkpoint, so that it is neither loaded nor counted, nor lost."""
-    checkpoint.path.rename(checkpoint.path.with_name(f"{DAMAGED_PREFIX}{checkpoint.path.name}"))
+    folder.rename(folder.with_name(f"{DAMAGED_PREFIX}{folder.name}"))
 
 
 def load(folder: Path, state: dict[str, Any]) -> None:
@@ -262,8 +261,7 @@ def load(folder: Path, state: dict[str, Any]) -> None:
     try:
         dcp.load(state, checkpoint_id=folder)
     except (CheckpointException, OSError) as error:
-        causes = getattr(error, "failures", None) or {0: (error, None)}
-        cause = next(iter(causes.values()))[0]
         raise CheckpointError(
-            f"checkpoint {folder.name} does not fit this model: {cause}; was the spec changed?"
+            f"checkpoint {folder.name} does not fit this model: {_cause(error)}; was the spec "
+            "changed?"
         ) from error

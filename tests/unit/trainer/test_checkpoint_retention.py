@@ -9,17 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.elastic.checkpoint import (
-    Commit,
     CommittedCheckpoint,
-    FileRecord,
-    file_record,
     list_committed,
-    read_commit,
     remove_checkpoint,
     remove_uncommitted,
     superseded,
-    write_marker,
 )
+from trainer.elastic.marker import Commit, FileRecord, file_record, read_commit, write_marker
 from trainer.run_dir import COMMIT_MARKER
 
 

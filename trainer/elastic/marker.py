@@ -1,0 +1,128 @@
+"""The marker COMMIT.json, written last: what a checkpoint holds, and proof that it is whole.
+
+It names step, layout, data position, and the size and SHA-256 of every file, and carries a checksum
+of itself, so that a flipped bit in it is found like one in any other file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
+
+from trainer.elastic.protocol import EpochRows
+from trainer.run_dir import COMMIT_MARKER
+
+logger = logging.getLogger(__name__)
+
+_CHECKSUM = "sha256"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a checkpoint holds.
+
+    `step`, `epoch` and `row` are the position after the last trained step; `rows_trained` counts
+    all rows ever trained; `best` is the best validation value so far, if any. `moment_scale` is c
+    of the run that wrote it (None: an early version, which did not say). `commit` counts the
+    committed syncs where groups are failure domains, and `open_epochs` has the rows done of each
+    epoch that is not complete (empty: those before `row` of `epoch`).
+    """
+
+    # A NaN metric comes back as NaN.
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants", extra="forbid")
+
+    step: int
+    epoch: int
+    row: int
+    rows_trained: int
+    world_size: int
+    shard_group_size: int
+    placement: str
+    time: float
+    is_best: bool = False
+    best: float | None = None
+    moment_scale: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    commit: int = 0
+    rows_skipped: int = 0
+    open_epochs: tuple[EpochRows, ...] = ()
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size_bytes for file in self.files.values())
+
+
+_COMMIT = TypeAdapter(Commit)
+
+
+def read_commit(folder: Path) -> Commit | None:
+    """The marker in `folder`; None when there is none or it is damaged."""
+    try:
+        document = json.loads((folder / COMMIT_MARKER).read_bytes())
+        _check(document)
+        return _COMMIT.validate_python(document)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
+        return None
+
+
+def _check(document: Any) -> None:
+    """Take the checksum out of `document`; raises ValueError when it is not that of the rest."""
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    # Early versions wrote none.
+    if document.pop(_CHECKSUM, None) not in (None, _checksum(document)):
+        raise ValueError("its checksum is wrong")
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def write_marker(folder: Path, commit: Commit) -> None:
+    """Put the marker in place: whole and on disk, or not at all."""
+    document = json.loads(_COMMIT.dump_json(commit))
+    document[_CHECKSUM] = _checksum(document)
+    temporary = folder / f".{COMMIT_MARKER}.tmp"
+    with temporary.open("w") as file:
+        json.dump(document, file)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / COMMIT_MARKER)
+    fsync_folder(folder)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make a rename in `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def file_record(path: Path) -> FileRecord:
+    """Size and SHA-256 of one file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)

@@ -25,7 +25,7 @@ from trainer.data.position import (
 )
 from trainer.data.ragged import IntArray
 from trainer.data.read_ahead import NUM_PREFETCHED, ReadAhead
-from trainer.data.reader import DEFAULT_CACHE_BYTES, RowReader
+from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS, RowReader
 from trainer.data.rows import FloatArray, Rows
 from trainer.data.source import ParquetSource
 from trainer.data.spans import Span
@@ -209,7 +209,12 @@ class TrainBatches:
             yield self._maker.make(start.epoch, step_rows(start, self.shape)), position
 
 
-def train_reader(source: ParquetSource, spec: JobSpec, cache_bytes: int) -> RowReader:
+def train_reader(
+    source: ParquetSource,
+    spec: JobSpec,
+    cache_bytes: int,
+    window_rows: int = DEFAULT_WINDOW_ROWS,
+) -> RowReader:
     """Rows of `source` in the orders of the job's training epochs."""
     return RowReader(
         source,
@@ -217,6 +222,7 @@ def train_reader(source: ParquetSource, spec: JobSpec, cache_bytes: int) -> RowR
         seed=spec.training.seed,
         shuffle=spec.data.shuffle,
         cache_bytes=cache_bytes,
+        window_rows=window_rows,
     )
 
 

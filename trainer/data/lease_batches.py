@@ -11,7 +11,7 @@ from typing import Self
 from trainer.data.batches import Batch, BatchMaker, train_reader
 from trainer.data.position import BatchShape
 from trainer.data.read_ahead import NUM_PREFETCHED, ReadAhead
-from trainer.data.reader import DEFAULT_CACHE_BYTES
+from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS
 from trainer.data.source import ParquetSource
 from trainer.data.spans import Span
 from trainer.elastic.protocol import Lease
@@ -49,10 +49,12 @@ class LeaseBatches:
         num_ranks: int,
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
+        window_rows: int = DEFAULT_WINDOW_ROWS,
     ) -> None:
         """`rank` of the `num_ranks` ranks of a group."""
         self._shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
-        self._maker = BatchMaker(train_reader(source, spec, cache_bytes), spec, rank, num_ranks)
+        reader = train_reader(source, spec, cache_bytes, window_rows)
+        self._maker = BatchMaker(reader, spec, rank, num_ranks)
         self._thread = ReadAhead()
         self._planned: deque[_Step] = deque()
         self._ahead: deque[tuple[_Step, Future[Batch]]] = deque()

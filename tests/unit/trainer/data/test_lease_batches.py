@@ -1,0 +1,178 @@
+"""Batches of leased rows: each row once, equally many for each rank, and only what is leased."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from collections import Counter
+
+import pytest
+
+from trainer.data.batches import TrainBatches
+from trainer.data.errors import BadValueError
+from trainer.data.lease_batches import LeaseBatches
+from trainer.data.position import DataPosition
+from trainer.data.reader import lease_windows, open_source
+from trainer.data.source import ParquetSource
+from trainer.elastic.leases import LeaseBook
+from trainer.elastic.protocol import Lease
+
+WINDOW_ROWS = 200
+
+
+def keys_of(batch) -> list[tuple[int, float, float]]:
+    """(user, label, year) of the rows that count."""
+    users = batch.sparse["user_id"].values().tolist()
+    rows = zip(users, batch.label.tolist(), batch.dense[:, 0].tolist(), strict=True)
+    return [row for row, weight in zip(rows, batch.weight.tolist(), strict=True) if weight]
+
+
+def lease(number: int, start: int, stop: int, epoch: int = 0) -> Lease:
+    return Lease(id=number, epoch=epoch, start=start, stop=stop)
+
+
+@pytest.fixture
+def train(prepared, make_spec):
+    return open_source(make_spec(), prepared / "train")
+
+
+@pytest.fixture
+def rows_of(train, make_spec):
+    """A function that gives the keys of rows [start, stop) of an epoch's order."""
+
+    def read(start: int, stop: int, epoch: int = 0) -> list[tuple[int, float, float]]:
+        spec = make_spec(batch_size=stop - start, epochs=epoch + 1)
+        with TrainBatches(train, spec, 0, 1, DataPosition(epoch, start)) as batches:
+            return keys_of(next(batches)[0])
+
+    return read
+
+
+def test_a_lease_is_trained_whole_by_the_ranks_of_a_group(make_spec, train, rows_of):
+    leases = [lease(3, 100, 200), lease(4, 40, 77, epoch=1)]
+    parts, shapes = {3: [], 4: []}, []
+    for rank in range(2):
+        with LeaseBatches(train, make_spec(batch_size=16), rank, num_ranks=2) as batches:
+            for each in leases:
+                batches.submit(each)
+            own = list(batches)
+        shapes.append([(found.id, is_last) for _, found, is_last in own])
+        assert {batch.num_rows for batch, _, _ in own} == {16}
+        for batch, found, _ in own:
+            parts[found.id] += keys_of(batch)
+    assert shapes[0] == shapes[1] == [*[(3, False)] * 3, (3, True), (4, False), (4, True)]
+    assert Counter(parts[3]) == Counter(rows_of(100, 200))
+    assert Counter(parts[4]) == Counter(rows_of(40, 77, epoch=1))
+
+
+@pytest.mark.parametrize(("num_rows", "counted"), [(1, [0, 0, 1]), (2, [0, 1, 1]), (7, [2, 2, 3])])
+def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train, num_rows, counted):
+    found = []
+    for rank in range(3):
+        with LeaseBatches(train, make_spec(batch_size=8), rank, num_ranks=3) as batches:
+            batches.submit(lease(0, train.num_rows - num_rows, train.num_rows))
+            ((batch, _, is_last),) = list(batches)
+        assert is_last
+        assert batch.num_rows == 8
+        found.append(int(batch.weight.sum()))
+    assert found == counted
+
+
+def test_leases_may_be_submitted_while_iterating_and_after_the_end(make_spec, train):
+    with LeaseBatches(train, make_spec(batch_size=10), 0, 1) as batches:
+        assert next(batches, None) is None
+        batches.submit(lease(0, 0, 20))
+        order = [next(batches)[1].id]
+        batches.submit(lease(1, 20, 100))
+        order += [found.id for _, found, _ in batches]
+        batches.submit(lease(2, 100, 110))
+        order += [found.id for _, found, _ in batches]
+    assert order == [0, 0, *[1] * 8, 2]
+
+
+def test_leases_taken_back_give_no_more_batches(make_spec, train, rows_of):
+    with LeaseBatches(train, make_spec(batch_size=10), 0, 1) as batches:
+        for number in range(4):
+            batches.submit(lease(number, 30 * number, 30 * number + 30))
+        next(batches)
+        batches.forget({0, 2})
+        rest = list(batches)
+    assert [found.id for _, found, _ in rest] == [1, 1, 1, 3, 3, 3]
+    assert keys_of(rest[3][0]) == rows_of(90, 100)
+
+
+def test_waiting_for_leased_rows_is_measured(make_spec, train):
+    with LeaseBatches(train, make_spec(), 0, 1) as batches:
+        assert batches.wait_s == 0
+        batches.submit(lease(0, 0, 16))
+        next(batches)
+        assert batches.wait_s > 0
+
+
+def test_a_fault_in_leased_rows_is_raised_at_the_batch_that_it_spoils(spoil, make_spec):
+    spec = make_spec(shuffle=False, batch_size=16)
+    source = open_source(spec, spoil("rating", 0, float("nan")))
+    rows = range(source.num_rows)
+    bad_row = next(row for row in rows if source.locate(row)[0].name == "part-00001.parquet")
+    with LeaseBatches(source, spec, 0, 1, cache_bytes=0) as batches:
+        batches.submit(lease(0, bad_row, bad_row + 16))
+        with pytest.raises(BadValueError, match=r"part-00001\.parquet, row 0, column 'rating'"):
+            next(batches)
+
+
+def test_closing_ends_the_thread_and_forgets_the_leases(make_spec, train):
+    batches = LeaseBatches(train, make_spec(), 0, 1)
+    batches.submit(lease(0, 0, 1000))
+    next(batches)
+    batches.close()
+    batches.close()
+    assert list(batches) == []
+    assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
+
+
+def test_windows_for_leases_are_those_of_the_reader(make_spec, train):
+    spec = make_spec()
+    windows = pickle.loads(
+        pickle.dumps(lease_windows(train, spec, cache_bytes=0, window_rows=WINDOW_ROWS))
+    )
+    assert windows(0)[0] == 0
+    assert windows(0)[-1] == train.num_rows
+    assert windows(0) != windows(1)
+    assert lease_windows(train, spec) == (), "a split that is kept whole has no windows"
+
+
+class CountingSource(ParquetSource):
+    """Keeps which row groups were read together, that is, which windows were decoded."""
+
+    def __init__(self, source: ParquetSource, opened: list[tuple[int, ...]]) -> None:
+        super().__init__(source.folder, source.columns)
+        self._opened = opened
+
+    def read(self, row_groups):
+        self._opened.append(tuple(row_groups))
+        return super().read(row_groups)
+
+
+def test_groups_decode_each_window_about_once_between_them(make_spec, train, rows_of):
+    spec, num_groups = make_spec(batch_size=16), 3
+    sizes = {"cache_bytes": 0, "window_rows": WINDOW_ROWS}
+    windows = lease_windows(train, spec, **sizes)
+    book = LeaseBook(train.num_rows, 1, rows_per_lease=32, windows=windows)
+    opened: list[tuple[int, ...]] = []
+    loaders = [
+        LeaseBatches(CountingSource(train, opened), spec, 0, 1, **sizes) for _ in range(num_groups)
+    ]
+    taken = Counter()
+    while not book.is_complete:
+        for group, loader in enumerate(loaders):
+            if given := book.lease(group):
+                loader.submit(given)
+                taken.update(key for batch, _, _ in loader for key in keys_of(batch))
+                book.commit([given.id])
+    for loader in loaders:
+        loader.close()
+    assert taken == Counter(rows_of(0, train.num_rows))
+    num_windows = len(windows(0)) - 1
+    assert num_windows >= 6
+    assert len(set(opened)) == num_windows
+    assert len(opened) < num_windows + num_groups

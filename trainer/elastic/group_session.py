@@ -9,7 +9,6 @@ there happen to be.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -21,7 +20,7 @@ import torch.distributed as dist
 
 from trainer.data.batches import Batch
 from trainer.data.lease_batches import LeaseBatches
-from trainer.data.position import ledger_of, position_of
+from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync
 from trainer.elastic.member import Member
 from trainer.elastic.protocol import Arrive, Lease, Ledger, Report, RoundMember, Standing, Verdict
@@ -133,7 +132,7 @@ class GroupSession(Session):
             self.standing = "listening"
         else:
             self.restore()
-            self._adopt(ledger_of(self.state))
+            self._adopt(self.state.ledger)
         self.member.join(self.standing, self.origin, self.ledger, self.group_sync.donor)
         self.speed.restart()
 
@@ -230,13 +229,15 @@ class GroupSession(Session):
     def _adopt(self, ledger: Ledger) -> None:
         self.ledger = ledger
         position = position_of(ledger)
-        rows_done = position.epoch * self.shape.num_rows + position.num_rows
+        rows_done = position.rows_done(self.shape.num_rows)
         is_complete = rows_done >= self.num_rows
         self.state = State(
             step=self.total_steps if is_complete else rows_done // self.shape.rows_per_step,
             position=position,
             rows_trained=ledger.rows_trained,
             best=ledger.best,
+            commit=ledger.commit,
+            rows_skipped=ledger.rows_skipped,
         )
         # Groups took unequal numbers of steps since the last sync, with equal results.
         self.optimizers.set_num_steps(self.state.step)

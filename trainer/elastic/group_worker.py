@@ -21,6 +21,7 @@ def train_group(session: GroupSession) -> dict[str, float]:
             session.train_lease()
             session.sync_groups()
             session.announce()
+            session.checkpoints.poll()
             if session.is_report_due():
                 session.report()
             if session.is_leader:
@@ -65,4 +66,5 @@ def locate(group: GroupConfig) -> str:
     import ray
 
     assert group.actor_name is not None, "a group knows its coordinator by name or by address"
-    return ray.get(ray.get_actor(group.actor_name, namespace=NAMESPACE).address.remote())
+    coordinator = ray.get_actor(group.actor_name, namespace=NAMESPACE)
+    return str(ray.get(coordinator.address.remote()))

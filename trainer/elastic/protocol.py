@@ -53,10 +53,12 @@ class Ledger(Message):
 
     `commit` counts them. Epochs below `epoch` are complete; `open_epochs` holds those begun from
     there on. `rows_trained` counts rows trained by committed syncs, `rows_skipped` rows left out on
-    purpose. `checkpoint_commit` is the commit that the newest durable checkpoint holds.
+    purpose. `checkpoint_commit` is the commit that the newest durable checkpoint holds. `round` is
+    the round that made `commit`: a number of commits alone does not say which try it was.
     """
 
     commit: Count = 0
+    round: Count = 0
     epoch: Count = 0
     open_epochs: tuple[EpochRows, ...] = ()
     rows_trained: Count = 0
@@ -98,6 +100,8 @@ class Hello(Message):
     members: tuple[tuple[Count, Count], ...] = Field(
         default=(), description="(group, incarnation) of the last round this rank was in."
     )
+    round: Count = Field(default=0, description="The highest round that this rank was in.")
+    generation: Count = Field(default=0, description="The highest generation that it was in.")
 
 
 class Welcome(Message):
@@ -151,6 +155,7 @@ class Arrive(Message):
     is_leaving: bool = False
     report: Report | None = None
     sums: dict[str, float] = {}
+    copied_bytes: Count = Field(default=0, description="What a listener's rank copied so far.")
 
 
 class RoundMember(Message):
@@ -195,12 +200,15 @@ class Verdict(Message):
 
     `ledger` is the newest one and `leases` are all that the group holds now, in the order to train
     them. `leader` is the group that validates and saves. `standing` is the group's own from here
-    on; a listener whose `standing` is `initial` starts its copy over. After `should_leave` or
-    `has_finished` the group ends.
+    on; a listener whose `standing` is `initial` starts its copy over, and not before the next
+    `Round`: until then its donor may not have applied this sync. After `should_leave` or
+    `has_finished` the group ends. One that was not asked for (`Answered.id` 0) says that `round`
+    has failed, to ranks that may still be waiting in a collective of it.
     """
 
     kind: Literal["verdict"] = "verdict"
     committed: bool
+    round: Count = 0
     ledger: Ledger
     leases: tuple[Lease, ...] = ()
     leader: Count = 0
@@ -229,7 +237,7 @@ class Numbered(Message):
 
 
 class Answered(Message):
-    """One line from the coordinator."""
+    """One line from the coordinator; `id` 0 answers nothing but tells something at once."""
 
     id: Count
     body: Answer

@@ -85,7 +85,7 @@ class Member:
 
         It raises `OSError` or `ValueError` while there is none.
         """
-        self._identity, self._locate = identity, locate
+        self.identity, self._locate = identity, locate
         self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
         self._connect_timeout_s = max(1.0, heartbeat_timeout_s)
         self._lost_after_s = lost_after_s
@@ -118,7 +118,7 @@ class Member:
 
         Raises `Fenced`, `RunFailed`, `CoordinatorLost`.
         """
-        identity = self._identity
+        identity = self.identity
         hello = Hello(
             group=identity.group,
             incarnation=identity.incarnation,
@@ -223,7 +223,7 @@ class Member:
     # --- the connection
 
     def _start(self) -> None:
-        name = f"member-{self._identity.group}-{self._identity.rank}"
+        name = f"member-{self.identity.group}-{self.identity.rank}"
         self._threads = [
             threading.Thread(target=self._keep_connected, name=name, daemon=True),
             threading.Thread(target=self._beat, name=f"{name}-beat", daemon=True),

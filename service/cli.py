@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from service.commands import jobs, spec, stack, submit, traces
+from service.commands import jobs, resizing, spec, stack, submit, traces
 from service.commands.failures import ErrorReportingGroup
 from service.commands.plugins import add_plugins
 
@@ -39,6 +39,8 @@ def build_app() -> typer.Typer:
     for command in (submit.run, submit.submit, submit.plan, submit.cancel, jobs.ps):
         app.command(rich_help_panel=JOB_PANEL)(command)
     app.command("follow", rich_help_panel=JOB_PANEL)(submit.follow_job)
+    for command in (resizing.resize, resizing.drain):
+        app.command(rich_help_panel=JOB_PANEL)(command)
     app.command(rich_help_panel=JOB_PANEL)(traces.trace)
     for command in (jobs.show, jobs.logs, jobs.metrics, jobs.events, jobs.checkpoints):
         app.command(rich_help_panel=READ_PANEL)(command)

@@ -24,7 +24,7 @@ from service.errors import (
     StorageUnavailable,
 )
 from service.membership import copies_needed, layout_of_attempt
-from service.sharding import STARTED, newest_workers
+from service.sharding import STARTED, Line, newest_workers
 from service.store.base import JobStore
 from trainer.run_dir import RunDir
 
@@ -143,7 +143,7 @@ def check_host(host: str, known: Iterable[str]) -> None:
         raise HostUnknown(host, hosts)
 
 
-def newest_wish(lines: Iterable[TimelineEvent]) -> Wish:
+def newest_wish(lines: Iterable[Line]) -> Wish:
     """What the newest of some timeline lines wants."""
     told = [line for line in lines if line.kind in WISH_KINDS]
     if not told:

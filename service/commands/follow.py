@@ -26,6 +26,7 @@ from service.client_errors import ShardloomError
 from service.client_retry import PATIENCE_S, may_pass
 from service.commands.exits import DETACHED, exit_code_of
 from service.commands.formats import human_count, human_duration
+from service.commands.groups import groups_text
 from service.commands.render import (
     event_line,
     headline_metric,
@@ -195,6 +196,8 @@ def live_page(followed: Followed) -> RenderableType:
     title = Text.assemble(
         (job.name, "bold"), "  ", status_text(job.status), (f"  {job.id}  {shape_text(job)}", "dim")
     )
+    if groups := groups_text(job):
+        title.append(f"  {groups}", style="yellow")
     parts: list[RenderableType] = [title, _progress_row(job)]
     parts += _metrics_rows(job)
     if followed.trouble:
@@ -249,6 +252,8 @@ def end_page(job: JobDetail) -> RenderableType:
     if job.message and job.status is not JobStatus.SUCCEEDED:
         head.append(f": {job.message}")
     parts: list[RenderableType] = [head, *_metrics_rows(job)]
+    if job.advice and job.status is JobStatus.FAILED:
+        parts.append(Text(job.advice, style="yellow"))
     if job.status is JobStatus.FAILED:
         parts.append(Text(f"`shardloom logs {job.id}` shows its logs", style="dim"))
     return Group(*parts)

@@ -29,6 +29,7 @@ class FakeService:
         self.looks: list[dict[str, Any]] = [job_body()]
         self.events = [event_body(1), event_body(2, kind="checkpoint_committed")]
         self.checkpoints: list[dict[str, Any]] = []
+        self.attempts: list[dict[str, Any]] = []
         self.traces: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] = {"names": [], "series": []}
         self.refusal: dict[str, Any] | None = None
@@ -82,10 +83,12 @@ class FakeService:
             return {"attempt_id": "a", "sources": ["rank-0"], "lines": lines, "cursor": cursor}
         if part == "traces" and request.method == "POST":
             return requested_trace_body()
+        if part in ("resize", "drain"):
+            return {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
         parts = {
             "traces": {"items": self.traces},
             "metrics": self.metrics,
-            "attempts": {"items": []},
+            "attempts": {"items": self.attempts},
             "checkpoints": {"items": self.checkpoints},
         }
         if part in parts:

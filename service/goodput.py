@@ -1,0 +1,49 @@
+"""What a job's newest metrics say of time lost and work at risk: pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
+# Causes as the coordinator counts them, in words, in the order of a run.
+CAUSES = {
+    "start": "start",
+    "recovery": "recovery",
+    "redo": "work done again",
+    "hang": "hangs",
+    "checkpoint": "checkpoints",
+    "validation": "validation",
+}
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Share of the groups' time that trained rows that count, in [0, 1], and what took the rest.
+
+    `lost_s` has (cause in words, group-seconds), the most first, without those that took nothing.
+    """
+
+    share: float
+    lost_s: tuple[tuple[str, float], ...]
+
+
+def goodput_of(metrics: Mapping[str, float]) -> Goodput | None:
+    """The goodput among a job's newest metrics; None before it was told."""
+    share = metrics.get(SHARE)
+    if share is None or not math.isfinite(share):
+        return None
+    lost_s = {
+        name.removeprefix(LOST_PREFIX): seconds
+        for name, seconds in metrics.items()
+        if name.startswith(LOST_PREFIX) and seconds > 0
+    }
+    named = ((CAUSES.get(cause, cause.replace("_", " ")), lost_s[cause]) for cause in lost_s)
+    return Goodput(share, tuple(sorted(named, key=lambda item: (-item[1], item[0]))))
+
+
+def steps_at_risk(metrics: Mapping[str, float]) -> int | None:
+    """Steps that no checkpoint holds yet; None where that is not known."""
+    steps = metrics.get(AT_RISK)
+    return round(steps) if steps is not None and math.isfinite(steps) else None

@@ -1,0 +1,169 @@
+"""What runs in the processes of `elastic_house`: ranks that write down what they do."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from trainer.ray_worker import WorkerConfig
+
+FAILED = 1
+FENCED = 3
+COLLECTIVE_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True)
+class RankLife:
+    """One life of one rank; `faults` is the text of SHARDLOOM_FAULTS."""
+
+    config: WorkerConfig
+    rank: int
+    store_port: int
+    host: str
+    faults: str
+    records: Path
+
+    @property
+    def name(self) -> str:
+        """Name of its record and its log."""
+        group = self.config.group
+        assert group
+        return f"g{group.group}i{group.incarnation}r{self.rank}"
+
+
+class Recorder:
+    """Appends what happens to a rank to its record, a line each, with the wall clock's time."""
+
+    def __init__(self, life: RankLife) -> None:
+        assert life.config.group
+        self._identity = {
+            "group": life.config.group.group,
+            "incarnation": life.config.group.incarnation,
+            "rank": life.rank,
+        }
+        self._file = (life.records / f"{life.name}.jsonl").open("a", buffering=1)
+
+    def __call__(self, event: str, **values: Any) -> None:
+        line = {"event": event, "time": time.time(), **self._identity, **values}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def live(life: RankLife) -> None:
+    """Be one rank to the end: exit code 0 if its group is through, `FENCED` or `FAILED` if not."""
+    log = (life.records / f"{life.name}.log").open("a", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
+    record = Recorder(life)
+    record("started", pid=os.getpid())
+    _enter_world(life)
+    from trainer.elastic.member import Fenced
+    from trainer.failures import WorkerFailure
+
+    try:
+        metrics = _run(life, record)
+    except Fenced as error:
+        record("fenced", message=str(error))
+        os._exit(FENCED)
+    except WorkerFailure as error:
+        record("failed", reason=error.reason, message=error.message)
+        os._exit(FAILED)
+    record("ended", metrics=metrics)
+    # The group's store is in the process of rank 0, and others may still talk to it.
+    time.sleep(0.2 if life.rank == 0 else 0)
+    os._exit(0)
+
+
+def _enter_world(life: RankLife) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    num_ranks = life.config.spec.parallelism.group_size
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(life.store_port),
+        RANK=str(life.rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_RANK=str(life.rank),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        GLOO_SOCKET_IFNAME="lo",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+        SHARDLOOM_FAULTS=life.faults,
+    )
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", rank=life.rank, world_size=num_ranks, timeout=timeout)
+
+
+def _run(life: RankLife, record: Recorder) -> dict[str, float]:
+    from trainer.elastic import faults
+    from trainer.elastic.group_worker import run_group
+    from trainer.elastic.member import Identity, Member
+
+    config, group = life.config, life.config.group
+    assert group and group.address
+    faults.arm(group.incarnation)
+    _record_sessions(record)
+    identity = Identity(
+        group=group.group,
+        incarnation=group.incarnation,
+        rank=life.rank,
+        num_ranks=config.spec.parallelism.group_size,
+        host=life.host,
+    )
+    address = group.address
+    member = Member(identity, lambda: address, config.spec.recovery.heartbeat_timeout_s)
+    try:
+        return run_group(config, member, life.host)
+    finally:
+        member.close()
+
+
+def _record_sessions(record: Recorder) -> None:
+    """Let every session of this process record its leases, its commits and a hash of its state."""
+    from trainer.elastic.group_session import GroupSession
+    from trainer.elastic.protocol import Verdict
+
+    train_lease, sync_groups = GroupSession.train_lease, GroupSession.sync_groups
+
+    def recorded_lease(self: GroupSession) -> None:
+        lease = self._leases[0] if self._leases else None
+        train_lease(self)
+        if lease:
+            record("trained", **lease.model_dump())
+
+    def recorded_sync(self: GroupSession) -> Verdict:
+        began = time.time()
+        verdict = sync_groups(self)
+        record(
+            "committed",
+            sync_s=time.time() - began,
+            standing=verdict.standing,
+            hash=state_hash(self),
+            **verdict.ledger.model_dump(mode="json"),
+        )
+        return verdict
+
+    GroupSession.train_lease = recorded_lease  # type: ignore[method-assign]
+    GroupSession.sync_groups = recorded_sync  # type: ignore[method-assign]
+
+
+def state_hash(session: Any) -> str:
+    """Of everything that copies of a shard have in common: tables, moments, dense part."""
+    from tests.integration.session_cases import snapshot
+
+    found = snapshot(session)
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (found["shards"], found["dense"]):
+        for name in sorted(part, key=str):
+            digest.update(str(name).encode())
+            digest.update(part[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -7,13 +7,15 @@ import json
 import time
 from pathlib import Path
 
-from service.api.schemas import JobPlan
+from pydantic import BaseModel, PositiveInt, ValidationError
+
 from service.domain import Job, JobStatus
 from service.errors import JobEnded, JobNotFound, StaleVersion
 from service.ids import new_job_id
 from service.lifecycle import request_cancel
 from service.store.base import JobStore
-from trainer.parallel.layout import Layout
+from trainer.data.errors import ManifestError
+from trainer.data.resolve import size_tables
 from trainer.spec import FieldProblem, JobSpec, SpecError
 
 _MANIFEST_NAME = "manifest.json"
@@ -22,30 +24,40 @@ _MAX_SHOWN_CHARS = 200
 
 
 def check_data(spec: JobSpec) -> None:
-    """Look at the data folder that a spec names; raises `SpecError` naming the field."""
-    problem = _data_problem(spec.data.path)
-    if problem is not None:
-        raise SpecError([problem])
+    """Look at the folders that a spec reads; raises `SpecError` naming the field."""
+    warm_start = spec.checkpoint.warm_start
+    found = [_data_problem(spec.data.path)]
+    if warm_start is not None:
+        mend = "give the checkpoints folder of a job, or one checkpoint in it"
+        found.append(_folder_problem(warm_start.path, "checkpoint.warm_start.path", mend))
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise SpecError(problems)
 
 
 def _data_problem(path: str) -> FieldProblem | None:
+    mend = "prepare one with `shardloom data prepare`"
+    problem = _folder_problem(path, "data.path", mend)
+    return problem or _manifest_problem(Path(path) / _MANIFEST_NAME)
+
+
+def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
     if "://" in path:
-        message = f"{path}: data behind a URL is not supported yet; give a folder"
-        return FieldProblem("data.path", "not_supported_yet", message)
+        message = f"{path}: a folder behind a URL is not supported yet; give a local one"
+        return FieldProblem(field, "not_supported_yet", message)
     folder = Path(path)
     if not folder.is_absolute():
         message = f"'{path}' is relative, but service and cluster have other working folders"
-        return FieldProblem("data.path", "relative_path", f"{message}; give an absolute path")
+        return FieldProblem(field, "relative_path", f"{message}; give an absolute path")
     try:
         is_folder = folder.is_dir()
     except OSError as error:
         shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
         message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
-        return FieldProblem("data.path", "unreadable_path", message)
+        return FieldProblem(field, "unreadable_path", message)
     if not is_folder:
-        message = f"{path} is not a folder; prepare one with `shardloom data prepare`"
-        return FieldProblem("data.path", "missing_path", message)
-    return _manifest_problem(folder / _MANIFEST_NAME)
+        return FieldProblem(field, "missing_path", f"{path} is not a folder; {mend}")
+    return None
 
 
 def _manifest_problem(path: Path) -> FieldProblem | None:
@@ -64,26 +76,19 @@ def _manifest_problem(path: Path) -> FieldProblem | None:
     return None
 
 
-def layout_of(spec: JobSpec) -> Layout:
-    """The groups that a spec forms."""
-    group = spec.parallelism.shard_group_size
-    assert isinstance(group, int), "validate_spec refuses 'auto'"
-    return Layout(spec.parallelism.world_size, group, spec.parallelism.placement)
+class _Vocabularies(BaseModel):
+    """What of a manifest tells the sizes of tables."""
+
+    vocab_sizes: dict[str, PositiveInt]
 
 
-def plan_of(spec: JobSpec) -> JobPlan:
-    """What a dry run answers."""
-    layout = layout_of(spec)
-    return JobPlan(
-        spec=spec,
-        world_size=layout.world_size,
-        shard_group_size=layout.shard_group_size,
-        num_replicas=layout.num_replicas,
-        placement=layout.placement,
-        sharding_groups=[list(group) for group in layout.sharding_groups],
-        replica_groups=[list(group) for group in layout.replica_groups],
-        moment_scale=spec.moment_scale,
-    )
+def with_table_sizes(spec: JobSpec) -> JobSpec:
+    """The spec with the table sizes that its prepared data tells; unchanged where it does not."""
+    try:
+        manifest = (Path(spec.data.path) / _MANIFEST_NAME).read_bytes()
+        return size_tables(spec, _Vocabularies.model_validate_json(manifest).vocab_sizes)
+    except (OSError, ValidationError, ManifestError):
+        return spec
 
 
 def submit_job(store: JobStore, spec: JobSpec, *, idempotency_key: str | None) -> Job:

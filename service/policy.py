@@ -15,8 +15,8 @@ _OPTIMIZERS = {
 def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
     """(subject, policy in words), in reading order; what only concerns several copies is left out
     where there is one."""
-    facts = [("Sync", sync_text(spec))]
-    if spec.parallelism.num_replicas > 1:
+    facts = [("Failure domain", _domain_text(spec)), ("Sync", sync_text(spec))]
+    if not _is_single_copy(spec):
         facts += [
             ("Optimizer state", _state_text(spec)),
             ("Dense part", _dense_text(spec)),
@@ -27,7 +27,7 @@ def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
 
 def sync_text(spec: JobSpec) -> str:
     """When the copies are averaged, and what travels then: rows in fp32, else their changes."""
-    if spec.parallelism.num_replicas == 1:
+    if _is_single_copy(spec):
         return "none: there is one copy of the tables"
     sync = spec.parallelism.sync
     parts = [f"{_every(sync.every_steps, 'step')}: {_moved_text(spec)}", f"in {sync.dtype}"]
@@ -62,13 +62,45 @@ def _state_text(spec: JobSpec) -> str:
         "delayed": "averaged, one sync behind the weights",
         "never": "left to each replica",
     }[spec.parallelism.sync.optimizer_state]
-    return f"{averaged}, moments scaled by {spec.moment_scale:g}"
+    is_open = spec.parallelism.shard_group_size == "auto"
+    scale = "M" if is_open and spec.parallelism.moment_scale == "auto" else f"{spec.moment_scale:g}"
+    return f"{averaged}, moments scaled by {scale}"
 
 
 def _dense_text(spec: JobSpec) -> str:
-    if spec.parallelism.dense == "at_sync":
-        return "averaged at syncs, with the tables"
-    return "gradients averaged over all ranks at every step"
+    averaged = {
+        "at_sync": "averaged at syncs, with the tables",
+        "every_step": "gradients averaged over all ranks at every step",
+    }
+    domain = failure_domain_of(spec)
+    if spec.parallelism.dense == "auto" and domain is None:
+        return "at every step, or at syncs if each group is a failure domain"
+    return averaged[spec.parallelism.dense_policy]
+
+
+def failure_domain_of(spec: JobSpec) -> str | None:
+    """`job` or `replica_group`; None while a choice of the layout decides it."""
+    try:
+        return spec.parallelism.failure_domain
+    except ValueError:
+        return None
+
+
+def _domain_text(spec: JobSpec) -> str:
+    survive = spec.parallelism.survive
+    lost = "one is"
+    if survive is not None:
+        lost = "any host is" if survive.hosts == 1 else f"any {survive.hosts} hosts are"
+    return {
+        "job": "the job: a lost host restarts all workers from the newest checkpoint",
+        "replica_group": f"a sharding group: the others train on when {lost} lost",
+        None: "decided with the layout",
+    }[failure_domain_of(spec)]
+
+
+def _is_single_copy(spec: JobSpec) -> bool:
+    parallelism = spec.parallelism
+    return parallelism.shard_group_size != "auto" and parallelism.num_replicas == 1
 
 
 def _check_text(spec: JobSpec) -> str:

@@ -9,8 +9,11 @@ from fastapi import APIRouter, Header, Query, Response, status
 from service.api.context import ContextDep, JobDep
 from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page, SubmitJob
 from service.api.views import attempt_view, detail_of, summary_of
+from service.backends.base import Backend, HostFacts
 from service.domain import JobStatus
-from service.jobs import cancel_job, check_data, plan_of, submit_job
+from service.errors import BackendUnreachable
+from service.jobs import cancel_job, check_data, submit_job, with_table_sizes
+from service.planning import plan_of
 from trainer.spec import validate_spec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -46,11 +49,19 @@ def submit(
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK
-        return plan_of(spec)
+        return plan_of(with_table_sizes(spec), _hosts(context.backend))
     job = submit_job(context.store, spec, idempotency_key=idempotency_key)
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return detail_of(job, context.settings)
+
+
+def _hosts(backend: Backend) -> tuple[HostFacts, ...]:
+    """Hosts of the cluster, as far as it answers: a plan can do without."""
+    try:
+        return backend.hosts()
+    except BackendUnreachable:
+        return ()
 
 
 @router.get("", summary="List jobs, newest first")

@@ -78,9 +78,10 @@ class JobSummary(ApiModel):
     created_at: float
     started_at: float | None
     ended_at: float | None
-    world_size: int
-    shard_group_size: int
-    num_replicas: int
+    min_workers: int
+    world_size: int = Field(description="T, the most workers where their number may change.")
+    shard_group_size: int | None = Field(description="L; null while it is auto.")
+    num_replicas: int | None = Field(description="M at most workers; null while L is auto.")
     num_attempts: int
     num_failures: int
     progress: ProgressOut
@@ -178,17 +179,47 @@ class JobDetail(JobSummary):
     membership: MembershipOut | None = None
 
 
-class JobPlan(ApiModel):
-    """What a dry run answers: the checked spec and the groups that it would form."""
+class LayoutOption(ApiModel):
+    """A layout and its price. Of a full sync, `sync_bytes` travel from and to each worker."""
 
-    spec: JobSpec
     world_size: int
     shard_group_size: int
     num_replicas: int
     placement: str
+    failure_domain: str
+    num_hosts: int
+    num_hosts_survived: int
+    num_hosts_per_shard: int = Field(description="Hosts with a copy, of the shard with fewest.")
+    memory_overhead_bytes: int | None = Field(description="What other copies cost each worker.")
+    sync_bytes: int | None
+    sync_latency_s: float | None
+    is_chosen: bool
+
+
+class JobPlan(ApiModel):
+    """What a dry run answers: the checked spec and the groups that it would form.
+
+    Sizes are null, and `layout` with its groups missing, while `auto` cannot be decided; `options`
+    are what it could become. `obstacle` says why the job could not start on the cluster as it is.
+    """
+
+    spec: JobSpec
+    min_workers: int
+    world_size: int
+    shard_group_size: int | None
+    num_replicas: int | None
+    placement: str | None
     sharding_groups: list[list[int]]
     replica_groups: list[list[int]]
-    moment_scale: float
+    moment_scale: float | None
+    cluster: str
+    obstacle: str
+    reason: str
+    after_loss: str
+    table_bytes: int | None
+    num_hosts_needed: int | None
+    layout: LayoutOption | None
+    options: list[LayoutOption]
 
 
 class SubmitJob(ApiModel):

@@ -13,9 +13,9 @@ from service.api.schemas import (
     ProgressOut,
 )
 from service.domain import Attempt, Job, JobStatus, Progress
-from service.jobs import layout_of
 from service.membership import copies_needed, membership_of, missing, num_current, num_wanted
 from service.settings import Settings
+from service.sizes import sizes_of_job
 from service.submission import run_dir_of
 
 
@@ -59,15 +59,16 @@ def _membership_view(job: Job) -> MembershipOut | None:
 
 
 def _summary_fields(job: Job) -> dict[str, Any]:
-    layout = layout_of(job.spec)
+    sizes = sizes_of_job(job)
     same = ("id", "name", "project", "status", "reason", "message", "created_at", "started_at")
     return {
         **{field: getattr(job, field) for field in same},
         "ended_at": job.ended_at,
         "labels": job.spec.labels,
-        "world_size": layout.world_size,
-        "shard_group_size": layout.shard_group_size,
-        "num_replicas": layout.num_replicas,
+        "min_workers": sizes.min_workers,
+        "world_size": sizes.world_size,
+        "shard_group_size": sizes.shard_group_size,
+        "num_replicas": sizes.num_replicas,
         "num_attempts": job.num_attempts,
         "num_failures": job.num_failures,
         "progress": _progress_of(job.progress, job.status),

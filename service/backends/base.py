@@ -19,6 +19,16 @@ class Submission:
     metadata: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class HostFacts:
+    """What a live host of the cluster has in all, whoever uses it now."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    memory_bytes: int
+
+
 class Backend(Protocol):
     """Runs submissions. Methods raise `BackendUnreachable` when nobody answers in time."""
 
@@ -43,6 +53,9 @@ class Backend(Protocol):
 
     def check(self) -> str:
         """Return a line about the cluster; raises `BackendUnreachable`."""
+
+    def hosts(self) -> tuple[HostFacts, ...]:
+        """Live hosts of the cluster; empty if not to be had. Raises `BackendUnreachable`."""
 
     def close(self) -> None:
         """Release connections."""

@@ -5,6 +5,7 @@ change the course of a running attempt from another process:
 
     STATE_DIR/scripts/KEY.json     what the attempts of KEY do; KEY is an attempt id or a job id
     STATE_DIR/attempts/ID.json     what happened to an attempt so far
+    STATE_DIR/hosts.json           the hosts of the cluster, if a test set any
     STATE_DIR/down                 while it exists, nobody answers
 """
 
@@ -14,7 +15,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from service.backends.base import Submission
+from service.backends.base import HostFacts, Submission
 from service.domain import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
@@ -59,6 +60,7 @@ class FakeBackend:
         self._scripts = state_dir / "scripts"
         self._attempts = state_dir / "attempts"
         self._down = state_dir / "down"
+        self._hosts = state_dir / "hosts.json"
         for folder in (self._scripts, self._attempts):
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -74,6 +76,10 @@ class FakeBackend:
             self._down.touch()
         else:
             self._down.unlink(missing_ok=True)
+
+    def set_hosts(self, *hosts: HostFacts) -> None:
+        """Let the cluster have these hosts."""
+        _write(self._hosts, [asdict(host) for host in hosts])
 
     def record(self, attempt_id: str) -> Record | None:
         """What happened to an attempt; None if nobody ever tried to submit it."""
@@ -135,6 +141,12 @@ class FakeBackend:
         self._check_up()
         return "fake cluster"
 
+    def hosts(self) -> tuple[HostFacts, ...]:
+        """The hosts that a test set; none before."""
+        self._check_up()
+        found = json.loads(self._hosts.read_text()) if self._hosts.exists() else []
+        return tuple(HostFacts(**host) for host in found)
+
     def _check_up(self) -> None:
         if self._down.exists():
             raise BackendUnreachable("the fake cluster is down")
@@ -151,7 +163,7 @@ class FakeBackend:
         _write(self._attempts / f"{record.attempt_id}.json", asdict(record))
 
 
-def _write(path: Path, document: dict[str, object]) -> None:
+def _write(path: Path, document: dict[str, object] | list[dict[str, object]]) -> None:
     """Replace a file in one step: the other process never reads half of it."""
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(document))

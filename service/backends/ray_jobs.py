@@ -7,11 +7,12 @@ idempotent. Whatever is not a clear answer of a Ray cluster (no connection, a ti
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import httpx
 
-from service.backends.base import Submission
+from service.backends.base import HostFacts, Submission
 from service.domain import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
@@ -104,6 +105,16 @@ class RayJobsBackend:
             raise BackendUnreachable(self._strange(response))
         return f"Ray {version}"
 
+    def hosts(self) -> tuple[HostFacts, ...]:
+        """Live hosts of the cluster; empty where this Ray does not tell."""
+        body = _json_object(self._send("GET", "/api/v0/nodes"))
+        try:
+            nodes = body["data"]["result"]["result"]
+            alive = [node for node in nodes if node["state"] == "ALIVE"]
+            return _hosts_of((str(node["node_ip"]), node["resources_total"]) for node in alive)
+        except (KeyError, TypeError, ValueError):
+            return ()
+
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:
             return self._http.request(method, path, **options)
@@ -129,6 +140,20 @@ class RayJobsBackend:
             f"unexpected answer from {self.address} (HTTP {response.status_code}: "
             f"{_cause(response)}); is it the Ray dashboard?"
         )
+
+
+def _hosts_of(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> tuple[HostFacts, ...]:
+    """Nodes as hosts: Ray tells hosts apart by address, and may run several nodes on one."""
+    hosts: dict[str, HostFacts] = {}
+    for address, resources in nodes:
+        known = hosts.get(address, HostFacts(address, 0, 0, 0))
+        hosts[address] = HostFacts(
+            address,
+            known.num_cpus + resources.get("CPU", 0),
+            known.num_gpus + resources.get("GPU", 0),
+            known.memory_bytes + int(resources.get("memory", 0)),
+        )
+    return tuple(hosts.values())
 
 
 def _is_duplicate(response: httpx.Response) -> bool:

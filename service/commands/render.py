@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from service.advice import advice_of
 from service.api.schemas import (
     AttemptOut,
     CheckpointOut,
@@ -27,8 +28,10 @@ from service.commands.formats import (
     human_number,
     sparkline,
 )
+from service.commands.groups import groups_facts, groups_table, groups_text
 from service.domain import JobStatus
 from service.policy import sync_text
+from service.resizing import WISH_KINDS
 from service.sharding import (
     DATA_PARALLEL,
     DIVERGENCE,
@@ -38,11 +41,12 @@ from service.sharding import (
     newest_workers,
     phase_shares,
 )
+from service.sizes import span_text
 from service.traces import WRITTEN
 from trainer.events import TablePlan, WorkersStarted
 
 # Lines of the timeline that a job's page is made from.
-SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN)
+SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN, *WISH_KINDS)
 _STYLES = {
     JobStatus.QUEUED: "dim",
     JobStatus.STARTING: "cyan",
@@ -82,25 +86,36 @@ def metrics_line(metrics: Mapping[str, float], part: str) -> str:
 
 def shape_text(job: JobSummary | JobPlan) -> str:
     """The layout in words, as in `4 workers (2 replicas x 2 shards)`."""
-    workers = "1 worker" if job.world_size == 1 else f"{job.world_size} workers"
-    return f"{workers} ({job.num_replicas} replicas x {job.shard_group_size} shards)"
+    span = span_text(job.min_workers, job.world_size)
+    workers = "1 worker" if span == "1" else f"{span} workers"
+    if job.num_replicas is None or job.shard_group_size is None:
+        return f"{workers} (auto)"
+    replicas = span_text(job.min_workers // job.shard_group_size, job.num_replicas)
+    return f"{workers} ({replicas} replicas x {job.shard_group_size} shards)"
 
 
 def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
     """One row a job: what `shardloom ps` prints."""
-    table = _table("Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time")
+    table = plain_table(
+        "Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time"
+    )
     for job in jobs:
         table.add_row(
             job.id,
             job.name,
-            status_text(job.status),
+            Text.assemble(status_text(job.status), (_aside(job), "yellow")),
             f"{job.progress.percent:.0f} %" if job.progress.total_steps else "",
             headline_metric(job.latest_metrics),
-            str(job.world_size),
+            span_text(job.min_workers, job.world_size),
             human_age(job.created_at, now_s),
             _took(job, now_s),
         )
     return table
+
+
+def _aside(job: JobSummary) -> str:
+    groups = groups_text(job)
+    return f" {groups}" if groups else ""
 
 
 def job_page(
@@ -110,10 +125,12 @@ def job_page(
     now_s: float,
 ) -> RenderableType:
     """All about one job: what `shardloom show` prints; of the timeline `SHOWN_KINDS` suffice."""
-    grid = _facts()
+    grid = facts_grid()
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
     grid.add_row("layout", shape_text(job))
+    for subject, text in groups_facts(job, timeline, now_s):
+        grid.add_row(subject, text)
     grid.add_row("sync", sync_text(job.spec))
     grid.add_row("created", f"{human_age(job.created_at, now_s)}, at {clock(job.created_at)}")
     if took := _took(job, now_s):
@@ -135,12 +152,26 @@ def job_page(
     grid.add_row("files", job.run_dir)
     title = Text.assemble((job.name, "bold"), f"  {job.id}")
     parts: list[RenderableType] = [title, grid]
+    if job.membership and not job.status.is_terminal and job.membership.changed_at:
+        parts += [Text(), groups_table(job.membership, now_s)]
     workers = newest_workers(timeline)
     if workers is not None and workers.tables:
         parts += [Text(), plan_table(workers), Text(_loads_line(workers), style="dim")]
     if len(attempts) > 1 or any(attempt.message for attempt in attempts):
-        parts += [Text(), attempts_table(attempts, now_s)]
+        parts += [Text(), attempts_table(attempts, now_s), *_end_lines(job, attempts)]
     return Group(*parts)
+
+
+def _end_lines(job: JobSummary, attempts: Sequence[AttemptOut]) -> list[RenderableType]:
+    """What the end of the newest attempt was read from, and what to change."""
+    last = attempts[-1]
+    evidence = "  ".join(f"{name}={value}" for name, value in last.evidence.items())
+    lines: list[RenderableType] = []
+    if evidence:
+        lines.append(Text(f"evidence  {evidence}", style="dim"))
+    if job.status is JobStatus.FAILED and (advice := advice_of(job.reason, last.end_reason)):
+        lines.append(Text(advice, style="yellow"))
+    return lines
 
 
 def _times(number: int) -> str:
@@ -159,7 +190,7 @@ def phases_line(metrics: Mapping[str, float]) -> str:
 
 def plan_table(workers: WorkersStarted) -> Table:
     """One row a table: how it is sharded, and which positions of a sharding group hold it."""
-    table = _table("Table", "Sharding", "Type", ">Rows", ">Columns", ">Size", "Positions")
+    table = plain_table("Table", "Sharding", "Type", ">Rows", ">Columns", ">Size", "Positions")
     for plan in workers.tables:
         table.add_row(
             plan.name,
@@ -200,7 +231,7 @@ def progress_line(job: JobSummary) -> str:
 
 def attempts_table(attempts: Sequence[AttemptOut], now_s: float) -> Table:
     """One row an attempt."""
-    table = _table("Attempt", "Started", "Took", "End", ">Restarts", "Message")
+    table = plain_table("Attempt", "Started", "Took", "End", ">Restarts", "Message")
     for attempt in attempts:
         start_s = attempt.started_at or attempt.created_at
         table.add_row(
@@ -216,7 +247,7 @@ def attempts_table(attempts: Sequence[AttemptOut], now_s: float) -> Table:
 
 def metrics_table(series: Iterable[MetricSeries]) -> Table:
     """One row a metric: latest, least and greatest value, and its curve."""
-    table = _table("Metric", ">Latest", ">Min", ">Max", ">Step", "Curve")
+    table = plain_table("Metric", ">Latest", ">Min", ">Max", ">Step", "Curve")
     for one in series:
         if not one.points:
             continue
@@ -233,7 +264,7 @@ def metrics_table(series: Iterable[MetricSeries]) -> Table:
 
 def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Table:
     """One row a checkpoint, in step order."""
-    table = _table(">Step", "", ">Size", "Written", "Metric", "Path")
+    table = plain_table(">Step", "", ">Size", "Written", "Metric", "Path")
     for checkpoint in checkpoints:
         table.add_row(
             f"{checkpoint.step:,}",
@@ -248,7 +279,7 @@ def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Tab
 
 def traces_table(traces: Sequence[TraceOut], now_s: float) -> Table:
     """One row a trace, in the order of writing."""
-    table = _table("Trace", ">Rank", ">Steps", ">Up to step", ">Size", "Written", "Attempt")
+    table = plain_table("Trace", ">Rank", ">Steps", ">Up to step", ">Size", "Written", "Attempt")
     for trace in traces:
         table.add_row(
             trace.name,
@@ -271,45 +302,21 @@ def event_line(event: TimelineEventOut) -> Text:
     )
 
 
-def plan_page(plan: JobPlan) -> RenderableType:
-    """What a job would look like: what `shardloom plan` prints."""
-    grid = _facts()
-    grid.add_row("layout", f"{shape_text(plan)}, {plan.placement}")
-    grid.add_row("sharding groups", _groups(plan.sharding_groups))
-    grid.add_row("replica groups", _groups(plan.replica_groups))
-    grid.add_row("moment scale", human_number(plan.moment_scale))
-    tables = ", ".join(
-        f"{table.name} [{_rows(table.num_embeddings)} x {table.embedding_dim}]"
-        for table in plan.spec.embedding_tables
-    )
-    grid.add_row("tables", tables)
-    batch = plan.spec.data.batch_size
-    grid.add_row("batch", f"{batch:,} rows a rank, {batch * plan.world_size:,} a step")
-    return Group(Text(plan.spec.name, style="bold"), grid)
-
-
-def _rows(num_embeddings: int | str) -> str:
-    return num_embeddings if isinstance(num_embeddings, str) else f"{num_embeddings:,}"
-
-
-def _groups(groups: Sequence[Sequence[int]]) -> str:
-    return "  ".join(f"[{' '.join(str(rank) for rank in ranks)}]" for ranks in groups)
-
-
 def _took(job: JobSummary, now_s: float) -> str:
     if job.started_at is None:
         return ""
     return human_duration((job.ended_at or now_s) - job.started_at)
 
 
-def _facts() -> Table:
+def facts_grid() -> Table:
+    """A table without lines: subject and text."""
     grid = Table.grid(padding=(0, 3, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
     return grid
 
 
-def _table(*headings: str) -> Table:
+def plain_table(*headings: str) -> Table:
     """A plain table; a heading that starts with `>` is of a right-aligned column."""
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
     for heading in headings:

@@ -21,7 +21,7 @@ from service.commands.context import (
 )
 from service.commands.exits import exit_code_of
 from service.commands.follow import detaching, follow
-from service.commands.render import plan_page
+from service.commands.plan_page import plan_page
 from trainer.spec import validate_spec
 
 

@@ -10,6 +10,7 @@ from urllib.parse import quote
 from service.dashboard import formats
 from service.domain import Attempt, Checkpoint, EndReason, Job, JobStatus, TimelineEvent
 from service.sharding import newest_workers
+from service.sizes import sizes_of_job, span_text
 from service.traces import Trace
 from trainer.events import WorkersStarted
 
@@ -44,9 +45,13 @@ def quality_metric(job: Job) -> str:
 
 
 def layout_text(job: Job) -> str:
-    """World size as replicas times shards, `4 = 2 × 2` (T = M × L)."""
-    sizes = job.spec.parallelism
-    return f"{sizes.world_size} = {sizes.num_replicas} {formats.TIMES} {sizes.shard_group_size}"
+    """World size as replicas times shards, `4 = 2 × 2` (T = M × L); bounds where it may change."""
+    sizes = sizes_of_job(job)
+    workers = span_text(sizes.min_workers, sizes.world_size)
+    if sizes.num_replicas is None or sizes.shard_group_size is None:
+        return f"{workers} (auto)"
+    replicas = span_text(sizes.min_workers // sizes.shard_group_size, sizes.num_replicas)
+    return f"{workers} = {replicas} {formats.TIMES} {sizes.shard_group_size}"
 
 
 def duration_s(job: Job, now: float) -> float | None:

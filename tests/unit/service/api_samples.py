@@ -40,6 +40,7 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "created_at": 1000.0,
         "started_at": 1002.0,
         "ended_at": None,
+        "min_workers": 4,
         "world_size": 4,
         "shard_group_size": 2,
         "num_replicas": 2,
@@ -59,6 +60,60 @@ def job_body(**changes: Any) -> dict[str, Any]:
         "spec": validate_spec(spec_document()).model_dump(mode="json"),
         "run_dir": "/runs/job-0000000000ab",
         "current_attempt_id": "job-0000000000ab-1",
+        **changes,
+    }
+
+
+def membership_body(**changes: Any) -> dict[str, Any]:
+    """Three groups of which one was lost twelve seconds before `now` = 2000."""
+    members = [
+        {"group": group, "incarnation": 0, "hosts": [f"127.0.0.{group + 2}"] * 2}
+        for group in (0, 2)
+    ]
+    return {
+        "attempt_id": "job-0000000000ab-1",
+        "layout": {
+            "world_size": 6,
+            "shard_group_size": 2,
+            "num_replicas": 3,
+            "placement": "inter_host",
+            "failure_domain": "replica_group",
+            "num_hosts": 3,
+            "num_hosts_survived": 2,
+            "memory_overhead_bytes": 105_000_000,
+            "sync_latency_s": 0.012,
+            "reason": "three copies on three hosts survive the loss of two",
+        },
+        "generation": 4,
+        "commit": 128,
+        "changed_at": 1988.0,
+        "num_current": 2,
+        "num_wanted": 3,
+        "copies_alive": 2,
+        "host_copies_alive": 2,
+        "host_copies_needed": 3,
+        "members": [{**member, "standing": "current"} for member in members],
+        "missing": [
+            {
+                "group": 1,
+                "incarnation": 0,
+                "hosts": ["127.0.0.3"] * 2,
+                "time": 1988.0,
+                "reason": "host_lost",
+                "message": "",
+            }
+        ],
+        "num_losses": 1,
+        "num_recoveries": 1,
+        "last_recovery": {
+            "time": 1988.4,
+            "generation": 4,
+            "cause": "host_lost",
+            "pause_s": 0.31,
+            "syncs_lost": 0,
+            "num_tries": 1,
+        },
+        "excluded_hosts": [{"host": "127.0.0.9", "num_failures": 3, "until": 2600.0}],
         **changes,
     }
 

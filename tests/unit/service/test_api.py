@@ -12,6 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
+from service.backends.base import HostFacts
 from service.backends.fake import FakeBackend
 from service.client_sse import parse_events
 from service.domain import EndReason, Job, JobStatus, Observation, ObservedState
@@ -92,6 +93,41 @@ def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
     assert plan["replica_groups"] == [[0, 1], [2, 3]]
     assert plan["moment_scale"] == 2.0
     assert api.http.get("/v1/jobs").json()["items"] == []
+
+
+def test_a_plan_is_made_for_the_cluster_that_there_is(api: Api) -> None:
+    automatic = {"workers": {"min": 2, "max": 8}, "shard_group_size": 2, "survive": {"hosts": 1}}
+    body = {"spec": spec_document(parallelism=automatic)}
+    api.backend.set_hosts(HostFacts("a", 2, 0, 2**30), HostFacts("b", 2, 0, 2**30))
+    plan = api.http.post("/v1/jobs?dry_run=true", json=body).json()
+    assert plan["cluster"] == "2 host(s) with room for 2 + 2 worker(s)"
+    assert plan["layout"]["world_size"] == 4
+    api.backend.set_down(True)
+    plan = api.http.post("/v1/jobs?dry_run=true", json=body).json()
+    assert plan["cluster"] == "hosts not known"
+
+
+def test_a_job_whose_layout_is_open_is_listed_and_shown(api: Api) -> None:
+    job_id = api.submit(
+        parallelism={
+            "workers": {"min": 2, "max": 6},
+            "shard_group_size": "auto",
+            "placement": "auto",
+        }
+    )
+    for job in (
+        api.http.get(f"/v1/jobs/{job_id}").json(),
+        api.http.get("/v1/jobs").json()["items"][0],
+    ):
+        assert (job["min_workers"], job["world_size"]) == (2, 6)
+        assert (job["shard_group_size"], job["num_replicas"]) == (None, None)
+
+
+def test_a_folder_to_start_from_that_is_not_there_is_refused(api: Api) -> None:
+    warm_start = {"warm_start": {"path": "/nowhere/checkpoints"}}
+    response = api.http.post("/v1/jobs", json={"spec": spec_document(checkpoint=warm_start)})
+    fields = problem_in(response, 422, "invalid_spec")["fields"]
+    assert [field["path"] for field in fields] == ["checkpoint.warm_start.path"]
 
 
 def test_a_plan_scales_no_moments_where_there_are_none(api: Api) -> None:

@@ -18,6 +18,7 @@ def facts_of(optimizer: Any = None, **parallelism: Any) -> dict[str, str]:
 
 def test_the_default_policy() -> None:
     assert facts_of() == {
+        "Failure domain": "the job: a lost host restarts all workers from the newest checkpoint",
         "Sync": "every step: the rows touched since the last sync (all rows above 50%), in fp32",
         "Optimizer state": "averaged at each sync, moments scaled by 2",
         "Dense part": "gradients averaged over all ranks at every step",
@@ -54,7 +55,34 @@ def test_weight_decay_moves_every_row_whatever_the_mode() -> None:
 def test_one_copy_has_nothing_to_sync_and_no_policy_about_copies() -> None:
     single = spec(parallelism={"workers": 2, "shard_group_size": 2})
     assert sync_text(single) == "none: there is one copy of the tables"
-    assert [name for name, _ in policy_facts(single)] == ["Sync", "All-to-all", "Learning rates"]
+    assert [name for name, _ in policy_facts(single)] == [
+        "Failure domain",
+        "Sync",
+        "All-to-all",
+        "Learning rates",
+    ]
+
+
+def test_groups_that_survive_are_failure_domains_and_averaged_at_syncs() -> None:
+    facts = facts_of(survive={"hosts": 1})
+    assert facts["Failure domain"] == (
+        "a sharding group: the others train on when any host is lost"
+    )
+    assert facts["Dense part"] == "averaged at syncs, with the tables"
+    two = facts_of(workers=6, survive={"hosts": 2})
+    assert two["Failure domain"].endswith("when any 2 hosts are lost")
+    independent = facts_of(placement="inter_host")
+    assert independent["Failure domain"].endswith("when one is lost")
+
+
+def test_what_a_choice_will_decide_is_said_to_be_open() -> None:
+    facts = facts_of(shard_group_size="auto", placement="auto")
+    assert facts["Failure domain"] == "decided with the layout"
+    assert facts["Optimizer state"] == "averaged at each sync, moments scaled by M"
+    assert facts["Dense part"] == "at every step, or at syncs if each group is a failure domain"
+    given = facts_of(shard_group_size="auto", moment_scale=2, dense="every_step")
+    assert given["Optimizer state"].endswith("scaled by 2")
+    assert given["Dense part"] == "gradients averaged over all ranks at every step"
 
 
 def test_the_rest_of_the_policy() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
-from service.backends.base import Submission
+from service.backends.base import HostFacts, Submission
 from service.backends.ray_jobs import RayJobsBackend
 from service.domain import ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
@@ -141,3 +141,32 @@ def test_the_end_of_the_log_is_returned() -> None:
 
 def test_check_names_the_version() -> None:
     assert _backend(_answers(200, body={"ray_version": "2.60.0"})).check() == "Ray 2.60.0"
+
+
+def _node(address: str, state: str = "ALIVE", **resources: float) -> dict[str, object]:
+    return {"node_ip": address, "state": state, "resources_total": resources}
+
+
+def test_live_nodes_of_an_address_are_one_host() -> None:
+    nodes = [
+        _node("10.0.0.1", CPU=4.0, memory=1000.0, object_store_memory=5.0),
+        _node("10.0.0.2", CPU=8.0, GPU=2.0, memory=2000.0),
+        _node("10.0.0.1", CPU=2.0, memory=500.0),
+        _node("10.0.0.3", state="DEAD", CPU=8.0),
+    ]
+    body = {"result": True, "data": {"result": {"total": 4, "result": nodes}}}
+    assert _backend(_answers(200, body=body)).hosts() == (
+        HostFacts("10.0.0.1", 6.0, 0.0, 1500),
+        HostFacts("10.0.0.2", 8.0, 2.0, 2000),
+    )
+
+
+@pytest.mark.parametrize("body", [{}, {"data": {"result": None}}, {"data": {"result": {}}}])
+def test_a_cluster_that_does_not_tell_its_hosts_has_none_known(body: object) -> None:
+    assert _backend(_answers(200, body=body)).hosts() == ()
+    assert _backend(_answers(404, text="no such page")).hosts() == ()
+
+
+def test_hosts_of_a_cluster_that_is_away_are_not_to_be_had() -> None:
+    with pytest.raises(BackendUnreachable):
+        _backend(_fails(httpx.ConnectError)).hosts()

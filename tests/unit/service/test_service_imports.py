@@ -17,6 +17,9 @@ FROM_TRAINER = {
     "trainer.events",
     "trainer.run_dir",
     "trainer.parallel.layout",
+    "trainer.parallel.layout_choice",
+    "trainer.data.errors",
+    "trainer.data.resolve",
     "trainer.versions",
 }
 CONCRETE_BACKENDS = {"service.backends.ray_jobs", "service.backends.fake"}

@@ -25,6 +25,7 @@ LIGHT = (
     "trainer.run_dir",
     "trainer.versions",
     "trainer.parallel.layout",
+    "trainer.parallel.layout_choice",
     "trainer.driver",
     "service.client",
     "service.cli",

@@ -5,12 +5,14 @@ and hands the means to the others (all-gather): the bytes of a ring all-reduce, 
 the elements. A stock all-reduce sums in an order that depends on where an element lies; here the
 mean of an element depends on its M values alone. So a row has the same mean whether it travels
 alone or with its whole table, and for M a power of two the mean of M equal values is that value.
+Copies may weigh differently; those of weight 0 hear the means without counting in them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +22,56 @@ import torch.distributed as dist
 _CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
 
 
-def pairwise_mean(parts: torch.Tensor) -> torch.Tensor:
+def pairwise_mean(parts: torch.Tensor, weights: Sequence[int] | None = None) -> torch.Tensor:
     """Mean over the first dimension of [M, n], as float [n], in at least fp32.
 
     Neighbours are added first, then neighbouring sums, and so on. For M a power of two the sum of
     M equal values is exact that way, which a sum in a row is not (3 w may need one bit more).
+
+    Part i counts `weights[i]` times, parts of weight 0 not at all, whatever they hold. Weights are
+    divided by the largest, so that equal ones change no bit of the plain mean.
     """
     sums = list(parts.to(torch.promote_types(parts.dtype, torch.float32)).unbind(0))
+    divisor: float = parts.shape[0]
+    if weights is not None:
+        most = max(weights)
+        assert most > 0, "a mean needs a copy that counts"
+        divisor = sum(weights) / most
+        weighted = zip(sums, weights, strict=True)
+        sums = [part if w == most else part * (w / most) for part, w in weighted if w]
     while len(sums) > 1:
         pairs = zip(sums[::2], sums[1::2], strict=False)
         sums = [a + b for a, b in pairs] + (sums[-1:] if len(sums) % 2 else [])
-    return sums[0] / parts.shape[0]
+    return sums[0] / divisor
+
+
+class ReplicaGroup(Protocol):
+    """What a sync needs of a process group: both exchanges are over when they return."""
+
+    def size(self) -> int:
+        """M, the number of copies."""
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        """Write every copy's `part` [n] into `out` [M * n], in rank order. Collective."""
+
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
+        """Write part r of rank i's `parts` [M * n] to part i of rank r's `out`. Collective."""
+
+
+class WorldReplicaGroup:
+    """A replica group inside the world of torch.distributed."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def size(self) -> int:
+        return self._group.size()
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        dist.all_gather_single(out, part, group=self._group)
+
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
+        dist.all_to_all_single(out, parts, group=self._group)
 
 
 @dataclass(frozen=True)
@@ -95,14 +136,17 @@ class Block:
 
 
 class ReplicaCollectives:
-    """The collectives of a sync over one replica group.
+    """The collectives of a sync over one replica group, by default with copies of equal weight.
 
     `num_bytes` counts what this rank sends; `num_overflows` how often something had to travel in
     fp32 because a change was too large for fp16 on some copy.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group = group
+    def __init__(
+        self, group: ReplicaGroup, device: torch.device, weights: Sequence[int] | None = None
+    ) -> None:
+        self._group = group
+        self._weights = weights
         self.num_replicas = group.size()
         self.device = device
         self.chunk_bytes = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
@@ -123,7 +167,7 @@ class ReplicaCollectives:
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copies' 1-D tensors, equally long, as [M, n]. Collective."""
         gathered = tensor.new_empty(self.num_replicas * tensor.numel())
-        dist.all_gather_single(gathered, tensor, group=self.group)
+        self._group.all_gather(gathered, tensor)
         self.num_bytes += (self.num_replicas - 1) * tensor.nbytes
         return gathered.view(self.num_replicas, -1)
 
@@ -133,9 +177,10 @@ class ReplicaCollectives:
         `out` may be `flat` itself.
         """
         received = torch.empty_like(flat)
-        dist.all_to_all_single(received, flat, group=self.group)
-        mean = pairwise_mean(received.view(self.num_replicas, -1)).to(flat.dtype)
-        dist.all_gather_single(out, mean, group=self.group)
+        self._group.all_to_all(received, flat)
+        parts = received.view(self.num_replicas, -1)
+        mean = pairwise_mean(parts, self._weights).to(flat.dtype)
+        self._group.all_gather(out, mean)
         self.num_bytes += 2 * (self.num_replicas - 1) * mean.nbytes
 
     def mean_of(self, batch: Batch, values: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.agreed import Agreed, AgreedRows, AgreedTables, Exact, wires
-from trainer.parallel.averaging import Block, ReplicaCollectives
+from trainer.parallel.averaging import Block, ReplicaCollectives, WorldReplicaGroup
 from trainer.parallel.overlap import Background, Round, background_group
 from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
 from trainer.parallel.two_d import TableShard, TwoDParallel
@@ -107,7 +107,7 @@ class ReplicaSync(Sync):
         device = model.groups.device
         self._spec = spec
         self._extra = extra
-        self._replicas = ReplicaCollectives(model.groups.replica_group, device)
+        self._replicas = ReplicaCollectives(WorldReplicaGroup(model.groups.replica_group), device)
         self._numbers = RowNumbers(model.table_shards(), device)
         is_first = dist.get_rank(model.groups.replica_group) == 0
         self._overflows = OverflowWarning(warn if is_first else logger.warning)
@@ -117,7 +117,7 @@ class ReplicaSync(Sync):
         self._background: Background | None = None
         if spec.overlap or spec.optimizer_state == "delayed":
             self._background = Background(device)
-            self._background_group = background_group(model.groups)
+            self._background_group = WorldReplicaGroup(background_group(model.groups))
         self._pending: Round | None = None  # lands at the end of the next step
         self._pending_moments: Round | None = None  # lands at the next sync
         self._finish_s = 0.0
@@ -143,9 +143,9 @@ class ReplicaSync(Sync):
         started = time.perf_counter()
         self._land_moments()
         rows = self._take_union()
-        weights, states = self._extra()
-        blocks = [*self._blocks(rows, _weight, self._agreed.block), *map(Block, weights)]
-        moments = [*self._blocks(rows, _moments, self._agreed.block)]
+        numbers, (weights, states) = self._numbers, self._extra()
+        blocks = [*blocks_of(numbers, rows, weight_of, self._agreed.block), *map(Block, weights)]
+        moments = [*blocks_of(numbers, rows, moments_of, self._agreed.block)]
         self._agreed.begin_window()
         if self._spec.optimizer_state != "never":
             # Never delayed: Adam's second moments decay, so a late difference could turn them
@@ -176,10 +176,10 @@ class ReplicaSync(Sync):
         started = time.perf_counter()
         self._land_moments()
         rows = self._take_union()
-        weights, states = self._extra()
-        blocks = [*self._blocks(rows, _weight, Block), *map(Block, weights)]
+        numbers, (weights, states) = self._numbers, self._extra()
+        blocks = [*blocks_of(numbers, rows, weight_of, Block), *map(Block, weights)]
         moment_rows = self._take_stale(rows)
-        blocks += [*self._blocks(moment_rows, _moments, Block), *map(Block, states)]
+        blocks += [*blocks_of(numbers, moment_rows, moments_of, Block), *map(Block, states)]
         self._replicas.average_in_place(blocks)
         self._agreed.renew()
         return self._report(started, rows)
@@ -244,20 +244,6 @@ class ReplicaSync(Sync):
     def _density(self, rows: torch.Tensor) -> float:
         return rows.numel() / max(1, self._numbers.num_rows)
 
-    def _blocks(
-        self,
-        rows: torch.Tensor | None,
-        tensors_of: Callable[[TableShard], Iterable[torch.Tensor]],
-        block: Callable[[torch.Tensor, torch.Tensor | None], Block],
-    ) -> Iterator[Block]:
-        """A `block` of each tensor of every shard, in shard order: at `rows`, or all rows."""
-        if rows is None:
-            for shard in self._numbers.shards:
-                yield from (block(tensor, None) for tensor in tensors_of(shard))
-            return
-        for shard, local_rows in self._numbers.by_shard(rows):
-            yield from (block(tensor, local_rows) for tensor in tensors_of(shard))
-
     def _report(self, started: float, rows: torch.Tensor | None) -> SyncReport:
         if self._replicas.device.type == "cuda" and not self._spec.overlap:
             torch.cuda.synchronize(self._replicas.device)
@@ -270,12 +256,29 @@ class ReplicaSync(Sync):
         return SyncReport(time_s, num_bytes, self._density(rows), "touched_rows")
 
 
-def _weight(shard: TableShard) -> list[torch.Tensor]:
+def weight_of(shard: TableShard) -> list[torch.Tensor]:
+    """The weight of a shard, as what `blocks_of` takes."""
     return [shard.weight]
 
 
-def _moments(shard: TableShard) -> list[torch.Tensor]:
+def moments_of(shard: TableShard) -> list[torch.Tensor]:
+    """The optimizer state of a shard, as what `blocks_of` takes."""
     return list(shard.states.values())
+
+
+def blocks_of(
+    numbers: RowNumbers,
+    rows: torch.Tensor | None,
+    tensors_of: Callable[[TableShard], Iterable[torch.Tensor]],
+    block: Callable[[torch.Tensor, torch.Tensor | None], Block],
+) -> Iterator[Block]:
+    """A `block` of each tensor of every shard, in shard order: at `rows`, or all rows."""
+    if rows is None:
+        for shard in numbers.shards:
+            yield from (block(tensor, None) for tensor in tensors_of(shard))
+        return
+    for shard, local_rows in numbers.by_shard(rows):
+        yield from (block(tensor, local_rows) for tensor in tensors_of(shard))
 
 
 class OverflowWarning:

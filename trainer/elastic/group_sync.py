@@ -1,0 +1,249 @@
+"""The sync between groups that are worlds of their own: averaged in rounds, applied after a vote.
+
+Rank s of every group in a round averages its shard with the other ranks s, into buffers. Each then
+tells the coordinator whether it holds the averages, and only when all ranks of all groups do are
+they applied: a sync happens everywhere or nowhere. A round that fails changes nothing: rows stay
+touched, what was trained stays trained, and the next round covers it, with whoever is left.
+
+Copies weigh as many rows as they were trained on since the last sync. A group that only listens, or
+whose loss became NaN, weighs nothing, and nothing of it gets into the means.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+
+import torch
+
+from trainer.elastic import faults
+from trainer.elastic.free_group import ExchangeError, FreeGroup, Seat
+from trainer.elastic.fuzzy_copy import pieces_of
+from trainer.elastic.member import Member
+from trainer.elastic.peer_copy import DonorServer, Joiner
+from trainer.elastic.protocol import Arrive, Round, RoundMember, Verdict, Vote
+from trainer.parallel.averaging import Batch, Block, ReplicaCollectives
+from trainer.parallel.replica_sync import Extra, SyncReport, blocks_of
+from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
+from trainer.parallel.two_d import TableShard, TwoDParallel
+from trainer.spec import SyncSpec
+from trainer.spec.run import RecoverySpec
+
+
+@dataclass
+class Means:
+    """What a round came to, not applied yet.
+
+    `rows` are the numbers of the rows in it (int64, sorted), or None when it has all.
+    """
+
+    rows: torch.Tensor | None
+    batches: list[tuple[Batch, torch.Tensor]] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def write(self) -> None:
+        """Overwrite this copy."""
+        for batch, mean in self.batches:
+            for block, part in batch.unpack(mean):
+                block.write(part)
+
+
+class GroupSync:
+    """Keeps one rank's shard together with those of the other groups.
+
+    All ranks of all groups call `exchange` in turn. `members` are the groups of the newest round.
+    Faults are injected by the number of the commit that the round would have.
+    """
+
+    def __init__(
+        self,
+        model: TwoDParallel,
+        spec: SyncSpec,
+        extra: Extra,
+        member: Member,
+        shard_index: int,
+        recovery: RecoverySpec,
+    ) -> None:
+        is_allowed = (spec.dtype, spec.overlap, spec.optimizer_state) == ("fp32", False, "every")
+        assert is_allowed, "the spec refuses other policies between groups"
+        self._spec = spec
+        self._extra = extra
+        self._member = member
+        self._shard_index = shard_index
+        self._timeout_s = recovery.exchange_timeout_s
+        self._device = model.groups.device
+        self._numbers = RowNumbers(model.table_shards(), self._device)
+        self._touched = TouchedRows(self._numbers) if spec.mode == "touched_rows" else None
+        self._server = DonorServer(member.identity, pieces_of(self._numbers))
+        self._joiner: Joiner | None = None
+        self._group: FreeGroup | None = None
+        self._round = 0
+        self.members: tuple[RoundMember, ...] = ()
+
+    @property
+    def donor(self) -> str:
+        """Where this rank serves its shard (host:port)."""
+        return self._server.address
+
+    def close(self) -> None:
+        """Leave the others."""
+        self._drop_group()
+        self._stop_listening()
+        self._server.close()
+        if self._touched:
+            self._touched.close()
+
+    @torch.no_grad()
+    def exchange(self, make_arrival: Callable[[], Arrive]) -> tuple[Verdict, SyncReport]:
+        """One committed sync, tried until there is one. Collective over all ranks of all groups.
+
+        `make_arrival` says anew for every try what this rank comes with. The verdict is of a round
+        that did not commit when the group is to leave, or must forget what it trained.
+        """
+        started = time.perf_counter()
+        num_bytes = 0
+        while True:
+            self._member.store()  # a new client may take long, and in a round the others would wait
+            arrival = make_arrival()
+            is_copied = self._joiner is not None and self._joiner.is_complete
+            round_ = self._member.arrive(arrival.model_copy(update={"has_copied": is_copied}))
+            means, verdict = self._try(round_, is_copied)
+            num_bytes += means.num_bytes
+            is_demoted = arrival.standing == "current" != verdict.standing
+            if verdict.committed or verdict.should_leave or verdict.has_finished or is_demoted:
+                time_s = time.perf_counter() - started
+                return verdict, self._report(time_s, num_bytes, means.rows)
+
+    def _try(self, round_: Round, is_copied: bool) -> tuple[Means, Verdict]:
+        """Average, vote, and apply what was averaged if all agree."""
+        self._round, self.members = round_.round, round_.members
+        means, error = Means(self._nothing()), ""
+        try:
+            self._attend(round_, is_copied)
+            means = self._average(round_)
+            self._fault_point("before_vote", round_)
+        except ExchangeError as problem:
+            error = str(problem)
+        except BaseException:
+            self._drop_group()  # the others must not wait for a rank that fails
+            raise
+        if error:
+            self._drop_group()
+        verdict = self._vote(round_, error)
+        if verdict.committed:
+            assert not error, "a round commits when all ranks hold its averages"
+            self._apply(means, round_)
+        else:
+            self._drop_group()
+        self._stand(verdict)
+        return means, verdict
+
+    def _vote(self, round_: Round, error: str) -> Verdict:
+        if self._joiner:
+            self._joiner.vote()
+        vote = Vote(round=round_.round, commit=round_.commit, ok=not error, error=error)
+        return self._member.vote(vote)
+
+    def _attend(self, round_: Round, is_copied: bool) -> None:
+        """Listen or not, as the round has it."""
+        if self.members[self._index].standing != "listening":
+            self._stop_listening()
+            return
+        if self._touched:
+            self._touched.clear()  # what it trained, if anything, does not count
+        if self._joiner is None:
+            self._joiner = Joiner(self._member.identity, self._numbers, self._timeout_s)
+        self._joiner.attend(round_)
+        if is_copied and not self._joiner.is_complete:
+            raise ExchangeError("the donor of this group's copy was lost; it copies on")
+
+    def _stop_listening(self) -> None:
+        if self._joiner:
+            self._joiner.close()
+        self._joiner = None
+
+    def _stand(self, verdict: Verdict) -> None:
+        if self._joiner and verdict.standing == "current":
+            self._stop_listening()
+        elif self._joiner and verdict.standing == "initial":
+            self._joiner.restart()
+
+    @property
+    def _index(self) -> int:
+        """Place of this group in the round."""
+        own = (self._member.identity.group, self._member.identity.incarnation)
+        return [(each.group, each.incarnation) for each in self.members].index(own)
+
+    def _average(self, round_: Round) -> Means:
+        """Form the averages in buffers. Collective over the ranks s of the round."""
+        weights = [member.weight for member in round_.members]
+        if len(weights) == 1 or round_.is_idle:
+            return Means(self._nothing())
+        replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
+        means = Means(self._union(replicas))
+        for batch in replicas.batches(self._blocks(means.rows)):
+            self._fault_point("exchange", round_)
+            means.batches.append((batch, replicas.mean_of(batch, batch.pack())))
+        means.num_bytes, _ = replicas.take_costs()
+        return means
+
+    def _blocks(self, rows: torch.Tensor | None) -> list[Block]:
+        weights, states = self._extra()
+        blocks = blocks_of(self._numbers, rows, _tensors_of, Block)
+        return [*blocks, *map(Block, weights), *map(Block, states)]
+
+    def _union(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
+        """Rows that any copy touched, or None for all. They stay touched. Collective."""
+        if self._touched is None:
+            return None
+        bits = self._touched.bits.clone()
+        unite(bits, replicas)
+        rows = bits.nonzero().view(-1)
+        return None if self._density(rows) > self._spec.full_above else rows
+
+    def _density(self, rows: torch.Tensor) -> float:
+        return rows.numel() / max(1, self._numbers.num_rows)
+
+    def _nothing(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self._device)
+
+    def _group_of(self, round_: Round) -> FreeGroup:
+        """The process group of the round's generation, formed where there is none yet."""
+        seat = Seat(round_.generation, self._shard_index, self._index, len(round_.members))
+        if self._group and self._group.seat != seat:
+            self._drop_group()
+        if self._group is None:
+            store, timeout_s = self._member.store(), self._timeout_s
+            self._group = FreeGroup(seat, store, self._device, timeout_s, self._is_aborted)
+        return self._group
+
+    def _is_aborted(self) -> bool:
+        return self._member.is_aborted(self._round)
+
+    def _drop_group(self) -> None:
+        if self._group:
+            self._group.drop()
+        self._group = None
+
+    def _apply(self, means: Means, round_: Round) -> None:
+        self._fault_point("apply", round_)
+        joiner = self._joiner
+        with joiner.hearing(means.rows, round_.is_idle) if joiner else nullcontext():
+            means.write()
+        if self._touched and not round_.is_idle:
+            self._touched.clear()
+
+    def _fault_point(self, phase: faults.Phase, round_: Round) -> None:
+        identity = self._member.identity
+        faults.point(phase, identity.group, identity.rank, round_.commit)
+
+    def _report(self, time_s: float, num_bytes: int, rows: torch.Tensor | None) -> SyncReport:
+        if rows is None:
+            return SyncReport(time_s, num_bytes)
+        return SyncReport(time_s, num_bytes, self._density(rows), "touched_rows")
+
+
+def _tensors_of(shard: TableShard) -> Sequence[torch.Tensor]:
+    return [shard.weight, *shard.states.values()]

@@ -10,7 +10,7 @@ ranks.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -57,12 +57,15 @@ class TaskMeter:
 
     A step only keeps its outputs; the metrics see them all at once at the report, and their sums
     travel in one all-reduce. Left to themselves the metrics would sync state by state, with
-    several collectives each.
+    several collectives each. `state` and `load_state` carry what came in since the last report
+    over to another run, at any number of ranks.
     """
 
     def __init__(self, task: TaskSpec, batch_size: int, window_rows: int) -> None:
         self._task = task
         self._kept: list[tuple[torch.Tensor, ...]] = []
+        # Sums of weighted losses and of weights that the metrics have taken in.
+        self._losses = torch.zeros(2, dtype=torch.float64)
         self._metrics = {
             name: _METRICS[name][0](
                 world_size=dist.get_world_size(),
@@ -79,6 +82,7 @@ class TaskMeter:
         """Move the state to the device of the batches."""
         for metric in self._metrics.values():
             metric.to(device)
+        self._losses = self._losses.to(device)
         return self
 
     @torch.no_grad()
@@ -99,41 +103,98 @@ class TaskMeter:
     @torch.no_grad()
     def compute(self, prefix: str) -> dict[str, float]:
         """Values since the last call, named `PREFIX/NAME`, and start over. Collective."""
-        losses = self._hand_over()
-        summed = {name: metric for name, metric in self._metrics.items() if name != "auc"}
-        _all_reduce([losses, *_states(summed.values())])
-        values = {f"{prefix}/loss": (losses[0] / losses[1]).item()}
+        self._hand_over()
+        _all_reduce([self._losses, *self._summed().values()])
+        values = {f"{prefix}/loss": (self._losses[0] / self._losses[1]).item()}
         for name, metric in self._metrics.items():
             # AUC keeps whole lists, which it gathers by itself.
-            found = metric.local_compute() if name in summed else metric.compute()
-            local = "local_" if name in summed else ""
+            found = metric.compute() if name == "auc" else metric.local_compute()
+            local = "" if name == "auc" else "local_"
             values[f"{prefix}/{name}"] = found[self._key(name, local)].item()
             metric.reset()
+        self._losses.zero_()
         return values
 
-    def _hand_over(self) -> torch.Tensor:
-        """Give the metrics what was kept; (sum of weighted losses, sum of weights) in float64."""
+    @torch.no_grad()
+    def state(self) -> dict[str, torch.Tensor]:
+        """What came in on all ranks since the last `compute`, on the host. Collective.
+
+        Sums as float64, and for AUC the rows themselves: predictions, labels and weights [3, rows].
+        """
+        self._hand_over()
+        sums = {name: value.clone() for name, value in self._sums().items()}
+        _all_reduce(list(sums.values()))
+        if "auc" in self._metrics and sums["loss"][1]:
+            sums["auc"] = _gather_columns(self._auc_rows())
+        return {name: value.cpu() for name, value in sums.items()}
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Go on from `state`, as some number of ranks had it; a metric it lacks starts anew.
+
+        Rank 0 takes the sums, and the ranks share the rows.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for name, value in self._sums().items():
+            if rank == 0 and name in state:
+                value.copy_(state[name])
+        if "auc" in self._metrics and "auc" in state:
+            # Rows of weight 0 make all shares equal.
+            rows = nn.functional.pad(state["auc"], (0, -state["auc"].shape[1] % world_size))
+            self._take_in("auc", *rows[:, rank::world_size].to(self._losses.device))
+
+    def _sums(self) -> dict[str, torch.Tensor]:
+        """Every state that is a sum over rows, by name: views of what the metrics hold."""
+        return {"loss": self._losses, **self._summed()}
+
+    def _summed(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}.{state}": value
+            for name, metric in self._metrics.items()
+            if name != "auc"
+            for state, value in _states(metric)
+        }
+
+    def _auc_rows(self) -> torch.Tensor:
+        """Predictions, labels and weights of this rank since the last report, [3, rows]."""
+        (computation,) = self._metrics["auc"]._metrics_computations
+        names = ("predictions", "labels", "weights")
+        return torch.cat([torch.cat(getattr(computation, name), dim=1) for name in names])
+
+    def _hand_over(self) -> None:
+        """Give the metrics what was kept."""
+        if not self._kept:
+            return
         predictions, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
         self._kept.clear()
-        name = self._task.name
-        for metric in self._metrics.values():
-            metric.update(
-                predictions={name: predictions}, labels={name: labels}, weights={name: weights}
-            )
-        return torch.stack([losses.double().sum(), weights.double().sum()])
+        self._losses += torch.stack([losses.double().sum(), weights.double().sum()])
+        for name in self._metrics:
+            self._take_in(name, predictions, labels, weights)
+
+    def _take_in(
+        self, name: str, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
+    ) -> None:
+        task = self._task.name
+        self._metrics[name].update(
+            predictions={task: predictions}, labels={task: labels}, weights={task: weights}
+        )
 
     def _key(self, metric: str, local: str) -> str:
         return _METRICS[metric][1].format(task=self._task.name, local=local)
 
 
-def _states(metrics: Iterable[RecMetric]) -> list[torch.Tensor]:
-    """Every state of `metrics`; all of them are sums over rows."""
-    return [
-        getattr(computation, name)
-        for metric in metrics
-        for computation in metric._metrics_computations
-        for name in computation._defaults  # torchmetrics 1.0.3 has no public list of its states
-    ]
+def _states(metric: RecMetric) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every state of `metric` by its name; all of them are sums over rows."""
+    for computation in metric._metrics_computations:
+        for name in computation._defaults:  # torchmetrics 1.0.3 has no public list of its states
+            yield name, getattr(computation, name)
+
+
+def _gather_columns(columns: torch.Tensor) -> torch.Tensor:
+    """All ranks' `columns` [3, n] beside each other: [3, T n]. Collective: one all-gather."""
+    gathered = columns.new_empty(dist.get_world_size() * columns.numel())
+    dist.all_gather_single(gathered, columns.flatten())
+    return gathered.view(-1, *columns.shape).transpose(0, 1).flatten(1)
 
 
 def _all_reduce(tensors: list[torch.Tensor]) -> None:

@@ -108,7 +108,9 @@ class Checkpoints:
         self.wait()
         commit = self._commit(state, metrics, is_best)
         write = partial(
-            self._write, self._folder / f"step-{commit.step:08d}-{self._config.run_label}", commit
+            self._write,
+            self._folder / checkpoint.folder_name(commit.step, self._config.run_label),
+            commit,
         )
         group = self._config.group.group if self._config.group else 0
         before_write = partial(faults.point, "checkpoint", group, self._groups.rank, commit.step)
@@ -224,12 +226,11 @@ class Checkpoints:
             # The new checkpoint is safe; the old one is tried again after the next save.
             logger.warning("checkpoint %s could not be removed: %s", old.path.name, error)
             return
-        self._emit_deleted(old)
+        self._emit_deleted(old.path)
 
-    def _emit_deleted(self, old: checkpoint.CommittedCheckpoint) -> None:
-        self._emit(
-            events.CheckpointDeleted(time=time.time(), step=old.commit.step, path=str(old.path))
-        )
+    def _emit_deleted(self, folder: Path) -> None:
+        step = checkpoint.step_of(folder.name)
+        self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
 
     def newest(self) -> checkpoint.CommittedCheckpoint | None:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
@@ -245,7 +246,6 @@ class Checkpoints:
         if self._groups.rank == 0:
             for each in damaged:
                 self._set_aside(each.path)
-                self._emit_deleted(each)
         self.newest_commit = found.commit.commit if found else None
         return found
 
@@ -262,6 +262,8 @@ class Checkpoints:
             checkpoint.set_aside(folder)
         except OSError as error:
             logger.warning("checkpoint %s could not be set aside: %s", folder.name, error)
+            return
+        self._emit_deleted(folder)
 
     def _complain(self, message: str) -> None:
         logger.error("%s", message)

@@ -22,7 +22,8 @@ from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.data.reader import open_source
 from trainer.elastic import faults
-from trainer.elastic.training_state import load_state, state_to_save
+from trainer.elastic.training_state import METERS, load_packed, load_state, pack, state_to_save
+from trainer.elastic.warm_start import warm_start
 from trainer.failures import NonFiniteLoss
 from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better, phase_metrics
 from trainer.models.dlrm import build_model
@@ -421,7 +422,8 @@ class Session:
             if self.guard:
                 self._check_copies(self.guard)
             self.checkpoints.save(
-                state_to_save(self.model, self.optimizers.combined),
+                state_to_save(self.model, self.optimizers.combined)
+                | {METERS: pack(self.train_meter.state())},
                 self.state,
                 self.final_metrics,
                 is_best=is_best,
@@ -430,20 +432,33 @@ class Session:
             )
 
     def restore(self) -> None:
-        """Continue from the newest intact checkpoint of the job, if any. Collective."""
+        """Continue from the newest intact checkpoint of the job, else from another job's.
+
+        The latter where `checkpoint.warm_start` names one. Collective.
+        """
         found = self.checkpoints.newest()
         if found is None:
+            self._start_warm()
             return
         self.optimizers.init_state()
         load_state(found.path, self.model, self.optimizers.combined)
         written_scale = found.commit.moment_scale or self.spec.moment_scale
         self.optimizers.rescale_moments(self.spec.moment_scale / written_scale)
+        self.train_meter.load_state(load_packed(found.path, METERS))
         self.sync.reset()
         self.state = state_of(found.commit)
         self.origin = found.path.name
         self.final_metrics = dict(found.commit.metrics)
         self.total_steps = self._planned_steps()
         logger.info("resumed from %s at step %d", found.path.name, self.state.step)
+
+    def _start_warm(self) -> None:
+        found = warm_start(self.spec, self.model, self.optimizers)
+        if found is None:
+            return
+        self.sync.reset()
+        self.origin = f"warm-{found.path.name}"
+        self.note("info", f"warm start from checkpoint {found.path}, at step {found.commit.step}")
 
 
 def _format(values: dict[str, float]) -> str:

@@ -11,7 +11,7 @@ import torch
 from trainer import failures
 from trainer.data.errors import DataError
 from trainer.elastic import faults
-from trainer.elastic.checkpoint import CheckpointError
+from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
 from trainer.parallel.divergence import DivergenceError
 from trainer.parallel.groups import MeshGroups, build_groups
 from trainer.parallel.layout import Layout, LayoutError
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 # What a worker can say of its own end; the message tells the rest.
 _REASONS: dict[type[Exception], str] = {
     DataError: failures.DATA_ERROR,
+    CheckpointMisfit: failures.BAD_SPEC,
     CheckpointError: failures.STORAGE_ERROR,
     LayoutError: failures.BAD_SPEC,
     PlanError: failures.BAD_SPEC,

@@ -52,6 +52,38 @@ def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
     return reports
 
 
+def measure_until(num_ranks: int, loss: str) -> dict[str, torch.Tensor]:
+    """State of this rank's meter after a report and two more of three batches."""
+    meter = TaskMeter(TaskSpec(name="t", loss=loss), BATCH_SIZE, window_rows=999)
+    for step in range(NUM_BATCHES):
+        _take_in(meter, step, loss)
+    meter.compute("train")
+    assert not meter.state()["loss"].any(), "nothing came in since the report"
+    for step in range(NUM_BATCHES - 1):
+        _take_in(meter, NUM_BATCHES + step, loss)
+        meter.state()  # looking changes nothing
+    return meter.state()
+
+
+def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, float], bool]:
+    """The report after one more batch, whose rows the ranks share; whether the state came along."""
+    meter = TaskMeter(TaskSpec(name="t", loss=loss), BATCH_SIZE, window_rows=999)
+    meter.load_state(state)
+    came_along = all(
+        torch.equal(value.sort()[0], state[name].sort()[0]) for name, value in meter.state().items()
+    )
+    if torch.distributed.get_rank() == 0:
+        for rank in range(3):
+            batch, outputs = batch_of(rank, 2 * NUM_BATCHES - 1, loss == "bce")
+            meter.update(batch, loss_of(batch, outputs), outputs)
+    return meter.compute("train"), came_along
+
+
+def _take_in(meter: TaskMeter, seed: int, loss: str) -> None:
+    batch, outputs = batch_of(torch.distributed.get_rank(), seed, loss == "bce")
+    meter.update(batch, loss_of(batch, outputs), outputs)
+
+
 def all_rows(rank_count: int, report: int, is_binary: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """(outputs, labels) of every real row of one report, normalised."""
     pairs = [
@@ -84,6 +116,15 @@ def test_normalized_entropy_and_auc_are_over_all_ranks(rank_count: int) -> None:
             outputs, labels = all_rows(rank_count, index, is_binary=True)
             assert values["train/ne"] == pytest.approx(normalized_entropy(outputs, labels), 1e-4)
             assert values["train/auc"] == pytest.approx(auc(outputs, labels), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", "bce"])
+def test_a_meter_goes_on_at_another_number_of_ranks(loss: str) -> None:
+    whole = run_ranks(measure, 3, 3, loss)[0][1]
+    states = run_ranks(measure_until, 3, 3, loss)
+    for resumed, came_along in run_ranks(measure_from, 2, states[0], loss):
+        assert came_along
+        assert resumed == pytest.approx(whole, rel=1e-9)
 
 
 def normalized_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:

@@ -8,6 +8,7 @@ what any other saved, is the business of `trainer.elastic.training_state`.
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -32,12 +33,27 @@ class CheckpointError(Exception):
     """A save or a load failed; the message names folder, cause and mend."""
 
 
+class CheckpointMisfit(CheckpointError):
+    """A checkpoint holds other tables, another model or other optimizers than the job."""
+
+
 @dataclass(frozen=True)
 class CommittedCheckpoint:
     """A checkpoint that exists."""
 
     path: Path
     commit: Commit
+
+
+def folder_name(step: int, run_label: str) -> str:
+    """Name of the checkpoint that the workers of `run_label` write at `step`."""
+    return f"step-{step:08d}-{run_label}"
+
+
+def step_of(name: str) -> int:
+    """The step in a name that `folder_name` gave, also of a damaged checkpoint; 0 in others."""
+    found = re.match(r"step-(\d+)", name)
+    return int(found[1]) if found else 0
 
 
 def list_committed(checkpoints_dir: Path) -> list[CommittedCheckpoint]:
@@ -254,14 +270,14 @@ def set_aside(folder: Path) -> None:
 
 
 def load(folder: Path, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` in place from `folder`. Collective.
+    """Fill the tensors of `state` in place from `folder`, and replace its objects. Collective.
 
-    Raises `CheckpointError` when the checkpoint holds other tables or shapes.
+    Raises `CheckpointMisfit` when the checkpoint holds other tables or shapes.
     """
     try:
         dcp.load(state, checkpoint_id=folder)
     except (CheckpointException, OSError) as error:
-        raise CheckpointError(
+        raise CheckpointMisfit(
             f"checkpoint {folder.name} does not fit this model: {_cause(error)}; was the spec "
             "changed?"
         ) from error

@@ -50,6 +50,12 @@ def moment_key(key: str, columns: Columns, whole: Columns) -> str:
     return key if columns == whole else f"{key}.columns_{columns.start}_{columns.stop}"
 
 
+def column_suffix(key: str) -> str:
+    """The end of `key` that `moment_key` added; empty for moments of whole rows."""
+    found = _SUFFIX.search(key)
+    return found[0] if found else ""
+
+
 def stored_columns(key: str, whole: Columns, stored_keys: Iterable[str]) -> list[Columns]:
     """The column ranges whose moments a checkpoint holds, in order; `key` is that of whole rows."""
     ranges = []

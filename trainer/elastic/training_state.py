@@ -8,6 +8,7 @@ dicts do not give in that form, the row-wise moments of column shards, is brough
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,12 +24,42 @@ from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.optim.keyed import CombinedOptimizer
 
 from trainer.elastic import checkpoint
-from trainer.elastic.checkpoint import CheckpointError
-from trainer.elastic.column_shards import Columns, moment_key, moments_of, stored_columns
+from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
+from trainer.elastic.column_shards import (
+    Columns,
+    column_suffix,
+    moment_key,
+    moments_of,
+    stored_columns,
+)
 from trainer.parallel.two_d import TwoDParallel
+
+METERS = "meters"
+"""Where a checkpoint keeps what the metrics took in since the last report (`pack`)."""
 
 _TABLE_STATE = "optim.state.sparse_."
 _MAX_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """What to load: the tables of these names (None: every one of the job), and the dense part.
+
+    Each with its optimizer state.
+    """
+
+    tables: frozenset[str] | None = None
+    dense: bool = True
+
+    def has(self, key: str) -> bool:
+        """Whether it includes the tensor that a checkpoint calls `key`."""
+        table = table_of(key)
+        if table is None:
+            return self.dense
+        return self.tables is None or table in self.tables
+
+
+WHOLE = Part()
 
 
 @dataclass(frozen=True)
@@ -61,21 +92,42 @@ def state_to_save(model: TwoDParallel, optimizer: CombinedOptimizer) -> dict[str
     return state | tensors.by_key()
 
 
-def load_state(folder: Path, model: TwoDParallel, optimizer: CombinedOptimizer) -> None:
-    """Fill `model` and `optimizer` in place from the checkpoint in `folder`. Collective.
+def load_state(
+    folder: Path, model: TwoDParallel, optimizer: CombinedOptimizer, part: Part = WHOLE
+) -> None:
+    """Fill `part` of `model` and `optimizer` in place from the checkpoint in `folder`. Collective.
 
-    State that a first step would create must exist. Raises `CheckpointError` on every rank when
-    the checkpoint holds other tables, shapes or optimizer state.
+    State that a first step would create must exist where it is in `part`. Raises
+    `CheckpointMisfit` on every rank when the checkpoint holds other tables, shapes or optimizer
+    state.
     """
     state, moments = _named_state(model, optimizer)
-    sizes = _stored_sizes(folder)
-    _refuse(folder, [*_misfits(state, sizes), *_moment_misfits(moments, sizes)])
+    state = {key: value for key, value in state.items() if part.has(key)}
+    moments = [each for each in moments if part.has(each.key)]
+    sizes = _sizes(_stored(folder))
+    _refuse(folder, _problems(state, moments, sizes))
     tensors = _MomentTensors(model.groups.device_mesh)
     sources = [(each, _read(each, sizes, tensors)) for each in moments]
     checkpoint.load(folder, state | tensors.by_key())
     for each, stored in sources:
         if each.columns not in stored:
             each.values.copy_(moments_of(each.columns, stored))
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Small tensors as one object in a checkpoint, whose sizes may differ from save to save."""
+    buffer = io.BytesIO()
+    torch.save(dict(tensors), buffer)
+    return buffer.getvalue()
+
+
+def load_packed(folder: Path, key: str) -> dict[str, torch.Tensor]:
+    """What `pack` made of the tensors at `key`; none where an early version saved. Collective."""
+    if key not in _stored(folder):
+        return {}
+    state: dict[str, Any] = {key: b""}
+    checkpoint.load(folder, state)
+    return torch.load(io.BytesIO(state[key]), weights_only=True)
 
 
 def _named_state(
@@ -158,19 +210,43 @@ def _read(
     return into
 
 
-def _stored_sizes(folder: Path) -> dict[str, torch.Size]:
-    """Size of each tensor in a checkpoint. Collective: rank 0 reads; raises `CheckpointError`."""
-    box: list[dict[str, torch.Size] | OSError | None] = [None]
+def _stored(folder: Path) -> dict[str, torch.Size | None]:
+    """Size of each tensor in a checkpoint, None for other objects. Collective: rank 0 reads.
+
+    Raises `CheckpointError` on every rank.
+    """
+    box: list[dict[str, torch.Size | None] | OSError | None] = [None]
     if dist.get_rank() == 0:
         try:
             stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-            box[0] = {k: v.size for k, v in stored.items() if isinstance(v, TensorStorageMetadata)}
+            box[0] = {
+                key: each.size if isinstance(each, TensorStorageMetadata) else None
+                for key, each in stored.items()
+            }
         except OSError as error:
             box[0] = error
     dist.broadcast_object_list(box, src=0)
     if not isinstance(box[0], dict):
         raise CheckpointError(f"checkpoint {folder.name} could not be read: {box[0]}")
     return box[0]
+
+
+def _sizes(stored: Mapping[str, torch.Size | None]) -> dict[str, torch.Size]:
+    return {key: size for key, size in stored.items() if size is not None}
+
+
+def _problems(
+    state: Mapping[str, Any], moments: Sequence[RowMoments], sizes: Mapping[str, torch.Size]
+) -> list[str]:
+    """What keeps `state` and `moments` from being loaded out of tensors of `sizes`, in words."""
+    there = {table for key in sizes if (table := table_of(key))}
+    missing = {table for key in state if (table := table_of(key))} - there
+    problems = [f"it has no table {table}" for table in sorted(missing)]
+    if missing:
+        problems.append(f"its tables are {', '.join(sorted(there)) or 'none'}")
+    present = {key: value for key, value in state.items() if table_of(key) not in missing}
+    present_moments = [each for each in moments if table_of(each.key) not in missing]
+    return [*problems, *_misfits(present, sizes), *_moment_misfits(present_moments, sizes)]
 
 
 def _misfits(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> Iterator[str]:
@@ -204,14 +280,19 @@ def _moment_misfits(
             )
 
 
+def table_of(key: str) -> str | None:
+    """The table that the tensor `key` of a checkpoint belongs to; None for the dense part."""
+    parts = key.removesuffix(column_suffix(key)).split(".")
+    is_table = key.startswith(_TABLE_STATE) or "embedding_bags" in parts or "embeddings" in parts
+    return parts[-2] if is_table else None
+
+
 def _spoken(key: str) -> str:
     """What a person calls the tensor `key`."""
-    parts = key.split(".")
-    if key.startswith(_TABLE_STATE):
-        return f"optimizer state of table {parts[-2]}"
-    if "embedding_bags" in parts or "embeddings" in parts:
-        return f"table {parts[-2]}"
-    return key
+    table = table_of(key)
+    if table is None:
+        return key
+    return f"optimizer state of table {table}" if key.startswith(_TABLE_STATE) else f"table {table}"
 
 
 def _shape(size: torch.Size) -> str:
@@ -227,7 +308,7 @@ def _refuse(folder: Path, problems: Sequence[str]) -> None:
         return
     listed = "; ".join(found[:_MAX_PROBLEMS])
     more = f"; and {len(found) - _MAX_PROBLEMS} more" if len(found) > _MAX_PROBLEMS else ""
-    raise CheckpointError(
+    raise CheckpointMisfit(
         f"checkpoint {folder.name} does not fit this job: {listed}{more}. Tables, model and "
         "optimizers must be those that wrote it; sharding, workers and placement may differ"
     )

@@ -145,9 +145,9 @@ def kill_on(host: Host, pids: Collection[int]) -> None:
 
     logger.warning("killing processes %s on %s", sorted(pids), host.address)
     pinned = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
-    ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=pinned)(kill_workers).remote(
-        sorted(pids)
-    )
+    task: Any = ray.remote(kill_workers)
+    options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": pinned}
+    task.options(**options).remote(sorted(pids))
 
 
 def kill_workers(pids: Iterable[int]) -> None:

@@ -1,11 +1,11 @@
-"""The driver of an attempt: one Ray job that runs worker groups until the training ends.
+"""The driver of an attempt: one Ray job that runs workers until the training ends.
 
     python -m trainer.driver      with the SHARDLOOM_* variables that `DriverContext` reads
 
-It checks versions and data, runs a Ray Train TorchTrainer, restarts the workers from the newest
-checkpoint when they were lost or their copies diverged and the budget allows, and posts the outbox
-to the service. Its last
-record says why the attempt ended; its exit code is 0 only when training completed.
+It checks versions and data, chooses the layout, and keeps the workers alive: all of them as one
+(`trainer.elastic.job_runs`) or each sharding group by itself (`trainer.elastic.supervisor`), as the
+layout's failure domain says. It posts the outbox to the service. Its last record says why the
+attempt ended; its exit code is 0 only when training completed.
 """
 
 from __future__ import annotations
@@ -14,25 +14,32 @@ import logging
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 
 import httpx
 
 from trainer import events, failures
+from trainer.attempt import Attempt, DriverContext, Outcome, run_lives
+from trainer.cluster import (
+    Host,
+    demand_per_worker,
+    kill_on,
+    note_shortage,
+    read_hosts,
+    wants_gpu,
+)
 from trainer.data.errors import DataError
-from trainer.data.manifest import load_manifest
-from trainer.data.resolve import resolve_tables
 from trainer.failures import Failure
 from trainer.outbox import EventWriter, OutboxPoster
-from trainer.ray_worker import WorkerConfig, start_log
-from trainer.run_dir import AttemptDir, RunDir
-from trainer.spec import JobSpec, SpecError, load_spec
+from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
+from trainer.ray_worker import start_log
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec, SpecError
+from trainer.train_run import Evicted, train
 from trainer.versions import check_versions, installed_versions
 
 logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
@@ -40,212 +47,103 @@ logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 POST_TIMEOUT_S = 10.0
 EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130}
 EXIT_EVICTED = 143
-CLUSTER_LOSS_GRACE_S = 3.0
 
-
-@dataclass(frozen=True)
-class DriverContext:
-    """What the control plane tells a driver, by environment variables."""
-
-    job_id: str
-    attempt_id: str
-    run_dir: Path
-    service_url: str | None
-    max_worker_failures: int
-
-    @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> DriverContext:
-        """Read the SHARDLOOM_* variables; a missing one is a KeyError that names it."""
-        return cls(
-            job_id=env["SHARDLOOM_JOB_ID"],
-            attempt_id=env["SHARDLOOM_ATTEMPT_ID"],
-            run_dir=Path(env["SHARDLOOM_RUN_DIR"]),
-            service_url=env.get("SHARDLOOM_SERVICE_URL"),
-            max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
-        )
-
-    @property
-    def files(self) -> AttemptDir:
-        """Files of this attempt."""
-        return RunDir(self.run_dir).attempt(self.attempt_id)
-
-
-def prepare_spec(context: DriverContext) -> JobSpec:
-    """The attempt's spec with table sizes taken from the data; raises SpecError or DataError."""
-    spec = load_spec(context.files.spec_path.read_text())
-    return resolve_tables(spec, load_manifest(Path(spec.data.path)))
+# Ray Train's helpers, for every TorchTrainer: look at the workers once a second.
+TRAIN_SETTINGS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
+# Where every group has a TorchTrainer of its own: no helpers that nobody asks, quick despair of a
+# host that has gone, and the drain notices of Ray are the supervisor's business.
+GROUP_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+}
 
 
 def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
     """Train to the end, restarting workers within the budget where it helps; None if completed."""
     try:
-        spec = prepare_spec(context)
+        attempt = open_attempt(context, writer)
+        return run_lives(attempt, lives_of(attempt))
     except SpecError as error:
         return Failure(failures.BAD_SPEC, str(error))
     except DataError as error:
         return Failure(failures.DATA_ERROR, str(error))
+    except NoLayout as error:
+        return error.failure
+
+
+def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
+    """Check and resolve the spec, and say that the attempt has started.
+
+    Raises SpecError, DataError or NoLayout.
+    """
+    spec = prepare_spec(context)
+    use_gpu = wants_gpu(spec)
+    choice = choose_layout(spec, partial(hosts_for, spec, use_gpu), partial(_warn, writer))
+    if choice:
+        spec = spec.with_layout(choice.layout)
     writer.write(
         events.AttemptStarted(
             time=time.time(),
-            world_size=spec.parallelism.world_size,
+            world_size=choice.layout.world_size if choice else spec.parallelism.world_size,
             versions=installed_versions(),
         )
     )
-    note_shortage(spec, writer)
-    run_index = 0
-    while True:
-        failure = run_workers(WorkerConfig(spec, context.run_dir, context.attempt_id, run_index))
-        if failure is None:
-            return None
-        run_index += 1
-        restart = failures.should_restart(failure, run_index, context.max_worker_failures)
-        if failure.reason in failures.RESTARTABLE:
-            writer.write(
-                events.WorkersLost(
-                    time=time.time(),
-                    run_index=run_index - 1,
-                    reason=failure.reason,
-                    message=failure.message,
-                    will_restart=restart,
-                )
-            )
-        if not restart:
-            return failure
+    if choice:
+        writer.write(layout_chosen(choice))
+    return Attempt(context, spec, writer, use_gpu)
 
 
-def run_workers(config: WorkerConfig) -> Failure | None:
-    """One worker group run: a TorchTrainer from start to end; None when it completed."""
-    # Imported late: a faulty spec is reported seconds sooner without Ray and torch.
-    from ray.exceptions import RayError
-    from ray.train import RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-    from ray.train.v2.api.config import FailureConfig
-    from ray.train.v2.api.exceptions import TrainingFailedError
-
-    from trainer.ray_worker import ray_train_loop
-
-    resources = config.spec.resources
-    use_gpu = wants_gpu(config.spec)
-    trainer = TorchTrainer(
-        ray_train_loop,
-        train_loop_config={"worker": config},
-        torch_config=TorchConfig(
-            backend="nccl" if use_gpu else "gloo",
-            timeout_s=int(max(resources.collective_timeout_s, 1)),
-        ),
-        scaling_config=ScalingConfig(
-            num_workers=config.spec.parallelism.world_size,
-            use_gpu=use_gpu,
-            resources_per_worker=demand_per_worker(config.spec, use_gpu),
-        ),
-        run_config=RunConfig(
-            name=f"{config.attempt_id}-r{config.run_index}",
-            storage_path=str(config.run_dir / "ray"),
-            # Restarts are ours to count, preempted workers' too.
-            failure_config=FailureConfig(max_failures=0, max_preemption_failures=0),
-        ),
-    )
-    try:
-        trainer.fit()
-    except TrainingFailedError as error:
-        logger.error("%s", error)
-        return classify(error)
-    except RayError as error:  # the controller itself is gone, alone or with the cluster
-        # When the whole cluster goes, its parts go one by one, and this driver is among them.
-        time.sleep(CLUSTER_LOSS_GRACE_S)
-        if not cluster_answers():
-            raise Evicted(f"the cluster is gone: {_first_line(error)}") from error
-        return Failure(failures.WORKERS_LOST, f"Ray Train was lost: {_first_line(error)}")
-    return None
+def _warn(writer: EventWriter, message: str) -> None:
+    writer.write(events.Note(time=time.time(), level="warning", message=message))
 
 
-def cluster_answers() -> bool:
-    """Whether somebody listens at the cluster's address (GCS)."""
-    import ray
-
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=POST_TIMEOUT_S):
-            return True
-    except OSError:
-        return False
+def hosts_for(spec: JobSpec, use_gpu: bool) -> list[Host]:
+    """The hosts of the cluster, by room for workers of `spec`."""
+    return read_hosts(demand_per_worker(spec, use_gpu))
 
 
-def demand_per_worker(spec: JobSpec, use_gpu: bool) -> dict[str, float]:
-    """Ray resources of one worker."""
-    return {"CPU": spec.resources.cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
+def lives_of(attempt: Attempt) -> Callable[[int], Outcome]:
+    """What runs one life of the workers, as the failure domain has it."""
+    # Imported late: what they need takes seconds, and a faulty spec is reported without.
+    if attempt.spec.parallelism.failure_domain == "replica_group":
+        from trainer.elastic.ray_coordinator import RayCoordinator
+        from trainer.elastic.supervisor import Setting, Supervisor
+
+        _set_unless_given(GROUP_SETTINGS)
+        setting = Setting(attempt, RayCluster(attempt), train)
+        return Supervisor(setting, partial(RayCoordinator, attempt)).live
+
+    from trainer.elastic.job_runs import JobRuns
+
+    _set_unless_given(TRAIN_SETTINGS)
+    note_shortage(attempt.spec, attempt.writer)
+    return JobRuns(attempt, RayCluster(attempt).read_hosts, train).live
 
 
-def shortage(
-    demand_per_worker: Mapping[str, float], num_workers: int, cluster: Mapping[str, float]
-) -> str | None:
-    """What a cluster of that size lacks for the job, in a sentence; None when all fits."""
-    lacks = [
-        f"{num_workers * amount:g} {name} (the cluster has {cluster.get(name, 0):g})"
-        for name, amount in demand_per_worker.items()
-        if num_workers * amount > cluster.get(name, 0)
-    ]
-    if not lacks:
-        return None
-    return (
-        f"{num_workers} workers need {' and '.join(lacks)}: waiting until the cluster grows; "
-        "else cancel, and lower parallelism.workers or resources.cpus_per_worker"
-    )
+def _set_unless_given(settings: dict[str, str]) -> None:
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
 
 
-def note_shortage(spec: JobSpec, writer: EventWriter) -> None:
-    """Say so in the timeline when the workers do not fit, because they then wait in silence."""
-    import ray
+class RayCluster:
+    """The cluster that Ray connects this process to, as one attempt sees it."""
 
-    num_workers = spec.parallelism.world_size
-    lack = shortage(demand_per_worker(spec, wants_gpu(spec)), num_workers, ray.cluster_resources())
-    if lack:
-        writer.write(events.Note(time=time.time(), level="warning", message=lack))
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
 
+    def read_hosts(self) -> list[Host]:
+        """Live hosts by address."""
+        return hosts_for(self._attempt.spec, self._attempt.use_gpu)
 
-def wants_gpu(spec: JobSpec) -> bool:
-    """Whether to train on GPUs: as asked, or when the cluster has one for every worker."""
-    import ray
-
-    if spec.resources.device != "auto":
-        return spec.resources.device == "cuda"
-    return ray.cluster_resources().get("GPU", 0) >= spec.parallelism.world_size
-
-
-def classify(error: Exception) -> Failure:
-    """The cause behind a Ray Train error."""
-    by_rank: Mapping[int, Exception] = getattr(error, "worker_failures", {})
-    if not by_rank:
-        return Failure(failures.WORKERS_LOST, _first_line(error))
-    return failures.explain([_classify_rank(rank, by_rank[rank]) for rank in sorted(by_rank)])
-
-
-def _classify_rank(rank: int, error: Exception) -> Failure:
-    from ray.exceptions import RayError
-    from ray.train.v2._internal.exceptions import RayTrainError
-
-    if isinstance(error, failures.WorkerFailure):
-        return Failure(error.reason, f"rank {rank}: {error.message}")
-    if isinstance(error, RayError | RayTrainError):
-        message = f"rank {rank} was lost: {_first_line(error)}"
-        return Failure(failures.WORKERS_LOST, message, is_death=True)
-    return Failure(failures.TRAINING_ERROR, f"rank {rank}: {type(error).__name__}: {error}")
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return " ".join(lines[:3]) or type(error).__name__
+    kill_on = staticmethod(kill_on)
 
 
 class Stopped(Exception):
     """The attempt was asked to stop: SIGINT, by Ctrl-C or by a cancel through Ray Jobs."""
-
-
-class Evicted(Exception):
-    """Driver or cluster is being shut down, which nobody asked of the job.
-
-    It ends without a report, so that the control plane counts it as lost and starts another.
-    """
 
 
 def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | None:
@@ -294,12 +192,19 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
         raise
     except Exception as error:  # whatever it is, the control plane must learn of it
         logger.exception("the driver failed")
-        return _ended(context, Failure(failures.TRAINING_ERROR, f"{type(error).__name__}: {error}"))
+        evidence = failures.evidence_of(error)
+        message = f"{type(error).__name__}: {error}"
+        return _ended(context, Failure(failures.TRAINING_ERROR, message, evidence=evidence))
 
 
 def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:
     if failure is not None:
-        return events.AttemptEnded(time=time.time(), reason=failure.reason, message=failure.message)
+        return events.AttemptEnded(
+            time=time.time(),
+            reason=failure.reason,
+            message=failure.message,
+            evidence=dict(failure.evidence),
+        )
     from trainer.elastic.checkpoint import list_committed
 
     newest = list_committed(RunDir(context.run_dir).checkpoints_dir)[-1]
@@ -314,7 +219,6 @@ def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnd
 def main() -> int:
     """Run the attempt that the environment names; the exit code of the Ray job."""
     context = DriverContext.from_env(os.environ)
-    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "1")
     start_log(context.files.log_path("driver"))
     logger.info("driver of %s is process %d", context.attempt_id, os.getpid())
     writer = EventWriter(context.files.stream_path("driver"))

@@ -3,7 +3,8 @@
 A reason decides what happens next. Another life of the workers, from the newest checkpoint, may do
 better after a loss, a hang, a shortage or a divergence; bad data, a bad spec, a loss that became
 NaN or an error in training would only come back. What nobody of the job is to blame for (a lost
-host, a preemption, a cluster without room) never spends the user's budget.
+host, a preemption) never spends the user's budget. Without room the attempt ends, and the control
+plane tries again later.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ RUN_IN_USE = "run_in_use"
 
 # What another life of the workers may not run into again, and whether the user's budget pays.
 PAID = frozenset({WORKERS_LOST, DIVERGED, HANG, DEVICE_OOM, HOST_OOM})
-FREE = frozenset({HOST_LOST, PREEMPTED, NO_ROOM})
+FREE = frozenset({HOST_LOST, PREEMPTED})
 RESTARTABLE = PAID | FREE
 
 # One sharding group may end by these while the others train on, and is started again; the budget
@@ -179,7 +180,7 @@ def should_replace(failure: Failure, num_suspicious: int, max_failures: int) -> 
     """
     if is_suspicious(failure):
         return num_suspicious <= max_failures
-    return failure.reason in RESTARTABLE
+    return failure.reason in RESTARTABLE | {NO_ROOM}
 
 
 def is_suspicious(failure: Failure) -> bool:

@@ -8,7 +8,7 @@ RUN_DIR/                         one per job
     logs/driver.log, rank-0.log  one file per process
     trace-request.json           steps that somebody wants traced: {"id", "num_steps", "ranks"}
     resize-request.json          size or hosts to leave: {"id", "workers", "drain_hosts"}
-    stop-request.json            the driver wants the workers to save and stop: {"run_index", "cause"}
+    stop-request.json            the workers shall save and stop: {"run_index", "cause"}
     stopping-0                   workers of that run index do so
     traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
 """

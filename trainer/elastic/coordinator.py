@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from trainer.elastic.detect import RankId
 from trainer.elastic.effects import Announce, CommitRecord, Effect, Reply
-from trainer.elastic.leases import LeaseBook
+from trainer.elastic.leases import LeaseBook, WindowBounds
 from trainer.elastic.membership import Membership
 from trainer.elastic.policy import MembershipPolicy
 from trainer.elastic.protocol import Answered, Arrive, Heartbeat, Hello, Numbered, Vote
@@ -50,7 +50,7 @@ class LeasedRows:
     epochs: int
     rows_per_lease: int
     max_rows: int | None = None
-    windows: tuple[int, ...] = ()
+    windows: Sequence[int] | WindowBounds = ()
 
     def open(self) -> LeaseBook:
         """The book of a fresh run."""

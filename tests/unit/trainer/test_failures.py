@@ -1,18 +1,30 @@
-"""Classification of failures: the cause is named, and only lost or diverged workers start again."""
+"""Classification of failures: the cause is named, with evidence, and spends the right budget."""
 
 from __future__ import annotations
 
 import pickle
+from itertools import pairwise
 
 import pytest
 
 from service.domain import EndReason
 from trainer import failures
-from trainer.failures import Failure, WorkerFailure, explain, is_peer_loss, should_restart
+from trainer.failures import (
+    Failure,
+    WorkerFailure,
+    evidence_of,
+    explain,
+    is_peer_loss,
+    reason_of,
+    restart_delay_s,
+    should_replace,
+    should_restart,
+)
 
 LOST = Failure(failures.WORKERS_LOST, "connection closed by peer")
 DIVERGED = Failure(failures.DIVERGED, "shard 1 of table 'users' differs on rank 3")
 BAD_ROW = Failure(failures.DATA_ERROR, "row 7")
+HOST_GONE = Failure(failures.HOST_LOST, "rank 2 was lost", is_death=True)
 
 
 def test_a_cause_outweighs_the_ranks_that_only_lost_a_peer() -> None:
@@ -28,26 +40,62 @@ def test_a_dead_rank_explains_what_its_peers_ran_into() -> None:
     assert explain([LOST, odd]) == odd
 
 
+def test_a_death_of_known_cause_explains_the_other_deaths() -> None:
+    dead = Failure(failures.WORKERS_LOST, "rank 3 was lost", is_death=True)
+    assert explain([dead, LOST, HOST_GONE]) == HOST_GONE
+
+
 def test_without_a_cause_the_workers_were_lost() -> None:
     assert explain([LOST]).reason == failures.WORKERS_LOST
     assert explain([]).reason == failures.WORKERS_LOST
 
 
 @pytest.mark.parametrize(
-    ("failure", "num_failures", "restarts"),
+    ("failure", "num_paid", "restarts"),
     [
         (LOST, 1, True),
         (LOST, 2, True),
         (LOST, 3, False),
         (DIVERGED, 2, True),
         (DIVERGED, 3, False),
-        (BAD_ROW, 1, False),
+        (Failure(failures.HANG, "rank 1 stands still"), 2, True),
+        (Failure(failures.DEVICE_OOM, "out of memory"), 3, False),
+        (BAD_ROW, 0, False),
+        (Failure(failures.NON_FINITE, "the loss became nan"), 0, False),
+        (Failure(failures.RUN_IN_USE, "another attempt"), 0, False),
+        (Failure(failures.NO_ROOM, "2 hosts"), 0, False),
     ],
 )
-def test_lost_and_diverged_workers_restart_within_the_budget(
-    failure: Failure, num_failures: int, restarts: bool
+def test_what_another_life_may_mend_restarts_within_the_budget(
+    failure: Failure, num_paid: int, restarts: bool
 ) -> None:
-    assert should_restart(failure, num_failures, max_failures=2) is restarts
+    assert should_restart(failure, num_paid, max_failures=2) is restarts
+
+
+@pytest.mark.parametrize("reason", [failures.HOST_LOST, failures.PREEMPTED])
+def test_losses_that_nobody_is_to_blame_for_never_spend_the_budget(reason: str) -> None:
+    lost = Failure(reason, "")
+    assert not failures.is_paid(lost)
+    assert should_restart(lost, num_paid=0, max_failures=0)
+
+
+def test_a_lost_group_is_replaced_however_often_that_happens() -> None:
+    assert should_replace(LOST, num_suspicious=0, max_failures=0)
+    assert should_replace(HOST_GONE, num_suspicious=9, max_failures=0)
+
+
+def test_an_error_that_may_be_the_jobs_own_is_tried_as_often_as_the_budget_says() -> None:
+    error = Failure(failures.TRAINING_ERROR, "KeyError")
+    assert should_replace(error, num_suspicious=2, max_failures=2)
+    assert not should_replace(error, num_suspicious=3, max_failures=2)
+    assert not should_replace(BAD_ROW, num_suspicious=0, max_failures=2)
+
+
+def test_restarts_in_a_row_wait_longer_and_longer_up_to_a_minute() -> None:
+    delays = [restart_delay_s(number) for number in range(1, 12)]
+    assert delays[0] == 0.0
+    assert delays == sorted(delays)
+    assert delays[-1] == 60.0 == restart_delay_s(10_000)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +113,60 @@ def test_the_echo_of_a_lost_peer_is_told_from_a_fault(message: str, expected: bo
     assert is_peer_loss(message) is expected
 
 
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), failures.DEVICE_OOM),
+        (MemoryError(), failures.HOST_OOM),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), failures.HOST_OOM),
+        (RuntimeError("Connection reset by peer"), failures.WORKERS_LOST),
+        (ConnectionResetError("Connection reset by peer"), failures.WORKERS_LOST),
+        (ValueError("connection refused is no option"), failures.TRAINING_ERROR),
+        (KeyError("users"), failures.TRAINING_ERROR),
+    ],
+)
+def test_an_error_that_nobody_named_is_told_by_its_type_and_text(
+    error: Exception, reason: str
+) -> None:
+    assert reason_of(error) == reason
+
+
+def _raise_chain() -> None:
+    try:
+        try:
+            raise KeyError("users")
+        except KeyError as error:
+            raise ValueError("no such table\nwith details") from error
+    except ValueError:
+        raise RuntimeError("the step failed")  # noqa: B904 - its context is what is tested
+
+
+def test_evidence_has_the_chain_of_the_error_and_its_place() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        _raise_chain()
+    evidence = evidence_of(caught.value)
+    assert evidence["exception"] == (
+        "RuntimeError: the step failed <- ValueError: no such table <- KeyError: 'users'"
+    )
+    assert evidence["where"].startswith("test_failures.py:")
+    assert evidence["where"].endswith(" in _raise_chain")
+
+
+def test_a_long_chain_keeps_its_root() -> None:
+    chain = [ValueError(f"link {number}") for number in range(9)]
+    for outer, inner in pairwise(chain):
+        outer.__cause__ = inner
+    chain[-1].__cause__ = chain[0]
+    told = evidence_of(chain[0])["exception"].split(" <- ")
+    assert told[0] == "ValueError: link 0"
+    assert told[-1] == "ValueError: link 8"
+    assert len(told) == 4
+
+
 def test_a_worker_failure_survives_pickling() -> None:
-    failure = pickle.loads(pickle.dumps(WorkerFailure("data_error", "row 7")))
+    failure = pickle.loads(pickle.dumps(WorkerFailure("data_error", "row 7", {"file": "part-0"})))
     assert (failure.reason, failure.message) == ("data_error", "row 7")
+    assert failure.evidence == {"file": "part-0"}
 
 
 def test_every_reason_is_known_to_the_control_plane() -> None:

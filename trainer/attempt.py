@@ -1,0 +1,135 @@
+"""What a driver knows of its attempt, and how its workers live and are started again."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trainer import events, failures
+from trainer.failures import Failure
+from trainer.outbox import EventWriter
+from trainer.ray_worker import GroupConfig, WorkerConfig
+from trainer.run_dir import AttemptDir, RunDir
+from trainer.spec import JobSpec
+
+# A life this long proves that the workers can live: the next failure is no repetition.
+_LONG_LIFE_S = 120.0
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """What the control plane tells a driver, by environment variables."""
+
+    job_id: str
+    attempt_id: str
+    run_dir: Path
+    service_url: str | None
+    max_worker_failures: int
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> DriverContext:
+        """Read the SHARDLOOM_* variables; a missing one is a KeyError that names it."""
+        return cls(
+            job_id=env["SHARDLOOM_JOB_ID"],
+            attempt_id=env["SHARDLOOM_ATTEMPT_ID"],
+            run_dir=Path(env["SHARDLOOM_RUN_DIR"]),
+            service_url=env.get("SHARDLOOM_SERVICE_URL"),
+            max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
+        )
+
+    @property
+    def files(self) -> AttemptDir:
+        """Files of this attempt."""
+        return RunDir(self.run_dir).attempt(self.attempt_id)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt whose spec has its tables and its layout resolved."""
+
+    context: DriverContext
+    spec: JobSpec
+    writer: EventWriter
+    use_gpu: bool = False
+
+    def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
+        """What the workers of life `run_index` are given."""
+        context = self.context
+        return WorkerConfig(self.spec, context.run_dir, context.attempt_id, run_index, group)
+
+    def with_workers(self, num_workers: int) -> Attempt:
+        """The same attempt with a fixed number of workers, a multiple of L."""
+        return replace(self, spec=self.spec.with_workers(num_workers))
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The workers ended well and start again at once, with another size or elsewhere."""
+
+
+Outcome = Failure | Restart | None
+"""How a life of the workers ended; None when training is complete."""
+
+
+def run_lives(
+    attempt: Attempt,
+    live: Callable[[int], Outcome],
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Failure | None:
+    """Let the workers live again and again, while it helps and the budget allows.
+
+    `live` runs the life of the given index; each starts from the newest checkpoint. Returns None
+    when training is complete.
+    """
+    num_paid = num_in_a_row = 0
+    for run_index in itertools.count():
+        began = clock()
+        outcome = live(run_index)
+        if isinstance(outcome, Restart):
+            continue
+        if outcome is None:
+            return None
+        num_paid += failures.is_paid(outcome)
+        num_in_a_row = 1 if clock() - began > _LONG_LIFE_S else num_in_a_row + 1
+        budget = attempt.context.max_worker_failures
+        will_restart = failures.should_restart(outcome, num_paid, budget)
+        _tell(attempt.writer, run_index, outcome, will_restart)
+        if not will_restart:
+            return outcome
+        wait(failures.restart_delay_s(num_in_a_row))
+    raise AssertionError("counting does not end")
+
+
+def _tell(writer: EventWriter, run_index: int, failure: Failure, will_restart: bool) -> None:
+    if failure.reason not in failures.RESTARTABLE:
+        return
+    writer.write(
+        events.WorkersLost(
+            time=time.time(),
+            run_index=run_index,
+            reason=failure.reason,
+            message=failure.message,
+            will_restart=will_restart,
+            evidence=dict(failure.evidence),
+        )
+    )
+
+
+def in_background(name: str, call: Callable[[], Failure | None]) -> Future[Failure | None]:
+    """Make one call in a daemon thread, which a driver that is stopped leaves behind."""
+    future: Future[Failure | None] = Future()
+
+    def _run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # handed to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=_run, name=name, daemon=True).start()
+    return future

@@ -1,0 +1,241 @@
+"""The failure domain `job`: all workers are one TorchTrainer, which a loss or a resize restarts.
+
+Every life takes as many workers as the bounds and the cluster allow, a multiple of L, and resumes
+from the newest checkpoint, resharded. While it runs the driver looks once a second whether another
+size, or other hosts, would be better; if so it asks the workers to save and stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent import futures
+from dataclasses import dataclass, field
+
+from trainer import events, failures
+from trainer.attempt import Attempt, Outcome, Restart, in_background
+from trainer.cluster import Host
+from trainer.elastic import stop_request
+from trainer.elastic.detect import HostPolicy, HostRecord
+from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
+from trainer.elastic.stop_request import StopRequest
+from trainer.failures import Failure
+from trainer.train_run import TrainRun
+
+logger = logging.getLogger(__name__)
+
+_MAX_STARTS_WITHOUT_ROOM = 3
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Legal numbers of workers: multiples of `group_size` from `least` to `most`."""
+
+    group_size: int
+    least: int
+    most: int
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether there is more than one."""
+        return self.least < self.most
+
+    def best(self, room: int, wanted: int | None = None) -> int | None:
+        """The most workers that fit into `room` and are `wanted`; None where too few fit."""
+        limit = self.most if wanted is None else min(max(wanted, self.least), self.most)
+        size = min(limit, room) // self.group_size * self.group_size
+        return size if size >= self.least else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many workers to start, and the host of each; Ray places them where that is empty."""
+
+    num_workers: int
+    hosts: tuple[Host, ...] = ()
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """The hosts in use, as far as they are known."""
+        return frozenset(host.address for host in self.hosts)
+
+
+def plan(
+    bounds: Bounds, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str]
+) -> Plan:
+    """The largest size that fits outside the `avoided` hosts, else the least, for Ray to place.
+
+    A fixed size that nothing constrains is left to Ray, too, which waits for room.
+    """
+    usable = [h for h in hosts if not h.is_draining and h.address not in avoided]
+    size = bounds.best(sum(host.num_free for host in usable), wanted)
+    if size is None:
+        return Plan(bounds.least)
+    if not bounds.is_elastic and len(usable) == len(hosts):
+        return Plan(size)
+    return Plan(size, _filled(usable, size))
+
+
+def _filled(hosts: Sequence[Host], num_workers: int) -> tuple[Host, ...]:
+    """A host for each worker, on as few hosts as possible."""
+    by_room = sorted(hosts, key=lambda host: (-host.num_free, host.address))
+    places = [host for host in by_room for _ in range(host.num_free)]
+    return tuple(places[:num_workers])
+
+
+def cause_to_stop(
+    bounds: Bounds, now: Plan, hosts: Sequence[Host], request: ResizeRequest
+) -> str | None:
+    """Why the running workers should start again, one of `Resized.cause`; None to let them run.
+
+    They leave a host that Ray drains in any case, as they would lose it, and one that people drain
+    where there is room elsewhere.
+    """
+    leaving = {host.address for host in hosts if host.is_draining}
+    avoided = leaving | request.drain_hosts
+    staying = [each for each in now.hosts if each.address not in avoided]
+    num_staying = len(staying) if now.hosts else now.num_workers
+    free = sum(host.num_free for host in hosts if host.address not in avoided)
+    best = bounds.best(num_staying + free, request.workers)
+    if leaving & now.addresses or (avoided & now.addresses and best is not None):
+        return "drain"
+    if best is None or best == now.num_workers:
+        return None
+    return "request" if request.workers is not None else "room"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Times in seconds: between looks, for a size to prove better, after a start, after a loss.
+
+    A restart costs seconds of training, so growing waits until room has stayed for `steady_s` and
+    the workers have run for `min_life_s`.
+    """
+
+    poll_s: float = 1.0
+    steady_s: float = 10.0
+    min_life_s: float = 60.0
+    settle_s: float = 5.0
+
+
+@dataclass
+class JobRuns:
+    """The lives of one attempt's workers. `read_hosts` and `train` are the cluster."""
+
+    attempt: Attempt
+    read_hosts: Callable[[], list[Host]]
+    train: Callable[[TrainRun], Failure | None]
+    pace: Pace = field(default_factory=Pace)
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        parallelism, recovery = self.attempt.spec.parallelism, self.attempt.spec.recovery
+        self._bounds = Bounds(
+            parallelism.group_size, parallelism.min_workers, parallelism.world_size
+        )
+        self._requests = ResizeRequests(self.attempt.context.files.resize_request_path)
+        self._record = HostRecord(HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s))
+        self._size: int | None = None
+        self._cause = ""
+        self._num_without_room = 0
+
+    def live(self, run_index: int) -> Outcome:
+        """One life of the workers."""
+        current = self._plan()
+        self._announce(current.num_workers)
+        run = self._run(run_index, current)
+        future = in_background(f"run {run_index}", lambda: self.train(run))
+        self._watch(run_index, current, future)
+        return self._judge(run_index, future.result())
+
+    def _plan(self) -> Plan:
+        """Decide on the size, as soon as what the last life held is free again or known lost."""
+        until = self.clock() + (self.pace.settle_s if self._size is not None else 0.0)
+        while True:
+            request, hosts = self._requests.poll(), self.read_hosts()
+            excluded = self._record.excluded(time.time())
+            found = plan(self._bounds, hosts, request.workers, request.drain_hosts | excluded)
+            if found.num_workers >= (self._size or 0) or self.clock() >= until:
+                break
+            time.sleep(min(self.pace.poll_s, 0.5))
+        if self._num_without_room >= _MAX_STARTS_WITHOUT_ROOM:
+            return Plan(self._bounds.least)
+        return found
+
+    def _announce(self, num_workers: int) -> None:
+        if self._size is not None and num_workers != self._size:
+            self.attempt.writer.write(
+                events.Resized(
+                    time=time.time(),
+                    world_size_before=self._size,
+                    world_size=num_workers,
+                    cause=self._cause,
+                    restarted=True,
+                )
+            )
+        self._size = num_workers
+
+    def _run(self, run_index: int, current: Plan) -> TrainRun:
+        attempt = self.attempt
+        if self._bounds.is_elastic:
+            attempt = attempt.with_workers(current.num_workers)
+        return TrainRun(
+            attempt.config(run_index),
+            current.num_workers,
+            use_gpu=attempt.use_gpu,
+            node_ids=tuple(host.node_id for host in current.hosts),
+            waits_for_room=not current.hosts,
+        )
+
+    def _watch(self, run_index: int, current: Plan, future: futures.Future[Failure | None]) -> None:
+        """Wait for the end of a life; ask the workers to stop when that is better."""
+        began = self.clock()
+        better_since: float | None = None
+        is_asked = False
+        while not futures.wait([future], self.pace.poll_s).done:
+            if is_asked:
+                continue
+            cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
+            if cause is None:
+                better_since = None
+                continue
+            better_since = self.clock() if better_since is None else better_since
+            if cause != "room" or self._is_worth_it(began, better_since):
+                self._stop(run_index, cause)
+                is_asked = True
+
+    def _is_worth_it(self, began: float, better_since: float) -> bool:
+        now = self.clock()
+        is_steady = now - better_since >= self.pace.steady_s
+        return is_steady and now - began >= self.pace.min_life_s
+
+    def _stop(self, run_index: int, cause: str) -> None:
+        logger.info("asking the workers to save and stop: %s", cause)
+        stop_request.ask(self.attempt.context.files, StopRequest(run_index=run_index, cause=cause))
+        self._cause = cause
+
+    def _judge(self, run_index: int, failure: Failure | None) -> Outcome:
+        if failure is None:
+            has_stopped = stop_request.has_stopped(self.attempt.context.files, run_index)
+            self._num_without_room = 0
+            return Restart() if has_stopped else None
+        self._cause = failure.reason
+        if failure.reason == failures.NO_ROOM:
+            self._num_without_room += 1
+            return Restart()
+        self._num_without_room = 0
+        self._blame(failure.evidence.get("host"))
+        return failure
+
+    def _blame(self, host: str | None) -> None:
+        exclusion = self._record.fail(host, time.time()) if host else None
+        if exclusion:
+            self.attempt.writer.write(
+                events.HostExcluded(
+                    time=time.time(),
+                    host=exclusion.host,
+                    num_failures=exclusion.num_failures,
+                    until=exclusion.until,
+                )
+            )

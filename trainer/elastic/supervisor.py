@@ -1,0 +1,342 @@
+"""The failure domain `replica_group`: keeps the sharding groups of a job alive, each by itself.
+
+Every group is a TorchTrainer of its own in a thread of the driver; what joins them is a coordinator
+(`trainer.elastic.coordinator`), which also says who trains. The supervisor compares what is there
+with what the job wants, starts what is missing and lets go of what is too much; which group
+belongs where is decided in `trainer.elastic.hosts`. A poll that is not answered means nothing.
+
+A life of the whole job ends when training is complete, when an error would only come back, or when
+no group is left that holds what was trained since the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trainer import events, failures
+from trainer.attempt import Attempt, in_background
+from trainer.elastic.casualties import Casualties
+from trainer.elastic.detect import HostPolicy, HostRecord
+from trainer.elastic.group_run import Cluster, Coordinator, GroupRun, with_unseen_taken
+from trainer.elastic.hosts import Action, GroupPolicy, Retire, Start, View, decide
+from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
+from trainer.elastic.status import CoordinatorStatus
+from trainer.failures import Failure
+from trainer.ray_worker import GroupConfig, ray_train_loop
+from trainer.train_run import TrainLoop, TrainRun
+
+logger = logging.getLogger(__name__)
+
+_KILL_AFTER_S = 2.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What stays the same over all lives of an attempt's groups. Times are in seconds.
+
+    `train` runs the workers of one group, each of which runs `loop`.
+    """
+
+    attempt: Attempt
+    cluster: Cluster
+    train: Callable[[TrainRun], Failure | None]
+    loop: TrainLoop = ray_train_loop
+    poll_s: float = 0.5
+    end_grace_s: float = 60.0
+    kill_grace_s: float = 5.0
+    clock: Callable[[], float] = time.time
+    wait: Callable[[float], None] = time.sleep
+
+
+@dataclass
+class Supervisor:
+    """All lives of the groups of one attempt; what is known of hosts outlives each of them."""
+
+    setting: Setting
+    start_coordinator: Callable[[int], Coordinator]
+
+    def __post_init__(self) -> None:
+        recovery = self.setting.attempt.spec.recovery
+        self._record = HostRecord(HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s))
+
+    def live(self, run_index: int) -> Failure | None:
+        """One life of all groups, with a coordinator of its own."""
+        coordinator = self.start_coordinator(run_index)
+        life = GroupsLife(self.setting, coordinator, self._record, run_index)
+        try:
+            while (ended := life.tick()) is None:
+                self.setting.wait(self.setting.poll_s)
+            life.close(ended)
+        finally:
+            coordinator.stop()
+        return ended.failure
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A life of the job is over; without `failure` training is complete."""
+
+    failure: Failure | None = None
+
+
+@dataclass
+class GroupsLife:
+    """One life of all groups: from the seed or a checkpoint until none is left, or all is done."""
+
+    setting: Setting
+    coordinator: Coordinator
+    record: HostRecord
+    run_index: int
+    runs: dict[int, GroupRun] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        attempt = self.setting.attempt
+        parallelism, recovery = attempt.spec.parallelism, attempt.spec.recovery
+        size = parallelism.group_size
+        self._policy = GroupPolicy(
+            group_size=size,
+            least=max(parallelism.min_workers // size, 1),
+            most=parallelism.num_replicas,
+            must_spread=parallelism.survive is not None,
+        )
+        self._requests = ResizeRequests(attempt.context.files.resize_request_path)
+        self._casualties = Casualties(self.record, attempt.context.max_worker_failures)
+        self._zombies: list[GroupRun] = []
+        self._next_incarnations: dict[int, int] = defaultdict(int)
+        self._has_trained = self._has_finished = False
+        self._shortage = Shortage(recovery.start_grace_s)
+        self._emptiness = Shortage(recovery.start_grace_s)
+        self._size: int | None = None
+        self._resize_cause = ""
+
+    def tick(self) -> Ended | None:
+        """Look once and act; how the life ended, if it did. Raises `Evicted`."""
+        status = self.coordinator.status()
+        if status:
+            self._take_status(status)
+            if status.failure:
+                return Ended(Failure(status.failure.reason, status.failure.message))
+        failure = self._take_ends()
+        if self._has_finished:
+            return Ended()
+        failure = failure or self._failure_of_all()
+        if failure:
+            return Ended(failure)
+        return self._keep_up()
+
+    def _take_status(self, status: CoordinatorStatus) -> None:
+        """Learn from the coordinator who is there, and whom it lost or let go."""
+        self._has_finished = status.has_finished
+        for group in status.groups:
+            run = self._run_of(group.group, group.incarnation)
+            if run:
+                run.take(group)
+                self._has_trained |= run.was_current
+        for departure in status.departures:
+            run = self._run_of(departure.group, departure.incarnation)
+            if run and departure.is_lost:
+                self._lose(run, Failure(departure.reason, departure.message))
+            elif run:
+                run.is_leaving = True
+
+    def _run_of(self, group: int, incarnation: int) -> GroupRun | None:
+        run = self.runs.get(group)
+        return run if run and run.incarnation == incarnation else None
+
+    def _take_ends(self) -> Failure | None:
+        """Bury the groups whose workers have ended; a failure among theirs that ends the job."""
+        fatal = None
+        for run in [*self.runs.values(), *self._zombies]:
+            if run.future.done():
+                fatal = self._bury(run, run.future.result()) or fatal
+            elif run.lost_at and self.setting.clock() - run.lost_at > _KILL_AFTER_S:
+                self._kill(run)
+        return fatal
+
+    def _bury(self, run: GroupRun, failure: Failure | None) -> Failure | None:
+        """Take the last word of a group's workers; the failure if it ends the job."""
+        if failure and not run.lost_at and not self._has_finished:
+            self._lose(run, failure)
+        self._zombies = [zombie for zombie in self._zombies if zombie is not run]
+        if self.runs.get(run.group) is run:
+            del self.runs[run.group]
+        if failure is None or run.is_killed or self._has_finished:
+            return None
+        self._note("warning", f"{run.name} ended: {failure.reason}: {failure.message}")
+        return failure if self._casualties.is_fatal(failure) else None
+
+    def _lose(self, run: GroupRun, failure: Failure) -> None:
+        """Give a life of a group up. Workers that are still there are fenced, and killed soon."""
+        run.lost_at = self.setting.clock()
+        del self.runs[run.group]
+        self._zombies.append(run)
+        self._resize_cause = failure.reason
+        self.coordinator.drop(run.group, run.incarnation, failure.reason)
+        for exclusion in self._casualties.add(failure, run.hosts, run.lost_at):
+            self._write(
+                events.HostExcluded(
+                    time=time.time(),
+                    host=exclusion.host,
+                    num_failures=exclusion.num_failures,
+                    until=exclusion.until,
+                )
+            )
+
+    def _kill(self, run: GroupRun) -> None:
+        """SIGKILL the workers of a life that does not count any more, once."""
+        if run.is_killed:
+            return
+        run.is_killed = True
+        hosts = {host.address: host for host in self.setting.cluster.read_hosts()}
+        for address, pids in run.pids.items():
+            if address in hosts:
+                self.setting.cluster.kill_on(hosts[address], pids)
+
+    def _failure_of_all(self) -> Failure | None:
+        """Why the life is over where no group is left to go on from.
+
+        Either all those are gone that held what was trained, or none of the first ones came up.
+        """
+        if any(run.was_current for run in self.runs.values()):
+            return None
+        last = self._casualties.last
+        if self._has_trained:
+            return last or Failure(failures.WORKERS_LOST, "all groups ended before the training")
+        return last if last and not self.runs and last.reason != failures.NO_ROOM else None
+
+    def _keep_up(self) -> Ended | None:
+        """Start and retire groups, as the policy says; ends a life that has no room for any."""
+        request = self._requests.poll()
+        actions = decide(self._policy, self._view(request))
+        starts = [action for action in actions if isinstance(action, Start)]
+        is_first = not self._next_incarnations
+        if is_first and len(starts) < self._policy.least:
+            actions = []
+        elif is_first:
+            self.coordinator.expect([start.group for start in starts])
+        self._act(actions, request)
+        self._tell_size(request, is_steady=not actions)
+        return self._mind_shortage()
+
+    def _view(self, request: ResizeRequest) -> View:
+        now = self.setting.clock()
+        return View(
+            hosts=with_unseen_taken(self.setting.cluster.read_hosts(), self.runs.values()),
+            groups=[run.placed for run in self.runs.values()],
+            target=self._policy.target(request.workers),
+            drained=request.drain_hosts,
+            excluded=self.record.excluded(now),
+            may_start=now >= self._casualties.may_start_at,
+        )
+
+    def _act(self, actions: list[Action], request: ResizeRequest) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self._start(action)
+            elif self.runs[action.group].is_known:
+                self._retire(action, request)
+            # One that the coordinator does not know yet is told as soon as it does.
+
+    def _start(self, start: Start) -> None:
+        incarnation = self._next_incarnations[start.group]
+        self._next_incarnations[start.group] += 1
+        attempt, coordinator = self.setting.attempt, self.coordinator
+        group = GroupConfig(start.group, incarnation, coordinator.actor_name, coordinator.address)
+        node_ids = {host.address: host.node_id for host in self.setting.cluster.read_hosts()}
+        run = TrainRun(
+            attempt.config(self.run_index, group),
+            len(start.hosts),
+            use_gpu=attempt.use_gpu,
+            node_ids=tuple(node_ids.get(address, "") for address in start.hosts),
+            waits_for_room=False,
+            loop=self.setting.loop,
+        )
+        future = in_background(run.name, lambda: self.setting.train(run))
+        self.runs[start.group] = GroupRun(start.group, incarnation, start.hosts, future)
+        logger.info("starting %s", self.runs[start.group].name)
+
+    def _retire(self, action: Retire, request: ResizeRequest) -> None:
+        run = self.runs[action.group]
+        run.is_leaving = True
+        self.coordinator.retire(action.group, action.cause)
+        is_wish = action.cause == "resize" and request.workers is not None
+        self._resize_cause = "request" if is_wish else action.cause
+        logger.info("%s shall leave: %s", run.name, action.cause)
+
+    def _tell_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
+        """Tell of another number of workers once it holds: no group comes or goes."""
+        runs = self.runs.values()
+        if not is_steady or not all(run.was_current and not run.is_leaving for run in runs):
+            return
+        size = len(runs) * self._policy.group_size
+        before, self._size = self._size, size
+        if before is None or size == before:
+            return
+        if size > before:
+            self._resize_cause = "room" if request.workers is None else "request"
+        self._write(
+            events.Resized(
+                time=time.time(),
+                world_size_before=before,
+                world_size=size,
+                cause=self._resize_cause,
+                restarted=False,
+            )
+        )
+
+    def _mind_shortage(self) -> Ended | None:
+        now, size = self.setting.clock(), self._policy.group_size
+        num_groups = sum(not run.is_leaving for run in self.runs.values())
+        is_short = self._shortage.lasts(num_groups < self._policy.least, now)
+        message = (
+            f"the cluster has room for {num_groups} groups of {size} workers each, outside the "
+            f"hosts that are drained or excluded, and the job needs {self._policy.least}"
+        )
+        if self._emptiness.lasts(not self.runs, now):
+            return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
+        if is_short and self.runs:
+            self._note("warning", f"{message}; training goes on with fewer")
+        return None
+
+    def close(self, ended: Ended) -> None:
+        """Wait for the workers' own end after a complete training; else, and then, kill them."""
+        runs = [*self.runs.values(), *self._zombies]
+        ends = [run.future for run in runs]
+        if ended.failure is None:
+            futures.wait(ends, self.setting.end_grace_s)
+        for run in runs:
+            if not run.future.done():
+                self._kill(run)
+        futures.wait(ends, self.setting.kill_grace_s)
+
+    def _note(self, level: Literal["info", "warning"], message: str) -> None:
+        logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", message)
+        self._write(events.Note(time=time.time(), level=level, message=message))
+
+    def _write(self, event: events.Event) -> None:
+        self.setting.attempt.writer.write(event)
+
+
+@dataclass
+class Shortage:
+    """Whether something has been lacking for `grace_s`; says so once."""
+
+    grace_s: float
+    _since: float | None = None
+    _is_told: bool = False
+
+    def lasts(self, is_short: bool, now: float) -> bool:
+        """Whether the time has come to tell."""
+        if not is_short:
+            self._since, self._is_told = None, False
+            return False
+        self._since = now if self._since is None else self._since
+        is_due = not self._is_told and now - self._since >= self.grace_s
+        self._is_told |= is_due
+        return is_due

@@ -1,0 +1,108 @@
+"""From the spec as it was submitted to what an attempt trains: table sizes, layout, room for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from trainer import events, failures
+from trainer.attempt import DriverContext
+from trainer.cluster import Host
+from trainer.data.manifest import load_manifest
+from trainer.data.resolve import resolve_tables
+from trainer.failures import Failure
+from trainer.parallel.layout import LayoutError
+from trainer.parallel.layout_choice import Choice, choose, need_of
+from trainer.spec import JobSpec, load_spec
+
+_POLL_S = 1.0
+
+
+def prepare_spec(context: DriverContext) -> JobSpec:
+    """The attempt's spec with table sizes taken from the data; raises SpecError or DataError."""
+    spec = load_spec(context.files.spec_path.read_text())
+    return resolve_tables(spec, load_manifest(Path(spec.data.path)))
+
+
+class NoLayout(Exception):
+    """No layout that the job asks for can be had; `failure` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def choose_layout(
+    spec: JobSpec,
+    read_hosts: Callable[[], Sequence[Host]],
+    tell: Callable[[str], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> Choice | None:
+    """The layout for the hosts that there are; None where it is given and waits for room itself.
+
+    A layout that only lacks room is waited for (`tell` says so once) as long as groups wait for
+    each other at the start. Raises `NoLayout`.
+    """
+    needs_choice = not spec.parallelism.is_resolved or spec.parallelism.survive is not None
+    grace_s = spec.recovery.start_grace_s
+    waited_s = 0.0
+    while True:
+        hosts = read_hosts()
+        try:
+            return choose_on(spec, hosts)
+        except LayoutError as error:
+            if not needs_choice:
+                return None
+            reason = failures.NO_ROOM if is_possible(spec, hosts) else failures.BAD_SPEC
+            if reason == failures.BAD_SPEC or waited_s >= grace_s:
+                raise NoLayout(Failure(reason, str(error))) from None
+            if not waited_s:
+                tell(f"{error}; waiting up to {grace_s:.0f} s for more")
+        wait(_POLL_S)
+        waited_s += _POLL_S
+
+
+def choose_on(spec: JobSpec, hosts: Sequence[Host]) -> Choice:
+    """The best layout on these hosts, were they empty; raises `LayoutError`."""
+    usable = [host for host in hosts if host.num_slots and not host.is_draining]
+    return choose(need_of(spec, [host.num_slots for host in usable], _worker_bytes(spec, usable)))
+
+
+def _worker_bytes(spec: JobSpec, hosts: Sequence[Host]) -> int | None:
+    """Memory of the poorest worker, where tables are kept in the memory of hosts."""
+    if spec.resources.device == "cuda":
+        return None
+    shares = [host.memory_bytes // host.num_slots for host in hosts if host.memory_bytes]
+    return min(shares, default=None)
+
+
+def is_possible(spec: JobSpec, hosts: Sequence[Host]) -> bool:
+    """Whether more hosts would help, each as large as the largest of these or the whole job."""
+    survived = spec.parallelism.survive.hosts if spec.parallelism.survive else 0
+    num_workers = spec.parallelism.world_size
+    roomy = [num_workers] * (survived + num_workers)
+    usable = [host for host in hosts if host.num_slots]
+    try:
+        choose(need_of(spec, roomy, _worker_bytes(spec, usable)))
+    except LayoutError:
+        return False
+    return True
+
+
+def layout_chosen(choice: Choice) -> events.LayoutChosen:
+    """The event of a choice."""
+    layout = choice.layout
+    return events.LayoutChosen(
+        time=time.time(),
+        world_size=layout.world_size,
+        shard_group_size=layout.shard_group_size,
+        num_replicas=layout.num_replicas,
+        placement=layout.placement,
+        failure_domain=choice.failure_domain,
+        num_hosts=choice.num_hosts,
+        num_hosts_survived=choice.num_hosts_survived,
+        memory_overhead_bytes=choice.memory_overhead_bytes or 0,
+        sync_latency_s=choice.sync_latency_s,
+        reason=choice.reason,
+    )

@@ -12,6 +12,8 @@ from trainer import failures
 from trainer.data.errors import DataError
 from trainer.elastic import faults
 from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
+from trainer.elastic.member import CoordinatorLost, Refused
+from trainer.elastic.stop_request import is_due
 from trainer.parallel.divergence import DivergenceError
 from trainer.parallel.groups import MeshGroups, build_groups
 from trainer.parallel.layout import Layout, LayoutError
@@ -31,7 +33,9 @@ _REASONS: dict[type[Exception], str] = {
     LayoutError: failures.BAD_SPEC,
     PlanError: failures.BAD_SPEC,
     DivergenceError: failures.DIVERGED,
-    failures.NonFiniteLoss: failures.TRAINING_ERROR,
+    failures.NonFiniteLoss: failures.NON_FINITE,
+    Refused: failures.WORKERS_LOST,
+    CoordinatorLost: failures.WORKERS_LOST,
 }
 
 
@@ -61,9 +65,11 @@ def take_steps(session: Session) -> None:
         if session.is_report_step(session.state.step):
             session.report()
         is_best = session.validate() if session.is_validation_step() else False
-        if session.is_checkpoint_step() or (is_best and session.spec.checkpoint.keep_best):
+        must_stop = is_due(session.config, session.is_report_step(session.state.step))
+        is_worth_keeping = is_best and session.spec.checkpoint.keep_best
+        if session.is_checkpoint_step() or is_worth_keeping or must_stop:
             session.save_checkpoint(is_best)
-        if session.is_finished:
+        if session.is_finished or must_stop:
             break
 
 
@@ -96,19 +102,22 @@ def named_failures() -> Iterator[None]:
         yield
     except tuple(_REASONS) as error:
         logger.error("%s", error)
-        raise failures.WorkerFailure(_reason(error), str(error)) from None
+        raise _worker_failure(_reason(error), error) from None
     except OSError as error:
         logger.exception("storage fails")
-        raise failures.WorkerFailure(failures.STORAGE_ERROR, str(error)) from error
-    except RuntimeError as error:
+        raise _worker_failure(failures.STORAGE_ERROR, error) from error
+    except (RuntimeError, MemoryError) as error:
         logger.exception("the worker fails")
-        lost = failures.is_peer_loss(str(error))
-        reason = failures.WORKERS_LOST if lost else failures.TRAINING_ERROR
-        raise failures.WorkerFailure(reason, str(error)) from error
+        raise _worker_failure(failures.reason_of(error), error) from error
 
 
 def _reason(error: Exception) -> str:
     return next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+
+
+def _worker_failure(reason: str, error: Exception) -> failures.WorkerFailure:
+    # What an error came from does not survive the way to the driver by itself.
+    return failures.WorkerFailure(reason, str(error), failures.evidence_of(error))
 
 
 def layout_of(spec: JobSpec) -> Layout:

@@ -14,7 +14,7 @@ from service.api.schemas import JobPlan, LayoutOption
 from service.backends.base import HostFacts
 from service.sizes import sizes_of_spec
 from trainer.parallel.layout import LayoutError
-from trainer.parallel.layout_choice import Choice, Need, candidates, choose, need_of
+from trainer.parallel.layout_choice import Choice, candidates, choose, need_of
 from trainer.spec import JobSpec
 
 _MAX_OPTIONS = 8
@@ -27,30 +27,52 @@ def plan_of(spec: JobSpec, hosts: Sequence[HostFacts] = ()) -> JobPlan:
     Raises `SpecError` where the spec does not allow the layout that would be chosen.
     """
     stated, room = stated_rooms(spec), rooms(spec, hosts)
-    need = need_of(spec, room or stated, worker_bytes(spec, hosts))
-    choice, obstacle = _chosen(need) if need.hosts else (None, "")
-    if choice is None and stated:
-        choice, _ = _chosen(need_of(spec, stated))
-    options = () if spec.parallelism.is_resolved or not need.hosts else candidates(need)
+    choice, obstacle = _chosen(spec, room, worker_bytes(spec, hosts)) if hosts else (None, "")
+    is_stated = choice is None and bool(stated)
+    if is_stated:
+        choice, _ = _chosen(spec, stated)
+    survive = spec.parallelism.survive
     return JobPlan(
         **_sizes(spec, choice),
         cluster=_cluster_text(room, is_known=bool(hosts)),
         obstacle=obstacle,
-        reason=choice.reason if choice else _OPEN,
+        reason=_reason(choice, is_stated=is_stated),
         after_loss=after_loss(choice) if choice else "",
         table_bytes=spec.table_bytes,
-        num_hosts_needed=need.survive_hosts + 1 if need.survive_hosts else None,
+        num_hosts_needed=survive.hosts + 1 if survive else None,
         layout=_option(choice, choice) if choice else None,
-        options=[_option(each, choice) for each in sorted(options, key=_by_size)[:_MAX_OPTIONS]],
+        options=[_option(each, choice) for each in _options(spec, hosts)],
     )
 
 
-def _chosen(need: Need) -> tuple[Choice | None, str]:
+def _chosen(
+    spec: JobSpec, room: Sequence[int], memory_bytes: int | None = None
+) -> tuple[Choice | None, str]:
     """The choice, or why there is none."""
     try:
-        return choose(need), ""
+        return choose(need_of(spec, room, memory_bytes)), ""
     except LayoutError as error:
         return None, str(error)
+
+
+def _reason(choice: Choice | None, *, is_stated: bool) -> str:
+    if choice is None:
+        return _OPEN
+    if not is_stated:
+        return choice.reason
+    is_group = choice.failure_domain == "replica_group"
+    given = "a host for each group" if is_group else "a host with room for all"
+    return f"given {given}, {choice.reason}"
+
+
+def _options(spec: JobSpec, hosts: Sequence[HostFacts]) -> list[Choice]:
+    """What the cluster can hold, best first; those that survive enough, if there are any."""
+    if spec.parallelism.is_resolved:
+        return []
+    need = need_of(spec, rooms(spec, hosts), worker_bytes(spec, hosts))
+    possible = candidates(need)
+    enough = [each for each in possible if each.num_hosts_survived >= need.survive_hosts]
+    return list(enough or possible)[:_MAX_OPTIONS]
 
 
 def rooms(spec: JobSpec, hosts: Sequence[HostFacts]) -> tuple[int, ...]:
@@ -142,8 +164,3 @@ def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
         and choice.group_hosts == chosen.group_hosts
         and layout == chosen.layout,
     )
-
-
-def _by_size(choice: Choice) -> tuple[int, int, str]:
-    layout = choice.layout
-    return -layout.world_size, layout.shard_group_size, layout.placement

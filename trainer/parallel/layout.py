@@ -158,13 +158,20 @@ def num_hosts_survived(group_hosts: Iterable[Iterable[Hashable]]) -> int:
 
 
 def _fewest_hosts_that_meet(groups: frozenset[frozenset[Hashable]]) -> int:
-    if not groups:
-        return 0
+    alone = {host for group in groups if len(group) == 1 for host in group}
+    groups = frozenset(group for group in groups if group.isdisjoint(alone))
+    return len(alone) + _fewest_by_search(groups)
+
+
+def _fewest_by_search(groups: frozenset[frozenset[Hashable]]) -> int:
+    """As `_fewest_hosts_that_meet`, for groups of several hosts each."""
+    if sum(map(len, groups)) == len(frozenset().union(*groups)):
+        return len(groups)  # none shares a host
     # The group with the fewest useful hosts branches least; of runs of hosts there always is one
     # with a single such host, so that only odd arrangements are searched.
     choices = min((_useful_hosts(group, groups) for group in groups), key=len)
     return 1 + min(
-        _fewest_hosts_that_meet(frozenset(group for group in groups if host not in group))
+        _fewest_by_search(frozenset(group for group in groups if host not in group))
         for host in choices
     )
 

@@ -35,7 +35,6 @@ from trainer.parallel.layout_packing import GroupHosts, fill_hosts, packings
 from trainer.spec import JobSpec
 
 FailureDomain = Literal["job", "replica_group"]
-_PLACEMENTS = ("intra_host", "inter_host")
 
 
 @dataclass(frozen=True)
@@ -166,23 +165,28 @@ def choose(need: Need) -> Choice:
     The rule is in the module's docstring.
     """
     possible = candidates(need)
-    enough = [choice for choice in possible if choice.num_hosts_survived >= need.survive_hosts]
-    if not enough:
+    if not possible or possible[0].num_hosts_survived < need.survive_hosts:
         raise LayoutError(_why_none(need, possible))
-    best = min(enough, key=lambda choice: _preference(need, choice))
-    return replace(best, reason=_reason(need, best))
+    return replace(possible[0], reason=_reason(need, possible[0]))
 
 
 def candidates(need: Need) -> tuple[Choice, ...]:
-    """Every layout that the cluster can hold with at least the fewest workers, in no order."""
-    return tuple(
+    """Every layout that the cluster can hold with at least the fewest workers, best first."""
+    found = [
         _priced(need, layout, hosts)
         for size in _group_sizes(need)
-        for placement in _PLACEMENTS
-        if need.placement in (None, placement)
+        for placement in _placements(need, size)
         for layout, hosts in _laid_out(need, size, placement)
         if layout.world_size >= need.min_workers
-    )
+    ]
+    return tuple(sorted(found, key=lambda choice: _preference(need, choice)))
+
+
+def _placements(need: Need, size: int) -> tuple[str, ...]:
+    """The placements to try; where there is one copy they are the same."""
+    if need.placement is not None:
+        return (need.placement,)
+    return ("intra_host", "inter_host") if need.max_workers // size > 1 else ("intra_host",)
 
 
 def _group_sizes(need: Need) -> list[int]:
@@ -241,6 +245,7 @@ def _preference(need: Need, choice: Choice) -> tuple[int, ...]:
     is_intra = layout.placement == "intra_host"
     fewest_copies_win = not is_intra or not need.is_size_known
     return (
+        -min(choice.num_hosts_survived, need.survive_hosts),
         -layout.world_size,
         layout.num_replicas == 1,
         not (choice.are_syncs_local if is_intra else choice.are_lookups_local),
@@ -261,7 +266,7 @@ def _reason(need: Need, choice: Choice) -> str:
 def _size_reason(need: Need, choice: Choice) -> str:
     size = choice.layout.shard_group_size
     if need.shard_group_size is not None:
-        return f"shard_group_size {size} was given"
+        return f"L={size} was given"
     if choice.layout.num_replicas == 1:
         return "fewer workers than these hold no whole copy of the tables, or leave some out"
     if choice.layout.placement == "inter_host":
@@ -271,8 +276,8 @@ def _size_reason(need: Need, choice: Choice) -> str:
         return "the fewest copies, as the size of the tables or a worker's memory is not known"
     assert need.table_bytes is not None and need.worker_table_bytes is not None
     return (
-        f"the smallest group that holds the tables ({_gib(need.table_bytes)} on workers with room "
-        f"for {_gib(need.worker_table_bytes)}) and keeps the copies of a shard on one host"
+        f"the smallest group that holds the tables ({_size(need.table_bytes)} on workers with room "
+        f"for {_size(need.worker_table_bytes)}) and keeps the copies of a shard on one host"
     )
 
 
@@ -285,7 +290,7 @@ def _placement_reason(need: Need, choice: Choice) -> str:
         lost = "any host is" if number == 1 else f"any {number} hosts are"
         return f"{layout.placement}, so a whole copy trains on when {lost} lost"
     if need.placement is not None:
-        return f"placement {layout.placement} was given"
+        return f"{layout.placement} was given"
     if choice.are_syncs_local:
         return f"{layout.placement}, so a sync stays inside a host"
     if choice.are_lookups_local:
@@ -321,15 +326,15 @@ def _why_no_size(need: Need) -> str:
     whole, room = max(need.whole_table_bytes, default=0), need.worker_table_bytes
     if whole > room or not room:
         return (
-            f"a table that must stay whole takes {_gib(whole)}, but a worker has room for "
-            f"{_gib(room)}: allow row_wise for it, or give workers more memory"
+            f"a table that must stay whole takes {_size(whole)}, but a worker has room for "
+            f"{_size(room)}: allow row_wise for it, or give workers more memory"
         )
     least = math.ceil(need.table_bytes / room)
     fitting = next(size for size in itertools.count(least) if need.holds_tables(size))
     field = "workers" if given is None else "shard_group_size"
     return (
-        f"one copy of the tables takes {_gib(need.table_bytes)} and a worker has room for "
-        f"{_gib(room)}, so a sharding group needs {fitting} workers, but it has at most "
+        f"one copy of the tables takes {_size(need.table_bytes)} and a worker has room for "
+        f"{_size(room)}, so a sharding group needs {fitting} workers, but it has at most "
         f"{given or most}: raise parallelism.{field}, or give workers more memory"
     )
 
@@ -365,5 +370,9 @@ def _counted(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.3g} GiB"
+def _size(num_bytes: int) -> str:
+    """A size in binary units, as the planner's own messages have it."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} bytes"

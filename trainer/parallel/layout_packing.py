@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from trainer.parallel.layout import Layout
@@ -42,13 +43,14 @@ def packings(hosts: Sequence[int], group_size: int, most_groups: int) -> tuple[G
 def _inside_hosts(left: list[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
     """Groups on one host each, taken from `left`: hosts with fewest groups, then most room."""
     groups: list[tuple[int, ...]] = []
-    num_on = [0] * len(left)
-    while len(groups) < most_groups and max(left, default=0) >= size:
-        able = [host for host, room in enumerate(left) if room >= size]
-        host = min(able, key=lambda host: (num_on[host], -left[host]))
-        left[host] -= size
-        num_on[host] += 1
+    order = [(0, -room, host) for host, room in enumerate(left) if room >= size]
+    heapq.heapify(order)
+    while order and len(groups) < most_groups:
+        num_groups, _, host = heapq.heappop(order)
         groups.append((host,) * size)
+        left[host] -= size
+        if left[host] >= size:
+            heapq.heappush(order, (num_groups + 1, -left[host], host))
     return groups
 
 

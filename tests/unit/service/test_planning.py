@@ -86,11 +86,15 @@ def test_a_cluster_that_is_too_small_is_an_obstacle_and_not_a_refusal() -> None:
     # What it would be, were there enough.
     assert plan.layout is not None
     assert plan.layout.num_hosts == 3
+    assert plan.reason.startswith("given a host for each group")
+    assert [option.num_hosts_survived for option in plan.options] == [1, 0]
 
 
 def test_without_a_cluster_the_numbers_of_the_spec_are_planned() -> None:
     plan = plan_of(job(6, placement="inter_host"))
     assert plan.cluster == "hosts not known"
+    assert plan.reason.startswith("given a host for each group, 3 groups of 2 workers")
+    assert plan_of(job()).reason.startswith("given a host with room for all, 2 groups of 2")
     assert plan.layout is not None
     assert (plan.layout.num_hosts, plan.layout.num_hosts_survived) == (3, 2)
 
@@ -148,7 +152,7 @@ def test_a_plan_is_printed_with_its_reason_price_and_loss() -> None:
     text = printed(plan_of(job({"min": 2, "max": 6}, survive={"hosts": 1}), hosts(2, 2, 2)))
     for part in (
         "2-6 workers (1-3 replicas x 2 shards), inter_host",
-        "3 groups of 2 workers on 3 hosts: shard_group_size 2 was given; inter_host, so a whole",
+        "3 groups of 2 workers on 3 hosts: L=2 was given; inter_host, so a whole copy trains on",
         "3 host(s) with room for 2 + 2 + 2 worker(s)",
         "[0 1]  [2 3]  [4 5]",
         "replica group: a lost host takes down one of 3 groups; the others train on",

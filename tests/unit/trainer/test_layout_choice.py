@@ -219,8 +219,7 @@ def test_a_table_that_must_stay_whole_decides_with_the_others() -> None:
         ),
         (
             need(4, 4, shard_group_size=4, placement="intra_host"),
-            "2 groups of 4 workers on 2 hosts: shard_group_size 4 was given; placement intra_host "
-            "was given",
+            "2 groups of 4 workers on 2 hosts: L=4 was given; intra_host was given",
         ),
     ],
 )
@@ -262,7 +261,7 @@ def test_the_reason_names_the_numbers(wanted: Need, reason: str) -> None:
             need(4, whole_table_bytes=(6 * GIB,), worker_table_bytes=5 * GIB),
             ["must stay whole takes 6 GiB", "row_wise"],
         ),
-        (need(4, worker_table_bytes=0), ["room for 0 GiB"]),
+        (need(4, worker_table_bytes=0), ["room for 0 bytes"]),
         (need(5, shard_group_size=2), ["workers (5) must be a multiple of shard_group_size (2)"]),
         (need(workers=4), ["room for 0 (none on 0 hosts)"]),
         (need(1, 1, workers=(4, 8)), ["at least 4 workers in groups of 1", "room for 2"]),

@@ -111,8 +111,6 @@ def _first_rows(spans: list[Span], first: int, last: int) -> list[Span]:
         if begin < end:
             found.append((begin, end))
         passed += stop - start
-        if passed >= last:
-            break
     return found
 
 

@@ -154,6 +154,13 @@ def test_an_epoch_begins_where_groups_left_it():
     assert advance(start, shape) == DataPosition(1, 8)
 
 
+def test_epochs_beyond_the_last_of_a_shortened_run_take_no_steps():
+    shape = BatchShape(num_rows=10, world_size=1, batch_size=4)
+    position = DataPosition(0, 4, later=((1, ((0, 2),)),))
+    assert remaining_steps(position, shape, epochs=1) == 2
+    assert remaining_steps(position, shape, epochs=3) == 2 + 2 + 3
+
+
 def test_a_step_may_have_fewer_rows_than_ranks():
     shape = BatchShape(num_rows=2, world_size=3, batch_size=8)
     assert shares(step_rows(DataPosition(), shape), shape) == [[], [0], [1]]

@@ -92,13 +92,15 @@ def test_leases_may_be_submitted_while_iterating_and_after_the_end(make_spec, tr
 
 def test_leases_taken_back_give_no_more_batches(make_spec, train, rows_of):
     with LeaseBatches(train, make_spec(batch_size=10), 0, 1) as batches:
-        for number in range(4):
+        for number in range(6):
             batches.submit(lease(number, 30 * number, 30 * number + 30))
         next(batches)
-        batches.forget({0, 2})
+        batches.forget({0, 2, 3})
+        assert [next(batches)[1].id for _ in range(2)] == [1, 1]
+        batches.forget({1, 4})
         rest = list(batches)
-    assert [found.id for _, found, _ in rest] == [1, 1, 1, 3, 3, 3]
-    assert keys_of(rest[3][0]) == rows_of(90, 100)
+    assert [found.id for _, found, _ in rest] == [5, 5, 5]
+    assert keys_of(rest[0][0]) == rows_of(150, 160)
 
 
 def test_waiting_for_leased_rows_is_measured(make_spec, train):

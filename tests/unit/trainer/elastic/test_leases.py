@@ -124,6 +124,20 @@ def test_a_lease_is_cut_only_where_another_group_begins():
     assert sum(size < 30 for size in sizes) <= 3
 
 
+def test_the_window_of_a_lost_group_is_another_groups_alone():
+    book = LeaseBook(200, 1, 10, windows=(0, 100, 200))
+    book.commit([book.lease(0).id, book.lease(1).id])
+    book.give_back(1)
+    assert book.lease(2).start == 110
+    assert book.lease(0).start == 10
+
+
+def test_a_group_holds_the_window_in_which_its_lease_ends():
+    book = LeaseBook(400, 1, 120, windows=(0, 100, 200, 300, 400))
+    leases = [book.lease(0), book.lease(1), book.lease(0)]
+    assert spans_of(leases) == [(0, 0, 120), (0, 300, 400), (0, 120, 240)]
+
+
 def test_more_groups_than_windows_share_them():
     book = LeaseBook(100, 1, 10, windows=(0, 50, 100))
     leases = [book.lease(group) for group in range(10)]

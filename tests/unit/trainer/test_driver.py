@@ -1,4 +1,4 @@
-"""The driver's decisions: what an error means, what a cluster lacks, how an attempt ends."""
+"""The driver's decisions: what it refuses, which layout it takes, how lives follow each other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ import pytest
 
 from tests.unit.service.builders import spec
 from trainer import driver, failures
-from trainer.driver import DriverContext, shortage
+from trainer.attempt import Attempt, DriverContext, Outcome, Restart, run_lives
+from trainer.cluster import Host, hosts_of, num_that_fit, shortage
 from trainer.events import WorkersLost, read_record
-from trainer.failures import Failure, WorkerFailure
+from trainer.failures import Failure
 from trainer.outbox import EventWriter
-from trainer.ray_worker import WorkerConfig
+from trainer.parallel.layout_choice import Choice
+from trainer.prepare import NoLayout, choose_layout
+from trainer.spec import JobSpec
 
 
 @pytest.fixture
@@ -31,6 +34,12 @@ def context(tmp_path: Path) -> DriverContext:
     return context
 
 
+@pytest.fixture
+def attempt(context: DriverContext) -> Attempt:
+    """An attempt whose budget is 2."""
+    return Attempt(context, spec(), EventWriter(context.files.stream_path("driver")))
+
+
 def test_a_missing_variable_is_named() -> None:
     with pytest.raises(KeyError, match="SHARDLOOM_JOB_ID"):
         DriverContext.from_env({})
@@ -44,26 +53,73 @@ def test_a_bad_spec_ends_the_attempt_with_its_fields(context: DriverContext) -> 
     assert "embedding_tables" in failure.message
 
 
-@pytest.mark.parametrize("reason", [failures.WORKERS_LOST, failures.DIVERGED])
+# --- lives
+
+
+def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:
+    """(how the attempt ended, index of each life, seconds waited between them)."""
+    indices: list[int] = []
+    waited: list[float] = []
+
+    def live(run_index: int) -> Outcome:
+        indices.append(run_index)
+        return outcomes[run_index]
+
+    return run_lives(attempt, live, wait=waited.append, clock=lambda: 0.0), indices, waited
+
+
+def losses_told(attempt: Attempt) -> list[WorkersLost]:
+    """What the timeline says of lost workers."""
+    lines = attempt.context.files.stream_path("driver").read_bytes().splitlines()
+    return [e for line in lines if isinstance(e := read_record(line, 0.0), WorkersLost)]
+
+
+@pytest.mark.parametrize("reason", [failures.WORKERS_LOST, failures.DIVERGED, failures.HANG])
 def test_workers_that_may_do_better_start_again_and_each_end_is_told(
-    context: DriverContext, monkeypatch: pytest.MonkeyPatch, reason: str
+    attempt: Attempt, reason: str
 ) -> None:
-    outcomes = [Failure(reason, "rank 3"), Failure(reason, "rank 3"), None]
-    run_indices: list[int] = []
+    lost = Failure(reason, "rank 3", evidence={"host": "10.0.0.3"})
+    ended, indices, _ = run(attempt, [lost, lost, None])
+    assert ended is None
+    assert indices == [0, 1, 2]
+    told = losses_told(attempt)
+    assert [(e.run_index, e.reason, e.will_restart) for e in told] == [
+        (0, reason, True),
+        (1, reason, True),
+    ]
+    assert told[0].evidence == {"host": "10.0.0.3"}
 
-    def run_workers(config: WorkerConfig) -> Failure | None:
-        run_indices.append(config.run_index)
-        return outcomes[config.run_index]
 
-    monkeypatch.setattr(driver, "prepare_spec", lambda _: spec())
-    monkeypatch.setattr(driver, "note_shortage", lambda *_: None)
-    monkeypatch.setattr(driver, "run_workers", run_workers)
-    writer = EventWriter(context.files.stream_path("driver"))
-    assert driver.run_attempt(context, writer) is None
-    assert run_indices == [0, 1, 2]
-    lines = context.files.stream_path("driver").read_bytes().splitlines()
-    lost = [e for line in lines if isinstance(e := read_record(line, 0.0), WorkersLost)]
-    assert [(e.reason, e.will_restart) for e in lost] == [(reason, True)] * 2
+def test_a_spent_budget_ends_the_attempt_with_the_last_failure(attempt: Attempt) -> None:
+    lost = [Failure(failures.WORKERS_LOST, f"life {index}") for index in range(3)]
+    ended, _, _ = run(attempt, list(lost))
+    assert ended == lost[2]
+    assert [e.will_restart for e in losses_told(attempt)] == [True, True, False]
+
+
+def test_lost_hosts_do_not_spend_the_budget_but_wait_longer_each_time(attempt: Attempt) -> None:
+    host_lost = Failure(failures.HOST_LOST, "gone")
+    paid = Failure(failures.WORKERS_LOST, "killed")
+    ended, _, waited = run(attempt, [host_lost] * 6 + [paid, paid, None])
+    assert ended is None
+    assert waited[0] == 0.0
+    assert waited == sorted(waited)
+
+
+def test_a_restart_that_was_asked_for_is_no_failure_and_waits_for_nothing(attempt: Attempt) -> None:
+    ended, indices, waited = run(attempt, [Restart()] * 5 + [None])
+    assert ended is None
+    assert indices == list(range(6))
+    assert waited == []
+    assert not attempt.context.files.stream_path("driver").exists()
+
+
+def test_an_error_that_would_only_come_back_ends_the_attempt_at_once(attempt: Attempt) -> None:
+    bad_row = Failure(failures.DATA_ERROR, "row 7")
+    assert run(attempt, [bad_row])[0] == bad_row
+
+
+# --- the cluster
 
 
 def test_a_cluster_that_is_large_enough_lacks_nothing() -> None:
@@ -77,39 +133,96 @@ def test_what_a_cluster_lacks_is_counted() -> None:
     assert "CPU (" not in message
 
 
-def _classify(errors: dict[int, Exception]) -> Failure:
-    pytest.importorskip("ray", reason="classification reads Ray's exception types")
-    from ray.train.v2.api.exceptions import WorkerGroupError
+@pytest.mark.parametrize(
+    ("demand", "resources", "expected"),
+    [
+        ({"CPU": 2.0}, {"CPU": 7.0}, 3),
+        ({"CPU": 0.1}, {"CPU": 0.3}, 3),
+        ({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 4.0}, 4),
+        ({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0}, 0),
+        ({"CPU": 1.0}, {}, 0),
+    ],
+)
+def test_a_host_takes_as_many_workers_as_its_scarcest_resource_allows(
+    demand: dict[str, float], resources: dict[str, float], expected: int
+) -> None:
+    assert num_that_fit(demand, resources) == expected
 
-    return driver.classify(WorkerGroupError("it failed", errors))
+
+def test_only_live_nodes_are_hosts_and_they_know_what_is_taken() -> None:
+    nodes = [
+        {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": {"CPU": 4.0}},
+        {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 2.0}},
+        {"NodeID": "x", "NodeManagerAddress": "10.0.0.3", "Alive": False, "Resources": {}},
+    ]
+    hosts = hosts_of(nodes, {"b": {"CPU": 1.0}, "a": {"CPU": 2.0}}, {"b": 0}, {"CPU": 1.0})
+    assert [(h.address, h.num_slots, h.num_free, h.is_draining) for h in hosts] == [
+        ("10.0.0.1", 2, 2, False),
+        ("10.0.0.2", 4, 1, True),
+    ]
 
 
-def test_a_fault_named_by_a_worker_is_the_cause() -> None:
-    failure = _classify(
-        {
-            0: WorkerFailure(failures.WORKERS_LOST, "connection closed by peer"),
-            2: WorkerFailure(failures.DATA_ERROR, "part-00000.parquet, row 5"),
-        }
+# --- the layout
+
+
+def hosts(*num_slots: int) -> list[Host]:
+    """Empty hosts of these sizes."""
+    return [Host(f"10.0.0.{i}", slots, slots) for i, slots in enumerate(num_slots)]
+
+
+def needing(**parallelism: object) -> JobSpec:
+    """A spec with these settings of `parallelism`."""
+    return spec(parallelism=parallelism, recovery={"start_grace_s": 3})
+
+
+def choose(job: JobSpec, *looks: list[Host]) -> tuple[Choice | None, list[str]]:
+    """(the choice, what was told), where each look at the cluster finds the next of `looks`."""
+    told: list[str] = []
+    left = list(looks)
+    choice = choose_layout(
+        job, lambda: left.pop(0) if len(left) > 1 else left[0], told.append, wait=lambda _: None
     )
-    assert failure.reason == failures.DATA_ERROR
-    assert "rank 2" in failure.message
+    return choice, told
 
 
-def test_a_dead_worker_is_a_loss_whatever_its_peers_say() -> None:
-    pytest.importorskip("ray", reason="a dead worker is a Ray exception")
-    from ray.exceptions import ActorDiedError
-
-    failure = _classify({0: ValueError("odd"), 3: ActorDiedError()})
-    assert failure.reason == failures.WORKERS_LOST
-    assert "rank 3" in failure.message
+SURVIVOR = needing(workers=4, shard_group_size=2, placement="auto", survive={"hosts": 1})
 
 
-def test_an_error_in_training_code_is_told_with_its_type() -> None:
-    failure = _classify({1: ZeroDivisionError("division by zero")})
-    assert failure == Failure(
-        failures.TRAINING_ERROR, "rank 1: ZeroDivisionError: division by zero"
+def test_what_must_survive_a_host_is_spread_over_hosts() -> None:
+    choice, told = choose(SURVIVOR, hosts(4, 4))
+    assert choice
+    assert choice.layout.placement == "inter_host"
+    assert choice.num_hosts_survived == 1
+    assert told == []
+
+
+def test_a_layout_that_lacks_hosts_waits_for_them() -> None:
+    choice, told = choose(SURVIVOR, hosts(8), hosts(8), hosts(8, 4))
+    assert choice
+    assert choice.num_hosts == 2
+    assert len(told) == 1
+    assert "needs 2 hosts" in told[0]
+
+
+def test_hosts_that_never_come_are_no_room() -> None:
+    with pytest.raises(NoLayout) as caught:
+        choose(SURVIVOR, hosts(8))
+    assert caught.value.failure.reason == failures.NO_ROOM
+    assert "add 1 host" in caught.value.failure.message
+
+
+def test_a_layout_that_no_cluster_can_give_is_refused_at_once() -> None:
+    job = needing(
+        workers={"min": 1, "max": 4}, shard_group_size="auto", survive={"hosts": 1}
+    ).model_copy(deep=True)
+    heavy = job.model_copy(
+        update={"resources": job.resources.model_copy(update={"memory_bytes_per_worker": 100})}
     )
+    with pytest.raises(NoLayout) as caught:
+        choose(heavy, hosts(4, 4))
+    assert caught.value.failure.reason == failures.BAD_SPEC
 
 
-def test_an_error_without_workers_is_a_loss() -> None:
-    assert _classify({}).reason == failures.WORKERS_LOST
+def test_a_given_layout_is_not_refused_for_lack_of_room() -> None:
+    job = spec(parallelism={"workers": 4, "shard_group_size": 2})
+    assert choose(job, hosts(2)) == (None, [])

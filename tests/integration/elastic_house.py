@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.integration.elastic_coordinator import serve
-from tests.integration.elastic_ranks import RankLife, live
+from tests.integration.elastic_ranks import Control, RankLife, live
 from tests.integration.gloo import free_port
 from trainer.elastic.faults import FAULTS, Fault
 from trainer.ray_worker import GroupConfig, WorkerConfig
@@ -34,6 +34,7 @@ _CONTEXT.set_forkserver_preload(
     ]
 )
 _POLL_S = 0.02
+_ASK_COORDINATOR_S = 0.25
 _MAX_LIVES = 40
 
 Record = Mapping[str, Any]
@@ -98,13 +99,14 @@ class ElasticHouse:
     """One job. A context manager: its processes are gone after it.
 
     `config` is the job's, without a group. Group g runs on host `host_of(g)`, which is no more
-    than a name. `restarts` says whether groups that die are started again.
+    than a name. `restarts` says whether groups that die are started again; for `pace_s` see
+    `Control`.
     """
 
     config: WorkerConfig
     folder: Path
     num_groups: int
-    faults: tuple[Fault, ...] = ()
+    pace_s: float = 0.0
     restarts: bool = True
     host_of: Callable[[int], str] = field(default=lambda group: f"127.0.0.{group + 2}")
 
@@ -115,6 +117,9 @@ class ElasticHouse:
         self._ended: list[GroupLife] = []
         self._records: dict[Path, tuple[int, list[Record]]] = {}
         self._coordinator: Coordinator | None = None
+        self._faults: list[Fault] = []
+        self._asked_at = 0.0
+        self._tell_ranks()
 
     def __enter__(self) -> Self:
         self.start_coordinator()
@@ -162,7 +167,7 @@ class ElasticHouse:
             rank=0,
             store_port=free_port(),
             host=self.host_of(group),
-            faults=FAULTS.dump_json(list(self.faults)).decode(),
+            control=self._control_path,
             records=self.folder,
         )
         num_ranks = self.config.spec.parallelism.group_size
@@ -173,6 +178,16 @@ class ElasticHouse:
         for rank in ranks:
             rank.start()
         self._lives[group] = GroupLife(group, incarnation, ranks)
+
+    @property
+    def groups(self) -> list[int]:
+        """Groups that are there, or are being started again."""
+        return sorted(self._lives)
+
+    @property
+    def num_ranks(self) -> int:
+        """L, the ranks of each group."""
+        return self.config.spec.parallelism.group_size
 
     def life(self, group: int) -> GroupLife:
         """The newest life of a group."""
@@ -186,10 +201,29 @@ class ElasticHouse:
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signum)
 
+    def inject(self, *faults: Fault) -> None:
+        """Arm faults in the ranks that they name, in place of those that were armed before."""
+        self._faults = list(faults)
+        self._tell_ranks()
+
+    def set_pace(self, pace_s: float) -> None:
+        """Let every lease take so much longer from now on."""
+        self.pace_s = pace_s
+        self._tell_ranks()
+
+    @property
+    def _control_path(self) -> Path:
+        return self.folder / "control.json"
+
+    def _tell_ranks(self) -> None:
+        text = FAULTS.dump_json(self._faults).decode()
+        Control(text, self.pace_s).write(self._control_path)
+
     def tend(self) -> None:
-        """Bury the groups that broke, and start them again."""
+        """Bury the groups that broke or that the coordinator dropped, and start them again."""
+        dropped = self._dropped()
         for life in list(self._lives.values()):
-            if not life.is_broken:
+            if not (life.is_broken or (life.group, life.incarnation) in dropped):
                 continue
             life.kill()
             self._ended.append(life)
@@ -198,6 +232,14 @@ class ElasticHouse:
                 self.start_group(life.group, life.incarnation + 1)
             else:
                 del self._lives[life.group]
+
+    def _dropped(self) -> set[tuple[int, int]]:
+        """Lives that are over for the coordinator, which is asked now and then."""
+        if time.monotonic() < self._asked_at + _ASK_COORDINATOR_S:
+            return set()
+        self._asked_at = time.monotonic()
+        departures = self.coordinator.call("status").departures
+        return {(each.group, each.incarnation) for each in departures if each.is_lost}
 
     def wait_for(self, is_there: Callable[[], object], timeout_s: float, what: str) -> None:
         """Tend the groups until `is_there`; raises AssertionError with the logs' ends."""

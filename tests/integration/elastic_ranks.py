@@ -7,8 +7,9 @@ import json
 import logging
 import os
 import sys
+import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,40 @@ from trainer.ray_worker import WorkerConfig
 FAILED = 1
 FENCED = 3
 COLLECTIVE_TIMEOUT_S = 20
+_CONTROL_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Control:
+    """What a house tells all ranks at any time: the faults that are armed, and how slow they train.
+
+    `pace_s` is added to each lease, so that what befalls a job fits into it.
+    """
+
+    faults: str = "[]"
+    pace_s: float = 0.0
+
+    def write(self, path: Path) -> None:
+        """Put it where the ranks look; the file appears whole."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Control:
+        """What the house said last."""
+        return cls(**json.loads(path.read_text()))
 
 
 @dataclass(frozen=True)
 class RankLife:
-    """One life of one rank; `faults` is the text of SHARDLOOM_FAULTS."""
+    """One life of one rank; `control` is where its house speaks."""
 
     config: WorkerConfig
     rank: int
     store_port: int
     host: str
-    faults: str
+    control: Path
     records: Path
 
     @property
@@ -64,12 +88,13 @@ def live(life: RankLife) -> None:
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, force=True)
     record = Recorder(life)
     record("started", pid=os.getpid())
+    listener = ControlListener(life)
     _enter_world(life)
     from trainer.elastic.member import Fenced
     from trainer.failures import WorkerFailure
 
     try:
-        metrics = _run(life, record)
+        metrics = _run(life, record, listener)
     except Fenced as error:
         record("fenced", message=str(error))
         os._exit(FENCED)
@@ -80,6 +105,29 @@ def live(life: RankLife) -> None:
     # The group's store is in the process of rank 0, and others may still talk to it.
     time.sleep(0.2 if life.rank == 0 else 0)
     os._exit(0)
+
+
+class ControlListener:
+    """Does as the house says, from a thread of its own."""
+
+    def __init__(self, life: RankLife) -> None:
+        from trainer.elastic import faults
+
+        assert life.config.group
+        self._path, self._incarnation = life.control, life.config.group.incarnation
+        self.control = Control.read(life.control)
+        os.environ[faults.VARIABLE] = self.control.faults
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        from trainer.elastic import faults
+
+        while True:
+            time.sleep(_CONTROL_POLL_S)
+            control = Control.read(self._path)
+            if control.faults != self.control.faults:
+                faults.arm(self._incarnation, {faults.VARIABLE: control.faults})
+            self.control = control
 
 
 def _enter_world(life: RankLife) -> None:
@@ -97,21 +145,19 @@ def _enter_world(life: RankLife) -> None:
         LOCAL_WORLD_SIZE=str(num_ranks),
         GLOO_SOCKET_IFNAME="lo",
         TORCH_CPP_LOG_LEVEL="ERROR",
-        SHARDLOOM_FAULTS=life.faults,
     )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group("gloo", rank=life.rank, world_size=num_ranks, timeout=timeout)
 
 
-def _run(life: RankLife, record: Recorder) -> dict[str, float]:
-    from trainer.elastic import faults
+def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[str, float]:
     from trainer.elastic.group_worker import run_group
     from trainer.elastic.member import Identity, Member
 
     config, group = life.config, life.config.group
     assert group and group.address
-    faults.arm(group.incarnation)
-    _record_sessions(record)
+    _record_sessions(record, listener)
+    _record_faults(record)
     identity = Identity(
         group=group.group,
         incarnation=group.incarnation,
@@ -127,7 +173,22 @@ def _run(life: RankLife, record: Recorder) -> dict[str, float]:
         member.close()
 
 
-def _record_sessions(record: Recorder) -> None:
+def _record_faults(record: Recorder) -> None:
+    """Let this process record what befalls it, before it does."""
+    from trainer.elastic import faults
+
+    takes = faults._takes
+
+    def recorded(armed: Any, *site: int) -> bool:
+        is_taken = takes(armed, *site)
+        if is_taken:
+            record("struck", kind=armed.fault.kind, phase=armed.fault.phase)
+        return is_taken
+
+    faults._takes = recorded
+
+
+def _record_sessions(record: Recorder, listener: ControlListener) -> None:
     """Let every session of this process record its leases, its commits and a hash of its state."""
     from trainer.elastic.group_session import GroupSession
     from trainer.elastic.protocol import Verdict
@@ -138,6 +199,7 @@ def _record_sessions(record: Recorder) -> None:
         lease = self._leases[0] if self._leases else None
         train_lease(self)
         if lease:
+            time.sleep(listener.control.pace_s)
             record("trained", **lease.model_dump())
 
     def recorded_sync(self: GroupSession) -> Verdict:

@@ -1,0 +1,150 @@
+"""What may befall an elastic job, one thing after another, and how to tell that it got over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from tests.integration.elastic_checks import check_copies, check_rows
+from tests.integration.elastic_house import ElasticHouse
+from tests.integration.session_cases import make_config
+from trainer.data.reader import open_source
+from trainer.elastic.faults import KINDS, PHASES, Fault, Kind, Phase
+from trainer.ray_worker import WorkerConfig
+
+FATAL: tuple[Kind, ...] = ("exit", "sigkill", "sigstop")
+COMMITS_AFTER = 3
+TIMEOUT_S = 90.0
+PACE_S = 0.04
+SLOW_PACE_S = 0.3
+
+
+def elastic_config(
+    data: Path, run_dir: Path, num_groups: int, num_ranks: int, *overrides: str
+) -> WorkerConfig:
+    """The demo job on small data, in groups that are failure domains."""
+    return make_config(
+        data,
+        run_dir,
+        f"parallelism.workers={num_groups * num_ranks}",
+        f"parallelism.shard_group_size={num_ranks}",
+        "parallelism.placement=inter_host",
+        "parallelism.sync.every_steps=2",
+        "parallelism.dense=auto",
+        "data.batch_size=16",
+        "training.validate_every_steps=null",
+        "training.on_non_finite=skip",
+        "checkpoint.every_steps=25",
+        "checkpoint.keep_best=false",
+        "recovery.start_grace_s=30",
+        "recovery.exchange_timeout_s=3",
+        "training.epochs=2",
+        *overrides,
+    )
+
+
+def num_train_rows(config: WorkerConfig) -> int:
+    """Rows of one epoch."""
+    data = config.spec.data
+    return open_source(config.spec, Path(data.path) / data.split.train).num_rows
+
+
+@dataclass
+class Campaign:
+    """Strikes a house, and waits each time until it is whole again.
+
+    Leases take their time while it lasts, so that it fits into the job.
+    """
+
+    house: ElasticHouse
+    random: Random
+    struck: list[str] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Wait until every group trains."""
+        self.house.set_pace(PACE_S)
+        self.house.wait_for(self._is_whole, TIMEOUT_S, "all groups are current")
+
+    def strike(self, kind: Kind, phase: Phase, group: int | None = None, arg: float = 0.0) -> None:
+        """Let one rank be struck, of a group of choice or chance."""
+        group = self._victim(phase) if group is None else group
+        fault = Fault(
+            kind=kind,
+            phase=phase,
+            group=group,
+            rank=self.random.randrange(self.house.num_ranks),
+            step=0,
+            incarnation=self.house.life(group).incarnation,
+            arg=arg,
+        )
+        num_struck = len(self.house.of("struck"))
+        self.struck.append(f"{kind} at {phase} of group {group} rank {fault.rank}")
+        if phase == "join":
+            # It has to die to join again.
+            death = fault.model_copy(update={"kind": "sigkill", "phase": "lookup"})
+            fault = fault.model_copy(update={"incarnation": fault.incarnation + 1})
+            num_struck += 1
+            self.house.inject(death, fault)
+        else:
+            self.house.inject(fault)
+        self._wait(lambda: len(self.house.of("struck")) > num_struck)
+        if kind in FATAL:
+            self._wait(lambda: self.house.life(group).incarnation > fault.incarnation)
+        self.wait_until_over()
+
+    def kill_coordinator(self, down_s: float = 0.0) -> None:
+        """SIGKILL of the coordinator; it comes back after a while, and no group dies of it."""
+        self.struck.append(f"coordinator down for {down_s:.2f} s")
+        self.house.kill_coordinator(down_s)
+        self.wait_until_over()
+
+    def strike_at_random(self) -> None:
+        """Any kind at any phase, or the coordinator."""
+        kind = self.random.choice([*KINDS, "coordinator"])
+        phase = self.random.choice(PHASES)
+        if kind == "coordinator":
+            self.kill_coordinator(self.random.uniform(0, 0.5))
+        elif kind == "nan":
+            self.strike("nan", "backward")
+        elif kind == "storage_error":
+            self.strike("storage_error", "checkpoint")
+        else:
+            self.strike(kind, phase, arg=self.random.uniform(0.2, 1.5) if kind == "slow" else 0)
+
+    def wait_until_over(self) -> None:
+        """Wait until some more syncs were committed and all groups are current."""
+        commit = self.house.commit
+        self._wait(lambda: self.house.commit >= commit + COMMITS_AFTER and self._is_whole())
+
+    def finish(self, config: WorkerConfig) -> dict[str, Any]:
+        """Let the job end, and check all that must hold; its newest ledger."""
+        self.house.inject()
+        self.house.set_pace(0)
+        self.house.wait_to_end(TIMEOUT_S)
+        records = self.house.records()
+        assert check_copies(records) > 0
+        return dict(check_rows(records, num_train_rows(config), config.spec.training.epochs))
+
+    def _victim(self, phase: Phase) -> int:
+        if phase == "checkpoint":
+            leader = self.house.coordinator.call("status").leader
+            assert leader is not None
+            return leader
+        return self.random.choice(self.house.groups)
+
+    def _is_whole(self) -> bool:
+        return all(self.house.standing(group) == "current" for group in self.house.groups)
+
+    def _wait(self, is_there: Any) -> None:
+        self._keep_going()
+        what = f"the end of {self.struck[-1]}, after {self.struck[:-1]}"
+        self.house.wait_for(is_there, TIMEOUT_S, what)
+
+    def _keep_going(self) -> None:
+        """Slow down before the rows are used up."""
+        newest = self.house.of("committed")
+        num_rows = self.house.config.spec.training.epochs * num_train_rows(self.house.config)
+        if newest and newest[-1]["rows_trained"] > num_rows / 2:
+            self.house.set_pace(SLOW_PACE_S)

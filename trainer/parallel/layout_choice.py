@@ -5,15 +5,16 @@ best one that survives what it must, with the reason in a sentence, or says what
 
 What `auto` means:
 
-* Without `survive`: the smallest L whose groups hold the tables, because 2D exists to keep L small
-  (a large L makes every lookup slow); M = T / L follows. Placement is `intra_host` where all M
-  copies of a shard fit on one host, so that a sync never crosses hosts, else `inter_host`. All
-  ranks are one job: a lost host restarts it from the newest checkpoint.
-* With `survive`, or `inter_host` given: every group is a failure domain of its own, and what fails
+* Without `survive` a lost host restarts the job, so speed decides: the smallest L that holds the
+  tables, because 2D exists to keep L small (a large L makes every lookup slow), as long as the
+  M = T / L copies of each shard fit on one host (`intra_host`), so that no sync crosses hosts.
+  Where no two copies can share a host, groups that each sit inside one (`inter_host`).
+* With `survive`, or `inter_host` given, every group is a failure domain of its own, and what fails
   is a host. More copies than one a host add memory and syncs but no safety, so the fewest copies
   win (at least two), among layouts whose groups each sit inside one host: lookups stay there.
 * More workers win over fewer, and a second copy over none.
-* Where the size of the tables or the memory of a worker is not known, the fewest copies win too.
+* Where the size of the tables or the memory of a worker is not known, the fewest copies win too:
+  the largest groups that still leave two.
 """
 
 from __future__ import annotations

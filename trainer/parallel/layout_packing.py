@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 from trainer.parallel.layout import Layout
@@ -18,7 +19,7 @@ def fill_hosts(hosts: Sequence[int], layout: Layout) -> GroupHosts:
 
     `hosts` are the workers that each has room for, at least `layout.world_size` in all.
     """
-    positions = _host_by_host(hosts)
+    positions = _places(hosts, layout.world_size)
     return tuple(tuple(positions[p] for p in group) for group in layout.sharding_groups)
 
 
@@ -34,8 +35,8 @@ def packings(hosts: Sequence[int], group_size: int, most_groups: int) -> tuple[G
     missing = most_groups - len(inside)
     ways = [
         inside,
-        inside + _apart(left, group_size)[:missing],
-        inside + _in_a_row(left, group_size)[:missing],
+        inside + _apart(left, group_size, missing),
+        inside + _in_a_row(left, group_size, missing),
     ]
     return tuple(dict.fromkeys(tuple(sorted(groups)) for groups in ways if groups))
 
@@ -54,23 +55,27 @@ def _inside_hosts(left: list[int], size: int, most_groups: int) -> list[tuple[in
     return groups
 
 
-def _apart(left: Sequence[int], size: int) -> list[tuple[int, ...]]:
+def _apart(left: Sequence[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
     """Groups that span hosts of which each belongs to one of them."""
     groups: list[tuple[int, ...]] = []
     group: tuple[int, ...] = ()
     for host, room in enumerate(left):
-        group += (host,) * room
+        if len(groups) == most_groups:
+            break
+        group += (host,) * min(room, size)
         if len(group) >= size:
             groups.append(group[:size])
             group = ()
     return groups
 
 
-def _in_a_row(left: Sequence[int], size: int) -> list[tuple[int, ...]]:
+def _in_a_row(left: Sequence[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
     """Groups that take one free place after the other."""
-    places = _host_by_host(left)
+    places = _places(left, size * most_groups)
     return [places[start : start + size] for start in range(0, len(places) - size + 1, size)]
 
 
-def _host_by_host(hosts: Sequence[int]) -> tuple[int, ...]:
-    return tuple(host for host, room in enumerate(hosts) for _ in range(room))
+def _places(hosts: Sequence[int], most: int) -> tuple[int, ...]:
+    """The host of each free place, host by host."""
+    places = (host for host, room in enumerate(hosts) for _ in range(room))
+    return tuple(itertools.islice(places, most))

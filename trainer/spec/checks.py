@@ -186,18 +186,17 @@ def check_warm_start(spec: JobSpec) -> None:
 
 def check_recovery(spec: JobSpec) -> None:
     """What concerns independent groups only is not set for a job that restarts as a whole."""
-    parallelism, defaults = spec.parallelism, RecoverySpec()
+    parallelism = spec.parallelism
     if not parallelism.is_resolved or parallelism.failure_domain == "replica_group":
         return
-    for field in ("exchange_timeout_s", "start_grace_s"):
-        if getattr(spec.recovery, field) != getattr(defaults, field):
-            raise problem(
-                "no_effect",
-                "only independent sharding groups wait for each other this way, but all workers of "
-                "this job restart together (placement intra_host, one copy, or dense every_step); "
-                "remove it, or use placement inter_host",
-                f"recovery.{field}",
-            )
+    if spec.recovery.exchange_timeout_s != RecoverySpec().exchange_timeout_s:
+        raise problem(
+            "no_effect",
+            "only independent sharding groups exchange what they learned this way, but all workers "
+            "of this job restart together (placement intra_host, one copy, or dense every_step); "
+            "remove it, or use placement inter_host",
+            "recovery.exchange_timeout_s",
+        )
 
 
 def check_fields_have_effect(spec: JobSpec) -> None:

@@ -75,7 +75,7 @@ class RecoverySpec(SpecModel):
     A group silent for `heartbeat_timeout_s` is lost. One operation of a sync takes at most
     `exchange_timeout_s`. Workers that get nothing done for `hang_factor` times the median step, and
     at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is a
-    straggler. At the start the first groups wait `start_grace_s` for the others. A host with
+    straggler. A start waits `start_grace_s` for hosts and groups that are missing. A host with
     `exclude_host_after` failures is left out for `exclude_host_s`.
     """
 

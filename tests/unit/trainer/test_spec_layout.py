@@ -121,7 +121,7 @@ def test_the_failure_domain_is_open_while_a_choice_decides_it(changes: list[str]
         "parallelism.moment_scale=3",
         "parallelism.all_to_all.forward=bf16",
         "training.trace={first_step: 1, ranks: [3]}",
-        "recovery.start_grace_s=5",
+        "recovery.exchange_timeout_s=7",
         "parallelism.workers={min: 3, max: 5}",
     ],
 )
@@ -168,7 +168,7 @@ def test_a_chosen_layout_is_checked_as_a_written_one_would_be() -> None:
 
 
 def test_what_was_asked_of_copies_is_no_fault_where_the_choice_left_one() -> None:
-    spec = changed(*_AUTO, "parallelism.sync.every_steps=4", "recovery.start_grace_s=5")
+    spec = changed(*_AUTO, "parallelism.sync.every_steps=4", "recovery.exchange_timeout_s=7")
     assert spec.with_layout(Layout(4, 4, "intra_host")).parallelism.num_replicas == 1
 
 
@@ -180,11 +180,10 @@ def test_a_job_that_was_resized_has_that_many_workers() -> None:
         spec.with_workers(3)
 
 
-@pytest.mark.parametrize("field", ["exchange_timeout_s", "start_grace_s"])
-def test_waiting_of_groups_for_each_other_is_refused_where_there_are_none(field: str) -> None:
-    change = f"recovery.{field}=7"
-    assert refusal([change])[f"recovery.{field}"][0] == "no_effect"
-    assert changed(change, "parallelism.placement=inter_host").recovery
+def test_a_limit_on_exchanges_is_refused_where_no_groups_exchange_anything() -> None:
+    change = "recovery.exchange_timeout_s=7"
+    assert refusal([change])["recovery.exchange_timeout_s"][0] == "no_effect"
+    assert changed(change, "parallelism.placement=inter_host").recovery.exchange_timeout_s == 7
 
 
 @pytest.mark.parametrize(

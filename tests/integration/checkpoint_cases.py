@@ -96,7 +96,10 @@ def build(sharding: Sharding, spec: JobSpec) -> tuple[TwoDParallel, Optimizers]:
         host=f"host-{rank // 2}",
     )
     model, plans = build_parallel_model(spec, groups)
-    assert {p.name: p.sharding_type for p in plans} == sharding.type_of_table
+    wanted = [table.constraints.sharding_types for table in spec.embedding_tables]
+    assert {p.name: (p.sharding_type,) for p in plans} == dict(
+        zip((table.name for table in spec.embedding_tables), wanted, strict=True)
+    )
     return model, Optimizers(model, spec.optimizer, spec.moment_scale)
 
 

@@ -32,17 +32,27 @@ def _events(run_dir: Path, stream: str) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def _metrics_at(run_dir: Path, stream: str, step: int) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for event in _events(run_dir, stream):
+        if event["kind"] == "metrics" and event["step"] == step:
+            values |= event["values"]
+    return values
+
+
 def test_a_run_that_was_killed_resumes_to_the_same_result(
     small_movielens: Path, tmp_path: Path
 ) -> None:
-    whole = make_config(small_movielens, tmp_path / "whole", *SHORT)
+    # A save between two reports: what the metrics took in so far comes back with it.
+    settings = (*SHORT, "checkpoint.every_steps=4", "checkpoint.asynchronous=false")
+    whole = make_config(small_movielens, tmp_path / "whole", *settings)
     straight = run_ranks(train_session, 4, whole)
-    cut = make_config(small_movielens, tmp_path / "cut", *SHORT)
+    cut = make_config(small_movielens, tmp_path / "cut", *settings)
     with pytest.raises(AssertionError, match=r"failed|no answer"):
         run_ranks(crash_after, 4, cut, 9, timeout_s=40)
     resumed = run_ranks(train_session, 4, next_run(cut))
     started = next(e for e in _events(tmp_path / "cut", "workers-1") if "resumed_step" in e)
-    assert started["resumed_step"] >= 9 - 5
+    assert started["resumed_step"] == 8
     reached, wanted = resumed[0]["state"], straight[0]["state"]
     assert (reached.step, reached.position) == (wanted.step, wanted.position)
     assert reached.rows_trained == wanted.rows_trained
@@ -50,6 +60,12 @@ def test_a_run_that_was_killed_resumes_to_the_same_result(
     expected = assemble(straight)
     for name, table in assemble(resumed).items():
         torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)
+    after, without = (
+        _metrics_at(tmp_path / run, stream, 10)
+        for run, stream in (("cut", "workers-1"), ("whole", "workers-0"))
+    )
+    for name in ("train/loss", "train/rmse"):
+        assert after[name] == pytest.approx(without[name], rel=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -92,6 +108,30 @@ def test_a_checkpoint_loads_bitwise_at_another_layout(
         assert torch.equal(table, expected[name] * factor), name
     for name, value in loaded[0]["dense"].items():
         assert torch.equal(value, original[0]["dense"][name]), name
+
+
+def test_another_job_starts_warm_and_then_from_its_own_checkpoints(
+    saved: tuple[Path, list[dict]], small_movielens: Path, tmp_path: Path
+) -> None:
+    run_dir, original = saved
+    warm = make_config(
+        small_movielens,
+        tmp_path,
+        "parallelism.workers=2",
+        "parallelism.sync=null",
+        f"checkpoint.warm_start.path={run_dir}",
+    )
+    started = run_ranks(load_session, 2, warm)
+    assert (started[0]["state"].step, started[0]["state"].rows_trained) == (0, 0)
+    expected = assemble(original)
+    for name, table in assemble(started).items():
+        scale = 0.5 if "momentum" in name else 1  # one copy instead of two
+        assert torch.equal(table, expected[name] * scale), name
+    (note,) = [e["message"] for e in _events(tmp_path, "workers-0") if e["kind"] == "note"]
+    assert "warm start from checkpoint" in note
+    assert str(run_dir) in note
+    own = make_config(small_movielens, run_dir, "checkpoint.warm_start.path=/nowhere", run_index=1)
+    assert run_ranks(load_session, 4, own)[0]["state"].step == 12
 
 
 @pytest.fixture(scope="module")

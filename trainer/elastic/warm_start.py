@@ -22,7 +22,6 @@ from trainer.elastic.training_state import Part, load_state
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import JobSpec
-from trainer.spec.run import WarmStartSpec
 
 _FIELD = "checkpoint.warm_start"
 
@@ -38,7 +37,6 @@ def warm_start(
     wanted = spec.checkpoint.warm_start
     if wanted is None:
         return None
-    _check_tables(wanted, {table.name for table in spec.embedding_tables})
     found = find_source(Path(wanted.path))
     part = Part(frozenset(wanted.tables) if wanted.tables else None, wanted.dense)
     if part.dense:
@@ -54,15 +52,6 @@ def warm_start(
     # Moments that were not loaded are zero.
     optimizers.rescale_moments(spec.moment_scale / written_scale)
     return found
-
-
-def _check_tables(wanted: WarmStartSpec, known: set[str]) -> None:
-    unknown = sorted(set(wanted.tables or ()) - known)
-    if unknown:
-        raise CheckpointMisfit(
-            f"{_FIELD}.tables: this job has no table {', '.join(unknown)}; its tables are "
-            f"{', '.join(sorted(known))}"
-        )
 
 
 def find_source(path: Path) -> CommittedCheckpoint:

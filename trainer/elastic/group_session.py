@@ -213,15 +213,18 @@ class GroupSession(Session):
     def _take(self, verdict: Verdict) -> None:
         """Go on from where the committed syncs have come to."""
         self._verdict, self._before = verdict, self.state
-        was_current, self.standing = self.standing == "current", verdict.standing
+        self.standing = verdict.standing
         self.is_leader = verdict.leader == self.group.group and self.standing == "current"
         self._adopt(verdict.ledger)
-        if was_current and self.standing != "current":
-            # What it held went back; rows read ahead for it are another group's now.
-            self._loader.close()
-            self._loader, self._leases = self._open_loader(), deque()
+        self._hold(verdict.leases)
+
+    def _hold(self, leases: Sequence[Lease]) -> None:
+        """Read ahead for `leases` and no others: what went back is another group's now."""
+        held = {lease.id for lease in leases}
+        self._loader.forget({lease.id for lease in self._leases} - held)
+        self._leases = deque(lease for lease in self._leases if lease.id in held)
         known = {lease.id for lease in self._leases}
-        for lease in verdict.leases:
+        for lease in leases:
             if lease.id not in known:
                 self._loader.submit(lease)
                 self._leases.append(lease)

@@ -35,6 +35,8 @@ from trainer.parallel.layout import (
 from trainer.parallel.layout_packing import GroupHosts, fill_hosts, packings
 from trainer.spec import JobSpec
 
+# Every L up to here is tried.
+_NUM_SMALL = 64
 FailureDomain = Literal["job", "replica_group"]
 
 
@@ -191,13 +193,18 @@ def _placements(need: Need, size: int) -> tuple[str, ...]:
 
 
 def _group_sizes(need: Need) -> list[int]:
-    """Each L that holds the tables and divides a number of workers within the bounds."""
-    given = need.shard_group_size
-    sizes = range(1, need.max_workers + 1) if given is None else (given,)
+    """Each L that holds the tables and divides a number of workers within the bounds.
+
+    Of large ones only those that divide a bound: the others leave workers out for nothing.
+    """
+    least, most, given = need.min_workers, need.max_workers, need.shard_group_size
+    sizes = range(1, most + 1) if given is None else (given,)
     return [
         size
         for size in sizes
-        if need.max_workers // size * size >= need.min_workers and need.holds_tables(size)
+        if (size in (given, most) or size <= _NUM_SMALL or not most % size or not least % size)
+        and most // size * size >= least
+        and need.holds_tables(size)
     ]
 
 

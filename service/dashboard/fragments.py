@@ -10,9 +10,12 @@ from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from service.advice import advice_of
 from service.dashboard import formats, views
+from service.dashboard.groups_view import GroupsView
+from service.dashboard.member_grid import member_grid
 from service.dashboard.sharding_view import sharding_view
-from service.domain import Attempt, Checkpoint, Job, TimelineEvent
+from service.domain import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
 from service.traces import traces_of
 
 MAX_TIMELINE_LINES = 200
@@ -30,12 +33,18 @@ def _render(template: str, **values: object) -> str:
     return _templates.get_template(template).render(**values)
 
 
-def heading(job: Job, now: float) -> str:
-    """Name, status, reason, message and times of a job. `now` is Unix time in seconds."""
+def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
+    """Name, status, reason, message and times of a job, and what to change if it failed.
+
+    `now` is Unix time in seconds.
+    """
+    last_end = attempts[-1].end_reason if attempts else None
     return _render(
         "heading.html",
         job=job,
         tone=views.tone_of(job.status),
+        groups=views.groups_text(job),
+        advice=advice_of(job.reason, last_end) if job.status is JobStatus.FAILED else "",
         layout=views.layout_text(job),
         duration=_duration_text(job, now),
         age=formats.duration(now - job.created_at),
@@ -68,11 +77,19 @@ def figures(job: Job) -> str:
     return _render("figures.html", figures=views.key_figures(job))
 
 
-def groups(timeline: Sequence[TimelineEvent]) -> str:
-    """Diagram of the 2D layout that the newest workers formed."""
+def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
+    """Diagram of the 2D layout: the groups as they are now, else as the newest workers began."""
+    members = member_grid(job, timeline, views.NUM_HOST_COLOURS)
+    if members is not None:
+        return _render("member_grid.html", grid=members, num_colours=views.NUM_HOST_COLOURS)
     return _render(
         "groups.html", grid=views.group_grid(timeline), num_colours=views.NUM_HOST_COLOURS
     )
+
+
+def membership(view: GroupsView) -> str:
+    """Who trained when, copies alive, recoveries, and what time was lost to."""
+    return _render("membership.html", view=view)
 
 
 def timeline(job: Job, events: Sequence[TimelineEvent]) -> str:

@@ -11,6 +11,7 @@ from nicegui import ui
 
 from service.dashboard import charts, fragments
 from service.dashboard.log_view import LogView
+from service.dashboard.placement_panel import PlacementPanel
 from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
 from service.dashboard.snapshots import JobSnapshot, load_job
 from service.dashboard.trace_panel import TracePanel
@@ -68,6 +69,7 @@ class JobPage:
             self._cancel_button.props("outline no-caps dense").classes("cancel-button")
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
+        self._placement = PlacementPanel(self._store, self._run_dir, self._snapshot, self.refresh)
 
     def _build_body(self) -> None:
         with ui.element("div").classes("columns"):
@@ -104,10 +106,11 @@ class JobPage:
     def _show(self, snapshot: JobSnapshot) -> None:
         self._snapshot = snapshot
         job, now = snapshot.job, time.time()
-        self._heading.set_content(fragments.heading(job, now))
+        self._heading.set_content(fragments.heading(job, now, snapshot.attempts))
         self._progress.set_content(fragments.progress(job))
         self._figures.set_content(fragments.figures(job))
-        self._groups.set_content(fragments.groups(snapshot.timeline))
+        self._placement.show(snapshot, now)
+        self._groups.set_content(fragments.groups(job, snapshot.timeline))
         self._timeline.set_content(fragments.timeline(job, snapshot.timeline))
         self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
         self._traces.show(snapshot, now)

@@ -32,7 +32,7 @@ _COLUMNS = (
 # under the pointer keeps its identity while its numbers change.
 _ROW_TEMPLATE = """
 <q-tr :props="props" class="job-row" :title="props.row.message">
-  <q-td key="status"><span :class="'status tone-' + props.row.tone">{{ props.row.status }}</span></q-td>
+  <q-td key="status"><span :class="'status tone-' + props.row.tone">{{ props.row.status }}</span><small v-if="props.row.groups" class="degraded">{{ props.row.groups }}</small></q-td>
   <q-td key="name" class="job-name">
     <a :href="props.row.href">{{ props.row.name }}</a><small>{{ props.row.id }}</small>
   </q-td>

@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from service.dashboard import formats
 from service.domain import Attempt, Checkpoint, EndReason, Job, JobStatus, TimelineEvent
+from service.membership import is_degraded, membership_of, num_current, num_wanted
 from service.sharding import newest_workers
 from service.sizes import sizes_of_job, span_text
 from service.traces import Trace
@@ -28,6 +29,9 @@ _EVENT_TONES = {
     "checkpoint_committed": "good",
     "workers_lost": "warn",
     "cancel_requested": "warn",
+    "group_joined": "active",
+    "recovered": "good",
+    "resized": "active",
 }
 _LEVEL_TONES = {"warning": "warn", "error": "bad"}
 _GOOD_ENDS = frozenset({EndReason.COMPLETED, EndReason.CANCELLED})
@@ -52,6 +56,14 @@ def layout_text(job: Job) -> str:
         return f"{workers} (auto)"
     replicas = span_text(sizes.min_workers // sizes.shard_group_size, sizes.num_replicas)
     return f"{workers} = {replicas} {formats.TIMES} {sizes.shard_group_size}"
+
+
+def groups_text(job: Job) -> str:
+    """How many groups train, as in `2 of 3 groups`; empty unless it is fewer than there should."""
+    membership = membership_of(job)
+    if membership is None or not is_degraded(job):
+        return ""
+    return f"{num_current(membership)} of {num_wanted(membership)} groups"
 
 
 def duration_s(job: Job, now: float) -> float | None:
@@ -97,6 +109,7 @@ def job_row(job: Job, now: float) -> dict[str, object]:
         "href": f"jobs/{job.id}",
         "status": job.status.value.lower(),
         "tone": tone_of(job.status),
+        "groups": groups_text(job),
         "percent": round(progress.percent, 1),
         "percent_text": progress.percent_text,
         "aside": _reason_text(job) if job.status is JobStatus.FAILED else progress.eta_text,

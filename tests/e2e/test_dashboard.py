@@ -274,7 +274,8 @@ def test_a_failed_job_says_why(page: Page, dashboard: Dashboard) -> None:
     failed = replace(job, status=JobStatus.FAILED, reason=EndReason.DATA_ERROR, message=message)
     dashboard.store.update_job(failed)
     open_job(page, job)
-    expect(page.locator(".notice")).to_have_text(message)
+    expect(page.locator(".notice")).to_contain_text(message)
+    expect(page.locator(".notice .advice")).to_contain_text("Correct the data")
     expect(page.locator(".heading")).to_contain_text("data error")
     expect(page.get_by_role("button", name="Cancel job")).not_to_be_visible()
 

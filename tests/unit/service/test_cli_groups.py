@@ -77,7 +77,7 @@ def shown(subject: str, *arguments: str) -> str:
             "11 s ago, after a pause of 0.31 s, nothing to redo; 1 group lost so far",
         ),
         ("left out", "127.0.0.9 (for 10m 00s)"),
-        ("at risk", "48 steps (196.6k rows) since the newest checkpoint"),
+        ("at risk", "48 steps (49.2k rows) since the newest checkpoint"),
         ("goodput", "97.1%; lost: start 14s, recovery 3.2s"),
     ],
 )

@@ -81,13 +81,13 @@ def test_text_of_others_cannot_become_markup(job: Job) -> None:
 
 def test_fragments_of_a_new_job_say_what_will_come() -> None:
     job = queued_job()
-    assert "once the workers have started" in fragments.groups([])
+    assert "once the workers have started" in fragments.groups(job, [])
     assert "not started" in fragments.progress(job)
     assert "No checkpoint" in fragments.checkpoints([], NOW)
     assert "not been submitted" in fragments.attempts(job, [], NOW)
 
 
 def test_the_group_diagram_names_rank_and_host(store: SqlJobStore, job: Job) -> None:
-    html = fragments.groups(load_job(store, job.id, None).timeline)
+    html = fragments.groups(job, load_job(store, job.id, None).timeline)
     assert html.count('class="rank') == 4
     assert 'title="rank 3 on a"' in html

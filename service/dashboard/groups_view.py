@@ -1,0 +1,297 @@
+"""What the groups section shows: who trained when, copies alive, recoveries, time lost. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from service.dashboard import formats
+from service.domain import Checkpoint, Job, JobStatus, Membership, TimelineEvent
+from service.goodput import goodput_of, steps_at_risk
+from service.membership import (
+    copies_needed,
+    is_degraded,
+    membership_of,
+    num_current,
+    num_wanted,
+)
+from service.resizing import newest_wish
+
+TONES = {"current": "good", "listening": "active", "initial": "neutral", "gone": "bad"}
+WORDS = {
+    "current": "trains",
+    "listening": "copies from a peer",
+    "initial": "starts",
+    "gone": "is gone",
+}
+_DOMAINS = {
+    "replica_group": "A lost host takes down its groups; the others train on.",
+    "job": "A lost worker restarts all of them from the newest checkpoint.",
+}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A time in which a group had one standing; `left` and `width` in percent of the lane."""
+
+    left: float
+    width: float
+    tone: str
+    title: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The life of one group number, with the hosts that it was on last."""
+
+    group: int
+    hosts: str
+    standing: str
+    tone: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the facts; `tone` colours what needs attention."""
+
+    name: str
+    text: str
+    tone: str = "neutral"
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A cause that took time: `percent` of all that was lost."""
+
+    cause: str
+    text: str
+    percent: float
+    colour_index: int
+
+
+@dataclass(frozen=True)
+class GroupsView:
+    """The section; `lanes` are empty where the job told no groups, `goodput` where it told none."""
+
+    lanes: tuple[Lane, ...]
+    since: str
+    until: str
+    facts: tuple[Fact, ...]
+    goodput: str
+    losses: tuple[Loss, ...]
+
+    @property
+    def has_content(self) -> bool:
+        """Whether there is anything to show."""
+        return bool(self.lanes or self.facts or self.goodput)
+
+
+def groups_view(
+    job: Job, timeline: Sequence[TimelineEvent], checkpoints: Sequence[Checkpoint], now: float
+) -> GroupsView:
+    """The section of a job; `now` is Unix time in seconds."""
+    lines = [line for line in timeline if line.attempt_id == job.current_attempt_id]
+    changes = standings_over_time(lines)
+    end = job.ended_at or now
+    start = changes[0][0] if changes else end
+    goodput = goodput_of(job.latest_metrics)
+    return GroupsView(
+        lanes=_lanes(changes, lines, end),
+        since=formats.clock(start - job.created_at),
+        until=formats.clock(end - job.created_at),
+        facts=tuple(_facts(job, timeline, checkpoints, now)),
+        goodput="" if goodput is None else f"{goodput.share:.1%}",
+        losses=_losses(goodput.lost_s if goodput else ()),
+    )
+
+
+# ---- who trained when
+
+
+def standings_over_time(lines: Iterable[TimelineEvent]) -> list[tuple[float, dict[int, str]]]:
+    """(time, standing by group) after each change, in the order of time; `gone` after a loss."""
+    told = [line for line in lines if line.kind in _CHANGES]
+    changes: list[tuple[float, dict[int, str]]] = []
+    known: dict[int, str] = {}
+    for line in sorted(told, key=lambda line: line.time):
+        known = _CHANGES[line.kind](known, line.data)
+        changes.append((line.time, known))
+    return changes
+
+
+def _after_membership(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
+    groups = data["groups"]
+    assert isinstance(groups, list)
+    present = {int(each["group"]): str(each["standing"]) for each in groups}
+    return {**dict.fromkeys(known, "gone"), **present}
+
+
+def _after_loss(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
+    group = data["group"]
+    assert isinstance(group, int)
+    return {**known, group: "gone"}
+
+
+def _after_leave(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
+    after = _after_loss(known, data)
+    # Nobody waits for a group that makes the job smaller.
+    return {g: s for g, s in after.items() if data["cause"] != "resize" or g != data["group"]}
+
+
+_CHANGES = {
+    "membership_changed": _after_membership,
+    "group_lost": _after_loss,
+    "group_left": _after_leave,
+}
+
+
+def _lanes(
+    changes: Sequence[tuple[float, dict[int, str]]], lines: Sequence[TimelineEvent], end: float
+) -> tuple[Lane, ...]:
+    if not changes:
+        return ()
+    hosts = _newest_hosts(lines)
+    groups = sorted({group for _, standings in changes for group in standings})
+    newest = changes[-1][1]
+    return tuple(
+        Lane(
+            group=group,
+            hosts=hosts.get(group, ""),
+            standing=WORDS.get(newest.get(group, "gone"), newest.get(group, "")),
+            tone=TONES.get(newest.get(group, "gone"), "neutral"),
+            spans=_spans(changes, group, end),
+        )
+        for group in groups
+    )
+
+
+def _spans(
+    changes: Sequence[tuple[float, dict[int, str]]], group: int, end: float
+) -> tuple[Span, ...]:
+    """The standings of one group, neighbours of one kind joined."""
+    start = changes[0][0]
+    whole_s = max(end - start, 1e-9)
+    runs: list[tuple[float, str]] = []
+    for at, standings in changes:
+        standing = standings.get(group, "")
+        if not runs or runs[-1][1] != standing:
+            runs.append((at, standing))
+    ends = [*(at for at, _ in runs[1:]), end]
+    return tuple(
+        Span(
+            left=100 * (at - start) / whole_s,
+            width=100 * max(0.0, until - at) / whole_s,
+            tone=TONES.get(standing, "neutral"),
+            title=f"group {group} {WORDS.get(standing, standing)}, {formats.duration(until - at)}",
+        )
+        for (at, standing), until in zip(runs, ends, strict=True)
+        if standing
+    )
+
+
+def _newest_hosts(lines: Sequence[TimelineEvent]) -> dict[int, str]:
+    hosts: dict[int, str] = {}
+    for line in lines:
+        groups = line.data.get("groups") if line.kind == "membership_changed" else None
+        for each in groups if isinstance(groups, list) else ():
+            hosts[int(each["group"])] = ", ".join(dict.fromkeys(each["hosts"]))
+    return hosts
+
+
+# ---- facts
+
+
+def _facts(
+    job: Job, timeline: Sequence[TimelineEvent], checkpoints: Sequence[Checkpoint], now: float
+) -> list[Fact]:
+    held = job.membership
+    is_own = held is not None and held.attempt_id == job.current_attempt_id
+    facts = _membership_facts(job, held, now) if held is not None and is_own else []
+    wish = newest_wish(timeline)
+    if not job.status.is_terminal and (wish.num_workers or wish.drain_hosts):
+        size = [f"{wish.num_workers} workers"] if wish.num_workers else []
+        text = ", ".join([*size, *(f"without {host}" for host in wish.drain_hosts)])
+        facts.append(Fact("Wanted", text, "active"))
+    at_risk = _at_risk_text(job, checkpoints)
+    if at_risk:
+        hint = "Steps that the newest durable checkpoint does not hold"
+        facts.append(Fact("At risk", at_risk, hint=hint))
+    return facts
+
+
+def _membership_facts(job: Job, membership: Membership, now: float) -> list[Fact]:
+    facts = []
+    if membership_of(job) is not None and job.status is JobStatus.RUNNING:
+        facts += [_training_fact(job, membership), _copies_fact(job, membership)]
+    recovery = membership.last_recovery
+    if recovery is not None:
+        redo = "nothing to redo"
+        if recovery.syncs_lost:
+            redo = f"{recovery.syncs_lost} sync interval(s) to redo"
+        ago = formats.duration(now - recovery.time)
+        text = f"in {formats.latency(recovery.pause_s)}, {redo}, {ago} ago"
+        hint = f"{membership.num_losses} group(s) lost so far; cause: {recovery.cause}"
+        facts.append(Fact("Last recovery", text, "good", hint))
+    layout = membership.layout
+    if layout is not None:
+        domain = layout.failure_domain.replace("_", " ")
+        facts.append(Fact("Failure domain", f"{domain}. {_DOMAINS[layout.failure_domain]}"))
+        facts.append(Fact("Layout", f"{layout.reason} ({_price(membership)})"))
+    excluded = [host for host in membership.excluded_hosts if host.until > now]
+    if excluded and not job.status.is_terminal:
+        names = (f"{host.host} for {formats.duration(host.until - now)}" for host in excluded)
+        facts.append(Fact("Left out", ", ".join(names), "warn", "Hosts that failed too often"))
+    return facts
+
+
+def _training_fact(job: Job, membership: Membership) -> Fact:
+    counts = f"{num_current(membership)} of {num_wanted(membership)} groups"
+    text = f"{counts}, generation {membership.generation}, commit {membership.commit:,}"
+    return Fact("Training", text, "warn" if is_degraded(job) else "good")
+
+
+def _copies_fact(job: Job, membership: Membership) -> Fact:
+    copies, hosts = membership.copies_alive, membership.host_copies_alive
+    text = f"{copies} of each shard, on {hosts} host{'' if hosts == 1 else 's'}"
+    needed = copies_needed(job)
+    if not needed:
+        return Fact("Copies alive", text)
+    if hosts < needed:
+        return Fact("Copies alive", f"{text}; survive needs {needed}", "warn")
+    return Fact("Copies alive", f"{text}; {needed - 1} more may be lost", "good")
+
+
+def _price(membership: Membership) -> str:
+    layout = membership.layout
+    assert layout is not None
+    price = f"{formats.size(layout.memory_overhead_bytes)} more a worker"
+    if layout.sync_latency_s is not None:
+        price += f", {formats.latency(layout.sync_latency_s)} a full sync"
+    return price
+
+
+def _at_risk_text(job: Job, checkpoints: Sequence[Checkpoint]) -> str:
+    if job.status is not JobStatus.RUNNING:
+        return ""
+    steps = steps_at_risk(job.latest_metrics)
+    if steps is None:
+        newest = max((checkpoint.step for checkpoint in checkpoints), default=0)
+        steps = max(0, job.progress.step - newest)
+    rows = steps * job.spec.parallelism.world_size * job.spec.data.batch_size
+    saved = f"since the checkpoint of step {checkpoints[-1].step:,}" if checkpoints else "so far"
+    return f"{steps:,} steps ({formats.compact(rows)} rows) {saved}"
+
+
+def _losses(lost_s: Sequence[tuple[str, float]]) -> tuple[Loss, ...]:
+    total_s = sum(seconds for _, seconds in lost_s)
+    return tuple(
+        Loss(
+            cause,
+            formats.duration(seconds) if seconds >= 10 else formats.latency(seconds),
+            100 * seconds / total_s,
+            index,
+        )
+        for index, (cause, seconds) in enumerate(lost_s)
+    )

@@ -139,8 +139,7 @@ class Campaign:
 
     def _wait(self, is_there: Any) -> None:
         self._keep_going()
-        what = f"the end of {self.struck[-1]}, after {self.struck[:-1]}"
-        self.house.wait_for(is_there, TIMEOUT_S, what)
+        self.house.wait_for(is_there, TIMEOUT_S, f"the job is whole again after {self.struck}")
 
     def _keep_going(self) -> None:
         """Slow down before the rows are used up."""

@@ -182,7 +182,7 @@ class ElasticHouse:
     @property
     def groups(self) -> list[int]:
         """Groups that are there, or are being started again."""
-        return sorted(self._lives)
+        return sorted(group for group, life in self._lives.items() if not life.is_over)
 
     @property
     def num_ranks(self) -> int:

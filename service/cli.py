@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from service.commands import jobs, resizing, spec, stack, submit, traces
+from service.commands import hosts, jobs, resizing, spec, stack, submit, traces
 from service.commands.failures import ErrorReportingGroup
 from service.commands.plugins import add_plugins
 
@@ -36,6 +36,7 @@ def build_app() -> typer.Typer:
     command: Callable[..., None]
     for command in (stack.up, stack.down, stack.status):
         app.command(rich_help_panel=STACK_PANEL)(command)
+    app.add_typer(hosts.app, name="host", rich_help_panel=STACK_PANEL)
     for command in (submit.run, submit.submit, submit.plan, submit.cancel, jobs.ps):
         app.command(rich_help_panel=JOB_PANEL)(command)
     app.command("follow", rich_help_panel=JOB_PANEL)(submit.follow_job)

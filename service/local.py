@@ -185,23 +185,26 @@ class LocalStack:
         ports = local_ray.choose_ports()
         self.home.token()
         local_ray.make_temp_dir(self.home.ray_dir)
-        process = self._spawn(
+        process = self.spawn(
             "ray",
             local_ray.head_command(executable, ports, self.home.ray_dir, os.cpu_count() or 1),
             local_ray.head_environment(self._environment, ports, self.home.token_path),
         )
         address = f"http://127.0.0.1:{ports.dashboard}"
-        return self._remember(state.model_copy(update={"ray": process, "ray_address": address}))
+        gcs_address = f"{local_ray.NODE_IP}:{ports.gcs}"
+        started = {"ray": process, "ray_address": address, "gcs_address": gcs_address}
+        return self._remember(state.model_copy(update=started))
 
     def _launch_service(self, state: StackState, port: int) -> StackState:
         settings = {"SHARDLOOM_HOME": str(self.home.root), "SHARDLOOM_PORT": str(port)}
         if state.ray is not None and state.ray_address is not None:
             settings["SHARDLOOM_RAY_ADDRESS"] = state.ray_address
             settings["SHARDLOOM_RAY_AUTH_TOKEN"] = self.home.token()
-        process = self._spawn("service", self._service_command, self._environment | settings)
+        process = self.spawn("service", self._service_command, self._environment | settings)
         return self._remember(state.model_copy(update={"service": process}))
 
-    def _spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
+    def spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
+        """Start a process in a session of its own, with a log of that name."""
         log = self.home.log_path(name)
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists():
@@ -265,11 +268,15 @@ class LocalStack:
             self.home.write_state(before)
 
     def _end(self, state: StackState, report: Report) -> bool:
-        """End the service, then Ray, so that the service does not see its cluster go."""
+        """End the service, then hosts and Ray, so that the service does not see its cluster go."""
         if state.boot_id != boot_id():
             return False
         ended = False
-        graces = (("service", state.service, SERVICE_GRACE_S), ("ray", state.ray, RAY_GRACE_S))
+        graces = (
+            ("service", state.service, SERVICE_GRACE_S),
+            *((f"host {address}", host, 0.0) for address, host in state.hosts.items()),
+            ("ray", state.ray, RAY_GRACE_S),
+        )
         for name, process, grace_s in graces:
             if process is None:
                 continue

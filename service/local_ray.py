@@ -1,4 +1,4 @@
-"""How a private Ray cluster of one node is started: its command line and its environment."""
+"""How a private Ray cluster is started: command lines of head and further nodes, environment."""
 
 from __future__ import annotations
 
@@ -73,10 +73,34 @@ def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: in
     ]
 
 
-def head_environment(
-    inherited: Mapping[str, str], ports: RayPorts, token_path: Path
-) -> dict[str, str]:
-    """Environment of the head and of everything below it, drivers and workers included."""
+def node_command(executable: str, gcs_address: str, node_ip: str, num_cores: int) -> list[str]:
+    """Command that runs a further node, with an address of its own, until it is told to stop."""
+    return [
+        executable,
+        "start",
+        "--block",
+        f"--address={gcs_address}",
+        f"--node-ip-address={node_ip}",
+        f"--dashboard-agent-listen-port={free_port()}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={num_cores}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+        "--log-color=false",
+    ]
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
+    """Environment of any node and of everything below it, drivers and workers included."""
     kept = {
         key: value
         for key, value in inherited.items()
@@ -94,6 +118,19 @@ def head_environment(
         "RAY_task_events_report_interval_ms": "0",
         # By default a head that is told to stop waits up to 30 s for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+
+
+def head_environment(
+    inherited: Mapping[str, str], ports: RayPorts, token_path: Path
+) -> dict[str, str]:
+    """Environment of the head."""
+    return node_environment(inherited, token_path) | {
+        # A host that dies is noticed within seconds, not in half a minute.
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "5000",
+        "RAY_health_check_failure_threshold": "3",
         "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
     }

@@ -4,7 +4,7 @@ HOME/                    $SHARDLOOM_HOME, ~/.shardloom by default
   stack.json             processes and addresses of the running stack (mode 0600)
   stack.lock             held while a stack starts or stops
   ray-token              bearer token of the private Ray cluster (mode 0600)
-  logs/service.log, ray.log
+  logs/service.log, ray.log, host-ADDRESS.log
 /tmp/shardloom-HASH/     Ray's own folder; short, because a socket's path has 107 bytes at most
 """
 
@@ -32,7 +32,10 @@ class StackError(Exception):
 
 
 class StackState(BaseModel):
-    """The stack that was started last. Processes are None where they were not ours to start."""
+    """The stack that was started last. Processes are None where they were not ours to start.
+
+    `hosts` are Ray nodes beside the head, by the loopback address that each has to itself.
+    """
 
     url: str
     boot_id: str
@@ -40,6 +43,8 @@ class StackState(BaseModel):
     service: ProcessId | None = None
     ray: ProcessId | None = None
     ray_address: str | None = None
+    gcs_address: str | None = None
+    hosts: dict[str, ProcessId] = {}
 
     @property
     def is_running(self) -> bool:

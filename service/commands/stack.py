@@ -21,6 +21,7 @@ from service.commands.context import JsonOption, UrlOption, console, error_conso
 from service.commands.exits import UNAVAILABLE
 from service.commands.formats import human_age
 from service.local import LocalStack, Report
+from service.local_hosts import LocalHosts
 from service.local_state import StackHome, StackState
 
 
@@ -31,6 +32,9 @@ def up(
     port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Port of the service (default 8700).")
     ] = None,
+    hosts: Annotated[
+        int, typer.Option(min=1, max=16, help="Hosts that the local Ray has, the head included.")
+    ] = 1,
 ) -> None:
     """Start the service and a local Ray; without --detach Ctrl-C stops them again.
 
@@ -43,6 +47,8 @@ def up(
         console().print(_addresses(stack.home, state))
         return
     state = _start(stack, port, console())
+    for _ in range(hosts - 1):
+        console().print(Text(f"host {LocalHosts(stack).add()} starts", style="dim"))
     console().print(_addresses(stack.home, state))
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from itertools import accumulate
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainer.data.position import position_of
 from trainer.elastic.checkpoint import (
     CommittedCheckpoint,
     list_committed,
+    list_with_bad_marker,
     remove_checkpoint,
     remove_uncommitted,
     superseded,
 )
 from trainer.elastic.marker import Commit, FileRecord, file_record, read_commit, write_marker
+from trainer.elastic.protocol import EpochRows, Ledger
 from trainer.run_dir import COMMIT_MARKER
+from trainer.saving import State, state_of
 
 
 def commit(step: int, is_best: bool = False) -> Commit:
@@ -66,6 +74,53 @@ def test_a_run_without_checkpoints_lists_none(tmp_path: Path) -> None:
     assert list_committed(tmp_path / "nowhere") == []
 
 
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_marker_with_a_flipped_bit_is_as_good_as_none(place: float, bit: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = add(Path(folder), 7)
+        content = bytearray((path / COMMIT_MARKER).read_bytes())
+        content[int(place * len(content))] ^= 1 << bit
+        (path / COMMIT_MARKER).write_bytes(content)
+        assert read_commit(path) is None
+        assert list_with_bad_marker(Path(folder)) == [path]
+
+
+def test_a_marker_of_an_early_version_is_read(tmp_path: Path) -> None:
+    document = asdict(commit(7))
+    for later in ("commit", "rows_skipped", "open_epochs"):
+        del document[later]
+    (tmp_path / COMMIT_MARKER).write_text(json.dumps(document))
+    assert read_commit(tmp_path) == commit(7)
+    assert state_of(commit(7)).ledger.open_epochs == (EpochRows(epoch=0, done=((0, 56),)),)
+
+
+spans = st.lists(st.integers(0, 99), unique=True, max_size=8).map(
+    lambda bounds: tuple(zip(*[iter(sorted(bounds))] * 2, strict=False))
+)
+
+
+@given(st.lists(spans, max_size=3), st.integers(0, 9))
+def test_rows_done_out_of_turn_come_back_with_the_marker(epochs: list[Any], commits: int) -> None:
+    open_epochs = tuple(EpochRows(epoch=5 + n, done=done) for n, done in enumerate(epochs) if done)
+    position = position_of(Ledger(epoch=5, open_epochs=open_epochs))
+    state = State(step=3, position=position, rows_trained=7, commit=commits, rows_skipped=2)
+    saved = replace(
+        commit(3),
+        epoch=position.epoch,
+        row=position.row,
+        rows_trained=7,
+        commit=commits,
+        rows_skipped=2,
+        open_epochs=state.ledger.open_epochs,
+    )
+    with TemporaryDirectory() as folder:
+        write_marker(Path(folder), saved)
+        found = read_commit(Path(folder))
+    assert found is not None
+    assert state_of(found) == state
+    assert state_of(found).ledger == state.ledger
+
+
 def test_only_garbage_is_swept(tmp_path: Path) -> None:
     kept = add(tmp_path, 1)
     (tmp_path / "step-00000002").mkdir()
@@ -100,3 +155,21 @@ def test_retention_keeps_the_newest_and_the_best(
     best = [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
     assert not keep_best or set(map(id, best)) <= set(map(id, kept))
     assert len(kept) <= keep_last + 1
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 40))
+def test_retention_keeps_one_for_each_multiple(
+    gaps: list[int], keep_last: int, keep_every: int
+) -> None:
+    steps = list(accumulate(gaps))
+    kept: list[CommittedCheckpoint] = []
+    for step in steps:  # as a run does: after every save
+        kept.append(CommittedCheckpoint(Path(str(step)), commit(step)))
+        removed = superseded(kept, keep_last, False, keep_every)
+        kept = [checkpoint for checkpoint in kept if checkpoint not in removed]
+    found = [checkpoint.commit.step for checkpoint in kept]
+    assert set(found) >= {step for step in steps if step % keep_every == 0}
+    for multiple in range(keep_every, steps[-1] + 1, keep_every):
+        reached = [step for step in steps if multiple <= step < multiple + keep_every]
+        assert not reached or reached[0] in found
+    assert len(found) <= keep_last + steps[-1] // keep_every

@@ -80,7 +80,7 @@ def plan(
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check a spec with the service and show the groups that the job would form."""
+    """Check a spec with the service and show the layout that the job would have, and why."""
     document = read_spec(spec, overrides)
     with context.open_client(url) as client:
         found = client.plan(document)

@@ -202,7 +202,7 @@ def _group_sizes(need: Need) -> list[int]:
     return [
         size
         for size in sizes
-        if (size in (given, most) or size <= _NUM_SMALL or not most % size or not least % size)
+        if (size == given or size <= _NUM_SMALL or not most % size or not least % size)
         and most // size * size >= least
         and need.holds_tables(size)
     ]

@@ -295,7 +295,7 @@ class Member:
         with self._changed:
             self._refusal = refusal
             self._changed.notify_all()
-        if self.on_refusal:
+        if self.on_refusal and refusal.reason == "fenced":
             self.on_refusal(refusal.message)
 
     def _hear_abort(self, body: Answer) -> None:

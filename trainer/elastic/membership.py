@@ -53,6 +53,8 @@ class Membership(Syncs):
         if hello.members and not self._knows_run and not self._recovery:
             self._recovery = recovery.Recovery(now + self._policy.recovery_grace_s)
             self._phase = "recovering"
+        if self._recovery:
+            self._recovery.expected |= set(hello.members)
         self._number = max(self._number, hello.round)
         self._generation = max(self._generation, hello.generation)
         group = self._groups.get(hello.group) or self._enter(hello, now)
@@ -186,6 +188,11 @@ class Membership(Syncs):
         return self._flush()
 
     # --- losing groups
+
+    def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
+        super()._lose(group, reason, message, now)
+        if self._recovery:
+            self._recovery.lost.add(group.group)
 
     def _lose_rank(self, rank: RankId, reason: str, message: str, now: float) -> None:
         group = self._group(rank)

@@ -8,7 +8,7 @@ ledger. The others hear so when they repeat their vote.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.elastic.protocol import Hello, Lease, Ledger
 from trainer.elastic.roster import Group
@@ -19,17 +19,18 @@ class Recovery:
     """Waits until `deadline` for every group that some rank saw in its last round."""
 
     deadline: float
+    expected: set[tuple[int, int]] = field(default_factory=set)
+    lost: set[int] = field(default_factory=set)
 
     def is_over(self, groups: Mapping[int, Group], now: float) -> bool:
         """Whether everybody who is expected came back, or the time for it has passed."""
         return now >= self.deadline or all(
-            group in groups and groups[group].is_complete and groups[group].incarnation >= life
-            for group, life in _members(groups.values())
+            group in self.lost or _is_back(groups.get(group), life) for group, life in self.expected
         )
 
 
-def _members(groups: Iterable[Group]) -> set[tuple[int, int]]:
-    return {member for hello in _hellos(groups) for member in hello.members}
+def _is_back(group: Group | None, life: int) -> bool:
+    return group is not None and group.is_complete and group.incarnation >= life
 
 
 def _hellos(groups: Iterable[Group]) -> list[Hello]:

@@ -237,17 +237,17 @@ class Roll:
         self._departures.append(departure)
         return self._book.give_back(group.group)
 
-    def _dismiss(self, group: Group, message: str) -> None:
-        """Tell every rank of a group to end, whether it asked or not."""
+    def _dismiss(self, group: Group, message: str, only_waiting: bool = False) -> None:
+        """Tell the ranks of a group to end, also those that wait for no answer."""
         refusal = Refusal(reason="fenced", message=message)
-        self._refuse(group, refusal)
+        self._refuse(group, refusal, only_waiting)
 
-    def _refuse(self, group: Group, refusal: Refusal) -> None:
+    def _refuse(self, group: Group, refusal: Refusal, only_waiting: bool = False) -> None:
         for rank, state in group.ranks.items():
-            if state.request is None:
-                self._tell(group.rank_id(rank), 0, refusal)
-            else:
+            if state.request:
                 self._answer(group, rank, refusal)
+            elif not only_waiting:
+                self._tell(group.rank_id(rank), 0, refusal)
 
     def _fail(self, reason: str, message: str, now: float) -> None:
         """The run cannot go on: every rank is told so."""

@@ -36,8 +36,11 @@ class Syncs(Roll):
         self._skipped_untold: list[Lease] = []
 
     def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
-        """A group is lost, and the round that it was in with it."""
-        self._dismiss(group, message)
+        """A group is lost, and the round that it was in with it.
+
+        After the end of the run that is how groups go: ranks that still clean up are left alone.
+        """
+        self._dismiss(group, message, only_waiting=self._phase == "finished")
         self._strike(group, reason, message, now)
         self._refusals.pop(group.group, None)
         if self._round and group.group in self._round.groups:
@@ -128,6 +131,7 @@ class Syncs(Roll):
 
     def _begin_from(self, ledger: Ledger, group: int) -> None:
         """Take over the ledger of a checkpoint; raises `LeaseError`. Rows once skipped stay so."""
+        self._report = Report()  # one about a state that is gone
         self._book.restore(ledger)
         self._number = max(self._number, ledger.round)
         for lease in self._book.adopt(self._skipped, group):

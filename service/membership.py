@@ -28,7 +28,9 @@ from trainer.events import (
     Resized,
 )
 
-CURRENT, LISTENING = "current", "listening"
+CURRENT = "current"
+# Causes after which no group of that number comes back: it is not wanted, or moves to another one.
+FOR_GOOD = frozenset({"resize", "drain"})
 
 
 def after(membership: Membership | None, attempt_id: str, event: Event) -> Membership | None:
@@ -77,7 +79,7 @@ def _take_lost(membership: Membership, event: GroupLost) -> Membership:
 
 def _take_left(membership: Membership, event: GroupLeft) -> Membership:
     left = _with_out(membership, event)
-    if event.cause == "resize":
+    if event.cause in FOR_GOOD:
         return left
     hosts = tuple(event.hosts)
     gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.cause, "")
@@ -113,10 +115,7 @@ def _take_recovery(membership: Membership, event: Recovered) -> Membership:
 
 
 def _take_resized(membership: Membership, event: Resized) -> Membership:
-    resized = replace(membership, world_size=event.world_size)
-    # Those beyond the new size are not awaited any more.
-    num_spare = len(resized.members) + len(resized.gone) - num_wanted(resized)
-    return replace(resized, gone=resized.gone[max(0, num_spare) :])
+    return replace(membership, world_size=event.world_size)
 
 
 def _take_excluded(membership: Membership, event: HostExcluded) -> Membership:
@@ -164,12 +163,18 @@ def num_current(membership: Membership) -> int:
 def num_wanted(membership: Membership) -> int:
     """How many groups there should be; those that there are, where no layout was told."""
     if membership.layout is None:
-        return len(membership.members) + len(missing(membership))
+        return len(membership.members) + len(_not_back(membership))
     return membership.world_size // membership.layout.shard_group_size
 
 
 def missing(membership: Membership) -> tuple[GoneGroup, ...]:
-    """Groups that are gone and of which no newer life is there yet."""
+    """Groups that are gone and awaited: as many of the newest as there should be groups."""
+    num_awaited = max(0, num_wanted(membership) - len(membership.members))
+    not_back = _not_back(membership)
+    return not_back[max(0, len(not_back) - num_awaited) :]
+
+
+def _not_back(membership: Membership) -> tuple[GoneGroup, ...]:
     present = {member.group for member in membership.members}
     return tuple(each for each in membership.gone if each.group not in present)
 

@@ -31,15 +31,15 @@ from trainer.events import (
     WorkersStarted,
 )
 
-# What a reason means for somebody who watches; the cause of a group's end.
+# Where the driver says that a group is lost; what the coordinator sees itself it tells in words.
 _LOSSES = {
     "workers_lost": "its workers ended",
     "host_lost": "its host stopped answering",
     "preempted": "its host was taken away",
-    "hang": "it got nothing done for too long",
     "device_oom": "a device ran out of memory",
     "host_oom": "its host ran out of memory",
 }
+_RESIZES = {"request": "as asked", "room": "as the cluster has room", "drain": "to leave a host"}
 _LEAVES = {
     "resize": "fewer workers are wanted",
     "drain": "its host is drained",
@@ -72,8 +72,7 @@ def describe(event: Event, membership: Membership | None = None) -> str:
 
 
 def _group_lost(event: GroupLost, membership: Membership | None) -> str:
-    cause = _LOSSES.get(event.reason, event.reason.replace("_", " "))
-    detail = f" ({event.message})" if event.message else ""
+    cause = _LOSSES.get(event.reason) or event.message or event.reason.replace("_", " ")
     others = [
         member
         for member in (membership.members if membership else ())
@@ -84,7 +83,7 @@ def _group_lost(event: GroupLost, membership: Membership | None) -> str:
         follows = "no other group trains"
     elif event.rows_returned:
         follows += f" and will train its {event.rows_returned:,} rows"
-    return f"{_group(event)} was lost: {cause}{detail}; {follows}"
+    return f"{_group(event)} was lost: {cause}; {follows}"
 
 
 def _group_joined(event: GroupJoined, membership: Membership | None) -> str:
@@ -133,9 +132,9 @@ def _recovered(event: Recovered) -> str:
 def _resized(event: Resized) -> str:
     verb = "grew" if event.world_size > event.world_size_before else "shrank"
     how = "by a restart from a checkpoint" if event.restarted else "without a restart"
-    cause = f" ({event.cause.replace('_', ' ')})" if event.cause else ""
+    cause = _RESIZES.get(event.cause) or f"after {event.cause.replace('_', ' ')}"
     sizes = f"from {event.world_size_before} to {event.world_size} workers"
-    return f"{verb} {sizes} {how}{cause}"
+    return f"{verb} {sizes} {how}" + (f", {cause}" if event.cause else "")
 
 
 def _layout_chosen(event: LayoutChosen) -> str:

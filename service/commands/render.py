@@ -165,12 +165,12 @@ def job_page(
 def _end_lines(job: JobSummary, attempts: Sequence[AttemptOut]) -> list[RenderableType]:
     """What the end of the newest attempt was read from, and what to change."""
     last = attempts[-1]
-    evidence = "  ".join(f"{name}={value}" for name, value in last.evidence.items())
-    lines: list[RenderableType] = []
-    if evidence:
-        lines.append(Text(f"evidence  {evidence}", style="dim"))
+    grid = facts_grid()
+    for name, value in last.evidence.items():
+        grid.add_row(name, value)
+    lines: list[RenderableType] = [Text(), grid] if last.evidence else []
     if job.status is JobStatus.FAILED and (advice := advice_of(job.reason, last.end_reason)):
-        lines.append(Text(advice, style="yellow"))
+        lines += [Text(), Text(advice, style="yellow")]
     return lines
 
 

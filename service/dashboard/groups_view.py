@@ -9,6 +9,7 @@ from service.dashboard import formats
 from service.domain import Checkpoint, Job, JobStatus, Membership, TimelineEvent
 from service.goodput import goodput_of, steps_at_risk
 from service.membership import (
+    FOR_GOOD,
     copies_needed,
     is_degraded,
     membership_of,
@@ -135,15 +136,21 @@ def _after_loss(known: Mapping[int, str], data: Mapping[str, object]) -> dict[in
 
 
 def _after_leave(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
-    after = _after_loss(known, data)
-    # Nobody waits for a group that makes the job smaller.
-    return {g: s for g, s in after.items() if data["cause"] != "resize" or g != data["group"]}
+    if data["cause"] in FOR_GOOD:
+        return {group: standing for group, standing in known.items() if group != data["group"]}
+    return _after_loss(known, data)
+
+
+def _after_resize(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
+    # The job goes on without those that are gone.
+    return {group: standing for group, standing in known.items() if standing != "gone"}
 
 
 _CHANGES = {
     "membership_changed": _after_membership,
     "group_lost": _after_loss,
     "group_left": _after_leave,
+    "resized": _after_resize,
 }
 
 

@@ -82,7 +82,7 @@ def _rows(membership: Membership, hosts: Sequence[str], num_colours: int) -> tup
     awaited = [
         GroupRow(
             group=gone.group,
-            standing=f"gone: {gone.reason.replace('_', ' ')}",
+            standing="gone",
             tone="bad",
             life=gone.incarnation,
             cells=tuple(ShardCell(rank, "", None) for rank in range(size)),

@@ -228,7 +228,10 @@ def _grid_of(workers: WorkersStarted) -> GroupGrid:
 
 @dataclass(frozen=True)
 class TimelineLine:
-    """One line of the timeline; `clock` counts from the creation of the job."""
+    """One line of the timeline; `clock` counts from the creation of the job.
+
+    `evidence` is what a loss of workers was read from, on one line.
+    """
 
     clock: str
     time_utc: str
@@ -236,6 +239,7 @@ class TimelineLine:
     message: str
     actor: str
     tone: str
+    evidence: str
 
 
 def timeline_lines(job: Job, timeline: Sequence[TimelineEvent], limit: int) -> list[TimelineLine]:
@@ -248,9 +252,16 @@ def timeline_lines(job: Job, timeline: Sequence[TimelineEvent], limit: int) -> l
             message=event.message,
             actor=event.actor,
             tone=event_tone(job, event),
+            evidence=_evidence_text(event),
         )
         for event in reversed(timeline[-limit:])
     ]
+
+
+def _evidence_text(event: TimelineEvent) -> str:
+    evidence = event.data.get("evidence")
+    found = evidence.items() if isinstance(evidence, dict) else ()
+    return ", ".join(f"{name}: {value}" for name, value in found)
 
 
 def event_tone(job: Job, event: TimelineEvent) -> str:
@@ -304,6 +315,7 @@ class AttemptLine:
     duration: str
     num_worker_failures: int
     message: str
+    evidence: tuple[tuple[str, str], ...]
 
 
 def attempt_lines(job: Job, attempts: Sequence[Attempt], now: float) -> list[AttemptLine]:
@@ -327,6 +339,7 @@ def _attempt_line(job: Job, attempt: Attempt, now: float) -> AttemptLine:
         duration=formats.duration((attempt.ended_at or now) - began) if began else formats.NOTHING,
         num_worker_failures=attempt.num_worker_failures,
         message=attempt.message,
+        evidence=tuple(attempt.evidence.items()),
     )
 
 

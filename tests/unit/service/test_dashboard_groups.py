@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 from service.dashboard import fragments, views
 from service.dashboard.groups_view import GroupsView, groups_view
 from service.dashboard.member_grid import MemberGrid, member_grid
-from service.domain import Checkpoint, EndReason, Job, JobStatus, Progress, TimelineEvent
+from service.domain import (
+    Checkpoint,
+    EndReason,
+    Job,
+    JobStatus,
+    Progress,
+    ReportedEnd,
+    TimelineEvent,
+)
 from service.store.intake import fold
 from tests.unit.service.builders import (
     HOSTS,
@@ -26,6 +34,7 @@ from tests.unit.service.builders import (
     membership_changed,
     queued_job,
     recovered,
+    workers_lost,
     workers_started,
 )
 from trainer import events
@@ -201,7 +210,7 @@ def test_the_grid_has_a_row_for_every_group_the_lost_one_included() -> None:
     grid = grid_of(degraded())
     assert [(row.group, row.standing, row.tone) for row in grid.rows] == [
         (0, "trains", "good"),
-        (1, "gone: host lost", "bad"),
+        (1, "gone", "bad"),
         (2, "trains", "good"),
     ]
     assert [cell.host_index for cell in grid.rows[1].cells] == [None, None]
@@ -245,6 +254,23 @@ def test_a_failed_job_says_what_to_change() -> None:
     )
     attempt = replace(attempt_of(job), end_reason=EndReason.DEVICE_OOM)
     assert "Lower data.batch_size" in fragments.heading(failed, NOW, [attempt])
+
+
+def test_the_evidence_of_an_end_is_shown_with_its_attempt() -> None:
+    job, _ = degraded()
+    report = ReportedEnd(EndReason.HOST_OOM, "killed", NOW, {"signal": "9", "host": HOSTS[1]})
+    attempt = replace(attempt_of(job), end_reason=EndReason.HOST_OOM, reported_end=report)
+    (line,) = views.attempt_lines(job, [attempt], NOW)
+    assert line.evidence == (("signal", "9"), ("host", HOSTS[1]))
+    assert HOSTS[1] in fragments.attempts(job, [attempt], NOW)
+
+
+def test_the_evidence_of_lost_workers_is_in_the_timeline() -> None:
+    lost = workers_lost().model_copy(update={"evidence": {"exit": "-9", "host": "h3"}})
+    job, timeline = scene(lost)
+    (line,) = views.timeline_lines(job, timeline, 10)
+    assert line.evidence == "exit: -9, host: h3"
+    assert "exit: -9" in fragments.timeline(job, timeline)
 
 
 def test_text_of_records_cannot_become_markup() -> None:

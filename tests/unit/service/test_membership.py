@@ -111,8 +111,15 @@ def test_a_group_that_left_for_a_smaller_size_is_not_awaited() -> None:
     start = (layout_chosen(), membership_changed())
     smaller = folded(*start, left(2, "resize"), resized(4))
     assert (num_current(smaller), num_wanted(smaller), missing(smaller)) == (2, 2, ())
-    drained = folded(*start, left(2, "drain"))
-    assert [gone.reason for gone in missing(drained)] == ["drain"]
+    slow = folded(*start, left(2, "straggler"))
+    assert [gone.reason for gone in missing(slow)] == ["straggler"]
+
+
+def test_a_group_that_moved_under_another_number_is_not_awaited() -> None:
+    moved = membership_changed(*map(group_member, (0, 1, 3)), generation=3, time=NOW + 1)
+    start = (layout_chosen(), membership_changed())
+    assert missing(folded(*start, moved, left(2, "drain"))) == ()
+    assert missing(folded(*start, group_lost(2), moved)) == ()
 
 
 def test_groups_lost_beyond_a_smaller_size_are_not_awaited_either() -> None:

@@ -25,9 +25,11 @@ def _left(cause: str) -> events.GroupLeft:
     )
 
 
-def _resized(before: int, after: int, *, restarted: bool = False) -> events.Resized:
+def _resized(
+    before: int, after: int, *, restarted: bool = False, cause: str = "request"
+) -> events.Resized:
     return events.Resized(
-        time=NOW, world_size_before=before, world_size=after, cause="request", restarted=restarted
+        time=NOW, world_size_before=before, world_size=after, cause=cause, restarted=restarted
     )
 
 
@@ -49,9 +51,8 @@ def _resized(before: int, after: int, *, restarted: bool = False) -> events.Resi
             "1 host",
         ),
         (
-            group_lost(reason="hang", message="no step for 62 s", rows_returned=0),
-            "group 1 (127.0.0.3) was lost: it got nothing done for too long (no step for 62 s); "
-            "no other group trains",
+            group_lost(reason="connection", message="rank 1 on 127.0.0.3 ended", rows_returned=0),
+            "group 1 (127.0.0.3) was lost: rank 1 on 127.0.0.3 ended; no other group trains",
         ),
         (
             group_joined(),
@@ -65,10 +66,10 @@ def _resized(before: int, after: int, *, restarted: bool = False) -> events.Resi
             recovered(syncs_lost=1, num_tries=3),
             "recovered in 0.31 s: generation 4, 1 sync interval to redo, at try 3",
         ),
-        (_resized(4, 6), "grew from 4 to 6 workers without a restart (request)"),
+        (_resized(4, 6), "grew from 4 to 6 workers without a restart, as asked"),
         (
-            _resized(6, 4, restarted=True),
-            "shrank from 6 to 4 workers by a restart from a checkpoint (request)",
+            _resized(6, 4, restarted=True, cause="host_lost"),
+            "shrank from 6 to 4 workers by a restart from a checkpoint, after host lost",
         ),
         (
             events.StragglerFound(

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
+
 # Ray replaces 127.0.0.1 by an address that other machines can reach. Any other loopback
 # address is kept, so the cluster stays private and survives a change of network.
 NODE_IP = "127.0.0.2"
@@ -134,6 +136,17 @@ def head_environment(
         "AUTOSCALER_METRIC_PORT": str(ports.autoscaler_metrics),
         "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
     }
+
+
+def live_addresses(ray_address: str, token: str) -> set[str]:
+    """Addresses of the nodes that Ray counts as alive; none while it does not answer."""
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        with httpx.Client(trust_env=False, timeout=5.0, headers=headers) as http:
+            nodes = http.get(f"{ray_address}/api/v0/nodes").json()["data"]["result"]["result"]
+    except (httpx.TransportError, ValueError, KeyError, TypeError):
+        return set()
+    return {node["node_ip"] for node in nodes if node["state"] == "ALIVE"}
 
 
 def make_temp_dir(path: Path) -> None:

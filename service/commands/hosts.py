@@ -28,7 +28,7 @@ def add(
     cpus: Annotated[int, typer.Option(min=1, help="Logical CPUs of it.")] = CPUS_PER_HOST,
 ) -> None:
     """Start another host; jobs that may grow take it."""
-    console().print(f"host {_hosts().add(address, cpus)} starts")
+    console().print(f"host {_hosts().add(address, cpus)} is there")
 
 
 @app.command()

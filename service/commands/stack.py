@@ -48,7 +48,7 @@ def up(
         return
     state = _start(stack, port, console())
     for _ in range(hosts - 1):
-        console().print(Text(f"host {LocalHosts(stack).add()} starts", style="dim"))
+        console().print(Text(f"host {LocalHosts(stack).add()} joined", style="dim"))
     console().print(_addresses(stack.home, state))
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))

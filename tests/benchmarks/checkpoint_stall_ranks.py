@@ -1,0 +1,112 @@
+"""Blocks of training steps with a save beside them or none: the checkpoint benchmark on a rank.
+
+A block starts at a barrier and lasts until the slowest rank has taken its steps and its save, if
+there was one, is on storage with its marker.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.benchmarks.sparse_sync_ranks import Training, Workload, slowest_s
+from trainer.elastic.training_state import state_to_save
+from trainer.events import Event, Metrics
+from trainer.ray_worker import WorkerConfig
+from trainer.saving import Checkpoints, State
+
+WARM_UP_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Seconds of a block of steps with a save beside it, and without; and what saves cost.
+
+    `stall_s` is how long training stood still for the save beside it, `write_s` how long that took
+    in all, and `blocking_s` how long a save takes for which training waits.
+    """
+
+    with_save_s: float
+    without_s: float
+    stall_s: float
+    write_s: float
+    blocking_s: float
+
+
+class SavingRun:
+    """Training that can save; rank 0 knows what saves cost."""
+
+    def __init__(self, workload: Workload, run_dir: Path, sync_every_steps: int) -> None:
+        self._training = Training(workload)
+        self._sync = self._training.sync()
+        self._every = sync_every_steps
+        self._said: list[Event] = []
+        config = WorkerConfig(self._training.spec, run_dir, "bench-a0", 0)
+        self._checkpoints = Checkpoints(config, self._training.groups, self._said.append)
+        self._step = 0
+
+    def block(self, num_steps: int, *, saves: bool) -> float:
+        """Seconds of `num_steps`, with a save after the first of them."""
+        seconds, _ = slowest_s(lambda: self._steps(num_steps, saves))
+        return seconds
+
+    def _steps(self, num_steps: int, saves: bool) -> None:
+        for number in range(num_steps):
+            self._training.train(1)
+            self._step += 1
+            if self._step % self._every == 0:
+                self._sync()
+            self._checkpoints.poll()
+            if saves and number == 0:
+                self._save(is_last=False)
+        self._checkpoints.wait()
+
+    def blocking_save(self) -> float:
+        """Seconds of a save for which training waits, as a job's last one."""
+        return slowest_s(lambda: self._save(is_last=True))[0]
+
+    def _save(self, is_last: bool) -> None:
+        started_s = time.perf_counter()
+        self._sync.flush()
+        model, optimizers = self._training.model, self._training.optimizers
+        self._checkpoints.save(
+            state_to_save(model, optimizers.combined),
+            State(step=self._step),
+            {},
+            is_best=False,
+            is_last=is_last,
+            started_s=started_s,
+        )
+
+    def costs(self) -> tuple[float, float]:
+        """(stall, write) seconds of the newest save; zeros on ranks that do not speak."""
+        found = [event.values for event in self._said if isinstance(event, Metrics)]
+        if not found:
+            return 0.0, 0.0
+        return found[-1]["checkpoint/stall_s"], found[-1]["checkpoint/write_s"]
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        self._checkpoints.close()
+        self._sync.close()
+
+
+def measure(
+    workload: Workload, run_dir: Path, num_steps: int, sync_every_steps: int, num_pairs: int
+) -> tuple[float, list[Pair]]:
+    """(stall of the first save of all, pairs); who goes first alternates."""
+    run = SavingRun(workload, run_dir, sync_every_steps)
+    run.block(WARM_UP_STEPS, saves=True)
+    first_stall_s, _ = run.costs()
+    pairs = []
+    for pair in range(num_pairs):
+        seconds = {}
+        for saves in (True, False) if pair % 2 == 0 else (False, True):
+            seconds[saves] = run.block(num_steps, saves=saves)
+            if saves:
+                stall_s, write_s = run.costs()
+        blocking_s = run.blocking_save()
+        pairs.append(Pair(seconds[True], seconds[False], stall_s, write_s, blocking_s))
+    run.close()
+    return first_stall_s, pairs

@@ -1,0 +1,87 @@
+"""Sharding groups as failure domains on real Ray: a lost host stops nobody, a new one is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.conftest import EXAMPLE_SPEC
+from tests.integration.ray_hosts import DriverProcess, RayHosts, ray_hosts
+from tests.integration.stack import wait_for
+from trainer import events, failures
+from trainer.spec import JobSpec, apply_overrides, validate_spec
+
+A, B, C, D = (f"127.0.0.{number}" for number in range(3, 7))
+# 6 000 ratings, 5 400 of them to train on.
+NUM_ROWS, EPOCHS = 5400, 40
+
+
+def job(data: Path, *overrides: str) -> JobSpec:
+    """The demo job as three groups of one worker, each a failure domain."""
+    document = yaml.safe_load(EXAMPLE_SPEC.read_text())
+    changes = [
+        f"data.path={data}",
+        "data.batch_size=16",
+        "parallelism.workers={min: 1, max: 3}",
+        "parallelism.shard_group_size=1",
+        "parallelism.placement=inter_host",
+        "parallelism.survive={hosts: 1}",
+        "parallelism.sync={every_steps: 8}",
+        f"training.epochs={EPOCHS}",
+        "training.report_every_steps=1",
+        "training.validate_every_steps=100000",
+        "checkpoint.every_steps=100000",
+        "recovery.start_grace_s=30",
+        "recovery.heartbeat_timeout_s=5",
+    ]
+    return validate_spec(apply_overrides(document, [*changes, *overrides]))
+
+
+@pytest.fixture
+def hosts() -> Iterator[RayHosts]:
+    """Three hosts with room for one worker each."""
+    with ray_hosts({A: 1, B: 1, C: 1}) as hosts:
+        yield hosts
+
+
+def members(driver: DriverProcess) -> dict[int, str]:
+    """Host of each group that is current, by the newest membership."""
+    changes = driver.told(events.MembershipChanged)
+    groups = changes[-1].groups if changes else []
+    return {each.group: each.hosts[0] for each in groups if each.standing == "current"}
+
+
+def wait_for_members(driver: DriverProcess, where: set[str]) -> None:
+    """Wait until exactly the groups on these hosts are current."""
+    wait_for(
+        lambda: driver.process.poll() is not None or set(members(driver).values()) == where,
+        f"groups on {sorted(where)}, not on {members(driver)}",
+        timeout_s=120,
+    )
+    assert driver.process.poll() is None, driver.log()
+
+
+def test_a_lost_host_stops_nobody_and_its_group_comes_back_on_another(
+    hosts: RayHosts, small_movielens: Path, tmp_path: Path
+) -> None:
+    driver = DriverProcess.start(hosts, tmp_path / "run", job(small_movielens))
+    try:
+        wait_for_members(driver, {A, B, C})
+        hosts.kill(B)
+        wait_for_members(driver, {A, C})
+        reached = driver.step
+        hosts.start({D: 1})
+        wait_for_members(driver, {A, C, D})
+        assert driver.step > reached, "the others trained on while a group joined"
+        assert driver.process.wait(timeout=120) == 0, driver.log()
+    finally:
+        driver.end()
+    (ended,) = driver.told(events.AttemptEnded)
+    assert ended.reason == failures.COMPLETED
+    assert driver.told(events.Progress)[-1].rows == NUM_ROWS * EPOCHS
+    assert [each.group for each in driver.told(events.GroupLost)] == [1]
+    assert not driver.told(events.WorkersLost), "nothing was restarted"
+    assert {each.how for each in driver.told(events.GroupJoined)} == {"start", "peer_copy"}

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -119,17 +117,3 @@ def _tell(writer: EventWriter, run_index: int, failure: Failure, will_restart: b
             evidence=dict(failure.evidence),
         )
     )
-
-
-def in_background(name: str, call: Callable[[], Failure | None]) -> Future[Failure | None]:
-    """Make one call in a daemon thread, which a driver that is stopped leaves behind."""
-    future: Future[Failure | None] = Future()
-
-    def _run() -> None:
-        try:
-            future.set_result(call())
-        except BaseException as error:  # handed to whoever asks for the result
-            future.set_exception(error)
-
-    threading.Thread(target=_run, name=name, daemon=True).start()
-    return future

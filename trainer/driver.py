@@ -39,7 +39,7 @@ from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
 from trainer.ray_worker import start_log
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec, SpecError
-from trainer.train_run import Evicted, train
+from trainer.train_run import Evicted, launch
 from trainer.versions import check_versions, installed_versions
 
 logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
@@ -114,14 +114,14 @@ def lives_of(attempt: Attempt) -> Callable[[int], Outcome]:
         from trainer.elastic.supervisor import Setting, Supervisor
 
         _set_unless_given(GROUP_SETTINGS)
-        setting = Setting(attempt, RayCluster(attempt), train)
+        setting = Setting(attempt, RayCluster(attempt), launch)
         return Supervisor(setting, partial(RayCoordinator, attempt)).live
 
     from trainer.elastic.job_runs import JobRuns
 
     _set_unless_given(TRAIN_SETTINGS)
     note_shortage(attempt.spec, attempt.writer)
-    return JobRuns(attempt, RayCluster(attempt).read_hosts, train).live
+    return JobRuns(attempt, RayCluster(attempt).read_hosts, launch).live
 
 
 def _set_unless_given(settings: dict[str, str]) -> None:

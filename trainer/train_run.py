@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +51,20 @@ class TrainRun:
         """Name of the run in Ray, unique within the attempt."""
         config = self.config
         return f"{config.attempt_id}-{config.run_label.partition('-')[2]}"
+
+
+def launch(run: TrainRun) -> Future[Failure | None]:
+    """`train` in a daemon thread, which a driver that is stopped leaves behind."""
+    future: Future[Failure | None] = Future()
+
+    def _run() -> None:
+        try:
+            future.set_result(train(run))
+        except BaseException as error:  # handed to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=_run, name=run.name, daemon=True).start()
+    return future
 
 
 def train(run: TrainRun) -> Failure | None:

@@ -14,7 +14,7 @@ from concurrent import futures
 from dataclasses import dataclass, field
 
 from trainer import events, failures
-from trainer.attempt import Attempt, Outcome, Restart, in_background
+from trainer.attempt import Attempt, Outcome, Restart
 from trainer.cluster import Host
 from trainer.elastic import stop_request
 from trainer.elastic.detect import HostPolicy, HostRecord
@@ -121,11 +121,11 @@ class Pace:
 
 @dataclass
 class JobRuns:
-    """The lives of one attempt's workers. `read_hosts` and `train` are the cluster."""
+    """The lives of one attempt's workers. `read_hosts` and `launch` are the cluster."""
 
     attempt: Attempt
     read_hosts: Callable[[], list[Host]]
-    train: Callable[[TrainRun], Failure | None]
+    launch: Callable[[TrainRun], futures.Future[Failure | None]]
     pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.monotonic
 
@@ -144,8 +144,7 @@ class JobRuns:
         """One life of the workers."""
         current = self._plan()
         self._announce(current.num_workers)
-        run = self._run(run_index, current)
-        future = in_background(f"run {run_index}", lambda: self.train(run))
+        future = self.launch(self._run(run_index, current))
         self._watch(run_index, current, future)
         return self._judge(run_index, future.result())
 

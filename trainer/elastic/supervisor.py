@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer import events, failures
-from trainer.attempt import Attempt, in_background
+from trainer.attempt import Attempt
 from trainer.elastic.casualties import Casualties
 from trainer.elastic.detect import HostPolicy, HostRecord
 from trainer.elastic.group_run import Cluster, Coordinator, GroupRun, with_unseen_taken
@@ -40,12 +40,12 @@ _KILL_AFTER_S = 2.0
 class Setting:
     """What stays the same over all lives of an attempt's groups. Times are in seconds.
 
-    `train` runs the workers of one group, each of which runs `loop`.
+    `launch` starts the workers of one group, each of which runs `loop`; its result is their end.
     """
 
     attempt: Attempt
     cluster: Cluster
-    train: Callable[[TrainRun], Failure | None]
+    launch: Callable[[TrainRun], futures.Future[Failure | None]]
     loop: TrainLoop = ray_train_loop
     poll_s: float = 0.5
     end_grace_s: float = 60.0
@@ -257,7 +257,7 @@ class GroupsLife:
             waits_for_room=False,
             loop=self.setting.loop,
         )
-        future = in_background(run.name, lambda: self.setting.train(run))
+        future = self.setting.launch(run)
         self.runs[start.group] = GroupRun(start.group, incarnation, start.hosts, future)
         logger.info("starting %s", self.runs[start.group].name)
 

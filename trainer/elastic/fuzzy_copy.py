@@ -149,7 +149,8 @@ class FuzzyCopy:
             else:
                 rows.index_copy_(0, places, values.to(rows.device)[places])
             self.num_bytes += values.nbytes
-            if not self.is_complete:  # a commit of all rows may have come in between
+            # A commit of all rows may have come in between.
+            if not self.is_complete and self._chunks[self._next] == chunk:
                 self._next += 1
 
     def _check(self, ticket: int) -> None:

@@ -40,6 +40,33 @@ def test_a_mean_depends_on_its_own_values_alone() -> None:
     assert torch.equal(pairwise_mean(parts), apart)
 
 
+@settings(deadline=None)
+@given(st.integers(1, 9), st.integers(1, 10**6), st.integers(0, 2**31))
+def test_equal_weights_change_no_bit(num_copies: int, weight: int, seed: int) -> None:
+    parts = torch.randn(num_copies, 50, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(pairwise_mean(parts, [weight] * num_copies), pairwise_mean(parts))
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 2**31))
+def test_weighted_means_are_right_to_a_few_roundings(weights: list[int], seed: int) -> None:
+    weights = [*weights, 1]
+    parts = torch.randn(len(weights), 50, generator=torch.Generator().manual_seed(seed))
+    share = torch.tensor(weights).double()[:, None] / sum(weights)
+    exact, size = (parts * share).sum(dim=0), (parts.abs() * share).sum(dim=0)
+    assert bool(((pairwise_mean(parts, weights) - exact).abs() <= size * 2.0**-24 * 8).all())
+
+
+@settings(deadline=None)
+@given(st.lists(st.booleans(), max_size=6), st.integers(0, 2**31))
+def test_what_weighs_nothing_leaves_no_trace(is_deaf: list[bool], seed: int) -> None:
+    counts = torch.tensor([*is_deaf, True])
+    parts = torch.randn(counts.numel(), 20, generator=torch.Generator().manual_seed(seed))
+    parts[~counts] = torch.nan
+    mean = pairwise_mean(parts, [3 * int(each) for each in counts])
+    assert torch.equal(mean, pairwise_mean(parts[counts]))
+
+
 def _blocks(seed: int, shapes: list[tuple[int, int, bool]]) -> list[Block]:
     generator = torch.Generator().manual_seed(seed)
     blocks = []

@@ -14,9 +14,9 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 # What is there already is no news.
 NEWS := | { grep -v 'already satisfied' || true; }
 
-.PHONY: help setup demo test test-unit lint format bench clean
+.PHONY: help setup demo demo-survive test test-unit lint format bench clean
 help:
-	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
 setup: $(STAMP) ## create .venv with everything installed
 
@@ -33,6 +33,9 @@ $(STAMP): pyproject.toml
 
 demo: setup ## train a 2D-sharded recommender on MovieLens and watch it
 	@DATA='$(DATA)' WAIT='$(WAIT)' deploy/demo.sh
+
+demo-survive: setup ## lose a host in the middle of a job, and get it back
+	@DATA='$(DATA)' WAIT='$(WAIT)' deploy/demo_survive.sh
 
 test: setup ## run the tests
 	@$(BIN)/python -m pytest tests $(PYTEST_ARGS)

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# What both demos share: where Shardloom keeps its files, and prepared ratings in $prepared.
+#   DATA=DIR   a MovieLens csv folder; default: ../shared/data/ml-latest-small, else generated
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export SHARDLOOM_HOME="${SHARDLOOM_HOME:-$PWD/.shardloom}"
+shardloom=.venv/bin/shardloom
+prepared="$SHARDLOOM_HOME/demo/prepared"
+say() { printf '\n\033[1m%s\033[0m\n' "$*"; }
+
+prepare_ratings() {
+    local source="${DATA:-}"
+    if [ -z "$source" ] && [ -d ../shared/data/ml-latest-small ]; then
+        source=../shared/data/ml-latest-small
+    fi
+    if [ -z "$source" ]; then
+        source="$SHARDLOOM_HOME/demo/generated"
+        if [ ! -f "$source/ratings.csv" ]; then
+            say "No MovieLens folder given: generating 100 000 ratings"
+            "$shardloom" data generate movielens "$source" --ratings 100000
+        fi
+    fi
+    say "Preparing ratings from $source"
+    "$shardloom" data prepare movielens "$source" "$prepared" --split per_user --overwrite
+}
+
+# Starts Shardloom with the given options unless it runs; ends it with the script if it was started.
+start_shardloom() {
+    say "Starting Shardloom and a local Ray"
+    owned=no
+    "$shardloom" status >/dev/null 2>&1 || owned=yes
+    trap stop_shardloom EXIT
+    "$shardloom" up --detach "$@"
+}
+stop_shardloom() { [ "$owned" = no ] || "$shardloom" down; }
+
+# Leaves the dashboard up until Ctrl-C, unless WAIT=0.
+stay() {
+    [ "${WAIT:-1}" != 0 ] || return 0
+    say "The dashboard stays up; Ctrl-C ends it"
+    "$shardloom" status
+    trap 'exit 0' INT TERM
+    while sleep 3600; do :; done
+}

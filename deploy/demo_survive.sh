@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# The demo behind `make demo-survive`: three hosts, one of which dies in the middle of a job.
+#   DATA=DIR   a MovieLens csv folder; default: ../shared/data/ml-latest-small, else generated
+#   WAIT=0     end everything when the job has ended, with the job's exit code
+# The hosts are Ray nodes with loopback addresses of their own; `host kill` ends all that runs there.
+source "$(dirname "$0")/demo_common.sh"
+job=movielens-survive
+lost=127.0.0.4
+
+# Wait until the timeline of the job has $2 lines of kind $1, or the job has ended.
+wait_for() {
+    local events
+    while true; do
+        events="$("$shardloom" events "$job" --json)"
+        [ "$(grep -c "\"kind\": \"$1\"" <<<"$events")" -lt "$2" ] || return 0
+        ! grep -q '"kind": "job_ended"' <<<"$events" || return 1
+        sleep 1
+    done
+}
+
+prepare_ratings
+start_shardloom --hosts 3
+
+say "Submitting deploy/examples/$job.yaml: a copy of the tables on each of 3 hosts"
+"$shardloom" submit "deploy/examples/$job.yaml" --set data.path="$prepared" \
+    --set training.epochs="${EPOCHS:-12}"
+wait_for group_joined 3
+"$shardloom" show "$job"
+
+say "Host $lost dies"
+"$shardloom" host kill "$lost"
+wait_for recovered 1
+"$shardloom" show "$job"
+
+say "The host comes back"
+"$shardloom" host add "$lost"
+wait_for group_joined 4 || say "the job was over before the host could help"
+
+code=0
+"$shardloom" follow "$job" || code=$?
+say "Result"
+"$shardloom" show "$job"
+[ "$code" != 0 ] || stay
+exit "$code"

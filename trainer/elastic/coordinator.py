@@ -39,6 +39,7 @@ Result = TypeVar("Result")
 
 _MAX_LINE_BYTES = 64 << 20
 _TICKS_PER_TIMEOUT = 10
+_TURNS_TO_READ = 3
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -251,6 +252,8 @@ class Coordinator:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(self._config.policy.heartbeat_timeout_s / _TICKS_PER_TIMEOUT)
+            for _ in range(_TURNS_TO_READ):  # what has come counts before silence does
+                await asyncio.sleep(0)
             self._act(self._membership.tick(self._now()))
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

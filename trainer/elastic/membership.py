@@ -145,7 +145,8 @@ class Membership(Syncs):
 
     def tick(self, now: float) -> list[Effect]:
         """Time has passed; call it several times per heartbeat time-out."""
-        self._watch.wake(now)
+        slept_s = self._watch.wake(now)
+        self._deadlines = {number: at + slept_s for number, at in self._deadlines.items()}
         for rank in self._watch.silent(now):
             message = f"rank {rank.rank} was silent for {self._policy.heartbeat_timeout_s} s"
             self._lose_rank(rank, "silent", message, now)

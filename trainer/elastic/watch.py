@@ -61,12 +61,15 @@ class Watch:
         """Seconds since a rank got something done."""
         return now - self._moved_at.get(rank, now)
 
-    def wake(self, now: float) -> None:
-        """Look at the clock. Time in which this process slept is nobody's silence."""
+    def wake(self, now: float) -> float:
+        """Look at the clock; the time that this process slept, which is nobody's silence."""
         slept_s = now - self._looked_at if self._looked_at is not None else 0.0
         self._looked_at = now
-        if slept_s > self._silence_s / 2:
-            self._heard_at = {rank: at + slept_s for rank, at in self._heard_at.items()}
+        if slept_s <= self._silence_s / 2:
+            return 0.0
+        self._heard_at = {rank: at + slept_s for rank, at in self._heard_at.items()}
+        self._hangs.check(now, waiting=self._pulses)  # starts their clocks anew
+        return slept_s
 
     def silent(self, now: float) -> list[RankId]:
         """Ranks that said nothing for too long."""

@@ -7,8 +7,9 @@ for by the syncs that it applied, as {commit: round}: two copies are equal if th
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trainer.elastic.detect import RankId
 from trainer.elastic.effects import Announce, CommitRecord, Effect, Reply
@@ -29,6 +30,7 @@ from trainer.elastic.protocol import (
     Vote,
     Welcome,
 )
+from trainer.elastic.status import CoordinatorStatus
 from trainer.events import Event, RowsSkipped
 
 NUM_RANKS = 2
@@ -137,7 +139,7 @@ class SimRank:
         assert own.incarnation == self.id.incarnation
         if own.standing == "listening":
             assert own.weight == 0
-            assert round_.donor or self.world.membership.status(0).has_finished
+            assert round_.donor or self.world.status.has_finished
             self.copy = self.copy or Copy(round_.commit - 1)
         members = tuple((m.group, m.incarnation) for m in round_.members)
         news = {"members": members, "round": round_.round, "generation": round_.generation}
@@ -202,8 +204,17 @@ class SimRank:
 class World:
     """The job. Time stands still but for `wait`."""
 
-    def __init__(self, num_groups: int = 3) -> None:
+    def __init__(self, num_groups: int = 3, **policy: Any) -> None:
+        """`policy` overrides fields of `MembershipPolicy`."""
         self.num_groups = num_groups
+        self.policy = MembershipPolicy(
+            num_groups=num_groups,
+            start_grace_s=30.0,
+            heartbeat_timeout_s=1.0,
+            vote_timeout_s=5.0,
+            on_non_finite="skip",
+        )
+        self.policy = replace(self.policy, **policy)
         self.now = 1000.0
         self.checkpoint = Checkpoint()
         self.incarnations = dict.fromkeys(range(num_groups), 0)
@@ -220,14 +231,7 @@ class World:
 
     def start_coordinator(self) -> None:
         """A new one that knows nothing; every rank connects again."""
-        policy = MembershipPolicy(
-            num_groups=self.num_groups,
-            start_grace_s=30.0,
-            heartbeat_timeout_s=1.0,
-            vote_timeout_s=5.0,
-            on_non_finite="skip",
-        )
-        self.membership = Membership(policy, LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE))
+        self.membership = Membership(self.policy, LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE))
         self.greeted: dict[int, int] = {}
         for rank in self.ranks():
             if not rank.is_fenced and not rank.is_through:
@@ -284,7 +288,7 @@ class World:
         sync = record.commit, record.round
         self.journal[sync] = record
         knowing = [m.group for m in record.members if m.standing != "listening"]
-        assert knowing or self.membership.status(self.now).has_finished
+        assert knowing or self.status.has_finished
         if knowing:
             applied = self.groups[knowing[0]][0].applied
             self.history[sync] = applied | {record.commit: record.round}
@@ -299,7 +303,7 @@ class World:
 
     def save(self) -> None:
         """The leader's state becomes a durable checkpoint."""
-        leader = self.membership.status(self.now).leader
+        leader = self.status.leader
         if leader is not None and leader in self.groups:
             rank = self.groups[leader][0]
             if rank.standing == "current":
@@ -317,10 +321,30 @@ class World:
 
     def current(self) -> list[SimRank]:
         """Ranks of the groups that the coordinator holds to be current."""
-        status = self.membership.status(self.now)
+        status = self.status
         lives = {(g.group, g.incarnation) for g in status.groups if g.standing == "current"}
         ranks = self.ranks() if status.phase in ("running", "finished") else ()
         return [r for r in ranks if r.id[:2] in lives and r.standing == "current"]
+
+    @property
+    def status(self) -> CoordinatorStatus:
+        return self.membership.status(self.now)
+
+    def told(self, kind: str) -> list[Any]:
+        """Events of one kind."""
+        return [event for event in self.events if event.kind == kind]
+
+    def run_until(self, is_so: Callable[[], object]) -> None:
+        """Deliver messages until something is so."""
+        for _ in range(2000):
+            if is_so():
+                return
+            self.exchange(num_turns=1)
+        raise AssertionError(f"it never came to that: {self.status}")
+
+    def run_to_commit(self, commit: int) -> None:
+        """Deliver messages until a sync counts."""
+        self.run_until(lambda: self.status.commit >= commit)
 
     # --- to the end
 
@@ -360,7 +384,7 @@ class World:
             self.exchange(num_turns=8)
             self.copy_all()
             self.wait(0.5)
-        raise AssertionError(f"the run does not end: {self.membership.status(self.now)}")
+        raise AssertionError(f"the run does not end: {self.status}")
 
     def check_rows(self) -> None:
         """Every row is in one committed sync of the final state's, or was skipped on purpose."""

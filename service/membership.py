@@ -155,6 +155,15 @@ def layout_of_attempt(job: Job) -> ChosenLayout | None:
     return membership.layout
 
 
+def failure_domain(job: Job) -> str:
+    """What a lost host takes down, as the newest attempt chose it, else as the spec implies."""
+    chosen = layout_of_attempt(job)
+    if chosen is not None:
+        return chosen.failure_domain
+    parallelism = job.spec.parallelism
+    return parallelism.failure_domain if parallelism.is_resolved else "job"
+
+
 def num_current(membership: Membership) -> int:
     """How many groups train."""
     return sum(member.standing == CURRENT for member in membership.members)

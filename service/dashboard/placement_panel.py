@@ -13,6 +13,7 @@ from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
 from service.domain import JobStatus
 from service.errors import Conflict, ServiceError
+from service.membership import failure_domain
 from service.resizing import (
     known_hosts,
     legal_sizes,
@@ -22,6 +23,11 @@ from service.resizing import (
 )
 from service.store.base import JobStore
 from trainer.run_dir import RunDir
+
+_RESIZE_HINTS = {
+    "replica_group": "Groups that stay train on; new ones copy their state from a live group.",
+    "job": "The workers save a checkpoint and start again from it in the new size.",
+}
 
 
 class PlacementPanel:
@@ -65,7 +71,7 @@ class PlacementPanel:
     def _build_resize_dialog(self) -> ui.dialog:
         with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
             ui.label("Resize").classes("dialog-title")
-            ui.label("Groups that stay train on; new ones copy their state from a live group.")
+            self._resize_hint = ui.label()
             with ui.element("div").classes("dialog-fields"):
                 self._size = ui.select([], label="Workers").props("dense outlined")
             _dialog_actions(dialog, "Resize", self._resize)
@@ -87,6 +93,7 @@ class PlacementPanel:
         except Conflict as error:
             ui.notify(str(error), type="warning")
             return
+        self._resize_hint.set_text(_RESIZE_HINTS[failure_domain(self._snapshot.job)])
         wanted = newest_wish(self._snapshot.timeline).num_workers
         self._size.set_options(sizes, value=wanted if wanted in sizes else None)
         self._resize_dialog.open()

@@ -70,9 +70,9 @@ def test_the_section_shows_the_policy_before_there_is_a_plan_and_without_one(job
 
 
 def test_workers_that_told_no_plan_still_show_their_sharding_types(job: Job) -> None:
-    assert "row_wise" in fragments.groups(timeline_of(job, workers_started()))
+    assert "row_wise" in fragments.groups(job, timeline_of(job, workers_started()))
     planned = timeline_of(job, workers_started(tables=[row_wise_plan()]))
-    assert "row_wise" not in fragments.groups(planned)
+    assert "row_wise" not in fragments.groups(job, planned)
 
 
 def test_divergences_are_an_alarm_with_the_newest_first(job: Job) -> None:
@@ -109,5 +109,5 @@ def test_a_job_without_traces_says_so(job: Job) -> None:
 def test_a_job_stored_before_plans_and_policies_is_shown_whole(job: Job) -> None:
     lines = timeline_of(job, workers_started())
     del lines[0].data["tables"]
-    assert "rank" in fragments.groups(lines)
+    assert "rank" in fragments.groups(job, lines)
     assert "once the workers have told their plan" in fragments.sharding(job, lines)

@@ -11,6 +11,7 @@ from service.domain import Job, JobStatus, Membership
 from service.membership import (
     after,
     copies_needed,
+    failure_domain,
     is_degraded,
     layout_of_attempt,
     membership_of,
@@ -163,6 +164,16 @@ def test_what_an_earlier_attempt_had_is_not_shown_of_the_new_one() -> None:
 def test_a_job_without_groups_of_its_own_has_no_membership() -> None:
     assert membership_of(running(None)) is None
     assert membership_of(running(folded(layout_chosen(failure_domain="job")))) is None
+
+
+def test_the_failure_domain_is_what_the_attempt_chose_else_what_the_spec_implies() -> None:
+    assert failure_domain(running(None)) == "job"
+    chosen = running(folded(layout_chosen(failure_domain="replica_group")))
+    assert failure_domain(chosen) == "replica_group"
+    spread = {"workers": 4, "shard_group_size": 2, "placement": "inter_host"}
+    assert failure_domain(queued_job(parallelism=spread)) == "replica_group"
+    undecided = {"workers": 4, "shard_group_size": "auto", "placement": "auto"}
+    assert failure_domain(queued_job(parallelism=undecided)) == "job"
 
 
 def test_one_more_host_is_needed_than_may_be_lost() -> None:

@@ -27,7 +27,7 @@ from trainer.run_dir import RunDir
 
 NAME = "checkpoint_stall"
 PAIRS = 3
-WORKLOAD = Workload(world_size=4, shard_group_size=2, table_rows=40_000)
+WORKLOAD = Workload(world_size=4, shard_group_size=2, table_rows=20_000)
 STEPS = 100
 SYNC_EVERY_STEPS = 16
 TIMEOUT_S = 900

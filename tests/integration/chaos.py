@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from tests.integration.elastic_checks import check_copies, check_rows
-from tests.integration.elastic_house import ElasticHouse
+from tests.integration.elastic_house import ElasticHouse, Record
 from tests.integration.session_cases import make_config
 from trainer.data.reader import open_source
 from trainer.elastic.faults import KINDS, PHASES, Fault, Kind, Phase
@@ -39,7 +41,9 @@ def elastic_config(
         "checkpoint.every_steps=25",
         "checkpoint.keep_best=false",
         "recovery.start_grace_s=30",
-        "recovery.exchange_timeout_s=3",
+        # Patient: on a machine that does other things too, nobody must be taken for dead.
+        "recovery.heartbeat_timeout_s=4",
+        "recovery.exchange_timeout_s=4",
         "training.epochs=2",
         *overrides,
     )
@@ -67,32 +71,39 @@ class Campaign:
         self.house.set_pace(PACE_S)
         self.house.wait_for(self._is_whole, TIMEOUT_S, "all groups are current")
 
-    def strike(self, kind: Kind, phase: Phase, group: int | None = None, arg: float = 0.0) -> None:
-        """Let one rank be struck, of a group of choice or chance."""
-        group = self._victim(phase) if group is None else group
-        fault = Fault(
-            kind=kind,
-            phase=phase,
-            group=group,
-            rank=self.random.randrange(self.house.num_ranks),
-            step=0,
-            incarnation=self.house.life(group).incarnation,
-            arg=arg,
+    def strike(self, kind: Kind, phase: Phase, arg: float = 0.0) -> None:
+        """Let one rank of some group be struck; at a checkpoint, of the group that saves it."""
+        groups = self.house.groups
+        aimed_at = groups if phase == "checkpoint" else [self.random.choice(groups)]
+        rank = self.random.randrange(self.house.num_ranks)
+        self.struck.append(f"{kind} at {phase} of rank {rank} of a group of {aimed_at}")
+        num_before = len(self.house.of("struck"))
+        self.house.inject(
+            *itertools.chain(*(self._faults(kind, phase, g, rank, arg) for g in aimed_at))
         )
-        num_struck = len(self.house.of("struck"))
-        self.struck.append(f"{kind} at {phase} of group {group} rank {fault.rank}")
+        self._wait(lambda: self._hits(num_before, kind, phase))
+        self.house.inject()
+        hit = self._hits(num_before, kind, phase)[0]
+        if kind in FATAL:
+            self._wait(lambda: self.house.life(hit["group"]).incarnation > hit["incarnation"])
+        self.wait_until_over()
+
+    def _faults(
+        self, kind: Kind, phase: Phase, group: int, rank: int, arg: float
+    ) -> Iterator[Fault]:
+        """For the group's life and some to come: it may die of something else before."""
+        first = self.house.life(group).incarnation
+        site = {"group": group, "rank": rank, "step": 0}
         if phase == "join":
             # It has to die to join again.
-            death = fault.model_copy(update={"kind": "sigkill", "phase": "lookup"})
-            fault = fault.model_copy(update={"incarnation": fault.incarnation + 1})
-            num_struck += 1
-            self.house.inject(death, fault)
-        else:
-            self.house.inject(fault)
-        self._wait(lambda: len(self.house.of("struck")) > num_struck)
-        if kind in FATAL:
-            self._wait(lambda: self.house.life(group).incarnation > fault.incarnation)
-        self.wait_until_over()
+            yield Fault(kind="sigkill", phase="lookup", incarnation=first, **site)
+            first += 1
+        for incarnation in range(first, first + 3):
+            yield Fault(kind=kind, phase=phase, incarnation=incarnation, arg=arg, **site)
+
+    def _hits(self, num_before: int, kind: Kind, phase: Phase) -> list[Record]:
+        later = self.house.of("struck")[num_before:]
+        return [hit for hit in later if (hit["kind"], hit["phase"]) == (kind, phase)]
 
     def kill_coordinator(self, down_s: float = 0.0) -> None:
         """SIGKILL of the coordinator; it comes back after a while, and no group dies of it."""
@@ -126,13 +137,6 @@ class Campaign:
         records = self.house.records()
         assert check_copies(records) > 0
         return dict(check_rows(records, num_train_rows(config), config.spec.training.epochs))
-
-    def _victim(self, phase: Phase) -> int:
-        if phase == "checkpoint":
-            leader = self.house.coordinator.call("status").leader
-            assert leader is not None
-            return leader
-        return self.random.choice(self.house.groups)
 
     def _is_whole(self) -> bool:
         return all(self.house.standing(group) == "current" for group in self.house.groups)

@@ -33,7 +33,7 @@ _CONTEXT.set_forkserver_preload(
         "tests.integration.elastic_coordinator",
     ]
 )
-_POLL_S = 0.02
+_POLL_S = 0.05
 _ASK_COORDINATOR_S = 0.25
 _MAX_LIVES = 40
 

@@ -8,7 +8,7 @@ once training is under way: `kill` (SIGKILL of a node's raylet and workers), `le
 down) and `join` (a node comes). CONFIG holds `spec` (as in `raw_ray_train`), `folder` (for
 everything written), `num_nodes`, `workers_per_node`, `actions` and `checkpoint_every_steps`; the
 variables of the environment tune Ray. RESULT.json in the folder gets, for each action, the seconds
-between the last step before it and the first one after, by the workers' clocks, the steps that were
+between the last step before it and the first one after, beyond a usual step, the steps that were
 trained again, and the bytes that were read from checkpoints.
 """
 
@@ -17,11 +17,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -196,7 +198,7 @@ class Lab:
         starts = [s for s in self._events("start") if last["time"] < s["time"] <= after["time"]]
         return {
             "action": action,
-            "pause_s": after["time"] - last["time"],
+            "pause_s": after["time"] - last["time"] - _usual_step_s(steps_before),
             "steps_again": last["step"] + 1 - after["step"],
             "read_bytes": max(start["read_bytes"] for start in starts),
             "world_size": after["world_size"],
@@ -257,6 +259,11 @@ class Lab:
         """End everything; the trainer sees its cluster go away."""
         ray.shutdown()
         self.cluster.shutdown()
+
+
+def _usual_step_s(steps: list[Event]) -> float:
+    times = [step["time"] for step in steps[-20:]]
+    return statistics.median(later - earlier for earlier, later in pairwise(times))
 
 
 def _address(index: int) -> str:

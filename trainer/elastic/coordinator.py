@@ -243,9 +243,12 @@ class Coordinator:
         port = server.sockets[0].getsockname()[1]
         ticking = asyncio.create_task(self._tick())
         self._started.put(f"{config.host}:{port}")
-        await self._is_stopping.wait()
-        ticking.cancel()
+        stopping = asyncio.create_task(self._is_stopping.wait())
+        await asyncio.wait({stopping, ticking}, return_when=asyncio.FIRST_COMPLETED)
         server.close()
+        if ticking.done():
+            ticking.result()  # raises: without a clock nobody's loss would be noticed
+        ticking.cancel()
         for connection in list(self._wires.by_rank.values()):
             connection.writer.close()
 

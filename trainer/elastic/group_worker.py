@@ -11,6 +11,7 @@ from trainer.ray_worker import GroupConfig, WorkerConfig
 from trainer.worker import groups_of, named_failures, prepare_process
 
 NAMESPACE = "shardloom"
+_LOCATE_S = 5.0
 
 
 def train_group(session: GroupSession) -> dict[str, float]:
@@ -60,11 +61,18 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dic
 
 
 def locate(group: GroupConfig) -> str:
-    """Address (host:port) of the coordinator, also after it was restarted."""
+    """Address (host:port) of the coordinator, also after it was restarted.
+
+    Raises `ConnectionError` or `ValueError` while there is none.
+    """
     if group.address is not None:
         return group.address
     import ray
+    from ray.exceptions import RayError
 
     assert group.actor_name is not None, "a group knows its coordinator by name or by address"
     coordinator = ray.get_actor(group.actor_name, namespace=NAMESPACE)
-    return str(ray.get(coordinator.address.remote()))
+    try:
+        return str(ray.get(coordinator.address.remote(), timeout=_LOCATE_S))
+    except RayError as error:
+        raise ConnectionError(f"the coordinator's actor is away: {error}") from error

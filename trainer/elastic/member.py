@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _MIN_BEAT_S = 0.05
 _BEATS_PER_TIMEOUT = 10
 _RETRY_S = 0.1
+_UNCONFIRMED_FACTOR = 5
 _RECV_BYTES = 1 << 16
 
 
@@ -250,6 +251,9 @@ class Member:
         connection = socket.create_connection((host, int(port)), self._connect_timeout_s)
         connection.settimeout(None)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Heartbeats that nobody confirms end a connection whose other host is gone.
+        unconfirmed_ms = int(1000 * _UNCONFIRMED_FACTOR * self._connect_timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unconfirmed_ms)
         with self._sending:
             self._socket = connection
         if self._is_closed:

@@ -15,10 +15,10 @@ class MembershipPolicy:
     The job starts once `num_groups` groups have arrived, or `start_grace_s` after the first one. A
     rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
     voted `vote_timeout_s` after the first vote of its round, or that stands still for longer than
-    `hang_factor` median steps and `min_hang_s`. A coordinator that was restarted waits
-    `recovery_grace_s` for the groups of the one before. A group that refused `max_refusals` rounds
-    since the last commit is lost, as the fault is likely to be its own. `rows_per_step` are those
-    that the whole job takes at once.
+    `hang_factor` median steps and `min_hang_s` (ten times that outside of training). A coordinator
+    that was restarted waits `recovery_grace_s` for the groups of the one before. A group that
+    refused `max_refusals` rounds since the last commit is lost, as the fault is likely to be its
+    own. `rows_per_step` are those that the whole job takes at once.
     """
 
     num_groups: int

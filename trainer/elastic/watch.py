@@ -16,6 +16,8 @@ from trainer.elastic.detect import (
 )
 from trainer.elastic.protocol import Heartbeat
 
+_UNTIMED_FACTOR = 10
+
 
 class Watch:
     """Heartbeats of all ranks. Times are seconds of the clock of `now`."""
@@ -28,6 +30,7 @@ class Watch:
         self._pulses: dict[RankId, Heartbeat] = {}
         self._moved_at: dict[RankId, float] = {}
         self._hangs = HangDetector(hang)
+        self._untimed_s = _UNTIMED_FACTOR * hang.min_hang_s
         self._stragglers = StragglerDetector(straggler)
         self._window_ends: float | None = None
         self._looked_at: float | None = None
@@ -76,8 +79,12 @@ class Watch:
         return [rank for rank, at in self._heard_at.items() if now - at > self._silence_s]
 
     def hangs(self, now: float, waiting: Collection[RankId]) -> list[Hang]:
-        """Ranks that stand still though nobody makes them wait; at most one per group."""
-        return self._hangs.check(now, waiting)
+        """Ranks that stand still though nobody makes them wait; at most one per group.
+
+        Outside of training, where a rank tells of no steps, it may stand still for longer.
+        """
+        found = self._hangs.check(now, waiting)
+        return [hang for hang in found if hang.phase == "train" or hang.idle_s > self._untimed_s]
 
     def stragglers(self, hosts: Mapping[RankId, str], now: float) -> list[Straggler]:
         """Ranks among those in `hosts` that are persistently slow; looked for once per window."""

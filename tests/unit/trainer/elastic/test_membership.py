@@ -21,10 +21,17 @@ def standings(world: World) -> dict[int, str]:
     return {group.group: group.standing for group in world.status.groups}
 
 
-def beat(world: World, group: int, rank: int, progress: int, step_time_s: float = 0.1) -> None:
+def beat(
+    world: World,
+    group: int,
+    rank: int,
+    progress: int,
+    step_time_s: float = 0.1,
+    phase: str = "train",
+) -> None:
     """A rank says how it gets on."""
     rank_id = RankId(group, world.incarnations[group], rank)
-    heartbeat = Heartbeat(progress=progress, phase="train", step=1, step_time_s=step_time_s)
+    heartbeat = Heartbeat(progress=progress, phase=phase, step=1, step_time_s=step_time_s)
     world.act(world.membership.on_heartbeat(rank_id, heartbeat, world.now))
 
 
@@ -185,6 +192,21 @@ def test_a_rank_that_gets_nothing_done_loses_its_group_although_it_beats():
     assert (found.group, found.rank) == (0, 1)
     assert found.idle_s == pytest.approx(20, abs=1)
     assert standings(world).keys() == {1, 2}, "who waits for a hung group does not hang"
+
+
+def test_a_rank_may_stand_still_for_longer_outside_of_training():
+    world = running(num_groups=2, min_hang_s=20.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: has_ready(world, 0, "arrive"))
+    world.hung.add(0)
+    world.exchange(20)
+    while not world.told("hang_found"):
+        for rank in (0, 1):
+            beat(world, 1, rank, progress=1)
+            beat(world, 0, rank, progress=1, phase="validation")
+        tick(world, 25.0)
+    (found,) = world.told("hang_found")
+    assert (found.group, found.phase, found.idle_s) == (0, "validation", 225.0)
+    assert [found.phase for found in world.told("hang_found")] == ["validation"]
 
 
 def test_a_rank_that_does_not_vote_in_time_loses_its_group():

@@ -33,6 +33,7 @@ from trainer.cluster import (
     wants_gpu,
 )
 from trainer.data.errors import DataError
+from trainer.elastic.run_lock import hold_run
 from trainer.failures import Failure
 from trainer.outbox import EventWriter, OutboxPoster
 from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
@@ -185,7 +186,10 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
         message = "; ".join(mismatch.message for mismatch in mismatches)
         return _ended(context, Failure(failures.VERSION_MISMATCH, message))
     try:
-        return _ended(context, run_until_stopped(context, writer))
+        with hold_run(context.run_dir, context.attempt_id, on_lost=_evict_this_process):
+            return _ended(context, run_until_stopped(context, writer))
+    except failures.WorkerFailure as error:  # the folder is another attempt's
+        return _ended(context, Failure(error.reason, error.message))
     except Stopped:
         return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
     except Evicted:
@@ -195,6 +199,11 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
         evidence = failures.evidence_of(error)
         message = f"{type(error).__name__}: {error}"
         return _ended(context, Failure(failures.TRAINING_ERROR, message, evidence=evidence))
+
+
+def _evict_this_process() -> None:
+    """After another attempt has taken the run folder, this one only does harm."""
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:

@@ -108,7 +108,7 @@ class RunLock:
         self,
         run_dir: Path,
         name: str,
-        patience_s: float = PATIENCE_S,
+        patience_s: float,
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -219,7 +219,7 @@ def hold_run(run_dir: Path, name: str, on_lost: Callable[[], None]) -> Iterator[
     Raises `WorkerFailure` with `run_in_use`. `on_lost` is called, in a thread, should another
     attempt have taken the folder after all.
     """
-    lock = RunLock(run_dir, name)
+    lock = RunLock(run_dir, name, PATIENCE_S)
     lock.acquire()
     is_over = threading.Event()
     thread = threading.Thread(

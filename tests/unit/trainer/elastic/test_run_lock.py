@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from trainer import driver
+from trainer.attempt import DriverContext
+from trainer.elastic import run_lock
 from trainer.elastic.run_lock import LOCK_FILE, Owner, RunLock, hold_run, is_gone
-from trainer.failures import RUN_IN_USE, WorkerFailure
+from trainer.failures import BAD_SPEC, RUN_IN_USE, Failure, WorkerFailure
+from trainer.outbox import EventWriter
 
 
 class FakeTime:
@@ -125,4 +129,35 @@ def test_the_folder_is_held_for_a_block_and_free_after_an_error(tmp_path: Path) 
     with pytest.raises(ValueError, match="inside"), hold_run(tmp_path, "job-a0", on_lost=int):
         assert (tmp_path / LOCK_FILE).exists()
         raise ValueError("inside")
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = DriverContext.from_env(
+        {
+            "SHARDLOOM_JOB_ID": "job-1",
+            "SHARDLOOM_ATTEMPT_ID": "job-1-a1",
+            "SHARDLOOM_RUN_DIR": str(tmp_path),
+        }
+    )
+    writer = EventWriter(context.files.stream_path("driver"))
+    held = []
+
+    def attempt(context: DriverContext, writer: EventWriter) -> Failure:
+        held.append("job-1-a1" in (tmp_path / LOCK_FILE).read_text())
+        return Failure(BAD_SPEC, "the end")
+
+    monkeypatch.setattr(driver, "check_versions", lambda: [])
+    monkeypatch.setattr(driver, "run_until_stopped", attempt)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
+    first = lock(tmp_path, "job-1-a0")
+    first.acquire()
+    refused = driver.end_attempt(context, writer)
+    assert (refused.reason, held) == (RUN_IN_USE, [])
+    assert "job-1-a0 (process " in refused.message
+    first.release()
+    assert driver.end_attempt(context, writer).reason == BAD_SPEC
+    assert held == [True]
     assert not (tmp_path / LOCK_FILE).exists()

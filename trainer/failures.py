@@ -10,7 +10,7 @@ plane tries again later.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer.elastic.detect import memory_shortage
 
@@ -25,6 +25,7 @@ DEVICE_OOM = "device_oom"
 HOST_OOM = "host_oom"
 DIVERGED = "diverged"
 NON_FINITE = "non_finite"
+ROWS_SKIPPED = "rows_skipped"
 BAD_SPEC = "bad_spec"
 DATA_ERROR = "data_error"
 STORAGE_ERROR = "storage_error"
@@ -33,7 +34,7 @@ VERSION_MISMATCH = "version_mismatch"
 RUN_IN_USE = "run_in_use"
 
 # What another life of the workers may not run into again, and whether the user's budget pays.
-PAID = frozenset({WORKERS_LOST, DIVERGED, HANG, DEVICE_OOM, HOST_OOM})
+PAID = frozenset({WORKERS_LOST, DIVERGED, ROWS_SKIPPED, HANG, DEVICE_OOM, HOST_OOM})
 FREE = frozenset({HOST_LOST, PREEMPTED})
 RESTARTABLE = PAID | FREE
 
@@ -77,6 +78,10 @@ class WorkerFailure(Exception):
 
 class NonFiniteLoss(Exception):
     """The loss became NaN or infinite."""
+
+
+class RowsPoisoned(NonFiniteLoss):
+    """It did, and the rows that did it are noted: another life of the workers leaves them out."""
 
 
 @dataclass(frozen=True)
@@ -162,6 +167,14 @@ def _rank_of_cause(failure: Failure) -> int:
 def is_paid(failure: Failure) -> bool:
     """Whether a restart after `failure` spends the user's budget."""
     return failure.reason in PAID
+
+
+def with_lost_host(failure: Failure, live_hosts: Collection[str]) -> Failure:
+    """The same failure, as the loss of the host that it names if that is not there any more."""
+    host = failure.evidence.get("host")
+    if failure.reason != WORKERS_LOST or host is None or host in live_hosts:
+        return failure
+    return replace(failure, reason=HOST_LOST, message=f"host {host} is gone: {failure.message}")
 
 
 def should_restart(failure: Failure, num_paid: int, max_failures: int) -> bool:

@@ -43,6 +43,10 @@ class Casualties:
         found = [self.record.fail(each, now) for each in ({guilty} if guilty else set(hosts))]
         return [exclusion for exclusion in found if exclusion]
 
+    def learn(self, failure: Failure) -> None:
+        """Take the last word of workers that were given up before: it may say more."""
+        self.last = failures.explain([failure, *([self.last] if self.last else [])])
+
     def is_fatal(self, failure: Failure) -> bool:
         """Whether a group's own last word ends the job; counts it."""
         self._num_suspicious += failures.is_suspicious(failure)

@@ -128,6 +128,7 @@ class JobRuns:
     launch: Callable[[TrainRun], futures.Future[Failure | None]]
     pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.monotonic
+    wait: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
         parallelism, recovery = self.attempt.spec.parallelism, self.attempt.spec.recovery
@@ -157,7 +158,7 @@ class JobRuns:
             found = plan(self._bounds, hosts, request.workers, request.drain_hosts | excluded)
             if found.num_workers >= (self._size or 0) or self.clock() >= until:
                 break
-            time.sleep(min(self.pace.poll_s, 0.5))
+            self.wait(self.pace.poll_s / 2)
         if self._num_without_room >= _MAX_STARTS_WITHOUT_ROOM:
             return Plan(self._bounds.least)
         return found
@@ -224,7 +225,18 @@ class JobRuns:
             self._num_without_room += 1
             return Restart()
         self._num_without_room = 0
+        failure = self._look_after(failure)
         self._blame(failure.evidence.get("host"))
+        return failure
+
+    def _look_after(self, failure: Failure) -> Failure:
+        """The failure, as a lost host if the cluster notices soon that it is one."""
+        until = self.clock() + self.pace.settle_s
+        while failure.is_death and failure.reason == failures.WORKERS_LOST:
+            failure = failures.with_lost_host(failure, {h.address for h in self.read_hosts()})
+            if self.clock() >= until:
+                break
+            self.wait(self.pace.poll_s / 2)
         return failure
 
     def _blame(self, host: str | None) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,7 +26,7 @@ from trainer.elastic.detect import HostPolicy, HostRecord
 from trainer.elastic.group_run import Cluster, Coordinator, GroupRun, with_unseen_taken
 from trainer.elastic.hosts import Action, GroupPolicy, Retire, Start, View, decide
 from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
-from trainer.elastic.status import CoordinatorStatus
+from trainer.elastic.status import CoordinatorStatus, Departure
 from trainer.failures import Failure
 from trainer.ray_worker import GroupConfig, ray_train_loop
 from trainer.train_run import TrainLoop, TrainRun
@@ -34,6 +34,7 @@ from trainer.train_run import TrainLoop, TrainRun
 logger = logging.getLogger(__name__)
 
 _KILL_AFTER_S = 2.0
+_LAST_WORDS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,10 @@ class GroupsLife:
         failure = self._take_ends()
         if self._has_finished:
             return Ended()
-        failure = failure or self._failure_of_all()
         if failure:
             return Ended(failure)
+        if self._is_nobody_left():
+            return self._last_words()
         return self._keep_up()
 
     def _take_status(self, status: CoordinatorStatus) -> None:
@@ -141,7 +143,7 @@ class GroupsLife:
         for departure in status.departures:
             run = self._run_of(departure.group, departure.incarnation)
             if run and departure.is_lost:
-                self._lose(run, Failure(departure.reason, departure.message))
+                self._lose(run, failure_of(departure, run.hosts))
             elif run:
                 run.is_leaving = True
 
@@ -163,6 +165,8 @@ class GroupsLife:
         """Take the last word of a group's workers; the failure if it ends the job."""
         if failure and not run.lost_at and not self._has_finished:
             self._lose(run, failure)
+        elif failure and run.lost_at:
+            self._casualties.learn(failure)
         self._zombies = [zombie for zombie in self._zombies if zombie is not run]
         if self.runs.get(run.group) is run:
             del self.runs[run.group]
@@ -198,17 +202,25 @@ class GroupsLife:
             if address in hosts:
                 self.setting.cluster.kill_on(hosts[address], pids)
 
-    def _failure_of_all(self) -> Failure | None:
-        """Why the life is over where no group is left to go on from.
+    def _is_nobody_left(self) -> bool:
+        """Whether no group is left to go on from.
 
         Either all those are gone that held what was trained, or none of the first ones came up.
         """
-        if any(run.was_current for run in self.runs.values()):
+        if self._has_trained:
+            return not any(run.was_current for run in self.runs.values())
+        last = self._casualties.last
+        return last is not None and not self.runs and last.reason != failures.NO_ROOM
+
+    def _last_words(self) -> Ended | None:
+        """The end of a life with nobody left, once it is known what they died of, or not soon."""
+        now = self.setting.clock()
+        if any(now - (run.lost_at or now) < _LAST_WORDS_S for run in self._zombies):
             return None
         last = self._casualties.last
-        if self._has_trained:
-            return last or Failure(failures.WORKERS_LOST, "all groups ended before the training")
-        return last if last and not self.runs and last.reason != failures.NO_ROOM else None
+        last = last or Failure(failures.WORKERS_LOST, "all groups ended before the training")
+        live_hosts = {host.address for host in self.setting.cluster.read_hosts()}
+        return Ended(failures.with_lost_host(last, live_hosts))
 
     def _keep_up(self) -> Ended | None:
         """Start and retire groups, as the policy says; ends a life that has no room for any."""
@@ -321,6 +333,15 @@ class GroupsLife:
 
     def _write(self, event: events.Event) -> None:
         self.setting.attempt.writer.write(event)
+
+
+def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
+    """What the coordinator says of a group that it lost, in the words of `trainer.failures`."""
+    reason = failures.HANG if departure.reason == "hang" else failures.WORKERS_LOST
+    evidence = {"coordinator": departure.reason}
+    if len(set(hosts)) == 1:
+        evidence["host"] = hosts[0]
+    return Failure(reason, departure.message, evidence=evidence)
 
 
 @dataclass

@@ -282,6 +282,37 @@ def test_without_a_group_that_trained_all_start_again_from_a_checkpoint(life: Gr
     assert look(life) == Ended(host_lost)
 
 
+def test_what_all_groups_died_of_is_awaited_so_that_the_right_budget_pays(
+    life: GroupsLife,
+) -> None:
+    world = begun(life)
+    for number in range(3):
+        del world.standings[number, 0]
+        world.departures.append(
+            Departure(
+                group=number, incarnation=0, reason="connection", message="", is_lost=True, at=0.0
+            )
+        )
+    assert look(life) is None
+    for number in range(3):
+        world.end((number, 0), Failure(failures.HOST_LOST, "its node has died", is_death=True))
+    ended = look(life)
+    assert ended and ended.failure
+    assert ended.failure.reason == failures.HOST_LOST
+
+
+def test_groups_that_went_with_their_hosts_are_lost_hosts_whatever_ray_says(
+    life: GroupsLife,
+) -> None:
+    world = begun(life)
+    for number in range(3):
+        world.end((number, 0), replace(LOST, is_death=True, evidence={"host": "b"}))
+    del world.hosts["b"]
+    ended = look(life)
+    assert ended and ended.failure
+    assert ended.failure.reason == failures.HOST_LOST
+
+
 def test_first_groups_that_all_fail_end_the_life_so_that_the_budget_counts(
     life: GroupsLife,
 ) -> None:

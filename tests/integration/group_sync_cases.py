@@ -1,0 +1,185 @@
+"""Groups that are worlds of their own, for the tests of what joins them: one rank's life in one."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.gloo import free_port
+from tests.integration.sync_cases import NUM_STEPS, SyncCase, Table, Training, clones, make_batch
+from trainer.elastic.coordinator import Coordinator, CoordinatorConfig, LeasedRows
+from trainer.elastic.group_sync import GroupSync
+from trainer.elastic.member import Identity, Member
+from trainer.elastic.policy import MembershipPolicy
+from trainer.elastic.protocol import Arrive, Ledger, Standing, Verdict
+from trainer.parallel.replica_sync import SyncReport
+from trainer.spec import SyncSpec
+from trainer.spec.run import RecoverySpec
+
+HOST = "127.0.0.1"
+MAX_GROUPS = 4
+ROWS = LeasedRows(num_rows=10**9, epochs=1, rows_per_lease=8)
+
+
+def _free_ports(count: int) -> tuple[int, ...]:
+    return tuple(free_port() for _ in range(count))
+
+
+@dataclass(frozen=True)
+class House:
+    """Groups of L ranks with one coordinator.
+
+    The world of each life of a group meets at a port of its own, of `ports`.
+    """
+
+    address: str
+    num_ranks: int
+    ports: tuple[int, ...] = field(
+        default_factory=lambda: tuple(free_port() for _ in range(2 * MAX_GROUPS))
+    )
+
+
+def open_coordinator(num_groups: int, **policy: Any) -> Coordinator:
+    """A coordinator that starts the run when `num_groups` groups have arrived."""
+    values = {"num_groups": num_groups, "vote_timeout_s": 20.0, "recovery_grace_s": 0.5} | policy
+    return Coordinator(CoordinatorConfig(MembershipPolicy(**values), ROWS))
+
+
+def case_of(num_ranks: int, **changes: Any) -> SyncCase:
+    """A model with a row-wise, a table-wise and a data-parallel table, over one group."""
+    tables = (Table(60, num_features=2), Table(37, "table_wise"), Table(5, "data_parallel"))
+    values = {"tables": tables, "seed": 3} | changes
+    return SyncCase(num_ranks, num_ranks, placement="inter_host", **values)
+
+
+class Life:
+    """One life of this rank in a group: model, member, sync."""
+
+    def __init__(self, house: House, group: int, incarnation: int = 0, **changes: Any) -> None:
+        sync = changes.pop("sync", {})
+        self.house, self.group = house, group
+        rank = _enter_world(house, group, incarnation)
+        self.training = Training(case_of(house.num_ranks, **changes))
+        self.member = Member(
+            Identity(group, incarnation, rank, house.num_ranks, HOST), lambda: house.address, 2.0
+        )
+        self.sync = GroupSync(
+            self.training.model,
+            SyncSpec(**sync),
+            lambda: self.training.optimizers.synced_whole(dense=True),
+            self.member,
+            self.training.groups.shard_index,
+            RecoverySpec(exchange_timeout_s=10.0),
+        )
+        self.ledger = Ledger()
+        self.standing: Standing = "initial"
+        self.leases: list[Any] = []
+        self.hashes: dict[int, str] = {}
+
+    def join(self, standing: Standing = "initial", origin: str = "seed") -> None:
+        """Say hello."""
+        self.standing = standing
+        self.member.join(standing, origin, self.ledger, self.sync.donor)
+
+    def train(self, num_steps: int = 1) -> None:
+        """Take some steps on rows that no other rank of any group has."""
+        training, rank = self.training, self.training.groups.rank
+        for _ in range(num_steps):
+            training.step += 1
+            training.optimizers.begin_step(min(training.step, NUM_STEPS), NUM_STEPS)
+            number = self.group * self.house.num_ranks + rank
+            batch = make_batch(training.case, training.step, number, self.group)
+            loss, _ = training.model(batch)
+            loss.backward()
+            training.optimizers.step()
+
+    def exchange(self, num_rows: int = 8, **arrival: Any) -> tuple[Verdict, SyncReport]:
+        """A committed sync after an interval, if any, of `num_rows` rows."""
+        has_trained = self.standing == "current" and self.leases and num_rows > 0
+        leases = (self.leases[0].id,) if has_trained else ()
+        verdict, report = self.sync.exchange(
+            lambda: Arrive(
+                standing=self.standing,
+                commit=self.ledger.commit,
+                leases=leases,
+                num_rows=num_rows if has_trained else 0,
+                **arrival,
+            )
+        )
+        self.ledger, self.standing = verdict.ledger, verdict.standing
+        self.leases = list(verdict.leases)
+        if self.standing == "current":
+            self.hashes[self.ledger.commit] = self.hash()
+        return verdict, report
+
+    def interval(self) -> SyncReport:
+        """Train, if there is something to train, and sync."""
+        if self.standing == "current" and self.leases:
+            self.train()
+        return self.exchange()[1]
+
+    def standing_of(self, group: int, incarnation: int) -> Standing | None:
+        """How a group stood in the newest round, if it was in."""
+        standings = {(each.group, each.incarnation): each.standing for each in self.sync.members}
+        return standings.get((group, incarnation))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Everything that must be equal on all groups, live."""
+        weights, states = self.training.optimizers.synced_whole(dense=True)
+        shards = self.training.model.table_shards()
+        rows = [tensor for s in shards for tensor in (s.weight, *s.states.values())]
+        return [*rows, *weights, *states]
+
+    def state(self) -> list[torch.Tensor]:
+        """The same, as it is now."""
+        return clones(self.tensors())
+
+    def hash(self) -> str:
+        """Of the same."""
+        digest = hashlib.sha256()
+        for tensor in self.tensors():
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    def spoil(self) -> None:
+        """Make it what no group can use: NaN wherever it is to be copied."""
+        with torch.no_grad():
+            for tensor in self.tensors():
+                tensor.fill_(torch.nan)
+
+    def end(self) -> None:
+        """Be gone, as a process that died is for the others."""
+        self.sync.close()
+        self.member.close()
+
+
+def _enter_world(house: House, group: int, incarnation: int) -> int:
+    """Leave the world that the rank was started in for its group's own; its rank there."""
+    rank = dist.get_rank() % house.num_ranks
+    dist.destroy_process_group()
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://{HOST}:{house.ports[group + incarnation * MAX_GROUPS]}",
+        rank=rank,
+        world_size=house.num_ranks,
+        timeout=timedelta(seconds=60),
+    )
+    return rank
+
+
+def assert_all_equal(lives: Sequence[dict[int, str]], num_ranks: int) -> None:
+    """`hashes` of lives, ordered by group, then rank: equal after each commit, rank by rank."""
+    for shard in range(num_ranks):
+        copies = lives[shard::num_ranks]
+        commits = set().union(*copies)
+        for commit in commits:
+            found = {hashes[commit] for hashes in copies if commit in hashes}
+            assert len(found) == 1, f"commit {commit}, shard {shard}"

@@ -15,7 +15,10 @@ from typing import Any
 
 from tests.benchmarks.report import SKIPPED, end_on_signal, goal_text, is_met, log, value_text
 
-NAMES = ("overhead", "startup", "sparse_sync", "two_d", "ne_parity")
+NAMES = (
+    *("overhead", "startup", "sparse_sync", "two_d", "ne_parity"),
+    *("recovery", "resize", "goodput"),
+)
 
 
 def run_all(out: Path) -> int:

@@ -59,16 +59,19 @@ def num_train_rows(config: WorkerConfig) -> int:
 class Campaign:
     """Strikes a house, and waits each time until it is whole again.
 
-    Leases take their time while it lasts, so that it fits into the job.
+    Leases take `pace_s` longer while it lasts, and if it `stretches` the job even more in the
+    second half of the rows, so that it fits in.
     """
 
     house: ElasticHouse
     random: Random
+    pace_s: float = PACE_S
+    stretches: bool = True
     struck: list[str] = field(default_factory=list)
 
     def begin(self) -> None:
         """Wait until every group trains."""
-        self.house.set_pace(PACE_S)
+        self.house.set_pace(self.pace_s)
         self.house.wait_for(self._is_whole, TIMEOUT_S, "all groups are current")
 
     def strike(self, kind: Kind, phase: Phase, arg: float = 0.0) -> None:
@@ -142,10 +145,11 @@ class Campaign:
         return all(self.house.standing(group) == "current" for group in self.house.groups)
 
     def _wait(self, is_there: Any) -> None:
-        self._keep_going()
+        if self.stretches:
+            self._stretch()
         self.house.wait_for(is_there, TIMEOUT_S, f"the job is whole again after {self.struck}")
 
-    def _keep_going(self) -> None:
+    def _stretch(self) -> None:
         """Slow down before the rows are used up."""
         newest = self.house.of("committed")
         num_rows = self.house.config.spec.training.epochs * num_train_rows(self.house.config)

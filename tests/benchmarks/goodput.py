@@ -1,0 +1,231 @@
+"""Rows per second of a job that is struck 20 times, over the same job left alone.
+
+python -m tests.benchmarks.goodput --json FILE
+
+Three replica groups, each a failure domain, train DCN v2 on generated clicks, once. On one side 20
+faults strike at random, evenly over the run: workers exit, are killed or stopped, raise, wait, get
+a NaN loss, a full disk or a torn copy, at any point of a step, sync, checkpoint or join, and the
+coordinator is killed. Each lost group is started again and joins by copying from a peer. The time
+of everything counts, from the first committed sync to the last; so does the final normalised
+entropy on held-out rows. Ranks and coordinator are bare processes here, without Ray: a group is
+back within a second or two, where a cluster also has to start a worker.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tests.benchmarks.criteo_teacher import (
+    NUM_CATEGORICAL,
+    NUM_DENSE,
+    ClickRows,
+    Teacher,
+    table_sizes,
+)
+from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
+from tests.integration.chaos import Campaign
+from tests.integration.elastic_checks import check_copies, commit_times
+from tests.integration.elastic_house import ElasticHouse
+from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
+from trainer.ray_worker import WorkerConfig
+from trainer.spec import validate_spec
+
+NAME = "goodput"
+PAIRS = 1
+NUM_FAULTS = 20
+NUM_GROUPS = 3
+NUM_RANKS = 1
+BATCH_SIZE = 64
+SYNC_EVERY_STEPS = 4
+NUM_TRAIN_ROWS = 600_000
+NUM_HELD_OUT_ROWS = 60_000
+MAX_TABLE_ROWS = 2000
+EMBEDDING_DIM = 8
+# Stands for an accelerator's work: cores that the groups share must not be what they wait for.
+PACE_S = 0.12
+TIMEOUT_S = 900.0
+_ROW_GROUP_ROWS = 16_384
+GOALS = [
+    Goal("goodput_share", "rows_per_s", "rows/s", 0.95, "higher", "the same job without faults"),
+    Goal("ne_over_fault_free", "ne", "NE", 1.002, "lower", "the same job without faults"),
+]
+
+
+@dataclass(frozen=True)
+class Clicks:
+    """A prepared folder of generated clicks."""
+
+    folder: Path
+
+    def write(self) -> None:
+        """Generate the rows and their manifest."""
+        teacher = Teacher(table_sizes(MAX_TABLE_ROWS), zipf_exponent=1.05, seed=0)
+        splits = {
+            "train": self._write_split("train", teacher.draw(NUM_TRAIN_ROWS, [1])),
+            "validation": self._write_split("validation", teacher.draw(NUM_HELD_OUT_ROWS, [2])),
+        }
+        columns = dict.fromkeys(dense_names(), "float32") | dict.fromkeys(id_names(), "int64")
+        manifest = Manifest(
+            source="generated clicks",
+            splits=splits,
+            columns=columns | {"click": "float32"},
+            vocab_sizes=dict(zip(id_names(), table_sizes(MAX_TABLE_ROWS), strict=True)),
+            options={},
+            statistics={},
+        )
+        write_manifest(self.folder, manifest)
+
+    def _write_split(self, name: str, rows: ClickRows) -> SplitEntry:
+        path = self.folder / name / "rows.parquet"
+        path.parent.mkdir()
+        table = pa.table(
+            {
+                **{column: rows.dense[:, i] for i, column in enumerate(dense_names())},
+                **{column: rows.ids[:, i] for i, column in enumerate(id_names())},
+                "click": rows.label,
+            }
+        )
+        pq.write_table(table, path, row_group_size=_ROW_GROUP_ROWS)
+        return SplitEntry(num_rows=len(rows), files=(describe_file(path, self.folder),))
+
+
+def dense_names() -> list[str]:
+    """Columns of dense values."""
+    return [f"dense_{column}" for column in range(NUM_DENSE)]
+
+
+def id_names() -> list[str]:
+    """Columns of ids, and tables."""
+    return [f"category_{column}" for column in range(NUM_CATEGORICAL)]
+
+
+def spec_document(data: Path) -> dict[str, Any]:
+    """The job, with everything said that the two sides share."""
+    dense = [{"name": name, "type": "dense"} for name in dense_names()]
+    ids = [{"name": name, "type": "id", "table": name} for name in id_names()]
+    tables = [
+        {
+            "name": name,
+            "num_embeddings": size,
+            "embedding_dim": EMBEDDING_DIM,
+            "constraints": {"sharding_types": ["table_wise"]},
+        }
+        for name, size in zip(id_names(), table_sizes(MAX_TABLE_ROWS), strict=True)
+    ]
+    return {
+        "name": NAME,
+        "data": {"path": str(data), "label": {"column": "click"}, "batch_size": BATCH_SIZE},
+        "features": dense + ids,
+        "embedding_tables": tables,
+        "model": {
+            "arch": "dcn_v2",
+            "dense_arch": {"layer_sizes": [32, EMBEDDING_DIM]},
+            "interaction_arch": {"num_layers": 2, "low_rank_dim": 16},
+            "over_arch": {"layer_sizes": [64, 32, 1]},
+            "tasks": [{"name": "click", "loss": "bce", "metrics": ["ne"]}],
+        },
+        "optimizer": {
+            "sparse": {"name": "row_wise_adagrad", "lr": 0.08, "eps": 5e-4},
+            "dense": {"name": "adam", "lr": 0.002},
+        },
+        "parallelism": {
+            "workers": NUM_GROUPS * NUM_RANKS,
+            "shard_group_size": NUM_RANKS,
+            "placement": "inter_host",
+            "sync": {"every_steps": SYNC_EVERY_STEPS},
+        },
+        "training": {"epochs": 1, "report_every_steps": 100, "on_non_finite": "skip"},
+        "checkpoint": {"every_steps": 100, "keep_best": False, "keep_last": 2},
+        "resources": {"device": "cpu"},
+    }
+
+
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure; raises `AssertionError` where the job does not get over a fault."""
+    with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        data = folder / "data"
+        data.mkdir()
+        Clicks(data).write()
+        spec = validate_spec(spec_document(data))
+        configs = (WorkerConfig(spec, folder / f"run-{n}", "job-bench-a0", 0) for n in count())
+        runs = run_pairs(
+            num_pairs,
+            lambda: measure(next(configs), NUM_FAULTS),
+            lambda: measure(next(configs), 0),
+            log,
+        )
+    return BenchmarkReport(NAME, settings(), GOALS, runs)
+
+
+def measure(config: WorkerConfig, num_faults: int) -> Values:
+    """Run the job to its end under so many faults."""
+    with house_of(config) as (house, campaign):
+        strikes = _strike_all(house, campaign, num_faults)
+        house.wait_to_end(TIMEOUT_S)
+        records = house.records()
+        check_copies(records)
+        ledger = house.of("committed")[-1]
+        times = sorted(commit_times(records).values())
+        return {
+            "rows_per_s": NUM_TRAIN_ROWS / (times[-1] - times[0]),
+            "ne": ledger["metrics"]["validation/ne"],
+            "num_faults": float(strikes),
+            "num_lives": float(len({(r["group"], r["incarnation"]) for r in records})),
+            "rows_skipped": float(ledger["rows_skipped"]),
+            "num_commits": float(ledger["commit"]),
+        }
+
+
+@contextmanager
+def house_of(config: WorkerConfig) -> Iterator[tuple[ElasticHouse, Campaign]]:
+    """The job, when all of its groups train."""
+    with ElasticHouse(config, config.run_dir / "house", NUM_GROUPS, pace_s=PACE_S) as house:
+        campaign = Campaign(house, Random(1), pace_s=PACE_S, stretches=False)
+        campaign.begin()
+        yield house, campaign
+
+
+def _strike_all(house: ElasticHouse, campaign: Campaign, num_faults: int) -> int:
+    """Strike evenly over the rows; how many faults there were."""
+    for number in range(num_faults):
+        due = NUM_TRAIN_ROWS * (number + campaign.random.random()) / (num_faults + 1)
+        house.wait_for(lambda due=due: _rows(house) >= due, TIMEOUT_S, f"{due:.0f} rows")
+        campaign.strike_at_random()
+        log(campaign.struck[-1])
+    return len(campaign.struck)
+
+
+def _rows(house: ElasticHouse) -> int:
+    committed: Sequence[Any] = house.of("committed")
+    return committed[-1]["rows_trained"] if committed else 0
+
+
+def settings() -> dict[str, Any]:
+    """What the numbers belong to."""
+    return {
+        "num_groups": NUM_GROUPS,
+        "workers_per_group": NUM_RANKS,
+        "batch_size_per_rank": BATCH_SIZE,
+        "sync_every_steps": SYNC_EVERY_STEPS,
+        "num_rows": NUM_TRAIN_ROWS,
+        "num_faults": NUM_FAULTS,
+        "pause_per_lease_s": PACE_S,
+        "model": f"DCN v2, {NUM_CATEGORICAL} tables of at most {MAX_TABLE_ROWS} rows",
+        "processes": "bare ranks and coordinator, without Ray",
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

@@ -35,6 +35,8 @@ _ADVICE: dict[EndReason, str] = {
     EndReason.NON_FINITE: "Lower optimizer.sparse.lr or optimizer.dense.lr, add a warm-up "
     "(optimizer.schedule), look for outliers in the data, or leave such rows out with "
     "training.on_non_finite: skip.",
+    EndReason.ROWS_SKIPPED: "The loss became NaN on ever more rows: lower optimizer.sparse.lr or "
+    "optimizer.dense.lr, add a warm-up (optimizer.schedule), or look for outliers in the data.",
     EndReason.NO_ROOM: "Add hosts, free some, or lower parallelism.workers.min or "
     "parallelism.survive.hosts.",
     EndReason.RUN_IN_USE: "Another attempt still writes to this run folder. Wait until it has "

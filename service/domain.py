@@ -59,6 +59,7 @@ class EndReason(StrEnum):
     HOST_LOST = "host_lost"
     PREEMPTED = "preempted"
     NON_FINITE = "non_finite"
+    ROWS_SKIPPED = "rows_skipped"
     NO_ROOM = "no_room"
     RUN_IN_USE = "run_in_use"
     RETRIES_EXHAUSTED = "retries_exhausted"
@@ -177,14 +178,16 @@ class ExcludedHost:
 class Membership:
     """Who trains in an attempt, folded from its records.
 
-    `world_size` is the number of workers that it should have now, 0 while unknown. `changed_at` is
-    the time of the newest membership, 0 before the first; `copies_alive` and `host_copies_alive`
-    are those of the shard with the fewest. What happened is counted over the attempt.
+    `world_size` is the number of workers that it should have now, 0 while unknown, and `sized_at`
+    when another one was told. `changed_at` is the time of the newest membership, 0 before the
+    first; `copies_alive` and `host_copies_alive` are those of the shard with the fewest. What
+    happened is counted over the attempt.
     """
 
     attempt_id: str
     layout: ChosenLayout | None = None
     world_size: int = 0
+    sized_at: float = 0.0
     changed_at: float = 0.0
     generation: int = 0
     commit: int = 0

@@ -70,6 +70,8 @@ RETRY_CLASSES: dict[EndReason, RetryClass] = {
     EndReason.TRAINING_ERROR: RetryClass.NEVER,
     EndReason.VERSION_MISMATCH: RetryClass.NEVER,
     EndReason.DIVERGED: RetryClass.WITHIN_BUDGET,
+    # Bad rows are left out from then on; too many of them are no accident.
+    EndReason.ROWS_SKIPPED: RetryClass.WITHIN_BUDGET,
     EndReason.HANG: RetryClass.WITHIN_BUDGET,
     EndReason.DEVICE_OOM: RetryClass.WITHIN_BUDGET,
     EndReason.HOST_OOM: RetryClass.WITHIN_BUDGET,
@@ -87,6 +89,7 @@ _RESTARTED_BY_DRIVER = frozenset(
     {
         EndReason.WORKERS_LOST,
         EndReason.DIVERGED,
+        EndReason.ROWS_SKIPPED,
         EndReason.HANG,
         EndReason.DEVICE_OOM,
         EndReason.HOST_OOM,

@@ -59,7 +59,7 @@ def _take_members(membership: Membership, event: MembershipChanged) -> Membershi
         Member(each.group, each.incarnation, tuple(each.hosts), each.standing)
         for each in event.groups
     )
-    return replace(
+    changed = replace(
         membership,
         changed_at=event.time,
         generation=event.generation,
@@ -68,6 +68,11 @@ def _take_members(membership: Membership, event: MembershipChanged) -> Membershi
         host_copies_alive=event.host_copies_alive,
         members=members,
     )
+    if event.time < membership.sized_at:
+        return changed
+    # More may have come than the layout was chosen for; then that is what there should be.
+    num_workers = num_current(changed) * group_size(changed)
+    return replace(changed, world_size=max(changed.world_size, num_workers))
 
 
 def _take_lost(membership: Membership, event: GroupLost) -> Membership:
@@ -115,7 +120,7 @@ def _take_recovery(membership: Membership, event: Recovered) -> Membership:
 
 
 def _take_resized(membership: Membership, event: Resized) -> Membership:
-    return replace(membership, world_size=event.world_size)
+    return replace(membership, world_size=event.world_size, sized_at=event.time)
 
 
 def _take_excluded(membership: Membership, event: HostExcluded) -> Membership:
@@ -169,23 +174,26 @@ def num_current(membership: Membership) -> int:
     return sum(member.standing == CURRENT for member in membership.members)
 
 
+def group_size(membership: Membership) -> int:
+    """L, as the layout or the groups themselves tell it; 0 before either did."""
+    if membership.layout is not None:
+        return membership.layout.shard_group_size
+    hosts = [member.hosts for member in membership.members]
+    return max(map(len, [*hosts, *(gone.hosts for gone in membership.gone)]), default=0)
+
+
 def num_wanted(membership: Membership) -> int:
-    """How many groups there should be; those that there are, where no layout was told."""
-    if membership.layout is None:
-        return len(membership.members) + len(_not_back(membership))
-    return membership.world_size // membership.layout.shard_group_size
+    """How many groups there should be: as many as there were, unless another size was told."""
+    size = group_size(membership)
+    return max(membership.world_size // size if size else 0, len(membership.members))
 
 
 def missing(membership: Membership) -> tuple[GoneGroup, ...]:
     """Groups that are gone and awaited: as many of the newest as there should be groups."""
     num_awaited = max(0, num_wanted(membership) - len(membership.members))
-    not_back = _not_back(membership)
-    return not_back[max(0, len(not_back) - num_awaited) :]
-
-
-def _not_back(membership: Membership) -> tuple[GoneGroup, ...]:
     present = {member.group for member in membership.members}
-    return tuple(each for each in membership.gone if each.group not in present)
+    not_back = tuple(each for each in membership.gone if each.group not in present)
+    return not_back[max(0, len(not_back) - num_awaited) :]
 
 
 def is_degraded(job: Job) -> bool:

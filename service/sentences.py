@@ -39,7 +39,13 @@ _LOSSES = {
     "device_oom": "a device ran out of memory",
     "host_oom": "its host ran out of memory",
 }
-_RESIZES = {"request": "as asked", "room": "as the cluster has room", "drain": "to leave a host"}
+# Anything else that changes the size is the reason of a loss.
+_RESIZES = {
+    "request": "as asked",
+    "resize": "as asked",
+    "room": "as the cluster has room",
+    "drain": "to leave a host",
+}
 _LEAVES = {
     "resize": "fewer workers are wanted",
     "drain": "its host is drained",
@@ -91,7 +97,7 @@ def _group_joined(event: GroupJoined, membership: Membership | None) -> str:
     again = " again" if event.group in gone else ""
     if event.how == "start":
         return f"{_group(event)} joined{again} from the start"
-    copied = f"copied {_megabytes(event.copied_bytes)} from a live group"
+    copied = f"copied {_size(event.copied_bytes)} from a live group"
     return f"{_group(event)} joined{again}: {copied} in {event.duration_s:.1f} s"
 
 
@@ -109,10 +115,11 @@ def _membership_changed(event: MembershipChanged) -> str:
         for standing, verb in verbs.items()
         if standing in standings
     ]
-    copies = f"each shard has {_count(event.copies_alive, 'copy', 'copies')}" + (
-        f" on {_count(event.host_copies_alive, 'host')}" if event.copies_alive else ""
-    )
-    return f"generation {event.generation}: {', '.join(parts) or 'nobody is there'}; {copies}"
+    copies = ""
+    if event.copies_alive:
+        hosts = _count(event.host_copies_alive, "host")
+        copies = f"; each shard has {_count(event.copies_alive, 'copy', 'copies')} on {hosts}"
+    return f"generation {event.generation}: {', '.join(parts) or 'nobody is there'}{copies}"
 
 
 def _one(verb: str) -> str:
@@ -132,9 +139,8 @@ def _recovered(event: Recovered) -> str:
 def _resized(event: Resized) -> str:
     verb = "grew" if event.world_size > event.world_size_before else "shrank"
     how = "by a restart from a checkpoint" if event.restarted else "without a restart"
-    cause = _RESIZES.get(event.cause) or f"after {event.cause.replace('_', ' ')}"
-    sizes = f"from {event.world_size_before} to {event.world_size} workers"
-    return f"{verb} {sizes} {how}" + (f", {cause}" if event.cause else "")
+    cause = _RESIZES.get(event.cause, "after a loss")
+    return f"{verb} from {event.world_size_before} to {event.world_size} workers {how}, {cause}"
 
 
 def _layout_chosen(event: LayoutChosen) -> str:
@@ -191,7 +197,7 @@ def _workers_started(event: WorkersStarted) -> str:
 def _checkpoint_committed(event: CheckpointCommitted) -> str:
     best = ", best so far" if event.is_best else ""
     return (
-        f"checkpoint at step {event.step} ({_megabytes(event.size_bytes)} in "
+        f"checkpoint at step {event.step} ({_size(event.size_bytes)} in "
         f"{event.duration_s:.1f} s{best})"
     )
 
@@ -203,7 +209,7 @@ def _checkpoint_deleted(event: CheckpointDeleted) -> str:
 def _trace_written(event: TraceWritten) -> str:
     return (
         f"trace of {event.num_steps} step(s) up to step {event.step} on rank {event.rank} "
-        f"written ({_megabytes(event.size_bytes)})"
+        f"written ({_size(event.size_bytes)})"
     )
 
 
@@ -273,5 +279,6 @@ def _count(number: int, one: str, many: str = "") -> str:
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
-def _megabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:,.1f} MB"
+def _size(num_bytes: int) -> str:
+    is_small = num_bytes < 100_000
+    return f"{num_bytes / 1e3:.1f} kB" if is_small else f"{num_bytes / 1e6:,.1f} MB"

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from service.dashboard.groups_view import TONES, WORDS
 from service.domain import Job, Membership, TimelineEvent
-from service.membership import CURRENT, copies_needed, membership_of, missing, num_wanted
+from service.membership import (
+    CURRENT,
+    copies_needed,
+    group_size,
+    membership_of,
+    missing,
+    num_wanted,
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ def member_grid(job: Job, timeline: Sequence[TimelineEvent], num_colours: int) -
 
 
 def _rows(membership: Membership, hosts: Sequence[str], num_colours: int) -> tuple[GroupRow, ...]:
-    size = _group_size(membership)
+    size = group_size(membership)
     index_of = {host: index % num_colours for index, host in enumerate(hosts)}
     present = [
         GroupRow(
@@ -90,12 +97,6 @@ def _rows(membership: Membership, hosts: Sequence[str], num_colours: int) -> tup
         for gone in missing(membership)
     ]
     return tuple(sorted([*present, *awaited], key=lambda row: row.group))
-
-
-def _group_size(membership: Membership) -> int:
-    if membership.layout is not None:
-        return membership.layout.shard_group_size
-    return max((len(member.hosts) for member in membership.members), default=0)
 
 
 def _host_of_ranks(hosts: Sequence[str], size: int) -> list[str]:

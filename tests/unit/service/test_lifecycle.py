@@ -129,6 +129,7 @@ def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
     [
         EndReason.WORKERS_LOST,
         EndReason.DIVERGED,
+        EndReason.ROWS_SKIPPED,
         EndReason.HANG,
         EndReason.DEVICE_OOM,
         EndReason.HOST_OOM,
@@ -409,5 +410,6 @@ def test_only_what_may_pass_is_retried(reason: EndReason) -> None:
         EndReason.HOST_LOST,
         EndReason.PREEMPTED,
         EndReason.NO_ROOM,
+        EndReason.ROWS_SKIPPED,
     }
     assert (RETRY_CLASSES[reason] is not RetryClass.NEVER) == (reason in passing)

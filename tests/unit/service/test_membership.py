@@ -129,6 +129,24 @@ def test_groups_lost_beyond_a_smaller_size_are_not_awaited_either() -> None:
     assert not is_degraded(running(smaller))
 
 
+def test_more_groups_than_the_layout_was_chosen_for_are_what_there_should_be() -> None:
+    small = layout_chosen(world_size=4, num_replicas=2)
+    lost = folded(small, membership_changed(), group_lost(1))
+    assert (num_current(lost), num_wanted(lost)) == (2, 3)
+    assert [gone.group for gone in missing(lost)] == [1]
+
+
+def test_a_membership_of_before_a_resize_does_not_undo_it() -> None:
+    before = membership_changed(time=NOW - 1)
+    smaller = folded(layout_chosen(), resized(4), before, left(2, "resize"))
+    assert (num_current(smaller), num_wanted(smaller)) == (2, 2)
+
+
+def test_groups_of_which_no_layout_was_told_are_awaited_too() -> None:
+    lost = folded(membership_changed(), group_lost(1))
+    assert (num_current(lost), num_wanted(lost)) == (2, 3)
+
+
 def test_the_newest_recovery_is_kept_and_all_are_counted() -> None:
     membership = folded(recovered(pause_s=0.9), recovered(pause_s=0.31))
     assert membership.last_recovery

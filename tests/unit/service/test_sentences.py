@@ -51,12 +51,20 @@ def _resized(
             "1 host",
         ),
         (
+            membership_changed(group_member(0, "initial"), group_member(1, "initial")),
+            "generation 1: groups 0, 1 start",
+        ),
+        (
             group_lost(reason="connection", message="rank 1 on 127.0.0.3 ended", rows_returned=0),
             "group 1 (127.0.0.3) was lost: rank 1 on 127.0.0.3 ended; no other group trains",
         ),
         (
             group_joined(),
             "group 1 (127.0.0.3) joined: copied 105.0 MB from a live group in 0.9 s",
+        ),
+        (
+            group_joined(copied_bytes=48_300, duration_s=0.4),
+            "group 1 (127.0.0.3) joined: copied 48.3 kB from a live group in 0.4 s",
         ),
         (group_joined(how="start"), "group 1 (127.0.0.3) joined from the start"),
         (_left("resize"), "group 2 (127.0.0.4) left in good order: fewer workers are wanted"),
@@ -69,7 +77,7 @@ def _resized(
         (_resized(4, 6), "grew from 4 to 6 workers without a restart, as asked"),
         (
             _resized(6, 4, restarted=True, cause="host_lost"),
-            "shrank from 6 to 4 workers by a restart from a checkpoint, after host lost",
+            "shrank from 6 to 4 workers by a restart from a checkpoint, after a loss",
         ),
         (
             events.StragglerFound(

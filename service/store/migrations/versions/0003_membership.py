@@ -23,6 +23,7 @@ _FORMER_REASONS = {
     "preempted": "workers_lost",
     "no_room": "workers_lost",
     "non_finite": "training_error",
+    "rows_skipped": "training_error",
     "run_in_use": "storage_error",
 }
 

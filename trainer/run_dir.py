@@ -2,6 +2,7 @@
 
 RUN_DIR/                         one per job
   checkpoints/step-00000100/     DCP files, and COMMIT.json written last
+  skipped-rows.json              rows left out because the loss became NaN on them
   attempts/ATTEMPT_ID/
     spec.json                    the spec as this attempt runs it
     outbox/STREAM.jsonl          event records; a line's position is its sequence number
@@ -99,6 +100,11 @@ class RunDir:
     """Files of one job, across its attempts."""
 
     root: Path
+
+    @property
+    def skipped_rows_path(self) -> Path:
+        """Rows that the job leaves out, as JSON; absent while there are none."""
+        return self.root / "skipped-rows.json"
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -7,7 +7,6 @@ of one rank; each method is one step of the loop and says which collectives it r
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +21,18 @@ from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.data.reader import open_source
 from trainer.elastic import faults
+from trainer.elastic.checkpoint import CommittedCheckpoint
+from trainer.elastic.skipped_rows import SkippedRows, without
 from trainer.elastic.training_state import METERS, load_packed, load_state, pack, state_to_save
 from trainer.elastic.warm_start import warm_start
-from trainer.failures import NonFiniteLoss
-from trainer.metrics import LookupCounter, Speedometer, TaskMeter, is_better, phase_metrics
+from trainer.finite import FiniteGuard
+from trainer.metrics import (
+    LookupCounter,
+    Speedometer,
+    TaskMeter,
+    is_better,
+    phase_metrics,
+)
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
@@ -85,6 +92,8 @@ class Session:
         trace = spec.training.trace
         self.tracer = Tracer(self._files, self.rank, trace, self.speed, self._rank_writer.write)
         self.checkpoints = Checkpoints(config, groups, self.emit)
+        run_dir, num_rows = RunDir(config.run_dir), self.shape.num_rows
+        self.finite = FiniteGuard(spec, run_dir, num_rows, groups.device, self.emit)
         self.sync = build_sync(
             self.model,
             spec,
@@ -264,6 +273,7 @@ class Session:
         with self.phases.during("sync"):
             self.sync.finish()
         self.train_meter.update(batch, loss, outputs)
+        self.finite.add(loss.detach())
         self.speed.step(wait_s)
         return loss.detach()
 
@@ -325,11 +335,7 @@ class Session:
         values = self.read_metrics()
         self.publish(values)
         self.tracer.poll()
-        if not math.isfinite(values["train/loss"]):
-            raise NonFiniteLoss(
-                f"the training loss became {values['train/loss']} by step {self.state.step}; lower "
-                "optimizer.sparse.lr or optimizer.dense.lr, or look for outliers in the data"
-            )
+        self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
 
     def read_metrics(self) -> dict[str, float]:
         """Metrics since the last call. Collective over all ranks."""
@@ -418,6 +424,7 @@ class Session:
         """
         started_s = time.perf_counter()
         with self.off_the_clock():
+            self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
             self.sync.flush()
             if self.guard:
                 self._check_copies(self.guard)
@@ -439,7 +446,11 @@ class Session:
         found = self.checkpoints.newest()
         if found is None:
             self._start_warm()
-            return
+        else:
+            self._resume(found)
+        self._leave_out_rows()
+
+    def _resume(self, found: CommittedCheckpoint) -> None:
         self.optimizers.init_state()
         load_state(found.path, self.model, self.optimizers.combined)
         written_scale = found.commit.moment_scale or self.spec.moment_scale
@@ -449,8 +460,17 @@ class Session:
         self.state = state_of(found.commit)
         self.origin = found.path.name
         self.final_metrics = dict(found.commit.metrics)
-        self.total_steps = self._planned_steps()
         logger.info("resumed from %s at step %d", found.path.name, self.state.step)
+
+    def _leave_out_rows(self) -> None:
+        """Take the rows that earlier lives found to spoil the model for done."""
+        skipped = SkippedRows.read(RunDir(self.config.run_dir).skipped_rows_path)
+        position, num_rows = self.state.position, self.shape.num_rows
+        self.state.position = without(position, skipped)
+        more = self.state.position.rows_done(num_rows) - position.rows_done(num_rows)
+        self.state.rows_skipped += more
+        self.finite.begin_at(self.state.position)
+        self.total_steps = self._planned_steps()
 
     def _start_warm(self) -> None:
         found = warm_start(self.spec, self.model, self.optimizers)

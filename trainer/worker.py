@@ -33,6 +33,7 @@ _REASONS: dict[type[Exception], str] = {
     LayoutError: failures.BAD_SPEC,
     PlanError: failures.BAD_SPEC,
     DivergenceError: failures.DIVERGED,
+    failures.RowsPoisoned: failures.ROWS_SKIPPED,
     failures.NonFiniteLoss: failures.NON_FINITE,
     Refused: failures.WORKERS_LOST,
     CoordinatorLost: failures.WORKERS_LOST,

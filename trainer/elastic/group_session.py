@@ -196,6 +196,8 @@ class GroupSession(Session):
         self._interval = self._new_interval()
         self._report = Report()
         self._take(verdict)
+        # What was not finite is the coordinator's business: it skipped the lease.
+        self.finite.begin_at(self.state.position)
         return verdict
 
     def _arrival(self) -> Arrive:

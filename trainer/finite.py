@@ -1,0 +1,83 @@
+"""Notices a loss that became NaN or infinite, on whichever rank, before it is saved.
+
+From a NaN no later step comes back. The job fails, or goes back to its newest checkpoint and leaves
+out the rows since the loss was last known to be finite (`training.on_non_finite`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from trainer import events
+from trainer.data.position import DataPosition
+from trainer.elastic.skipped_rows import EpochSpans, SkippedRows, rows_between
+from trainer.failures import NonFiniteLoss, RowsPoisoned
+from trainer.metrics import across_ranks
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec
+
+_REASON = "the loss became NaN or infinite"
+
+
+class FiniteGuard:
+    """Sums the losses of one rank and looks at all ranks' sums when asked to."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: RunDir,
+        rows_per_epoch: int,
+        device: torch.device,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        """`emit` writes events; it does so on one rank only, which also keeps the file."""
+        self._policy = spec.training.on_non_finite
+        self._path = run_dir.skipped_rows_path
+        self._rows_per_epoch = rows_per_epoch
+        self._emit = emit
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._finite_at = DataPosition()
+
+    def begin_at(self, position: DataPosition) -> None:
+        """Training starts from a good state at `position`."""
+        self._sum.zero_()
+        self._finite_at = position
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Count the loss of a step, a scalar."""
+        self._sum += loss
+
+    def check(self, position: DataPosition, step: int, is_first_rank: bool) -> None:
+        """Raise on every rank when a loss since the last call was not finite. Collective.
+
+        Raises `RowsPoisoned`, the rows since then being noted, or `NonFiniteLoss`.
+        """
+        sums = across_ranks([self._sum.item()], self._sum.device)
+        if bool(sums.isfinite().all()):
+            self.begin_at(position)
+            return
+        message = f"the training loss became {sums.sum().item()} by step {step}; "
+        if self._policy == "skip":
+            rows = rows_between(self._finite_at, position, self._rows_per_epoch)
+            if is_first_rank:
+                self._note(rows)
+            num_rows = sum(stop - start for _, spans in rows for start, stop in spans)
+            message += f"its {num_rows} rows are left out, from the newest checkpoint on"
+            raise RowsPoisoned(message)
+        raise NonFiniteLoss(
+            message + "lower optimizer.sparse.lr or optimizer.dense.lr, look for outliers in the "
+            "data, or leave such rows out with training.on_non_finite: skip"
+        )
+
+    def _note(self, rows: list[EpochSpans]) -> None:
+        SkippedRows.read(self._path).with_rows(rows).write(self._path)
+        for epoch, spans in rows:
+            for start, stop in spans:
+                self._emit(
+                    events.RowsSkipped(
+                        time=time.time(), epoch=epoch, start=start, stop=stop, reason=_REASON
+                    )
+                )

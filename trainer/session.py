@@ -44,6 +44,7 @@ from trainer.parallel.plan import make_plan, table_plans
 from trainer.parallel.sharders import sharders
 from trainer.parallel.sync import build_sync
 from trainer.parallel.two_d import TwoDParallel
+from trainer.pulse import Pulse
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import AttemptDir, RunDir
 from trainer.saving import Checkpoints, State, state_of
@@ -75,11 +76,14 @@ def build_parallel_model(
 class Session:
     """One life of one rank."""
 
-    def __init__(self, config: WorkerConfig, groups: MeshGroups) -> None:
+    def __init__(
+        self, config: WorkerConfig, groups: MeshGroups, pulse: Pulse | None = None
+    ) -> None:
         spec = config.spec
         self.spec = spec
         self.config = config
         self.groups = groups
+        self.pulse = pulse or Pulse()
         self.state = State()
         self.origin = f"seed-{spec.training.seed}"  # what the state came from
         self.model, self.table_plans = build_parallel_model(spec, groups)
@@ -258,6 +262,7 @@ class Session:
 
     def run_step(self, batch: Batch, step: int, wait_s: float) -> torch.Tensor:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
+        self.pulse.begin_step()
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
@@ -275,6 +280,7 @@ class Session:
         self.train_meter.update(batch, loss, outputs)
         self.finite.add(loss.detach())
         self.speed.step(wait_s)
+        self.pulse.end_step(step)
         return loss.detach()
 
     def synchronise(self) -> None:
@@ -404,6 +410,7 @@ class Session:
             rank=self.groups.rank,
             world_size=self.groups.layout.world_size,
         ):
+            self.pulse.enter("validation", self.state.step)
             on_device = batch.to(self.groups.device)
             self.validation_meter.update(on_device, *self.model(on_device))
         self.model.train()
@@ -423,6 +430,7 @@ class Session:
         may succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
         """
         started_s = time.perf_counter()
+        self.pulse.enter("checkpoint", self.state.step)
         with self.off_the_clock():
             self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
             self.sync.flush()

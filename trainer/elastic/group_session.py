@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -28,12 +27,11 @@ from trainer.failures import NonFiniteLoss
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.layout import Layout
 from trainer.parallel.sync import mode_for
+from trainer.pulse import Pulse
 from trainer.ray_worker import GroupConfig, WorkerConfig
 from trainer.saving import State
 from trainer.session import Session
 from trainer.spec import SyncSpec
-
-_NUM_STEP_TIMES = 50
 
 
 @dataclass
@@ -60,13 +58,12 @@ class GroupSession(Session):
         self.standing: Standing = "initial"
         self.is_leader = False
         self._leases: deque[Lease] = deque()
-        self._step_times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._report = Report()
         self._verdict: Verdict | None = None
         self._before = State()
         self._announced: Sequence[RoundMember] = ()
         self._has_finished = False
-        super().__init__(config, groups)
+        super().__init__(config, groups, Pulse(member))
         self._interval = self._new_interval()
         self._seen_rows, self._seen_at = 0, time.perf_counter()
         self._loader = self._open_loader()
@@ -178,15 +175,12 @@ class GroupSession(Session):
                 return
 
     def _train_batch(self, batch: Batch, wait_s: float) -> None:
-        started = time.perf_counter()
         interval = self._interval
         step = min(self.state.step + interval.num_steps + 1, self.total_steps)
         loss = self.run_step(batch, step, wait_s)
         interval.num_steps += 1
         interval.loss_sum += loss * batch.weight.sum()
         self.tracer.end_step(step)
-        self._step_times_s.append(time.perf_counter() - started)
-        self.member.progress("train", step, median(self._step_times_s))
 
     def sync_groups(self) -> Verdict:
         """One committed sync with the other groups. Collective over all ranks of all groups."""
@@ -295,10 +289,8 @@ class GroupSession(Session):
 
         Collective over the group. The others train on, and wait for it at the next sync.
         """
-        self.member.progress("validation", self.state.step)
         is_best = self.validate() if self.is_validation_step() else False
         if self.is_checkpoint_step() or (is_best and self.spec.checkpoint.keep_best):
-            self.member.progress("checkpoint", self.state.step)
             self.save_checkpoint(is_best)
         self._has_finished |= self.is_finished
         self._report = Report(

@@ -125,6 +125,20 @@ def job_page(
     now_s: float,
 ) -> RenderableType:
     """All about one job: what `shardloom show` prints; of the timeline `SHOWN_KINDS` suffice."""
+    title = Text.assemble((job.name, "bold"), f"  {job.id}")
+    parts: list[RenderableType] = [title, _job_facts(job, timeline, now_s)]
+    if job.membership and not job.status.is_terminal and job.membership.changed_at:
+        parts += [Text(), groups_table(job.membership, now_s)]
+    workers = newest_workers(timeline)
+    if workers is not None and workers.tables:
+        parts += [Text(), plan_table(workers), Text(_loads_line(workers), style="dim")]
+    if len(attempts) > 1 or any(attempt.message for attempt in attempts):
+        parts += [Text(), attempts_table(attempts, now_s), *_end_lines(job, attempts)]
+    return Group(*parts)
+
+
+def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: float) -> Table:
+    """(subject, text) of everything that is said in a line."""
     grid = facts_grid()
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
@@ -150,16 +164,7 @@ def job_page(
         grid.add_row("labels", "  ".join(f"{key}={value}" for key, value in job.labels.items()))
     grid.add_row("data", job.spec.data.path)
     grid.add_row("files", job.run_dir)
-    title = Text.assemble((job.name, "bold"), f"  {job.id}")
-    parts: list[RenderableType] = [title, grid]
-    if job.membership and not job.status.is_terminal and job.membership.changed_at:
-        parts += [Text(), groups_table(job.membership, now_s)]
-    workers = newest_workers(timeline)
-    if workers is not None and workers.tables:
-        parts += [Text(), plan_table(workers), Text(_loads_line(workers), style="dim")]
-    if len(attempts) > 1 or any(attempt.message for attempt in attempts):
-        parts += [Text(), attempts_table(attempts, now_s), *_end_lines(job, attempts)]
-    return Group(*parts)
+    return grid
 
 
 def _end_lines(job: JobSummary, attempts: Sequence[AttemptOut]) -> list[RenderableType]:

@@ -18,14 +18,11 @@ from service.domain import (
     ReportedEnd,
 )
 from service.lifecycle import (
-    MAX_ATTEMPTS,
     MAX_BACKOFF_S,
     NOT_FOUND_GRACE_S,
     REPORT_GRACE_S,
-    RETRY_CLASSES,
     Action,
     Decision,
-    RetryClass,
     backoff_s,
     decide,
     remaining_failures,
@@ -196,27 +193,6 @@ def test_a_cluster_that_forgets_never_spends_the_budget() -> None:
     assert delays_s == [backoff_s(n) for n in (1, 2, 3)]
 
 
-@pytest.mark.parametrize("reason", [EndReason.HOST_LOST, EndReason.PREEMPTED, EndReason.NO_ROOM])
-def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget(reason: EndReason) -> None:
-    job, attempt = _live()
-    spent = replace(job, num_failures=99)
-    ended = replace(attempt, index=4, reported_end=ReportedEnd(reason, "node 3", NOW))
-    again = decide(spent, ended, FAILED, NOW).job
-    assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99)
-    assert again.retry_at == NOW + backoff_s(5)
-
-
-def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
-    job, attempt = _live()
-    report = ReportedEnd(EndReason.NO_ROOM, "2 of 3 hosts", NOW)
-    last = replace(attempt, index=MAX_ATTEMPTS - 1, reported_end=report)
-    given_up = decide(job, last, FAILED, NOW).job
-    assert (given_up.status, given_up.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
-    assert "no_room): 2 of 3 hosts" in given_up.message
-    last_but_one = replace(last, index=MAX_ATTEMPTS - 2)
-    assert decide(job, last_but_one, FAILED, NOW).job.status is JobStatus.QUEUED
-
-
 def test_a_cluster_that_does_not_answer_is_told_until_it_does() -> None:
     job, attempt = _live()
     away = decide(job, attempt, Observation(ObservedState.UNREACHABLE, "no answer"), NOW)
@@ -288,15 +264,6 @@ def test_a_job_that_completed_before_the_stop_has_succeeded() -> None:
 def test_a_cancelled_job_is_not_retried_when_its_driver_dies() -> None:
     job, attempt = _live(JobStatus.STOPPING, cancel_requested=True)
     assert decide(job, attempt, FAILED, NOW).job.status is JobStatus.CANCELLED
-
-
-def test_backoff_doubles_up_to_a_limit() -> None:
-    assert [backoff_s(n) for n in (1, 2, 3)] == [2.0, 4.0, 8.0]
-    assert backoff_s(10_000) == MAX_BACKOFF_S
-
-
-def test_every_end_reason_has_a_retry_class() -> None:
-    assert set(RETRY_CLASSES) == set(EndReason)
 
 
 def test_the_remaining_budget_never_goes_below_zero() -> None:
@@ -395,21 +362,3 @@ def test_every_job_ends_once_its_attempts_are_seen_to_end(
         job, attempt = decision.job, decision.attempt
         now += MAX_BACKOFF_S
     assert job.status.is_terminal
-
-
-@given(st.sampled_from(EndReason))
-def test_only_what_may_pass_is_retried(reason: EndReason) -> None:
-    passing = {
-        EndReason.WORKERS_LOST,
-        EndReason.DRIVER_LOST,
-        EndReason.FORGOTTEN,
-        EndReason.DIVERGED,
-        EndReason.HANG,
-        EndReason.DEVICE_OOM,
-        EndReason.HOST_OOM,
-        EndReason.HOST_LOST,
-        EndReason.PREEMPTED,
-        EndReason.NO_ROOM,
-        EndReason.ROWS_SKIPPED,
-    }
-    assert (RETRY_CLASSES[reason] is not RetryClass.NEVER) == (reason in passing)

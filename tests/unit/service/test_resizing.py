@@ -21,6 +21,7 @@ from tests.unit.service.builders import (
     membership_changed,
     workers_started,
 )
+from trainer.elastic.resize_request import ResizeRequests
 from trainer.events import Event
 
 ELASTIC = {
@@ -74,6 +75,14 @@ def test_requests_are_merged_for_the_driver_and_told(api: Api) -> None:
     ]
     names = [path.name for path in request_path(api, job_id).parent.glob("resize*")]
     assert names == ["resize-request.json"]
+
+
+def test_the_driver_understands_a_request(api: Api) -> None:
+    job_id = running(api)
+    resize(api, job_id, 4)
+    drain(api, job_id, HOSTS[2])
+    understood = ResizeRequests(request_path(api, job_id)).poll()
+    assert (understood.workers, understood.drain_hosts) == (4, frozenset({HOSTS[2]}))
 
 
 def test_a_drained_host_is_used_again_when_that_is_undone(api: Api) -> None:

@@ -10,11 +10,10 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,11 +25,13 @@ from tests.integration.gloo import free_port
 from tests.integration.stack import wait_for
 from trainer import events
 from trainer.attempt import DriverContext
+from trainer.elastic.faults import FAULTS, VARIABLE, Fault
 from trainer.events import EventModel, read_record
 from trainer.spec import JobSpec
 
 HEAD = "127.0.0.2"
 _STORE_BYTES = 80_000_000
+_STARTED = b"Ray runtime started."
 # A lost host is noticed within seconds rather than minutes, and nobody counts what nobody asks.
 _SETTINGS = {
     "RAY_AUTH_MODE": "token",
@@ -63,13 +64,20 @@ class RayHosts:
         """Start hosts with room for so many workers each, and wait until they are there."""
         # One after the other: those that start at once choose the same names of sockets.
         for address, num_workers in workers_by_address.items():
-            port = self._start(address, num_workers)
-            wait_for(partial(listens, address, port), f"host {address}", timeout_s=60)
+            wait_for(partial(self._is_up, address, num_workers), f"host {address}", timeout_s=180)
 
-    def _start(self, address: str, num_workers: int) -> int:
+    def _is_up(self, address: str, num_workers: int) -> bool:
+        """Whether a host is there; starts it, again where Ray gave up on a busy machine."""
+        if address not in self.nodes or self.nodes[address].poll() is not None:
+            self._start(address, num_workers)
+        return _STARTED in self._output(address).read_bytes()
+
+    def _output(self, address: str) -> Path:
+        return self.temp_dir.with_name(f"{self.temp_dir.name}-{address}.log")
+
+    def _start(self, address: str, num_workers: int) -> None:
         executable = ray_executable()
         assert executable
-        raylet_port = free_port()
         role = [f"--address={self.address}"]
         if address == HEAD:
             role = ["--head", f"--port={self.port}", "--include-dashboard=false"]
@@ -80,7 +88,6 @@ class RayHosts:
             "--block",
             *role,
             f"--node-ip-address={address}",
-            f"--node-manager-port={raylet_port}",
             f"--dashboard-agent-listen-port={free_port()}",
             f"--num-cpus={num_workers}",
             f"--object-store-memory={_STORE_BYTES}",
@@ -88,31 +95,22 @@ class RayHosts:
             "--max-worker-port=0",
             "--disable-usage-stats",
         ]
-        self.nodes[address] = subprocess.Popen(
-            command,
-            env=self.environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        return raylet_port
+        with self._output(address).open("wb") as output:
+            self.nodes[address] = subprocess.Popen(
+                command, env=self.environment, stdout=output, stderr=subprocess.STDOUT
+            )
 
     def kill(self, address: str) -> None:
         """SIGKILL everything that runs on a host."""
         node = self.nodes.pop(address)
         kill_tree(node.pid)
         node.wait()
+        self._output(address).unlink()
 
     def end(self) -> None:
         """SIGKILL everything."""
         for address in list(self.nodes):
             self.kill(address)
-
-
-def listens(address: str, port: int) -> bool:
-    """Whether something accepts connections there."""
-    with suppress(OSError), socket.create_connection((address, port), timeout=1):
-        return True
-    return False
 
 
 def kill_tree(root: int) -> None:
@@ -137,13 +135,19 @@ def children_by_parent() -> dict[int, list[int]]:
 
 
 @contextmanager
-def ray_hosts(workers_by_address: dict[str, int]) -> Iterator[RayHosts]:
-    """A head, and hosts with room for so many workers each, by address."""
+def ray_hosts(
+    workers_by_address: dict[str, int], faults: Sequence[Fault] = ()
+) -> Iterator[RayHosts]:
+    """A head, and hosts with room for so many workers each, by address.
+
+    `faults` befall the workers on all of them.
+    """
     token = {"RAY_AUTH_TOKEN": secrets.token_hex(32)}
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     # Ray's sockets lie below it, and their names may not be long.
     temp_dir = Path(tempfile.mkdtemp(prefix="ray-hosts-"))
-    hosts = RayHosts(temp_dir, kept | _SETTINGS | token)
+    injected = {VARIABLE: FAULTS.dump_json(list(faults)).decode()}
+    hosts = RayHosts(temp_dir, kept | _SETTINGS | token | injected)
     try:
         hosts.start({HEAD: 0})
         hosts.start(workers_by_address)

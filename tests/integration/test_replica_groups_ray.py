@@ -12,11 +12,17 @@ from tests.conftest import EXAMPLE_SPEC
 from tests.integration.ray_hosts import DriverProcess, RayHosts, ray_hosts
 from tests.integration.stack import wait_for
 from trainer import events, failures
+from trainer.elastic.faults import Fault
 from trainer.spec import JobSpec, apply_overrides, validate_spec
 
 A, B, C, D = (f"127.0.0.{number}" for number in range(3, 7))
 # 6 000 ratings, 5 400 of them to train on.
-NUM_ROWS, EPOCHS = 5400, 40
+NUM_ROWS, EPOCHS = 5400, 20
+# A step takes a while whatever the machine, so that a job outlives the start of a group.
+SLOW_STEPS = [
+    Fault(kind="slow", group=group, rank=0, step=0, phase="lookup", arg=0.02, times=10**6)
+    for group in range(3)
+]
 
 
 def job(data: Path, *overrides: str) -> JobSpec:
@@ -43,7 +49,7 @@ def job(data: Path, *overrides: str) -> JobSpec:
 @pytest.fixture
 def hosts() -> Iterator[RayHosts]:
     """Three hosts with room for one worker each."""
-    with ray_hosts({A: 1, B: 1, C: 1}) as hosts:
+    with ray_hosts({A: 1, B: 1, C: 1}, SLOW_STEPS) as hosts:
         yield hosts
 
 
@@ -59,7 +65,7 @@ def wait_for_members(driver: DriverProcess, where: set[str]) -> None:
     wait_for(
         lambda: driver.process.poll() is not None or set(members(driver).values()) == where,
         f"groups on {sorted(where)}, not on {members(driver)}",
-        timeout_s=120,
+        timeout_s=240,
     )
     assert driver.process.poll() is None, driver.log()
 
@@ -76,7 +82,7 @@ def test_a_lost_host_stops_nobody_and_its_group_comes_back_on_another(
         hosts.start({D: 1})
         wait_for_members(driver, {A, C, D})
         assert driver.step > reached, "the others trained on while a group joined"
-        assert driver.process.wait(timeout=120) == 0, driver.log()
+        assert driver.process.wait(timeout=240) == 0, driver.log()
     finally:
         driver.end()
     (ended,) = driver.told(events.AttemptEnded)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from trainer import events, failures
@@ -113,7 +113,7 @@ class Pace:
     the workers have run for `min_life_s`.
     """
 
-    poll_s: float = 1.0
+    poll_s: float = 0.5
     steady_s: float = 10.0
     min_life_s: float = 60.0
     settle_s: float = 5.0
@@ -125,7 +125,7 @@ class JobRuns:
 
     attempt: Attempt
     read_hosts: Callable[[], list[Host]]
-    launch: Callable[[TrainRun], futures.Future[Failure | None]]
+    launch: Callable[[TrainRun], Future[Failure | None]]
     pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
@@ -158,7 +158,7 @@ class JobRuns:
             found = plan(self._bounds, hosts, request.workers, request.drain_hosts | excluded)
             if found.num_workers >= (self._size or 0) or self.clock() >= until:
                 break
-            self.wait(self.pace.poll_s / 2)
+            self.wait(self.pace.poll_s)
         if self._num_without_room >= _MAX_STARTS_WITHOUT_ROOM:
             return Plan(self._bounds.least)
         return found
@@ -188,13 +188,14 @@ class JobRuns:
             waits_for_room=not current.hosts,
         )
 
-    def _watch(self, run_index: int, current: Plan, future: futures.Future[Failure | None]) -> None:
+    def _watch(self, run_index: int, current: Plan, future: Future[Failure | None]) -> None:
         """Wait for the end of a life; ask the workers to stop when that is better."""
         began = self.clock()
         better_since: float | None = None
         is_asked = False
-        while not futures.wait([future], self.pace.poll_s).done:
-            if is_asked:
+        while not future.done():
+            self.wait(self.pace.poll_s)
+            if is_asked or future.done():
                 continue
             cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
             if cause is None:
@@ -220,12 +221,13 @@ class JobRuns:
             has_stopped = stop_request.has_stopped(self.attempt.context.files, run_index)
             self._num_without_room = 0
             return Restart() if has_stopped else None
-        self._cause = failure.reason
         if failure.reason == failures.NO_ROOM:
+            self._cause = failure.reason
             self._num_without_room += 1
             return Restart()
         self._num_without_room = 0
         failure = self._look_after(failure)
+        self._cause = failure.reason
         self._blame(failure.evidence.get("host"))
         return failure
 
@@ -236,7 +238,7 @@ class JobRuns:
             failure = failures.with_lost_host(failure, {h.address for h in self.read_hosts()})
             if self.clock() >= until:
                 break
-            self.wait(self.pace.poll_s / 2)
+            self.wait(self.pace.poll_s)
         return failure
 
     def _blame(self, host: str | None) -> None:

@@ -1,0 +1,300 @@
+"""The job domain: how many workers start where, and when they start again with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.service.builders import spec
+from trainer import events, failures
+from trainer.attempt import Attempt, DriverContext, Outcome, Restart
+from trainer.cluster import Host
+from trainer.elastic import stop_request
+from trainer.elastic.job_runs import Bounds, JobRuns, Pace, Plan, cause_to_stop, plan
+from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
+from trainer.elastic.stop_request import StopRequest
+from trainer.events import read_record
+from trainer.failures import Failure
+from trainer.outbox import EventWriter
+from trainer.train_run import TrainRun
+
+TWO_TO_SIX = Bounds(group_size=2, least=2, most=6)
+FOUR = Bounds(group_size=2, least=4, most=4)
+
+
+def host(address: str, free: int, is_draining: bool = False) -> Host:
+    return Host(address, free, free, f"node-{address}", is_draining=is_draining)
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.integers(0, 40), st.data())
+def test_a_size_is_the_largest_legal_one_that_fits_and_is_wanted(
+    group_size: int, least: int, more: int, room: int, data: st.DataObject
+) -> None:
+    bounds = Bounds(group_size, least * group_size, (least + more) * group_size)
+    wanted = data.draw(st.none() | st.integers(1, 40))
+    legal = range(bounds.least, bounds.most + 1, group_size)
+    fitting = [size for size in legal if size <= room]
+    limit = bounds.most if wanted is None else max(wanted, bounds.least)
+    expected = max((size for size in fitting if size <= limit), default=None)
+    assert bounds.best(room, wanted) == expected
+
+
+def test_an_elastic_job_takes_the_room_there_is_on_few_hosts() -> None:
+    found = plan(TWO_TO_SIX, [host("a", 1), host("b", 4)], None, frozenset())
+    assert found.num_workers == 4
+    assert found.addresses == {"b"}
+
+
+def test_a_job_that_does_not_fit_is_left_to_ray_which_waits() -> None:
+    assert plan(TWO_TO_SIX, [host("a", 1)], None, frozenset()) == Plan(2)
+    assert plan(FOUR, [host("a", 8)], None, frozenset()) == Plan(4)
+
+
+def test_avoided_and_draining_hosts_take_no_worker() -> None:
+    hosts = [host("a", 4), host("b", 4), host("c", 4, is_draining=True)]
+    found = plan(FOUR, hosts, None, frozenset({"a"}))
+    assert found == Plan(4, (hosts[1],) * 4)
+
+
+# --- stopping
+
+
+def on(address: str, num_workers: int) -> Plan:
+    return Plan(num_workers, (host(address, 0),) * num_workers)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "request_", "cause"),
+    [
+        ([host("a", 0)], ResizeRequest(), None),
+        ([host("a", 1)], ResizeRequest(), None),
+        ([host("a", 0), host("b", 2)], ResizeRequest(), "room"),
+        ([host("a", 0), host("b", 2)], ResizeRequest(workers=4), None),
+        ([host("a", 0), host("b", 2)], ResizeRequest(workers=6), "request"),
+        ([host("a", 0)], ResizeRequest(workers=2), "request"),
+        ([host("a", 0), host("b", 2)], ResizeRequest(drain_hosts=frozenset({"a"})), "drain"),
+        ([host("a", 0)], ResizeRequest(drain_hosts=frozenset({"a"})), None),
+        ([host("a", 0, is_draining=True)], ResizeRequest(), "drain"),
+        ([host("a", 0), host("b", 2)], ResizeRequest(drain_hosts=frozenset({"b"})), None),
+    ],
+)
+def test_four_running_workers_stop_when_another_size_or_host_is_better(
+    hosts: list[Host], request_: ResizeRequest, cause: str | None
+) -> None:
+    assert cause_to_stop(TWO_TO_SIX, on("a", 4), hosts, request_) == cause
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> DriverContext:
+    context = DriverContext("job", "job-a0", tmp_path, None, max_worker_failures=1)
+    context.files.root.mkdir(parents=True)
+    return context
+
+
+def test_only_the_workers_that_are_meant_see_a_request_to_stop(context: DriverContext) -> None:
+    files = context.files
+    assert not stop_request.is_wanted(files, 0)
+    stop_request.ask(files, StopRequest(run_index=1, cause="room"))
+    assert stop_request.is_wanted(files, 1)
+    assert not stop_request.is_wanted(files, 0)
+    files.stop_request_path.write_text("{")
+    assert not stop_request.is_wanted(files, 1)
+
+
+def test_the_newest_request_that_can_be_read_counts(tmp_path: Path) -> None:
+    path = tmp_path / "resize-request.json"
+    requests = ResizeRequests(path)
+    assert requests.poll() == ResizeRequest()
+    path.write_text('{"id": "r-1", "workers": 4, "drain_hosts": ["a"]}')
+    wish = ResizeRequest(id="r-1", workers=4, drain_hosts=frozenset({"a"}))
+    assert requests.poll() == wish
+    path.write_text('{"workers": 0}')
+    assert requests.poll() == wish
+    path.unlink()
+    assert requests.poll() == wish
+
+
+# --- lives
+
+
+@dataclass
+class World:
+    """A cluster, and what happens on it: `plot` says when, in seconds since the start."""
+
+    hosts: list[Host]
+    now: float = 0.0
+    runs: list[TrainRun] = field(default_factory=list)
+    ends: list[Future[Failure | None]] = field(default_factory=list)
+    plot: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+
+    def launch(self, run: TrainRun) -> Future[Failure | None]:
+        self.runs.append(run)
+        self.ends.append(Future())
+        return self.ends[-1]
+
+    def wait(self, seconds: float) -> None:
+        assert self.now < 1000, "nothing happens any more"
+        self.now += seconds
+        due = [step for when, step in self.plot if when <= self.now]
+        self.plot = [(when, step) for when, step in self.plot if when > self.now]
+        for step in due:
+            step()
+
+    def end(self, failure: Failure | None = None) -> Callable[[], None]:
+        return lambda: self.ends[-1].set_result(failure)
+
+
+@pytest.fixture
+def jobs(context: DriverContext) -> tuple[JobRuns, World]:
+    """A job of two to six workers in groups of two, on one host with room for four."""
+    job = spec(
+        parallelism={
+            "workers": {"min": 2, "max": 6},
+            "shard_group_size": 2,
+            "placement": "intra_host",
+        }
+    )
+    world = World([host("a", 4)])
+    attempt = Attempt(context, job, EventWriter(context.files.stream_path("driver")))
+    pace = Pace(poll_s=0.5, steady_s=10, min_life_s=60, settle_s=5)
+    runs = JobRuns(
+        attempt,
+        lambda: world.hosts,
+        world.launch,
+        pace,
+        clock=lambda: world.now,
+        wait=world.wait,
+    )
+    return runs, world
+
+
+def told(runs: JobRuns) -> list[events.Resized]:
+    path = runs.attempt.context.files.stream_path("driver")
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [e for line in lines if isinstance(e := read_record(line, 0.0), events.Resized)]
+
+
+def stop_as_asked(world: World, files_of: JobRuns, run_index: int) -> Callable[[], None]:
+    """What workers do that find the request."""
+
+    def stop() -> None:
+        files = files_of.attempt.context.files
+        assert stop_request.is_wanted(files, run_index), "nobody asked"
+        files.stopping_path(run_index).touch()
+        world.ends[-1].set_result(None)
+
+    return stop
+
+
+def test_a_life_takes_the_room_there_is_pinned_and_as_a_fixed_size(
+    jobs: tuple[JobRuns, World],
+) -> None:
+    runs, world = jobs
+    world.plot = [(5, world.end())]
+    assert runs.live(0) is None
+    (run,) = world.runs
+    assert run.num_workers == 4
+    assert run.node_ids == ("node-a",) * 4
+    assert run.config.spec.parallelism.world_size == 4
+    assert not run.config.spec.parallelism.is_elastic
+
+
+def test_room_that_stays_lets_the_job_grow_by_a_restart(jobs: tuple[JobRuns, World]) -> None:
+    runs, world = jobs
+
+    def add_host() -> None:
+        world.hosts = [host("a", 0), host("b", 2)]
+
+    def free_all() -> None:
+        world.hosts = [host("a", 4), host("b", 2)]
+
+    world.plot = [(20, add_host), (61, stop_as_asked(world, runs, 0))]
+    assert runs.live(0) == Restart()
+    free_all()
+    world.plot = [(70, world.end())]
+    assert runs.live(1) is None
+    assert world.runs[1].num_workers == 6
+    (resized,) = told(runs)
+    assert (resized.world_size_before, resized.world_size) == (4, 6)
+    assert (resized.cause, resized.restarted) == ("room", True)
+
+
+def test_room_that_comes_and_goes_disturbs_nobody(jobs: tuple[JobRuns, World]) -> None:
+    runs, world = jobs
+
+    def set_free(free: int) -> Callable[[], None]:
+        return lambda: world.hosts.__setitem__(slice(None), [host("a", 0), host("b", free)])
+
+    world.plot = [(1, set_free(0)), (70, set_free(2)), (75, set_free(0)), (100, world.end())]
+    assert runs.live(0) is None
+    assert not runs.attempt.context.files.stop_request_path.exists()
+
+
+def test_a_wish_is_followed_at_once(jobs: tuple[JobRuns, World]) -> None:
+    runs, world = jobs
+    files = runs.attempt.context.files
+    world.plot = [
+        (2, lambda: files.resize_request_path.write_text('{"workers": 2}') and None),
+        (4, stop_as_asked(world, runs, 0)),
+    ]
+    assert runs.live(0) == Restart()
+    world.plot = [(20, world.end())]
+    assert runs.live(1) is None
+    assert world.runs[1].num_workers == 2
+    assert told(runs)[0].cause == "request"
+
+
+def test_after_a_loss_the_job_goes_on_with_what_is_left(jobs: tuple[JobRuns, World]) -> None:
+    runs, world = jobs
+    died = Failure(failures.WORKERS_LOST, "rank 3 was lost", is_death=True, evidence={"host": "b"})
+    world.hosts = [host("a", 4), host("b", 2)]
+
+    def lose_host() -> None:
+        world.hosts = [host("a", 4)]
+
+    world.plot = [(5, world.end(died)), (7, lose_host)]
+    outcome = runs.live(0)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == failures.HOST_LOST, "its host is gone"
+    world.plot = [(50, world.end())]
+    assert runs.live(1) is None
+    assert [run.num_workers for run in world.runs] == [6, 4]
+    assert told(runs)[0].cause == failures.HOST_LOST
+
+
+def test_what_the_last_life_held_is_awaited_before_the_size_is_decided(
+    jobs: tuple[JobRuns, World],
+) -> None:
+    runs, world = jobs
+
+    def hold() -> None:
+        world.hosts = [host("a", 2)]
+        world.ends[-1].set_result(Failure(failures.WORKERS_LOST, "killed"))
+
+    def release() -> None:
+        world.hosts = [host("a", 4)]
+
+    world.plot = [(5, hold), (7, release), (20, lambda: world.ends[-1].set_result(None))]
+    assert isinstance(runs.live(0), Failure)
+    assert runs.live(1) is None
+    assert [run.num_workers for run in world.runs] == [4, 4]
+
+
+def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(
+    jobs: tuple[JobRuns, World],
+) -> None:
+    runs, world = jobs
+    no_room = Failure(failures.NO_ROOM, "timed out")
+    outcomes: list[Outcome] = []
+    for index in range(4):
+        world.plot = [(world.now + 20, world.end(no_room))]
+        outcomes.append(runs.live(index))
+    assert outcomes == [Restart()] * 4
+    assert [run.waits_for_room for run in world.runs] == [False, False, False, True]
+    assert world.runs[-1].num_workers == 2

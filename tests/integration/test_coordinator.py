@@ -125,7 +125,7 @@ def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path
 
 
 def test_a_stopped_rank_is_missed_by_its_silence_and_ends_when_it_wakes(tmp_path: Path):
-    with training(tmp_path, num_groups=2, timeout_s=2.0) as (coordinator, groups):
+    with training(tmp_path, num_groups=2, timeout_s=3.0) as (coordinator, groups):
         wait_until(lambda: coordinator.status().commit > 5, "the groups train")
         groups.signal(1, 0, signal.SIGSTOP)
         wait_until(lambda: standing(coordinator, 1, 0) is None, "the silence is noticed")

@@ -245,12 +245,12 @@ class Coordinator:
         self._started.put(f"{config.host}:{port}")
         stopping = asyncio.create_task(self._is_stopping.wait())
         await asyncio.wait({stopping, ticking}, return_when=asyncio.FIRST_COMPLETED)
+        self._is_stopping.set()
         server.close()
-        if ticking.done():
+        has_failed = ticking.done()
+        await _end_tasks()
+        if has_failed:
             ticking.result()  # raises: without a clock nobody's loss would be noticed
-        ticking.cancel()
-        for connection in list(self._wires.by_rank.values()):
-            connection.writer.close()
 
     async def _tick(self) -> None:
         while True:
@@ -299,6 +299,14 @@ class Coordinator:
                 self._events.put(effect.event)
             else:
                 self._journal.write(effect)
+
+
+async def _end_tasks() -> None:
+    """End what else runs on this loop, which closes all connections."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 def _open_store(host: str) -> TCPStore:

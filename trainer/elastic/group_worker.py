@@ -11,7 +11,7 @@ from trainer.ray_worker import GroupConfig, WorkerConfig
 from trainer.worker import groups_of, named_failures, prepare_process
 
 NAMESPACE = "shardloom"
-_LOCATE_S = 5.0
+_LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one before
 
 
 def train_group(session: GroupSession) -> dict[str, float]:

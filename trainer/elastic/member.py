@@ -224,6 +224,7 @@ class Member:
     # --- the connection
 
     def _start(self) -> None:
+        self._away_since = time.monotonic()
         name = f"member-{self.identity.group}-{self.identity.rank}"
         self._threads = [
             threading.Thread(target=self._keep_connected, name=name, daemon=True),
@@ -237,7 +238,8 @@ class Member:
             try:
                 self._serve_connection()
             except (OSError, ValueError) as error:
-                logger.info("coordinator away: %s", error)
+                level = logging.WARNING if self._is_welcome else logging.DEBUG
+                logger.log(level, "the coordinator is away, looking for it: %s", error)
             self._hang_up()
             with self._changed:
                 if self._is_welcome:

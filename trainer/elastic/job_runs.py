@@ -18,6 +18,7 @@ from trainer.attempt import Attempt, Outcome, Restart
 from trainer.cluster import Host
 from trainer.elastic import stop_request
 from trainer.elastic.detect import HostPolicy, HostRecord
+from trainer.elastic.job_goodput import JobGoodput
 from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
 from trainer.elastic.stop_request import StopRequest
 from trainer.failures import Failure
@@ -137,6 +138,7 @@ class JobRuns:
         )
         self._requests = ResizeRequests(self.attempt.context.files.resize_request_path)
         self._record = HostRecord(HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s))
+        self._goodput = JobGoodput(self.attempt.writer.write)
         self._size: int | None = None
         self._cause = ""
         self._num_without_room = 0
@@ -145,9 +147,13 @@ class JobRuns:
         """One life of the workers."""
         current = self._plan()
         self._announce(current.num_workers)
-        future = self.launch(self._run(run_index, current))
+        run = self._run(run_index, current)
+        self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
+        future = self.launch(run)
         self._watch(run_index, current, future)
-        return self._judge(run_index, future.result())
+        failure = future.result()
+        self._goodput.end(time.time(), is_lost=failure is not None)
+        return self._judge(run_index, failure)
 
     def _plan(self) -> Plan:
         """Decide on the size, as soon as what the last life held is free again or known lost."""
@@ -195,6 +201,7 @@ class JobRuns:
         is_asked = False
         while not future.done():
             self.wait(self.pace.poll_s)
+            self._goodput.look(time.time())
             if is_asked or future.done():
                 continue
             cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())

@@ -37,13 +37,17 @@ class GroupConfig:
 
 @dataclass(frozen=True)
 class WorkerConfig:
-    """What the driver gives every worker. `spec` has its tables and its layout resolved."""
+    """What the driver gives every worker. `spec` has its tables and its layout resolved.
+
+    `watch_address` (host:port) is where the driver hears the workers that have no `group`.
+    """
 
     spec: JobSpec
     run_dir: Path
     attempt_id: str
     run_index: int
     group: GroupConfig | None = None
+    watch_address: str | None = None
 
     @property
     def run_label(self) -> str:

@@ -14,6 +14,7 @@ from trainer.elastic import faults
 from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
 from trainer.elastic.member import CoordinatorLost, Refused
 from trainer.elastic.stop_request import is_due
+from trainer.elastic.watched import watched
 from trainer.parallel.divergence import DivergenceError
 from trainer.parallel.groups import MeshGroups, build_groups
 from trainer.parallel.layout import Layout, LayoutError
@@ -79,9 +80,9 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
 
     Raises `WorkerFailure` with a reason that the control plane knows.
     """
-    with named_failures():
+    with named_failures(), watched(config, host) as pulse:
         prepare_process(config)
-        return train(Session(config, groups_of(config, layout_of(config.spec), host)))
+        return train(Session(config, groups_of(config, layout_of(config.spec), host), pulse))
 
 
 def prepare_process(config: WorkerConfig) -> None:

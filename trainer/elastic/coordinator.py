@@ -40,6 +40,7 @@ Result = TypeVar("Result")
 _MAX_LINE_BYTES = 64 << 20
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
+_WATCHED_KINDS = frozenset({"hang_found", "straggler_found"})
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -66,6 +67,8 @@ class CoordinatorConfig:
 
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
     Its events go to the attempt's files, and every commit to a line of `journal_path`, if given.
+    With `only_watches` there is one group that meets no other: only hangs and stragglers are news,
+    and there is no store.
     """
 
     policy: MembershipPolicy
@@ -74,6 +77,7 @@ class CoordinatorConfig:
     port: int = 0
     attempt_dir: Path | None = None
     journal_path: Path | None = None
+    only_watches: bool = False
 
 
 @dataclass
@@ -165,10 +169,9 @@ class Coordinator:
     def __init__(self, config: CoordinatorConfig) -> None:
         """Start it. Raises OSError where the port cannot be had."""
         self._config = config
-        self._store = _open_store(config.host)
-        self._membership = Membership(
-            config.policy, config.rows.open(), f"{config.host}:{self._store.port}"
-        )
+        self._store = None if config.only_watches else _open_store(config.host)
+        store_address = f"{config.host}:{self._store.port}" if self._store else ""
+        self._membership = Membership(config.policy, config.rows.open(), store_address)
         self._wires = _Wires()
         self._journal = Journal(config.journal_path)
         self._events = EventThread(open_stream(config.attempt_dir))
@@ -296,7 +299,8 @@ class Coordinator:
             if isinstance(effect, Reply):
                 self._wires.send(effect)
             elif isinstance(effect, Announce):
-                self._events.put(effect.event)
+                if not self._config.only_watches or effect.event.kind in _WATCHED_KINDS:
+                    self._events.put(effect.event)
             else:
                 self._journal.write(effect)
 

@@ -7,6 +7,9 @@ from typing import Literal
 
 from trainer.spec import JobSpec
 
+WATCH_SILENCE_S = 30.0
+"""In the domain `job` only its peers wait for a silent worker, so a busy machine gets time."""
+
 
 @dataclass(frozen=True)
 class MembershipPolicy:

@@ -114,7 +114,7 @@ class ElasticHouse:
         self.folder.mkdir(parents=True, exist_ok=True)
         self._port = free_port()
         self._lives: dict[int, GroupLife] = {}
-        self._ended: list[GroupLife] = []
+        self.ended: list[GroupLife] = []
         self._records: dict[Path, tuple[int, list[Record]]] = {}
         self._coordinator: Coordinator | None = None
         self._faults: list[Fault] = []
@@ -220,13 +220,16 @@ class ElasticHouse:
         Control(text, self.pace_s).write(self._control_path)
 
     def tend(self) -> None:
-        """Bury the groups that broke or that the coordinator dropped, and start them again."""
-        dropped = self._dropped()
+        """Bury the groups that broke or that the coordinator dropped, and start them again.
+
+        Without `restarts` dropped ones live on, as when their host is only cut off.
+        """
+        dropped = self._dropped() if self.restarts else set()
         for life in list(self._lives.values()):
             if not (life.is_broken or (life.group, life.incarnation) in dropped):
                 continue
             life.kill()
-            self._ended.append(life)
+            self.ended.append(life)
             assert life.incarnation < _MAX_LIVES, f"group {life.group} dies again and again"
             if self.restarts:
                 self.start_group(life.group, life.incarnation + 1)

@@ -17,7 +17,6 @@ from typing import Any
 from trainer.ray_worker import WorkerConfig
 
 FAILED = 1
-FENCED = 3
 COLLECTIVE_TIMEOUT_S = 20
 _CONTROL_POLL_S = 0.01
 
@@ -81,7 +80,7 @@ class Recorder:
 
 
 def live(life: RankLife) -> None:
-    """Be one rank to the end: exit code 0 if its group is through, `FENCED` or `FAILED` if not."""
+    """Be one rank to the end: exit code 0 if its group is through, `FAILED` if it cannot go on."""
     log = (life.records / f"{life.name}.log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
@@ -91,14 +90,10 @@ def live(life: RankLife) -> None:
     record("started", pid=os.getpid())
     listener = ControlListener(life)
     _enter_world(life)
-    from trainer.elastic.member import Fenced
     from trainer.failures import WorkerFailure
 
     try:
         metrics = _run(life, record, listener)
-    except Fenced as error:
-        record("fenced", message=str(error))
-        os._exit(FENCED)
     except WorkerFailure as error:
         record("failed", reason=error.reason, message=error.message)
         os._exit(FAILED)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from random import Random
 
 from tests.integration.chaos import Campaign, elastic_config
 from tests.integration.elastic_checks import commit_times
 from tests.integration.elastic_house import ElasticHouse
+from trainer import failures
 from trainer.elastic.faults import Fault
 
 TIMEOUT_S = 60.0
@@ -46,6 +48,24 @@ def test_a_coordinator_lost_between_vote_and_verdict_costs_no_row(
         campaign.kill_coordinator(down_s=0.2)
         campaign.finish(config)
         assert {record["incarnation"] for record in house.of("started")} == {0}
+
+
+def test_a_group_that_comes_back_from_the_dead_has_no_say(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    quick = "recovery.heartbeat_timeout_s=2"
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH, quick)
+    with ElasticHouse(config, tmp_path / "house", 2, restarts=False) as house:
+        campaign = Campaign(house, Random(0))
+        campaign.begin()
+        house.signal(1, signal.SIGSTOP)
+        commit = house.commit
+        house.wait_for_commit(commit + 5)
+        house.signal(1, signal.SIGCONT)
+        house.wait_for(lambda: house.ended, TIMEOUT_S, "the old life of group 1 has ended")
+        (failed,) = house.of("failed")
+        assert (failed["group"], failed["reason"]) == (1, failures.WORKERS_LOST)
+        campaign.finish(config)
 
 
 def test_a_slow_copy_holds_up_nobody(small_movielens: Path, tmp_path: Path) -> None:

@@ -238,12 +238,13 @@ class Member:
             try:
                 self._serve_connection()
             except (OSError, ValueError) as error:
-                level = logging.WARNING if self._is_welcome else logging.DEBUG
-                logger.log(level, "the coordinator is away, looking for it: %s", error)
+                logger.debug("the coordinator is away: %s", error)
             self._hang_up()
             with self._changed:
-                if self._is_welcome:
-                    self._is_welcome, self._away_since = False, time.monotonic()
+                if self._is_welcome and not self._is_closed:
+                    logger.warning("the coordinator is away; this rank looks for it")
+                    self._away_since = time.monotonic()
+                self._is_welcome = False
                 if not self._is_closed:
                     self._changed.wait(timeout=_RETRY_S)
 

@@ -118,11 +118,15 @@ def lives_of(attempt: Attempt) -> Callable[[int], Outcome]:
         setting = Setting(attempt, RayCluster(attempt), launch)
         return Supervisor(setting, partial(RayCoordinator, attempt)).live
 
+    import ray.util
+
     from trainer.elastic.job_runs import JobRuns
+    from trainer.elastic.job_watch import JobWatch
 
     _set_unless_given(TRAIN_SETTINGS)
     note_shortage(attempt.spec, attempt.writer)
-    return JobRuns(attempt, RayCluster(attempt).read_hosts, launch).live
+    watch = JobWatch(attempt, ray.util.get_node_ip_address())
+    return JobRuns(attempt, RayCluster(attempt).read_hosts, launch, watch=watch).live
 
 
 def _set_unless_given(settings: dict[str, str]) -> None:

@@ -11,14 +11,15 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer import events, failures
 from trainer.attempt import Attempt, Outcome, Restart
-from trainer.cluster import Host
+from trainer.cluster import Host, kill_on
 from trainer.elastic import stop_request
 from trainer.elastic.detect import HostPolicy, HostRecord
 from trainer.elastic.job_goodput import JobGoodput
+from trainer.elastic.job_watch import JobWatch
 from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
 from trainer.elastic.stop_request import StopRequest
 from trainer.failures import Failure
@@ -130,6 +131,8 @@ class JobRuns:
     pace: Pace = field(default_factory=Pace)
     clock: Callable[[], float] = time.monotonic
     wait: Callable[[float], None] = time.sleep
+    watch: JobWatch | None = None
+    kill_on: Callable[[Host, Collection[int]], None] = kill_on
 
     def __post_init__(self) -> None:
         parallelism, recovery = self.attempt.spec.parallelism, self.attempt.spec.recovery
@@ -150,8 +153,9 @@ class JobRuns:
         run = self._run(run_index, current)
         self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
         future = self.launch(run)
-        self._watch(run_index, current, future)
+        given_up = self._attend(run_index, current, future)
         failure = future.result()
+        failure = given_up if failure and given_up else failure
         self._goodput.end(time.time(), is_lost=failure is not None)
         return self._judge(run_index, failure)
 
@@ -186,22 +190,32 @@ class JobRuns:
         attempt = self.attempt
         if self._bounds.is_elastic:
             attempt = attempt.with_workers(current.num_workers)
+        config = attempt.config(run_index)
+        if self.watch:
+            config = replace(config, watch_address=self.watch.address)
         return TrainRun(
-            attempt.config(run_index),
+            config,
             current.num_workers,
             use_gpu=attempt.use_gpu,
             node_ids=tuple(host.node_id for host in current.hosts),
             waits_for_room=not current.hosts,
         )
 
-    def _watch(self, run_index: int, current: Plan, future: Future[Failure | None]) -> None:
-        """Wait for the end of a life; ask the workers to stop when that is better."""
+    def _attend(
+        self, run_index: int, current: Plan, future: Future[Failure | None]
+    ) -> Failure | None:
+        """Wait for the end of a life; ask the workers to stop when that is better.
+
+        Returns why they were given up, if they were.
+        """
+        given_up: Failure | None = None
         began = self.clock()
         better_since: float | None = None
         is_asked = False
         while not future.done():
             self.wait(self.pace.poll_s)
             self._goodput.look(time.time())
+            given_up = given_up or self._give_up(run_index)
             if is_asked or future.done():
                 continue
             cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
@@ -212,6 +226,17 @@ class JobRuns:
             if cause != "room" or self._is_worth_it(began, better_since):
                 self._stop(run_index, cause)
                 is_asked = True
+        return given_up
+
+    def _give_up(self, run_index: int) -> Failure | None:
+        """Why the workers are lost although nobody else noticed; they are killed then."""
+        failure = self.watch.look(run_index) if self.watch else None
+        if self.watch and failure:
+            hosts = {host.address: host for host in self.read_hosts()}
+            for address, pids in self.watch.processes().items():
+                if address in hosts:
+                    self.kill_on(hosts[address], pids)
+        return failure
 
     def _is_worth_it(self, began: float, better_since: float) -> bool:
         now = self.clock()

@@ -67,6 +67,7 @@ class DonorServer:
         self._identity = identity
         self._pieces = pieces
         self._socket = socket.create_server((identity.host, 0))
+        self._connections: set[socket.socket] = set()
         threading.Thread(target=self._accept, name="donor", daemon=True).start()
 
     @property
@@ -75,16 +76,18 @@ class DonorServer:
         return f"{self._identity.host}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
-        """Serve nobody new."""
-        # Closing alone would leave the thread waiting for the next joiner.
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        """Serve nobody any more."""
+        # Closing alone would leave the threads waiting for the next words.
+        for open_socket in (self._socket, *self._connections):
+            with suppress(OSError):
+                open_socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
     def _accept(self) -> None:
         with suppress(OSError):
             while True:
                 connection, _ = self._socket.accept()
+                self._connections.add(connection)
                 args = [connection]
                 threading.Thread(target=self._serve, args=args, name="donor", daemon=True).start()
 
@@ -94,6 +97,7 @@ class DonorServer:
             connection.sendall(self._header().model_dump_json().encode() + b"\n")
             while len(ask := asked.read(_ASK.size)) == _ASK.size:
                 connection.sendall(self._read(Chunk(*_ASK.unpack(ask))))
+        self._connections.discard(connection)
 
     def _header(self) -> DonorHeader:
         return DonorHeader(

@@ -110,10 +110,11 @@ def write_marker(folder: Path, commit: Commit) -> None:
         os.fsync(file.fileno())
     temporary.replace(folder / COMMIT_MARKER)
     fsync_folder(folder)
+    fsync_folder(folder.parent)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make a rename in `folder` survive a power loss."""
+    """Make what was created or renamed in `folder` survive a power loss."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

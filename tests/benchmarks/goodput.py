@@ -54,6 +54,7 @@ MAX_TABLE_ROWS = 2000
 EMBEDDING_DIM = 8
 # Stands for an accelerator's work: cores that the groups share must not be what they wait for.
 PACE_S = 0.12
+HEARTBEAT_TIMEOUT_S = 3.0
 TIMEOUT_S = 900.0
 _ROW_GROUP_ROWS = 16_384
 GOALS = [
@@ -147,6 +148,8 @@ def spec_document(data: Path) -> dict[str, Any]:
         },
         "training": {"epochs": 1, "report_every_steps": 100, "on_non_finite": "skip"},
         "checkpoint": {"every_steps": 100, "keep_best": False, "keep_last": 2},
+        # Deaths show at once by closed connections; only who is stopped is found by its silence.
+        "recovery": {"heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S},
         "resources": {"device": "cpu"},
     }
 
@@ -222,6 +225,7 @@ def settings() -> dict[str, Any]:
         "num_rows": NUM_TRAIN_ROWS,
         "num_faults": NUM_FAULTS,
         "pause_per_lease_s": PACE_S,
+        "heartbeat_timeout_s": HEARTBEAT_TIMEOUT_S,
         "model": f"DCN v2, {NUM_CATEGORICAL} tables of at most {MAX_TABLE_ROWS} rows",
         "processes": "bare ranks and coordinator, without Ray",
     }

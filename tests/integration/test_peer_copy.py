@@ -245,7 +245,7 @@ def _join_and_train(life: Life) -> dict[str, Any]:
 def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on() -> None:
     coordinator = open_coordinator(2)
     try:
-        found = run_ranks(_join_while_others_train, 3, House(coordinator.address, 1))
+        found = run_ranks(_join_while_others_train, 3, House(coordinator.address, 1), timeout_s=240)
     finally:
         coordinator.stop()
     assert_all_equal([each["hashes"] for each in found], 1)

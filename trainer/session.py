@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
@@ -16,15 +16,13 @@ from typing import Literal
 import torch
 
 from trainer import events
+from trainer.announcement import workers_started
 from trainer.data.batches import Batch, TrainBatches, validation_batches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.data.reader import open_source
 from trainer.elastic import faults
-from trainer.elastic.checkpoint import CommittedCheckpoint
-from trainer.elastic.skipped_rows import SkippedRows, without
-from trainer.elastic.training_state import METERS, load_packed, load_state, pack, state_to_save
-from trainer.elastic.warm_start import warm_start
+from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
 from trainer.metrics import (
     LookupCounter,
@@ -37,7 +35,6 @@ from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.groups import MeshGroups
-from trainer.parallel.layout import Layout
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of
 from trainer.parallel.plan import make_plan, table_plans
@@ -46,8 +43,9 @@ from trainer.parallel.sync import build_sync
 from trainer.parallel.two_d import TwoDParallel
 from trainer.pulse import Pulse
 from trainer.ray_worker import WorkerConfig
+from trainer.resume import restore
 from trainer.run_dir import AttemptDir, RunDir
-from trainer.saving import Checkpoints, State, state_of
+from trainer.saving import Checkpoints, State
 from trainer.spec import JobSpec
 from trainer.trace import Tracer
 
@@ -135,9 +133,9 @@ class Session:
                 f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
                 f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
             )
-        self.total_steps = self._planned_steps()
+        self.total_steps = self.planned_steps()
 
-    def _planned_steps(self) -> int:
+    def planned_steps(self) -> int:
         """Steps of the whole run, those already done included."""
         training = self.spec.training
         left = remaining_steps(self.state.position, self.shape, training.epochs)
@@ -213,28 +211,7 @@ class Session:
         if self.groups.warning:
             self.note("warning", self.groups.warning)
         hosts = [site.host for site in self.groups.sites]
-        self.emit(self.started(self.groups.layout, mesh.sharding_groups, hosts))
-
-    def started(
-        self, layout: Layout, sharding_groups: Sequence[Sequence[int]], hosts: list[str]
-    ) -> events.WorkersStarted:
-        """What `announce` sends: `sharding_groups` in ranks, `hosts` by rank."""
-        return events.WorkersStarted(
-            time=time.time(),
-            run_index=self.config.run_index,
-            world_size=layout.world_size,
-            shard_group_size=layout.shard_group_size,
-            num_replicas=layout.num_replicas,
-            placement=layout.placement,
-            backend=torch.distributed.get_backend(),
-            sharding_groups=[list(group) for group in sharding_groups],
-            replica_groups=[list(group) for group in zip(*sharding_groups, strict=True)],
-            hosts=hosts,
-            table_shards={plan.name: plan.sharding_type for plan in self.table_plans},
-            tables=self.table_plans,
-            total_steps=self.total_steps,
-            resumed_step=self.state.step,
-        )
+        self.emit(workers_started(self, self.groups.layout, mesh.sharding_groups, hosts))
 
     def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
         """(batch on the device, position after it, seconds waited), equally many on each rank."""
@@ -447,46 +424,8 @@ class Session:
             )
 
     def restore(self) -> None:
-        """Continue from the newest intact checkpoint of the job, else from another job's.
-
-        The latter where `checkpoint.warm_start` names one. Collective.
-        """
-        found = self.checkpoints.newest()
-        if found is None:
-            self._start_warm()
-        else:
-            self._resume(found)
-        self._leave_out_rows()
-
-    def _resume(self, found: CommittedCheckpoint) -> None:
-        self.optimizers.init_state()
-        load_state(found.path, self.model, self.optimizers.combined)
-        written_scale = found.commit.moment_scale or self.spec.moment_scale
-        self.optimizers.rescale_moments(self.spec.moment_scale / written_scale)
-        self.train_meter.load_state(load_packed(found.path, METERS))
-        self.sync.reset()
-        self.state = state_of(found.commit)
-        self.origin = found.path.name
-        self.final_metrics = dict(found.commit.metrics)
-        logger.info("resumed from %s at step %d", found.path.name, self.state.step)
-
-    def _leave_out_rows(self) -> None:
-        """Take the rows that earlier lives found to spoil the model for done."""
-        skipped = SkippedRows.read(RunDir(self.config.run_dir).skipped_rows_path)
-        position, num_rows = self.state.position, self.shape.num_rows
-        self.state.position = without(position, skipped)
-        more = self.state.position.rows_done(num_rows) - position.rows_done(num_rows)
-        self.state.rows_skipped += more
-        self.finite.begin_at(self.state.position)
-        self.total_steps = self._planned_steps()
-
-    def _start_warm(self) -> None:
-        found = warm_start(self.spec, self.model, self.optimizers)
-        if found is None:
-            return
-        self.sync.reset()
-        self.origin = f"warm-{found.path.name}"
-        self.note("info", f"warm start from checkpoint {found.path}, at step {found.commit.step}")
+        """Start from the newest checkpoint, if there is one. Collective over all ranks."""
+        restore(self)
 
 
 def _format(values: dict[str, float]) -> str:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from trainer.announcement import workers_started
 from trainer.data.batches import Batch
 from trainer.data.lease_batches import LeaseBatches
 from trainer.data.position import position_of
@@ -116,7 +117,8 @@ class GroupSession(Session):
             return whole
         return min(whole, training.max_steps * self.shape.rows_per_step)
 
-    def _planned_steps(self) -> int:
+    def planned_steps(self) -> int:
+        """Steps of the whole run."""
         return -(-self.num_rows // self.shape.rows_per_step)
 
     def begin(self) -> None:
@@ -251,7 +253,7 @@ class GroupSession(Session):
         groups = [range(index * size, (index + 1) * size) for index in range(len(members))]
         layout = Layout(size * len(members), size, "inter_host")
         hosts = [host for member in members for host in member.hosts]
-        self.emit(self.started(layout, groups, hosts))
+        self.emit(workers_started(self, layout, groups, hosts))
 
     @property
     def is_over(self) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.dashboard import fragments, views
@@ -132,6 +132,7 @@ def test_lanes_end_with_the_job() -> None:
     assert view.lanes[0].spans[0].title == "group 0 trains, 50s"
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(0, 50)), min_size=1, max_size=8))
 def test_spans_of_a_lane_never_overlap_and_stay_within_it(
     told: list[tuple[set[int], int]],

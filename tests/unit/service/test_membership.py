@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.domain import Job, JobStatus, Membership
@@ -223,6 +223,7 @@ _records = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(_records)
 def test_whatever_is_told_no_group_is_both_there_and_missing(records: list[Event]) -> None:
     membership = folded(*records)

@@ -227,6 +227,18 @@ def test_a_commit_makes_sure_what_was_there_at_its_vote() -> None:
     assert simulation.copy.next_chunk(simulation.ticket) == Chunk(0, 4, 6)
 
 
+def test_what_lands_between_the_vote_and_the_commit_is_not_sure() -> None:
+    # The donor may have applied the commit, and trained on, before this rank hears of it.
+    simulation = Simulation(random.Random(1), is_calm=True)
+    simulation.copy.vote()
+    simulation.read()
+    simulation.land()
+    with simulation.copy.hearing(torch.empty(0, dtype=torch.int64)):
+        pass
+    simulation.lose()
+    assert simulation.copy.next_chunk(simulation.ticket) == Chunk(0, 0, 2)
+
+
 def test_a_commit_of_all_rows_completes_the_copy() -> None:
     simulation = Simulation(random.Random(2), is_calm=True)
     simulation.read()

@@ -23,7 +23,7 @@ from trainer.data.lease_batches import LeaseBatches
 from trainer.data.position import position_of
 from trainer.elastic.group_sync import GroupSync
 from trainer.elastic.member import Member
-from trainer.elastic.protocol import Arrive, Lease, Ledger, Report, RoundMember, Standing, Verdict
+from trainer.elastic.protocol import Arrive, Lease, Ledger, Report, Standing, Verdict
 from trainer.failures import NonFiniteLoss
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.layout import Layout
@@ -62,7 +62,7 @@ class GroupSession(Session):
         self._report = Report()
         self._verdict: Verdict | None = None
         self._before = State()
-        self._announced: Sequence[RoundMember] = ()
+        self._announced: list[tuple[int, int]] = []
         self._has_finished = False
         super().__init__(config, groups, Pulse(member))
         self._interval = self._new_interval()
@@ -246,9 +246,10 @@ class GroupSession(Session):
     def announce(self) -> None:
         """Tell the control plane who trains; the leader does, when the members change."""
         members = self.group_sync.members
-        if not self.is_leader or members == self._announced:
+        lives = [(member.group, member.incarnation) for member in members]
+        if not self.is_leader or lives == self._announced:
             return
-        self._announced = members
+        self._announced = lives
         size = self.groups.layout.world_size
         groups = [range(index * size, (index + 1) * size) for index in range(len(members))]
         layout = Layout(size * len(members), size, "inter_host")

@@ -77,6 +77,9 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     import ray.train
     import ray.util
 
+    # A client of a TCPStore looks its peer's name up; where no name server answers, that would
+    # stall it for 5 s, and with it every group that waits for this one.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     worker = config["worker"]
     rank = ray.train.get_context().get_world_rank()
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))

@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from tests.integration.elastic_checks import check_copies, check_rows
+from tests.integration.elastic_checks import check_copies, check_journal, check_rows
 from tests.integration.elastic_house import ElasticHouse, Record
 from tests.integration.session_cases import make_config
 from trainer.data.reader import open_source
@@ -139,7 +139,9 @@ class Campaign:
         self.house.wait_to_end(TIMEOUT_S)
         records = self.house.records()
         assert check_copies(records) > 0
-        return dict(check_rows(records, num_train_rows(config), config.spec.training.epochs))
+        whole = num_train_rows(config), config.spec.training.epochs
+        check_journal(self.house.journal(), *whole)
+        return dict(check_rows(records, *whole))
 
     def _is_whole(self) -> bool:
         return all(self.house.standing(group) == "current" for group in self.house.groups)

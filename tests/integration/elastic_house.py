@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Self
 
-from tests.integration.elastic_coordinator import serve
+from tests.integration.elastic_coordinator import JOURNAL, serve
 from tests.integration.elastic_ranks import Control, RankLife, live
 from tests.integration.gloo import free_port
 from trainer.elastic.faults import FAULTS, Fault
@@ -285,6 +285,10 @@ class ElasticHouse:
     def of(self, event: str) -> list[Record]:
         """Records of one kind, by time."""
         return [record for record in self.records() if record["event"] == event]
+
+    def journal(self) -> list[Record]:
+        """What the coordinators wrote down about commits, in that order."""
+        return [json.loads(line) for line in (self.folder / JOURNAL).read_text().splitlines()]
 
     @property
     def commit(self) -> int:

@@ -40,6 +40,8 @@ class Fault(BaseModel):
 
     It happens `times` times, in life number `incarnation` of the group. `arg` is the exit code of
     `exit` (1 where it is 0) and the seconds of `slow`. `nan` makes a loss NaN, in whatever phase.
+    Steps are nominal ones; in the phases of a sync between groups they are numbers of commits, and
+    joining is at step 0.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)

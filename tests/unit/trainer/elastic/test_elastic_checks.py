@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.elastic_checks import check_copies, check_rows, commit_times
+from tests.integration.elastic_checks import check_copies, check_journal, check_rows, commit_times
 
 NUM_ROWS = 8
 
@@ -89,3 +89,20 @@ def test_a_group_that_only_listens_need_not_be_equal_yet() -> None:
 
 def test_a_commit_is_known_when_the_first_rank_knows() -> None:
     assert commit_times([commit(1), commit(1, group=1, time=0.5)]) == {1: 0.5}
+
+
+def entry(number: int, *leases: tuple[int, int]) -> dict[str, Any]:
+    held = [{"epoch": 0, "start": start, "stop": stop} for start, stop in leases]
+    return {"commit": number, "leases": {"0": held}, "skipped": []}
+
+
+def test_a_journal_is_held_against_all_rows() -> None:
+    check_journal([entry(1, (0, 4)), entry(2, (4, 8))], NUM_ROWS, 1)
+    with pytest.raises(AssertionError, match="more than once"):
+        check_journal([entry(1, (0, 4)), entry(2, (2, 8))], NUM_ROWS, 1)
+    with pytest.raises(AssertionError, match="counts 4 rows"):
+        check_journal([entry(1, (0, 4))], NUM_ROWS, 1)
+
+
+def test_a_commit_that_nobody_heard_of_does_not_count() -> None:
+    check_journal([entry(1, (0, 6)), entry(1, (0, 4)), entry(2, (4, 8))], NUM_ROWS, 1)

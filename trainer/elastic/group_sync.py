@@ -108,7 +108,9 @@ class GroupSync:
             self._member.store()  # a new client may take long, and in a round the others would wait
             arrival = make_arrival()
             is_copied = self._joiner is not None and self._joiner.is_complete
-            round_ = self._member.arrive(arrival.model_copy(update={"has_copied": is_copied}))
+            num_copied = self._joiner.num_bytes if self._joiner else 0
+            news = {"has_copied": is_copied, "copied_bytes": num_copied}
+            round_ = self._member.arrive(arrival.model_copy(update=news))
             means, verdict = self._try(round_, is_copied)
             num_bytes += means.num_bytes
             is_demoted = arrival.standing == "current" != verdict.standing

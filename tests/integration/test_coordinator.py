@@ -158,10 +158,11 @@ def test_a_run_outlives_its_coordinators(tmp_path: Path):
     ids = [identity(group, 0, rank, _NUM_RANKS) for group in range(2) for rank in range(2)]
     lives = [cases.Life(each, lambda: f"127.0.0.1:{port}", _NEVER_S) for each in ids]
     with ThreadPoolExecutor(len(lives)) as pool:
-        ends = [pool.submit(life.run) for life in lives]
-        for commit in (5, 15):
-            with coordinating(port, 2, tmp_path):
-                wait_until(lambda c=commit: lives[0].ledger.commit > c, "the groups train")
+        with coordinating(port, 2, tmp_path):
+            ends = [pool.submit(life.run) for life in lives]
+            wait_until(lambda: lives[0].ledger.commit > 5, "the groups train")
+        with coordinating(port, 2, tmp_path):
+            wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
         with coordinating(port, 2, tmp_path):
             verdicts = [end.result(60) for end in ends]
     assert {verdict.ledger.rows_trained for verdict in verdicts} == {cases.EPOCHS * cases.ROWS}

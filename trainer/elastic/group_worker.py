@@ -6,11 +6,12 @@ import torch.distributed as dist
 
 from trainer.elastic.group_session import GroupSession
 from trainer.elastic.member import Identity, Member
+from trainer.elastic.ray_coordinator import NAMESPACE
+from trainer.elastic.watched import end_process
 from trainer.parallel.layout import Layout
 from trainer.ray_worker import GroupConfig, WorkerConfig
 from trainer.worker import groups_of, named_failures, prepare_process
 
-NAMESPACE = "shardloom"
 _LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one before
 
 
@@ -54,6 +55,7 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dic
         host=host,
     )
     member = Member(identity, lambda: locate(group), config.spec.recovery.heartbeat_timeout_s)
+    member.on_refusal = end_process
     try:
         return run_group(config, member, host)
     finally:

@@ -73,11 +73,11 @@ class RayCoordinator:
     def status(self) -> CoordinatorStatus | None:
         """Everything it knows; None, which means nothing, when it did not answer."""
         import ray
-        from ray.exceptions import GetTimeoutError, RayActorError
+        from ray.exceptions import RayError
 
         try:
             status: CoordinatorStatus = ray.get(self._actor.status.remote(), timeout=_ANSWER_S)
-        except (RayActorError, GetTimeoutError) as error:
+        except RayError as error:
             logger.warning("the coordinator does not answer: %s", error)
             return None
         return status

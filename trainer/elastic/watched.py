@@ -31,7 +31,7 @@ def watched(config: WorkerConfig, host: str | None) -> Iterator[Pulse]:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
     member = Member(identity, lambda: address, WATCH_SILENCE_S)
-    member.on_refusal = _end_process
+    member.on_refusal = end_process
     member.join("initial", f"run-{config.run_index}", Ledger(), donor="")
     try:
         yield Pulse(member)
@@ -39,7 +39,8 @@ def watched(config: WorkerConfig, host: str | None) -> Iterator[Pulse]:
         member.close()
 
 
-def _end_process(message: str) -> None:
+def end_process(message: str) -> None:
+    """End this worker at once, since it does not count any more; for `Member.on_refusal`."""
     # The main thread may hang for good; without this process its peers get an error at once.
     logger.error("this worker is given up: %s", message)
     sys.stderr.flush()

@@ -51,8 +51,8 @@ class WarmStartSpec(SpecModel):
 class CheckpointSpec(SpecModel):
     """A checkpoint every `every_steps` and at the end.
 
-    The newest `keep_last`, the best and those at multiples of `keep_every_steps` stay. With
-    `asynchronous` they are written beside the training, from a copy in memory.
+    The newest `keep_last`, the best and the first at or after each multiple of `keep_every_steps`
+    stay. With `asynchronous` they are written beside the training, from a copy in memory.
     """
 
     every_steps: PositiveInt = 100

@@ -73,7 +73,8 @@ def _worker_bytes(spec: JobSpec, hosts: Sequence[Host]) -> int | None:
     """Memory of the poorest worker, where tables are kept in the memory of hosts."""
     if spec.resources.device == "cuda":
         return None
-    shares = [host.memory_bytes // host.num_slots for host in hosts if host.memory_bytes]
+    most = spec.parallelism.world_size
+    shares = [host.memory_bytes // min(host.num_slots, most) for host in hosts if host.memory_bytes]
     return min(shares, default=None)
 
 

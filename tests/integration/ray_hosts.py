@@ -43,6 +43,9 @@ _SETTINGS = {
     "RAY_worker_niceness": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    # On a busy machine a worker that starts slowly is not started again in vain, nor any ahead.
+    "RAY_worker_register_timeout_seconds": "240",
+    "RAY_prestart_worker_first_driver": "0",
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainer.cluster import Host
@@ -153,6 +153,7 @@ def situations(draw: st.DrawFn) -> tuple[GroupPolicy, View]:
     return policy, view
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(situations())
 def test_no_decision_breaks_a_promise(situation: tuple[GroupPolicy, View]) -> None:
     policy, view = situation

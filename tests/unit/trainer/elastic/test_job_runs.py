@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.service.builders import spec
@@ -32,6 +32,7 @@ def host(address: str, free: int, is_draining: bool = False) -> Host:
     return Host(address, free, free, f"node-{address}", is_draining=is_draining)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.integers(0, 40), st.data())
 def test_a_size_is_the_largest_legal_one_that_fits_and_is_wanted(
     group_size: int, least: int, more: int, room: int, data: st.DataObject

@@ -20,7 +20,7 @@ from tests.benchmarks.report import BenchmarkError
 from tests.benchmarks.workload import job_document, resolved_spec
 from tests.integration.ray_hosts import DriverProcess, RayHosts, ray_hosts
 from trainer import events
-from trainer.elastic import faults
+from trainer.elastic.faults import Fault
 from trainer.spec import JobSpec, validate_spec
 
 REPOSITORY = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ WORLD_SIZE = len(HOSTS) * RANKS_PER_HOST
 SYNC_EVERY_STEPS = 4
 BATCH_SIZE = 128
 CHECKPOINT_EVERY_STEPS = 50
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
 # Ray's own time-outs, as low as they work; what is not named here is left as it comes.
 RAY_TUNED = {
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "5",
@@ -115,22 +115,20 @@ class OurJob:
 
 @contextmanager
 def our_job(
-    document: Mapping[str, Any], num_hosts: int, armed: Sequence[faults.Fault] = ()
+    document: Mapping[str, Any], num_hosts: int, armed: Sequence[Fault] = ()
 ) -> Iterator[OurJob]:
     """Run a job on so many emulated hosts, its workers with `armed` faults."""
     spec = validate_spec(dict(document))
-    text = faults.FAULTS.dump_json(list(armed)).decode()
-    with TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as folder:
-        os.environ[faults.VARIABLE] = text
+    places = dict.fromkeys(HOSTS[:num_hosts], RANKS_PER_HOST)
+    with (
+        TemporaryDirectory(prefix="shardloom-bench-", ignore_cleanup_errors=True) as folder,
+        ray_hosts(places, armed) as hosts,
+    ):
+        driver = DriverProcess.start(hosts, Path(folder, "run"), spec)
         try:
-            with ray_hosts(dict.fromkeys(HOSTS[:num_hosts], RANKS_PER_HOST)) as hosts:
-                driver = DriverProcess.start(hosts, Path(folder, "run"), spec)
-                try:
-                    yield OurJob(hosts, driver)
-                finally:
-                    driver.end()
+            yield OurJob(hosts, driver)
         finally:
-            del os.environ[faults.VARIABLE]
+            driver.end()
 
 
 def pause_s(times: Sequence[float], began: float, ended: float) -> float:

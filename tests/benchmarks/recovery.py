@@ -42,8 +42,8 @@ from trainer import events
 from trainer.elastic.faults import Fault
 
 NAME = "recovery"
-PAIRS = 2
-FAULT_COMMIT = 40
+PAIRS = 1
+FAULT_COMMIT = 25
 VICTIM_GROUP = 1
 _WATCH_S = 1.0
 

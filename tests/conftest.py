@@ -5,6 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# On a busy machine a slow example says nothing about the code; examples are bounded in number.
+settings.register_profile("shardloom", deadline=None)
+settings.load_profile("shardloom")
 
 REPO = Path(__file__).parents[1]
 EXAMPLE_SPEC = REPO / "deploy" / "examples" / "movielens.yaml"

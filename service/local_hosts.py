@@ -21,7 +21,7 @@ from service.local_state import StackError, StackState
 
 CPUS_PER_HOST = 4
 _MAX_TRIES = 3
-_JOIN_TIMEOUT_S = 60.0
+_JOIN_TIMEOUT_S = 120.0
 _POLL_S = 0.5
 
 

@@ -118,6 +118,8 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
         # nobody reads these statistics here, and worker logs go to run storage by themselves.
         "REPORTER_UPDATE_INTERVAL_MS": "30000",
         "RAY_task_events_report_interval_ms": "0",
+        # On a busy machine a node's agent may be late, which is no reason to give the node up.
+        "RAY_agent_register_timeout_ms": "120000",
         # By default a head that is told to stop waits up to 30 s for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }

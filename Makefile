@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 # What is there already is no news.
 NEWS := | { grep -v 'already satisfied' || true; }
 
-.PHONY: help setup demo demo-survive test test-unit lint format bench clean
+.PHONY: help setup demo demo-survive test chaos test-unit lint format bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
@@ -42,6 +42,9 @@ test: setup ## run the tests
 
 test-unit: setup ## run the tests that need no Ray, network or browser
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+
+chaos: setup ## strike elastic jobs with 200 faults; takes an hour or more
+	@SHARDLOOM_CHAOS_JOBS=20 $(BIN)/python -m pytest tests/integration/test_chaos.py --timeout 900 $(PYTEST_ARGS)
 
 lint: setup ## check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

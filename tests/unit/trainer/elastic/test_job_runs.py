@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -299,3 +299,45 @@ def test_a_start_without_room_is_tried_again_and_at_last_left_to_ray(
     assert outcomes == [Restart()] * 4
     assert [run.waits_for_room for run in world.runs] == [False, False, False, True]
     assert world.runs[-1].num_workers == 2
+
+
+@dataclass
+class Ears:
+    """A `JobWatch` that hears of a hang at a time."""
+
+    world: World
+    hangs_at: float
+    address: str = "127.0.0.1:1"
+
+    def look(self, run_index: int) -> Failure | None:
+        hangs = run_index == 0 and self.world.now >= self.hangs_at
+        return Failure(failures.HANG, "rank 1 stands still") if hangs else None
+
+    def processes(self) -> dict[str, set[int]]:
+        return {"a": {11, 12}, "gone": {13}}
+
+
+def test_workers_that_hang_are_killed_where_they_can_be_and_that_is_why_they_ended(
+    jobs: tuple[JobRuns, World],
+) -> None:
+    runs, world = jobs
+    killed = []
+
+    def kill(where: Host, pids: Collection[int]) -> None:
+        killed.append((where.address, set(pids)))
+        world.end(Failure(failures.WORKERS_LOST, "all ranks were lost"))()
+
+    runs.watch = Ears(world, hangs_at=20)
+    runs.kill_on = kill
+    outcome = runs.live(0)
+    assert isinstance(outcome, Failure)
+    assert outcome.reason == failures.HANG
+    assert killed == [("a", {11, 12})]
+    assert world.runs[0].config.watch_address == "127.0.0.1:1"
+
+
+def test_a_life_that_ends_well_was_not_given_up(jobs: tuple[JobRuns, World]) -> None:
+    runs, world = jobs
+    runs.watch = Ears(world, hangs_at=1000)
+    world.plot = [(5, world.end())]
+    assert runs.live(0) is None

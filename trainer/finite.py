@@ -1,18 +1,20 @@
-"""Notices a loss that became NaN or infinite, on whichever rank, before it is saved.
+"""Notices a loss that became NaN or infinite, on whichever rank, or that explodes.
 
-From a NaN no later step comes back. The job fails, or goes back to its newest checkpoint and leaves
-out the rows since the loss was last known to be finite (`training.on_non_finite`).
+From a NaN no later step comes back, so none is saved. The job fails, or goes back to its newest
+checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`).
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from trainer import events
 from trainer.data.position import DataPosition
+from trainer.elastic.detect import LossPolicy, LossWatch
 from trainer.elastic.skipped_rows import EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, RowsPoisoned
 from trainer.metrics import across_ranks
@@ -40,6 +42,16 @@ class FiniteGuard:
         self._emit = emit
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._finite_at = DataPosition()
+        self._watch = LossWatch(LossPolicy())
+
+    def judge(self, values: Mapping[str, float]) -> None:
+        """Raise `NonFiniteLoss` where the reported entropy, equal on all ranks, explodes."""
+        decision = self._watch.judge_ne(values.get("train/ne", math.nan))
+        if decision.action == "fail":
+            raise NonFiniteLoss(
+                f"{decision.cause}: the model unlearns; lower optimizer.sparse.lr or "
+                "optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
+            )
 
     def begin_at(self, position: DataPosition) -> None:
         """Training starts from a good state at `position`."""

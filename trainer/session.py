@@ -318,6 +318,7 @@ class Session:
         values = self.read_metrics()
         self.publish(values)
         self.tracer.poll()
+        self.finite.judge(values)
         self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
 
     def read_metrics(self) -> dict[str, float]:

@@ -307,7 +307,6 @@ _HOST_SIGNS = (
     "std::bad_alloc",
     "oomkilled",
 )
-_SIGKILL = 9
 
 
 def memory_shortage(message: str, type_names: Iterable[str] = ()) -> MemoryShortage | None:
@@ -318,17 +317,6 @@ def memory_shortage(message: str, type_names: Iterable[str] = ()) -> MemoryShort
     if any(sign in text for sign in _HOST_SIGNS):
         return "host_oom"
     return None
-
-
-def num_oom_kills(memory_events: str) -> int:
-    """Processes of a cgroup that the kernel killed for memory, by the text of `memory.events`."""
-    counts = dict(line.split() for line in memory_events.splitlines())
-    return int(counts.get("oom_kill", 0))
-
-
-def was_killed_for_memory(exit_signal: int | None, kills_before: int, kills_after: int) -> bool:
-    """Whether a process that ended is one of those that the kernel killed for memory."""
-    return exit_signal == _SIGKILL and kills_after > kills_before
 
 
 # --- lives of groups

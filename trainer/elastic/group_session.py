@@ -309,6 +309,7 @@ class GroupSession(Session):
         if self.is_leader:
             self.publish(values)
         self.tracer.poll()
+        self.finite.judge(values)
 
     def close(self) -> None:
         """End what runs beside the training."""

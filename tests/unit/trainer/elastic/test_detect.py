@@ -21,8 +21,6 @@ from trainer.elastic.detect import (
     StragglerDetector,
     StragglerPolicy,
     memory_shortage,
-    num_oom_kills,
-    was_killed_for_memory,
 )
 
 A0, A1, B0 = RankId(0, 0, 0), RankId(0, 0, 1), RankId(1, 0, 0)
@@ -177,12 +175,3 @@ def test_exhausted_memory_is_known_by_its_words(
     message: str, type_names: tuple[str, ...], shortage: str | None
 ) -> None:
     assert memory_shortage(message, type_names) == shortage
-
-
-def test_a_kill_for_memory_shows_in_the_counter_of_the_cgroup() -> None:
-    before = num_oom_kills("low 0\nhigh 0\nmax 3\noom 1\noom_kill 1\n")
-    after = num_oom_kills("low 0\nhigh 0\nmax 9\noom 2\noom_kill 2\n")
-    assert was_killed_for_memory(9, before, after)
-    assert not was_killed_for_memory(9, after, after)
-    assert not was_killed_for_memory(15, before, after)
-    assert not was_killed_for_memory(None, before, after)

@@ -69,6 +69,40 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
     assert (found.rank, found.phase) == (1, "train")
 
 
+def train(address: str, rank: int, num_steps: int) -> None:
+    """A worker's process that takes steps and leaves."""
+    member = Member(Identity(0, 0, rank, 2, "127.0.0.2"), lambda: address, 30.0)
+    member.on_refusal = lambda message: os._exit(70)
+    member.join("initial", "run-0", Ledger(), donor="")
+    for step in range(num_steps):
+        member.progress("train", step, 0.01)
+        time.sleep(0.05)
+    member.close()
+
+
+def test_a_worker_that_has_ended_does_not_end_its_peers(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    attempt = attempt_of(make_config(small_movielens, tmp_path))
+    watch = JobWatch(attempt, "127.0.0.1")
+    context = multiprocessing.get_context("forkserver")
+    workers = [
+        context.Process(target=train, args=(watch.address, rank, 10 + 40 * rank), daemon=True)
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(60)
+        assert [worker.exitcode for worker in workers] == [0, 0]
+        assert watch.look(0) is None
+    finally:
+        watch.close()
+        for worker in workers:
+            worker.kill()
+
+
 def _look_until_found(watch: JobWatch, run_index: int) -> failures.Failure:
     deadline = threading.Event()
     for _ in range(600):

@@ -68,7 +68,7 @@ class CoordinatorConfig:
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
     Its events go to the attempt's files, and every commit to a line of `journal_path`, if given.
     With `only_watches` there is one group that meets no other: only hangs and stragglers are news,
-    and there is no store.
+    a rank that ends does not end the others, and there is no store.
     """
 
     policy: MembershipPolicy
@@ -273,8 +273,14 @@ class Coordinator:
             logger.exception("%s sent what is no message", connection.rank)
         finally:
             if self._wires.detach(connection) and connection.rank and not self._has_stopped():
-                self._act(self._membership.on_disconnect(connection.rank, self._now()))
+                self._hear_end(connection.rank)
             writer.close()
+
+    def _hear_end(self, rank: RankId) -> None:
+        if self._config.only_watches:
+            self._membership.on_farewell(rank)
+        else:
+            self._act(self._membership.on_disconnect(rank, self._now()))
 
     def _has_stopped(self) -> bool:
         return self._is_stopping.is_set()

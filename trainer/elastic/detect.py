@@ -91,6 +91,10 @@ class HangDetector:
         for rank in [each for each in self._watched if each.group == group]:
             del self._watched[rank]
 
+    def forget_rank(self, rank: RankId) -> None:
+        """Forget one rank."""
+        self._watched.pop(rank, None)
+
     def check(self, now: float, waiting: Collection[RankId] = ()) -> list[Hang]:
         """The hangs, at most one per group: its ranks that wait for the hung one hang with it.
 

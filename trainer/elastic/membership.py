@@ -143,6 +143,10 @@ class Membership(Syncs):
             self._advance(now)
         return self._flush()
 
+    def on_farewell(self, rank: RankId) -> None:
+        """The connection of a rank is closed where that is somebody else's business."""
+        self._watch.forget_rank(rank)
+
     def tick(self, now: float) -> list[Effect]:
         """Time has passed; call it several times per heartbeat time-out."""
         slept_s = self._watch.wake(now)

@@ -56,6 +56,12 @@ class Watch:
             for rank in [rank for rank in known if rank.group == group]:
                 del known[rank]
 
+    def forget_rank(self, rank: RankId) -> None:
+        """A rank is gone, and its group is not."""
+        self._hangs.forget_rank(rank)
+        for known in (self._heard_at, self._pulses, self._moved_at):
+            known.pop(rank, None)
+
     def pulse(self, rank: RankId) -> Heartbeat | None:
         """What a rank said last."""
         return self._pulses.get(rank)

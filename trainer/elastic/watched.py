@@ -36,6 +36,7 @@ def watched(config: WorkerConfig, host: str | None) -> Iterator[Pulse]:
     try:
         yield Pulse(member)
     finally:
+        member.on_refusal = None
         member.close()
 
 

@@ -101,6 +101,7 @@ class ShardingCase:
                     "workers": self.world_size,
                     "shard_group_size": self.shard_group_size,
                     "placement": self.placement,
+                    "dense": "every_step",  # as in the reference, whatever the placement
                     "all_to_all": {"forward": self.all_to_all, "backward": self.all_to_all},
                 },
                 "resources": {"memory_bytes_per_worker": self.memory_bytes},

@@ -89,6 +89,7 @@ def spec_of(case: Case) -> JobSpec:
                 "shard_group_size": case.shard_group_size,
                 "placement": case.placement,
                 "moment_scale": case.moment_scale,
+                "dense": "every_step",  # as in the reference, whatever the placement
                 "sync": {
                     "every_steps": case.sync_every,
                     "optimizer_state": case.optimizer_state,

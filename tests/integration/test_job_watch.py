@@ -29,7 +29,7 @@ def attempt_of(config: WorkerConfig) -> Attempt:
 
 def hang(address: str, rank: int, stands_still: bool) -> None:
     """A worker's process: its heart beats; after three steps its main thread may stand still."""
-    member = Member(Identity(0, 4, rank, 2, "127.0.0.2"), lambda: address, 30.0)
+    member = Member(Identity(0, 4, rank, 2, "127.0.0.2"), lambda: address, 1.0)
     member.on_refusal = lambda message: os._exit(70)
     member.join("initial", "run-4", Ledger(), donor="")
     for step in range(1, 1000):
@@ -71,7 +71,7 @@ def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
 
 def train(address: str, rank: int, num_steps: int) -> None:
     """A worker's process that takes steps and leaves."""
-    member = Member(Identity(0, 0, rank, 2, "127.0.0.2"), lambda: address, 30.0)
+    member = Member(Identity(0, 0, rank, 2, "127.0.0.2"), lambda: address, 1.0)
     member.on_refusal = lambda message: os._exit(70)
     member.join("initial", "run-0", Ledger(), donor="")
     for step in range(num_steps):

@@ -30,7 +30,7 @@ def watched(config: WorkerConfig, host: str | None) -> Iterator[Pulse]:
     address: str = config.watch_address
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
-    member = Member(identity, lambda: address, WATCH_SILENCE_S)
+    member = Member(identity, lambda: address, WATCH_SILENCE_S / 6)
     member.on_refusal = end_process
     member.join("initial", f"run-{config.run_index}", Ledger(), donor="")
     try:

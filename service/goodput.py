@@ -28,6 +28,12 @@ class Goodput:
     share: float
     lost_s: tuple[tuple[str, float], ...]
 
+    @property
+    def lost_shares(self) -> tuple[tuple[str, float], ...]:
+        """(cause in words, its share of the groups' time): with `share` they add up to 1."""
+        total_s = sum(seconds for _, seconds in self.lost_s)
+        return tuple((cause, (1 - self.share) * lost / total_s) for cause, lost in self.lost_s)
+
 
 def goodput_of(metrics: Mapping[str, float]) -> Goodput | None:
     """The goodput among a job's newest metrics; None before it was told."""

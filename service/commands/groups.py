@@ -123,7 +123,7 @@ def _time_facts(job: JobDetail) -> list[Fact]:
         )
     goodput = goodput_of(job.latest_metrics)
     if goodput is not None:
-        lost = ", ".join(f"{cause} {human_duration(lost)}" for cause, lost in goodput.lost_s)
+        lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost_shares)
         facts.append(("goodput", f"{goodput.share:.1%}" + (f"; lost: {lost}" if lost else "")))
     return facts
 

@@ -104,7 +104,7 @@ def groups_view(
         until=formats.clock(end - job.created_at),
         facts=tuple(_facts(job, timeline, checkpoints, now)),
         goodput="" if goodput is None else f"{goodput.share:.1%}",
-        losses=_losses(goodput.lost_s if goodput else ()),
+        losses=_losses(goodput.lost_shares if goodput else ()),
     )
 
 
@@ -291,14 +291,9 @@ def _at_risk_text(job: Job, checkpoints: Sequence[Checkpoint]) -> str:
     return f"{steps:,} steps ({formats.compact(rows)} rows) {saved}"
 
 
-def _losses(lost_s: Sequence[tuple[str, float]]) -> tuple[Loss, ...]:
-    total_s = sum(seconds for _, seconds in lost_s)
+def _losses(shares: Sequence[tuple[str, float]]) -> tuple[Loss, ...]:
+    lost = sum(share for _, share in shares)
     return tuple(
-        Loss(
-            cause,
-            formats.duration(seconds) if seconds >= 10 else formats.latency(seconds),
-            100 * seconds / total_s,
-            index,
-        )
-        for index, (cause, seconds) in enumerate(lost_s)
+        Loss(cause, f"{share:.1%}", 100 * share / lost if lost else 0.0, index)
+        for index, (cause, share) in enumerate(shares)
     )

@@ -176,7 +176,7 @@ class Roll:
                 incarnation=group.incarnation,
                 hosts=group.hosts,
                 how="start" if how == "start" else "peer_copy",
-                copied_bytes=sum(arrival.copied_bytes for arrival in group.arrivals),
+                copied_bytes=group.copied_bytes,
                 duration_s=now - group.joined_at,
             )
         )

@@ -43,6 +43,8 @@ class Group:
         self.must_restart = False
         self.leave_cause: str | None = None
         self.donor: int | None = None
+        # What its ranks had copied when they came to its last round.
+        self.copied_bytes = 0
 
     def greet(self, hello: Hello) -> None:
         """Take in the first words of a rank, or its words after it reconnected."""

@@ -161,6 +161,7 @@ class Syncs(Roll):
         )
         for group in listeners:
             group.has_begun = not group.must_restart
+            group.copied_bytes = sum(arrival.copied_bytes for arrival in group.arrivals)
         self._round = opened
         self._chronicle.try_round()
         for group in groups:

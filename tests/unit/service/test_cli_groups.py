@@ -78,7 +78,7 @@ def shown(subject: str, *arguments: str) -> str:
         ),
         ("left out", "127.0.0.9 (for 10m 00s)"),
         ("at risk", "48 steps (49.2k rows) since the newest checkpoint"),
-        ("goodput", "97.1%; lost: start 14s, recovery 3.2s"),
+        ("goodput", "97.1%; lost: start 2.4%, recovery 0.5%"),
     ],
 )
 def test_show_tells_of_groups_and_lost_time(degraded: FakeService, subject: str, text: str) -> None:

@@ -174,12 +174,12 @@ def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_
 
 
 def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
-    values = {"goodput/share": 0.97, "goodput/lost_s/start": 6.0, "goodput/lost_s/redo": 2.0}
+    values = {"goodput/share": 0.96, "goodput/lost_s/start": 6.0, "goodput/lost_s/redo": 2.0}
     view = view_of(scene(Metrics(time=NOW, step=1, values=values)))
-    assert view.goodput == "97.0%"
-    assert [(loss.cause, loss.percent) for loss in view.losses] == [
-        ("start", 75.0),
-        ("work done again", 25.0),
+    assert view.goodput == "96.0%"
+    assert [(loss.cause, loss.text, round(loss.percent)) for loss in view.losses] == [
+        ("start", "3.0%", 75),
+        ("work done again", "1.0%", 25),
     ]
     assert view.lanes == ()
 

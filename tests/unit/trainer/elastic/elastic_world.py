@@ -34,6 +34,7 @@ from trainer.elastic.status import CoordinatorStatus
 from trainer.events import Event, RowsSkipped
 
 NUM_RANKS = 2
+COPIED_BYTES = 1000
 ROWS, EPOCHS, ROWS_PER_LEASE = 40, 2, 4
 
 
@@ -127,6 +128,7 @@ class SimRank:
                 leases=self.interval,
                 num_rows=self.num_rows,
                 has_copied=is_done,
+                copied_bytes=COPIED_BYTES if is_done else 0,
                 is_poisoned=self.is_poisoned,
                 report=Report(has_finished=has_finished) if self.id.rank == 0 else None,
                 sums={"loss": 2.0 * self.num_rows / NUM_RANKS},

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.trainer.elastic.elastic_world import EPOCHS, ROWS, Checkpoint, World
+from tests.unit.trainer.elastic.elastic_world import (
+    COPIED_BYTES,
+    EPOCHS,
+    NUM_RANKS,
+    ROWS,
+    Checkpoint,
+    World,
+)
 from trainer.elastic.detect import RankId
 from trainer.elastic.protocol import EpochRows, Heartbeat, Ledger
 
@@ -246,7 +253,9 @@ def test_a_listener_counts_after_the_commit_that_follows_its_copy():
     world.run_until(lambda: standings(world).get(1) == "listening" and world.groups[1][0].copy)
     world.copy_all()
     world.run_until(lambda: standings(world)[1] == "current")
-    assert [joined.how for joined in world.told("group_joined")] == ["start", "start", "peer_copy"]
+    joined = world.told("group_joined")
+    assert [each.how for each in joined] == ["start", "start", "peer_copy"]
+    assert [each.copied_bytes for each in joined] == [0, 0, NUM_RANKS * COPIED_BYTES]
 
 
 def test_a_listener_that_misses_a_commit_starts_over_and_holds_up_nobody():

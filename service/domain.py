@@ -212,7 +212,8 @@ class Attempt:
 
     `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
     `num_worker_failures` counts the losses of workers inside the attempt that spent the budget;
-    `end_reason` is None while it lives. Times are Unix seconds.
+    `end_reason` is None while it lives. `token_hash` is the SHA-256, in hex, of the token that its
+    driver posts with. Times are Unix seconds.
     """
 
     id: str
@@ -227,6 +228,7 @@ class Attempt:
     message: str = ""
     num_worker_failures: int = 0
     reported_end: ReportedEnd | None = None
+    token_hash: str | None = None
 
     @property
     def evidence(self) -> Mapping[str, str]:
@@ -236,7 +238,12 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Job:
-    """A training job as stored; `version` rises by one with every write (compare-and-set)."""
+    """A training job as stored; `version` rises by one with every write (compare-and-set).
+
+    `queued_at` (Unix seconds) is when it last entered the queue, and `queue_note` says what it
+    waits for there. `resume_from` is the path of the checkpoint that its next attempt must start
+    from; without one it starts from its newest.
+    """
 
     id: str
     name: str
@@ -256,6 +263,11 @@ class Job:
     progress: Progress = field(default_factory=Progress)
     latest_metrics: dict[str, float] = field(default_factory=dict)
     membership: Membership | None = None
+    priority: int = 0
+    pause_requested: bool = False
+    queued_at: float | None = None
+    resume_from: str | None = None
+    queue_note: dict[str, object] | None = None
 
     @property
     def num_attempts(self) -> int:

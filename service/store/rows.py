@@ -44,7 +44,19 @@ def job_values(job: Job) -> dict[str, Any]:
         "started_at": job.started_at,
         "ended_at": job.ended_at,
         "current_attempt_id": job.current_attempt_id,
+        "priority": job.priority,
+        "pause_requested": job.pause_requested,
+        "queued_at": job.queued_at,
+        "resume_from": job.resume_from,
+        "queue_note": job.queue_note,
     }
+
+
+def label_values(job: Job) -> list[dict[str, Any]]:
+    """Rows of `job_labels`."""
+    return [
+        {"job_id": job.id, "key": key, "value": value} for key, value in job.spec.labels.items()
+    ]
 
 
 def progress_values(job: Job) -> dict[str, Any]:
@@ -102,6 +114,11 @@ def _job_of(row: RowMapping) -> Job:
         progress=_progress_of(row),
         latest_metrics=row["latest_metrics"],
         membership=_membership_of(row),
+        priority=row["priority"],
+        pause_requested=row["pause_requested"],
+        queued_at=row["queued_at"],
+        resume_from=row["resume_from"],
+        queue_note=row["queue_note"],
     )
 
 
@@ -140,6 +157,7 @@ def attempt_values(attempt: Attempt) -> dict[str, Any]:
         "reported_message": report.message if report else None,
         "reported_at": report.time if report else None,
         "reported_evidence": dict(report.evidence) if report else None,
+        "token_hash": attempt.token_hash,
     }
 
 
@@ -166,6 +184,7 @@ def attempt_of(row: RowMapping) -> Attempt:
         message=row["message"],
         num_worker_failures=row["num_worker_failures"],
         reported_end=report,
+        token_hash=row["token_hash"],
     )
 
 

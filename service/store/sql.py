@@ -35,6 +35,7 @@ from service.store import metrics, rows
 from service.store.engine import migrate, newest_revision, open_engine, stored_revision
 from service.store.intake import fold
 from service.store.statements import (
+    add_labels,
     add_timeline,
     job_of_key,
     keep_key,
@@ -96,6 +97,7 @@ class SqlJobStore:
                 return read_job(connection, known)
             connection.execute(insert(jobs), rows.job_values(job))
             connection.execute(insert(job_progress), rows.progress_values(job))
+            add_labels(connection, job)
             if idempotency_key is not None:
                 keep_key(connection, job, idempotency_key, request_hash)
             add_timeline(connection, [submitted_line(job)])

@@ -16,6 +16,7 @@ from service.store.tables import (
     attempts,
     checkpoints,
     idempotency_keys,
+    job_labels,
     job_progress,
     jobs,
     streams,
@@ -71,6 +72,13 @@ def keep_key(connection: Connection, job: Job, key: str, request_hash: str) -> N
         "job_id": job.id,
     }
     connection.execute(insert(idempotency_keys), values)
+
+
+def add_labels(connection: Connection, job: Job) -> None:
+    """Write the labels of a new job's spec, by which jobs are found."""
+    labels = rows.label_values(job)
+    if labels:
+        connection.execute(insert(job_labels), labels)
 
 
 def submitted_line(job: Job) -> TimelineEvent:

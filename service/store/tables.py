@@ -1,6 +1,7 @@
 """Tables of the store. Times are Unix seconds, sizes bytes.
 
 jobs 1 ── 1 job_progress        what training reports often, outside the version guard
+jobs 1 ── n job_labels          those of the spec, for filters
 jobs 1 ── n attempts 1 ── n streams
 jobs 1 ── n timeline, checkpoints, metric_names 1 ── n metric_points
 """
@@ -25,7 +26,11 @@ from sqlalchemy import (
     Text,
     TypeDecorator,
     UniqueConstraint,
+    false,
+    text,
 )
+
+from service.domain import JobStatus
 
 
 class JsonText(TypeDecorator[Any]):
@@ -42,6 +47,10 @@ class JsonText(TypeDecorator[Any]):
         """Read a value back."""
         return None if value is None else json.loads(value)
 
+
+_ENDED = ", ".join(f"'{status}'" for status in JobStatus if status.is_terminal)
+# Spelled out, not bound: a planner uses a partial index only for a query with the same words.
+LIVE = f"status NOT IN ({_ENDED})"
 
 # Named constraints can be changed by later migrations on any database.
 metadata = MetaData(
@@ -71,8 +80,29 @@ jobs = Table(
     Column("started_at", Float),
     Column("ended_at", Float),
     Column("current_attempt_id", String(48)),
+    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("pause_requested", Boolean, nullable=False, server_default=false()),
+    Column("queued_at", Float),
+    Column("resume_from", Text),
+    Column("queue_note", JsonText),
+    # Which replica of the service looks at the job, and until when. Outside the version guard.
+    Column("lease_owner", String(255)),
+    Column("lease_until", Float),
     Index("ix_jobs_name_id", "name", "id"),
     Index("ix_jobs_status_id", "status", "id"),
+    Index("ix_jobs_project_id", "project", "id"),
+    Index("ix_jobs_project_status_id", "project", "status", "id"),
+    Index("ix_jobs_live", "id", sqlite_where=text(LIVE), postgresql_where=text(LIVE)),
+)
+
+job_labels = Table(
+    "job_labels",
+    metadata,
+    Column("job_id", ForeignKey("jobs.id"), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("value", String(255), nullable=False),
+    Index("ix_job_labels_key_value_job_id", "key", "value", "job_id"),
+    sqlite_with_rowid=False,
 )
 
 job_progress = Table(
@@ -117,6 +147,7 @@ attempts = Table(
     Column("reported_message", Text),
     Column("reported_at", Float),
     Column("reported_evidence", JsonText),
+    Column("token_hash", String(64)),
     UniqueConstraint("job_id", "index"),
 )
 
@@ -137,7 +168,7 @@ timeline = Table(
     Column("time", Float, nullable=False),
     Column("kind", String(32), nullable=False),
     Column("message", Text, nullable=False),
-    Column("actor", String(32), nullable=False),
+    Column("actor", String(255), nullable=False),
     Column("data", JsonText, nullable=False),
     Index("ix_timeline_job_id_id", "job_id", "id"),
     # Ids are never reused, or a follower's cursor could skip a line.
@@ -150,7 +181,12 @@ metric_names = Table(
     Column("id", Integer, primary_key=True, autoincrement=True),
     Column("job_id", ForeignKey("jobs.id"), nullable=False),
     Column("name", String(255), nullable=False),
+    # At least as many points, and none older, than there are: retention looks closer at these.
+    Column("num_points", BigInteger, nullable=False, server_default="0"),
+    Column("oldest_at", Float),
     UniqueConstraint("job_id", "name"),
+    Index("ix_metric_names_num_points", "num_points"),
+    Index("ix_metric_names_oldest_at", "oldest_at"),
 )
 
 # `value` is null for NaN, which SQLite cannot hold.

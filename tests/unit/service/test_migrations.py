@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from alembic import command
-from sqlalchemy import Connection, insert, select, update
+from sqlalchemy import Connection, Table, insert, inspect, select, update
 
 from service.domain import EndReason, Job, ReportedEnd
 from service.store import rows
@@ -35,12 +35,16 @@ FIRST_SYNC = {
 }
 
 
+def _insert_known(connection: Connection, table: Table, values: dict[str, Any]) -> None:
+    """Insert the columns that the table has at the revision of the database."""
+    known = {column["name"] for column in inspect(connection).get_columns(table.name)}
+    connection.execute(insert(table), {name: values[name] for name in values if name in known})
+
+
 def _insert_first_version(connection: Connection, job: Job) -> None:
     """Store a job whose `parallelism` and `optimizer` hold what the first version knew."""
-    connection.execute(insert(jobs), rows.job_values(job))
-    progress = rows.progress_values(job)
-    del progress["membership"]
-    connection.execute(insert(job_progress), progress)
+    _insert_known(connection, jobs, rows.job_values(job))
+    _insert_known(connection, job_progress, rows.progress_values(job))
     spec = job.spec.model_dump(mode="json")
     known = ("workers", "shard_group_size", "placement", "moment_scale", "survive")
     spec["parallelism"] = {name: spec["parallelism"][name] for name in known}

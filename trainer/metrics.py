@@ -28,7 +28,7 @@ from torchrec.metrics.ne import NEMetric
 from torchrec.metrics.rec_metric import RecMetric
 
 from trainer.data.batches import Batch
-from trainer.parallel.phases import LOCAL_PHASES, PhaseTimes
+from trainer.parallel.phases import LOCAL_PHASES, Phase, PhaseTimes
 from trainer.parallel.sync import SyncReport
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import TaskSpec
@@ -252,13 +252,12 @@ def _imbalance(values: torch.Tensor) -> float:
     return values.max().item() / mean if mean else 1.0
 
 
-def phase_metrics(times: PhaseTimes[Any], device: torch.device) -> dict[str, float]:
-    """Mean seconds per step of each phase over the ranks, since the last call. Collective.
+def phase_metrics(mine: Mapping[Phase, float], device: torch.device) -> dict[str, float]:
+    """Mean over the ranks of the seconds per step that each phase took here. Collective.
 
     `balance/step` is max over mean across the ranks of the time that a step spends in phases in
     which no rank waits for another.
     """
-    mine = times.read()
     gathered = across_ranks(list(mine.values()), device)
     metrics = {f"phase/{p}_s": m for p, m in zip(mine, gathered.mean(0).tolist(), strict=True)}
     local = [index for index, phase in enumerate(mine) if phase in LOCAL_PHASES]

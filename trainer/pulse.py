@@ -14,7 +14,9 @@ _NUM_STEP_TIMES = 50
 class Heart(Protocol):
     """What carries a pulse: `trainer.elastic.member.Member`."""
 
-    def progress(self, phase: str, step: int, step_time_s: float = 0.0) -> None:
+    def progress(
+        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
+    ) -> None:
         """Something got done."""
 
 
@@ -28,6 +30,8 @@ class Pulse:
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._began_at = 0.0
+        # Seconds of a step, reading included, in which this rank waits for no other.
+        self.local_s = 0.0
 
     def begin_step(self) -> None:
         """A training step begins: its batch is there, and it waits for no other group."""
@@ -38,10 +42,11 @@ class Pulse:
         if self._heart is None:
             return
         self._times_s.append(self._clock() - self._began_at)
-        self._heart.progress("train", step, median(self._times_s))
+        self._heart.progress("train", step, median(self._times_s), self.local_s)
 
     def enter(self, phase: str, step: int) -> None:
         """Something other than training begins, or gets on."""
         if self._heart is None:
             return
-        self._heart.progress(phase, step, median(self._times_s) if self._times_s else 0.0)
+        step_time_s = median(self._times_s) if self._times_s else 0.0
+        self._heart.progress(phase, step, step_time_s, self.local_s)

@@ -36,7 +36,7 @@ from trainer.outbox import EventWriter
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
-from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of
+from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of, local_s
 from trainer.parallel.plan import make_plan, table_plans
 from trainer.parallel.sharders import sharders
 from trainer.parallel.sync import build_sync
@@ -326,7 +326,9 @@ class Session:
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
         values |= self.optimizers.learning_rates()
-        values |= phase_metrics(self.phases, self.groups.device)
+        phases = self.phases.read()
+        self.pulse.local_s = local_s(phases)
+        values |= phase_metrics(phases, self.groups.device)
         return values | self.speed.read()
 
     def publish(self, values: dict[str, float]) -> None:

@@ -49,7 +49,7 @@ def measure_steps(sharding: tuple[str, ...]) -> dict[str, Any]:
         with times.during("sync"):
             dist.barrier()
         times.step()
-    metrics = phase_metrics(times, groups.device)
+    metrics = phase_metrics(times.read(), groups.device)
     return {
         "metrics": metrics,
         "elapsed_s": time.perf_counter() - started,

@@ -137,6 +137,35 @@ class Straggler:
     is_whole_host: bool
 
 
+class StepTime(NamedTuple):
+    """Of a rank: `step_s`, how long its steps take, and `local_s` of it without waiting; 0 unknown.
+
+    Waiting for other groups is in neither; reading is in `local_s` only.
+    """
+
+    step_s: float
+    local_s: float = 0.0
+
+
+def times_needed(times: Mapping[RankId, StepTime]) -> dict[RankId, float]:
+    """Seconds that each rank would take for a step if it waited for no other rank; 0 for unknown.
+
+    The ranks of a group take every step together, so that their steps are as long as those of the
+    slowest one: the others wait for as long as it is busy on its own when they are not.
+    """
+    needed: dict[RankId, float] = {}
+    for group in {rank.group for rank in times}:
+        mates = {rank: each for rank, each in times.items() if rank.group == group}
+        if not all(each.local_s for each in mates.values()):
+            needed |= {rank: each.step_s for rank, each in mates.items()}
+            continue
+        step_s = max(each.step_s for each in mates.values())
+        busiest_s = max(each.local_s for each in mates.values())
+        for rank, each in mates.items():
+            needed[rank] = max(step_s - (busiest_s - each.local_s), each.local_s)
+    return needed
+
+
 class StragglerDetector:
     """Finds ranks that are persistently slower than the others."""
 

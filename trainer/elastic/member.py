@@ -152,10 +152,17 @@ class Member:
         assert isinstance(answer, Verdict), f"a vote was answered by {answer.kind}"
         return answer
 
-    def progress(self, phase: str, step: int, step_time_s: float = 0.0) -> None:
+    def progress(
+        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
+    ) -> None:
         """Note that something got done; it travels with the next heartbeat."""
-        done = self._pulse.progress + 1
-        self._pulse = Heartbeat(progress=done, phase=phase, step=step, step_time_s=step_time_s)
+        self._pulse = Heartbeat(
+            progress=self._pulse.progress + 1,
+            phase=phase,
+            step=step,
+            step_time_s=step_time_s,
+            local_s=local_s,
+        )
 
     def is_aborted(self, number: int) -> bool:
         """Whether this round is known to have failed, so that waiting for peers is in vain."""

@@ -118,7 +118,8 @@ class Welcome(Message):
 class Heartbeat(Message):
     """Says that the process lives; `progress` counts what its main thread got done.
 
-    `step_time_s` is the median time of its newest steps without waiting for peers, 0 if unknown.
+    `step_time_s` is the median time of its newest steps without waiting for other groups,
+    `local_s` what of a step it waited for no rank at all, reading included; 0 if unknown.
     """
 
     kind: Literal["heartbeat"] = "heartbeat"
@@ -126,6 +127,7 @@ class Heartbeat(Message):
     phase: str
     step: Count
     step_time_s: float = 0.0
+    local_s: float = 0.0
 
 
 class Report(Message):

@@ -10,9 +10,11 @@ from trainer.elastic.detect import (
     HangPolicy,
     Pulse,
     RankId,
+    StepTime,
     Straggler,
     StragglerDetector,
     StragglerPolicy,
+    times_needed,
 )
 from trainer.elastic.protocol import Heartbeat
 
@@ -99,5 +101,6 @@ class Watch:
         if now < self._window_ends:
             return []
         self._window_ends = now + self._window_s
-        times = {rank: self._pulses[rank].step_time_s for rank in hosts if rank in self._pulses}
-        return self._stragglers.check(times, hosts)
+        pulses = {rank: self._pulses[rank] for rank in hosts if rank in self._pulses}
+        times = {rank: StepTime(each.step_time_s, each.local_s) for rank, each in pulses.items()}
+        return self._stragglers.check(times_needed(times), hosts)

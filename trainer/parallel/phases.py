@@ -20,7 +20,7 @@ them but the report.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
@@ -45,6 +45,8 @@ Phase = Literal[
 PHASES: tuple[Phase, ...] = get_args(Phase)
 # In these a rank waits for no other, so that they show which rank has more to do.
 LOCAL_PHASES: tuple[Phase, ...] = ("lookup", "dense", "optimizer")
+# Reading holds others up too, but has no part in how a plan divides the work.
+_OWN_PHASES: tuple[Phase, ...] = ("data_wait", *LOCAL_PHASES)
 # Marks kept before the older half is added up: on CUDA each is an event.
 _MAX_MARKS = 2048
 
@@ -94,6 +96,11 @@ class CudaClock:
 def clock_of(device: torch.device) -> Clock[Any]:
     """The clock that shows what `device` does."""
     return CudaClock() if device.type == "cuda" else HostClock()
+
+
+def local_s(seconds: Mapping[Phase, float]) -> float:
+    """Seconds of those by phase in which a rank waits for no other, reading included."""
+    return sum(seconds[phase] for phase in _OWN_PHASES)
 
 
 class PhaseTimes(Generic[Mark]):

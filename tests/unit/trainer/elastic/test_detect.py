@@ -18,9 +18,11 @@ from trainer.elastic.detect import (
     LossWatch,
     Pulse,
     RankId,
+    StepTime,
     StragglerDetector,
     StragglerPolicy,
     memory_shortage,
+    times_needed,
 )
 
 A0, A1, B0 = RankId(0, 0, 0), RankId(0, 0, 1), RankId(1, 0, 0)
@@ -112,6 +114,26 @@ def test_unknown_times_and_a_rank_alone_are_never_slow() -> None:
     detector = straggler_detector()
     for _ in range(5):
         assert detector.check({A0: 0.0, B0: 9.0}, HOSTS) == []
+
+
+def test_of_ranks_that_step_together_the_one_that_is_waited_for_needs_the_time() -> None:
+    together = {A0: StepTime(1.0, local_s=0.2), A1: StepTime(1.0, local_s=0.9)}
+    assert times_needed(together) == pytest.approx({A0: 0.3, A1: 1.0})
+
+
+def test_who_waits_long_for_its_reader_holds_the_others_up() -> None:
+    # The reader's time is no part of the rank's own step; the others spend it waiting for the ids.
+    needed = times_needed({A0: StepTime(1.0, local_s=0.1), A1: StepTime(0.2, local_s=0.9)})
+    assert needed == pytest.approx({A0: 0.2, A1: 1.0})
+
+
+def test_other_groups_are_not_waited_for() -> None:
+    needed = times_needed({A0: StepTime(1.0, 0.5), A1: StepTime(1.0, 0.5), B0: StepTime(2.0, 0.7)})
+    assert needed == {A0: 1.0, A1: 1.0, B0: 2.0}
+
+
+def test_without_local_times_whole_steps_are_compared() -> None:
+    assert times_needed({A0: StepTime(1.0, 0.5), A1: StepTime(1.2)}) == {A0: 1.0, A1: 1.2}
 
 
 def test_a_finite_loss_goes_on() -> None:

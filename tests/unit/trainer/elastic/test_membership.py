@@ -34,11 +34,14 @@ def beat(
     rank: int,
     progress: int,
     step_time_s: float = 0.1,
+    local_s: float = 0.0,
     phase: str = "train",
 ) -> None:
     """A rank says how it gets on."""
     rank_id = RankId(group, world.incarnations[group], rank)
-    heartbeat = Heartbeat(progress=progress, phase=phase, step=1, step_time_s=step_time_s)
+    heartbeat = Heartbeat(
+        progress=progress, phase=phase, step=1, step_time_s=step_time_s, local_s=local_s
+    )
     world.act(world.membership.on_heartbeat(rank_id, heartbeat, world.now))
 
 
@@ -318,6 +321,18 @@ def test_a_straggler_is_replaced():
     assert {(each.group, each.action) for each in found} == {(1, "replace")}
     world.run_until(lambda: world.told("group_left"))
     assert world.told("group_left")[0].cause == "straggler"
+
+
+def test_a_rank_that_holds_up_its_own_group_is_told_by_name():
+    world = running(straggler_window_s=1.0)
+    for window in range(30):
+        for group in (0, 1, 2):
+            for rank in (0, 1):
+                is_slow = (group, rank) == (1, 1)
+                times = (0.1, 0.09) if is_slow else (0.1 if group == 1 else 0.05, 0.04)
+                beat(world, group, rank, window, step_time_s=times[0], local_s=times[1])
+        tick(world, 0.4)
+    assert [(each.group, each.rank) for each in world.told("straggler_found")] == [(1, 1)]
 
 
 # --- poison

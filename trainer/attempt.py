@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,13 +21,20 @@ _LONG_LIFE_S = 120.0
 
 @dataclass(frozen=True)
 class DriverContext:
-    """What the control plane tells a driver, by environment variables."""
+    """What the control plane tells a driver, by environment variables.
+
+    After one of the reasons in `end_on` the attempt ends, because the next one is another: workers
+    that start again in this one would only run into it again. No worker is placed on a host in
+    `avoided_hosts` before its time (Unix seconds), if there is room elsewhere.
+    """
 
     job_id: str
     attempt_id: str
     run_dir: Path
     service_url: str | None
     max_worker_failures: int
+    end_on: frozenset[str] = frozenset()
+    avoided_hosts: tuple[tuple[str, float], ...] = ()
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> DriverContext:
@@ -38,12 +45,29 @@ class DriverContext:
             run_dir=Path(env["SHARDLOOM_RUN_DIR"]),
             service_url=env.get("SHARDLOOM_SERVICE_URL"),
             max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
+            end_on=frozenset(env.get("SHARDLOOM_END_ON", "").split()),
+            avoided_hosts=tuple(_avoided(env.get("SHARDLOOM_AVOIDED_HOSTS", ""))),
         )
 
     @property
     def files(self) -> AttemptDir:
         """Files of this attempt."""
         return RunDir(self.run_dir).attempt(self.attempt_id)
+
+    @property
+    def is_pause_wanted(self) -> bool:
+        """Whether the attempt shall save and end; storage that is away for a moment says no."""
+        try:
+            return self.files.pause_request_path.exists()
+        except OSError:
+            return False
+
+
+def _avoided(text: str) -> Iterator[tuple[str, float]]:
+    """Hosts and until when, from `HOST=SECONDS HOST=SECONDS`."""
+    for each in text.split():
+        host, _, until = each.rpartition("=")
+        yield host, float(until)
 
 
 @dataclass(frozen=True)
@@ -69,6 +93,9 @@ class Attempt:
 class Restart:
     """The workers ended well and start again at once, with another size or elsewhere."""
 
+
+PAUSED = Failure(failures.PAUSED, "saved and stopped on request")
+PAUSED_EARLY = Failure(failures.PAUSED, "stopped on request while no workers trained")
 
 Outcome = Failure | Restart | None
 """How a life of the workers ended; None when training is complete."""
@@ -97,6 +124,7 @@ def run_lives(
         num_in_a_row = 1 if clock() - began > _LONG_LIFE_S else num_in_a_row + 1
         budget = attempt.context.max_worker_failures
         will_restart = failures.should_restart(outcome, num_paid, budget)
+        will_restart &= outcome.reason not in attempt.context.end_on
         _tell(attempt.writer, run_index, outcome, will_restart)
         if not will_restart:
             return outcome

@@ -46,7 +46,7 @@ from trainer.versions import check_versions, installed_versions
 logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 
 POST_TIMEOUT_S = 10.0
-EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130}
+EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
 EXIT_EVICTED = 143
 
 # Ray Train's helpers, for every TorchTrainer: look at the workers once a second.
@@ -219,8 +219,12 @@ def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnd
             evidence=dict(failure.evidence),
         )
     from trainer.elastic.checkpoint import list_committed
+    from trainer.elastic.rewind import read_rewind
 
-    newest = list_committed(RunDir(context.run_dir).checkpoints_dir)[-1]
+    run_dir = RunDir(context.run_dir)
+    rewind = read_rewind(run_dir.rewind_path)
+    is_left_out = rewind.supersedes if rewind else lambda name: False
+    newest = list_committed(run_dir.checkpoints_dir, is_left_out)[-1]
     return events.AttemptEnded(
         time=time.time(),
         reason=failures.COMPLETED,

@@ -16,6 +16,7 @@ from trainer.elastic.detect import memory_shortage
 
 COMPLETED = "completed"
 CANCELLED = "cancelled"
+PAUSED = "paused"
 WORKERS_LOST = "workers_lost"
 HOST_LOST = "host_lost"
 PREEMPTED = "preempted"

@@ -3,6 +3,8 @@
 RUN_DIR/                         one per job
   checkpoints/step-00000100/     DCP files, and COMMIT.json written last
   skipped-rows.json              rows left out because the loss became NaN on them
+  job.json                       what the service needs to know the job again from this folder
+  rewind.json                    the checkpoint that the job went back to: {"checkpoint", ...}
   attempts/ATTEMPT_ID/
     spec.json                    the spec as this attempt runs it
     outbox/STREAM.jsonl          event records; a line's position is its sequence number
@@ -11,6 +13,7 @@ RUN_DIR/                         one per job
     resize-request.json          size or hosts to leave: {"id", "workers", "drain_hosts"}
     stop-request.json            the workers shall save and stop: {"run_index", "cause"}
     stopping-0                   workers of that run index do so
+    pause-request.json           the attempt shall save and end: {"id"}
     traces/ID-rank0.json.gz      traces in Chrome's format; ID is `spec` or that of the request
 """
 
@@ -69,6 +72,11 @@ class AttemptDir:
         """The newest request to save and stop, as JSON; written by the driver for the workers."""
         return self.root / "stop-request.json"
 
+    @property
+    def pause_request_path(self) -> Path:
+        """While it exists the attempt shall save and end; written by the service for the driver."""
+        return self.root / "pause-request.json"
+
     def stopping_path(self, run_index: int) -> Path:
         """Mark of workers that stop because they were asked to."""
         return self.root / f"stopping-{run_index}"
@@ -105,6 +113,16 @@ class RunDir:
     def skipped_rows_path(self) -> Path:
         """Rows that the job leaves out, as JSON; absent while there are none."""
         return self.root / "skipped-rows.json"
+
+    @property
+    def job_path(self) -> Path:
+        """What the service needs to know the job again when its store is lost, as JSON."""
+        return self.root / "job.json"
+
+    @property
+    def rewind_path(self) -> Path:
+        """The checkpoint that the job was told to go on from, as JSON; absent if none was."""
+        return self.root / "rewind.json"
 
     @property
     def checkpoints_dir(self) -> Path:

@@ -30,6 +30,7 @@ from trainer.elastic.async_save import LivePlanner, Staging, run_beside, run_her
 from trainer.elastic.checkpoint import CheckpointError
 from trainer.elastic.marker import Commit
 from trainer.elastic.protocol import Ledger
+from trainer.elastic.rewind import read_rewind
 from trainer.parallel.groups import MeshGroups
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import RunDir
@@ -214,6 +215,10 @@ class Checkpoints:
         )
         policy = self._config.spec.checkpoint
         committed = checkpoint.list_committed(self._folder)
+        for left in [each for each in committed if self._is_superseded(each.path.name)]:
+            # The line that the job went back from; it now has a checkpoint of the new one.
+            self._remove(left)
+        committed = checkpoint.list_committed(self._folder, self._is_superseded)
         for old in checkpoint.superseded(
             committed, policy.keep_last, policy.keep_best, policy.keep_every_steps
         ):
@@ -242,12 +247,17 @@ class Checkpoints:
             checkpoint.remove_uncommitted(self._folder, self._is_garbage)
             for folder in checkpoint.list_with_bad_marker(self._folder):
                 self._set_aside(folder)
-        found, damaged = checkpoint.newest_intact(self._folder)
+        found, damaged = checkpoint.newest_intact(self._folder, self._is_superseded)
         if self._groups.rank == 0:
             for each in damaged:
                 self._set_aside(each.path)
         self.newest_commit = found.commit.commit if found else None
         return found
+
+    def _is_superseded(self, name: str) -> bool:
+        """Whether a checkpoint is of the line that the job was told to leave."""
+        rewind = read_rewind(RunDir(self._config.run_dir).rewind_path)
+        return rewind is not None and rewind.supersedes(name)
 
     def _is_garbage(self, name: str) -> bool:
         """Whether an unfinished checkpoint is nobody's: another group may be writing right now."""

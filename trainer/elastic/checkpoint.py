@@ -57,10 +57,14 @@ def step_of(name: str) -> int:
     return int(found[1]) if found else 0
 
 
-def list_committed(checkpoints_dir: Path) -> list[CommittedCheckpoint]:
-    """Checkpoints that exist, oldest step first."""
+def list_committed(
+    checkpoints_dir: Path, is_left_out: Callable[[str], bool] = lambda name: False
+) -> list[CommittedCheckpoint]:
+    """Checkpoints that exist, oldest step first, but for those whose name `is_left_out`."""
     found = []
     for folder in _folders(checkpoints_dir):
+        if is_left_out(folder.name):
+            continue
         commit = read_commit(folder)
         if commit is not None:
             found.append(CommittedCheckpoint(folder, commit))
@@ -251,13 +255,14 @@ def _matches(path: Path, record: FileRecord) -> bool:
 
 
 def newest_intact(
-    checkpoints_dir: Path,
+    checkpoints_dir: Path, is_left_out: Callable[[str], bool] = lambda name: False
 ) -> tuple[CommittedCheckpoint | None, list[CommittedCheckpoint]]:
     """Newest checkpoint that exists and is undamaged, and the damaged ones after it.
 
-    Collective: rank 0's listing counts.
+    Collective: rank 0's listing counts, without those whose name `is_left_out`.
     """
-    box: list[Any] = [list_committed(checkpoints_dir) if dist.get_rank() == 0 else None]
+    is_first = dist.get_rank() == 0
+    box: list[Any] = [list_committed(checkpoints_dir, is_left_out) if is_first else None]
     dist.broadcast_object_list(box, src=0)
     damaged: list[CommittedCheckpoint] = []
     for checkpoint in reversed(box[0]):

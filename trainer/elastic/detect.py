@@ -298,10 +298,11 @@ class Exclusion:
 class HostRecord:
     """Failures by host, and which hosts are left out."""
 
-    def __init__(self, policy: HostPolicy) -> None:
+    def __init__(self, policy: HostPolicy, avoided: Iterable[tuple[str, float]] = ()) -> None:
+        """`avoided` hosts are left out from the start, each until its time (Unix seconds)."""
         self._policy = policy
         self._failures: dict[str, deque[float]] = {}
-        self._until: dict[str, float] = {}
+        self._until: dict[str, float] = dict(avoided)
 
     def fail(self, host: str, now: float) -> Exclusion | None:
         """Count a failure that the host is to blame for; the exclusion that it leads to, if any.

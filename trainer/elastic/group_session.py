@@ -21,6 +21,7 @@ from trainer.announcement import workers_started
 from trainer.data.batches import Batch
 from trainer.data.lease_batches import LeaseBatches
 from trainer.data.position import position_of
+from trainer.elastic import stop_request
 from trainer.elastic.group_sync import GroupSync
 from trainer.elastic.member import Member
 from trainer.elastic.protocol import Arrive, Lease, Ledger, Report, Standing, Verdict
@@ -296,12 +297,27 @@ class GroupSession(Session):
         if self.is_checkpoint_step() or (is_best and self.spec.checkpoint.keep_best):
             self.save_checkpoint(is_best)
         self._has_finished |= self.is_finished
+        self._save_for_a_pause()
         self._report = Report(
             best=self.state.best,
             metrics=self.final_metrics,
             checkpoint_commit=self.checkpoints.newest_commit,
             has_finished=self._has_finished,
         )
+
+    def _save_for_a_pause(self) -> None:
+        """Save what is committed if the driver wants to end all groups, and say when it is safe.
+
+        Collective over the group on report steps.
+        """
+        if not stop_request.is_asked(self.config, self.is_report_due()):
+            return
+        self.checkpoints.wait()
+        if self.checkpoints.newest_commit != self.state.commit:
+            self.save_checkpoint(is_best=False)
+        self.checkpoints.wait()
+        if self.checkpoints.newest_commit == self.state.commit:
+            stop_request.mark_stopping(self.config)
 
     def report(self) -> None:
         """Send metrics and progress, which the leader does for all. Collective over the group."""

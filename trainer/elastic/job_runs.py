@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 from trainer import events, failures
-from trainer.attempt import Attempt, Outcome, Restart
+from trainer.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.cluster import Host, kill_on
 from trainer.elastic import stop_request
 from trainer.elastic.detect import HostPolicy, HostRecord
@@ -140,7 +140,10 @@ class JobRuns:
             parallelism.group_size, parallelism.min_workers, parallelism.world_size
         )
         self._requests = ResizeRequests(self.attempt.context.files.resize_request_path)
-        self._record = HostRecord(HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s))
+        self._record = HostRecord(
+            HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s),
+            self.attempt.context.avoided_hosts,
+        )
         self._goodput = JobGoodput(self.attempt.writer.write)
         self._size: int | None = None
         self._cause = ""
@@ -148,6 +151,8 @@ class JobRuns:
 
     def live(self, run_index: int) -> Outcome:
         """One life of the workers."""
+        if self.attempt.context.is_pause_wanted:
+            return PAUSED_EARLY
         current = self._plan()
         self._announce(current.num_workers)
         run = self._run(run_index, current)
@@ -218,6 +223,10 @@ class JobRuns:
             given_up = given_up or self._give_up(run_index)
             if is_asked or future.done():
                 continue
+            if self.attempt.context.is_pause_wanted:
+                self._stop(run_index, failures.PAUSED)
+                is_asked = True
+                continue
             cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
             if cause is None:
                 better_since = None
@@ -250,9 +259,10 @@ class JobRuns:
 
     def _judge(self, run_index: int, failure: Failure | None) -> Outcome:
         if failure is None:
-            has_stopped = stop_request.has_stopped(self.attempt.context.files, run_index)
             self._num_without_room = 0
-            return Restart() if has_stopped else None
+            if not stop_request.has_stopped(self.attempt.context.files, run_index):
+                return None
+            return PAUSED if self._cause == failures.PAUSED else Restart()
         if failure.reason == failures.NO_ROOM:
             self._cause = failure.reason
             self._num_without_room += 1

@@ -4,6 +4,9 @@
     rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
 
 Both are files of the attempt. Workers that end well have completed the training, or left that mark.
+
+Before a pause the domain `replica_group` is asked in the same way: its leader saves for all and
+leaves the mark once the checkpoint is on storage; the driver then ends all groups.
 """
 
 from __future__ import annotations
@@ -42,17 +45,33 @@ def is_wanted(files: AttemptDir, run_index: int) -> bool:
 
 def is_due(config: WorkerConfig, is_report_step: bool) -> bool:
     """Whether these workers shall save and stop now. Collective over all ranks on report steps."""
+    is_due_now = is_asked(config, is_report_step)
+    if is_due_now:
+        mark_stopping(config)
+    return is_due_now
+
+
+def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
+    """Whether a request for these workers lies there. Collective over all ranks on report steps."""
     import torch.distributed as dist
 
     if not is_report_step:
         return False
-    files = RunDir(config.run_dir).attempt(config.attempt_id)
-    is_first = dist.get_rank() == 0
-    answer = [is_wanted(files, config.run_index) if is_first else None]
+    answer = [is_wanted(_files_of(config), config.run_index) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(answer, src=0)
-    if answer[0] and is_first:
-        files.stopping_path(config.run_index).touch()
     return bool(answer[0])
+
+
+def mark_stopping(config: WorkerConfig) -> None:
+    """Rank 0 leaves the mark by which the driver knows that these workers did as asked."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        _files_of(config).stopping_path(config.run_index).touch()
+
+
+def _files_of(config: WorkerConfig) -> AttemptDir:
+    return RunDir(config.run_dir).attempt(config.attempt_id)
 
 
 def has_stopped(files: AttemptDir, run_index: int) -> bool:

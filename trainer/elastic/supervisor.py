@@ -20,13 +20,15 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trainer import events, failures
-from trainer.attempt import Attempt
+from trainer.attempt import PAUSED, PAUSED_EARLY, Attempt
+from trainer.elastic import stop_request
 from trainer.elastic.casualties import Casualties
 from trainer.elastic.detect import HostPolicy, HostRecord
 from trainer.elastic.group_run import Cluster, Coordinator, GroupRun, with_unseen_taken
 from trainer.elastic.hosts import Action, GroupPolicy, Retire, Start, View, decide
 from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
 from trainer.elastic.status import CoordinatorStatus, Departure
+from trainer.elastic.stop_request import StopRequest
 from trainer.failures import Failure
 from trainer.ray_worker import GroupConfig, ray_train_loop
 from trainer.train_run import TrainLoop, TrainRun
@@ -64,7 +66,10 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         recovery = self.setting.attempt.spec.recovery
-        self._record = HostRecord(HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s))
+        self._record = HostRecord(
+            HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s),
+            self.setting.attempt.context.avoided_hosts,
+        )
 
     def live(self, run_index: int) -> Failure | None:
         """One life of all groups, with a coordinator of its own."""
@@ -110,7 +115,7 @@ class GroupsLife:
         self._casualties = Casualties(self.record, attempt.context.max_worker_failures)
         self._zombies: list[GroupRun] = []
         self._next_incarnations: dict[int, int] = defaultdict(int)
-        self._has_trained = self._has_finished = False
+        self._has_trained = self._has_finished = self._is_pausing = False
         self._shortage = Shortage(recovery.start_grace_s)
         self._emptiness = Shortage(recovery.start_grace_s)
         self._size: int | None = None
@@ -130,7 +135,20 @@ class GroupsLife:
             return Ended(failure)
         if self._is_nobody_left():
             return self._last_words()
+        if self.setting.attempt.context.is_pause_wanted:
+            return self._pause()
         return self._keep_up()
+
+    def _pause(self) -> Ended | None:
+        """Let the leader save for all; the life ends when it has. Nobody starts meanwhile."""
+        if not self._has_trained:
+            return Ended(PAUSED_EARLY)
+        files = self.setting.attempt.context.files
+        if not self._is_pausing:
+            self._is_pausing = True
+            request = StopRequest(run_index=self.run_index, cause=failures.PAUSED)
+            stop_request.ask(files, request)
+        return Ended(PAUSED) if stop_request.has_stopped(files, self.run_index) else None
 
     def _take_status(self, status: CoordinatorStatus) -> None:
         """Learn from the coordinator who is there, and whom it lost or let go."""

@@ -25,11 +25,21 @@ from trainer.spec.tables import EmbeddingTableSpec
 if TYPE_CHECKING:
     from trainer.parallel.layout import Layout
 
+DEFAULT_PROJECT = "default"
+MAX_PRIORITY = 1000
+
 
 class JobSpec(SpecModel):
-    """A whole training job."""
+    """A whole training job.
+
+    Jobs of a higher `priority` start first, within the quotas of their `project`; a `preemptible`
+    one may be paused for them.
+    """
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
+    project: Annotated[str, Field(pattern=NAME_PATTERN)] = DEFAULT_PROJECT
+    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] = 0
+    preemptible: bool = True
     labels: Annotated[dict[Label, Label], Field(default_factory=dict)]
     data: DataSpec
     features: Annotated[tuple[FeatureSpec, ...], Field(min_length=1)]

@@ -336,3 +336,16 @@ def test_whole_copies_that_a_sync_keeps_count_as_memory(sync: str, num_copies: i
 def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:
     changes = ["parallelism.sync.overlap=true", "optimizer.sparse.weight_decay=0.1"]
     assert validate_spec(apply_overrides(minimal(), changes)).num_sync_copies == 2
+
+
+def test_a_job_says_where_it_stands_in_the_queue() -> None:
+    spec = validate_spec(minimal())
+    assert (spec.project, spec.priority, spec.preemptible) == ("default", 0, True)
+    changed = {"project": "ads", "priority": 1000, "preemptible": False}
+    spec = validate_spec({**minimal(), **changed})
+    assert (spec.project, spec.priority, spec.preemptible) == ("ads", 1000, False)
+
+
+@pytest.mark.parametrize("change", ["project=Ads Team", "priority=1001", "priority=-1"])
+def test_a_place_in_the_queue_that_nobody_can_have_is_refused(change: str) -> None:
+    assert set(refusal([change])) == {change.partition("=")[0]}

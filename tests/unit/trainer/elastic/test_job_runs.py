@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -341,3 +341,44 @@ def test_a_life_that_ends_well_was_not_given_up(jobs: tuple[JobRuns, World]) -> 
     runs.watch = Ears(world, hangs_at=1000)
     world.plot = [(5, world.end())]
     assert runs.live(0) is None
+
+
+# --- pausing
+
+
+def test_a_pause_lets_the_workers_save_and_ends_the_attempt(jobs: tuple[JobRuns, World]) -> None:
+    runs, world = jobs
+    asked = runs.attempt.context.files.pause_request_path
+    world.plot = [(3, asked.touch), (6, stop_as_asked(world, runs, 0))]
+    ended = runs.live(0)
+    assert isinstance(ended, Failure)
+    assert ended.reason == failures.PAUSED
+
+
+def test_a_paused_attempt_starts_no_workers(jobs: tuple[JobRuns, World]) -> None:
+    runs, world = jobs
+    runs.attempt.context.files.pause_request_path.touch()
+    ended = runs.live(0)
+    assert isinstance(ended, Failure)
+    assert (ended.reason, world.runs) == (failures.PAUSED, [])
+
+
+def test_workers_that_complete_training_during_a_pause_have_completed(
+    jobs: tuple[JobRuns, World],
+) -> None:
+    runs, world = jobs
+    asked = runs.attempt.context.files.pause_request_path
+    world.plot = [(3, asked.touch), (6, world.end())]
+    assert runs.live(0) is None
+
+
+def test_hosts_that_the_service_avoids_take_no_worker(
+    context: DriverContext, jobs: tuple[JobRuns, World]
+) -> None:
+    runs, world = jobs
+    avoiding = replace(context, avoided_hosts=(("a", 4e9),))
+    world.hosts = [host("a", 4), host("b", 2)]
+    wary = replace(runs, attempt=replace(runs.attempt, context=avoiding))
+    world.plot = [(5, world.end())]
+    wary.live(0)
+    assert set(world.runs[0].node_ids) == {"node-b"}

@@ -13,6 +13,7 @@ from tests.unit.service.builders import spec
 from trainer import events, failures
 from trainer.attempt import Attempt, DriverContext
 from trainer.cluster import Host
+from trainer.elastic import stop_request
 from trainer.elastic.detect import HostPolicy, HostRecord
 from trainer.elastic.protocol import Ledger
 from trainer.elastic.status import (
@@ -459,3 +460,25 @@ def test_a_life_stops_its_coordinator_and_kills_who_is_left(life: GroupsLife) ->
     assert failure == Failure(failures.NON_FINITE, "nan")
     assert world.is_stopped
     assert {host for host, _ in world.killed} == {"a", "b", "c"}
+
+
+def test_a_pause_lets_the_leader_save_before_all_groups_end(life: GroupsLife) -> None:
+    begun(life)
+    files = life.setting.attempt.context.files
+    files.pause_request_path.touch()
+    assert look(life) is None
+    assert stop_request.is_wanted(files, life.run_index)
+    files.stopping_path(life.run_index).touch()
+    ended = look(life)
+    assert ended is not None
+    assert ended.failure is not None
+    assert ended.failure.reason == failures.PAUSED
+
+
+def test_groups_that_never_trained_have_nothing_to_save(life: GroupsLife) -> None:
+    assert look(life) is None
+    life.setting.attempt.context.files.pause_request_path.touch()
+    ended = look(life)
+    assert ended is not None
+    assert ended.failure is not None
+    assert ended.failure.reason == failures.PAUSED

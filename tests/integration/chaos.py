@@ -114,12 +114,26 @@ class Campaign:
         self.house.kill_coordinator(down_s)
         self.wait_until_over()
 
+    def cut_off(self, group: int) -> None:
+        """Cut the link of a group's host for as long as it takes to give the group up."""
+        network = self.house.network
+        assert network, "the house has no network that could be cut"
+        self.struck.append(f"link of group {group} cut")
+        incarnation = self.house.life(group).incarnation
+        network.cut(group)
+        self._wait(lambda: self.house.life(group).incarnation > incarnation)
+        network.mend(group)
+        self.wait_until_over()
+
     def strike_at_random(self) -> None:
-        """Any kind at any phase, or the coordinator."""
-        kind = self.random.choice([*KINDS, "coordinator"])
+        """Any kind at any phase, or the coordinator, or a link where there are any."""
+        others = ["coordinator", "link"] if self.house.network else ["coordinator"]
+        kind = self.random.choice([*KINDS, *others])
         phase = self.random.choice(PHASES)
         if kind == "coordinator":
             self.kill_coordinator(self.random.uniform(0, 0.5))
+        elif kind == "link":
+            self.cut_off(self.random.choice(self.house.groups))
         elif kind == "nan":
             self.strike("nan", "backward")
         elif kind == "storage_error":

@@ -13,14 +13,16 @@ from trainer.ray_worker import WorkerConfig
 JOURNAL = "journal.jsonl"
 
 
-def serve(config: WorkerConfig, num_groups: int, port: int, folder: Path, pipe: Connection) -> None:
-    """Coordinate a job until killed: its ranks at `port`, its house at the other end of `pipe`."""
+def serve(
+    config: WorkerConfig, num_groups: int, address: str, folder: Path, pipe: Connection
+) -> None:
+    """Coordinate a job until killed: its ranks at `address`, its house at the end of `pipe`."""
     log = (folder / "coordinator.log").open("a", buffering=1)
     sys.stdout = sys.stderr = log
     logging.basicConfig(
         level=logging.INFO, stream=log, format="%(asctime)s %(message)s", force=True
     )
-    coordinator = _start(config, num_groups, port, folder)
+    coordinator = _start(config, num_groups, address, folder)
     while True:
         try:
             method, args = pipe.recv()
@@ -34,7 +36,7 @@ def serve(config: WorkerConfig, num_groups: int, port: int, folder: Path, pipe: 
             pipe.send((traceback.format_exc(), None))
 
 
-def _start(config: WorkerConfig, num_groups: int, port: int, folder: Path):
+def _start(config: WorkerConfig, num_groups: int, address: str, folder: Path):
     from trainer.data.reader import open_source
     from trainer.elastic.coordinator import CoordinatorConfig, LeasedRows, start_in_thread
     from trainer.elastic.policy import MembershipPolicy
@@ -50,12 +52,14 @@ def _start(config: WorkerConfig, num_groups: int, port: int, folder: Path):
         rows_per_lease=spec.parallelism.sync.every_steps * batch_rows,
         max_rows=max_steps and max_steps * spec.parallelism.world_size * spec.data.batch_size,
     )
+    host, _, port = address.rpartition(":")
     attempt = RunDir(config.run_dir).attempt(config.attempt_id).root
     return start_in_thread(
         CoordinatorConfig(
             policy=MembershipPolicy.of(spec, num_groups),
             rows=rows,
-            port=port,
+            host=host,
+            port=int(port),
             attempt_dir=attempt,
             journal_path=folder / JOURNAL,
         )

@@ -19,6 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Self
 
+from tests.integration.cut_off_hosts import CutOffHosts
 from tests.integration.elastic_coordinator import JOURNAL, serve
 from tests.integration.elastic_ranks import Control, RankLife, live
 from tests.integration.gloo import free_port
@@ -99,8 +100,8 @@ class ElasticHouse:
     """One job. A context manager: its processes are gone after it.
 
     `config` is the job's, without a group. Group g runs on host `host_of(g)`, which is no more
-    than a name. `restarts` says whether groups that die are started again; for `pace_s` see
-    `Control`.
+    than a name, or, with a `network`, on host g of that. `restarts` says whether groups that die
+    are started again; for `pace_s` see `Control`.
     """
 
     config: WorkerConfig
@@ -109,10 +110,12 @@ class ElasticHouse:
     pace_s: float = 0.0
     restarts: bool = True
     host_of: Callable[[int], str] = field(default=lambda group: f"127.0.0.{group + 2}")
+    network: CutOffHosts | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        self._port = free_port()
+        hub = self.network.hub_address if self.network else "127.0.0.1"
+        self._address = f"{hub}:{free_port()}"
         self._lives: dict[int, GroupLife] = {}
         self.ended: list[GroupLife] = []
         self._records: dict[Path, tuple[int, list[Record]]] = {}
@@ -146,7 +149,8 @@ class ElasticHouse:
         """Start one where the last one was."""
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(
-            target=serve, args=(self.config, self.num_groups, self._port, self.folder, theirs)
+            target=serve,
+            args=(self.config, self.num_groups, self._address, self.folder, theirs),
         )
         process.start()
         theirs.close()
@@ -161,12 +165,13 @@ class ElasticHouse:
 
     def start_group(self, group: int, incarnation: int = 0) -> None:
         """Start a life of a group."""
-        placed = GroupConfig(group, incarnation, address=f"127.0.0.1:{self._port}")
+        placed = GroupConfig(group, incarnation, address=self._address)
         life = RankLife(
             config=replace(self.config, group=placed, run_index=0),
             rank=0,
             store_port=free_port(),
-            host=self.host_of(group),
+            host=self.network.address(group) if self.network else self.host_of(group),
+            namespace=self.network.namespace(group) if self.network else None,
             control=self._control_path,
             records=self.folder,
         )

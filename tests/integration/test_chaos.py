@@ -6,25 +6,37 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
 import pytest
 
 from tests.integration.chaos import Campaign, elastic_config
+from tests.integration.cut_off_hosts import CutOffHosts, cut_off_hosts, why_not
 from tests.integration.elastic_house import ElasticHouse
 
 NUM_JOBS = int(os.environ.get("SHARDLOOM_CHAOS_JOBS", "1"))
 NUM_FAULTS = 10 if "SHARDLOOM_CHAOS_JOBS" in os.environ else 6
 
 
+@pytest.fixture
+def network() -> Iterator[CutOffHosts | None]:
+    """Hosts whose links can be cut, where the machine allows them: else nothing is cut."""
+    if why_not():
+        yield None
+        return
+    with cut_off_hosts(num_hosts=3) as hosts:
+        yield hosts
+
+
 @pytest.mark.parametrize("seed", range(NUM_JOBS))
 def test_a_job_gets_over_whatever_befalls_it(
-    seed: int, small_movielens: Path, tmp_path: Path
+    seed: int, small_movielens: Path, tmp_path: Path, network: CutOffHosts | None
 ) -> None:
     num_groups, num_ranks = (2, 2) if seed % 2 == 0 else (3, 1)
     config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks)
-    with ElasticHouse(config, tmp_path / "house", num_groups) as house:
+    with ElasticHouse(config, tmp_path / "house", num_groups, network=network) as house:
         campaign = Campaign(house, Random(seed))
         campaign.begin()
         for _ in range(NUM_FAULTS):

@@ -110,6 +110,12 @@ class RayHosts:
         node.wait()
         self._output(address).unlink()
 
+    def kill_raylet(self, address: str) -> None:
+        """SIGKILL a host's raylet only: what it started is left alone for now."""
+        below = processes_below(self.nodes[address].pid)
+        (raylet,) = [pid for pid in below if _command(pid).endswith("/raylet")]
+        os.kill(raylet, signal.SIGKILL)
+
     def end(self) -> None:
         """SIGKILL everything."""
         for address in list(self.nodes):
@@ -118,13 +124,26 @@ class RayHosts:
 
 def kill_tree(root: int) -> None:
     """SIGKILL a process that we started, and all below it."""
-    children = children_by_parent()
-    waiting = [root]
-    while waiting:
-        pid = waiting.pop()
-        waiting += children.get(pid, [])
+    for pid in processes_below(root):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def processes_below(root: int) -> list[int]:
+    """A process, then all that it started and that these started, and so on."""
+    children = children_by_parent()
+    found, waiting = [], [root]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children.get(found[-1], [])
+    return found
+
+
+def _command(pid: int) -> str:
+    """Path of the program that a process runs; empty when it is gone."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].decode()
+    return ""
 
 
 def children_by_parent() -> dict[int, list[int]]:
@@ -168,11 +187,13 @@ class DriverProcess:
     process: subprocess.Popen[bytes]
 
     @classmethod
-    def start(cls, hosts: RayHosts, run_dir: Path, spec: JobSpec) -> DriverProcess:
+    def start(
+        cls, hosts: RayHosts, run_dir: Path, spec: JobSpec, attempt_index: int = 0
+    ) -> DriverProcess:
         """Start an attempt at `spec` with its files in `run_dir`."""
         environment = {
             "SHARDLOOM_JOB_ID": "job",
-            "SHARDLOOM_ATTEMPT_ID": "job-a0",
+            "SHARDLOOM_ATTEMPT_ID": f"job-a{attempt_index}",
             "SHARDLOOM_RUN_DIR": str(run_dir),
             "SHARDLOOM_MAX_WORKER_FAILURES": str(spec.retry.max_failures),
         }

@@ -102,3 +102,45 @@ def test_a_lost_host_stops_nobody_and_its_group_comes_back_on_another(
     joined = driver.told(events.GroupJoined)
     assert {each.how for each in joined} == {"start", "peer_copy"}
     assert all(each.copied_bytes for each in joined if each.how == "peer_copy")
+
+
+def test_a_raylet_that_dies_takes_down_its_group_and_nobody_else(
+    hosts: RayHosts, small_movielens: Path, tmp_path: Path
+) -> None:
+    driver = DriverProcess.start(hosts, tmp_path / "run", job(small_movielens))
+    try:
+        wait_for_members(driver, {A, B, C})
+        hosts.kill_raylet(C)
+        wait_for_members(driver, {A, B})
+        reached = driver.step
+        wait_for(lambda: driver.step > reached + 5, "the others train on", timeout_s=60)
+        assert driver.process.wait(timeout=240) == 0, driver.log()
+    finally:
+        driver.end()
+    assert [each.group for each in driver.told(events.GroupLost)] == [2]
+    assert not driver.told(events.WorkersLost), "nothing was restarted"
+
+
+def test_a_driver_that_dies_is_followed_by_an_attempt_that_goes_on_from_its_checkpoint(
+    hosts: RayHosts, small_movielens: Path, tmp_path: Path
+) -> None:
+    spec = job(small_movielens, "checkpoint.every_steps=20", "training.epochs=4")
+    first = DriverProcess.start(hosts, tmp_path / "run", spec)
+    try:
+        wait_for(
+            lambda: first.process.poll() is not None or first.told(events.CheckpointCommitted),
+            "a checkpoint",
+            timeout_s=240,
+        )
+    finally:
+        first.end()
+    second = DriverProcess.start(hosts, tmp_path / "run", spec, attempt_index=1)
+    try:
+        assert second.process.wait(timeout=300) == 0, second.log()
+    finally:
+        second.end()
+    saved = {each.step for each in first.told(events.CheckpointCommitted)}
+    started = second.told(events.WorkersStarted)
+    assert started[0].resumed_step in saved
+    num_rows = load_manifest(small_movielens).splits["train"].num_rows
+    assert second.told(events.Progress)[-1].rows == num_rows * 4

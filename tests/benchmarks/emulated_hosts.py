@@ -18,6 +18,7 @@ Needs root, and `ip` and `tc` of iproute2, `unshare` and `nsenter` of util-linux
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -28,10 +29,12 @@ from pathlib import Path
 from typing import Any, Self
 
 INTERFACE = "eth0"
-_NETWORK = "--net={}/net"
+_NAMESPACE = "{}/net"
+_NETWORK = f"--net={_NAMESPACE}"
 # Its mounts hold the /proc that shows the host's own processes.
 _NAMESPACES = (_NETWORK, "--mount={}/mnt", "--pid={}/pid_for_children")
 _TOOLS = ("ip", "tc", "unshare", "nsenter")
+_CLONE_NEWNET = 0x40000000
 
 
 class EmulationError(Exception):
@@ -84,6 +87,18 @@ class EmulatedHosts:
         """
         inside = [*_enter(self._holders[host], *_NAMESPACES), f"--wdns={cwd}", "--", *command]
         return subprocess.Popen(inside, start_new_session=True, **popen)
+
+    def network(self, host: int) -> Path:
+        """The network namespace of a host, for `enter_network`."""
+        return Path(_NAMESPACE.format(f"/proc/{self._holders[host].pid}/ns"))
+
+    def cut(self, host: int) -> None:
+        """Pull the cable: packets are lost, and no connection ends by it."""
+        _configure(self._switch, f"ip link set port{host} down")
+
+    def mend(self, host: int) -> None:
+        """Put it in again."""
+        _configure(self._switch, f"ip link set port{host} up")
 
     def _hold_namespace(self) -> subprocess.Popen[bytes]:
         holder = subprocess.Popen(
@@ -139,6 +154,14 @@ def missing_requirement() -> str | None:
             return None
     except EmulationError as error:
         return f"this machine cannot emulate hosts: {error}"
+
+
+def enter_network(network: Path) -> None:
+    """Move this thread, and what it starts from now on, to a host's network; raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with network.open("rb") as file:
+        if libc.setns(file.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {network}")
 
 
 def sent_bytes() -> int:

@@ -120,9 +120,9 @@ class Campaign:
         assert network, "the house has no network that could be cut"
         self.struck.append(f"link of group {group} cut")
         incarnation = self.house.life(group).incarnation
-        network.cut(group)
+        network.cut(group + 1)
         self._wait(lambda: self.house.life(group).incarnation > incarnation)
-        network.mend(group)
+        network.mend(group + 1)
         self.wait_until_over()
 
     def strike_at_random(self) -> None:

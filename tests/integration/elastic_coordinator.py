@@ -8,15 +8,26 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from tests.benchmarks.emulated_hosts import enter_network
 from trainer.ray_worker import WorkerConfig
 
 JOURNAL = "journal.jsonl"
 
 
 def serve(
-    config: WorkerConfig, num_groups: int, address: str, folder: Path, pipe: Connection
+    config: WorkerConfig,
+    num_groups: int,
+    address: str,
+    network: Path | None,
+    folder: Path,
+    pipe: Connection,
 ) -> None:
-    """Coordinate a job until killed: its ranks at `address`, its house at the end of `pipe`."""
+    """Coordinate a job until killed: its ranks at `address`, its house at the end of `pipe`.
+
+    `network` is the emulated host's to which `address` belongs, if it does to one.
+    """
+    if network:
+        enter_network(network)
     log = (folder / "coordinator.log").open("a", buffering=1)
     sys.stdout = sys.stderr = log
     logging.basicConfig(

@@ -19,7 +19,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, Self
 
-from tests.integration.cut_off_hosts import CutOffHosts
+from tests.benchmarks.emulated_hosts import EmulatedHosts
 from tests.integration.elastic_coordinator import JOURNAL, serve
 from tests.integration.elastic_ranks import Control, RankLife, live
 from tests.integration.gloo import free_port
@@ -100,8 +100,8 @@ class ElasticHouse:
     """One job. A context manager: its processes are gone after it.
 
     `config` is the job's, without a group. Group g runs on host `host_of(g)`, which is no more
-    than a name, or, with a `network`, on host g of that. `restarts` says whether groups that die
-    are started again; for `pace_s` see `Control`.
+    than a name; with a `network` on host g + 1 of that, the coordinator being on host 0.
+    `restarts` says whether groups that die are started again; for `pace_s` see `Control`.
     """
 
     config: WorkerConfig
@@ -110,12 +110,12 @@ class ElasticHouse:
     pace_s: float = 0.0
     restarts: bool = True
     host_of: Callable[[int], str] = field(default=lambda group: f"127.0.0.{group + 2}")
-    network: CutOffHosts | None = None
+    network: EmulatedHosts | None = None
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        hub = self.network.hub_address if self.network else "127.0.0.1"
-        self._address = f"{hub}:{free_port()}"
+        head = self.network.addresses[0] if self.network else "127.0.0.1"
+        self._address = f"{head}:{free_port()}"
         self._lives: dict[int, GroupLife] = {}
         self.ended: list[GroupLife] = []
         self._records: dict[Path, tuple[int, list[Record]]] = {}
@@ -145,12 +145,16 @@ class ElasticHouse:
         assert self._coordinator, "the coordinator was not started"
         return self._coordinator
 
+    @property
+    def _head(self) -> Path | None:
+        return self.network.network(0) if self.network else None
+
     def start_coordinator(self) -> None:
         """Start one where the last one was."""
         ours, theirs = _CONTEXT.Pipe()
         process = _CONTEXT.Process(
             target=serve,
-            args=(self.config, self.num_groups, self._address, self.folder, theirs),
+            args=(self.config, self.num_groups, self._address, self._head, self.folder, theirs),
         )
         process.start()
         theirs.close()
@@ -170,8 +174,8 @@ class ElasticHouse:
             config=replace(self.config, group=placed, run_index=0),
             rank=0,
             store_port=free_port(),
-            host=self.network.address(group) if self.network else self.host_of(group),
-            namespace=self.network.namespace(group) if self.network else None,
+            host=self.network.addresses[group + 1] if self.network else self.host_of(group),
+            network=self.network.network(group + 1) if self.network else None,
             control=self._control_path,
             records=self.folder,
         )

@@ -14,7 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tests.integration.cut_off_hosts import INTERFACE, enter
+from tests.benchmarks.emulated_hosts import INTERFACE, enter_network
 from trainer.ray_worker import WorkerConfig
 
 FAILED = 1
@@ -48,7 +48,7 @@ class Control:
 class RankLife:
     """One life of one rank; `control` is where its house speaks.
 
-    With a network `namespace` it lives in that, else on the loopback interface.
+    It lives on the `network` of an emulated host, or else on the loopback interface.
     """
 
     config: WorkerConfig
@@ -57,7 +57,7 @@ class RankLife:
     host: str
     control: Path
     records: Path
-    namespace: str | None = None
+    network: Path | None = None
 
     @property
     def name(self) -> str:
@@ -89,8 +89,8 @@ def live(life: RankLife) -> None:
     log = (life.records / f"{life.name}.log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
-    if life.namespace:
-        enter(life.namespace)
+    if life.network:
+        enter_network(life.network)
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr, force=True)
     logging.getLogger("trainer").setLevel(logging.INFO)
     record = Recorder(life)
@@ -146,7 +146,7 @@ def _enter_world(life: RankLife) -> None:
         WORLD_SIZE=str(num_ranks),
         LOCAL_RANK=str(life.rank),
         LOCAL_WORLD_SIZE=str(num_ranks),
-        GLOO_SOCKET_IFNAME=INTERFACE if life.namespace else "lo",
+        GLOO_SOCKET_IFNAME=INTERFACE if life.network else "lo",
         TORCH_CPP_LOG_LEVEL="ERROR",
     )
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)

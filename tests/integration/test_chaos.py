@@ -12,8 +12,8 @@ from random import Random
 
 import pytest
 
+from tests.benchmarks.emulated_hosts import EmulatedHosts, Link, missing_requirement
 from tests.integration.chaos import Campaign, elastic_config
-from tests.integration.cut_off_hosts import CutOffHosts, cut_off_hosts, why_not
 from tests.integration.elastic_house import ElasticHouse
 
 NUM_JOBS = int(os.environ.get("SHARDLOOM_CHAOS_JOBS", "1"))
@@ -21,18 +21,18 @@ NUM_FAULTS = 10 if "SHARDLOOM_CHAOS_JOBS" in os.environ else 6
 
 
 @pytest.fixture
-def network() -> Iterator[CutOffHosts | None]:
+def network() -> Iterator[EmulatedHosts | None]:
     """Hosts whose links can be cut, where the machine allows them: else nothing is cut."""
-    if why_not():
+    if missing_requirement():
         yield None
         return
-    with cut_off_hosts(num_hosts=3) as hosts:
+    with EmulatedHosts(4, Link(10**10)) as hosts:
         yield hosts
 
 
 @pytest.mark.parametrize("seed", range(NUM_JOBS))
 def test_a_job_gets_over_whatever_befalls_it(
-    seed: int, small_movielens: Path, tmp_path: Path, network: CutOffHosts | None
+    seed: int, small_movielens: Path, tmp_path: Path, network: EmulatedHosts | None
 ) -> None:
     num_groups, num_ranks = (2, 2) if seed % 2 == 0 else (3, 1)
     config = elastic_config(small_movielens, tmp_path / "run", num_groups, num_ranks)

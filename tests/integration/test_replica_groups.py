@@ -8,8 +8,8 @@ from random import Random
 
 import pytest
 
+from tests.benchmarks.emulated_hosts import EmulatedHosts, Link, missing_requirement
 from tests.integration.chaos import Campaign, elastic_config
-from tests.integration.cut_off_hosts import cut_off_hosts, why_not
 from tests.integration.elastic_checks import commit_times
 from tests.integration.elastic_house import ElasticHouse
 from trainer import failures
@@ -71,22 +71,23 @@ def test_a_group_that_comes_back_from_the_dead_has_no_say(
         campaign.finish(config)
 
 
-@pytest.mark.skipif(bool(why_not()), reason=why_not())
 def test_a_group_whose_link_is_cut_stops_nobody_and_has_no_say_when_it_is_mended(
     small_movielens: Path, tmp_path: Path
 ) -> None:
+    if reason := missing_requirement():
+        pytest.skip(reason)
     quick = ("recovery.heartbeat_timeout_s=2", "recovery.exchange_timeout_s=2")
     config = elastic_config(small_movielens, tmp_path / "run", 3, 1, ONE_EPOCH, *quick)
     with (
-        cut_off_hosts(num_hosts=3) as network,
+        EmulatedHosts(4, Link(10**10)) as network,
         ElasticHouse(config, tmp_path / "house", 3, restarts=False, network=network) as house,
     ):
         campaign = Campaign(house, Random(0))
         campaign.begin()
-        network.cut(1)
+        network.cut(2)
         commit = house.commit
         house.wait_for_commit(commit + 5)
-        network.mend(1)
+        network.mend(2)
         house.wait_for(lambda: house.ended, TIMEOUT_S, "the old life of group 1 has ended")
         assert house.groups == [0, 2]
         campaign.finish(config)

@@ -56,7 +56,8 @@ class GroupRun:
     """A life of a group: `hosts` has the host of each rank, `future` becomes how it ended.
 
     `pids` go by host, once the coordinator knows them; it `is_known` then. `was_current` stays true
-    when the group was current once. `lost_at` is when it was given up.
+    when the group was current once. `leave_cause` is why it was asked to leave, `lost_at` when it
+    was given up.
     """
 
     group: int
@@ -66,6 +67,7 @@ class GroupRun:
     is_known: bool = False
     was_current: bool = False
     is_leaving: bool = False
+    leave_cause: str | None = None
     lost_at: float | None = None
     is_killed: bool = False
     pids: dict[str, set[int]] = field(default_factory=dict)

@@ -158,6 +158,9 @@ class GroupsLife:
             if run:
                 run.take(group)
                 self._has_trained |= run.was_current
+                if run.leave_cause and group.leave_cause is None:
+                    # A coordinator that was started again does not know of the wish.
+                    self.coordinator.retire(run.group, run.leave_cause)
         for departure in status.departures:
             run = self._run_of(departure.group, departure.incarnation)
             if run and departure.is_lost:
@@ -293,7 +296,7 @@ class GroupsLife:
 
     def _retire(self, action: Retire, request: ResizeRequest) -> None:
         run = self.runs[action.group]
-        run.is_leaving = True
+        run.is_leaving, run.leave_cause = True, action.cause
         self.coordinator.retire(action.group, action.cause)
         is_wish = action.cause == "resize" and request.workers is not None
         self._resize_cause = "request" if is_wish else action.cause

@@ -48,6 +48,7 @@ class World:
     )
     killed: list[tuple[str, frozenset[int]]] = field(default_factory=list)
     retired: list[tuple[int, str]] = field(default_factory=list)
+    leaving: dict[tuple[int, int], str] = field(default_factory=dict)
     dropped: list[tuple[int, int]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     is_stopped: bool = False
@@ -77,6 +78,7 @@ class World:
                 incarnation=incarnation,
                 standing=standing,
                 is_complete=True,
+                leave_cause=self.leaving.get((group, incarnation)),
                 ranks=(RankStatus(rank=0, host=self.host_of(group, incarnation), pid=50 + group),),
             )
             for (group, incarnation), standing in self.standings.items()
@@ -96,6 +98,7 @@ class World:
 
     def retire(self, group: int, cause: str) -> None:
         self.retired.append((group, cause))
+        self.leaving |= {life: cause for life in self.standings if life[0] == group}
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
         self.dropped.append((group, incarnation))
@@ -414,6 +417,17 @@ def test_a_wish_for_fewer_workers_retires_the_newest_group(life: GroupsLife) -> 
     wish(life, '{"id": "r-2", "workers": null}')
     look(life)
     assert 2 in life.runs
+
+
+def test_a_coordinator_that_was_started_again_hears_once_more_who_shall_leave(
+    life: GroupsLife,
+) -> None:
+    world = begun(life)
+    wish(life, '{"id": "r-1", "workers": 2}')
+    look(life)
+    world.leaving.clear()
+    look(life)
+    assert world.retired == [(2, "resize"), (2, "resize")]
 
 
 def test_a_drained_host_is_left_when_its_replacement_trains(life: GroupsLife) -> None:

@@ -8,10 +8,11 @@ network call, and each is one transaction.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from service.domain import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
+from service.store.retention import Retention
 from trainer.events import EventAck, EventBatch
 
 
@@ -37,14 +38,40 @@ class JobStore(Protocol):
         limit: int = 50,
         statuses: Sequence[JobStatus] = (),
         name: str | None = None,
+        project: str | None = None,
+        projects: Collection[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        created_after: float | None = None,
+        created_before: float | None = None,
     ) -> tuple[list[Job], str | None]:
         """Newest first; the second value is the cursor of the next page, or None.
 
-        Jobs that this version cannot read are left out.
+        `project` is the wanted one; `projects` are those whose jobs may be seen, None for all.
+        A job must have all of `labels`. `created_after` (inclusive) and `created_before`
+        (exclusive) are Unix seconds. Jobs that this version cannot read are left out.
         """
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first; unreadable ones are left out."""
+
+    def list_queued_jobs(self) -> list[Job]:
+        """Every job in QUEUED: highest priority first, then by when it entered the queue."""
+
+    def count_jobs_by_status(self, project: str | None = None) -> dict[JobStatus, int]:
+        """How many jobs there are in each status that any is in, of one project or of all."""
+
+    def claim_live_jobs(self, owner: str, *, lease_s: float, now: float, limit: int) -> list[str]:
+        """Take live jobs for `owner` until `now + lease_s`; returns the ids of all that it holds.
+
+        What `owner` holds is renewed in time; up to `limit` jobs are added whose lease is free or
+        has run out at `now` (Unix seconds).
+        """
+
+    def release_leases(self, owner: str) -> None:
+        """Give back what `owner` holds."""
+
+    def delete_job(self, job_id: str) -> None:
+        """Delete a job and all its rows; raises `JobNotFound`, or `JobNotEnded` while it lives."""
 
     def update_job(
         self, job: Job, *, attempt: Attempt | None = None, timeline: Sequence[TimelineEvent] = ()
@@ -90,6 +117,12 @@ class JobStore(Protocol):
         """Points in step order, at most `max_points`: min, max and mean per bucket of steps.
 
         Where a step was repeated after a restart, the newest value stands.
+        """
+
+    def prune_metrics(self, retention: Retention, now: float) -> int:
+        """Delete the metric points that `retention` does not keep; returns how many.
+
+        Done in small transactions, a bounded part of the work at a time: call it now and then.
         """
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:

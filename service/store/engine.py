@@ -1,4 +1,4 @@
-"""Opening the database: pragmas, transactions that lock up front, and migrations."""
+"""Opening the database: settings per dialect, transactions that lock up front, and migrations."""
 
 from __future__ import annotations
 
@@ -11,17 +11,30 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make_url, select
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from service.errors import StoreUnavailable
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_MS = 10_000
-# More connections than threads that want one: about 40 of the API, 32 of the dashboard and those
-# of the reconciler. Only the first ten stay open when nobody uses them.
+# Only the first ten connections stay open when nobody uses them. A SQLite file takes more than
+# there are threads that want one: about 40 of the API, 32 of the dashboard and those of the
+# reconciler. A PostgreSQL server takes 100 by default, and serves several replicas.
 _POOL_SIZE = 10
-_POOL_OVERFLOW = 80
+_POOL_OVERFLOW = {"sqlite": 80, "postgresql": 20}
+_POSTGRESQL = "postgresql+psycopg"
+_POSTGRESQL_OPTIONS = {
+    # What a server that hangs, or a statement that waits for another, may hold up a request.
+    "connect_timeout": 5,
+    "options": (
+        "-c statement_timeout=60s -c lock_timeout=10s -c idle_in_transaction_session_timeout=60s"
+    ),
+    "keepalives_idle": 15,
+    "application_name": "shardloom",
+}
+# Any number will do: the replicas of a service that start together migrate one after another.
+_MIGRATION_LOCK = 5_301_871
 
 
 def open_engine(database_url: str) -> Engine:
@@ -34,18 +47,37 @@ def open_engine(database_url: str) -> Engine:
     except (ArgumentError, ImportError) as error:
         raise StoreUnavailable(
             f"cannot use the database URL {_without_password(database_url)} ({error}); "
-            "SHARDLOOM_DATABASE_URL reads as in sqlite:////FOLDER/FILE.db"
+            "SHARDLOOM_DATABASE_URL reads as in sqlite:////FOLDER/FILE.db or "
+            "postgresql://USER:PASSWORD@HOST/DATABASE"
         ) from error
 
 
 def _engine_of(url: URL) -> Engine:
-    options = {"pool_size": _POOL_SIZE, "max_overflow": _POOL_OVERFLOW}
+    if url.drivername in ("postgresql", "postgres", _POSTGRESQL):
+        return _postgresql_engine(url.set(drivername=_POSTGRESQL))
     if url.get_backend_name() != "sqlite":
-        return create_engine(url, pool_pre_ping=True, **options)
+        raise ArgumentError(f"the service knows no database of the kind '{url.drivername}'")
+    return _sqlite_engine(url)
+
+
+def _postgresql_engine(url: URL) -> Engine:
+    given = {key: value for key, value in _POSTGRESQL_OPTIONS.items() if key not in url.query}
+    return create_engine(
+        url,
+        pool_size=_POOL_SIZE,
+        max_overflow=_POOL_OVERFLOW["postgresql"],
+        # Found out before a transaction begins, not in the middle: the server was restarted.
+        pool_pre_ping=True,
+        isolation_level="READ COMMITTED",
+        connect_args=given,
+    )
+
+
+def _sqlite_engine(url: URL) -> Engine:
     if url.database in (None, "", ":memory:"):
         raise ArgumentError("a database in memory has nothing to share between threads")
     Path(url.database).parent.mkdir(parents=True, exist_ok=True)
-    engine = create_engine(url, **options)
+    engine = create_engine(url, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW["sqlite"])
     event.listen(engine, "connect", _prepare_sqlite)
     event.listen(engine, "begin", _begin_sqlite)
     return engine
@@ -60,10 +92,11 @@ def _prepare_sqlite(dbapi_connection: Any, _record: Any) -> None:
     dbapi_connection.isolation_level = None
     cursor = dbapi_connection.cursor()
     for pragma in (
+        # First, as the others may have to wait for another process.
+        f"busy_timeout={_BUSY_TIMEOUT_MS}",
         "journal_mode=WAL",
         # An acknowledged record must survive a power cut, so every commit reaches the disk.
         "synchronous=FULL",
-        f"busy_timeout={_BUSY_TIMEOUT_MS}",
         "foreign_keys=ON",
     ):
         cursor.execute(f"PRAGMA {pragma}")
@@ -86,9 +119,14 @@ def migration_config(connection: Connection | None = None) -> Config:
 
 
 def migrate(engine: Engine, revision: str = "head") -> None:
-    """Bring the schema to `revision`; raises `StoreUnavailable` if it cannot be opened."""
+    """Bring the schema to `revision`; raises `StoreUnavailable` if it cannot be opened.
+
+    All steps are one transaction. Replicas that start together wait for the first of them: on
+    SQLite for its write lock, on PostgreSQL for an advisory lock.
+    """
     try:
         with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+            _wait_for_other_migrations(connection)
             command.upgrade(migration_config(connection), revision)
     except CommandError as error:
         raise StoreUnavailable(
@@ -100,6 +138,14 @@ def migrate(engine: Engine, revision: str = "head") -> None:
             f"cannot open the database {engine.url.render_as_string()} ({error.orig}); "
             "check SHARDLOOM_DATABASE_URL and the rights on its folder"
         ) from error
+
+
+def _wait_for_other_migrations(connection: Connection) -> None:
+    if connection.dialect.name == "postgresql":
+        # As long as it takes: the limits are for requests.
+        for limit in ("statement_timeout", "lock_timeout"):
+            connection.exec_driver_sql(f"SET LOCAL {limit} = 0")
+        connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
 
 
 def newest_revision() -> str | None:

@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, RowMapping, func, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    Integer,
+    RowMapping,
+    bindparam,
+    case,
+    func,
+    select,
+    update,
+)
 
 from service.domain import MetricPoint
 from service.store.tables import metric_names, metric_points
@@ -30,6 +41,7 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
         }
         for (name, step), (value, time) in points.items()
     ]
+    _widen_bounds(connection, rows)
     insert = insert_for(connection, metric_points)
     new = insert.excluded
     statement = insert.on_conflict_do_update(
@@ -41,16 +53,44 @@ def save_points(connection: Connection, job_id: str, attempt_index: int, points:
 
 
 def _ids_of_names(connection: Connection, job_id: str, names: set[str]) -> dict[str, int]:
-    insert = insert_for(connection, metric_names).on_conflict_do_nothing()
-    connection.execute(insert, [{"job_id": job_id, "name": name} for name in sorted(names)])
     query = select(metric_names.c.name, metric_names.c.id).where(metric_names.c.job_id == job_id)
+    ids = {row.name: row.id for row in connection.execute(query)}
+    new = [{"job_id": job_id, "name": name} for name in sorted(names - ids.keys())]
+    if not new:
+        return ids
+    connection.execute(insert_for(connection, metric_names).on_conflict_do_nothing(), new)
     return {row.name: row.id for row in connection.execute(query)}
+
+
+def _widen_bounds(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Count new points with their metrics, and note the oldest: see `service.store.retention`."""
+    bounds: dict[int, tuple[int, float]] = {}
+    for row in rows:
+        num_points, oldest_at = bounds.get(row["name_id"], (0, math.inf))
+        bounds[row["name_id"]] = (num_points + 1, min(oldest_at, row["time"]))
+    known = metric_names.c
+    oldest = bindparam("oldest", type_=Float)
+    is_older = known.oldest_at.is_(None) | (known.oldest_at > oldest)
+    statement = update(metric_names).where(known.id == bindparam("name_id"))
+    statement = statement.values(
+        num_points=known.num_points + bindparam("added", type_=Integer),
+        oldest_at=case((is_older, oldest), else_=known.oldest_at),
+    )
+    # In the order of ids, as others that change several rows do.
+    connection.execute(
+        statement,
+        [
+            {"name_id": name_id, "added": num_points, "oldest": oldest_at}
+            for name_id, (num_points, oldest_at) in sorted(bounds.items())
+        ],
+    )
 
 
 def read_names(connection: Connection, job_id: str) -> list[str]:
     """Names of every metric of a job, sorted."""
     query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
-    return list(connection.execute(query.order_by(metric_names.c.name)).scalars())
+    # Sorted here: databases differ in how they sort texts.
+    return sorted(connection.execute(query).scalars())
 
 
 def read_points(

@@ -12,14 +12,13 @@ job's version vouches for both.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import Connection, Engine, RowMapping, insert, select
+from sqlalchemy import Engine, RowMapping, Select, insert, select
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from service.domain import (
     DEFAULT_PROJECT,
@@ -31,9 +30,18 @@ from service.domain import (
     TimelineEvent,
 )
 from service.errors import JobUnreadable, RecordRefused, SequenceGap, StoreUnavailable
-from service.store import metrics, rows
+from service.store import deletion, leases, metrics, rows
 from service.store.engine import migrate, newest_revision, open_engine, stored_revision
 from service.store.intake import fold
+from service.store.listing import (
+    JobFilter,
+    common_projects,
+    select_counts,
+    select_live,
+    select_page,
+    select_queue,
+)
+from service.store.retention import Retention, prune
 from service.store.statements import (
     add_labels,
     add_timeline,
@@ -45,17 +53,15 @@ from service.store.statements import (
     read_attempt,
     read_job,
     save_intake,
-    select_jobs,
     submitted_line,
     write_attempt,
     write_job,
 )
 from service.store.tables import attempts, checkpoints, job_progress, jobs, streams, timeline
+from service.store.transactions import Transactions, repeated
 from trainer.events import EventAck, EventBatch
 
 logger = logging.getLogger(__name__)
-
-_LIVE = [status.value for status in JobStatus if not status.is_terminal]
 
 
 class SqlJobStore:
@@ -63,6 +69,7 @@ class SqlJobStore:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._transactions = Transactions(engine)
         self._unreadable: set[str] = set()
 
     @classmethod
@@ -72,13 +79,18 @@ class SqlJobStore:
         migrate(engine)
         return cls(engine)
 
+    @property
+    def engine(self) -> Engine:
+        """The database, for the stores beside this one."""
+        return self._engine
+
     def close(self) -> None:
         """Release connections."""
         self._engine.dispose()
 
     def ping(self) -> dict[str, Any]:
         """Database and migration; raises `StoreUnavailable` if they are not as they should be."""
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             stored, newest = stored_revision(connection), newest_revision()
         if stored != newest:
             raise StoreUnavailable(
@@ -91,7 +103,17 @@ class SqlJobStore:
 
     def create_job(self, job: Job, *, idempotency_key: str | None, request_hash: str) -> Job:
         """Store a new job, or return the one that this key made before."""
-        with self._write() as connection:
+        try:
+            return self._create_job(job, idempotency_key, request_hash)
+        except IntegrityError:
+            if idempotency_key is None:
+                raise
+            # Another request with this key was stored meanwhile.
+            return self._create_job(job, idempotency_key, request_hash)
+
+    @repeated
+    def _create_job(self, job: Job, idempotency_key: str | None, request_hash: str) -> Job:
+        with self._transactions.write() as connection:
             known = job_of_key(connection, job.project, idempotency_key, request_hash)
             if known is not None:
                 return read_job(connection, known)
@@ -105,13 +127,13 @@ class SqlJobStore:
 
     def find_submitted(self, idempotency_key: str, request_hash: str) -> Job | None:
         """The job that a key made before, if any; raises `IdempotencyConflict`."""
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             known = job_of_key(connection, DEFAULT_PROJECT, idempotency_key, request_hash)
             return None if known is None else read_job(connection, known)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             return read_job(connection, job_id)
 
     def list_jobs(
@@ -121,32 +143,71 @@ class SqlJobStore:
         limit: int = 50,
         statuses: Sequence[JobStatus] = (),
         name: str | None = None,
+        project: str | None = None,
+        projects: Collection[str] | None = None,
+        labels: Mapping[str, str] | None = None,
+        created_after: float | None = None,
+        created_before: float | None = None,
     ) -> tuple[list[Job], str | None]:
         """Newest first; the cursor is the id of the last job of the page."""
-        query = select_jobs().order_by(jobs.c.id.desc()).limit(limit + 1)
-        if after is not None:
-            query = query.where(jobs.c.id < after)
-        if statuses:
-            query = query.where(jobs.c.status.in_([status.value for status in statuses]))
-        if name is not None:
-            query = query.where(jobs.c.name == name)
-        with self._read() as connection:
-            found = connection.execute(query).mappings().all()
+        wanted = JobFilter(
+            after=after,
+            statuses=frozenset(statuses),
+            name=name,
+            projects=common_projects(project, projects),
+            labels=labels or {},
+            created_after=created_after,
+            created_before=created_before,
+        )
+        if wanted.projects is not None and not wanted.projects:
+            return [], None
+        found = self._select_jobs(select_page(wanted, limit + 1))
         page = found[:limit]
         return self._readable(page), page[-1]["id"] if len(found) > limit else None
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
-        query = select_jobs().where(jobs.c.status.in_(_LIVE)).order_by(jobs.c.id)
-        with self._read() as connection:
-            return self._readable(connection.execute(query).mappings().all())
+        return self._readable(self._select_jobs(select_live()))
 
+    def list_queued_jobs(self) -> list[Job]:
+        """Every job that waits, highest priority first, then by how long it waits."""
+        return self._readable(self._select_jobs(select_queue()))
+
+    def _select_jobs(self, query: Select[Any]) -> Sequence[RowMapping]:
+        with self._transactions.read() as connection:
+            return connection.execute(query).mappings().all()
+
+    def count_jobs_by_status(self, project: str | None = None) -> dict[JobStatus, int]:
+        """How many jobs there are in each status, of one project or of all."""
+        with self._transactions.read() as connection:
+            found = connection.execute(select_counts(project)).all()
+        return {JobStatus(status): num_jobs for status, num_jobs in found}
+
+    @repeated
+    def claim_live_jobs(self, owner: str, *, lease_s: float, now: float, limit: int) -> list[str]:
+        """Renew leases of live jobs and take up to `limit` more; returns the ids of those held."""
+        with self._transactions.write() as connection:
+            return leases.claim(connection, owner, lease_s, now, limit)
+
+    @repeated
+    def release_leases(self, owner: str) -> None:
+        """Give back every lease of `owner`."""
+        with self._transactions.write() as connection:
+            leases.release(connection, owner)
+
+    @repeated
+    def delete_job(self, job_id: str) -> None:
+        """Delete a job that has ended; raises `JobNotFound` or `JobNotEnded`."""
+        with self._transactions.write() as connection:
+            deletion.delete_job(connection, job_id)
+
+    @repeated
     def update_job(
         self, job: Job, *, attempt: Attempt | None = None, timeline: Sequence[TimelineEvent] = ()
     ) -> Job:
         """Write a decision if nobody wrote since `job` was read; raises `StaleVersion`."""
         written = replace(job, version=job.version + 1)
-        with self._write() as connection:
+        with self._transactions.write() as connection:
             write_job(connection, written, expected_version=job.version)
             if attempt is not None:
                 write_attempt(connection, attempt)
@@ -157,21 +218,22 @@ class SqlJobStore:
 
     def get_attempt(self, attempt_id: str) -> Attempt:
         """Read an attempt; raises `AttemptNotFound`."""
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             return read_attempt(connection, attempt_id)
 
     def list_attempts(self, job_id: str) -> list[Attempt]:
         """Attempts of a job in order."""
         query = select(attempts).where(attempts.c.job_id == job_id).order_by(attempts.c.index)
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             return [rows.attempt_of(row) for row in connection.execute(query).mappings()]
 
+    @repeated
     def append_events(self, attempt_id: str, batch: EventBatch, now: float) -> EventAck:
         """Take what is new in a batch; raises `SequenceGap` if records before it are missing.
 
         Raises `RecordRefused` if the database cannot hold one of them.
         """
-        with _refusing_bad_records(attempt_id), self._write() as connection:
+        with _refusing_bad_records(attempt_id), self._transactions.write() as connection:
             job, attempt = lock(connection, attempt_id)
             next_seq = next_seq_of(connection, attempt_id, batch.stream)
             if batch.first_seq > next_seq:
@@ -186,7 +248,7 @@ class SqlJobStore:
     def stream_positions(self, attempt_id: str) -> dict[str, int]:
         """`next_seq` of every stream of an attempt."""
         query = select(streams.c.stream, streams.c.next_seq)
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             found = connection.execute(query.where(streams.c.attempt_id == attempt_id))
             return {row.stream: row.next_seq for row in found}
 
@@ -199,13 +261,13 @@ class SqlJobStore:
         query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
         if kinds:
             query = query.where(timeline.c.kind.in_(kinds))
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             found = connection.execute(query.order_by(timeline.c.id).limit(limit)).mappings()
             return [rows.timeline_of(row) for row in found]
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has, sorted."""
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             return metrics.read_names(connection, job_id)
 
     def metric_points(
@@ -218,13 +280,17 @@ class SqlJobStore:
         max_points: int = 500,
     ) -> list[MetricPoint]:
         """Points in step order, at most `max_points`: min, max and mean per bucket of steps."""
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
+
+    def prune_metrics(self, retention: Retention, now: float) -> int:
+        """Delete points that `retention` does not keep; returns how many."""
+        return prune(self._transactions, retention, now)
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""
         query = select(checkpoints).where(checkpoints.c.job_id == job_id)
-        with self._read() as connection:
+        with self._transactions.read() as connection:
             found = connection.execute(query.order_by(checkpoints.c.step)).mappings()
             return [rows.checkpoint_of(row) for row in found]
 
@@ -239,31 +305,6 @@ class SqlJobStore:
                     logger.error("%s", error)
                 self._unreadable.add(row["id"])
         return readable
-
-    # ---- transactions
-
-    def _read(self) -> AbstractContextManager[Connection]:
-        return self._transaction(is_write=False)
-
-    def _write(self) -> AbstractContextManager[Connection]:
-        return self._transaction(is_write=True)
-
-    @contextmanager
-    def _transaction(self, *, is_write: bool) -> Iterator[Connection]:
-        try:
-            with self._engine.connect() as connection:
-                connection.execution_options(is_write=is_write)
-                with connection.begin():
-                    yield connection
-        except (DataError, IntegrityError):
-            # About what was to be written, not about the database: for the caller to explain.
-            raise
-        except (DBAPIError, PoolTimeout) as error:
-            cause = error.orig if isinstance(error, DBAPIError) else error
-            raise StoreUnavailable(
-                f"the database did not do its part ({cause}); is its disk full, or another "
-                "process holding it?"
-            ) from error
 
 
 @contextmanager

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from sqlalchemy import Connection, Select, delete, insert, select, update
+from sqlalchemy import Connection, delete, insert, select, update
 
 from service.domain import Attempt, Job, JobStatus, TimelineEvent
 from service.errors import AttemptNotFound, IdempotencyConflict, JobNotFound, StaleVersion
 from service.store import metrics, rows
 from service.store.intake import Intake
+from service.store.listing import select_jobs
 from service.store.tables import (
     attempts,
     checkpoints,
@@ -24,11 +24,6 @@ from service.store.tables import (
 )
 from service.store.upsert import insert_for
 from trainer.events import CheckpointCommitted, CheckpointDeleted
-
-
-def select_jobs() -> Select[Any]:
-    """Jobs joined with their progress, as `rows.job_of` reads them."""
-    return select(jobs, job_progress).join(job_progress, job_progress.c.job_id == jobs.c.id)
 
 
 def read_job(connection: Connection, job_id: str) -> Job:

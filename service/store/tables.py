@@ -52,6 +52,18 @@ _ENDED = ", ".join(f"'{status}'" for status in JobStatus if status.is_terminal)
 # Spelled out, not bound: a planner uses a partial index only for a query with the same words.
 LIVE = f"status NOT IN ({_ENDED})"
 
+
+class PlainText(TypeDecorator[str]):
+    """Text of any origin: PostgreSQL cannot hold a NUL, which the output of a worker may have."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Write a text with a mark where each NUL was, on every database alike."""
+        return None if value is None else value.replace("\x00", "\ufffd")
+
+
 # Named constraints can be changed by later migrations on any database.
 metadata = MetaData(
     naming_convention={
@@ -72,7 +84,7 @@ jobs = Table(
     Column("status", String(16), nullable=False),
     Column("version", Integer, nullable=False),
     Column("reason", String(32)),
-    Column("message", Text, nullable=False),
+    Column("message", PlainText, nullable=False),
     Column("cancel_requested", Boolean, nullable=False),
     Column("num_failures", Integer, nullable=False),
     Column("retry_at", Float),
@@ -83,7 +95,7 @@ jobs = Table(
     Column("priority", Integer, nullable=False, server_default="0"),
     Column("pause_requested", Boolean, nullable=False, server_default=false()),
     Column("queued_at", Float),
-    Column("resume_from", Text),
+    Column("resume_from", PlainText),
     Column("queue_note", JsonText),
     # Which replica of the service looks at the job, and until when. Outside the version guard.
     Column("lease_owner", String(255)),
@@ -141,10 +153,10 @@ attempts = Table(
     Column("started_at", Float),
     Column("ended_at", Float),
     Column("end_reason", String(32)),
-    Column("message", Text, nullable=False),
+    Column("message", PlainText, nullable=False),
     Column("num_worker_failures", Integer, nullable=False),
     Column("reported_reason", String(32)),
-    Column("reported_message", Text),
+    Column("reported_message", PlainText),
     Column("reported_at", Float),
     Column("reported_evidence", JsonText),
     Column("token_hash", String(64)),
@@ -167,7 +179,7 @@ timeline = Table(
     Column("attempt_id", String(48)),
     Column("time", Float, nullable=False),
     Column("kind", String(32), nullable=False),
-    Column("message", Text, nullable=False),
+    Column("message", PlainText, nullable=False),
     Column("actor", String(255), nullable=False),
     Column("data", JsonText, nullable=False),
     Index("ix_timeline_job_id_id", "job_id", "id"),

@@ -1,0 +1,84 @@
+"""Transactions over an engine: one way to begin, to fail and to try again, for every store."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from service.errors import StoreUnavailable
+
+_Params = ParamSpec("_Params")
+_Result = TypeVar("_Result")
+_MAX_TRIES = 4
+# serialization_failure and deadlock_detected: PostgreSQL undid the transaction to end a tie.
+_TIES = frozenset({"40001", "40P01"})
+
+
+class TransactionTied(StoreUnavailable):
+    """The database undid a transaction because of another one; the same again may pass."""
+
+
+class Transactions:
+    """Begins transactions on `engine`; both methods raise `StoreUnavailable` if it fails.
+
+    Errors about the values that were to be written (`DataError`, `IntegrityError`) pass through.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    @contextmanager
+    def read(self) -> Iterator[Connection]:
+        """A transaction that only reads."""
+        with self._begin(is_write=False) as connection:
+            yield connection
+
+    @contextmanager
+    def write(self) -> Iterator[Connection]:
+        """A transaction that may write; committed when the block ends without an error."""
+        with self._begin(is_write=True) as connection:
+            yield connection
+
+    @contextmanager
+    def _begin(self, *, is_write: bool) -> Iterator[Connection]:
+        try:
+            with self.engine.connect() as connection:
+                connection.execution_options(is_write=is_write)
+                with connection.begin():
+                    yield connection
+        except (DataError, IntegrityError):
+            # About what was to be written, not about the database: for the caller to explain.
+            raise
+        except (DBAPIError, PoolTimeout) as error:
+            raise _unavailable(error) from error
+
+
+def _unavailable(error: DBAPIError | PoolTimeout) -> StoreUnavailable:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    if getattr(cause, "sqlstate", None) in _TIES:
+        return TransactionTied(f"the database undid a transaction again and again ({cause})")
+    return StoreUnavailable(
+        f"the database did not do its part ({cause}); is it running, its disk full, or another "
+        "process holding it?"
+    )
+
+
+def repeated(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
+    """Run a method of one transaction again when the database undid it because of another."""
+
+    @functools.wraps(method)
+    def run(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
+        for _ in range(_MAX_TRIES - 1):
+            try:
+                return method(*args, **kwargs)
+            except TransactionTied:
+                continue
+        return method(*args, **kwargs)
+
+    return run

@@ -21,7 +21,14 @@ from functools import partial
 
 from service.backends.base import Backend
 from service.domain import Attempt, EndReason, Job, Observation, ObservedState
-from service.errors import BackendUnreachable, ServiceError, StaleVersion, SubmissionRefused
+from service.errors import (
+    BackendUnreachable,
+    ServiceError,
+    StaleVersion,
+    StoreUnavailable,
+    SubmissionRefused,
+)
+from service.housekeeping import Housekeeper
 from service.lifecycle import (
     Action,
     Decision,
@@ -49,6 +56,8 @@ _ENDED = frozenset(
 )
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _LOG_TAIL_CHARS = 2000
+# At each look, so that replicas that start together share the jobs.
+_MAX_NEW_LEASES = 64
 
 
 class Reconciler:
@@ -68,6 +77,7 @@ class Reconciler:
         self._telemetry = telemetry
         self._clock = clock
         self._outboxes = OutboxCollector(store, settings, telemetry, clock)
+        self._housekeeper = Housekeeper(store, settings, clock)
         self._is_reachable = True
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
@@ -102,6 +112,13 @@ class Reconciler:
             self._thread.join()
         self._dispatcher.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
+        self._release_leases()
+
+    def _release_leases(self) -> None:
+        try:
+            self._store.release_leases(self._settings.replica_id)
+        except StoreUnavailable as error:
+            logger.warning("other replicas take over the jobs late: %s", error)
 
     def _loop(self) -> None:
         while not self._closing.is_set():
@@ -114,13 +131,26 @@ class Reconciler:
     def _dispatch(self) -> None:
         jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
+        leased = self._lease()
         for job in jobs:
-            if self._take(job.id):
+            if job.id in leased and self._take(job.id):
                 future = self._pool.submit(self.reconcile, job.id)
                 future.add_done_callback(partial(self._release, job.id))
         for job_id, index in self._outboxes.take_due():
             late = self._pool.submit(self._outboxes.collect, job_id, index)
             late.add_done_callback(partial(self._note_error, job_id))
+        if self._housekeeper.take_due():
+            self._pool.submit(self._housekeeper.run)
+
+    def _lease(self) -> frozenset[str]:
+        """The live jobs that are this replica's to look at; see `service.store.leases`."""
+        held = self._store.claim_live_jobs(
+            self._settings.replica_id,
+            lease_s=self._settings.lease_s,
+            now=self._clock(),
+            limit=_MAX_NEW_LEASES,
+        )
+        return frozenset(held)
 
     def _take(self, job_id: str) -> bool:
         with self._busy_lock:

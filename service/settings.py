@@ -6,14 +6,17 @@ Every field is set by an environment variable with the prefix `SHARDLOOM_`, as i
 
 from __future__ import annotations
 
+import os
+import secrets
+import socket
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, PositiveFloat, SecretStr
+from pydantic import AfterValidator, AliasChoices, Field, IPvAnyNetwork, PositiveFloat, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from service.addresses import local_url
+from service.addresses import is_loopback, local_url
 
 
 def _absolute(path: Path) -> Path:
@@ -32,7 +35,19 @@ def _default_runs_dir(values: dict[str, Any]) -> Path:
 
 
 def _default_service_url(values: dict[str, Any]) -> str:
-    return local_url(values["host"], values["port"])
+    scheme = "https" if values.get("ssl_certfile") else "http"
+    return local_url(values["host"], values["port"], scheme)
+
+
+def _default_auth(values: dict[str, Any]) -> str:
+    return "local" if is_loopback(values["host"]) else "required"
+
+
+def _default_replica_id(values: dict[str, Any]) -> str:
+    # A SQLite file has one service, which goes on with its jobs at once when it starts again.
+    if values["database_url"].startswith("sqlite"):
+        return "embedded"
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 class Settings(BaseSettings):
@@ -47,6 +62,10 @@ class Settings(BaseSettings):
     )
     host: str = Field(default="127.0.0.1", description="Address to listen on.")
     port: int = Field(default=8700, ge=1, le=65535, description="Port to listen on.")
+    ssl_certfile: AbsolutePath | None = Field(
+        default=None, description="Certificate (PEM, with its chain) to serve HTTPS with."
+    )
+    ssl_keyfile: AbsolutePath | None = Field(default=None, description="Its private key (PEM).")
     database_url: str = Field(
         default_factory=_default_database_url,
         description="SQLAlchemy URL of the store; SQLite under `home` by default.",
@@ -72,6 +91,24 @@ class Settings(BaseSettings):
         default=sys.executable, description="Python that runs the driver on the cluster."
     )
     dashboard: bool = Field(default=True, description="Whether to serve the dashboard pages.")
+    replica_id: str = Field(
+        default_factory=_default_replica_id,
+        min_length=1,
+        max_length=255,
+        description="Name of this replica among those on one PostgreSQL: no two have the same.",
+    )
+    lease_s: PositiveFloat = Field(
+        default=15.0,
+        description="How long after a replica has died others take over the jobs it looked at.",
+    )
+    metric_retention_days: float = Field(
+        default=0.0, ge=0, description="Age at which metric points are deleted; 0 keeps them."
+    )
+    metric_max_points_per_series: int = Field(
+        default=200_000,
+        ge=100,
+        description="Points of one metric of a job; older ones are thinned beyond that.",
+    )
     reconcile_interval_s: PositiveFloat = Field(
         default=1.0, description="Seconds between two looks at every live job."
     )
@@ -89,6 +126,98 @@ class Settings(BaseSettings):
     )
     stream_heartbeat_s: PositiveFloat = Field(
         default=15.0, description="Longest silence of a followed stream before a comment is sent."
+    )
+    # ---- who may call
+    auth: Literal["local", "required"] = Field(
+        default_factory=_default_auth,
+        description="`local` asks nobody for credentials and is for loopback addresses only; "
+        "`required` wants an API key, a token or a session. `local` on loopback by default.",
+    )
+    secret_key: SecretStr | None = Field(
+        default=None,
+        description="Secret of at least 32 characters for tokens and stored secrets; several, "
+        "separated by commas, are a rotation. The file `secret-key` under `home` by default.",
+    )
+    session_ttl_s: PositiveFloat = Field(
+        default=12 * 3600.0, description="Seconds after which a browser must sign in again."
+    )
+    oidc_issuer: str | None = Field(
+        default=None, description="`iss` of the bearer tokens of an identity provider to accept."
+    )
+    oidc_audience: str | None = Field(default=None, description="`aud` that such tokens have.")
+    oidc_jwks_url: str | None = Field(
+        default=None, description="Where the provider publishes its keys."
+    )
+    oidc_jwks_ttl_s: PositiveFloat = Field(
+        default=3600.0, description="Seconds for which the provider's keys are kept."
+    )
+    oidc_roles_claim: str = Field(
+        default="groups", description="Claim whose values give roles; dots lead into objects."
+    )
+    oidc_roles: dict[str, dict[str, Literal["viewer", "submitter", "admin"]]] = Field(
+        default={},
+        description='Value of the claim -> project -> role, as in {"ml": {"*": "submitter"}}.',
+    )
+    # ---- HTTP
+    allowed_hosts: list[str] = Field(
+        default=[],
+        description="Names in the Host header that are answered, beside the loopback ones in "
+        "local mode; with `auth=required` any, if none is given.",
+    )
+    allowed_origins: list[str] = Field(
+        default=[], description="Sites whose pages may call the API, as in https://tools.example."
+    )
+    max_body_bytes: int = Field(
+        default=16 * 2**20, ge=1024, description="Largest body of a request."
+    )
+    rate_limit_per_s: PositiveFloat = Field(
+        default=50.0, description="Requests per second of one principal; local ones have no limit."
+    )
+    rate_limit_burst: int = Field(
+        default=200, ge=1, description="Requests that a principal may send at once."
+    )
+    attempt_rate_limit_per_s: PositiveFloat = Field(
+        default=100.0, description="The same for the driver of one attempt."
+    )
+    attempt_rate_limit_burst: int = Field(default=1000, ge=1, description="The same, at once.")
+    driver_ca_file: AbsolutePath | None = Field(
+        default=None,
+        description="CA certificates (PEM), on the cluster's hosts, by which drivers check ours.",
+    )
+    storage_roots: list[AbsolutePath] | None = Field(
+        default=None,
+        description="Folders below which data and checkpoints may lie; `runs_dir` always may. "
+        "By default anywhere in local mode, and nowhere else with `auth=required`.",
+    )
+    # ---- logs, webhooks, observability
+    log_format: Literal["text", "json"] = Field(
+        default="text", description="How the service logs: for people, or a JSON object a line."
+    )
+    log_max_bytes: int = Field(
+        default=256 * 2**20,
+        ge=2**20,
+        description="Most that one process of a job may keep of its log on run storage; its "
+        "beginning and its end stay.",
+    )
+    otlp_endpoint: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices(
+            "otlp_endpoint", "SHARDLOOM_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
+        ),
+        description="OTLP/HTTP collector that takes traces, as in http://127.0.0.1:4318.",
+    )
+    webhook_allowed_networks: list[IPvAnyNetwork] = Field(
+        default=[],
+        description='Networks that webhooks may reach beside public ones, as in ["10.0.0.0/8"].',
+    )
+    webhook_timeout_s: PositiveFloat = Field(
+        default=10.0, description="Longest that one try of a webhook takes, all in all."
+    )
+    webhook_poll_s: PositiveFloat = Field(
+        default=1.0, description="Seconds between two looks for webhooks to send."
+    )
+    webhook_keep_days: PositiveFloat = Field(
+        default=14.0, description="Days after which deliveries of webhooks are forgotten."
     )
     shutdown_timeout_s: int = Field(
         default=5, ge=1, description="Longest wait for open requests at shutdown."

@@ -6,7 +6,9 @@ from sqlalchemy import ColumnElement, Connection, Table, delete, select
 
 from service.domain import JobStatus
 from service.errors import JobNotEnded, JobNotFound
-from service.store.tables import jobs, metadata
+from service.store.keys import job_secrets
+from service.store.schema import metadata
+from service.store.tables import jobs
 
 
 def delete_job(connection: Connection, job_id: str) -> None:
@@ -25,9 +27,14 @@ def delete_job(connection: Connection, job_id: str) -> None:
 
 
 def _rows_of(table: Table, job_id: str) -> ColumnElement[bool] | None:
-    """Which rows of a table belong to a job, by its foreign keys; None if it has no such."""
+    """Which rows of a table belong to a job, by its foreign keys; None if it has no such.
+
+    What has none outlives the job, as the audit log does; secrets do not.
+    """
     if table is jobs:
         return jobs.c.id == job_id
+    if table is job_secrets:
+        return job_secrets.c.job_id == job_id
     for key in sorted(table.foreign_keys, key=lambda key: key.column.table is not jobs):
         owners = _rows_of(key.column.table, job_id)
         if owners is not None and key.column.table is jobs:

@@ -25,7 +25,7 @@ from service.errors import (
 )
 from service.store.engine import migrate, migration_config, open_engine
 from service.store.sql import SqlJobStore
-from service.store.tables import metadata
+from service.store.schema import metadata
 from tests.unit.service.builders import (
     NOW,
     attempt_ended,

@@ -1,0 +1,45 @@
+"""Work on the store that no job waits for, at most once a minute."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from service.errors import StoreUnavailable
+from service.settings import Settings
+from service.store.base import JobStore
+from service.store.retention import Retention
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL_S = 60.0
+
+
+class Housekeeper:
+    """Deletes metric points that the settings do not keep; `clock` gives Unix seconds."""
+
+    def __init__(self, store: JobStore, settings: Settings, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._clock = clock
+        self._retention = Retention(
+            settings.metric_retention_days, settings.metric_max_points_per_series
+        )
+        self._next_at = clock() + _INTERVAL_S
+
+    def take_due(self) -> bool:
+        """Whether a minute has passed; if so, the next one begins."""
+        now = self._clock()
+        is_due = now >= self._next_at
+        if is_due:
+            self._next_at = now + _INTERVAL_S
+        return is_due
+
+    def run(self) -> None:
+        """Tidy up once; what cannot be done now is left for the next time."""
+        try:
+            num_deleted = self._store.prune_metrics(self._retention, self._clock())
+        except StoreUnavailable as error:
+            logger.warning("cannot delete old metric points, trying again: %s", error)
+            return
+        if num_deleted:
+            logger.info("deleted %d metric points that the retention does not keep", num_deleted)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from pydantic import BaseModel, PositiveInt, ValidationError
@@ -12,7 +13,7 @@ from pydantic import BaseModel, PositiveInt, ValidationError
 from service.domain import Job, JobStatus
 from service.errors import JobEnded, JobNotFound, StaleVersion
 from service.ids import new_job_id
-from service.lifecycle import request_cancel
+from service.requests import request_cancel
 from service.store.base import JobStore
 from trainer.data.errors import ManifestError
 from trainer.data.resolve import size_tables
@@ -91,11 +92,18 @@ def with_table_sizes(spec: JobSpec) -> JobSpec:
         return spec
 
 
-def submit_job(store: JobStore, spec: JobSpec, *, idempotency_key: str | None) -> Job:
+def submit_job(
+    store: JobStore,
+    spec: JobSpec,
+    *,
+    idempotency_key: str | None,
+    prepare: Callable[[str], None] = lambda job_id: None,
+) -> Job:
     """Store a new job, or return the one that the key made.
 
-    Raises `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is
-    answered as the first one was, whatever happened to the data since.
+    `prepare` is called with the id of a new job before it is stored. Raises
+    `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is answered
+    as the first one was, whatever happened to the data since.
     """
     request_hash = _hash_of(spec)
     if idempotency_key is not None:
@@ -107,6 +115,7 @@ def submit_job(store: JobStore, spec: JobSpec, *, idempotency_key: str | None) -
     job = Job(
         id=new_job_id(now), name=spec.name, spec=spec, status=JobStatus.QUEUED, created_at=now
     )
+    prepare(job.id)
     return store.create_job(job, idempotency_key=idempotency_key, request_hash=request_hash)
 
 
@@ -135,19 +144,26 @@ def cancel_job(store: JobStore, job_id: str) -> Job:
     raise AssertionError("the last try returns or raises")
 
 
-def find_job(store: JobStore, reference: str) -> Job:
+def find_job(
+    store: JobStore, reference: str, projects: Collection[str] | None = None
+) -> Job:
     """The job with this id, else the newest with this name, else the one whose id starts so.
 
-    Raises `JobNotFound`, also where a prefix fits several jobs.
+    `projects` are those whose jobs may be seen, None for all. Raises `JobNotFound`, also where a
+    prefix fits several jobs.
     """
     try:
-        return store.get_job(reference)
+        found = store.get_job(reference)
     except JobNotFound:
-        named, _ = store.list_jobs(name=reference, limit=1)
+        named, _ = store.list_jobs(name=reference, limit=1, projects=projects)
+    else:
+        if projects is not None and found.project not in projects:
+            raise JobNotFound(reference)
+        return found
     if named:
         return named[0]
     # Ids sort by text and pages go down from a cursor: "~" comes after every character of an id.
-    near, _ = store.list_jobs(after=f"{reference}~", limit=2)
+    near, _ = store.list_jobs(after=f"{reference}~", limit=2, projects=projects)
     matches = [job for job in near if reference and job.id.startswith(reference)]
     if len(matches) != 1:
         raise JobNotFound(reference)

@@ -8,24 +8,41 @@ from __future__ import annotations
 import logging
 import socket
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 
 import uvicorn
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from pydantic import ValidationError
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
 
-from service.api import jobs, records, resizing, system, traces
+from service.api import (
+    audit,
+    jobs,
+    keys,
+    logs,
+    records,
+    resizing,
+    secrets,
+    system,
+    traces,
+)
+from service.api.auth import authorize
 from service.api.context import Context
+from service.api.gate import Gate
+from service.api.middleware import BodyLimit, KnownHosts, RequestIds, SafeHeaders
 from service.api.problems import add_error_handlers
 from service.backends.base import Backend
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
 from service.errors import PortInUse, ServiceError
 from service.reconciler import Reconciler
+from service.security.bundle import Security
+from service.security.hosts import check_address
 from service.settings import Settings
-from service.store.base import JobStore
 from service.store.sql import SqlJobStore
 from service.telemetry import Telemetry
 
@@ -33,9 +50,12 @@ from service.telemetry import Telemetry
 logger = logging.getLogger("service.main")
 
 _BACKLOG = 2048
+_GZIP_FROM_BYTES = 1024
+# What a higher level saves in bytes it costs in time.
+_GZIP_LEVEL = 4
 
 
-def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI:
+def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> FastAPI:
     """Wire the REST API, the reconciler and the dashboard over `store` and `backend`.
 
     Starting the app starts the reconciler; stopping it closes reconciler, store and backend.
@@ -47,30 +67,53 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         summary="Elastic 2D-sparse training for recommendation models.",
         version="0.1.0",
         lifespan=partial(_lifespan, reconciler=reconciler),
+        dependencies=[Depends(authorize)],
     )
+    security = Security.open(settings, store, store.engine)
     app.state.context = Context(
-        settings, store, backend, telemetry, reconciler.wake, lambda: reconciler.has_died
+        settings, store, backend, telemetry, reconciler.wake, lambda: reconciler.has_died, security
     )
     add_error_handlers(app)
-    for module in (jobs, resizing, records, traces, system):
+    for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, system):
         app.include_router(module.router)
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.
         from service.dashboard.pages import mount
 
         mount(app, store, settings, reconciler.wake)
+    _add_middleware(app, settings, security)
     return app
+
+
+def _add_middleware(app: FastAPI, settings: Settings, security: Security) -> None:
+    """What is around every request; the first one added is the innermost."""
+    app.add_middleware(Gate, settings=settings, security=security)
+    app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
+    app.add_middleware(GZipMiddleware, minimum_size=_GZIP_FROM_BYTES, compresslevel=_GZIP_LEVEL)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-ID", "ETag", "Location", "Retry-After"],
+        )
+    app.add_middleware(KnownHosts, settings=settings)
+    app.add_middleware(SafeHeaders)
+    app.add_middleware(RequestIds)
 
 
 @asynccontextmanager
 async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[None]:
     context: Context = app.state.context
+    context.security.forget_orphans()
     reconciler.start()
     try:
         yield
     finally:
         context.closing.set()
         reconciler.close()
+        context.security.close()
         context.backend.close()
         context.store.close()
 
@@ -106,9 +149,14 @@ class _Server(uvicorn.Server):
 
 def serve(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM; raises `PortInUse` before anything else is touched."""
+    check_address(settings, has_credentials=True)
     with bind(settings.host, settings.port) as listener:
+        app = build_app(settings)
+        check_address(settings, has_credentials=_has_credentials(app))
         config = uvicorn.Config(
-            build_app(settings),
+            app,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=settings.shutdown_timeout_s,
@@ -120,6 +168,14 @@ def serve(settings: Settings) -> None:
             server.run(sockets=[listener])
         if not server.started:
             raise ServiceError("the app did not start; the log above says why")
+
+
+def _has_credentials(app: FastAPI) -> bool:
+    """Whether anybody could sign in."""
+    context: Context = app.state.context
+    return context.security.authenticator.knows_provider or context.security.keys.has_usable_key(
+        time.time()
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -9,9 +9,11 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Request
 
+from service.api.auth import PrincipalDep, check_job, current_rule
 from service.backends.base import Backend
 from service.domain import Job
 from service.jobs import find_job
+from service.security.bundle import Security
 from service.settings import Settings
 from service.store.base import JobStore
 from service.telemetry import Telemetry
@@ -31,6 +33,7 @@ class Context:
     telemetry: Telemetry
     wake: Callable[[], None]
     has_died: Callable[[], bool]
+    security: Security
     closing: threading.Event = field(default_factory=threading.Event)
 
 
@@ -45,10 +48,17 @@ ContextDep = Annotated[Context, Depends(get_context)]
 
 def get_job(
     context: ContextDep,
+    request: Request,
+    principal: PrincipalDep,
     job: Annotated[str, Path(description="Id, unique prefix of one, or name (the newest job).")],
 ) -> Job:
-    """The job that the path names; raises `JobNotFound`."""
-    return find_job(context.store, job)
+    """The job that the path names; raises `JobNotFound`, also for jobs of others' projects.
+
+    Raises `Forbidden` where it may be seen but not what the route does be done with it.
+    """
+    found = find_job(context.store, job, principal.projects)
+    check_job(principal, found, current_rule(request).role)
+    return found
 
 
 JobDep = Annotated[Job, Depends(get_job)]

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response, status
 
+from service.api.auth import PrincipalDep, check_paths, check_project
 from service.api.context import ContextDep, JobDep
 from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page, SubmitJob
 from service.api.views import attempt_view, detail_of, summary_of
@@ -14,6 +15,7 @@ from service.domain import JobStatus
 from service.errors import BackendUnreachable
 from service.jobs import cancel_job, check_data, submit_job, with_table_sizes
 from service.planning import plan_of
+from service.security.principal import Role
 from trainer.spec import validate_spec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -40,17 +42,25 @@ KeyHeader = Annotated[
 def submit(
     body: SubmitJob,
     context: ContextDep,
+    principal: PrincipalDep,
     response: Response,
     idempotency_key: KeyHeader = None,
     dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
 ) -> JobDetail | JobPlan:
     """Check the spec and create a job; `Location` names it."""
     spec = validate_spec(body.spec)
+    check_project(principal, spec.project, Role.SUBMITTER)
+    check_paths(spec, principal, context.settings, context.store)
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK
         return plan_of(with_table_sizes(spec), _hosts(context.backend))
-    job = submit_job(context.store, spec, idempotency_key=idempotency_key)
+    job = submit_job(
+        context.store,
+        spec,
+        idempotency_key=idempotency_key,
+        prepare=lambda job_id: context.security.seal_secrets(job_id, body.secrets),
+    )
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return detail_of(job, context.settings)
@@ -67,6 +77,7 @@ def _hosts(backend: Backend) -> tuple[HostFacts, ...]:
 @router.get("", summary="List jobs, newest first")
 def list_jobs(
     context: ContextDep,
+    principal: PrincipalDep,
     after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     statuses: Annotated[list[JobStatus] | None, Query(alias="status")] = None,
@@ -74,7 +85,7 @@ def list_jobs(
 ) -> Page[JobSummary]:
     """One page of jobs; several `status` parameters are alternatives."""
     jobs, following = context.store.list_jobs(
-        after=after, limit=limit, statuses=statuses or (), name=name
+        after=after, limit=limit, statuses=statuses or (), name=name, projects=principal.projects
     )
     return Page(items=[summary_of(job) for job in jobs], next=following)
 
@@ -82,7 +93,8 @@ def list_jobs(
 @router.get("/{job}", summary="Read a job")
 def get(job: JobDep, context: ContextDep) -> JobDetail:
     """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
-    return detail_of(job, context.settings)
+    names = context.security.keys.secret_names(job.id)
+    return detail_of(job, context.settings).model_copy(update={"secret_names": names})
 
 
 @router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)

@@ -13,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from service.api.schemas import FieldFault, Problem
 from service.errors import InvalidRequest, ServiceError, problem_of, problem_of_spec
+from service.request_ids import current_request_id
 from trainer.spec import SpecError
 
 logger = logging.getLogger(__name__)
@@ -35,14 +36,21 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _answer(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
     body = {**problem, "instance": request.url.path}
+    if request_id := current_request_id.get():
+        body["request_id"] = request_id
     return ProblemResponse(body, status_code=int(problem["status"]), **options)
 
 
 def _on_service_error(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, ServiceError)
+    return answer_error(request, error)
+
+
+def answer_error(request: Request, error: ServiceError) -> ProblemResponse:
+    """The answer to a request that failed so."""
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.warning("%s %s: %s", request.method, request.url.path, error)
-    return _answer(request, problem_of(error))
+    return _answer(request, problem_of(error), headers=error.headers)
 
 
 def _on_spec_error(request: Request, error: Exception) -> ProblemResponse:

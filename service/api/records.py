@@ -1,4 +1,4 @@
-"""What jobs leave behind: timeline, metrics, logs, checkpoints; and the door drivers post to."""
+"""What jobs leave behind: timeline, metrics, checkpoints; and the door drivers post to."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import StreamingResponse
 
+from service.api.auth import PrincipalDep
 from service.api.context import ContextDep, JobDep, StreamDep
-from service.api.followers import LogFollower, TimelineFollower
+from service.api.followers import TimelineFollower
 from service.api.schemas import (
     CheckpointOut,
     FieldFault,
-    LogLine,
-    LogsOut,
     MetricPointOut,
     MetricSeries,
     MetricsOut,
@@ -23,7 +22,6 @@ from service.api.schemas import (
 )
 from service.api.sse import stream
 from service.errors import InvalidRequest
-from service.logs import LogPosition
 from trainer.events import EventAck, EventBatch
 
 router = APIRouter(prefix="/v1", tags=["records"])
@@ -99,46 +97,6 @@ def get_metrics(
     return MetricsOut(names=known, series=series)
 
 
-@router.get(
-    "/jobs/{job}/logs",
-    summary="Log lines of a job: a piece, or a stream with `follow`",
-    response_model=LogsOut,
-    responses=_EVENT_STREAM,
-)
-def get_logs(
-    job: JobDep,
-    context: ContextDep,
-    is_stream: StreamDep,
-    attempt: Annotated[
-        str | None, Query(description="Attempt id; the newest if left away.")
-    ] = None,
-    source: Annotated[str | None, Query(examples=["driver", "rank-0"])] = None,
-    after: Annotated[str | None, Query(description="`cursor` of an earlier answer.")] = None,
-    tail: Annotated[int | None, Query(ge=0, le=100_000, description="Last lines each.")] = None,
-    follow: bool = False,
-    last_event_id: LastEventId = None,
-) -> LogsOut | StreamingResponse:
-    """Lines of `source` or of all. They come from run storage and outlive the cluster.
-
-    Without `attempt` a stream goes on into the attempts that replace a lost one.
-    """
-    follower = LogFollower(context.store, context.settings, job, attempt, source)
-    cursor = last_event_id or after
-    if cursor:
-        follower.start_at(LogPosition.decode(cursor))
-    elif tail is not None:
-        follower.start_at_tail(tail)
-    if follow or is_stream:
-        return stream(follower.look, context)
-    pieces, sources = follower.read(), follower.sources()
-    return LogsOut(
-        attempt_id=follower.position.attempt_id,
-        sources=sources,
-        lines=[LogLine(source=piece.source, text=piece.text) for piece in pieces],
-        cursor=follower.position.encode(),
-    )
-
-
 @router.get("/jobs/{job}/checkpoints", summary="Committed checkpoints of a job")
 def list_checkpoints(job: JobDep, context: ContextDep) -> Page[CheckpointOut]:
     """Checkpoints that still exist, in step order, all on one page."""
@@ -147,11 +105,15 @@ def list_checkpoints(job: JobDep, context: ContextDep) -> Page[CheckpointOut]:
 
 
 @router.post("/attempts/{attempt_id}/events", summary="Take records of a driver", tags=["drivers"])
-def append_events(attempt_id: str, batch: EventBatch, context: ContextDep) -> EventAck:
+def append_events(
+    attempt_id: str, batch: EventBatch, principal: PrincipalDep, context: ContextDep
+) -> EventAck:
     """Take what is new in a batch; sending it again is harmless.
 
     409 `sequence_gap` means that records before it are missing; `next_seq` is the one wanted.
     """
+    if principal.kind == "attempt":
+        context.security.attempts.check_may_report(attempt_id)
     ack = context.store.append_events(attempt_id, batch, time.time())
     context.telemetry.received_events(len(batch.events))
     return ack

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Generic, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from service.domain import EndReason, JobStatus
+from service.secret_types import Secrets
 from trainer.spec import JobSpec
 
 Item = TypeVar("Item")
@@ -177,6 +178,7 @@ class JobDetail(JobSummary):
     run_dir: str
     current_attempt_id: str | None
     membership: MembershipOut | None = None
+    secret_names: list[str] = Field(default=[], description="Names of the job's secrets.")
 
 
 class LayoutOption(ApiModel):
@@ -226,6 +228,9 @@ class SubmitJob(ApiModel):
     """Body of POST /v1/jobs: the spec as a mapping. Checked by the server."""
 
     spec: dict[str, Any]
+    secrets: Secrets = Field(
+        default={}, repr=False, description="Environment variables, kept encrypted, never shown."
+    )
 
 
 class AttemptOut(ApiModel):
@@ -348,19 +353,31 @@ class WishOut(ApiModel):
 
 
 class LogLine(ApiModel):
-    """One line of a log. `source` is `driver`, `coordinator`, `rank-N` or `group-G-rank-R`."""
+    """One line of a log. `source` is `driver`, `coordinator`, `rank-N` or `group-G-rank-R`.
+
+    A line that says neither goes on where the one before it ended, as the lines of a traceback do,
+    and has the level and time of that one; null while none has said any.
+    """
 
     source: str
     text: str
+    rank: int | None = None
+    group: int | None = None
+    level: str | None = Field(default=None, examples=["warning"])
+    time: float | None = None
 
 
 class LogsOut(ApiModel):
-    """Lines of an attempt's logs. `cursor` is opaque: give it as `after` for what came later."""
+    """Lines of an attempt's logs. `cursor` is opaque: give it as `after` for what came later.
+
+    While `more` is true there may be lines behind it already, though this answer may have none.
+    """
 
     attempt_id: str | None
     sources: list[str]
     lines: list[LogLine]
     cursor: str
+    more: bool = False
 
 
 class ClusterOut(ApiModel):

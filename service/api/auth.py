@@ -1,0 +1,101 @@
+"""Rights in the handlers' hands: who asks, and whether a project or a job is theirs.
+
+`authorize` runs before every handler and judges by `service.security.policy`; `get_job` of
+`service.api.context` judges again once the job, and with it the project, is known.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Request
+from starlette.requests import HTTPConnection
+
+from service.domain import Job
+from service.errors import Forbidden, JobNotFound, NotSignedIn
+from service.security.paths import job_of_path, outside_roots, paths_of, roots_of
+from service.security.policy import Rule, Scope, Verdict, judge, rule_of
+from service.security.principal import Principal, Role
+from service.settings import Settings
+from service.store.base import JobStore
+from trainer.spec import FieldProblem, JobSpec, SpecError
+
+
+def known_principal(connection: HTTPConnection) -> Principal | None:
+    """Whoever asks; None on public routes, where nobody was asked."""
+    principal: Principal | None = connection.scope.get("state", {}).get("principal")
+    return principal
+
+
+async def get_principal(request: Request) -> Principal:
+    """Whoever asks; raises `NotSignedIn`."""
+    principal = known_principal(request)
+    if principal is None:
+        raise NotSignedIn
+    return principal
+
+
+PrincipalDep = Annotated[Principal, Depends(get_principal)]
+
+
+def current_rule(request: Request) -> Rule:
+    """What the route of a request asks for."""
+    return rule_of(request.method, request.scope["route"].path)
+
+
+async def authorize(request: Request) -> None:
+    """Judge a request by its route; raises `NotSignedIn` or `Forbidden`."""
+    rule, principal = current_rule(request), known_principal(request)
+    match judge(rule, principal, request.path_params):
+        case Verdict.NOT_SIGNED_IN:
+            raise NotSignedIn
+        case Verdict.FORBIDDEN:
+            assert principal is not None
+            raise Forbidden(_why(rule, principal))
+
+
+def _why(rule: Rule, principal: Principal) -> str:
+    if rule.scope is Scope.ATTEMPT:
+        return "only the driver of this attempt may do this, with the attempt's own token"
+    where = "all projects" if rule.scope is Scope.EVERYTHING else "the project"
+    return f"this wants the role {rule.role.label} in {where}; {_held(principal)}"
+
+
+def _held(principal: Principal) -> str:
+    roles = ", ".join(f"{role.label} in {name}" for name, role in sorted(principal.roles.items()))
+    return f"{principal.name} has {roles or 'no role'}"
+
+
+def check_project(principal: Principal, project: str, role: Role) -> None:
+    """Raise `Forbidden` unless a role is held in a project."""
+    if not principal.may(role, project):
+        raise Forbidden(f"this wants the role {role.label} in '{project}'; {_held(principal)}")
+
+
+def check_job(principal: Principal, job: Job, role: Role) -> None:
+    """Raise `Forbidden` for lack of a role, `JobNotFound` where the job may not even be seen."""
+    if principal.role_in(job.project) is None:
+        raise JobNotFound(job.id)
+    check_project(principal, job.project, role)
+
+
+def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: JobStore) -> None:
+    """Raise `SpecError` for paths outside of the storage roots, or in runs of foreign projects."""
+    problems = outside_roots(spec, roots_of(settings))
+    for field, path in paths_of(spec).items():
+        job_id = job_of_path(Path(path), settings.runs_dir)
+        if job_id is not None and not _may_read_run(job_id, principal, store):
+            message = f"{path[:200]} is in the run folder of a job that is not in your projects"
+            problems.append(FieldProblem(field, "foreign_run", message))
+    if problems:
+        raise SpecError(problems)
+
+
+def _may_read_run(job_id: str, principal: Principal, store: JobStore) -> bool:
+    if principal.projects is None:
+        return True
+    try:
+        return principal.role_in(store.get_job(job_id).project) is not None
+    except JobNotFound:
+        return False

@@ -1,0 +1,298 @@
+"""The gate before every route: who asks, how fast, from whose page; and the audit log behind it.
+
+Whatever is not public needs a principal. Roles are judged behind the gate (`service.api.auth`),
+where the route is known. Streams and websockets are asked again while they last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+from urllib.parse import quote
+
+from fastapi.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.api.middleware import refuse
+from service.errors import (
+    CsrfRefused,
+    ForeignOrigin,
+    NotSignedIn,
+    ServiceError,
+    TooManyRequests,
+)
+from service.request_ids import current_request_id
+from service.security.authenticator import Credentials
+from service.security.bundle import Security
+from service.security.hosts import SAFE_METHODS, is_foreign
+from service.security.keys import AuditRecord
+from service.security.policy import RULES
+from service.security.policy import Scope as RuleScope
+from service.security.principal import LOCAL, Principal
+from service.security.rates import Buckets, Rate
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+SESSION_COOKIE = "shardloom-session"
+CSRF_COOKIE = "shardloom-csrf"
+CSRF_HEADER = "x-csrf-token"
+LOGIN_PATH = "/login"
+# How long a stream may outlive its key.
+_ASK_AGAIN_S = 30.0
+_FAILED_SIGN_INS = Rate(per_s=0.5, burst=20)
+_MAX_OBJECT_CHARS = 512
+_CLOSED_FOR_POLICY = 1008
+
+
+class Gate:
+    """Lets in who may come in; `clock` gives seconds for rates and streams."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        security: Security,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._security = security
+        self._clock = clock
+        self._buckets = Buckets()
+        self._rates = {
+            "attempt": Rate(settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst),
+        }
+        self._rate = Rate(settings.rate_limit_per_s, settings.rate_limit_burst)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    # ---- requests
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = _Answer(send)
+        connection = HTTPConnection(scope)
+        try:
+            try:
+                await self._admit(scope, connection)
+            except ServiceError as error:
+                await self._refuse(error, scope, receive, answer)
+                return
+            await self._serve_admitted(scope, connection, receive, answer)
+        finally:
+            self._note(scope, connection, answer)
+
+    async def _serve_admitted(
+        self, scope: Scope, connection: HTTPConnection, receive: Receive, answer: _Answer
+    ) -> None:
+        watch = _Watch(self, connection, self._clock)
+
+        async def send_while_admitted(message: Message) -> None:
+            if message.get("more_body") and not await watch.is_still_admitted():
+                await answer({"type": "http.response.body", "body": b"", "more_body": False})
+                raise OSError("the credentials of a stream have ended")
+            await answer(message)
+
+        try:
+            await self._app(scope, receive, send_while_admitted)
+        except (ClientDisconnect, OSError):
+            if watch.is_admitted:
+                raise
+
+    async def _admit(self, scope: Scope, connection: HTTPConnection) -> None:
+        """Set the principal of a request; raises `ServiceError` where it may not come in."""
+        state = scope.setdefault("state", {})
+        is_public = _is_public(scope)
+        if is_public and scope["method"] in SAFE_METHODS:
+            return
+        if is_public:
+            self._limit(f"ip:{_remote(scope)}", _FAILED_SIGN_INS)
+            principal = LOCAL if self._settings.auth == "local" else None
+        else:
+            principal = await self.principal_of(connection)
+            self._limit_principal(principal)
+        state["principal"] = principal
+        if scope["method"] not in SAFE_METHODS:
+            self._check_origin(connection, principal)
+
+    async def principal_of(self, connection: HTTPConnection) -> Principal:
+        """Whoever has opened a connection; raises `NotSignedIn`, or `TooManyRequests`."""
+        credentials = credentials_of(connection)
+        authenticator = self._security.authenticator
+        if authenticator.is_quick(credentials):
+            return authenticator.principal_of(credentials)
+        try:
+            return await run_in_threadpool(authenticator.principal_of, credentials)
+        except NotSignedIn:
+            if credentials != Credentials():
+                self._limit(f"ip:{_remote(connection.scope)}", _FAILED_SIGN_INS)
+            raise
+
+    def _limit_principal(self, principal: Principal) -> None:
+        if principal.kind != "local":
+            rate = self._rates.get(principal.kind, self._rate)
+            self._limit(f"{principal.kind}:{principal.credential_id or principal.name}", rate)
+
+    def _limit(self, caller: str, rate: Rate) -> None:
+        wait_s = self._buckets.take(caller, rate, self._clock())
+        if wait_s > 0:
+            raise TooManyRequests(math.ceil(wait_s))
+
+    def _check_origin(self, connection: HTTPConnection, principal: Principal | None) -> None:
+        """Refuse what a page of another site does with the rights that a browser brings along."""
+        if principal is not None and principal.kind not in ("local", "session"):
+            return
+        headers = connection.headers
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site")
+        if is_foreign(origin, site, headers.get("host", ""), self._settings.allowed_origins):
+            raise ForeignOrigin(origin or "another site")
+        # Forms carry the token in a field, which their handlers check; NiceGUI's own transport
+        # cannot carry one, and is bound to a page by an id that other sites do not know.
+        is_form = connection.scope["path"].startswith(("/dashboard/", "/login", "/logout"))
+        if principal is not None and principal.kind == "session" and not is_form:
+            cookie = connection.cookies.get(SESSION_COOKIE, "")
+            expected = self._security.authenticator.csrf_token(cookie)
+            if headers.get(CSRF_HEADER) != expected:
+                raise CsrfRefused
+
+    async def _refuse(
+        self, error: ServiceError, scope: Scope, receive: Receive, answer: _Answer
+    ) -> None:
+        connection = HTTPConnection(scope)
+        wants_page = "text/html" in connection.headers.get("accept", "")
+        if isinstance(error, NotSignedIn) and wants_page and scope["method"] in SAFE_METHODS:
+            location = f"{LOGIN_PATH}?next={quote(scope['path'], safe='/')}"
+            await RedirectResponse(location, HTTPStatus.SEE_OTHER)(scope, receive, answer)
+            return
+        await refuse(error, scope, receive, answer)
+
+    # ---- audit
+
+    def _note(self, scope: Scope, connection: HTTPConnection, answer: _Answer) -> None:
+        is_refused = answer.status >= HTTPStatus.BAD_REQUEST
+        if scope["method"] in SAFE_METHODS:
+            return
+        path, route = scope["path"], getattr(scope.get("route"), "path", None)
+        # What drivers report is in the timeline already, and the pages' transport says nothing.
+        is_report = path.startswith("/v1/attempts/") or path.startswith("/dashboard/_nicegui")
+        if is_report and not is_refused:
+            return
+        principal = scope["state"].get("principal")
+        self._security.audit.append(
+            AuditRecord(
+                id=0,
+                time=time.time(),
+                actor=principal.name if principal else "anonymous",
+                actor_kind=principal.kind if principal else "none",
+                action=f"{scope['method']} {route or path}"[:128],
+                object=(answer.location or path)[:_MAX_OBJECT_CHARS],
+                remote=_remote(scope)[:64],
+                status=answer.status,
+                request_id=current_request_id.get() or "",
+            )
+        )
+
+    # ---- websockets
+
+    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = HTTPConnection(scope)
+        headers = connection.headers
+        origin, host = headers.get("origin"), headers.get("host", "")
+        try:
+            if is_foreign(origin, None, host, self._settings.allowed_origins):
+                raise ForeignOrigin(origin or "another site")
+            principal = await self.principal_of(connection)
+        except ServiceError as error:
+            logger.info("a websocket is refused: %s", error)
+            await receive()
+            await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
+            return
+        scope.setdefault("state", {})["principal"] = principal
+        watch = _Watch(self, connection, self._clock)
+
+        async def receive_while_admitted() -> Message:
+            message = await receive()
+            if await watch.is_still_admitted():
+                return message
+            await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
+            return {"type": "websocket.disconnect", "code": _CLOSED_FOR_POLICY}
+
+        await self._app(scope, receive_while_admitted, send)
+
+
+class _Answer:
+    """Passes an answer on, and remembers its status and what it created."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        # What the server makes of an app that raises.
+        self.status: int = HTTPStatus.INTERNAL_SERVER_ERROR
+        self.location: str | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.status == HTTPStatus.CREATED:
+                self.location = MutableHeaders(scope=message).get("location")
+        await self._send(message)
+
+
+class _Watch:
+    """Asks from time to time whether whoever opened a connection may still come in."""
+
+    def __init__(self, gate: Gate, connection: HTTPConnection, clock: Callable[[], float]) -> None:
+        self._gate = gate
+        self._connection = connection
+        self._clock = clock
+        self._asked_at = clock()
+        self._lock = asyncio.Lock()
+        self.is_admitted = True
+
+    async def is_still_admitted(self) -> bool:
+        """Whether the credentials still count, as of at most `_ASK_AGAIN_S` ago."""
+        if self._clock() - self._asked_at < _ASK_AGAIN_S:
+            return self.is_admitted
+        async with self._lock:
+            self._asked_at = self._clock()
+            try:
+                await self._gate.principal_of(self._connection)
+            except NotSignedIn:
+                self.is_admitted = False
+            except ServiceError:
+                # That the database is away says nothing about the credentials.
+                logger.warning("cannot ask again for the credentials of a stream")
+        return self.is_admitted
+
+
+def credentials_of(connection: HTTPConnection) -> Credentials:
+    """What a connection carries to say who has opened it."""
+    scheme, _, token = connection.headers.get("authorization", "").partition(" ")
+    if scheme:
+        return Credentials(bearer=token.strip() if scheme.lower() == "bearer" else "")
+    return Credentials(cookie=connection.cookies.get(SESSION_COOKIE))
+
+
+def _is_public(scope: Scope) -> bool:
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    rule = RULES.get((method, scope["path"]))
+    return rule is not None and rule.scope is RuleScope.PUBLIC
+
+
+def _remote(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else ""

@@ -1,0 +1,159 @@
+"""Bearer tokens of an identity provider: checked by its published keys, never by what they say.
+
+Only asymmetric signatures count, so that neither `none` nor a public key used as a shared secret
+gets anybody in. The provider's keys are cached; a token signed with an unknown one makes us look
+again, but not more often than every `_RELOAD_PAUSE_S`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
+from service.errors import IdentityProviderAway, NotSignedIn
+from service.security.principal import Principal, Role
+from service.settings import Settings
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
+LEEWAY_S = 30
+_RELOAD_PAUSE_S = 10.0
+_TIMEOUT_S = 5.0
+_MAX_TOKEN_CHARS = 8192
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An identity provider, and what its tokens are worth here.
+
+    `roles` maps a value of the claim `roles_claim` (dots lead into objects) to roles by project.
+    """
+
+    issuer: str
+    audience: str
+    jwks_url: str
+    roles_claim: str
+    roles: Mapping[str, Mapping[str, Role]]
+    jwks_ttl_s: float = 3600.0
+
+
+def provider_of(settings: Settings) -> Provider | None:
+    """The provider that the settings name; None if they name none."""
+    issuer, audience, url = settings.oidc_issuer, settings.oidc_audience, settings.oidc_jwks_url
+    if not (issuer and audience and url):
+        return None
+    roles = {
+        value: {project: Role.named(name) for project, name in granted.items()}
+        for value, granted in settings.oidc_roles.items()
+    }
+    return Provider(
+        issuer, audience, url, settings.oidc_roles_claim, roles, settings.oidc_jwks_ttl_s
+    )
+
+
+class TokenVerifier:
+    """Checks the tokens of one provider; `clock` gives Unix seconds. Safe in several threads."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        transport: httpx.BaseTransport | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._provider = provider
+        self._http = httpx.Client(transport=transport, timeout=_TIMEOUT_S)
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._keys = KeySet([])
+        self._loaded_at = -1e18
+
+    def principal_of(self, token: str) -> Principal:
+        """Whoever a token is for; raises `NotSignedIn`, or `IdentityProviderAway`."""
+        if len(token) > _MAX_TOKEN_CHARS:
+            raise NotSignedIn("the bearer token is too long")
+        try:
+            claims = self._verified(token)
+            self._check_claims(claims)
+        except (JoseError, ValueError, TypeError, KeyError) as error:
+            # The class says what was wrong; a text of the library could quote the token.
+            cause = getattr(error, "error", type(error).__name__)
+            raise NotSignedIn(f"the bearer token is refused ({cause})") from None
+        return _principal(claims, self._provider)
+
+    def _verified(self, token: str) -> dict[str, Any]:
+        """Claims of a token that one of the provider's keys has signed."""
+        keys = self._current_keys()
+        try:
+            return jwt.decode(token, keys, algorithms=ALGORITHMS).claims
+        except (JoseError, ValueError):
+            # The provider may have changed its keys.
+            fresh = self._reloaded_keys(not_since=keys)
+            if fresh is keys:
+                raise
+            return jwt.decode(token, fresh, algorithms=ALGORITHMS).claims
+
+    def _check_claims(self, claims: dict[str, Any]) -> None:
+        registry = jwt.JWTClaimsRegistry(
+            now=int(self._clock()),
+            leeway=LEEWAY_S,
+            iss={"essential": True, "value": self._provider.issuer},
+            aud={"essential": True, "value": self._provider.audience},
+            exp={"essential": True},
+            sub={"essential": True},
+        )
+        registry.validate(claims)
+
+    def _current_keys(self) -> KeySet:
+        with self._lock:
+            if self._clock() - self._loaded_at >= self._provider.jwks_ttl_s:
+                self._load()
+            return self._keys
+
+    def _reloaded_keys(self, not_since: KeySet) -> KeySet:
+        with self._lock:
+            is_due = self._clock() - self._loaded_at >= _RELOAD_PAUSE_S
+            if is_due and self._keys is not_since:
+                self._load()
+            return self._keys
+
+    def _load(self) -> None:
+        url = self._provider.jwks_url
+        try:
+            response = self._http.get(url)
+            response.raise_for_status()
+            self._keys = KeySet.import_key_set(_public_only(response.json()))
+        except (httpx.HTTPError, JoseError, ValueError, KeyError, TypeError) as error:
+            # Keys that were good an hour ago are better than nobody let in.
+            if not self._keys.keys:
+                raise IdentityProviderAway(url, type(error).__name__) from error
+        self._loaded_at = self._clock()
+
+
+def _public_only(document: Any) -> Any:
+    """The published keys without shared secrets, which no provider should publish."""
+    return {"keys": [key for key in document["keys"] if key.get("kty") != "oct"]}
+
+
+def _principal(claims: Mapping[str, Any], provider: Provider) -> Principal:
+    granted: dict[str, Role] = {}
+    for value in _values(claims, provider.roles_claim):
+        for project, role in provider.roles.get(value, {}).items():
+            granted[project] = max(role, granted.get(project, role))
+    return Principal(f"oidc:{claims['sub']}"[:255], "oidc", granted)
+
+
+def _values(claims: Mapping[str, Any], path: str) -> list[str]:
+    """Values of a claim, which may be a list, or one text with spaces between."""
+    found: Any = claims
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if isinstance(found, str):
+        return found.split()
+    return [value for value in found if isinstance(value, str)] if isinstance(found, list) else []

@@ -1,0 +1,53 @@
+"""Token buckets: how fast each caller may ask. Pure but for the table of buckets."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+
+_MAX_BUCKETS = 10_000
+
+
+@dataclass(frozen=True)
+class Rate:
+    """`per_s` requests per second in the long run, `burst` at once."""
+
+    per_s: float
+    burst: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """How many requests are left at a time (seconds of any clock)."""
+
+    left: float
+    at: float
+
+
+def take(bucket: Bucket | None, rate: Rate, now: float) -> tuple[Bucket, float]:
+    """The bucket after one more request, and seconds to wait where it is refused, else 0."""
+    if bucket is None:
+        return Bucket(rate.burst - 1.0, now), 0.0
+    left = min(float(rate.burst), bucket.left + max(0.0, now - bucket.at) * rate.per_s)
+    if left >= 1.0:
+        return Bucket(left - 1.0, now), 0.0
+    return Bucket(left, now), (1.0 - left) / rate.per_s
+
+
+class Buckets:
+    """A bucket for each caller; who has not asked for longest is forgotten first."""
+
+    def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._max_buckets = max_buckets
+        self._lock = threading.Lock()
+
+    def take(self, caller: str, rate: Rate, now: float) -> float:
+        """Take one request; seconds to wait where it is refused, else 0."""
+        with self._lock:
+            bucket, wait_s = take(self._buckets.pop(caller, None), rate, now)
+            self._buckets[caller] = bucket
+            if len(self._buckets) > self._max_buckets:
+                self._buckets.popitem(last=False)
+            return wait_s

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +13,25 @@ from pydantic import Field, TypeAdapter
 
 from service.api.schemas import FieldFault
 from service.errors import InvalidRequest, LogNotFound
+from service.log_lines import (
+    Head,
+    group_of,
+    is_source,
+    last_head,
+    rank_of,
+    source_order,
+    with_heads,
+)
+from service.log_parts import context_before, read_at, split_at_lf, tail_offset
 from trainer.run_dir import AttemptDir
 
-# Anything else is refused before it becomes part of a path.
-_SOURCE_PATTERN = re.compile(
-    r"(?P<single>driver|coordinator)|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
-)
+# Most that one look reads: of one log, and of all of them together.
 MAX_READ_BYTES = 1 << 20
-_BLOCK_BYTES = 1 << 16
+_MAX_LOOK_BYTES = 1 << 23
+_MIN_READ_BYTES = 1 << 16
 # A file offset has 63 bits.
 _Offset = Annotated[int, Field(ge=0, lt=2**63)]
+NO_HEAD = Head()
 _CURSOR: TypeAdapter[tuple[str | None, dict[str, _Offset]]] = TypeAdapter(
     tuple[str | None, dict[str, _Offset]]
 )
@@ -62,89 +69,116 @@ class LogPosition:
 
 @dataclass(frozen=True)
 class LogPiece:
-    """One line, and the position behind it."""
+    """One line, the position behind it, and its level and time as far as they are known."""
 
     source: str
     text: str
     position: LogPosition
+    head: Head = NO_HEAD
+
+    @property
+    def level(self) -> str | None:
+        """How much it matters, as in `warning`."""
+        return self.head.level.name.lower() if self.head.level else None
+
+    @property
+    def time(self) -> float | None:
+        """When it was written, in Unix seconds."""
+        return self.head.time
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote it."""
+        return rank_of(self.source)
+
+    @property
+    def group(self) -> int | None:
+        """The sharding group that wrote it, where groups are failure domains."""
+        return group_of(self.source)
 
 
 def list_sources(files: AttemptDir) -> list[str]:
     """Names of the logs of an attempt: driver, coordinator, then groups and ranks by number."""
     names = [path.stem for path in files.logs_dir.glob("*.log")]
-    return sorted((name for name in names if _SOURCE_PATTERN.fullmatch(name)), key=_order)
-
-
-def _order(source: str) -> tuple[bool, bool, int, int]:
-    match = _SOURCE_PATTERN.fullmatch(source)
-    assert match, "the caller has checked the name"
-    is_rank = match["single"] is None
-    return is_rank, source == "coordinator", int(match["group"] or 0), int(match["rank"] or 0)
+    return sorted((name for name in names if is_source(name)), key=source_order)
 
 
 def check_source(source: str, known: Sequence[str]) -> None:
     """Raise `LogNotFound` if `source` cannot name a log; a rank may have none *yet*."""
-    if not _SOURCE_PATTERN.fullmatch(source):
+    if not is_source(source):
         raise LogNotFound(source, known)
 
 
 def read_new(
-    files: AttemptDir, position: LogPosition, source: str | None, *, is_final: bool
+    files: AttemptDir,
+    position: LogPosition,
+    source: str | Sequence[str] | None,
+    *,
+    is_final: bool,
 ) -> Iterator[LogPiece]:
-    """Lines behind `position`, at most MAX_READ_BYTES per source: of `source`, or of all.
+    """Lines behind `position`, at most MAX_READ_BYTES per source: of some sources, or of all.
 
-    A last line without an end counts only if `is_final`, when nobody writes any more.
+    A last line without an end counts only if `is_final`, when nobody writes any more. Where a log
+    grew too long and lines were removed, a line says so.
     """
-    for name in [source] if source else list_sources(files):
-        offset = position.offsets.get(name, 0)
-        for line in _read_lines(files.log_path(name), offset, is_final=is_final):
-            offset += len(line)
+    names = _names(files, source)
+    share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_LOOK_BYTES // max(1, len(names))))
+    for name in names:
+        for text, head, offset in _read_lines(
+            files.log_path(name), position.offsets.get(name, 0), share, is_final=is_final
+        ):
             position = position.moved(name, offset)
-            yield LogPiece(name, line.decode("utf-8", "replace").rstrip("\r\n"), position)
+            yield LogPiece(name, text, position, head)
 
 
-def _read_lines(path: Path, offset: int, *, is_final: bool) -> list[bytes]:
-    try:
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read(MAX_READ_BYTES)
-    except FileNotFoundError:
-        return []
-    lines = _split_at_lf(data)
+def _names(files: AttemptDir, source: str | Sequence[str] | None) -> Sequence[str]:
+    if source is None:
+        return list_sources(files)
+    return [source] if isinstance(source, str) else source
+
+
+def _read_lines(
+    log: Path, offset: int, max_bytes: int, *, is_final: bool
+) -> Iterator[tuple[str, Head, int]]:
+    """Lines of one log with level, time and the offset behind each."""
+    piece = read_at(log, offset, max_bytes)
+    if piece is None:
+        return
+    if piece.num_dropped:
+        yield dropped_notice(piece.num_dropped), Head(), piece.start
+    lines = split_at_lf(piece.data)
     is_open = bool(lines) and not lines[-1].endswith(b"\n")
-    is_overlong = len(lines) == 1 and len(data) == MAX_READ_BYTES
-    return lines[:-1] if is_open and not (is_final or is_overlong) else lines
+    is_overlong = len(lines) == 1 and len(piece.data) == max_bytes
+    if is_open and not (is_final or is_overlong or piece.is_cut):
+        lines = lines[:-1]
+    if not lines:
+        return
+    before = last_head([_text(line) for line in split_at_lf(context_before(log, piece.start))])
+    offset = piece.start
+    texts = [_text(line) for line in lines]
+    for line, (text, head) in zip(lines, with_heads(before, texts), strict=True):
+        offset += len(line)
+        yield text, head, offset
 
 
-def _split_at_lf(data: bytes) -> list[bytes]:
-    # Not `splitlines`: a carriage return alone redraws a line and does not end it.
-    parts = data.split(b"\n")
-    return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+def dropped_notice(num_bytes: int) -> str:
+    """The line in the place of what was removed from a log that grew too long."""
+    return (
+        f"[shardloom] {num_bytes} bytes of this log were dropped here: it grew beyond "
+        "SHARDLOOM_LOG_MAX_BYTES"
+    )
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip("\r\n")
 
 
 def tail_position(
-    files: AttemptDir, attempt_id: str, source: str | None, num_lines: int
+    files: AttemptDir, attempt_id: str, source: str | Sequence[str] | None, num_lines: int
 ) -> LogPosition:
     """The position from which `num_lines` lines of each source remain."""
     position = LogPosition(attempt_id)
-    for name in [source] if source else list_sources(files):
-        position = position.moved(name, _tail_offset(files.log_path(name), num_lines))
+    names = _names(files, source)
+    for name in names:
+        position = position.moved(name, tail_offset(files.log_path(name), num_lines))
     return position
-
-
-def _tail_offset(path: Path, num_lines: int) -> int:
-    """Byte offset of the last `num_lines` lines of a file, read block by block from its end."""
-    try:
-        with path.open("rb") as file:
-            start = file.seek(0, os.SEEK_END)
-            tail = b""
-            # One more line end than wanted, since the last line has one as well.
-            while start > 0 and tail.count(b"\n") <= num_lines:
-                size = min(start, _BLOCK_BYTES)
-                start -= size
-                file.seek(start)
-                tail = file.read(size) + tail
-    except FileNotFoundError:
-        return 0
-    lines = _split_at_lf(tail)
-    return start + sum(len(line) for line in lines[: max(0, len(lines) - num_lines)])

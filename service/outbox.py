@@ -78,7 +78,7 @@ class OutboxCollector:
             logger.warning("stream %s: %s", batch.stream, error)
             damaged = batch.model_copy(update={"events": [damaged_record(self._clock())]})
             self._store.append_events(attempt, damaged, self._clock())
-        self._telemetry.received_events(len(batch.events))
+        self._telemetry.received_events(batch.events)
 
 
 def _singles(batch: EventBatch) -> Iterator[EventBatch]:

@@ -112,6 +112,19 @@ class Settings(BaseSettings):
     reconcile_interval_s: PositiveFloat = Field(
         default=1.0, description="Seconds between two looks at every live job."
     )
+    queue_capacity: Literal["observed", "unlimited"] = Field(
+        default="observed",
+        description="Whether a job waits in the queue until its workers fit on the cluster's hosts "
+        "or, with `unlimited`, only for its project's quotas.",
+    )
+    cluster_max_workers: int | None = Field(
+        default=None,
+        ge=1,
+        description="Most workers of a cluster that grows by itself; its hosts do not count then.",
+    )
+    pause_grace_s: PositiveFloat = Field(
+        default=120.0, description="Longest wait for the workers of a pausing job to save."
+    )
     reconcile_threads: int = Field(
         default=8, ge=1, description="Jobs looked at in parallel, so that a slow one delays few."
     )

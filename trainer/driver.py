@@ -37,7 +37,7 @@ from trainer.elastic.run_lock import hold_run
 from trainer.failures import Failure
 from trainer.outbox import EventWriter, OutboxPoster
 from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
-from trainer.ray_worker import start_log
+from trainer.process_log import start_log
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec, SpecError
 from trainer.train_run import Evicted, launch

@@ -9,12 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
 
+from trainer.process_log import start_log
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec
 
@@ -102,38 +100,3 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     from trainer.worker import run_worker
 
     run_worker(worker, host=host)
-
-
-class _Tee:
-    """Writes to a log file as well as to the stream that was there."""
-
-    def __init__(self, stream: TextIO, log: TextIO) -> None:
-        self._stream, self._log = stream, log
-
-    def write(self, text: str) -> int:
-        self._log.write(text)
-        return self._stream.write(text)
-
-    def flush(self) -> None:
-        self._log.flush()
-        self._stream.flush()
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
-
-
-def start_log(path: Path) -> None:
-    """Copy everything this process prints or logs to `path`, so that logs outlive the cluster."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    log = path.open("a", buffering=1)
-    sys.stdout = _Tee(sys.stdout, log)
-    sys.stderr = _Tee(sys.stderr, log)
-    logging.basicConfig(
-        level=logging.ERROR,  # TorchRec and FBGEMM log pages at every start
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
-    logging.getLogger("trainer").setLevel(logging.INFO)
-    # Deprecations inside torch and TorchRec are nothing that a user could mend.
-    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")

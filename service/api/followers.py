@@ -6,6 +6,7 @@ from service.api.schemas import LogLine, TimelineEventOut
 from service.api.sse import Item, News
 from service.domain import Job, JobStatus, attempt_id
 from service.errors import AttemptNotFound
+from service.log_lines import LogFilter
 from service.logs import (
     LogPiece,
     LogPosition,
@@ -20,6 +21,7 @@ from service.submission import run_dir_of
 from trainer.run_dir import AttemptDir
 
 _MAX_LINES = 500
+EVERYTHING = LogFilter()
 
 
 class TimelineFollower:
@@ -45,7 +47,8 @@ class TimelineFollower:
 class LogFollower:
     """Follows the logs of one attempt (`wanted`), or of a job from attempt to attempt.
 
-    `position` is how far it has read.
+    `position` is how far it has read, and `has_moved` whether the last look found any lines,
+    wanted or not.
     """
 
     def __init__(
@@ -55,7 +58,10 @@ class LogFollower:
         job: Job,
         wanted: str | None,
         source: str | None,
+        log_filter: LogFilter = EVERYTHING,
     ) -> None:
+        self._filter = log_filter
+        self.has_moved = False
         self._store = store
         self._run_dir = run_dir_of(settings, job.id)
         self._job_id = job.id
@@ -70,7 +76,8 @@ class LogFollower:
         """Begin with the last `num_lines` of each log that there is."""
         newest = self.position.attempt_id
         if newest is not None:
-            self.position = tail_position(self._files(newest), newest, self._source, num_lines)
+            files = self._files(newest)
+            self.position = tail_position(files, newest, self._wanted_sources(files), num_lines)
 
     def start_at(self, position: LogPosition) -> None:
         """Go on behind a position that was given out before; raises `AttemptNotFound`."""
@@ -82,13 +89,14 @@ class LogFollower:
         job, read_from = self._store.get_job(self._job_id), self.position.attempt_id
         is_wanted_over = self._is_wanted_over()
         pieces = self.read()
-        if pieces:
+        if self.has_moved:
             return News([_item(piece) for piece in pieces])
         is_newest_over = job.status.is_terminal and read_from == job.current_attempt_id
         return News([], job.status if is_newest_over or is_wanted_over else None)
 
     def read(self) -> list[LogPiece]:
-        """New lines, of the following attempt where the present one has no more."""
+        """New lines that are wanted, of the following attempt where the present one has no more."""
+        self.has_moved = False
         position = self.position
         if position.attempt_id is None:
             position = LogPosition(self._store.get_job(self._job_id).current_attempt_id)
@@ -98,18 +106,24 @@ class LogFollower:
         attempt = self._store.get_attempt(position.attempt_id)
         is_final = attempt.end_reason is not None
         files = self._files(attempt.id)
-        pieces = list(read_new(files, position, self._source, is_final=is_final))
+        sources = self._wanted_sources(files)
+        pieces = list(read_new(files, position, sources, is_final=is_final))
+        self.has_moved = bool(pieces)
         if pieces:
             self.position = pieces[-1].position
         elif is_final and self._wanted is None:
             self._move_on(attempt.index)
-        return pieces
+        return [piece for piece in pieces if self._filter.takes(piece.head, piece.text)]
 
     def sources(self) -> list[str]:
         """Names of the logs of the attempt being read."""
         if self.position.attempt_id is None:
             return []
         return list_sources(self._files(self.position.attempt_id))
+
+    def _wanted_sources(self, files: AttemptDir) -> list[str]:
+        names = list_sources(files) if self._source is None else [self._source]
+        return [name for name in names if self._filter.takes_source(name)]
 
     def _move_on(self, index: int) -> None:
         following = attempt_id(self._job_id, index + 1)
@@ -134,5 +148,4 @@ def _ended(job: Job) -> JobStatus | None:
 
 
 def _item(piece: LogPiece) -> Item:
-    body = LogLine(source=piece.source, text=piece.text)
-    return Item("log", piece.position.encode(), body)
+    return Item("log", piece.position.encode(), LogLine.model_validate(piece))

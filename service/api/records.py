@@ -115,5 +115,5 @@ def append_events(
     if principal.kind == "attempt":
         context.security.attempts.check_may_report(attempt_id)
     ack = context.store.append_events(attempt_id, batch, time.time())
-    context.telemetry.received_events(len(batch.events))
+    context.telemetry.received_events(batch.events)
     return ack

@@ -9,7 +9,7 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from service.domain import Attempt, Job, JobStatus, TimelineEvent
 from service.errors import AttemptNotFound, IdempotencyConflict, JobNotFound, StaleVersion
-from service.store import metrics, rows
+from service.store import metrics, rows, webhooks
 from service.store.intake import Intake
 from service.store.listing import select_jobs
 from service.store.tables import (
@@ -20,7 +20,6 @@ from service.store.tables import (
     job_progress,
     jobs,
     streams,
-    timeline,
 )
 from service.store.upsert import insert_for
 from trainer.events import CheckpointCommitted, CheckpointDeleted
@@ -109,9 +108,9 @@ def write_attempt(connection: Connection, attempt: Attempt) -> None:
 
 
 def add_timeline(connection: Connection, lines: Sequence[TimelineEvent]) -> None:
-    """Append lines to a timeline."""
+    """Append lines to a timeline, and what webhooks are to hear of them."""
     if lines:
-        connection.execute(insert(timeline), [rows.timeline_values(line) for line in lines])
+        webhooks.insert_lines(connection, lines)
 
 
 def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:

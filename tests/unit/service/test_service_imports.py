@@ -15,6 +15,7 @@ ROOT = Path(service.__file__).parent
 FROM_TRAINER = {
     "trainer.spec",
     "trainer.events",
+    "trainer.log_pump",
     "trainer.run_dir",
     "trainer.parallel.layout",
     "trainer.parallel.layout_choice",

@@ -1,0 +1,61 @@
+"""How the service logs: lines for people, or one JSON object a line for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+
+from service.request_context import known_ids
+
+_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# These tell of every request and of every look at the schema.
+_CHATTY = ("httpx", "alembic.runtime.migration")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, the ids at hand, and any traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "ids", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people, with the ids at hand where there are any."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+        """The line of a record, without its traceback."""
+        ids = getattr(record, "ids", {})
+        line = super().formatMessage(record)
+        shown = " ".join(f"{name}={value}" for name, value in ids.items() if value not in line)
+        return f"{line} [{shown}]" if shown else line
+
+
+def add_ids(record: logging.LogRecord) -> bool:
+    """Give a record the ids of whoever logs it; lets every record through."""
+    record.ids = known_ids()
+    return True
+
+
+def configure(log_format: str, level: int = logging.INFO) -> None:
+    """Log to standard error as `text` or `json`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(add_ids)
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for chatty in _CHATTY:
+        logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -1,0 +1,98 @@
+"""Copies what a process writes to its log on run storage, from a process of its own.
+
+    python -I -S log_pump.py LOG_PATH MAX_BYTES < PIPE 2> WHERE_IT_WENT_BEFORE
+
+The process's file descriptors 1 and 2 lead into the pipe, so that this sees everything: Python's
+logging, and the last words of native code that aborts. It outlives the process that it serves and
+copies what is left in the pipe, whatever ended that process. Standard library only, for a quick
+start: one such process runs beside every worker.
+
+A log is a chain of files: NAME.log, then NAME@OFFSET.log, where OFFSET is the number of bytes
+before it. When the chain holds more than MAX_BYTES, files in its middle are removed: the
+beginning says what was started, the end how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_CHUNK_BYTES = 1 << 16
+# The first part and the last three of a log stay.
+_NUM_PARTS = 4
+_OFFSET_DIGITS = 15
+
+
+def part_path(log: Path, offset: int) -> Path:
+    """The file of a chain that begins at byte `offset` of the log."""
+    return log.with_name(f"{log.stem}@{offset:0{_OFFSET_DIGITS}d}.log") if offset else log
+
+
+def parts_of(log: Path) -> list[tuple[int, Path]]:
+    """The files of a chain that are there, with the offset of each, in order."""
+    later = log.parent.glob(f"{log.stem}@{'[0-9]' * _OFFSET_DIGITS}.log")
+    found = [(int(path.stem.rpartition("@")[2]), path) for path in later]
+    return [(0, log)] * log.exists() + sorted(found)
+
+
+class LogChain:
+    """Appends to a log; several processes may, as an old one drains while a new one starts."""
+
+    def __init__(self, log: Path, max_bytes: int) -> None:
+        self._log = log
+        self._part_bytes = max(1, max_bytes // _NUM_PARTS)
+
+    def append(self, data: bytes) -> None:
+        """Write at the end of the chain; raises OSError if storage fails."""
+        with self._locked():
+            offset, path = (parts_of(self._log) or [(0, self._log)])[-1]
+            size = path.stat().st_size if path.exists() else 0
+            if size >= self._part_bytes:
+                path = part_path(self._log, offset + size)
+                self._drop_middle()
+            with path.open("ab", buffering=0) as file:
+                while data:
+                    data = data[file.write(data) or 0 :]
+
+    def _drop_middle(self) -> None:
+        # A new part is about to begin: of those there, the first and the last two stay.
+        for _, path in parts_of(self._log)[1 : -(_NUM_PARTS - 2)]:
+            path.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        with self._log.open("ab") as file:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+
+def pump(log: Path, max_bytes: int) -> None:
+    """Copy standard input to the log and to standard error, until its end."""
+    chain = LogChain(log, max_bytes)
+    while data := os.read(0, _CHUNK_BYTES):
+        # Neither a full disk nor a closed terminal may stop the other copy, or the process.
+        with contextlib.suppress(OSError):
+            chain.append(data)
+        with contextlib.suppress(OSError):
+            os.write(2, data)
+
+
+def main() -> None:
+    """Let the parent go on at once, and copy as a process that nobody waits for."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    # What ends the process is told by the end of its pipe.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    pump(Path(sys.argv[1]), int(sys.argv[2]))
+
+
+if __name__ == "__main__":
+    main()

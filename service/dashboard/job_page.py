@@ -11,12 +11,13 @@ from nicegui import ui
 
 from service.dashboard import charts, fragments
 from service.dashboard.log_view import LogView
+from service.dashboard.login_guard import check_change, may_change, may_see
 from service.dashboard.placement_panel import PlacementPanel
 from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
 from service.dashboard.snapshots import JobSnapshot, load_job
 from service.dashboard.trace_panel import TracePanel
 from service.domain import Checkpoint, Job, MetricPoint
-from service.errors import JobEnded, JobNotFound, StaleVersion
+from service.errors import Forbidden, JobEnded, JobNotFound, StaleVersion
 from service.jobs import cancel_job
 from service.store.base import JobStore
 from trainer.run_dir import RunDir
@@ -39,6 +40,8 @@ class JobPage:
         """Draw the page, or a 404 if there is no such job."""
         try:
             snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, None)
+            if not may_see(snapshot.job):
+                raise JobNotFound(self._job_id)
         except JobNotFound:
             not_found("There is no such job", f"Nothing is known of '{self._job_id}'.")
             return
@@ -116,7 +119,7 @@ class JobPage:
         self._traces.show(snapshot, now)
         self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
         self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
-        self._cancel_button.set_visibility(not job.status.is_terminal)
+        self._cancel_button.set_visibility(not job.status.is_terminal and may_change(job))
         self._cancel_button.set_enabled(not job.cancel_requested)
         self._cancel_button.set_text("Cancelling" if job.cancel_requested else "Cancel job")
         self._show_charts(snapshot)
@@ -141,8 +144,11 @@ class JobPage:
     async def _cancel_now(self) -> None:
         self._dialog.close()
         try:
+            check_change(self._snapshot.job, "cancel")
             await asyncio.to_thread(cancel_job, self._store, self._job_id)
             self._wake()
+        except Forbidden as error:
+            ui.notify(str(error), type="warning")
         except JobEnded:
             ui.notify("The job had already ended.")
         except StaleVersion:

@@ -55,8 +55,9 @@ _ROW_TEMPLATE = """
 class ListPage:
     """One reader's job list, refreshed every second while the browser is connected."""
 
-    def __init__(self, feed: ListFeed) -> None:
+    def __init__(self, feed: ListFeed, projects: frozenset[str] | None = None) -> None:
         self._feed = feed
+        self._projects = projects
         self._filter = ListFilter()
         self._snapshot = ListSnapshot(jobs=(), has_more=False)
         self._shown_pills: tuple[object, ...] = ()
@@ -82,7 +83,7 @@ class ListPage:
 
     async def refresh(self) -> None:
         """Read the store in a thread and show what changed."""
-        self._snapshot = await asyncio.to_thread(self._feed.latest)
+        self._snapshot = await asyncio.to_thread(self._feed.latest, self._projects)
         self._show()
 
     def _show(self) -> None:

@@ -15,6 +15,8 @@ from nicegui import ui
 
 from service.dashboard.job_page import JobPage
 from service.dashboard.list_page import ListPage
+from service.dashboard.login import add_login
+from service.dashboard.login_guard import reader, set_rules
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.dashboard.snapshots import ListFeed
 from service.settings import Settings
@@ -29,7 +31,12 @@ def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], 
     routes are in place; `/` then leads to the list.
     """
     _forget_former_mount()
+    context = getattr(app.state, "context", None)
+    security = context.security if context is not None else None
+    set_rules(is_local=settings.auth == "local", security=security)
     _register_pages(store, settings, wake)
+    if security is not None:
+        add_login(app)
 
     @app.get("/", include_in_schema=False)
     def _home() -> RedirectResponse:
@@ -58,7 +65,7 @@ def _register_pages(store: JobStore, settings: Settings, wake: Callable[[], None
 
     @ui.page("/")
     async def _list() -> None:
-        await ListPage(feed).build()
+        await ListPage(feed, reader().projects).build()
 
     @ui.page("/jobs/{job_id}")
     async def _job(job_id: str) -> None:

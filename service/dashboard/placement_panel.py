@@ -9,6 +9,7 @@ from nicegui import ui
 
 from service.dashboard import fragments
 from service.dashboard.groups_view import groups_view
+from service.dashboard.login_guard import check_change
 from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
 from service.domain import JobStatus
@@ -109,21 +110,22 @@ class PlacementPanel:
             return
         self._resize_dialog.close()
         job_id, size = self._snapshot.job.id, int(self._size.value)
-        await self._ask(lambda: request_resize(self._store, self._run_dir, job_id, size))
+        await self._ask("resize", lambda: request_resize(self._store, self._run_dir, job_id, size))
 
     async def _drain(self) -> None:
         self._drain_dialog.close()
         wanted = set(self._drained.value)
         drained = set(newest_wish(self._snapshot.timeline).drain_hosts)
-        await self._ask(lambda: self._move(wanted - drained, drained - wanted))
+        await self._ask("drain", lambda: self._move(wanted - drained, drained - wanted))
 
     def _move(self, to_leave: set[str], to_use: set[str]) -> None:
         job_id = self._snapshot.job.id
         for host in sorted(to_leave | to_use):
             request_drain(self._store, self._run_dir, job_id, host, undo=host in to_use)
 
-    async def _ask(self, request: Callable[[], object]) -> None:
+    async def _ask(self, what: str, request: Callable[[], object]) -> None:
         try:
+            check_change(self._snapshot.job, what)
             await asyncio.to_thread(request)
         except ServiceError as error:
             ui.notify(str(error), type="warning")

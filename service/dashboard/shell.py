@@ -8,6 +8,8 @@ from pathlib import Path
 
 from nicegui import ui
 
+from service.dashboard.login_guard import account_menu
+
 STATIC_DIR = Path(__file__).parent / "static"
 MOUNT_PATH = "/dashboard"
 ACCENT = "#5563de"
@@ -31,6 +33,7 @@ def page_frame(title: str) -> Iterator[None]:
         with ui.element("nav"):
             ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
         ui.element("span").classes("grow")
+        account_menu()
         _theme_switch()
     with ui.element("main").classes("page"):
         yield

@@ -56,17 +56,20 @@ class ListFeed:
         self._store = store
         self._clock = clock
         self._lock = threading.Lock()
-        self._snapshot = ListSnapshot(jobs=(), has_more=False)
-        self._expires_at = -math.inf
+        self._read: dict[frozenset[str] | None, tuple[float, ListSnapshot]] = {}
 
-    def latest(self) -> ListSnapshot:
-        """The newest jobs as they were at most `LIST_MAX_AGE_S` ago."""
+    def latest(self, projects: frozenset[str] | None = None) -> ListSnapshot:
+        """The newest jobs of `projects` (None: all), as they were at most `LIST_MAX_AGE_S` ago."""
         with self._lock:
-            if self._clock() >= self._expires_at:
-                jobs, cursor = self._store.list_jobs(limit=MAX_LISTED_JOBS)
-                self._snapshot = ListSnapshot(jobs=jobs, has_more=cursor is not None)
-                self._expires_at = self._clock() + LIST_MAX_AGE_S
-            return self._snapshot
+            now = self._clock()
+            expires_at, snapshot = self._read.get(projects, (-math.inf, None))
+            if snapshot is None or now >= expires_at:
+                # Readers with other projects come and go; what is stale need not be kept.
+                self._read = {key: kept for key, kept in self._read.items() if kept[0] > now}
+                jobs, cursor = self._store.list_jobs(limit=MAX_LISTED_JOBS, projects=projects)
+                snapshot = ListSnapshot(jobs=jobs, has_more=cursor is not None)
+                self._read[projects] = (now + LIST_MAX_AGE_S, snapshot)
+            return snapshot
 
 
 @dataclass(frozen=True)

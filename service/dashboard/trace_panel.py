@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from nicegui import ui
 
 from service.dashboard import fragments
+from service.dashboard.login_guard import check_change
 from service.dashboard.snapshots import JobSnapshot
 from service.domain import JobStatus
 from service.errors import ServiceError
@@ -30,6 +31,7 @@ class TracePanel:
     ) -> None:
         self._store = store
         self._run_dir = run_dir
+        self._job = snapshot.job
         self._job_id = snapshot.job.id
         self._on_asked = on_asked
         world_size = snapshot.job.spec.parallelism.world_size
@@ -67,6 +69,7 @@ class TracePanel:
         self._dialog.close()
         num_steps, ranks = int(self._steps.value), list(self._ranks.value)
         try:
+            check_change(self._job, "trace")
             await asyncio.to_thread(
                 request_trace, self._store, self._run_dir, self._job_id, num_steps, ranks
             )

@@ -17,6 +17,10 @@ from tests.unit.service.builders import spec_document
 from trainer.events import EventBatch
 
 
+# In local mode the service answers for no other host.
+LOOPBACK_URL = "http://127.0.0.1:8700"
+
+
 @dataclass
 class Api:
     """A client of an app whose reconciler runs only when a test says so."""

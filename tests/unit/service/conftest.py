@@ -13,15 +13,21 @@ from service.commands import context
 from service.main import create_app
 from service.settings import Settings
 from service.store.sql import SqlJobStore
-from tests.unit.service.api_house import Api
+from tests.unit.service.api_house import LOOPBACK_URL, Api
 from tests.unit.service.fake_service import FakeService
 from tests.unit.service.house import House
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[SqlJobStore]:
-    """A store on a real SQLite file."""
-    opened = SqlJobStore.open(f"sqlite:///{tmp_path / 'shardloom.db'}")
+def database_url(tmp_path: Path) -> str:
+    """A SQLite file that is not there yet."""
+    return f"sqlite:///{tmp_path / 'shardloom.db'}"
+
+
+@pytest.fixture
+def store(database_url: str) -> Iterator[SqlJobStore]:
+    """A store on a real database."""
+    opened = SqlJobStore.open(database_url)
     yield opened
     opened.close()
 
@@ -44,7 +50,8 @@ def api(store: SqlJobStore, app_settings: Settings) -> Iterator[Api]:
     """A client of an app over the store; its reconciler runs only when told to."""
     backend = FakeBackend(app_settings.home / "fake")
     # Not entered as a context manager: the lifespan, and with it the loop, stays out.
-    http = TestClient(create_app(app_settings, store, backend), raise_server_exceptions=False)
+    app = create_app(app_settings, store, backend)
+    http = TestClient(app, base_url=LOOPBACK_URL, raise_server_exceptions=False)
     yield Api(http, store, backend, app_settings)
     http.close()
 

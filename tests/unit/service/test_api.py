@@ -22,7 +22,7 @@ from service.main import create_app
 from service.settings import Settings
 from service.store.engine import newest_revision
 from service.store.sql import SqlJobStore
-from tests.unit.service.api_house import Api, problem_in
+from tests.unit.service.api_house import LOOPBACK_URL, Api, problem_in
 from tests.unit.service.builders import (
     NOW,
     attempt_ended,
@@ -385,7 +385,7 @@ def test_the_app_runs_its_reconciler_and_closes_it(
 ) -> None:
     backend = FakeBackend(app_settings.home / "fake")
     settings = app_settings.model_copy(update={"reconcile_interval_s": 0.01})
-    with TestClient(create_app(settings, store, backend)) as http:
+    with TestClient(create_app(settings, store, backend), base_url=LOOPBACK_URL) as http:
         job_id = http.post("/v1/jobs", json={"spec": spec_document()}).json()["id"]
         with http.stream("GET", f"/v1/jobs/{job_id}/events", headers=SSE) as response:
             for event in parse_events(response.iter_text()):

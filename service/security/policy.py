@@ -55,8 +55,14 @@ UNLISTED = _ADMINISTER
 _JOB = "/v1/jobs/{job}"
 _CHANGES = ("cancel", "pause", "resume", "restart")
 _READS = (
-    *("attempts", "events", "metrics", "logs", "checkpoints", "traces", "traces/{name}"),
-    *("logs/search", "logs/download"),
+    "attempts",
+    "events",
+    "metrics",
+    "logs",
+    "logs:download",
+    "checkpoints",
+    "traces",
+    "traces/{name}",
 )
 
 RULES: Mapping[tuple[str, str], Rule] = {

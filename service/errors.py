@@ -18,6 +18,8 @@
     │   ├── AttemptNotFound                   attempt_not_found
     │   ├── KeyNotFound                       key_not_found
     │   ├── LogNotFound                       log_not_found
+    │   ├── ProjectNotFound                   project_not_found
+    │   ├── CheckpointNotFound                checkpoint_not_found
     │   ├── TraceNotFound                     trace_not_found
     │   ├── WebhookNotFound                   webhook_not_found
     │   └── DeliveryNotFound                  delivery_not_found
@@ -26,6 +28,8 @@
     │   ├── JobEnded                          job_ended
     │   ├── JobNotEnded                       job_not_ended
     │   ├── JobNotRunning                     job_not_running
+    │   ├── JobNotPaused                      job_not_paused
+    │   ├── JobAtWork                         job_at_work
     │   ├── TracePending                      trace_pending
     │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
     │   └── StaleVersion                      stale_version
@@ -283,6 +287,25 @@ class KeyNotFound(NotFound):
         super().__init__(f"no API key has the id '{key_id}'; `shardloom keys list` shows them")
 
 
+class ProjectNotFound(NotFound):
+    """A project has no quotas."""
+
+    code = "project_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"project '{name}' has no quotas; PUT /v1/projects/{name} sets some")
+
+
+class CheckpointNotFound(NotFound):
+    """A job has no such checkpoint, or none at all."""
+
+    code = "checkpoint_not_found"
+
+    def __init__(self, job_id: str, wanted: str, steps: Sequence[int]) -> None:
+        known = ", ".join(str(step) for step in steps) or "none"
+        super().__init__(f"job {job_id} has no checkpoint {wanted}; steps that it has: {known}")
+
+
 class TraceNotFound(NotFound):
     """A job has no trace of this name, or its file is gone."""
 
@@ -361,6 +384,24 @@ class JobNotRunning(Conflict):
 
     def __init__(self, job_id: str, status: str, purpose: str = "to trace") -> None:
         super().__init__(f"job {job_id} has no workers {purpose}: it is {status}, not RUNNING")
+
+
+class JobNotPaused(Conflict):
+    """The job is not paused, so there is nothing to resume."""
+
+    code = "job_not_paused"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id} is not paused: it is {status}")
+
+
+class JobAtWork(Conflict):
+    """The job has an attempt under way, which must end first."""
+
+    code = "job_at_work"
+
+    def __init__(self, job_id: str, status: str, mend: str) -> None:
+        super().__init__(f"job {job_id} is {status}; {mend} first")
 
 
 class LayoutUnknown(Conflict):

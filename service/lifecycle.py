@@ -1,9 +1,10 @@
 """The life of a job as one pure function: `decide(job, attempt, observation, now) -> Decision`.
 
     QUEUED ──► STARTING ──► RUNNING ──► SUCCEEDED | FAILED | CANCELLED
-      ▲           │            │                         ▲
-      └── retry ──┴────────────┤                         │
-                               └── cancel ──► STOPPING ──┘
+    ▲  ▲          │            │                         ▲
+    │  └─ retry ──┴────────────┤                         │
+    │                          ├── cancel ──► STOPPING ──┘
+    └── resume ── PAUSED ◄─────┘ pause
 
 `decide` is total: any status, attempt and observation gives a decision, and the same input gives
 the same one. A decision is what to store first and what to ask of the backend afterwards, so
@@ -11,8 +12,10 @@ that a crash in between repeats the question and nothing else. An UNREACHABLE ob
 nothing about the attempt: it never ends, stops or submits anything. It only shows in the job's
 message, until the backend answers again.
 
-STARTING turns into RUNNING when the driver reports that its workers started, which the store
-applies as the record arrives; everything else about a status is decided here.
+A job leaves the queue when `service.queue` admits it: `start` then gives it an attempt. STARTING
+turns into RUNNING when the driver reports that its workers started, which the store applies as the
+record arrives. What people ask for is in `service.requests`; what follows when an attempt ends, in
+`service.retries`; everything else about a status is decided here.
 """
 
 from __future__ import annotations
@@ -27,62 +30,18 @@ from service.domain import (
     JobStatus,
     Observation,
     ObservedState,
+    QueueNote,
     TimelineEvent,
     attempt_id,
 )
+from service.retries import RULES, Budget, backoff_s
 
 # A submission may be in flight this long after it was sent, while the backend knows nothing of it.
 NOT_FOUND_GRACE_S = 30.0
 # A driver that reported its end is stopped after this, and believed after twice this.
 REPORT_GRACE_S = 60.0
-FIRST_BACKOFF_S = 2.0
-MAX_BACKOFF_S = 300.0
 # With the longest backoff between them these take most of a day: nothing will change any more.
 MAX_ATTEMPTS = 250
-
-
-class RetryClass(StrEnum):
-    """What follows when an attempt ends: nothing more, or another attempt.
-
-    WITHIN_BUDGET spends the user's budget, ALWAYS does not: the attempt did nothing wrong.
-    """
-
-    NEVER = "never"
-    WITHIN_BUDGET = "within_budget"
-    ALWAYS = "always"
-
-
-# Lost machines come back, and copies that diverged are equal again after a checkpoint is loaded,
-# which every save writes only from copies that it finds equal (where the job checks for divergence
-# at all). A host that died, was taken away or is not there yet is no fault of the job. A fault of
-# the spec, data, code or storage would only repeat itself, and so would a loss that is not finite.
-RETRY_CLASSES: dict[EndReason, RetryClass] = {
-    EndReason.COMPLETED: RetryClass.NEVER,
-    EndReason.CANCELLED: RetryClass.NEVER,
-    EndReason.WORKERS_LOST: RetryClass.WITHIN_BUDGET,
-    EndReason.DRIVER_LOST: RetryClass.WITHIN_BUDGET,
-    # A cluster that was restarted remembers nothing of what it ran.
-    EndReason.FORGOTTEN: RetryClass.ALWAYS,
-    EndReason.SUBMISSION_REFUSED: RetryClass.NEVER,
-    EndReason.BAD_SPEC: RetryClass.NEVER,
-    EndReason.DATA_ERROR: RetryClass.NEVER,
-    EndReason.STORAGE_ERROR: RetryClass.NEVER,
-    EndReason.TRAINING_ERROR: RetryClass.NEVER,
-    EndReason.VERSION_MISMATCH: RetryClass.NEVER,
-    EndReason.DIVERGED: RetryClass.WITHIN_BUDGET,
-    # Bad rows are left out from then on; too many of them are no accident.
-    EndReason.ROWS_SKIPPED: RetryClass.WITHIN_BUDGET,
-    EndReason.HANG: RetryClass.WITHIN_BUDGET,
-    EndReason.DEVICE_OOM: RetryClass.WITHIN_BUDGET,
-    EndReason.HOST_OOM: RetryClass.WITHIN_BUDGET,
-    EndReason.HOST_LOST: RetryClass.ALWAYS,
-    EndReason.PREEMPTED: RetryClass.ALWAYS,
-    EndReason.NO_ROOM: RetryClass.ALWAYS,
-    EndReason.NON_FINITE: RetryClass.NEVER,
-    # The other attempt goes on: a second one beside it would find the folder in use again.
-    EndReason.RUN_IN_USE: RetryClass.NEVER,
-    EndReason.RETRIES_EXHAUSTED: RetryClass.NEVER,
-}
 
 # The driver restarts workers after these itself, and reports each time, the last one included.
 _RESTARTED_BY_DRIVER = frozenset(
@@ -103,11 +62,15 @@ _FINAL_STATUS = {
 
 
 class Action(StrEnum):
-    """What to ask of the backend once a decision is stored."""
+    """What to do for an attempt once a decision is stored.
+
+    PAUSE shows the driver on run storage that it shall save and end.
+    """
 
     NONE = "none"
     SUBMIT = "submit"
     STOP = "stop"
+    PAUSE = "pause"
 
 
 @dataclass(frozen=True)
@@ -135,28 +98,34 @@ def decide(job: Job, attempt: Attempt | None, observation: Observation, now: flo
     end = _end_of(job, attempt, observation, now)
     if end is not None:
         return _end_attempt(job, attempt, end, now)
-    if _is_stopping(job):
+    if is_stopping(job):
         return _stop(job, attempt, observation)
+    if job.pause_requested:
+        return _pause(job, attempt, observation, now)
     return _keep_going(job, attempt, observation, now)
 
 
-def request_cancel(job: Job, now: float) -> Decision:
-    """A user asks a job to stop. A job that waits in the queue ends at once."""
-    if job.status.is_terminal:
-        return Decision(job, None)
-    asked = _line(job, None, now, "cancel_requested", "cancel requested", actor="user")
-    job = replace(job, cancel_requested=True)
-    if job.status is JobStatus.QUEUED:
-        finished = _finish(job, _End(EndReason.CANCELLED, "cancelled while queued"), now)
-        return replace(finished, timeline=(asked, *finished.timeline))
-    return Decision(replace(job, status=JobStatus.STOPPING), None, timeline=(asked,))
+def start(job: Job, now: float, note: QueueNote) -> Decision:
+    """A job leaves the queue with a new attempt, which is then observed and submitted."""
+    index = job.num_attempts
+    attempt = Attempt(id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=now)
+    started = replace(
+        job,
+        status=JobStatus.STARTING,
+        retry_at=None,
+        current_attempt_id=attempt.id,
+        queue_note=note.document,
+        message="",
+    )
+    made = line(job, attempt, now, "attempt_created", f"attempt {index} created")
+    return Decision(started, attempt, timeline=(made,))
 
 
 def submission_accepted(job: Job, attempt: Attempt, now: float) -> Decision:
     """The backend took the attempt."""
-    line = _line(job, attempt, now, "attempt_submitted", f"attempt {attempt.index} submitted")
+    sent = line(job, attempt, now, "attempt_submitted", f"attempt {attempt.index} submitted")
     accepted = replace(attempt, submitted_at=now)
-    return Decision(replace(job, message=""), accepted, timeline=(line,))
+    return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
 
 
 def submission_unanswered(job: Job, attempt: Attempt, message: str) -> Decision:
@@ -171,40 +140,24 @@ def submission_failed(
     return _end_attempt(job, attempt, _End(reason, message), now)
 
 
-def spends_budget(reason: str) -> bool:
-    """Whether a loss of workers counts as a failure; a reason that is not known does."""
-    known = {each.value: each for each in EndReason}
-    return reason not in known or RETRY_CLASSES[known[reason]] is not RetryClass.ALWAYS
-
-
 def remaining_failures(job: Job) -> int:
     """How many failures the budget of a job still allows."""
     return max(0, job.spec.retry.max_failures - job.num_failures)
 
 
-def backoff_s(num_failures: int) -> float:
-    """Seconds to wait after failure number `num_failures` (from 1), doubling up to a limit."""
-    return min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(num_failures - 1, 30))
-
-
-def _is_stopping(job: Job) -> bool:
+def is_stopping(job: Job) -> bool:
+    """Whether a job ends as soon as its attempt does, because somebody asked."""
     return job.cancel_requested or job.status is JobStatus.STOPPING
 
 
 def _between_attempts(job: Job, last: Attempt | None, now: float) -> Decision:
-    if _is_stopping(job):
-        return _finish(job, _End(EndReason.CANCELLED, "cancelled"), now, last)
-    is_waiting = job.retry_at is not None and now < job.retry_at
-    if is_waiting or job.status is JobStatus.PAUSED:
-        return Decision(job, last)
-    return _start_attempt(job, 0 if last is None else last.index + 1, now)
-
-
-def _start_attempt(job: Job, index: int, now: float) -> Decision:
-    attempt = Attempt(id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=now)
-    started = replace(job, status=JobStatus.STARTING, retry_at=None, current_attempt_id=attempt.id)
-    line = _line(job, attempt, now, "attempt_created", f"attempt {index} created")
-    return Decision(started, attempt, timeline=(line,))
+    """Nothing runs: the job waits for the queue, for somebody to resume it, or for nothing."""
+    if is_stopping(job):
+        return finish(job, EndReason.CANCELLED, "cancelled", now, last)
+    if job.status is JobStatus.PAUSED or job.pause_requested:
+        paused = replace(job, status=JobStatus.PAUSED, pause_requested=False)
+        return Decision(job if job.status is JobStatus.PAUSED else paused, last)
+    return Decision(replace(job, status=JobStatus.QUEUED), last)
 
 
 def _end_of(job: Job, attempt: Attempt, observation: Observation, now: float) -> _End | None:
@@ -228,7 +181,7 @@ def _s_since_report(attempt: Attempt, now: float) -> float:
 def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
     if attempt.reported_end is not None:
         return False
-    if attempt.submitted_at is None and not _is_stopping(job):
+    if attempt.submitted_at is None and not is_stopping(job) and not job.pause_requested:
         return True
     sent_at = [sent for sent in (attempt.last_submit_at, attempt.submitted_at) if sent is not None]
     return bool(sent_at) and now - max(sent_at) < NOT_FOUND_GRACE_S
@@ -239,8 +192,15 @@ def _explain(job: Job, attempt: Attempt, observation: Observation) -> _End:
     end = _implied_end(observation)
     if attempt.reported_end is not None:
         end = _End(attempt.reported_end.reason, attempt.reported_end.message)
-    if _is_stopping(job) and end.reason is not EndReason.COMPLETED:
+    if is_stopping(job) and end.reason is not EndReason.COMPLETED:
         return _End(EndReason.CANCELLED, "cancelled on request")
+    if not job.pause_requested:
+        return end
+    if attempt.submitted_at is None and end.reason is EndReason.FORGOTTEN:
+        return _End(EndReason.PAUSED, "paused before it was submitted")
+    if end.reason is EndReason.CANCELLED:
+        message = "stopped before it had saved; training goes on from the newest checkpoint"
+        return _End(EndReason.PAUSED, message)
     return end
 
 
@@ -258,49 +218,68 @@ def _implied_end(observation: Observation) -> _End:
 
 
 def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
+    """What follows: the end of the job, a pause, or another turn in the queue."""
     ended = replace(attempt, ended_at=now, end_reason=end.reason, message=end.message)
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, end.reason))
-    match RETRY_CLASSES[end.reason]:
-        case RetryClass.NEVER:
-            return _finish(job, end, now, ended)
-        case RetryClass.WITHIN_BUDGET if job.num_failures > job.spec.retry.max_failures:
-            return _finish(job, _exhausted(job, end), now, ended)
-        case RetryClass.WITHIN_BUDGET:
-            cost = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
-            return _requeue(job, ended, now, backoff_s(job.num_failures), cost)
-        case RetryClass.ALWAYS if ended.index + 1 >= MAX_ATTEMPTS:
-            return _finish(job, _hopeless(ended, end), now, ended)
-        case RetryClass.ALWAYS:
-            # Attempts stand for failures here, so that a cluster that keeps forgetting is spared.
-            return _requeue(job, ended, now, backoff_s(ended.index + 1), "not counted as a failure")
+    is_spent = job.num_failures > job.spec.retry.max_failures
+    match RULES[end.reason].budget:
+        case Budget.NONE:
+            return finish(job, end.reason, end.message, now, ended)
+        case Budget.USER if is_spent:
+            return finish(job, EndReason.RETRIES_EXHAUSTED, _exhausted(job, end), now, ended)
+        case Budget.FREE if ended.index + 1 >= MAX_ATTEMPTS and end.reason is not EndReason.PAUSED:
+            return finish(job, EndReason.RETRIES_EXHAUSTED, _hopeless(ended, end), now, ended)
+    return _rest(job, ended, now) if job.pause_requested else _requeue(job, ended, now)
 
 
 def _num_failures(attempt: Attempt, reason: EndReason) -> int:
     """Failures that an attempt spent: its worker restarts, and its own loss if not among them."""
     if reason in _RESTARTED_BY_DRIVER:
         return max(1, attempt.num_worker_failures)
-    is_lost = RETRY_CLASSES[reason] is RetryClass.WITHIN_BUDGET
+    is_lost = RULES[reason].budget is Budget.USER
     return attempt.num_worker_failures + int(is_lost)
 
 
-def _exhausted(job: Job, end: _End) -> _End:
-    return _End(
-        EndReason.RETRIES_EXHAUSTED,
+def _exhausted(job: Job, end: _End) -> str:
+    return (
         f"gave up after {job.num_failures} failure(s), retry.max_failures is "
-        f"{job.spec.retry.max_failures}; the last one: {end.message}",
+        f"{job.spec.retry.max_failures}; the last one: {end.message}"
     )
 
 
-def _hopeless(ended: Attempt, end: _End) -> _End:
-    return _End(
-        EndReason.RETRIES_EXHAUSTED,
+def _hopeless(ended: Attempt, end: _End) -> str:
+    return (
         f"gave up after {ended.index + 1} attempts, the last of which ended without a fault of "
-        f"the job's own ({end.reason}): {end.message}",
+        f"the job's own ({end.reason}): {end.message}"
     )
 
 
-def _requeue(job: Job, ended: Attempt, now: float, delay_s: float, cost: str) -> Decision:
-    line = _line(
+def _rest(job: Job, ended: Attempt, now: float) -> Decision:
+    """A job that was asked to pause has: it rests, or after a preemption waits again."""
+    note = QueueNote.of(job)
+    cause = f"attempt {ended.index} ended ({ended.end_reason}: {ended.message})"
+    rested = replace(job, pause_requested=False, retry_at=None, message="")
+    if note.preempted_by is None:
+        told = line(job, ended, now, "job_paused", f"paused: {cause}")
+        paused = replace(rested, status=JobStatus.PAUSED, queue_note=None)
+        return Decision(paused, ended, timeline=(told,))
+    message = f"made way for {note.preempted_by} and waits with its old place: {cause}"
+    told = line(job, ended, now, "job_preempted", message)
+    waiting = replace(rested, status=JobStatus.QUEUED, queue_note=None)
+    return Decision(waiting, ended, timeline=(told,))
+
+
+def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
+    """Another turn, after a wait that grows with the failures, or the attempts if it is free."""
+    assert ended.end_reason is not None
+    rule = RULES[ended.end_reason]
+    is_free = rule.budget is Budget.FREE
+    # Attempts stand for failures here, so that a cluster that keeps forgetting is spared.
+    num_in_a_row = ended.index + 1 if is_free else job.num_failures
+    delay_s = backoff_s(rule, num_in_a_row, ended.id)
+    allowed = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
+    cost = "not counted as a failure" if is_free else allowed
+    told = line(
         job,
         ended,
         now,
@@ -308,21 +287,28 @@ def _requeue(job: Job, ended: Attempt, now: float, delay_s: float, cost: str) ->
         f"attempt {ended.index} ended ({ended.end_reason}: {ended.message}); "
         f"next one in {delay_s:g} s, {cost}",
     )
-    queued = replace(job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="")
-    return Decision(queued, ended, timeline=(line,))
+    queued = replace(
+        job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="", queue_note=None
+    )
+    return Decision(queued, ended, timeline=(told,))
 
 
-def _finish(job: Job, end: _End, now: float, attempt: Attempt | None = None) -> Decision:
+def finish(
+    job: Job, reason: EndReason, message: str, now: float, attempt: Attempt | None = None
+) -> Decision:
+    """The job has ended for `reason`, which gives its final status."""
     finished = replace(
         job,
-        status=_FINAL_STATUS.get(end.reason, JobStatus.FAILED),
-        reason=end.reason,
-        message=end.message,
+        status=_FINAL_STATUS.get(reason, JobStatus.FAILED),
+        reason=reason,
+        message=message,
         ended_at=now,
         retry_at=None,
+        pause_requested=False,
+        queue_note=None,
     )
-    line = _line(job, attempt, now, "job_ended", f"{finished.status} ({end.reason}): {end.message}")
-    return Decision(finished, attempt, timeline=(line,))
+    told = line(job, attempt, now, "job_ended", f"{finished.status} ({reason}): {message}")
+    return Decision(finished, attempt, timeline=(told,))
 
 
 def _stop(job: Job, attempt: Attempt, observation: Observation) -> Decision:
@@ -333,8 +319,19 @@ def _stop(job: Job, attempt: Attempt, observation: Observation) -> Decision:
     return Decision(stopping, attempt, Action.STOP if is_answered else Action.NONE)
 
 
+def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:
+    """Let the driver save and end; stop one that has nothing to save, or takes too long."""
+    if observation.state is ObservedState.UNREACHABLE:
+        return Decision(_with_contact(job, observation), attempt)
+    stop_at = QueueNote.of(job).stop_at
+    is_late = stop_at is not None and now >= stop_at
+    has_begun = observation.state is ObservedState.RUNNING
+    pausing = replace(job, message="pausing: the workers save a checkpoint and leave")
+    return Decision(pausing, attempt, Action.PAUSE if has_begun and not is_late else Action.STOP)
+
+
 def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:
-    if job.status is JobStatus.QUEUED:
+    if job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
         job = replace(job, status=JobStatus.STARTING)
     if observation.state is ObservedState.NOT_FOUND and attempt.submitted_at is None:
         # The message may tell of a submission that got no answer: it stands until one does.
@@ -344,7 +341,7 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
         return Decision(job, attempt)
     if attempt.submitted_at is None:
         # An earlier submission arrived although its answer did not.
-        attempt = replace(attempt, submitted_at=now)
+        attempt, job = replace(attempt, submitted_at=now), replace(job, resume_from=None)
     if observation.state is ObservedState.RUNNING and attempt.started_at is None:
         attempt = replace(attempt, started_at=now)
     is_overdue = _s_since_report(attempt, now) > REPORT_GRACE_S
@@ -357,7 +354,7 @@ def _with_contact(job: Job, observation: Observation) -> Job:
     return replace(job, message=observation.message if is_away else "")
 
 
-def _line(
+def line(
     job: Job,
     attempt: Attempt | None,
     now: float,

@@ -20,7 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from service.backends.base import Backend
-from service.domain import Attempt, EndReason, Job, Observation, ObservedState
+from service.domain import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
 from service.errors import (
     BackendUnreachable,
     ServiceError,
@@ -38,10 +38,13 @@ from service.lifecycle import (
     submission_unanswered,
 )
 from service.outbox import OutboxCollector
+from service.queue_keeper import QueueKeeper
 from service.resizing import carry_over
+from service.run_files import ask_to_pause, note_rewind, write_job
 from service.settings import Settings
-from service.store.base import JobStore
-from service.submission import run_dir_of, submission_of, write_spec
+from service.store.projects import Locks, ProjectStore
+from service.store.sql import SqlJobStore
+from service.submission import plan_attempt, run_dir_of, submission_of, write_spec
 from service.telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -65,7 +68,7 @@ class Reconciler:
 
     def __init__(
         self,
-        store: JobStore,
+        store: SqlJobStore,
         backend: Backend,
         settings: Settings,
         telemetry: Telemetry,
@@ -78,6 +81,15 @@ class Reconciler:
         self._clock = clock
         self._outboxes = OutboxCollector(store, settings, telemetry, clock)
         self._housekeeper = Housekeeper(store, settings, clock)
+        self._queue = QueueKeeper(
+            store,
+            ProjectStore(store.engine),
+            Locks(store.engine, settings.replica_id),
+            backend,
+            settings,
+            clock,
+            before_start=self._collect_last,
+        )
         self._is_reachable = True
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
@@ -129,11 +141,12 @@ class Reconciler:
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:
+        self._queue.admit()
         jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
         leased = self._lease()
         for job in jobs:
-            if job.id in leased and self._take(job.id):
+            if job.id in leased and not _rests(job) and self._take(job.id):
                 future = self._pool.submit(self.reconcile, job.id)
                 future.add_done_callback(partial(self._release, job.id))
         for job_id, index in self._outboxes.take_due():
@@ -171,7 +184,8 @@ class Reconciler:
     # ---- one job
 
     def run_once(self) -> None:
-        """Look at every live job once, one after another, and return when done."""
+        """Admit who may start, look at every live job once, and return when done."""
+        self._queue.admit()
         for job in self._store.list_live_jobs():
             self.reconcile(job.id)
         for job_id, index in self._outboxes.take_due():
@@ -181,30 +195,28 @@ class Reconciler:
         """Take a job as far as it goes now."""
         with self._telemetry.reconcile_s.time():
             try:
-                # A new attempt is submitted in the same look that stored it.
-                while self._look(job_id):
-                    pass
+                self._look(job_id)
             except StaleVersion as error:
                 logger.debug("job %s: %s", job_id, error)
 
-    def _look(self, job_id: str) -> bool:
-        """Observe, decide, store and act; True when it made a new attempt."""
+    def _look(self, job_id: str) -> None:
+        """Observe, decide, store and act."""
         job, attempt = self._load(job_id)
         observation = self._observe(attempt)
         if attempt is not None and observation.state in _ENDED:
             self._outboxes.collect(job.id, attempt.index)
             job, attempt = self._load(job_id)
         decision = decide(job, attempt, observation, self._clock())
-        is_new_attempt = decision.job.current_attempt_id != job.current_attempt_id
-        if is_new_attempt and attempt is not None:
-            # Workers that outlived their driver wrote on after its end was seen.
-            self._outboxes.collect(job.id, attempt.index)
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
             if decision.attempt.end_reason is not None and decision.attempt != attempt:
                 self._outboxes.collect_later(job.id, decision.attempt.index)
             self._act(decision.action, stored, decision.attempt)
-        return is_new_attempt
+
+    def _collect_last(self, job: Job) -> None:
+        """Take what workers that outlived their driver wrote after its end was seen."""
+        if job.current_attempt_id is not None:
+            self._outboxes.collect(job.id, job.num_attempts - 1)
 
     def _load(self, job_id: str) -> tuple[Job, Attempt | None]:
         # Job first: its version then vouches for the attempt as well (see `service.store.sql`).
@@ -255,6 +267,8 @@ class Reconciler:
             tried = replace(attempt, last_submit_at=self._clock())
             job = self._apply(job, attempt, Decision(job, tried))
             self._apply(job, tried, self._submit(job, tried))
+        elif action is Action.PAUSE:
+            ask_to_pause(self._settings, attempt)
         elif action is Action.STOP:
             try:
                 self._backend.stop(attempt.id)
@@ -263,9 +277,12 @@ class Reconciler:
 
     def _submit(self, job: Job, attempt: Attempt) -> Decision:
         try:
-            write_spec(job, attempt, self._settings)
+            following = plan_attempt(self._store, job, attempt, self._clock())
+            write_job(job, self._settings)
+            write_spec(following.spec, attempt, self._settings)
+            note_rewind(job, attempt, self._settings)
             carry_over(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
-            self._backend.submit(submission_of(job, attempt, self._settings))
+            self._backend.submit(submission_of(job, attempt, following, self._settings))
         except BackendUnreachable as error:
             self._note_unanswered(Action.SUBMIT, attempt, error)
             return submission_unanswered(job, attempt, str(error))
@@ -281,6 +298,12 @@ class Reconciler:
     def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
         self._telemetry.backend_was_unreachable()
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
+
+
+def _rests(job: Job) -> bool:
+    """Whether there is nothing to look at: the queue, or somebody, has to move the job first."""
+    at_rest = job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
+    return at_rest and not job.cancel_requested and not job.pause_requested
 
 
 def _log_error(what: str, error: BaseException | None) -> None:

@@ -2,26 +2,52 @@
 
 from __future__ import annotations
 
-import os
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 from service.backends.base import Submission
-from service.domain import Attempt, Job
+from service.domain import Attempt, Job, QueueNote
 from service.lifecycle import remaining_failures
+from service.security.master_keys import master_keys_of
+from service.retries import NextAttempt, next_attempt
+from service.run_files import run_dir_of, write_text
 from service.settings import Settings
-from trainer.run_dir import RunDir
+from service.store.base import JobStore
+from trainer.spec import JobSpec, SpecError, validate_spec
+
+__all__ = ["STOP_WAIT_S", "plan_attempt", "run_dir_of", "submission_of", "write_spec"]
 
 STOP_WAIT_S = 20
 
 
-def run_dir_of(settings: Settings, job_id: str) -> RunDir:
-    """Where a job keeps its files."""
-    return RunDir(settings.runs_dir / job_id)
+def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> NextAttempt:
+    """What an attempt runs, after those that ended before it and within its project's quota."""
+    ended = [each for each in store.list_attempts(job.id) if each.index < attempt.index]
+    lines = store.list_timeline(job.id, limit=1000, kinds=("layout_chosen",)) if ended else []
+    sizes = {each.attempt_id: each.data.get("shard_group_size") for each in lines}
+    known = {name: size for name, size in sizes.items() if name and isinstance(size, int)}
+    following = next_attempt(job, ended, known, now)
+    most = QueueNote.of(job).max_workers
+    return replace(following, spec=_with_at_most(following.spec, most)) if most else following
 
 
-def submission_of(job: Job, attempt: Attempt, settings: Settings) -> Submission:
+def _with_at_most(spec: JobSpec, max_workers: int) -> JobSpec:
+    """The spec with a lower bound of workers at the top; as it is where that is not legal."""
+    document = spec.model_dump(mode="json")
+    bounds = {"min": spec.parallelism.min_workers, "max": max_workers}
+    document["parallelism"]["workers"] = bounds
+    try:
+        return validate_spec(document)
+    except SpecError:
+        return spec
+
+
+def submission_of(
+    job: Job, attempt: Attempt, following: NextAttempt, settings: Settings
+) -> Submission:
     """The driver's command and environment for an attempt."""
+    avoided = (f"{host}={until:.0f}" for host, until in following.avoided_hosts)
     return Submission(
         attempt_id=attempt.id,
         job_id=job.id,
@@ -31,7 +57,12 @@ def submission_of(job: Job, attempt: Attempt, settings: Settings) -> Submission:
             "SHARDLOOM_ATTEMPT_ID": attempt.id,
             "SHARDLOOM_RUN_DIR": str(run_dir_of(settings, job.id).root),
             "SHARDLOOM_SERVICE_URL": settings.service_url,
+            # Made anew for each submission, and always the same: nothing needs to be kept.
+            "SHARDLOOM_ATTEMPT_TOKEN": master_keys_of(settings).attempt_token(attempt.id),
+            **_ca_file(settings),
             "SHARDLOOM_MAX_WORKER_FAILURES": str(remaining_failures(job)),
+            "SHARDLOOM_END_ON": " ".join(following.end_on),
+            "SHARDLOOM_AVOIDED_HOSTS": " ".join(avoided),
             "PYTHONUNBUFFERED": "1",
             # Ray's own way to stop a job is SIGTERM and 3 s later SIGKILL: too short to report.
             "RAY_JOB_STOP_SIGNAL": "SIGINT",
@@ -41,13 +72,12 @@ def submission_of(job: Job, attempt: Attempt, settings: Settings) -> Submission:
     )
 
 
-def write_spec(job: Job, attempt: Attempt, settings: Settings) -> Path:
-    """Write the spec that the attempt will run, whole or not at all; raises OSError."""
-    path = run_dir_of(settings, job.id).attempt(attempt.id).spec_path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(job.spec.model_dump_json(indent=2))
-        file.flush()
-        os.fsync(file.fileno())
-    return partial.replace(path)
+def _ca_file(settings: Settings) -> dict[str, str]:
+    path = settings.driver_ca_file
+    return {"SHARDLOOM_CA_FILE": str(path)} if path else {}
+
+
+def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> Path:
+    """Write the spec that an attempt will run, whole or not at all; raises OSError."""
+    path = run_dir_of(settings, attempt.job_id).attempt(attempt.id).spec_path
+    return write_text(path, spec.model_dump_json(indent=2))

@@ -12,7 +12,7 @@ from service.advice import advice_of
 from service.domain import EndReason
 from trainer.spec import JobSpec
 
-GOOD_ENDS = {EndReason.COMPLETED, EndReason.CANCELLED}
+GOOD_ENDS = {EndReason.COMPLETED, EndReason.CANCELLED, EndReason.PAUSED}
 
 
 @pytest.mark.parametrize("reason", EndReason)

@@ -15,22 +15,23 @@ from service.domain import (
     JobStatus,
     Observation,
     ObservedState,
+    QueueNote,
     ReportedEnd,
 )
 from service.lifecycle import (
-    MAX_BACKOFF_S,
     NOT_FOUND_GRACE_S,
     REPORT_GRACE_S,
     Action,
     Decision,
-    backoff_s,
     decide,
     remaining_failures,
-    request_cancel,
+    start,
     submission_accepted,
     submission_failed,
     submission_unanswered,
 )
+from service.requests import preempt, request_cancel, request_pause, request_restart, request_resume
+from service.retries import RULES, backoff_s
 from tests.unit.service.builders import NOW, attempt_of, queued_job
 
 UNREACHABLE = Observation(ObservedState.UNREACHABLE)
@@ -50,11 +51,16 @@ def _live(status: JobStatus = JobStatus.RUNNING, **changes: object) -> tuple[Job
 
 def test_a_queued_job_gets_an_attempt_before_anything_is_submitted() -> None:
     job = queued_job()
-    decision = decide(job, None, UNREACHABLE, NOW)
+    decision = start(job, NOW, QueueNote(workers=4))
     assert decision.job.status is JobStatus.STARTING
     assert decision.attempt is not None
     assert decision.attempt.id == decision.job.current_attempt_id == f"{job.id}-a0"
     assert decision.action is Action.NONE
+
+
+def test_a_queued_job_waits_until_the_queue_starts_it() -> None:
+    job = queued_job()
+    assert decide(job, None, UNREACHABLE, NOW + 1e6) == Decision(job, None)
 
 
 def test_a_created_attempt_is_submitted_when_the_cluster_does_not_know_it() -> None:
@@ -98,14 +104,13 @@ def test_a_lost_driver_is_retried_after_a_backoff() -> None:
     job, attempt = _live()
     queued = decide(job, attempt, FAILED, NOW).job
     assert (queued.status, queued.num_failures) == (JobStatus.QUEUED, 1)
-    assert queued.retry_at == NOW + backoff_s(1)
+    assert queued.retry_at == NOW + backoff_s(RULES[EndReason.DRIVER_LOST], 1, attempt.id)
 
 
-def test_a_retry_waits_for_its_time_and_is_a_new_attempt() -> None:
+def test_a_retry_is_a_new_attempt() -> None:
     job, attempt = _live()
     lost = decide(job, attempt, FAILED, NOW)
-    assert decide(lost.job, lost.attempt, UNREACHABLE, NOW + 0.1).job == lost.job
-    again = decide(lost.job, lost.attempt, UNREACHABLE, NOW + backoff_s(1))
+    again = start(lost.job, NOW, QueueNote())
     assert again.job.current_attempt_id == f"{job.id}-a1"
     assert again.job.retry_at is None
     assert again.job.num_attempts == 2
@@ -180,17 +185,18 @@ def test_an_unknown_submission_is_given_time_to_arrive() -> None:
 
 def test_a_cluster_that_forgets_never_spends_the_budget() -> None:
     job, now = queued_job(max_failures=0), NOW
-    attempt, delays_s = None, []
-    for _ in range(3):
-        started = decide(job, attempt, UNREACHABLE, now)
+    delays_s, expected_s = [], []
+    for number in (1, 2, 3):
+        started = start(job, now, QueueNote())
         assert started.attempt is not None
         lost = decide(started.job, replace(started.attempt, submitted_at=now), NOT_FOUND, now + 99)
-        job, attempt = lost.job, lost.attempt
+        job = lost.job
         assert (job.status, job.num_failures) == (JobStatus.QUEUED, 0)
         assert job.retry_at is not None
         delays_s.append(job.retry_at - (now + 99))
+        expected_s.append(backoff_s(RULES[EndReason.FORGOTTEN], number, started.attempt.id))
         now = job.retry_at
-    assert delays_s == [backoff_s(n) for n in (1, 2, 3)]
+    assert delays_s == pytest.approx(expected_s, abs=1e-3)
 
 
 def test_a_cluster_that_does_not_answer_is_told_until_it_does() -> None:
@@ -266,6 +272,109 @@ def test_a_cancelled_job_is_not_retried_when_its_driver_dies() -> None:
     assert decide(job, attempt, FAILED, NOW).job.status is JobStatus.CANCELLED
 
 
+# ---- pauses, preemptions, restarts
+
+
+def test_a_queued_job_pauses_at_once_and_keeps_its_place() -> None:
+    job = replace(queued_job(), queued_at=NOW - 50, retry_at=NOW + 9)
+    paused = request_pause(job, NOW, 120).job
+    assert (paused.status, paused.retry_at) == (JobStatus.PAUSED, None)
+    assert decide(paused, None, UNREACHABLE, NOW + 1e6) == Decision(paused, None)
+    back = request_resume(paused, NOW + 99).job
+    assert (back.status, back.waits_since) == (JobStatus.QUEUED, NOW - 50)
+
+
+def test_a_running_job_is_asked_to_save_and_rests_when_its_driver_has_ended() -> None:
+    job, attempt = _live()
+    pausing = request_pause(job, NOW, 120).job
+    assert decide(pausing, attempt, RUNNING, NOW + 1).action is Action.PAUSE
+    report = ReportedEnd(EndReason.PAUSED, "saved and stopped on request", NOW + 5)
+    rested = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 6)
+    assert (rested.job.status, rested.job.num_failures) == (JobStatus.PAUSED, 0)
+    assert not rested.job.pause_requested
+    assert [line.kind for line in rested.timeline] == ["job_paused"]
+
+
+def test_a_driver_that_does_not_save_in_time_is_stopped_and_the_job_pauses_all_the_same() -> None:
+    job, attempt = _live()
+    pausing = request_pause(job, NOW, 120).job
+    assert decide(pausing, attempt, RUNNING, NOW + 120).action is Action.STOP
+    assert decide(pausing, attempt, UNREACHABLE, NOW + 1e6).action is Action.NONE
+    report = ReportedEnd(EndReason.CANCELLED, "stopped on request", NOW)
+    ended = decide(pausing, replace(attempt, reported_end=report), STOPPED, NOW + 125)
+    assert ended.job.status is JobStatus.PAUSED
+    assert ended.attempt is not None
+    assert ended.attempt.end_reason is EndReason.PAUSED
+
+
+def test_a_pending_attempt_has_nothing_to_save_and_one_never_sent_is_not_sent() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    pausing = request_pause(job, NOW, 120).job
+    pending = Observation(ObservedState.PENDING)
+    assert decide(pausing, attempt, pending, NOW).action is Action.STOP
+    unsent = replace(attempt, submitted_at=None, started_at=None)
+    assert decide(pausing, unsent, NOT_FOUND, NOW).job.status is JobStatus.PAUSED
+
+
+def test_what_a_pause_finds_broken_still_counts() -> None:
+    job, attempt = _live()
+    pausing = request_pause(job, NOW, 120).job
+    lost = decide(pausing, attempt, FAILED, NOW)
+    assert (lost.job.status, lost.job.num_failures) == (JobStatus.PAUSED, 1)
+    report = ReportedEnd(EndReason.DATA_ERROR, "no such column", NOW)
+    faulty = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW)
+    assert faulty.job.status is JobStatus.FAILED
+    assert decide(pausing, attempt, SUCCEEDED, NOW).job.status is JobStatus.SUCCEEDED
+
+
+def test_a_job_that_is_resumed_while_it_pauses_goes_on_with_another_attempt_at_most() -> None:
+    job, attempt = _live()
+    resumed = request_resume(request_pause(job, NOW, 120).job, NOW + 1).job
+    assert decide(resumed, attempt, RUNNING, NOW + 2).action is Action.NONE
+    report = ReportedEnd(EndReason.PAUSED, "saved", NOW + 2)
+    again = decide(resumed, replace(attempt, reported_end=report), FAILED, NOW + 3).job
+    assert (again.status, again.retry_at) == (JobStatus.QUEUED, NOW + 3)
+
+
+def test_a_preempted_job_waits_again_with_its_old_place() -> None:
+    job, attempt = _live(queued_at=NOW - 7)
+    pausing = preempt(job, queued_job(priority=5), NOW, 120).job
+    report = ReportedEnd(EndReason.PAUSED, "saved", NOW + 2)
+    ended = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 3)
+    assert (ended.job.status, ended.job.waits_since) == (JobStatus.QUEUED, NOW - 7)
+    assert (ended.job.pause_requested, ended.job.queue_note) == (False, None)
+    assert [line.kind for line in ended.timeline] == ["job_preempted"]
+
+
+def test_a_job_that_somebody_pauses_while_it_is_preempted_stays_paused() -> None:
+    job, attempt = _live()
+    pausing = preempt(job, queued_job(priority=5), NOW, 120).job
+    pausing = request_pause(pausing, NOW + 1, 120).job
+    report = ReportedEnd(EndReason.PAUSED, "saved", NOW + 2)
+    ended = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 3)
+    assert ended.job.status is JobStatus.PAUSED
+
+
+def test_a_paused_job_is_cancelled_at_once() -> None:
+    paused = request_pause(queued_job(), NOW, 120).job
+    assert request_cancel(paused, NOW).job.status is JobStatus.CANCELLED
+
+
+def test_a_restarted_job_waits_anew_with_a_new_budget() -> None:
+    job, attempt = _live(num_failures=3)
+    failed = decide(job, attempt, FAILED, NOW).job
+    assert failed.status is JobStatus.FAILED
+    again = request_restart(failed, "/runs/x/checkpoints/step-00000100-a0-r0", 100, NOW + 9).job
+    assert (again.status, again.num_failures, again.reason) == (JobStatus.QUEUED, 0, None)
+    assert (again.ended_at, again.waits_since) == (None, NOW + 9)
+    started = start(again, NOW + 10, QueueNote())
+    assert started.attempt is not None
+    assert started.attempt.index == 1
+    sent = submission_accepted(started.job, started.attempt, NOW + 11)
+    assert (started.job.resume_from is None, sent.job.resume_from) == (False, None)
+    assert request_restart(job, "x", 1, NOW) == Decision(job, None)
+
+
 def test_the_remaining_budget_never_goes_below_zero() -> None:
     assert remaining_failures(queued_job(max_failures=2)) == 2
     assert remaining_failures(replace(queued_job(max_failures=2), num_failures=5)) == 0
@@ -297,6 +406,8 @@ def _situations(draw: st.DrawFn) -> tuple[Job, Attempt | None]:
         job,
         status=draw(st.sampled_from(JobStatus)),
         cancel_requested=draw(st.booleans()),
+        pause_requested=draw(st.booleans()),
+        queue_note=draw(st.none() | st.just({"stop_at": NOW})),
         num_failures=draw(st.integers(0, 5)),
         retry_at=draw(_times),
         current_attempt_id=attempt.id if attempt else None,
@@ -352,7 +463,7 @@ def test_every_job_ends_once_its_attempts_are_seen_to_end(
     situation: tuple[Job, Attempt | None], noise: list[Observation], last: ObservedState
 ) -> None:
     definite = {ObservedState.SUCCEEDED, ObservedState.FAILED, ObservedState.STOPPED}
-    if situation[0].status is JobStatus.PAUSED or last not in definite:
+    if last not in definite:
         return
     # Each attempt needs one look to be made and one to end; the backoff passes in between.
     ends = [Observation(last)] * 2 * (situation[0].spec.retry.max_failures + 2)
@@ -360,5 +471,10 @@ def test_every_job_ends_once_its_attempts_are_seen_to_end(
     for observation in [*noise, *ends]:
         decision = decide(job, attempt, observation, now)
         job, attempt = decision.job, decision.attempt
-        now += MAX_BACKOFF_S
+        if job.status is JobStatus.PAUSED:
+            job = request_resume(job, now).job
+        if job.status is JobStatus.QUEUED and (job.retry_at or 0) <= now:
+            started = start(job, now, QueueNote())
+            job, attempt = started.job, started.attempt
+        now += 400.0
     assert job.status.is_terminal

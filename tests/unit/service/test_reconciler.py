@@ -12,8 +12,9 @@ import pytest
 from service.backends.fake import FakeBackend, Script
 from service.domain import EndReason, Job, JobStatus
 from service.errors import StaleVersion
-from service.lifecycle import NOT_FOUND_GRACE_S, backoff_s, request_cancel
+from service.lifecycle import NOT_FOUND_GRACE_S
 from service.reconciler import Reconciler
+from service.requests import request_cancel
 from service.store.sql import SqlJobStore
 from service.telemetry import Telemetry
 from tests.unit.service.builders import (
@@ -149,7 +150,7 @@ def test_a_lost_driver_is_replaced_after_the_backoff(house: House) -> None:
     house.backend.play(f"{job.id}-a1", Script(("running", "succeeded")))
     house.look(3)
     assert house.status(job) is JobStatus.QUEUED
-    house.look(4, every_s=backoff_s(1))
+    house.look(4, every_s=3.0)
     assert house.status(job) is JobStatus.SUCCEEDED
     first, second = house.store.list_attempts(job.id)
     assert (first.end_reason, second.end_reason) == (EndReason.DRIVER_LOST, EndReason.COMPLETED)

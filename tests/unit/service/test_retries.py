@@ -15,15 +15,8 @@ from service.domain import (
     ObservedState,
     ReportedEnd,
 )
-from service.lifecycle import (
-    MAX_ATTEMPTS,
-    MAX_BACKOFF_S,
-    RETRY_CLASSES,
-    RetryClass,
-    backoff_s,
-    decide,
-    spends_budget,
-)
+from service.lifecycle import MAX_ATTEMPTS, decide
+from service.retries import RULES, Budget, Kind, RetryRule, backoff_s, next_attempt, spends_budget
 from tests.unit.service.builders import NOW, attempt_of, queued_job
 
 FAILED = Observation(ObservedState.FAILED, "exit code 1")
@@ -36,12 +29,22 @@ def _live() -> tuple[Job, Attempt]:
 
 
 def test_backoff_doubles_up_to_a_limit() -> None:
-    assert [backoff_s(n) for n in (1, 2, 3)] == [2.0, 4.0, 8.0]
-    assert backoff_s(10_000) == MAX_BACKOFF_S
+    rule = RetryRule(Kind.LOSS, Budget.USER, 2.0, 300.0, jitter=0.0)
+    assert [backoff_s(rule, n, "a") for n in (1, 2, 3)] == [2.0, 4.0, 8.0]
+    assert backoff_s(rule, 10_000, "a") == 300.0
 
 
-def test_every_end_reason_has_a_retry_class() -> None:
-    assert set(RETRY_CLASSES) == set(EndReason)
+def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_again() -> None:
+    rule = RetryRule(Kind.LOSS, Budget.USER, 100.0, 300.0, jitter=0.2)
+    waits_s = [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
+    assert waits_s == [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
+    assert min(waits_s) >= 80.0
+    assert max(waits_s) <= 120.0
+    assert max(waits_s) - min(waits_s) > 20.0
+
+
+def test_every_end_reason_has_a_rule() -> None:
+    assert set(RULES) == set(EndReason)
 
 
 @pytest.mark.parametrize("reason", [EndReason.HOST_LOST, EndReason.PREEMPTED, EndReason.NO_ROOM])
@@ -51,7 +54,7 @@ def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget(reason: 
     ended = replace(attempt, index=4, reported_end=ReportedEnd(reason, "node 3", NOW))
     again = decide(spent, ended, FAILED, NOW).job
     assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99)
-    assert again.retry_at == NOW + backoff_s(5)
+    assert again.retry_at == NOW + backoff_s(RULES[reason], 5, attempt.id)
 
 
 def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
@@ -68,6 +71,7 @@ def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
 @pytest.mark.parametrize("reason", EndReason)
 def test_only_what_may_pass_is_retried(reason: EndReason) -> None:
     passing = {
+        EndReason.PAUSED,
         EndReason.WORKERS_LOST,
         EndReason.DRIVER_LOST,
         EndReason.FORGOTTEN,
@@ -80,15 +84,57 @@ def test_only_what_may_pass_is_retried(reason: EndReason) -> None:
         EndReason.NO_ROOM,
         EndReason.ROWS_SKIPPED,
     }
-    assert (RETRY_CLASSES[reason] is not RetryClass.NEVER) == (reason in passing)
+    assert RULES[reason].is_retried == (reason in passing)
 
 
 def test_only_what_is_no_fault_of_the_job_is_free() -> None:
-    free = {reason for reason in EndReason if not spends_budget(reason)}
+    free = {reason for reason in EndReason if RULES[reason].budget is Budget.FREE}
     assert free == {
+        EndReason.PAUSED,
         EndReason.FORGOTTEN,
         EndReason.HOST_LOST,
         EndReason.PREEMPTED,
         EndReason.NO_ROOM,
     }
+    assert not any(spends_budget(reason) for reason in free)
     assert spends_budget("a reason of a later version")
+
+
+# ---- what the next attempt does otherwise
+
+
+def _ended(job: Job, index: int, reason: EndReason, host: str = "10.0.0.7") -> Attempt:
+    report = ReportedEnd(reason, "", NOW, {"host": host})
+    return attempt_of(job, index=index, ended_at=NOW, end_reason=reason, reported_end=report)
+
+
+def test_a_host_to_blame_is_avoided_for_a_while() -> None:
+    job = queued_job()
+    hung = _ended(job, 0, EndReason.HANG)
+    until = NOW + job.spec.recovery.exclude_host_s
+    assert next_attempt(job, [hung], {}, NOW + 1).avoided_hosts == (("10.0.0.7", until),)
+    assert next_attempt(job, [hung], {}, until).avoided_hosts == ()
+    lost = _ended(job, 0, EndReason.WORKERS_LOST)
+    assert next_attempt(job, [lost], {}, NOW + 1).avoided_hosts == ()
+
+
+def test_after_a_shortage_of_memory_groups_are_larger_where_the_spec_leaves_it_open() -> None:
+    job = queued_job(parallelism={"workers": 8, "shard_group_size": "auto"})
+    assert next_attempt(job, [], {}, NOW).end_on == (EndReason.DEVICE_OOM, EndReason.HOST_OOM)
+    short, later = _ended(job, 0, EndReason.DEVICE_OOM), _ended(job, 1, EndReason.HOST_LOST)
+    sizes = {short.id: 2, later.id: 4}
+    following = next_attempt(job, [short, later], sizes, NOW)
+    assert following.spec.parallelism.shard_group_size == 4
+    assert any("shard_group_size is 4" in note for note in following.notes)
+
+
+def test_a_shard_group_size_that_the_user_chose_is_never_changed() -> None:
+    job = queued_job(parallelism={"workers": 8, "shard_group_size": 2})
+    following = next_attempt(job, [_ended(job, 0, EndReason.DEVICE_OOM)], {f"{job.id}-a0": 2}, NOW)
+    assert (following.spec, following.end_on) == (job.spec, ())
+
+
+def test_where_no_larger_group_is_legal_the_driver_tries_again_by_itself() -> None:
+    job = queued_job(parallelism={"workers": 4, "shard_group_size": "auto"})
+    following = next_attempt(job, [_ended(job, 0, EndReason.HOST_OOM)], {f"{job.id}-a0": 4}, NOW)
+    assert (following.spec, following.end_on) == (job.spec, ())

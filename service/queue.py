@@ -1,0 +1,313 @@
+"""Who starts next: a pure decision over everything that waits and runs.
+
+`admit` goes through the waiting jobs in *order*: higher priority first; at equal priority the job
+whose project holds the fewest workers, then the one that waits longest. A job starts when its
+fewest workers fit at once (a gang) into what is free, within its project's quotas.
+
+A job that does not fit holds those behind it back, so that what is freed comes to it. Behind it
+starts only what cannot delay it for long: a preemptible job of a lower priority, which would make
+way for it; and any job while the blocked one has waited less than `PASS_WINDOW_S`. A job that
+cannot fit even into an empty cluster, or that its project's quota holds, delays nobody outside its
+project. Where pausing preemptible jobs of a lower priority makes enough room, they are paused, the
+lowest priority and the latest start first; until they have gone nothing else starts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from service.backends.base import HostFacts
+from service.domain import Job, JobStatus, QueueNote
+from service.projects import Project
+from service.sizes import sizes_of_job
+
+# A job at the head of the queue is passed only this long; then the cluster empties for it.
+PASS_WINDOW_S = 300.0
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the cluster has in all. `hosts` is None where that is not known: all fits then.
+
+    `max_workers` counts, instead of the hosts, where the cluster grows by itself.
+    """
+
+    hosts: tuple[HostFacts, ...] | None = None
+    max_workers: int | None = None
+
+    def num_workers(self, job: Job) -> int | None:
+        """How many workers of a job an empty cluster holds; None where that is not known."""
+        if self.max_workers is not None:
+            return self.max_workers
+        if self.hosts is None:
+            return None
+        cpus, gpus = self.demand_of(job)
+        return sum(_num_fitting(host.num_cpus, host.num_gpus, cpus, gpus) for host in self.hosts)
+
+    def demand_of(self, job: Job) -> tuple[float, float]:
+        """CPUs and GPUs of one worker: with `device: auto` a GPU where there are enough."""
+        resources = job.spec.resources
+        num_gpus = sum(host.num_gpus for host in self.hosts or ())
+        is_enough = num_gpus >= job.spec.parallelism.min_workers
+        wants_gpu = resources.device == "cuda" or (resources.device == "auto" and is_enough)
+        return resources.cpus_per_worker, float(wants_gpu)
+
+    def num_free(self, job: Job, held: Iterable[Held]) -> int | None:
+        """How many workers of a job fit beside what is `held`; None where that is not known."""
+        limit = self.num_workers(job)
+        if limit is None:
+            return None
+        held = list(held)
+        if self.max_workers is not None or self.hosts is None:
+            return max(0, limit - sum(each.workers for each in held))
+        free_cpus = sum(host.num_cpus for host in self.hosts)
+        free_gpus = sum(host.num_gpus for host in self.hosts)
+        for each in held:
+            cpus, gpus = self.demand_of(each.job)
+            free_cpus -= each.workers * cpus
+            free_gpus -= each.workers * gpus
+        return max(0, min(limit, _num_fitting(free_cpus, free_gpus, *self.demand_of(job))))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a job takes of the cluster."""
+
+    job: Job
+    workers: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A job that starts, counted with `workers`; `max_workers` is what its quota allows, if less.
+
+    The driver takes what it finds between its bounds, so `workers` is the most that it may take.
+    """
+
+    job: Job
+    workers: int
+    max_workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """A running job that pauses, and the waiting one that it makes way for."""
+
+    job: Job
+    by: Job
+
+
+@dataclass(frozen=True)
+class Place:
+    """A job that waits: its position from 1 (None where it is not its turn at all), and why."""
+
+    job: Job
+    position: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the queue decided."""
+
+    starts: tuple[Start, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
+    places: tuple[Place, ...] = ()
+
+
+def _num_fitting(free_cpus: float, free_gpus: float, cpus: float, gpus: float) -> int:
+    # Ray counts in ten-thousandths: a float may lie a hair below the whole number meant.
+    by_cpus = int(free_cpus / cpus + 1e-6)
+    return min(by_cpus, int(free_gpus / gpus + 1e-6)) if gpus else by_cpus
+
+
+def workers_held(job: Job) -> int:
+    """The most workers that a job takes now; 0 where it does not run."""
+    if job.status.is_terminal or job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
+        return 0
+    membership = job.membership
+    if membership is not None and membership.attempt_id == job.current_attempt_id:
+        return membership.world_size or QueueNote.of(job).workers or sizes_of_job(job).world_size
+    return QueueNote.of(job).workers or sizes_of_job(job).world_size
+
+
+def admit(
+    queued: Sequence[Job],
+    running: Sequence[Job],
+    projects: Mapping[str, Project],
+    capacity: Capacity,
+    now: float,
+) -> Admission:
+    """Who starts, who makes way, and where everybody else stands. `now` is Unix seconds."""
+    turn = _Turn(projects, capacity, now, [Held(job, workers_held(job)) for job in running])
+    waiting = [job for job in queued if job.retry_at is None or job.retry_at <= now]
+    for job in _in_order(waiting, turn):
+        turn.consider(job)
+    resting = [job for job in queued if job.retry_at is not None and job.retry_at > now]
+    late = tuple(Place(job, None, "waits before the next attempt") for job in resting)
+    return Admission(tuple(turn.starts), tuple(turn.preemptions), (*turn.places, *late))
+
+
+def _in_order(waiting: Iterable[Job], turn: _Turn) -> Iterable[Job]:
+    """The waiting jobs in turn; a project that was given workers comes later at once."""
+    by_priority: dict[int, dict[str, list[tuple[float, str, Job]]]] = {}
+    for job in waiting:
+        of_priority = by_priority.setdefault(job.priority, {})
+        heapq.heappush(of_priority.setdefault(job.project, []), (job.waits_since, job.id, job))
+    for priority in sorted(by_priority, reverse=True):
+        heaps = by_priority[priority]
+        while heaps:
+            project = min(heaps, key=lambda name: (turn.share(name), *heaps[name][0][:2]))
+            yield heapq.heappop(heaps[project])[2]
+            if not heaps[project]:
+                del heaps[project]
+
+
+@dataclass
+class _Turn:
+    """One pass over the queue; what it gives away counts at once."""
+
+    projects: Mapping[str, Project]
+    capacity: Capacity
+    now: float
+    held: list[Held]
+    starts: list[Start] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    places: list[Place] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_running: dict[str, int] = defaultdict(int)
+        self._shares: dict[str, int] = defaultdict(int)
+        self._blocked: Job | None = None
+        self._blocked_of: dict[str, Job] = {}
+        self._is_making_room = False
+        for each in self.held:
+            self._count(each)
+
+    def share(self, project: str) -> int:
+        """Workers that the jobs of a project hold."""
+        return self._shares[project]
+
+    def _count(self, held: Held) -> None:
+        self._num_running[held.job.project] += 1
+        self._shares[held.job.project] += held.workers
+
+    def consider(self, job: Job) -> None:
+        """Start a job, or say why not."""
+        reason = self._quota_reason(job) or self._room_reason(job) or self._order_reason(job)
+        if reason:
+            self.places.append(Place(job, len(self.places) + 1, reason))
+        else:
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        sizes, limit = sizes_of_job(job), self._quota_left(job)
+        most = sizes.world_size if limit is None else min(sizes.world_size, limit)
+        free = self.capacity.num_free(job, self.held)
+        workers = most if free is None else min(most, free)
+        step = sizes.shard_group_size or 1
+        workers = max(sizes.min_workers, workers // step * step)
+        capped = most // step * step if most < sizes.world_size else None
+        held = Held(job, workers)
+        self.held.append(held)
+        self._count(held)
+        self.starts.append(Start(job, workers, capped))
+
+    # ---- quotas
+
+    def _quota_left(self, job: Job) -> int | None:
+        project = self.projects.get(job.project)
+        if project is None or project.max_workers is None:
+            return None
+        return project.max_workers - self._shares[job.project]
+
+    def _quota_reason(self, job: Job) -> str:
+        """Why the quotas of its project keep a job waiting; empty where they do not."""
+        project, least = self.projects.get(job.project), sizes_of_job(job).min_workers
+        if project is None:
+            return ""
+        most, most_jobs = project.max_workers, project.max_running_jobs
+        used, num_running = self._shares[job.project], self._num_running[job.project]
+        reason = ""
+        if most is not None and least > most:
+            return f"project {project.name} may use {most} workers, and the job needs {least}"
+        if most_jobs is not None and num_running >= most_jobs:
+            reason = f"project {project.name}: {num_running} of {most_jobs} jobs running"
+        elif most is not None and used + least > most:
+            reason = f"project {project.name}: {used} of {most} workers in use"
+        if reason:
+            self._blocked_of.setdefault(job.project, job)
+        return reason
+
+    # ---- room
+
+    def _room_reason(self, job: Job) -> str:
+        """Why the cluster has no room for a job now; empty where it has."""
+        least = sizes_of_job(job).min_workers
+        total, free = self.capacity.num_workers(job), self.capacity.num_free(job, self.held)
+        if total is None or free is None:
+            return ""
+        if least > total:
+            return f"needs {least} workers; cluster max {total}"
+        if free >= least:
+            return ""
+        reason = f"waiting for {least - free} of {least} workers; cluster max {total}"
+        if self._blocked is None or self._may_pass(self._blocked, job):
+            reason += self._make_room(job, least)
+        self._blocked = self._blocked or job
+        return reason
+
+    def _make_room(self, job: Job, least: int) -> str:
+        """Let jobs of a lower priority pause where that is enough; what is said of it."""
+        if self._is_making_room:
+            return ""
+        leaving = [each for each in self.held if each.job.pause_requested or _is_ending(each.job)]
+        staying = [each for each in self.held if each not in leaving]
+        victims: list[Held] = []
+        for each in sorted(filter(lambda each: _yields(each, job), staying), key=_cheapest_first):
+            if self._fits(job, least, staying, victims):
+                break
+            victims.append(each)
+        if not self._fits(job, least, staying, victims):
+            return ""
+        self.preemptions += [Preemption(each.job, job) for each in victims]
+        self._is_making_room = bool(leaving or victims)
+        return f"; {len(leaving) + len(victims)} job(s) make way"
+
+    def _fits(self, job: Job, least: int, staying: Sequence[Held], without: Sequence[Held]) -> bool:
+        rest = [each for each in staying if each not in without]
+        return (self.capacity.num_free(job, rest) or 0) >= least
+
+    # ---- order
+
+    def _order_reason(self, job: Job) -> str:
+        """Why a job that fits waits behind another one all the same; empty where it may start."""
+        ahead = self._blocked_of.get(job.project)
+        if ahead is not None and not self._may_pass(ahead, job):
+            return f"behind job {ahead.id} of its project"
+        if self._blocked is None:
+            return ""
+        if self._is_making_room or not self._may_pass(self._blocked, job):
+            return f"behind job {self._blocked.id}, which waits for workers"
+        return ""
+
+    def _may_pass(self, ahead: Job, job: Job) -> bool:
+        """Whether a job cannot delay the one ahead of it, or not for long."""
+        makes_way = job.spec.preemptible and job.priority < ahead.priority
+        return makes_way or self.now - ahead.waits_since < PASS_WINDOW_S
+
+
+def _is_ending(job: Job) -> bool:
+    return job.cancel_requested or job.status is JobStatus.STOPPING
+
+
+def _yields(held: Held, job: Job) -> bool:
+    """Whether a running job makes way for a waiting one."""
+    return held.job.spec.preemptible and held.job.priority < job.priority
+
+
+def _cheapest_first(held: Held) -> tuple[int, float]:
+    return held.job.priority, -(held.job.started_at or held.job.waits_since)

@@ -1,0 +1,132 @@
+"""Carries out what `service.queue` decides: one pass over everything that waits.
+
+One replica of the service does it at a time, under a lock in the store, so that no room is given
+away twice; each start, preemption and note is one guarded write, so a pass that ends in the middle
+is taken up by the next. A cluster that does not answer is no empty one: nothing starts and nobody
+makes way until it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from service.backends.base import Backend
+from service.domain import Job, JobStatus, QueueNote
+from service.errors import BackendUnreachable, StaleVersion
+from service.lifecycle import Decision, start
+from service.queue import Admission, Capacity, Place, Preemption, Start, admit
+from service.requests import preempt
+from service.settings import Settings
+from service.store.base import JobStore
+from service.store.projects import Locks, ProjectStore
+
+logger = logging.getLogger(__name__)
+
+_LOCK = "queue"
+# A pass takes far less; a replica that dies in one holds the others up for this long.
+_LOCK_S = 10.0
+# Notes of those further behind would be written anew with every start ahead of them.
+MAX_PLACES = 200
+
+
+@dataclass
+class QueueKeeper:
+    """The queue of `store` on `backend`; `clock` gives Unix seconds.
+
+    `before_start` is called with a job that is about to get another attempt.
+    """
+
+    store: JobStore
+    projects: ProjectStore
+    locks: Locks
+    backend: Backend
+    settings: Settings
+    clock: Callable[[], float]
+    before_start: Callable[[Job], None] = lambda job: None
+
+    def admit(self) -> None:
+        """Start what may start, unless another replica is at it or nothing waits."""
+        if not _waiting(self.store.list_live_jobs()):
+            return
+        with self.locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
+            if is_held:
+                self._pass()
+
+    def _pass(self) -> None:
+        live, now = self.store.list_live_jobs(), self.clock()
+        queued = _waiting(live)
+        running = [job for job in live if job.status not in (JobStatus.QUEUED, JobStatus.PAUSED)]
+        try:
+            capacity = self._capacity()
+        except BackendUnreachable as error:
+            for job in queued:
+                place = Place(job, None, "the cluster does not answer")
+                self._guarded(job, self._note, place, str(error))
+            return
+        quotas = {project.name: project for project in self.projects.list()}
+        self._carry_out(admit(queued, running, quotas, capacity, now), now)
+
+    def _capacity(self) -> Capacity:
+        """What the cluster has; raises `BackendUnreachable`."""
+        return capacity_of(self.settings, self.backend)
+
+    def _carry_out(self, admission: Admission, now: float) -> None:
+        for preemption in admission.preemptions:
+            self._guarded(preemption.job, self._preempt, preemption, now)
+        for begun in admission.starts:
+            if self.clock() - now < _LOCK_S:
+                self._guarded(begun.job, self._start, begun, now)
+        for place in admission.places:
+            self._guarded(place.job, self._note, place)
+
+    @staticmethod
+    def _guarded(job: Job, act: Callable[..., None], *args: object) -> None:
+        """Act on a job; one that somebody wrote meanwhile is looked at in the next pass."""
+        try:
+            act(*args)
+        except StaleVersion as error:
+            logger.debug("job %s: %s", job.id, error)
+
+    def _preempt(self, preemption: Preemption, now: float) -> None:
+        grace_s = self.settings.pause_grace_s
+        self._store(preempt(preemption.job, preemption.by, now, grace_s))
+
+    def _start(self, begun: Start, now: float) -> None:
+        self.before_start(begun.job)
+        # What that stored may have raised the version: a job that changed otherwise is left.
+        job = self.store.get_job(begun.job.id)
+        if replace(job, version=begun.job.version) != begun.job:
+            raise StaleVersion(job.id, begun.job.version)
+        note = QueueNote(workers=begun.workers, max_workers=begun.max_workers)
+        self._store(start(job, now, note))
+
+    def _note(self, place: Place, message: str = "") -> None:
+        """Store where a job stands; `message` is what its cluster answered badly."""
+        known = QueueNote.of(place.job)
+        position, reason = place.position, place.reason
+        if position is not None and position > MAX_PLACES:
+            position, reason = None, f"more than {MAX_PLACES} jobs are ahead"
+        document = replace(known, position=position, reason=reason).document
+        noted = replace(place.job, queue_note=document, message=message)
+        if noted != place.job:
+            self.store.update_job(noted)
+
+    def _store(self, decision: Decision) -> None:
+        self.store.update_job(decision.job, attempt=decision.attempt, timeline=decision.timeline)
+        for told in decision.timeline:
+            logger.info("job %s: %s", decision.job.id, told.message)
+
+
+def capacity_of(settings: Settings, backend: Backend) -> Capacity:
+    """What the cluster has, as far as the queue minds it; raises `BackendUnreachable`."""
+    if settings.queue_capacity == "unlimited":
+        # The cluster need not have room, but it has to be there.
+        backend.check()
+        return Capacity()
+    return Capacity(backend.hosts() or None, settings.cluster_max_workers)
+
+
+def _waiting(live: list[Job]) -> list[Job]:
+    return [job for job in live if job.status is JobStatus.QUEUED]

@@ -1,13 +1,9 @@
-"""The id of the request being answered, for logs, problems and whatever else wants to name it."""
+"""Ids of requests: what a client may choose, and what we choose for it."""
 
 from __future__ import annotations
 
 import re
 import secrets
-from contextvars import ContextVar
-
-current_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-"""Id of the request that this task or thread works for; None outside of requests."""
 
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{7,63}")
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from service.backends.base import Submission
 from service.domain import Attempt, Job, QueueNote
 from service.lifecycle import remaining_failures
-from service.security.master_keys import master_keys_of
 from service.retries import NextAttempt, next_attempt
 from service.run_files import run_dir_of, write_text
+from service.security.master_keys import master_keys_of
 from service.settings import Settings
 from service.store.base import JobStore
+from service.tracing import traceparent_of
 from trainer.spec import JobSpec, SpecError, validate_spec
 
 __all__ = ["STOP_WAIT_S", "plan_attempt", "run_dir_of", "submission_of", "write_spec"]
@@ -63,6 +64,8 @@ def submission_of(
             "SHARDLOOM_MAX_WORKER_FAILURES": str(remaining_failures(job)),
             "SHARDLOOM_END_ON": " ".join(following.end_on),
             "SHARDLOOM_AVOIDED_HOSTS": " ".join(avoided),
+            "SHARDLOOM_LOG_MAX_BYTES": str(settings.log_max_bytes),
+            **_tracing(job, settings),
             "PYTHONUNBUFFERED": "1",
             # Ray's own way to stop a job is SIGTERM and 3 s later SIGKILL: too short to report.
             "RAY_JOB_STOP_SIGNAL": "SIGINT",
@@ -75,6 +78,17 @@ def submission_of(
 def _ca_file(settings: Settings) -> dict[str, str]:
     path = settings.driver_ca_file
     return {"SHARDLOOM_CA_FILE": str(path)} if path else {}
+
+
+def _tracing(job: Job, settings: Settings) -> dict[str, str]:
+    """What lets the driver go on in the trace of the job's submission."""
+    endpoint = settings.otlp_endpoint
+    if not endpoint:
+        return {}
+    return {
+        "OTEL_EXPORTER_OTLP_ENDPOINT": endpoint,
+        "SHARDLOOM_TRACEPARENT": traceparent_of(job.id),
+    }
 
 
 def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> Path:

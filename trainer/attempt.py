@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import httpx
 
 from trainer import events, failures
 from trainer.failures import Failure
 from trainer.outbox import EventWriter
 from trainer.ray_worker import GroupConfig, WorkerConfig
 from trainer.run_dir import AttemptDir, RunDir
+from trainer.secret_env import NO_SECRETS, SecretEnv
 from trainer.spec import JobSpec
 
 # A life this long proves that the workers can live: the next failure is no repetition.
@@ -25,7 +29,8 @@ class DriverContext:
 
     After one of the reasons in `end_on` the attempt ends, because the next one is another: workers
     that start again in this one would only run into it again. No worker is placed on a host in
-    `avoided_hosts` before its time (Unix seconds), if there is room elsewhere.
+    `avoided_hosts` before its time (Unix seconds), if there is room elsewhere. `token` lets the
+    driver speak for its attempt, `ca_file` says whose certificates the service may have.
     """
 
     job_id: str
@@ -35,6 +40,9 @@ class DriverContext:
     max_worker_failures: int
     end_on: frozenset[str] = frozenset()
     avoided_hosts: tuple[tuple[str, float], ...] = ()
+    token: str = field(default="", repr=False)
+    ca_file: str | None = None
+    secrets: SecretEnv = NO_SECRETS
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> DriverContext:
@@ -47,7 +55,16 @@ class DriverContext:
             max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
             end_on=frozenset(env.get("SHARDLOOM_END_ON", "").split()),
             avoided_hosts=tuple(_avoided(env.get("SHARDLOOM_AVOIDED_HOSTS", ""))),
+            token=env.get("SHARDLOOM_ATTEMPT_TOKEN", ""),
+            ca_file=env.get("SHARDLOOM_CA_FILE"),
         )
+
+    def connect(self, timeout_s: float) -> httpx.Client:
+        """A client that speaks to the service for this attempt."""
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        verify = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else True
+        # The service is near; a proxy of the cluster's environment is for the world outside.
+        return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
 
     @property
     def files(self) -> AttemptDir:
@@ -82,7 +99,14 @@ class Attempt:
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
         """What the workers of life `run_index` are given."""
         context = self.context
-        return WorkerConfig(self.spec, context.run_dir, context.attempt_id, run_index, group)
+        return WorkerConfig(
+            self.spec,
+            context.run_dir,
+            context.attempt_id,
+            run_index,
+            group,
+            secrets=context.secrets,
+        )
 
     def with_workers(self, num_workers: int) -> Attempt:
         """The same attempt with a fixed number of workers, a multiple of L."""

@@ -18,9 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-
-import httpx
 
 from trainer import events, failures
 from trainer.attempt import Attempt, DriverContext, Outcome, run_lives
@@ -39,6 +38,8 @@ from trainer.outbox import EventWriter, OutboxPoster
 from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
 from trainer.process_log import start_log
 from trainer.run_dir import RunDir
+from trainer.secret_env import SecretsUnavailable, fetch_secrets, secret_names
+from trainer.sinks.start import start_sinks
 from trainer.spec import JobSpec, SpecError
 from trainer.train_run import Evicted, launch
 from trainer.versions import check_versions, installed_versions
@@ -46,6 +47,8 @@ from trainer.versions import check_versions, installed_versions
 logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
 
 POST_TIMEOUT_S = 10.0
+# The service knows the end by then; an attempt that follows would take what is left.
+SINK_TIMEOUT_S = 10.0
 EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
 EXIT_EVICTED = 143
 
@@ -190,8 +193,11 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
         message = "; ".join(mismatch.message for mismatch in mismatches)
         return _ended(context, Failure(failures.VERSION_MISMATCH, message))
     try:
+        context = with_secrets(context)
         with hold_run(context.run_dir, context.attempt_id, on_lost=_evict_this_process):
             return _ended(context, run_until_stopped(context, writer))
+    except SecretsUnavailable as error:
+        return _ended(context, error.failure)
     except failures.WorkerFailure as error:  # the folder is another attempt's
         return _ended(context, Failure(error.reason, error.message))
     except Stopped:
@@ -203,6 +209,20 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
         evidence = failures.evidence_of(error)
         message = f"{type(error).__name__}: {error}"
         return _ended(context, Failure(failures.TRAINING_ERROR, message, evidence=evidence))
+
+
+def with_secrets(context: DriverContext) -> DriverContext:
+    """The context with the secrets of its job, which this process has in its environment then.
+
+    Raises `SecretsUnavailable`.
+    """
+    if not context.service_url or not secret_names(RunDir(context.run_dir).secret_names_path):
+        return context
+    url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
+    with context.connect(POST_TIMEOUT_S) as http:
+        secrets = fetch_secrets(http, url)
+    secrets.set_in(os.environ)
+    return replace(context, secrets=secrets)
 
 
 def _evict_this_process() -> None:
@@ -242,10 +262,9 @@ def main() -> int:
     poster = None
     if context.service_url:
         url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
-        # The service is near; a proxy of the cluster's environment is for the world outside.
-        http = httpx.Client(timeout=POST_TIMEOUT_S, trust_env=False)
-        poster = OutboxPoster(context.files, http, url)
+        poster = OutboxPoster(context.files, context.connect(POST_TIMEOUT_S), url)
         poster.start()
+    sinks = start_sinks(context, writer)
     try:
         ended = end_attempt(context, writer)
     except Evicted as eviction:
@@ -255,6 +274,7 @@ def main() -> int:
     writer.write(ended)
     if poster:
         poster.close(POST_TIMEOUT_S)
+    sinks.close(SINK_TIMEOUT_S)
     return EXIT_CODES.get(ended.reason, 1)
 
 

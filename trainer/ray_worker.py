@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.process_log import start_log
 from trainer.run_dir import RunDir
+from trainer.secret_env import NO_SECRETS, SecretEnv
 from trainer.spec import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,7 @@ class WorkerConfig:
     run_index: int
     group: GroupConfig | None = None
     watch_address: str | None = None
+    secrets: SecretEnv = NO_SECRETS
 
     @property
     def run_label(self) -> str:
@@ -79,6 +81,7 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     # stall it for 5 s, and with it every group that waits for this one.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     worker = config["worker"]
+    worker.secrets.set_in(os.environ)
     rank = ray.train.get_context().get_world_rank()
     start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
     logger.info(

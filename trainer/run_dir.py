@@ -3,12 +3,14 @@
 RUN_DIR/                         one per job
   checkpoints/step-00000100/     DCP files, and COMMIT.json written last
   skipped-rows.json              rows left out because the loss became NaN on them
+  sinks/mlflow.json              how far a sink has come, and what it remembers
+  tensorboard/                   event files, where the spec asks for them
   job.json                       what the service needs to know the job again from this folder
   rewind.json                    the checkpoint that the job went back to: {"checkpoint", ...}
   attempts/ATTEMPT_ID/
     spec.json                    the spec as this attempt runs it
     outbox/STREAM.jsonl          event records; a line's position is its sequence number
-    logs/driver.log, rank-0.log  one file per process
+    logs/driver.log, rank-0.log  one per process; rank-0@OFFSET.log goes on where a file is full
     trace-request.json           steps that somebody wants traced: {"id", "num_steps", "ranks"}
     resize-request.json          size or hosts to leave: {"id", "workers", "drain_hosts"}
     stop-request.json            the workers shall save and stop: {"run_index", "cause"}
@@ -120,6 +122,11 @@ class RunDir:
         return self.root / "job.json"
 
     @property
+    def secret_names_path(self) -> Path:
+        """Names of the secrets that the job's processes need; missing where there are none."""
+        return self.root / "secret-names.json"
+
+    @property
     def rewind_path(self) -> Path:
         """The checkpoint that the job was told to go on from, as JSON; absent if none was."""
         return self.root / "rewind.json"
@@ -128,6 +135,15 @@ class RunDir:
     def checkpoints_dir(self) -> Path:
         """Folder of the checkpoints, committed or not."""
         return self.root / "checkpoints"
+
+    @property
+    def tensorboard_dir(self) -> Path:
+        """Event files for TensorBoard, unless the spec names another folder."""
+        return self.root / "tensorboard"
+
+    def sink_path(self, name: str) -> Path:
+        """How far a sink has come with the job's records, as JSON."""
+        return self.root / "sinks" / f"{name}.json"
 
     def attempt(self, attempt_id: str) -> AttemptDir:
         """Files of one attempt."""

@@ -16,7 +16,9 @@ from service.jobs import find_job
 from service.security.bundle import Security
 from service.settings import Settings
 from service.store.base import JobStore
+from service.store.webhooks import WebhookStore
 from service.telemetry import Telemetry
+from service.tracing import Tracing
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class Context:
     wake: Callable[[], None]
     has_died: Callable[[], bool]
     security: Security
+    webhooks: WebhookStore
+    tracing: Tracing
     closing: threading.Event = field(default_factory=threading.Event)
 
 

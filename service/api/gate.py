@@ -28,7 +28,7 @@ from service.errors import (
     ServiceError,
     TooManyRequests,
 )
-from service.request_ids import current_request_id
+from service.request_context import request_id
 from service.security.authenticator import Credentials
 from service.security.bundle import Security
 from service.security.hosts import SAFE_METHODS, is_foreign
@@ -203,7 +203,7 @@ class Gate:
                 object=(answer.location or path)[:_MAX_OBJECT_CHARS],
                 remote=_remote(scope)[:64],
                 status=answer.status,
-                request_id=current_request_id.get() or "",
+                request_id=request_id.get(),
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response, status
@@ -9,6 +10,7 @@ from fastapi import APIRouter, Header, Query, Response, status
 from service.api.auth import PrincipalDep, check_paths, check_project
 from service.api.context import ContextDep, JobDep
 from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page, SubmitJob
+from service.api.secrets import keep_secrets
 from service.api.views import attempt_view, detail_of, summary_of
 from service.backends.base import Backend, HostFacts
 from service.domain import JobStatus
@@ -55,12 +57,14 @@ def submit(
         check_data(spec)
         response.status_code = status.HTTP_200_OK
         return plan_of(with_table_sizes(spec), _hosts(context.backend))
+    began_at = time.time()
     job = submit_job(
         context.store,
         spec,
         idempotency_key=idempotency_key,
-        prepare=lambda job_id: context.security.seal_secrets(job_id, body.secrets),
+        prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
     )
+    context.tracing.submitted(job, began_at)
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return detail_of(job, context.settings)

@@ -10,7 +10,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.problems import answer_error
 from service.errors import BodyTooLarge, ForeignHost, ServiceError
-from service.request_ids import current_request_id, request_id_from
+from service.request_context import about
+from service.request_ids import request_id_from
 from service.security.hosts import is_known_host
 from service.settings import Settings
 
@@ -55,17 +56,14 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         request_id = request_id_from(Headers(scope=scope).get("x-request-id"))
-        token = current_request_id.set(request_id)
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)["X-Request-ID"] = request_id
             await send(message)
 
-        try:
+        with about(request_id=request_id):
             await self._app(scope, receive, send_with_id)
-        finally:
-            current_request_id.reset(token)
 
 
 class SafeHeaders:

@@ -13,7 +13,7 @@ from starlette.exceptions import HTTPException
 
 from service.api.schemas import FieldFault, Problem
 from service.errors import InvalidRequest, ServiceError, problem_of, problem_of_spec
-from service.request_ids import current_request_id
+from service.request_context import request_id
 from trainer.spec import SpecError
 
 logger = logging.getLogger(__name__)
@@ -36,8 +36,8 @@ def add_error_handlers(app: FastAPI) -> None:
 
 def _answer(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
     body = {**problem, "instance": request.url.path}
-    if request_id := current_request_id.get():
-        body["request_id"] = request_id
+    if known := request_id.get():
+        body["request_id"] = known
     return ProblemResponse(body, status_code=int(problem["status"]), **options)
 
 

@@ -114,6 +114,7 @@ def append_events(
     """
     if principal.kind == "attempt":
         context.security.attempts.check_may_report(attempt_id)
-    ack = context.store.append_events(attempt_id, batch, time.time())
+    with context.tracing.ingesting(attempt_id, len(batch.events)):
+        ack = context.store.append_events(attempt_id, batch, time.time())
     context.telemetry.received_events(batch.events)
     return ack

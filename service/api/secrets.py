@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+
 from fastapi import APIRouter, Response
 
-from service.api.context import ContextDep
+from service.api.context import Context, ContextDep
 from service.api.security_schemas import AttemptSecrets
-from service.errors import Forbidden
+from service.errors import Forbidden, StorageUnavailable
+from service.run_files import run_dir_of, write_text
 
 router = APIRouter(prefix="/v1/attempts/{attempt_id}", tags=["drivers"])
 
@@ -19,3 +23,18 @@ def get_secrets(attempt_id: str, context: ContextDep, response: Response) -> Att
         raise Forbidden(f"attempt {attempt_id} has ended, and with it its right to secrets")
     response.headers["Cache-Control"] = "no-store"
     return AttemptSecrets(secrets=context.security.open_secrets(attempt.job_id))
+
+
+def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:
+    """Keep the secrets of a job that is about to be stored, and tell its driver of them.
+
+    Raises `StorageUnavailable` or `StoreUnavailable`.
+    """
+    if not secrets:
+        return
+    context.security.seal_secrets(job_id, secrets)
+    path = run_dir_of(context.settings, job_id).secret_names_path
+    try:
+        write_text(path, json.dumps(sorted(secrets)))
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error

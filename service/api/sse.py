@@ -53,6 +53,12 @@ def stream(look: Callable[[], News], context: Context) -> StreamingResponse:
 
 
 async def _frames(look: Callable[[], News], context: Context) -> AsyncIterator[bytes]:
+    with context.telemetry.following():
+        async for frame in _follow(look, context):
+            yield frame
+
+
+async def _follow(look: Callable[[], News], context: Context) -> AsyncIterator[bytes]:
     poll_s, heartbeat_s = context.settings.stream_poll_s, context.settings.stream_heartbeat_s
     # A first comment shows the client that it is connected before anything happens.
     silent_s = heartbeat_s

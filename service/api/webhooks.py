@@ -39,7 +39,7 @@ def create_webhook(body: CreateWebhook, context: ContextDep) -> WebhookCreated:
         url=body.url,
         description=body.description,
         kinds=tuple(body.kinds),
-        secret=context.box.seal(secret),
+        secret=context.security.master.seal(secret),
         is_active=True,
         created_at=time.time(),
     )
@@ -83,7 +83,7 @@ def delete_webhook(webhook_id: WebhookId, context: ContextDep) -> None:
 def rotate_secret(webhook_id: WebhookId, context: ContextDep) -> WebhookCreated:
     """The answer shows the new secret, once; from now on messages are signed with it."""
     secret = new_secret()
-    changed = context.webhooks.change(webhook_id, {"secret": context.box.seal(secret)})
+    changed = context.webhooks.change(webhook_id, {"secret": context.security.master.seal(secret)})
     return _with_secret(changed, secret)
 
 

@@ -45,13 +45,13 @@ class Security:
 
     def seal_secrets(self, job_id: str, secrets: Mapping[str, str]) -> None:
         """Keep secrets of a job that is about to be stored; raises `StoreUnavailable`."""
-        sealed = {name: self.master.encrypt(value) for name, value in secrets.items()}
+        sealed = {name: self.master.seal(value) for name, value in secrets.items()}
         self.keys.keep_secrets(job_id, sealed, time.time())
 
     def open_secrets(self, job_id: str) -> dict[str, str]:
         """Secrets of a job, readable; raises `SecretKeyUnusable`."""
         sealed = self.keys.secrets_of(job_id)
-        return {name: self.master.decrypt(text) for name, text in sealed.items()}
+        return {name: self.master.open(text) for name, text in sealed.items()}
 
     def forget_orphans(self) -> None:
         """Delete secrets that were kept for jobs which then were not stored, or are deleted."""

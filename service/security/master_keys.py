@@ -39,12 +39,12 @@ class MasterKeys:
         self._token_keys = [_derive(master, "attempt-tokens") for master in masters]
         self._csrf_key = _derive(masters[0], "csrf-tokens")
 
-    def encrypt(self, text: str) -> str:
+    def seal(self, text: str) -> str:
         """Text that only these keys can read."""
         return self._box.encrypt(text.encode()).decode()
 
-    def decrypt(self, sealed: str) -> str:
-        """The text of `encrypt`; raises `SecretKeyUnusable` if no key fits."""
+    def open(self, sealed: str) -> str:
+        """The text of `seal`; raises `SecretKeyUnusable` if no key fits."""
         try:
             return self._box.decrypt(sealed.encode()).decode()
         except InvalidToken:

@@ -53,6 +53,7 @@ UNLISTED = _ADMINISTER
 """What a route asks for that nobody thought of."""
 
 _JOB = "/v1/jobs/{job}"
+_WEBHOOK = "/v1/webhooks/{webhook_id}"
 _CHANGES = ("cancel", "pause", "resume", "restart")
 _READS = (
     "attempts",
@@ -105,11 +106,13 @@ RULES: Mapping[tuple[str, str], Rule] = {
     # Webhooks send what happens in any project, and to where an administrator says.
     ("GET", "/v1/webhooks"): _ADMINISTER,
     ("POST", "/v1/webhooks"): _ADMINISTER,
-    ("GET", "/v1/webhooks/{webhook_id}"): _ADMINISTER,
-    ("PATCH", "/v1/webhooks/{webhook_id}"): _ADMINISTER,
-    ("PUT", "/v1/webhooks/{webhook_id}"): _ADMINISTER,
-    ("DELETE", "/v1/webhooks/{webhook_id}"): _ADMINISTER,
-    ("GET", "/v1/webhooks/{webhook_id}/deliveries"): _ADMINISTER,
+    ("GET", _WEBHOOK): _ADMINISTER,
+    ("PATCH", _WEBHOOK): _ADMINISTER,
+    ("DELETE", _WEBHOOK): _ADMINISTER,
+    ("POST", f"{_WEBHOOK}:rotate"): _ADMINISTER,
+    ("POST", f"{_WEBHOOK}:test"): _ADMINISTER,
+    ("GET", f"{_WEBHOOK}/deliveries"): _ADMINISTER,
+    ("POST", f"{_WEBHOOK}/deliveries/{{delivery_id}}:redeliver"): _ADMINISTER,
 }
 
 

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
+from service import logging_setup
 from service.api import (
     audit,
     jobs,
@@ -29,10 +30,12 @@ from service.api import (
     secrets,
     system,
     traces,
+    webhooks,
 )
 from service.api.auth import authorize
 from service.api.context import Context
 from service.api.gate import Gate
+from service.api.measuring import Measuring
 from service.api.middleware import BodyLimit, KnownHosts, RequestIds, SafeHeaders
 from service.api.problems import add_error_handlers
 from service.backends.base import Backend
@@ -44,7 +47,10 @@ from service.security.bundle import Security
 from service.security.hosts import check_address
 from service.settings import Settings
 from service.store.sql import SqlJobStore
+from service.store.webhooks import WebhookStore
 from service.telemetry import Telemetry
+from service.tracing import Tracing
+from service.webhook_sender import WebhookSender
 
 # Not __name__, which is __main__ when the module is run.
 logger = logging.getLogger("service.main")
@@ -60,8 +66,9 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
 
     Starting the app starts the reconciler; stopping it closes reconciler, store and backend.
     """
-    telemetry = Telemetry()
-    reconciler = Reconciler(store, backend, settings, telemetry)
+    telemetry, tracing = Telemetry(), Tracing.from_settings(settings)
+    telemetry.watch(store.engine)
+    reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
     app = FastAPI(
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
@@ -71,21 +78,31 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
     )
     security = Security.open(settings, store, store.engine)
     app.state.context = Context(
-        settings, store, backend, telemetry, reconciler.wake, lambda: reconciler.has_died, security
+        settings,
+        store,
+        backend,
+        telemetry,
+        reconciler.wake,
+        lambda: reconciler.has_died,
+        security,
+        WebhookStore(store.engine),
+        tracing,
     )
     add_error_handlers(app)
-    for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, system):
+    for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, webhooks, system):
         app.include_router(module.router)
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.
         from service.dashboard.pages import mount
 
         mount(app, store, settings, reconciler.wake)
-    _add_middleware(app, settings, security)
+    _add_middleware(app, settings, security, telemetry)
     return app
 
 
-def _add_middleware(app: FastAPI, settings: Settings, security: Security) -> None:
+def _add_middleware(
+    app: FastAPI, settings: Settings, security: Security, telemetry: Telemetry
+) -> None:
     """What is around every request; the first one added is the innermost."""
     app.add_middleware(Gate, settings=settings, security=security)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
@@ -100,6 +117,7 @@ def _add_middleware(app: FastAPI, settings: Settings, security: Security) -> Non
         )
     app.add_middleware(KnownHosts, settings=settings)
     app.add_middleware(SafeHeaders)
+    app.add_middleware(Measuring, telemetry=telemetry)
     app.add_middleware(RequestIds)
 
 
@@ -107,12 +125,18 @@ def _add_middleware(app: FastAPI, settings: Settings, security: Security) -> Non
 async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[None]:
     context: Context = app.state.context
     context.security.forget_orphans()
+    sender = WebhookSender(
+        context.webhooks, context.security.master, context.settings, context.telemetry
+    )
     reconciler.start()
+    sender.start()
     try:
         yield
     finally:
         context.closing.set()
         reconciler.close()
+        sender.close()
+        context.tracing.close()
         context.security.close()
         context.backend.close()
         context.store.close()
@@ -195,14 +219,11 @@ def bind(host: str, port: int) -> socket.socket:
 
 def main() -> int:
     """Run the service with the settings of the environment; returns the exit code."""
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    # These tell of every request and of every look at the schema.
-    for chatty in ("httpx", "alembic.runtime.migration"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+    logging_setup.configure("text")
     try:
-        serve(Settings())
+        settings = Settings()
+        logging_setup.configure(settings.log_format)
+        serve(settings)
     except ValidationError as error:
         for fault in error.errors():
             name = "_".join(str(part) for part in fault["loc"]).upper()

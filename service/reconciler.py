@@ -39,6 +39,7 @@ from service.lifecycle import (
 )
 from service.outbox import OutboxCollector
 from service.queue_keeper import QueueKeeper
+from service.request_context import about
 from service.resizing import carry_over
 from service.run_files import ask_to_pause, note_rewind, write_job
 from service.settings import Settings
@@ -46,6 +47,7 @@ from service.store.projects import Locks, ProjectStore
 from service.store.sql import SqlJobStore
 from service.submission import plan_attempt, run_dir_of, submission_of, write_spec
 from service.telemetry import Telemetry
+from service.tracing import Tracing
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +75,10 @@ class Reconciler:
         settings: Settings,
         telemetry: Telemetry,
         clock: Callable[[], float] = time.time,
+        tracing: Tracing | None = None,
     ) -> None:
         self._store = store
+        self._tracing = tracing or Tracing()
         self._backend = backend
         self._settings = settings
         self._telemetry = telemetry
@@ -147,7 +151,7 @@ class Reconciler:
         leased = self._lease()
         for job in jobs:
             if job.id in leased and not _rests(job) and self._take(job.id):
-                future = self._pool.submit(self.reconcile, job.id)
+                future = self._pool.submit(self._telemetry.timed_wait(self.reconcile), job.id)
                 future.add_done_callback(partial(self._release, job.id))
         for job_id, index in self._outboxes.take_due():
             late = self._pool.submit(self._outboxes.collect, job_id, index)
@@ -193,7 +197,7 @@ class Reconciler:
 
     def reconcile(self, job_id: str) -> None:
         """Take a job as far as it goes now."""
-        with self._telemetry.reconcile_s.time():
+        with about(job_id=job_id), self._telemetry.reconcile_s.time():
             try:
                 self._look(job_id)
             except StaleVersion as error:
@@ -282,7 +286,8 @@ class Reconciler:
             write_spec(following.spec, attempt, self._settings)
             note_rewind(job, attempt, self._settings)
             carry_over(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
-            self._backend.submit(submission_of(job, attempt, following, self._settings))
+            with self._tracing.submitting(job, attempt):
+                self._backend.submit(submission_of(job, attempt, following, self._settings))
         except BackendUnreachable as error:
             self._note_unanswered(Action.SUBMIT, attempt, error)
             return submission_unanswered(job, attempt, str(error))

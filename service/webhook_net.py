@@ -108,7 +108,7 @@ async def post(
         return Answer(None, f"no answer within {timeout_s:g} s")
     except AddressRefused as error:
         return Answer(None, f"refused: {error}")
-    except (httpx.HTTPError, OSError, UnicodeError, ValueError) as error:
+    except (httpx.HTTPError, httpx.StreamError, OSError, UnicodeError, ValueError) as error:
         return Answer(None, f"{type(error).__name__}: {error}")
 
 

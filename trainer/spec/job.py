@@ -20,6 +20,7 @@ from trainer.spec.run import (
     RetrySpec,
     TrainingSpec,
 )
+from trainer.spec.sinks import SinksSpec
 from trainer.spec.tables import EmbeddingTableSpec
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class JobSpec(SpecModel):
     retry: RetrySpec = RetrySpec()
     recovery: RecoverySpec = RecoverySpec()
     resources: ResourcesSpec = ResourcesSpec()
+    sinks: SinksSpec = SinksSpec()
     export: NotYet = None
 
     @property

@@ -1,0 +1,104 @@
+"""Metrics as a run in MLflow. Needs the package `mlflow-skinny`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from trainer.events import AttemptEnded, AttemptStarted, Event, Metrics
+from trainer.sinks.base import JobFacts, Memory
+
+_JOB_TAG = "shardloom.job_id"
+# MLflow's own limits of one request.
+_MAX_METRICS = 1000
+_MAX_PARAMS = 100
+_MAX_PARAM_CHARS = 500
+_FINAL_STATUS = {"completed": "FINISHED", "cancelled": "KILLED"}
+
+
+class MlflowSink:
+    """One run per job, whose id is remembered from attempt to attempt."""
+
+    name = "mlflow"
+
+    def __init__(self, tracking_uri: str, experiment: str, job: JobFacts) -> None:
+        self._tracking_uri = tracking_uri
+        self._experiment = experiment
+        self._job = job
+        self._client: Any = None
+        self._run_id = ""
+
+    def open(self, memory: Memory) -> None:
+        """Find the job's run, or begin it."""
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient(tracking_uri=self._tracking_uri)
+        self._run_id = memory.get("run_id") or self._find_run() or self._create_run()
+        memory["run_id"] = self._run_id
+
+    def take(self, events: Sequence[Event]) -> None:
+        """Log the metrics among some records, and whether the run goes on."""
+        for some in _chunks(_metrics_of(events), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=some)
+        for event in events:
+            if isinstance(event, AttemptStarted):
+                self._client.update_run(self._run_id, status="RUNNING")
+            elif isinstance(event, AttemptEnded):
+                status = _FINAL_STATUS.get(event.reason, "FAILED")
+                self._client.set_terminated(self._run_id, status)
+                self._client.set_tag(self._run_id, "shardloom.reason", event.reason)
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+    def _find_run(self) -> str | None:
+        """A run that an attempt began and was killed before it could remember it."""
+        known = self._client.get_experiment_by_name(self._experiment)
+        if known is None:
+            return None
+        wanted = f"tags.`{_JOB_TAG}` = '{self._job.job_id}'"
+        found = self._client.search_runs([known.experiment_id], wanted, max_results=1)
+        return found[0].info.run_id if found else None
+
+    def _create_run(self) -> str:
+        from mlflow.entities import Param
+
+        known = self._client.get_experiment_by_name(self._experiment)
+        experiment_id = (
+            known.experiment_id if known else self._client.create_experiment(self._experiment)
+        )
+        labels = {f"label.{key}": text for key, text in self._job.spec.get("labels", {}).items()}
+        tags = {_JOB_TAG: self._job.job_id, **labels}
+        run = self._client.create_run(experiment_id, tags=tags, run_name=self._job.name)
+        params = [
+            Param(key, text[:_MAX_PARAM_CHARS])
+            for key, text in itertools.islice(flattened(self._job.spec), _MAX_PARAMS)
+        ]
+        self._client.log_batch(run.info.run_id, params=params)
+        return str(run.info.run_id)
+
+
+def flattened(spec: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of a spec with dotted names; sections without names of their own as text."""
+    for key, value in spec.items():
+        if isinstance(value, Mapping) and value:
+            yield from flattened(value, f"{prefix}{key}.")
+        elif value not in (None, [], {}) and not isinstance(value, list):
+            yield f"{prefix}{key}", str(value)
+
+
+def _metrics_of(events: Sequence[Event]) -> list[Any]:
+    from mlflow.entities import Metric
+
+    return [
+        Metric(name, value, int(event.time * 1000), event.step)
+        for event in events
+        if isinstance(event, Metrics)
+        for name, value in event.values.items()
+    ]
+
+
+def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    for start in range(0, len(items), size):
+        yield items[start : start + size]

@@ -8,7 +8,9 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import httpx
@@ -29,10 +31,16 @@ def free_port() -> int:
 
 
 class ServiceProcess:
-    """`python -m service.main` with its state under `home`; it may be killed and started again."""
+    """`python -m service.main` with its state under `home`; it may be killed and started again.
 
-    def __init__(self, home: Path, port: int) -> None:
+    `settings` are further variables of its environment.
+    """
+
+    def __init__(
+        self, home: Path, port: int, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         self.home = home
+        self._settings = settings
         self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.cluster = FakeBackend(home / "fake-cluster")
@@ -56,6 +64,7 @@ class ServiceProcess:
             "SHARDLOOM_RECONCILE_INTERVAL_S": "0.05",
             "SHARDLOOM_STREAM_POLL_S": "0.05",
             "SHARDLOOM_SHUTDOWN_TIMEOUT_S": str(SHUTDOWN_TIMEOUT_S),
+            **self._settings,
         }
 
     def start(self) -> None:

@@ -12,13 +12,14 @@ from typing import Annotated
 
 import typer
 
-from service.commands import hosts, jobs, resizing, spec, stack, submit, traces
+from service.commands import hosts, jobs, keys, resizing, spec, stack, submit, traces
 from service.commands.failures import ErrorReportingGroup
 from service.commands.plugins import add_plugins
 
 STACK_PANEL = "The local stack"
 JOB_PANEL = "Jobs"
 READ_PANEL = "What a job left"
+ACCESS_PANEL = "Access"
 TOOL_PANEL = "Tools"
 
 
@@ -46,6 +47,9 @@ def build_app() -> typer.Typer:
     for command in (jobs.show, jobs.logs, jobs.metrics, jobs.events, jobs.checkpoints):
         app.command(rich_help_panel=READ_PANEL)(command)
     app.command(rich_help_panel=READ_PANEL)(traces.traces)
+    for command in (keys.login, keys.logout, keys.whoami, keys.audit):
+        app.command(rich_help_panel=ACCESS_PANEL)(command)
+    app.add_typer(keys.app, name="keys", rich_help_panel=ACCESS_PANEL)
     app.add_typer(spec.app, name="spec", rich_help_panel=TOOL_PANEL)
     add_plugins(app, rich_help_panel=TOOL_PANEL)
     return app

@@ -41,8 +41,9 @@ from service.api.schemas import (
     TraceRequested,
     WishOut,
 )
+from service.client_access import AccessCalls
 from service.client_errors import TraceLost
-from service.client_http import DEFAULT_URL, Connection, Params
+from service.client_http import DEFAULT_URL, Params
 from service.client_retry import PATIENCE_S, RetryPolicy
 from service.domain import JobStatus
 
@@ -51,18 +52,26 @@ __all__ = ["DEFAULT_URL", "RetryPolicy", "ShardloomClient"]
 TRACE_TIMEOUT_S = 600.0
 
 
-class ShardloomClient(Connection):
+class ShardloomClient(AccessCalls):
     """A connection to one service; close it, or use it as a context manager."""
 
     # ---- jobs
 
-    def submit(self, spec: Mapping[str, Any], *, idempotency_key: str | None = None) -> JobDetail:
+    def submit(
+        self,
+        spec: Mapping[str, Any],
+        *,
+        idempotency_key: str | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> JobDetail:
         """Create a job from a spec document; raises `InvalidRequest` with the faulty fields.
 
-        With the same `idempotency_key` the same spec makes one job, however often it is sent.
+        `secrets` are environment variables for its processes, kept encrypted, never shown. With the same `idempotency_key` the same spec makes one job, however often it is sent.
         """
         headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        body = SubmitJob(spec=dict(spec)).model_dump()
+        body: dict[str, Any] = {"spec": dict(spec)}
+        if secrets:
+            body["secrets"] = dict(secrets)
         response = self._with_retries(
             lambda: self._http.post("/v1/jobs", json=body, headers=headers)
         )

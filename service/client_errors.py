@@ -2,10 +2,13 @@
 
 ShardloomError
 ├── ServiceUnreachable      nobody answered at the URL, after the retries
+├── CredentialsUnusable     the file of API keys or of CA certificates cannot be used
 ├── TraceLost               a trace that was asked for did not come
 ├── UnexpectedAnswer        somebody answered, but not a Shardloom service of this version
 └── ProblemError            the service said no (RFC 9457 problem: status, code, detail, fields)
     ├── InvalidRequest      400, 422   a faulty spec or parameter; `fields` say where
+    ├── NotSignedIn         401        no credentials, or some that do not count
+    ├── Forbidden           403        credentials that do not suffice
     ├── NotFound            404        no such job, attempt, log or trace
     ├── Conflict            409        not possible in the present state of the job
     └── ServerFault         5xx        the service itself is in trouble
@@ -30,6 +33,10 @@ class ServiceUnreachable(ShardloomError):
         self.url = url
         self.cause = cause
         super().__init__(f"no Shardloom service answers at {url} ({cause})")
+
+
+class CredentialsUnusable(ShardloomError):
+    """The file of API keys, or of CA certificates, cannot be used."""
 
 
 class TraceLost(ShardloomError):
@@ -66,6 +73,14 @@ class InvalidRequest(ProblemError):
     """A faulty spec or parameter; `fields` name the path of each fault."""
 
 
+class NotSignedIn(ProblemError):
+    """No credentials, or some that do not count."""
+
+
+class Forbidden(ProblemError):
+    """Credentials that do not suffice for this."""
+
+
 class NotFound(ProblemError):
     """No such job, attempt, log or trace."""
 
@@ -80,6 +95,8 @@ class ServerFault(ProblemError):
 
 _BY_STATUS: dict[int, type[ProblemError]] = {
     400: InvalidRequest,
+    401: NotSignedIn,
+    403: Forbidden,
     404: NotFound,
     409: Conflict,
     422: InvalidRequest,

@@ -17,6 +17,7 @@ from service.client_errors import (
 )
 from service.client_retry import RETRIED_STATUSES, Patience, RetryPolicy
 from service.client_sse import ServerEvent, parse_events
+from service.credentials import find_key, tls_context
 
 DEFAULT_URL = "http://127.0.0.1:8700"
 REQUEST_TIMEOUT_S = 30.0
@@ -36,12 +37,16 @@ class _Passing(Exception):
 
 
 class Connection:
-    """A connection to one service; close it, or use it as a context manager."""
+    """A connection to one service; close it, or use it as a context manager.
+
+    Without `api_key` the one that `service.credentials` finds for the service is sent.
+    """
 
     def __init__(
         self,
         base_url: str = DEFAULT_URL,
         *,
+        api_key: str | None = None,
         timeout_s: float = REQUEST_TIMEOUT_S,
         retry: RetryPolicy | None = None,
         transport: httpx.BaseTransport | None = None,
@@ -58,10 +63,16 @@ class Connection:
             raise ServiceUnreachable(base_url, f"not a valid URL: {error}") from None
         if url.scheme not in ("http", "https") or not url.host:
             raise ServiceUnreachable(base_url, "a URL reads http://HOST:PORT")
+        key = api_key or find_key(self.base_url)
         # A proxy from the environment has no business between us and our own machine.
         is_loopback = url.host in ("127.0.0.1", "localhost", "::1")
         self._http = httpx.Client(
-            base_url=url, timeout=timeout_s, transport=transport, trust_env=not is_loopback
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"} if key else {},
+            timeout=timeout_s,
+            transport=transport,
+            trust_env=not is_loopback,
+            verify=tls_context() if url.scheme == "https" else True,
         )
 
     def __enter__(self) -> Self:

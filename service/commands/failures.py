@@ -12,8 +12,10 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from service.client_errors import (
+    CredentialsUnusable,
     InvalidRequest,
     NotFound,
+    NotSignedIn,
     ProblemError,
     ServiceUnreachable,
     ShardloomError,
@@ -51,7 +53,7 @@ class ErrorReportingGroup(TyperGroup):
 
 def exit_code_of_error(error: Exception) -> int:
     """2 where the request was refused, 3 where there is nobody to answer it."""
-    refused = isinstance(error, SpecError | TraceLost) or (
+    refused = isinstance(error, SpecError | TraceLost | CredentialsUnusable) or (
         isinstance(error, ProblemError) and error.status < 500
     )
     return REFUSED if refused else UNAVAILABLE
@@ -70,6 +72,8 @@ def describe(error: Exception) -> RenderableType:
             "start one on this machine with `shardloom up`, or name another with --url "
             "or SHARDLOOM_URL",
         )
+    if isinstance(error, NotSignedIn):
+        return _message(str(error), "`shardloom login` keeps an API key for this service")
     if isinstance(error, NotFound):
         return _message(str(error), "`shardloom ps --all` lists the jobs")
     return _message(str(error))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
@@ -24,8 +26,22 @@ from service.commands.follow import detaching, follow
 from service.commands.plan_page import plan_page
 from trainer.spec import validate_spec
 
+SecretOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="Environment variable for the job's processes, kept encrypted and never shown; its "
+        "value is taken from the environment, or asked for. Repeatable.",
+    ),
+]
 
-def run(spec: SpecArgument, overrides: SetOption = None, url: UrlOption = None) -> None:
+
+def run(
+    spec: SpecArgument,
+    overrides: SetOption = None,
+    secret: SecretOption = None,
+    url: UrlOption = None,
+) -> None:
     """Start what is needed, submit a job and follow it; the exit code mirrors the job.
 
     0 succeeded, 1 failed, 130 cancelled, 4 detached by Ctrl-C while the job goes on.
@@ -36,7 +52,7 @@ def run(spec: SpecArgument, overrides: SetOption = None, url: UrlOption = None) 
     if url is None:
         stack.ensure_running()
     with context.open_client(url) as client:
-        job = client.submit(document)
+        job = client.submit(document, secrets=read_secrets(secret or []))
         with detaching(job.id, console()):
             console().print(Text.assemble("submitted ", (job.id, "bold")))
             code = follow(client, job.id, console())
@@ -55,6 +71,7 @@ def submit(
     idempotency_key: Annotated[
         str | None, typer.Option(help="Makes repeated submits one job.")
     ] = None,
+    secret: SecretOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,7 +81,9 @@ def submit(
         return
     document = read_spec(spec, overrides)
     with context.open_client(url) as client:
-        job = client.submit(document, idempotency_key=idempotency_key)
+        job = client.submit(
+            document, idempotency_key=idempotency_key, secrets=read_secrets(secret or [])
+        )
         if not wait:
             _print_submitted(job, as_json=as_json)
             return
@@ -72,6 +91,14 @@ def submit(
             job = client.wait(job.id)
     _print_submitted(job, as_json=as_json)
     raise typer.Exit(exit_code_of(job.status))
+
+
+def read_secrets(names: Sequence[str]) -> dict[str, str]:
+    """Values of secrets: from the environment, else asked for without echo."""
+    return {
+        name: os.environ[name] if name in os.environ else typer.prompt(name, hide_input=True)
+        for name in names
+    }
 
 
 def plan(

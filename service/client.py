@@ -16,7 +16,7 @@ import math
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 from urllib.parse import quote
 
 import httpx
@@ -44,6 +44,7 @@ from service.api.schemas import (
 from service.client_access import AccessCalls
 from service.client_errors import TraceLost
 from service.client_http import DEFAULT_URL, Params
+from service.client_lifecycle import LifecycleCalls
 from service.client_retry import PATIENCE_S, RetryPolicy
 from service.domain import JobStatus
 
@@ -52,7 +53,18 @@ __all__ = ["DEFAULT_URL", "RetryPolicy", "ShardloomClient"]
 TRACE_TIMEOUT_S = 600.0
 
 
-class ShardloomClient(AccessCalls):
+class JobFilters(TypedDict, total=False):
+    """Which jobs are listed: those that fit everything given. Times are Unix seconds."""
+
+    statuses: Sequence[JobStatus]
+    name: str | None
+    project: str | None
+    labels: Mapping[str, str]
+    created_after: float | None
+    created_before: float | None
+
+
+class ShardloomClient(AccessCalls, LifecycleCalls):
     """A connection to one service; close it, or use it as a context manager."""
 
     # ---- jobs
@@ -86,24 +98,17 @@ class ShardloomClient(AccessCalls):
         return self._parse(response, JobPlan)
 
     def list_jobs(
-        self,
-        *,
-        after: str | None = None,
-        limit: int = 50,
-        statuses: Sequence[JobStatus] = (),
-        name: str | None = None,
+        self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]
     ) -> Page[JobSummary]:
         """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
-        params = {"after": after, "limit": limit, "status": list(statuses), "name": name}
+        params = {"after": after, "limit": limit, **_filter_params(filters)}
         return self._get("/v1/jobs", Page[JobSummary], params)
 
-    def iter_jobs(
-        self, *, statuses: Sequence[JobStatus] = (), name: str | None = None
-    ) -> Iterator[JobSummary]:
+    def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:
         """Every job, newest first, fetched page by page as they are consumed."""
         after: str | None = None
         while True:
-            page = self.list_jobs(after=after, statuses=statuses, name=name)
+            page = self.list_jobs(after=after, **filters)
             yield from page.items
             if page.next is None:
                 return
@@ -308,6 +313,18 @@ class ShardloomClient(AccessCalls):
             return self._http.get("/healthz", timeout=2.0).is_success
         except httpx.TransportError:
             return False
+
+
+def _filter_params(filters: JobFilters) -> dict[str, Any]:
+    labels = filters.get("labels", {})
+    return {
+        "status": list(filters.get("statuses", ())),
+        "name": filters.get("name"),
+        "project": filters.get("project"),
+        "label": [f"{key}={value}" for key, value in labels.items()],
+        "created_after": filters.get("created_after"),
+        "created_before": filters.get("created_before"),
+    }
 
 
 def _job_path(job: str, part: str = "") -> str:

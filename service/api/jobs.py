@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from datetime import UTC, datetime
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Response, status
+from pydantic import Field
 
 from service.api.auth import PrincipalDep, check_paths, check_project
 from service.api.context import ContextDep, JobDep
@@ -15,12 +17,15 @@ from service.api.views import attempt_view, detail_of, summary_of
 from service.backends.base import Backend, HostFacts
 from service.domain import JobStatus
 from service.errors import BackendUnreachable
-from service.jobs import cancel_job, check_data, submit_job, with_table_sizes
+from service.job_changes import cancel_job
+from service.jobs import check_data, submit_job, with_table_sizes
 from service.planning import plan_of
 from service.security.principal import Role
 from trainer.spec import validate_spec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
 
 KeyHeader = Annotated[
     str | None,
@@ -86,12 +91,40 @@ def list_jobs(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     statuses: Annotated[list[JobStatus] | None, Query(alias="status")] = None,
     name: Annotated[str | None, Query(examples=["movielens-demo"])] = None,
+    project: Annotated[str | None, Query(examples=["ads"])] = None,
+    labels: Annotated[
+        list[LabelQuery] | None,
+        Query(alias="label", description="`KEY=VALUE`; of several, all must hold."),
+    ] = None,
+    created_after: Annotated[
+        datetime | None, Query(description="ISO 8601 (UTC if it names no zone) or Unix seconds.")
+    ] = None,
+    created_before: Annotated[datetime | None, Query(description="As `created_after`.")] = None,
 ) -> Page[JobSummary]:
     """One page of jobs; several `status` parameters are alternatives."""
     jobs, following = context.store.list_jobs(
-        after=after, limit=limit, statuses=statuses or (), name=name, projects=principal.projects
+        after=after,
+        limit=limit,
+        statuses=statuses or (),
+        name=name,
+        project=project,
+        projects=principal.projects,
+        labels=dict(_split_label(label) for label in labels or ()),
+        created_after=_unix_s(created_after),
+        created_before=_unix_s(created_before),
     )
     return Page(items=[summary_of(job) for job in jobs], next=following)
+
+
+def _split_label(label: str) -> tuple[str, str]:
+    key, _, value = label.partition("=")
+    return key, value
+
+
+def _unix_s(moment: datetime | None) -> float | None:
+    if moment is None:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 @router.get("/{job}", summary="Read a job")
@@ -102,9 +135,9 @@ def get(job: JobDep, context: ContextDep) -> JobDetail:
 
 
 @router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)
-def cancel(job: JobDep, context: ContextDep) -> JobDetail:
+def cancel(job: JobDep, context: ContextDep, principal: PrincipalDep) -> JobDetail:
     """Ask a job to stop; it has stopped when its status says so. 409 if it has ended."""
-    cancelled = cancel_job(context.store, job.id)
+    cancelled = cancel_job(context.store, job.id, principal.name)
     context.wake()
     return detail_of(cancelled, context.settings)
 

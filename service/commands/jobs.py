@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
+from datetime import datetime
 from typing import Annotated
 
 import typer
@@ -37,10 +38,27 @@ def ps(
         list[JobStatus] | None, typer.Option(help="Only jobs in this status; repeatable.")
     ] = None,
     name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
+    project: Annotated[str | None, typer.Option(help="Only jobs of this project.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only jobs with this label, KEY=VALUE; repeatable.")
+    ] = None,
+    since: Annotated[
+        datetime | None, typer.Option(help="Only jobs created at or after this local time.")
+    ] = None,
+    until: Annotated[
+        datetime | None, typer.Option(help="Only jobs created before this local time.")
+    ] = None,
 ) -> None:
     """List jobs, newest first."""
     with context.open_client(url) as client:
-        found = client.iter_jobs(statuses=status or (), name=name)
+        found = client.iter_jobs(
+            statuses=status or (),
+            name=name,
+            project=project,
+            labels=dict(_split_label(each) for each in label or ()),
+            created_after=since and since.timestamp(),
+            created_before=until and until.timestamp(),
+        )
         jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
     shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
     if as_json:
@@ -51,6 +69,13 @@ def ps(
         console().print(jobs_table(shown, time.time()))
         if len(shown) < len(jobs):
             console().print(Text("there are more: shardloom ps --all", style="dim"))
+
+
+def _split_label(label: str) -> tuple[str, str]:
+    key, separator, value = label.partition("=")
+    if not key or not separator:
+        raise typer.BadParameter(f"{label!r} is no label; give KEY=VALUE, as in team=ads")
+    return key, value
 
 
 def show(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:

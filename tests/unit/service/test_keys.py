@@ -1,0 +1,330 @@
+"""API keys, sessions and attempt tokens: who gets in with what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from pydantic import SecretStr
+
+from service.errors import NotSignedIn, SecretKeyUnusable
+from service.reconciler import Reconciler
+from service.security.attempts import LATE_REPORTS_S, may_report
+from service.security.authenticator import Authenticator, Credentials
+from service.security.keys import ApiKey, fits, hash_of, key_id_of, new_key_text
+from service.security.master_keys import FILE_NAME, MasterKeys, master_keys_of
+from service.security.principal import LOCAL, Principal, Role
+from service.settings import Settings
+from service.store.keys import KeyStore
+from service.store.sql import SqlJobStore
+from service.telemetry import Telemetry
+from tests.unit.service.builders import spec_document
+from tests.unit.service.guarded import Guarded, guarded
+
+MASTER = MasterKeys(("m" * 40,))
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[Guarded]:
+    made = guarded(tmp_path)
+    yield made
+    made.http.close()
+    made.store.close()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def keys(store: SqlJobStore) -> KeyStore:
+    return KeyStore(store.engine)
+
+
+def _authenticator(keys: KeyStore, clock: Clock, *, is_local: bool = False) -> Authenticator:
+    return Authenticator(keys, MASTER, None, is_local=is_local, session_ttl_s=3600.0, clock=clock)
+
+
+def _add(keys: KeyStore, **changes: float) -> str:
+    key_id, text = new_key_text()
+    key = ApiKey(key_id, "ci", {"ads": Role.SUBMITTER}, 1000.0, "test", **changes)
+    keys.add_key(key, hash_of(text))
+    return text
+
+
+def test_a_key_names_its_holder_and_only_its_hash_is_kept(keys: KeyStore, clock: Clock) -> None:
+    text = _add(keys)
+    principal = _authenticator(keys, clock).principal_of(Credentials(bearer=text))
+    assert principal.name == "key:ci"
+    assert principal.projects == {"ads"}
+    found = keys.find_key(key_id_of(text) or "")
+    assert found is not None
+    assert text.rpartition("_")[2] not in repr(found)
+    assert fits(text, found[1])
+
+
+@pytest.mark.parametrize("spoil", ["", "x", "shl_", "no", "shl_000000000000_" + "a" * 43])
+def test_what_is_no_key_does_not_count(keys: KeyStore, clock: Clock, spoil: str) -> None:
+    _add(keys)
+    with pytest.raises(NotSignedIn):
+        _authenticator(keys, clock).principal_of(Credentials(bearer=spoil))
+
+
+def test_another_secret_with_a_known_id_does_not_count(keys: KeyStore, clock: Clock) -> None:
+    text = _add(keys)
+    other = text[:-1] + ("a" if text[-1] != "a" else "b")
+    with pytest.raises(NotSignedIn):
+        _authenticator(keys, clock).principal_of(Credentials(bearer=other))
+
+
+def test_a_key_ends_with_its_time_or_when_it_is_revoked(keys: KeyStore, clock: Clock) -> None:
+    authenticator = _authenticator(keys, clock)
+    short, revoked = _add(keys, expires_at=1100.0), _add(keys)
+    assert authenticator.principal_of(Credentials(bearer=short))
+    assert authenticator.principal_of(Credentials(bearer=revoked))
+    clock.now = 1099.9
+    keys.revoke_key(key_id_of(revoked) or "", clock.now)
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(bearer=revoked))
+    assert authenticator.principal_of(Credentials(bearer=short))
+    clock.now = 1100.0
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(bearer=short))
+
+
+def test_the_last_use_is_noted_every_few_minutes_only(keys: KeyStore, clock: Clock) -> None:
+    text = _add(keys)
+    authenticator = _authenticator(keys, clock)
+    noted = []
+    for now in (1000.0, 1010.0, 1299.0, 1301.0):
+        clock.now = now
+        authenticator.principal_of(Credentials(bearer=text))
+        noted.append(keys.list_keys()[0].last_used_at)
+    assert noted == [1000.0, 1000.0, 1000.0, 1301.0]
+
+
+def test_a_session_lives_as_long_as_its_key_its_time_and_its_reader_want(
+    keys: KeyStore, clock: Clock
+) -> None:
+    authenticator = _authenticator(keys, clock)
+    text = _add(keys)
+    tokens = [authenticator.sign_in(text)[0] for _ in range(3)]
+    principal = authenticator.principal_of(Credentials(cookie=tokens[0]))
+    assert (principal.name, principal.kind) == ("key:ci", "session")
+    authenticator.sign_out(tokens[0])
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(cookie=tokens[0]))
+    clock.now += 3600.0
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(cookie=tokens[1]))
+    clock.now -= 3000.0
+    keys.revoke_key(key_id_of(text) or "", clock.now)
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(cookie=tokens[2]))
+
+
+def test_local_mode_asks_nobody_but_knows_attempts(keys: KeyStore, clock: Clock) -> None:
+    authenticator = _authenticator(keys, clock, is_local=True)
+    assert authenticator.principal_of(Credentials()) is LOCAL
+    assert authenticator.principal_of(Credentials(bearer="shl_x")) is LOCAL
+    token = MASTER.attempt_token("job-1-a0")
+    assert authenticator.principal_of(Credentials(bearer=token)) == Principal("job-1-a0", "attempt")
+
+
+def test_the_token_of_an_attempt_is_the_same_again_and_fits_no_other() -> None:
+    token = MASTER.attempt_token("job-1-a0")
+    assert token == MasterKeys(("m" * 40,)).attempt_token("job-1-a0")
+    assert MASTER.attempt_of(token) == "job-1-a0"
+    assert MASTER.attempt_of(token.replace("job-1-a0", "job-1-a1")) is None
+    assert MASTER.attempt_of(token[:-1]) is None
+    assert MASTER.attempt_of("sla_.") is None
+    assert MasterKeys(("n" * 40,)).attempt_of(token) is None
+
+
+def test_a_rotated_secret_key_still_reads_what_the_old_one_wrote() -> None:
+    rotated = MasterKeys(("n" * 40, "m" * 40))
+    sealed, token = MASTER.seal("pw"), MASTER.attempt_token("job-1-a0")
+    assert rotated.open(sealed) == "pw"
+    assert rotated.attempt_of(token) == "job-1-a0"
+    assert rotated.attempt_token("job-1-a0") != token
+    with pytest.raises(SecretKeyUnusable, match="another secret key"):
+        MASTER.open(rotated.seal("pw"))
+
+
+def test_the_secret_key_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    first = master_keys_of(settings)
+    path = settings.home / FILE_NAME
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert MasterKeys((path.read_text(),)).attempt_of(first.attempt_token("a")) == "a"
+    other = Settings(home=tmp_path / "other")
+    other.home.mkdir()
+    (other.home / FILE_NAME).write_text("k" * 40)
+    (other.home / FILE_NAME).chmod(0o644)
+    with pytest.raises(SecretKeyUnusable, match="chmod 600"):
+        master_keys_of(other)
+
+
+def test_a_short_secret_key_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SecretKeyUnusable, match="32 characters"):
+        master_keys_of(Settings(home=tmp_path, secret_key=SecretStr("short")))
+
+
+# ---- over HTTP
+
+
+def test_a_key_is_shown_once_listed_without_its_secret_and_revoked_at_once(
+    house: Guarded,
+) -> None:
+    made = house.send(
+        "POST", "/v1/keys", "root", json={"name": "bot", "roles": {"default": "viewer"}}
+    )
+    assert made.status_code == 201
+    house.keys["bot"] = made.json()["key"]
+    assert house.send("GET", "/v1/whoami", "bot").json()["roles"] == {"default": "viewer"}
+    listed = house.send("GET", "/v1/keys", "root")
+    assert house.keys["bot"].rpartition("_")[2] not in listed.text
+    assert "bot" in [key["name"] for key in listed.json()["items"]]
+    key_id = made.json()["id"]
+    assert house.send("DELETE", f"/v1/keys/{key_id}", "root").json()["revoked_at"] is not None
+    refused = house.send("GET", "/v1/whoami", "bot")
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"].startswith("Bearer")
+    assert house.send("DELETE", "/v1/keys/nobody", "root").json()["code"] == "key_not_found"
+
+
+def test_keys_are_listed_page_by_page(house: Guarded) -> None:
+    seen, after = [], None
+    while True:
+        params = {"limit": 2, **({"after": after} if after else {})}
+        page = house.send("GET", "/v1/keys", "root", params=params).json()
+        seen += [key["id"] for key in page["items"]]
+        after = page["next"]
+        if after is None:
+            break
+    assert len(seen) == len(set(seen)) == 4
+
+
+def test_jobs_of_foreign_projects_do_not_exist(house: Guarded) -> None:
+    mine, secret = house.submit("root"), house.submit("root", name="secret", project="hidden")
+    house.add_key("guest", {"hidden": Role.VIEWER})
+    listed = house.send("GET", "/v1/jobs", "viewer").json()["items"]
+    assert [job["id"] for job in listed] == [mine]
+    for reference in (secret, "secret", secret[:-2]):
+        answer = house.send("GET", f"/v1/jobs/{reference}", "viewer")
+        assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found")
+        assert house.send("POST", f"/v1/jobs/{reference}:cancel", "admin").status_code == 404
+    assert house.send("GET", "/v1/jobs/secret", "guest").json()["id"] == secret
+    refused = house.send("POST", "/v1/jobs/secret:cancel", "guest")
+    assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+
+
+def test_nobody_submits_to_a_project_of_others(house: Guarded) -> None:
+    body = {"spec": spec_document(project="hidden")}
+    answer = house.send("POST", "/v1/jobs", "submitter", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+    assert house.send("POST", "/v1/jobs?dry_run=true", "submitter", json=body).status_code == 403
+
+
+def test_the_audit_log_tells_who_did_what_and_what_was_refused(house: Guarded) -> None:
+    job_id = house.submit("submitter")
+    house.send("POST", f"/v1/jobs/{job_id}:cancel", "viewer")
+    house.send("POST", f"/v1/jobs/{job_id}:cancel")
+    house.send("POST", f"/v1/jobs/{job_id}:cancel", "admin")
+    house.send("GET", "/v1/jobs", "admin")
+    lines = house.send("GET", "/v1/audit", "root").json()["items"]
+    cancel = "POST /v1/jobs/{job}:cancel"
+    assert [(line["actor"], line["action"], line["status"]) for line in reversed(lines)] == [
+        ("key:submitter", "POST /v1/jobs", 201),
+        ("key:viewer", cancel, 403),
+        ("anonymous", f"POST /v1/jobs/{job_id}:cancel", 401),
+        ("key:admin", cancel, 202),
+    ]
+    assert {line["object"] for line in lines} == {f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}:cancel"}
+    params = {"refused": "true", "actor": "key:viewer"}
+    found = house.send("GET", "/v1/audit", "root", params=params).json()["items"]
+    assert [line["status"] for line in found] == [403]
+    page = house.send("GET", "/v1/audit", "root", params={"limit": 3}).json()
+    rest = house.send("GET", "/v1/audit", "root", params={"after": page["next"]}).json()
+    assert [line["id"] for line in page["items"] + rest["items"]] == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("statement", ["UPDATE audit_log SET actor = 'x'", "DELETE FROM audit_log"])
+def test_the_audit_log_cannot_be_rewritten(house: Guarded, statement: str) -> None:
+    house.submit("submitter")
+    house.security.audit.flush()
+    with (
+        pytest.raises(sa.exc.DBAPIError, match="append-only"),
+        house.store.engine.begin() as connection,
+    ):
+        connection.execute(sa.text(statement))
+
+
+def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
+    body = {"spec": spec_document(), "secrets": {"DB_PASSWORD": "hunter2hunter2"}}
+    job = house.send("POST", "/v1/jobs", "submitter", json=body).json()
+    _look(house)
+    attempt_id = f"{job['id']}-a0"
+    record = house.backend.record(attempt_id)
+    assert record is not None
+    house.keys["driver"] = record.env["SHARDLOOM_ATTEMPT_TOKEN"]
+    path = f"/v1/attempts/{attempt_id}/secrets"
+    answer = house.send("GET", path, "driver")
+    assert answer.json() == {"secrets": {"DB_PASSWORD": "hunter2hunter2"}}
+    assert answer.headers["cache-control"] == "no-store"
+    for caller in ("root", "viewer"):
+        assert house.send("GET", path, caller).status_code == 403
+    other = house.submit("submitter")
+    _look(house)
+    assert house.send("GET", f"/v1/attempts/{other}-a0/secrets", "driver").status_code == 403
+    assert house.send("GET", "/v1/jobs", "driver").status_code == 403
+    shown = house.send("GET", f"/v1/jobs/{job['id']}", "root")
+    assert shown.json()["secret_names"] == ["DB_PASSWORD"]
+    house.security.audit.flush()
+    for text in (shown.text, str(record), *_contents(house.settings.home)):
+        assert "hunter2hunter2" not in text
+
+
+def _look(house: Guarded) -> None:
+    reconciler = Reconciler(house.store, house.backend, house.settings, Telemetry())
+    reconciler.run_once()
+    reconciler.close()
+
+
+def _contents(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            yield path.read_bytes().decode("latin-1")
+
+
+def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(house: Guarded) -> None:
+    job_id = house.submit("submitter")
+    _look(house)
+    attempt_id = f"{job_id}-a0"
+    house.keys["driver"] = house.security.master.attempt_token(attempt_id)
+    events = f"/v1/attempts/{attempt_id}/events"
+    empty = {"stream": "driver", "first_seq": 0, "events": []}
+    assert house.send("POST", events, "driver", json=empty).status_code == 200
+    assert house.send("POST", events, json=empty).status_code == 401
+    assert house.send("POST", events, "root", json=empty).status_code == 403
+    house.send("POST", f"/v1/jobs/{job_id}:cancel", "submitter")
+    for _ in range(3):
+        _look(house)
+    attempt = house.store.get_attempt(attempt_id)
+    assert attempt.end_reason is not None
+    assert attempt.ended_at is not None
+    assert house.send("GET", f"/v1/attempts/{attempt_id}/secrets", "driver").status_code == 403
+    assert house.send("POST", events, "driver", json=empty).status_code == 200
+    assert may_report(attempt, attempt.ended_at + LATE_REPORTS_S - 1)
+    assert not may_report(attempt, attempt.ended_at + LATE_REPORTS_S)

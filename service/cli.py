@@ -12,7 +12,21 @@ from typing import Annotated
 
 import typer
 
-from service.commands import hosts, jobs, keys, resizing, spec, stack, submit, traces
+from service.commands import (
+    hosts,
+    jobs,
+    keys,
+    lifecycle,
+    logs,
+    projects,
+    queue,
+    resizing,
+    spec,
+    stack,
+    submit,
+    traces,
+    webhooks,
+)
 from service.commands.failures import ErrorReportingGroup
 from service.commands.plugins import add_plugins
 
@@ -43,13 +57,20 @@ def build_app() -> typer.Typer:
     app.command("follow", rich_help_panel=JOB_PANEL)(submit.follow_job)
     for command in (resizing.resize, resizing.drain):
         app.command(rich_help_panel=JOB_PANEL)(command)
+    for command in (lifecycle.pause, lifecycle.resume, lifecycle.clone, lifecycle.restart):
+        app.command(rich_help_panel=JOB_PANEL)(command)
+    for command in (lifecycle.delete, queue.queue):
+        app.command(rich_help_panel=JOB_PANEL)(command)
     app.command(rich_help_panel=JOB_PANEL)(traces.trace)
-    for command in (jobs.show, jobs.logs, jobs.metrics, jobs.events, jobs.checkpoints):
+    for command in (jobs.show, logs.logs, jobs.metrics, jobs.events, jobs.checkpoints):
         app.command(rich_help_panel=READ_PANEL)(command)
     app.command(rich_help_panel=READ_PANEL)(traces.traces)
     for command in (keys.login, keys.logout, keys.whoami, keys.audit):
         app.command(rich_help_panel=ACCESS_PANEL)(command)
     app.add_typer(keys.app, name="keys", rich_help_panel=ACCESS_PANEL)
+    app.add_typer(projects.app, name="projects", rich_help_panel=ACCESS_PANEL)
+    app.command(rich_help_panel=TOOL_PANEL)(lifecycle.recover)
+    app.add_typer(webhooks.app, name="webhooks", rich_help_panel=TOOL_PANEL)
     app.add_typer(spec.app, name="spec", rich_help_panel=TOOL_PANEL)
     add_plugins(app, rich_help_panel=TOOL_PANEL)
     return app

@@ -29,8 +29,6 @@ from service.api.schemas import (
     JobDetail,
     JobPlan,
     JobSummary,
-    LogLine,
-    LogsOut,
     MetricsOut,
     Page,
     RequestTrace,
@@ -45,7 +43,9 @@ from service.client_access import AccessCalls
 from service.client_errors import TraceLost
 from service.client_http import DEFAULT_URL, Params
 from service.client_lifecycle import LifecycleCalls
+from service.client_logs import LogCalls
 from service.client_retry import PATIENCE_S, RetryPolicy
+from service.client_webhooks import WebhookCalls
 from service.domain import JobStatus
 
 __all__ = ["DEFAULT_URL", "RetryPolicy", "ShardloomClient"]
@@ -64,7 +64,7 @@ class JobFilters(TypedDict, total=False):
     created_before: float | None
 
 
-class ShardloomClient(AccessCalls, LifecycleCalls):
+class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
     """A connection to one service; close it, or use it as a context manager."""
 
     # ---- jobs
@@ -207,47 +207,6 @@ class ShardloomClient(AccessCalls, LifecycleCalls):
         """
         for event in self._stream(_job_path(job, "events"), {"after": after}, patience_s):
             yield self._parse_event(event, TimelineEventOut)
-
-    def logs(
-        self,
-        job: str,
-        *,
-        source: str | None = None,
-        tail: int | None = None,
-        after: str | None = None,
-    ) -> LogsOut:
-        """A piece of the newest attempt's logs: of `source` (`driver`, `rank-N`, ...) or of all.
-
-        `tail` keeps the last lines of each source; `after` takes a `cursor` of an earlier answer.
-        """
-        params = {"source": source, "tail": tail, "after": after}
-        return self._get(_job_path(job, "logs"), LogsOut, params)
-
-    def read_logs(self, job: str, *, source: str | None = None, tail: int | None = None) -> LogsOut:
-        """All log lines so far, asked for piece by piece; parameters as for `logs`."""
-        answer = self.logs(job, source=source, tail=tail)
-        lines = piece = answer.lines
-        while piece:
-            answer = self.logs(job, source=source, after=answer.cursor)
-            piece = answer.lines
-            lines = lines + piece
-        return answer.model_copy(update={"lines": lines})
-
-    def follow_logs(
-        self,
-        job: str,
-        *,
-        source: str | None = None,
-        tail: int | None = None,
-        patience_s: float = PATIENCE_S,
-    ) -> Iterator[LogLine]:
-        """Log lines as they are written, until the job has ended; survives broken connections.
-
-        A service that does not answer is asked again for `patience_s`.
-        """
-        params = {"source": source, "tail": tail}
-        for event in self._stream(_job_path(job, "logs"), params, patience_s):
-            yield self._parse_event(event, LogLine)
 
     # ---- traces
 

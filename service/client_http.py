@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Self, TypeVar
 
 import httpx
@@ -165,6 +166,20 @@ class Connection:
         ) as response:
             self._raise_for_status(response)
             yield from parse_events(_noting_answers(response.iter_text(), patience), last_id)
+
+    def _save(self, path: str, params: Params, target: Path) -> Path:
+        """Write an answer to a file, which is replaced once all is there; raises OSError."""
+        partial = target.with_name(f"{target.name}.partial")
+        try:
+            with self._http.stream("GET", path, params=params) as response:
+                self._raise_for_status(response)
+                with partial.open("wb") as file:
+                    file.writelines(response.iter_bytes())
+        except _Passing as failure:
+            raise failure.error from failure.__cause__
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        return partial.replace(target)
 
     def _parse(self, response: httpx.Response, answer: type[Answer]) -> Answer:
         return self._validate(response.content, answer, str(response.url))

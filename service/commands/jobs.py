@@ -1,4 +1,4 @@
-"""Commands that read jobs: ps, show, logs, metrics, events, checkpoints."""
+"""Commands that read jobs: ps, show, metrics, events, checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from service.commands.render import (
 from service.domain import JobStatus
 
 DEFAULT_NUM_JOBS = 20
-DEFAULT_TAIL = 100
 
 FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
 
@@ -87,35 +86,6 @@ def show(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -
             return
         lines = list(client.iter_events(found.id, kinds=SHOWN_KINDS))
         console().print(job_page(found, client.attempts(found.id), lines, time.time()))
-
-
-def logs(
-    job: JobArgument,
-    url: UrlOption = None,
-    follow: FollowOption = False,
-    source: Annotated[
-        str | None, typer.Option(help="One log only: driver, rank-0, group-1-rank-0, ...")
-    ] = None,
-    tail: Annotated[int, typer.Option(min=0, help="Last lines of each log.")] = DEFAULT_TAIL,
-    as_json: JsonOption = False,
-) -> None:
-    """Print the logs of a job's newest attempt."""
-    with context.open_client(url) as client:
-        if not follow:
-            answer = client.read_logs(job, source=source, tail=tail)
-            if as_json:
-                print_json(answer)
-                return
-            for line in answer.lines:
-                _print_log_line(line.source, line.text)
-            return
-        # Ctrl-C is the usual way out of a log that goes on.
-        with contextlib.suppress(KeyboardInterrupt):
-            for line in client.follow_logs(job, source=source, tail=tail):
-                if as_json:
-                    typer.echo(line.model_dump_json())
-                else:
-                    _print_log_line(line.source, line.text)
 
 
 def metrics(
@@ -181,6 +151,3 @@ def _follow_events(client: ShardloomClient, job: str, *, as_json: bool) -> None:
         else:
             console().print(event_line(event))
 
-
-def _print_log_line(source: str, text: str) -> None:
-    console().print(Text.assemble((f"{source:<7}", "dim"), " ", text), soft_wrap=True)

@@ -1,4 +1,7 @@
-"""What a user can do to jobs, whatever the door (REST, dashboard): plan, submit, cancel, find."""
+"""What a user can do to jobs, whatever the door (REST, dashboard): submit and find them.
+
+What can be done to a job that exists is in `service.job_changes`.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,14 @@ from pathlib import Path
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from service.domain import Job, JobStatus
-from service.errors import JobEnded, JobNotFound, StaleVersion
+from service.errors import JobNotFound
 from service.ids import new_job_id
-from service.requests import request_cancel
 from service.store.base import JobStore
 from trainer.data.errors import ManifestError
 from trainer.data.resolve import size_tables
 from trainer.spec import FieldProblem, JobSpec, SpecError
 
 _MANIFEST_NAME = "manifest.json"
-_MAX_CANCEL_TRIES = 5
 _MAX_SHOWN_CHARS = 200
 
 
@@ -107,13 +108,20 @@ def submit_job(
     """
     request_hash = _hash_of(spec)
     if idempotency_key is not None:
-        known = store.find_submitted(idempotency_key, request_hash)
+        known = store.find_submitted(idempotency_key, request_hash, spec.project)
         if known is not None:
             return known
     check_data(spec)
     now = time.time()
     job = Job(
-        id=new_job_id(now), name=spec.name, spec=spec, status=JobStatus.QUEUED, created_at=now
+        id=new_job_id(now),
+        name=spec.name,
+        spec=spec,
+        status=JobStatus.QUEUED,
+        created_at=now,
+        project=spec.project,
+        priority=spec.priority,
+        queued_at=now,
     )
     prepare(job.id)
     return store.create_job(job, idempotency_key=idempotency_key, request_hash=request_hash)
@@ -122,26 +130,6 @@ def submit_job(
 def _hash_of(spec: JobSpec) -> str:
     canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def cancel_job(store: JobStore, job_id: str) -> Job:
-    """Ask a job to stop; the reconciler carries it out. Raises `JobNotFound` or `JobEnded`.
-
-    Raises `StaleVersion` only if others kept writing the job meanwhile.
-    """
-    for tries_left in reversed(range(_MAX_CANCEL_TRIES)):
-        job = store.get_job(job_id)
-        if job.status.is_terminal:
-            raise JobEnded(job_id, job.status)
-        if job.cancel_requested:
-            return job
-        asked = request_cancel(job, time.time())
-        try:
-            return store.update_job(asked.job, timeline=asked.timeline)
-        except StaleVersion:
-            if not tries_left:
-                raise
-    raise AssertionError("the last try returns or raises")
 
 
 def find_job(

@@ -24,7 +24,11 @@ from service.api import (
     audit,
     jobs,
     keys,
+    lifecycle,
     logs,
+    openapi,
+    projects,
+    queue,
     records,
     resizing,
     secrets,
@@ -46,6 +50,7 @@ from service.reconciler import Reconciler
 from service.security.bundle import Security
 from service.security.hosts import check_address
 from service.settings import Settings
+from service.store.projects import ProjectStore
 from service.store.sql import SqlJobStore
 from service.store.webhooks import WebhookStore
 from service.telemetry import Telemetry
@@ -87,9 +92,12 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
         security,
         WebhookStore(store.engine),
         tracing,
+        ProjectStore(store.engine),
     )
     add_error_handlers(app)
     for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, webhooks, system):
+        app.include_router(module.router)
+    for module in (lifecycle, queue, projects):
         app.include_router(module.router)
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.
@@ -97,6 +105,7 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
 
         mount(app, store, settings, reconciler.wake)
     _add_middleware(app, settings, security, telemetry)
+    openapi.install(app)
     return app
 
 

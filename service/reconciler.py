@@ -29,6 +29,7 @@ from service.errors import (
     SubmissionRefused,
 )
 from service.housekeeping import Housekeeper
+from service.job_changes import finish_deletions
 from service.lifecycle import (
     Action,
     Decision,
@@ -108,6 +109,8 @@ class Reconciler:
 
     def start(self) -> None:
         """Begin looking at jobs, now and at every interval."""
+        deletions = self._pool.submit(finish_deletions, self._store, self._settings)
+        deletions.add_done_callback(partial(self._note_error, "of a cut-off deletion"))
         self._thread.start()
 
     def wake(self) -> None:

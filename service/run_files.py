@@ -82,11 +82,23 @@ def withdraw_pause(settings: Settings, job_id: str, attempt_id: str) -> None:
     run_dir_of(settings, job_id).attempt(attempt_id).pause_request_path.unlink(missing_ok=True)
 
 
+def forget_job(settings: Settings, job_id: str) -> None:
+    """Let nobody take a folder that stays for one of a job that is to be recovered."""
+    run_dir_of(settings, job_id).job_path.unlink(missing_ok=True)
+
+
 def bury(settings: Settings, job_id: str) -> None:
     """Rename the folder of a job, so that it is nobody's; harmless where that was done before."""
     folder = run_dir_of(settings, job_id).root
     if folder.exists():
         folder.rename(_tombstone(settings, job_id))
+
+
+def unbury(settings: Settings, job_id: str) -> None:
+    """Give a buried folder its name back."""
+    folder = _tombstone(settings, job_id)
+    if folder.exists():
+        folder.rename(run_dir_of(settings, job_id).root)
 
 
 def remove_buried(settings: Settings, job_id: str) -> None:

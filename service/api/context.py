@@ -16,6 +16,7 @@ from service.jobs import find_job
 from service.security.bundle import Security
 from service.settings import Settings
 from service.store.base import JobStore
+from service.store.projects import ProjectStore
 from service.store.webhooks import WebhookStore
 from service.telemetry import Telemetry
 from service.tracing import Tracing
@@ -38,6 +39,7 @@ class Context:
     security: Security
     webhooks: WebhookStore
     tracing: Tracing
+    projects: ProjectStore
     closing: threading.Event = field(default_factory=threading.Event)
 
 

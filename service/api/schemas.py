@@ -11,6 +11,7 @@ from typing import Annotated, Any, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from service.api.queue_schemas import QueuePlace
 from service.domain import EndReason, JobStatus
 from service.secret_types import Secrets
 from trainer.spec import JobSpec
@@ -87,6 +88,9 @@ class JobSummary(ApiModel):
     num_failures: int
     progress: ProgressOut
     latest_metrics: dict[str, Value]
+    priority: int = 0
+    pause_requested: bool = Field(default=False, description="It pauses, or makes way.")
+    queue: QueuePlace | None = Field(default=None, description="Null unless it waits.")
     num_current_groups: int | None = Field(default=None, description="Groups that train now.")
     num_wanted_groups: int | None = Field(default=None, description="Groups that should.")
     advice: str = Field(default="", description="What to change, of a job that failed.")

@@ -14,6 +14,7 @@ from service.api.schemas import (
 )
 from service.domain import Attempt, Job, JobStatus, Progress
 from service.membership import copies_needed, membership_of, missing, num_current, num_wanted
+from service.queue_view import place_of
 from service.settings import Settings
 from service.sizes import sizes_of_job
 from service.submission import run_dir_of
@@ -73,6 +74,9 @@ def _summary_fields(job: Job) -> dict[str, Any]:
         "num_failures": job.num_failures,
         "progress": _progress_of(job.progress, job.status),
         "latest_metrics": job.latest_metrics,
+        "priority": job.priority,
+        "pause_requested": job.pause_requested,
+        "queue": place_of(job),
         "advice": advice_of(job.reason),
         **_group_counts(job),
     }

@@ -18,7 +18,7 @@ from service.dashboard.snapshots import JobSnapshot, load_job
 from service.dashboard.trace_panel import TracePanel
 from service.domain import Checkpoint, Job, MetricPoint
 from service.errors import Forbidden, JobEnded, JobNotFound, StaleVersion
-from service.jobs import cancel_job
+from service.job_changes import cancel_job
 from service.store.base import JobStore
 from trainer.run_dir import RunDir
 

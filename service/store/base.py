@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
-from service.domain import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
+from service.domain import (
+    DEFAULT_PROJECT,
+    Attempt,
+    Checkpoint,
+    Job,
+    JobStatus,
+    MetricPoint,
+    TimelineEvent,
+)
 from service.store.retention import Retention
 from trainer.events import EventAck, EventBatch
 
@@ -25,8 +33,10 @@ class JobStore(Protocol):
         Raises `IdempotencyConflict` if the key was used with another request.
         """
 
-    def find_submitted(self, idempotency_key: str, request_hash: str) -> Job | None:
-        """The job that a key made before, if any; raises `IdempotencyConflict` as `create_job`."""
+    def find_submitted(
+        self, idempotency_key: str, request_hash: str, project: str = DEFAULT_PROJECT
+    ) -> Job | None:
+        """The job that a key made in a project, if any; raises `IdempotencyConflict`."""
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound` or `JobUnreadable`."""

@@ -125,10 +125,12 @@ class SqlJobStore:
             add_timeline(connection, [submitted_line(job)])
         return job
 
-    def find_submitted(self, idempotency_key: str, request_hash: str) -> Job | None:
-        """The job that a key made before, if any; raises `IdempotencyConflict`."""
+    def find_submitted(
+        self, idempotency_key: str, request_hash: str, project: str = DEFAULT_PROJECT
+    ) -> Job | None:
+        """The job that a key made in a project, if any; raises `IdempotencyConflict`."""
         with self._transactions.read() as connection:
-            known = job_of_key(connection, DEFAULT_PROJECT, idempotency_key, request_hash)
+            known = job_of_key(connection, project, idempotency_key, request_hash)
             return None if known is None else read_job(connection, known)
 
     def get_job(self, job_id: str) -> Job:

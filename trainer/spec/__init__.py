@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from trainer.spec.base import NAME_PATTERN
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.model import InteractionSpec, TaskSpec
@@ -32,6 +33,7 @@ from trainer.spec.run import CheckpointSpec, RecoverySpec, TraceSpec, WarmStartS
 from trainer.spec.tables import EmbeddingTableSpec, TableConstraints
 
 __all__ = [
+    "NAME_PATTERN",
     "AllToAllSpec",
     "CheckpointSpec",
     "DenseOptimizerSpec",

@@ -1,0 +1,91 @@
+"""The course of a job: pause, resume, clone, restart from a checkpoint, delete."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Response, status
+
+from service.api.auth import PrincipalDep, check_paths, check_project
+from service.api.context import ContextDep, JobDep
+from service.api.jobs import KeyHeader
+from service.api.lifecycle_schemas import CloneJob, RestartJob
+from service.api.schemas import JobDetail
+from service.api.views import detail_of
+from service.job_changes import cloned_spec, delete_job, pause_job, restart_job, resume_job
+from service.jobs import submit_job
+from service.security.principal import Role
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+
+
+@router.post("/{job}:pause", summary="Pause a job", status_code=status.HTTP_202_ACCEPTED)
+def pause(job: JobDep, context: ContextDep, principal: PrincipalDep) -> JobDetail:
+    """Let the workers save a checkpoint and leave; the job keeps its place in the queue.
+
+    It has paused when its status says so. 409 if it has ended.
+    """
+    paused = pause_job(context.store, context.settings, job.id, principal.name)
+    context.wake()
+    return detail_of(paused, context.settings)
+
+
+@router.post("/{job}:resume", summary="Resume a paused job", status_code=status.HTTP_202_ACCEPTED)
+def resume(job: JobDep, context: ContextDep, principal: PrincipalDep) -> JobDetail:
+    """Let a paused job wait for its workers again, with its old place. 409 if it is not paused."""
+    resumed = resume_job(context.store, context.settings, job.id, principal.name)
+    context.wake()
+    return detail_of(resumed, context.settings)
+
+
+@router.post("/{job}:clone", summary="Clone a job", status_code=status.HTTP_201_CREATED)
+def clone(
+    job: JobDep,
+    body: CloneJob,
+    context: ContextDep,
+    principal: PrincipalDep,
+    response: Response,
+    idempotency_key: KeyHeader = None,
+) -> JobDetail:
+    """Submit the spec of a job again, with changes; `Location` names the new job.
+
+    Secrets of the environment do not come along.
+    """
+    spec = cloned_spec(job, body.set, body.patch, body.name)
+    check_project(principal, spec.project, Role.SUBMITTER)
+    check_paths(spec, principal, context.settings, context.store)
+    made = submit_job(context.store, spec, idempotency_key=idempotency_key)
+    context.wake()
+    response.headers["Location"] = f"/v1/jobs/{made.id}"
+    return detail_of(made, context.settings)
+
+
+@router.post(
+    "/{job}:restart", summary="Go on from a checkpoint", status_code=status.HTTP_202_ACCEPTED
+)
+def restart(
+    job: JobDep, context: ContextDep, principal: PrincipalDep, body: RestartJob | None = None
+) -> JobDetail:
+    """Let a job that has ended, waits or is paused go on from one of its checkpoints.
+
+    Its later checkpoints count no more, and are removed once a new one is committed. 409 while it
+    has workers, 404 for a checkpoint that it does not have.
+    """
+    wanted = body or RestartJob()
+    restarted = restart_job(
+        context.store, job.id, step=wanted.step, path=wanted.path, actor=principal.name
+    )
+    context.wake()
+    return detail_of(restarted, context.settings)
+
+
+@router.delete("/{job}", summary="Delete a job", status_code=status.HTTP_204_NO_CONTENT)
+def delete(
+    job: JobDep,
+    context: ContextDep,
+    artifacts: Annotated[
+        bool, Query(description="With its run folder: checkpoints, logs and traces.")
+    ] = True,
+) -> None:
+    """Delete a job that has ended. 409 while it lives; may be repeated if it was cut off."""
+    delete_job(context.store, context.settings, job.id, artifacts=artifacts)

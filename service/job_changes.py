@@ -1,0 +1,213 @@
+"""What a user can do to a job that exists: cancel, pause, resume, clone, restart, delete.
+
+The reconciler and the queue carry out what is asked here; whoever asks learns of it at once.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from service.domain import Checkpoint, Job, JobStatus
+from service.errors import (
+    CheckpointNotFound,
+    JobAtWork,
+    JobEnded,
+    JobNotEnded,
+    JobNotFound,
+    JobNotPaused,
+    StaleVersion,
+    StorageUnavailable,
+)
+from service.lifecycle import Decision
+from service.requests import request_cancel, request_pause, request_restart, request_resume
+from service.run_files import (
+    buried_jobs,
+    bury,
+    forget_job,
+    remove_buried,
+    unbury,
+    withdraw_pause,
+)
+from service.settings import Settings
+from service.store.base import JobStore
+from trainer.spec import JobSpec, apply_overrides, validate_spec
+
+logger = logging.getLogger(__name__)
+
+_MAX_TRIES = 5
+
+
+def cancel_job(store: JobStore, job_id: str, actor: str = "user") -> Job:
+    """Ask a job to stop; the reconciler carries it out. Raises `JobNotFound` or `JobEnded`.
+
+    Raises `StaleVersion` only if others kept writing the job meanwhile, as all changes do.
+    """
+
+    def change(job: Job) -> Decision:
+        _check_lives(job)
+        return request_cancel(job, time.time(), actor)
+
+    return _change(store, job_id, change)
+
+
+def pause_job(store: JobStore, settings: Settings, job_id: str, actor: str = "user") -> Job:
+    """Ask a job to save, give its workers back and keep its place in the queue.
+
+    Raises `JobNotFound` or `JobEnded`, the latter also while it is being cancelled.
+    """
+
+    def change(job: Job) -> Decision:
+        _check_lives(job)
+        if job.cancel_requested:
+            raise JobEnded(job.id, job.status)
+        return request_pause(job, time.time(), settings.pause_grace_s, actor)
+
+    return _change(store, job_id, change)
+
+
+def resume_job(store: JobStore, settings: Settings, job_id: str, actor: str = "user") -> Job:
+    """Let a paused job wait for its workers again. Raises `JobNotFound` or `JobNotPaused`."""
+
+    def change(job: Job) -> Decision:
+        if job.status is not JobStatus.PAUSED and not job.pause_requested:
+            raise JobNotPaused(job.id, job.status)
+        return request_resume(job, time.time(), actor)
+
+    resumed = _change(store, job_id, change)
+    if resumed.current_attempt_id is not None and not resumed.pause_requested:
+        try:
+            withdraw_pause(settings, job_id, resumed.current_attempt_id)
+        except OSError as error:
+            # The driver then ends all the same, and another attempt follows at once.
+            logger.warning("job %s: the pause could not be withdrawn: %s", job_id, error)
+    return resumed
+
+
+def restart_job(
+    store: JobStore,
+    job_id: str,
+    *,
+    step: int | None = None,
+    path: str | None = None,
+    actor: str = "user",
+) -> Job:
+    """Let a job that has ended or rests go on from one of its checkpoints, by default the newest.
+
+    Later checkpoints count no more, and are removed once the new attempt has committed one.
+    Raises `JobNotFound`, `JobAtWork` or `CheckpointNotFound`.
+    """
+
+    def change(job: Job) -> Decision:
+        is_at_rest = job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
+        if not (job.status.is_terminal or is_at_rest):
+            raise JobAtWork(job.id, job.status, "pause or cancel it, and wait until it has stopped")
+        chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
+        return request_restart(job, chosen.path, chosen.step, time.time(), actor)
+
+    return _change(store, job_id, change)
+
+
+def _chosen(
+    checkpoints: list[Checkpoint], job_id: str, step: int | None, path: str | None
+) -> Checkpoint:
+    fitting = [
+        each
+        for each in checkpoints
+        if (step is None or each.step == step)
+        and (path is None or path in (each.path, Path(each.path).name))
+    ]
+    if not fitting:
+        wanted = path or (f"at step {step}" if step is not None else "yet")
+        raise CheckpointNotFound(job_id, wanted, [each.step for each in checkpoints])
+    return max(fitting, key=lambda each: (each.step, each.created_at))
+
+
+def cloned_spec(
+    job: Job, changes: Mapping[str, Any], patch: Mapping[str, Any] | None, name: str | None
+) -> JobSpec:
+    """The spec of a job with changes: a JSON merge patch, then values by dotted path.
+
+    Raises `SpecError` for what is not legal any more.
+    """
+    document: Any = job.spec.model_dump(mode="json", exclude_none=True)
+    if patch is not None:
+        document = merged(document, patch)
+    if name is not None:
+        document = {**document, "name": name}
+    return validate_spec(
+        apply_overrides(document, [f"{key}={json.dumps(changes[key])}" for key in changes])
+    )
+
+
+def merged(document: Any, patch: Any) -> Any:
+    """A document after a JSON merge patch (RFC 7396): null removes, lists are replaced whole."""
+    if not isinstance(patch, Mapping):
+        return patch
+    known = document if isinstance(document, Mapping) else {}
+    rest = {key: value for key, value in known.items() if key not in patch}
+    changed = {key: merged(known.get(key), value) for key, value in patch.items()}
+    return rest | {key: value for key, value in changed.items() if patch[key] is not None}
+
+
+def delete_job(store: JobStore, settings: Settings, job_id: str, *, artifacts: bool = True) -> None:
+    """Delete a job that has ended, with its run folder unless `artifacts` is False.
+
+    The folder is renamed first and removed last, so that a deletion that was cut off anywhere can
+    be asked for again, or is finished at the next start. Raises `JobNotFound`, `JobNotEnded` or
+    `StorageUnavailable`.
+    """
+    job = store.get_job(job_id)
+    if not job.status.is_terminal:
+        raise JobNotEnded(job_id, job.status)
+    try:
+        if artifacts:
+            bury(settings, job_id)
+        try:
+            store.delete_job(job_id)
+        except JobNotEnded:
+            # Somebody restarted it in this moment.
+            unbury(settings, job_id)
+            raise
+        if artifacts:
+            remove_buried(settings, job_id)
+        else:
+            forget_job(settings, job_id)
+    except OSError as error:
+        raise StorageUnavailable(f"cannot delete the files of job {job_id}: {error}") from error
+
+
+def finish_deletions(store: JobStore, settings: Settings) -> None:
+    """Remove the folders of jobs whose deletion was cut off after their rows had gone."""
+    for job_id in buried_jobs(settings):
+        try:
+            store.get_job(job_id)
+        except JobNotFound:
+            try:
+                remove_buried(settings, job_id)
+            except OSError as error:
+                logger.warning("the files of deleted job %s stay for now: %s", job_id, error)
+
+
+def _check_lives(job: Job) -> None:
+    if job.status.is_terminal:
+        raise JobEnded(job.id, job.status)
+
+
+def _change(store: JobStore, job_id: str, change: Callable[[Job], Decision]) -> Job:
+    """Store what a request makes of a job; read it again while others write it."""
+    for tries_left in reversed(range(_MAX_TRIES)):
+        job = store.get_job(job_id)
+        decision = change(job)
+        if decision.job == job:
+            return job
+        try:
+            return store.update_job(decision.job, timeline=decision.timeline)
+        except StaleVersion:
+            if not tries_left:
+                raise
+    raise AssertionError("the last try returns or raises")

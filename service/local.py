@@ -161,7 +161,8 @@ class LocalStack:
     # ---- start
 
     def _launch(self, port: int, before: StackState | None) -> tuple[StackState, list[Part]]:
-        url = local_url(self._environment.get("SHARDLOOM_HOST") or "127.0.0.1", port)
+        scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
+        url = local_url(self._environment.get("SHARDLOOM_HOST") or "127.0.0.1", port, scheme)
         state = before or StackState(
             url=url,
             boot_id=boot_id(),
@@ -234,7 +235,8 @@ class LocalStack:
     def _wait_until_ready(self, parts: list[Part], report: Report) -> None:
         started = time.monotonic()
         waiting = list(parts)
-        with httpx.Client(trust_env=False, timeout=2.0) as http:
+        # It asks this machine whether it is well: whose certificate that has is no matter.
+        with httpx.Client(trust_env=False, timeout=2.0, verify=False) as http:
             while waiting:
                 for part in list(waiting):
                     elapsed_s = time.monotonic() - started

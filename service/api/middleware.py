@@ -37,6 +37,8 @@ _DOCS_CSP = (
     "img-src data: https://fastapi.tiangolo.com; connect-src 'self'; frame-ancestors 'none'"
 )
 _HSTS = "max-age=31536000"
+# Whoever looks after a service's health calls it by whatever address it has, and learns nothing.
+_PROBES = frozenset({"/healthz", "/readyz"})
 
 
 async def refuse(error: ServiceError, scope: Scope, receive: Receive, send: Send) -> None:
@@ -123,8 +125,11 @@ class KnownHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request for a host of ours, refuse others."""
-        host = Headers(scope=scope).get("host", "") if scope["type"] != "lifespan" else ""
-        if scope["type"] == "lifespan" or is_known_host(host, self._settings):
+        if scope["type"] == "lifespan" or scope["path"] in _PROBES:
+            await self._app(scope, receive, send)
+            return
+        host = Headers(scope=scope).get("host", "")
+        if is_known_host(host, self._settings):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})

@@ -43,7 +43,7 @@ class Dashboard:
     woken: threading.Event
 
 
-class _Server(uvicorn.Server):
+class Server(uvicorn.Server):
     """A server in a thread, which may not install signal handlers."""
 
     def start(self) -> threading.Thread:
@@ -69,7 +69,7 @@ def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
     app = FastAPI()
     woken = threading.Event()
     mount(app, store, settings, woken.set)
-    server = _Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
+    server = Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = server.start()
     yield Dashboard(f"http://127.0.0.1:{server.port}", store, settings.runs_dir, woken)
     server.should_exit = True
@@ -94,23 +94,23 @@ def page(browser: Browser, dashboard: Dashboard) -> Iterator[Page]:
     faults: list[str] = []
     context = browser.new_context(base_url=dashboard.url, viewport={"width": 1280, "height": 900})
     tab = context.new_page()
-    tab.on("console", lambda message: _note_console(message, faults))
+    tab.on("console", lambda message: note_console(message, faults))
     tab.on("pageerror", lambda error: faults.append(f"exception: {error}"))
-    tab.on("request", lambda request: _note_request(request.url, faults))
-    tab.on("websocket", lambda socket: _note_request(socket.url, faults))
+    tab.on("request", lambda request: note_request(request.url, faults))
+    tab.on("websocket", lambda socket: note_request(socket.url, faults))
     yield tab
     context.close()
     assert not faults
 
 
-def _note_console(message: ConsoleMessage, faults: list[str]) -> None:
+def note_console(message: ConsoleMessage, faults: list[str]) -> None:
     # The browser itself reports a page that answers 404, which some tests ask for.
     is_404_page = message.text.startswith("Failed to load resource") and "404" in message.text
     if message.type == "error" and not is_404_page:
         faults.append(f"console: {message.text}")
 
 
-def _note_request(url: str, faults: list[str]) -> None:
+def note_request(url: str, faults: list[str]) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("data", "blob") and parts.hostname != "127.0.0.1":
         faults.append(f"request to another host: {url}")

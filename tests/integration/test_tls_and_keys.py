@@ -1,0 +1,181 @@
+"""The real service with keys and TLS: from the first key to a driver's post."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import json
+import os
+import ssl
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from service.client import RetryPolicy, ShardloomClient
+from service.client_errors import NotSignedIn, ServiceUnreachable
+from tests.integration.service_process import ServiceProcess, free_port
+from tests.unit.service.builders import spec_document
+from trainer import events
+from trainer.attempt import DriverContext
+from trainer.driver import with_secrets
+from trainer.outbox import EventWriter, OutboxPoster
+
+ONCE = RetryPolicy(num_retries=0)
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """A self-signed certificate for 127.0.0.1, and its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "shardloom test")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]),
+            critical=False,
+        )
+        .sign(key, hashes.SHA256())
+    )
+    cert_path, key_path = folder / "cert.pem", folder / "key.pem"
+    cert_path.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    key_path.write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return cert_path, key_path
+
+
+class TlsService(ServiceProcess):
+    """The service over HTTPS, asking who calls."""
+
+    def __init__(self, home: Path, port: int) -> None:
+        self.certificate, key = make_certificate(home)
+        settings = {
+            "SHARDLOOM_AUTH": "required",
+            "SHARDLOOM_SSL_CERTFILE": str(self.certificate),
+            "SHARDLOOM_SSL_KEYFILE": str(key),
+            "SHARDLOOM_DRIVER_CA_FILE": str(self.certificate),
+            "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(Path(spec_document()["data"]["path"]))]),
+        }
+        super().__init__(home, port, settings)
+        self.url = f"https://127.0.0.1:{port}"
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", trust_env=False, verify=False).is_success
+        except httpx.TransportError:
+            return False
+
+    def shell(self, *arguments: str, stdin: str = "", **variables: str) -> str:
+        """What a `shardloom` command prints."""
+        done = subprocess.run(
+            [sys.executable, "-m", "service.cli", *arguments],
+            env={**self.environment(), "SHARDLOOM_CA_FILE": str(self.certificate), **variables},
+            input=stdin,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+
+@pytest.fixture
+def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TlsService]:
+    made = TlsService(tmp_path, free_port())
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "client"))
+    yield made
+    made.kill()
+
+
+def test_a_service_without_any_key_says_how_to_make_one(service: TlsService) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.main"],
+        env=service.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "shardloom keys create NAME --admin" in done.stderr
+
+
+def test_from_the_first_key_to_a_driver_that_posts(
+    service: TlsService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = service.shell("keys", "create", "ops", "--admin").strip()
+    assert key.startswith("shl_")
+    service.start()
+    url = {"SHARDLOOM_URL": service.url}
+
+    with (
+        pytest.raises(ServiceUnreachable, match="certificate"),
+        ShardloomClient(service.url, api_key=key, retry=ONCE) as client,
+    ):
+        client.whoami()
+    monkeypatch.setenv("SHARDLOOM_CA_FILE", str(service.certificate))
+    with pytest.raises(NotSignedIn), ShardloomClient(service.url, retry=ONCE) as client:
+        client.whoami()
+
+    # A terminal is asked for the key; here it comes from a variable, as in CI.
+    made = service.shell(
+        "keys", "create", "ci", "--role", "default=submitter", SHARDLOOM_API_KEY=key, **url
+    ).strip()
+    monkeypatch.setenv("SHARDLOOM_API_KEY", made)
+    with ShardloomClient(service.url) as client:
+        assert client.whoami().roles == {"default": "submitter"}
+        job = client.submit(spec_document(), secrets={"DB_PASSWORD": "hunter2hunter2"})
+        assert client.get_job(job.id).secret_names == ["DB_PASSWORD"]
+        _drive(service, job.id)
+        kinds = [line.kind for line in client.iter_events(job.id)]
+    assert "note" in kinds
+    assert key not in service.log()
+    assert "hunter2" not in service.log()
+    lines = json.loads(service.shell("audit", "--json", SHARDLOOM_API_KEY=key, **url))
+    assert [(line["actor"], line["status"]) for line in lines] == [
+        ("key:ci", 201),
+        ("key:ops", 201),
+    ]
+
+
+def _drive(service: TlsService, job_id: str) -> None:
+    """Do what the driver of the job's first attempt does."""
+    deadline = time.monotonic() + 30
+    while (record := service.cluster.record(f"{job_id}-a0")) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    context = DriverContext.from_env(record.env)
+    assert context.token not in repr(context)
+    context = with_secrets(context)
+    assert context.secrets.values == {"DB_PASSWORD": "hunter2hunter2"}
+    assert "hunter2" not in repr(context)
+    assert os.environ.pop("DB_PASSWORD") == "hunter2hunter2"
+    writer = EventWriter(context.files.stream_path("driver"))
+    writer.write(events.Note(time=time.time(), level="info", message="hello"))
+    url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
+    with context.connect(5.0) as http:
+        OutboxPoster(context.files, http, url).post_new()
+    stranger = ssl.create_default_context(cafile=str(service.certificate))
+    with httpx.Client(verify=stranger, trust_env=False) as http:
+        assert http.get(url.replace("events", "secrets")).status_code == 401

@@ -113,7 +113,11 @@ def test_one_of_those_who_write_a_version_wins(replicas: list[SqlJobStore]) -> N
 
 def test_no_two_replicas_lease_a_job_at_once(replicas: list[SqlJobStore]) -> None:
     made = [
-        replicas[0].create_job(queued_job(now=NOW + number), idempotency_key=None, request_hash="")
+        replicas[0].create_job(
+            replace(queued_job(now=NOW + number), status=JobStatus.RUNNING),
+            idempotency_key=None,
+            request_hash="h",
+        )
         for number in range(30)
     ]
     for turn in range(10):

@@ -115,12 +115,16 @@ def test_jobs_are_counted_by_status(store: SqlJobStore) -> None:
 # ---- leases
 
 
+def _busy(store: SqlJobStore, number: int = 0) -> Job:
+    return _with_status(store, _stored(store, number), JobStatus.RUNNING)
+
+
 def _claim(store: SqlJobStore, owner: str, now: float, limit: int = 10) -> list[str]:
     return store.claim_live_jobs(owner, lease_s=15.0, now=now, limit=limit)
 
 
 def test_a_live_job_is_looked_at_by_one_replica_until_its_lease_ends(store: SqlJobStore) -> None:
-    job = _stored(store)
+    job = _busy(store)
     assert _claim(store, "a", NOW) == [job.id]
     assert _claim(store, "b", NOW + 14) == []
     assert _claim(store, "b", NOW + 16) == [job.id]
@@ -128,31 +132,39 @@ def test_a_live_job_is_looked_at_by_one_replica_until_its_lease_ends(store: SqlJ
 
 
 def test_a_replica_that_goes_on_keeps_its_jobs(store: SqlJobStore) -> None:
-    job = _stored(store)
+    job = _busy(store)
     for elapsed in range(0, 60, 5):
         assert _claim(store, "a", NOW + elapsed, limit=0 if elapsed else 1) == [job.id]
         assert _claim(store, "b", NOW + elapsed) == []
 
 
 def test_replicas_that_start_together_share_the_jobs(store: SqlJobStore) -> None:
-    made = {_stored(store, number).id for number in range(5)}
+    made = {_busy(store, number).id for number in range(5)}
     first, second = _claim(store, "a", NOW, limit=3), _claim(store, "b", NOW, limit=3)
     assert (len(first), len(second)) == (3, 2)
     assert {*first, *second} == made
 
 
 def test_a_replica_that_closes_gives_its_jobs_back_at_once(store: SqlJobStore) -> None:
-    job = _stored(store)
+    job = _busy(store)
     _claim(store, "a", NOW)
     store.release_leases("a")
     assert _claim(store, "b", NOW) == [job.id]
 
 
 def test_a_lease_makes_no_decision_stale_and_ends_with_the_job(store: SqlJobStore) -> None:
-    job = _stored(store)
+    job = _busy(store)
     _claim(store, "a", NOW)
     _with_status(store, job, JobStatus.FAILED)
     assert _claim(store, "a", NOW + 1) == []
+
+
+def test_a_job_that_rests_is_nobodys_until_something_is_asked_of_it(store: SqlJobStore) -> None:
+    queued, paused = _stored(store), _with_status(store, _stored(store, 1), JobStatus.PAUSED)
+    assert _claim(store, "a", NOW) == []
+    store.update_job(replace(queued, cancel_requested=True))
+    store.update_job(replace(paused, pause_requested=True))
+    assert _claim(store, "a", NOW) == [queued.id, paused.id]
 
 
 # ---- deletion

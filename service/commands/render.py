@@ -114,8 +114,19 @@ def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
 
 
 def _aside(job: JobSummary) -> str:
+    if job.queue and job.queue.position:
+        return f" #{job.queue.position}"
+    if job.pause_requested:
+        return " pausing"
     groups = groups_text(job)
     return f" {groups}" if groups else ""
+
+
+def queue_text(job: JobSummary) -> str:
+    """Where a waiting job stands and why, as in `#1: waiting for 4 of 8 workers`."""
+    assert job.queue is not None
+    place = f"#{job.queue.position}: " if job.queue.position else ""
+    return f"{place}{job.queue.reason}"
 
 
 def job_page(
@@ -142,6 +153,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     grid = facts_grid()
     head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
     grid.add_row("status", head)
+    if job.queue and job.queue.reason:
+        grid.add_row("queue", queue_text(job))
     grid.add_row("layout", shape_text(job))
     for subject, text in groups_facts(job, timeline, now_s):
         grid.add_row(subject, text)

@@ -1,0 +1,301 @@
+"""Pause, resume, clone, restart and delete, the queue and projects: REST, SDK and CLI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import job_changes
+from service.backends.base import HostFacts
+from service.backends.fake import Script
+from service.client import RetryPolicy, ShardloomClient
+from service.client_errors import Conflict, InvalidRequest, NotFound
+from service.commands import context
+from service.domain import JobStatus
+from service.errors import StoreUnavailable
+from service.job_changes import finish_deletions, merged
+from service.run_files import buried_jobs
+from service.submission import run_dir_of
+from tests.unit.service.api_house import Api, problem_in
+from tests.unit.service.builders import attempt_ended, batch, checkpoint, workers_started
+from tests.unit.service.fake_service import shardloom
+
+
+@pytest.fixture
+def client(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardloomClient]:
+    """The SDK over the app; the commands use it, too."""
+
+    def connect(url: str | None = None) -> ShardloomClient:
+        return ShardloomClient(
+            "http://127.0.0.1:8700",
+            transport=api.http._transport,
+            retry=RetryPolicy(num_retries=0),
+        )
+
+    monkeypatch.setattr(context, "open_client", connect)
+    with connect() as opened:
+        yield opened
+
+
+def running(api: Api, **changes: Any) -> str:
+    """Id of a job whose workers train."""
+    job_id = api.submit(**changes)
+    api.backend.play(job_id, Script(("running",)))
+    api.look()
+    api.post_events(f"{job_id}-a0", batch(workers_started()))
+    return job_id
+
+
+def end(api: Api, job_id: str, reason: str = "completed") -> None:
+    """The driver of the newest attempt ends."""
+    attempt_id = api.store.get_job(job_id).current_attempt_id
+    assert attempt_id is not None
+    api.post_events(attempt_id, batch(attempt_ended(reason), stream="driver"))
+    api.backend.play(attempt_id, Script(("failed",)))
+    api.look()
+
+
+def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: ShardloomClient) -> None:
+    job_id = running(api)
+    queued_at = api.store.get_job(job_id).queued_at
+    paused = client.pause(job_id)
+    assert (paused.status, paused.pause_requested) == (JobStatus.RUNNING, True)
+    assert client.pause(job_id).version == paused.version
+    api.look()
+    files = run_dir_of(api.settings, job_id).attempt(f"{job_id}-a0")
+    assert "id" in json.loads(files.pause_request_path.read_text())
+    end(api, job_id, "paused")
+    assert client.get_job(job_id).status is JobStatus.PAUSED
+    api.look()
+    assert len(client.attempts(job_id)) == 1
+    resumed = client.resume(job_id)
+    assert resumed.status is JobStatus.QUEUED
+    api.look()
+    assert [attempt.index for attempt in client.attempts(job_id)] == [0, 1]
+    assert api.store.get_job(job_id).queued_at == queued_at
+    actors = {e.kind: e.actor for e in client.iter_events(job_id)}
+    assert actors["pause_requested"] == actors["resume_requested"] == "local"
+
+
+def test_a_resume_takes_the_request_back(api: Api, client: ShardloomClient) -> None:
+    job_id = running(api)
+    client.pause(job_id)
+    api.look()
+    client.resume(job_id)
+    api.look()
+    files = run_dir_of(api.settings, job_id).attempt(f"{job_id}-a0")
+    assert not files.pause_request_path.exists()
+    assert client.get_job(job_id).status is JobStatus.RUNNING
+
+
+def test_what_makes_no_sense_is_a_conflict(api: Api, client: ShardloomClient) -> None:
+    job_id = running(api)
+    with pytest.raises(Conflict, match="not paused"):
+        client.resume(job_id)
+    with pytest.raises(Conflict, match="has not ended"):
+        client.delete(job_id)
+    with pytest.raises(Conflict, match="pause or cancel it"):
+        client.restart(job_id)
+    end(api, job_id)
+    with pytest.raises(Conflict, match="already ended"):
+        client.pause(job_id)
+    with pytest.raises(NotFound, match="has no checkpoint yet"):
+        client.restart(job_id)
+
+
+# ---- clone
+
+
+def test_a_clone_is_a_job_of_its_own_with_changes(api: Api, client: ShardloomClient) -> None:
+    job_id = api.submit(labels={"team": "ads", "run": "1"})
+    made = client.clone(
+        job_id,
+        name="larger",
+        set={"training.epochs": 3, "parallelism.workers": 8},
+        patch={"labels": {"run": None, "kind": "clone"}, "priority": 7},
+    )
+    assert (made.id != job_id, made.name, made.spec.training.epochs) == (True, "larger", 3)
+    assert (made.spec.parallelism.world_size, made.priority) == (8, 7)
+    assert made.labels == {"team": "ads", "kind": "clone"}
+    assert client.get_job(job_id).spec.training.epochs == 1
+
+
+def test_a_clone_is_checked_like_any_spec_and_made_once(api: Api, client: ShardloomClient) -> None:
+    job_id = api.submit()
+    with pytest.raises(InvalidRequest, match="parallelism"):
+        client.clone(job_id, set={"parallelism.workers": 3})
+    first = client.clone(job_id, name="again", idempotency_key="k")
+    assert client.clone(job_id, name="again", idempotency_key="k").id == first.id
+
+
+@pytest.mark.parametrize(
+    ("document", "patch", "result"),
+    [
+        ({"a": {"b": 1}}, {"a": {"c": 2}}, {"a": {"b": 1, "c": 2}}),
+        ({"a": {"b": 1}}, {"a": None}, {}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({"a": 1}, {"a": {"b": None, "c": 2}}, {"a": {"c": 2}}),
+    ],
+)
+def test_a_merge_patch_reads_as_rfc_7396_says(document: Any, patch: Any, result: Any) -> None:
+    assert merged(document, patch) == result
+
+
+# ---- restart
+
+
+def test_a_job_goes_on_from_the_checkpoint_that_was_chosen(
+    api: Api, client: ShardloomClient
+) -> None:
+    job_id = running(api)
+    saved = [
+        checkpoint(step).model_copy(
+            update={"path": f"{api.settings.runs_dir}/{job_id}/checkpoints/step-{step:08d}-a0-r0"}
+        )
+        for step in (100, 200, 300)
+    ]
+    api.post_events(f"{job_id}-a0", batch(*saved, stream="workers-0"))
+    end(api, job_id, "training_error")
+    with pytest.raises(NotFound, match="100, 200, 300"):
+        client.restart(job_id, step=150)
+    restarted = client.restart(job_id, step=200)
+    assert (restarted.status, restarted.reason) == (JobStatus.QUEUED, None)
+    api.look()
+    rewind = run_dir_of(api.settings, job_id).rewind_path
+    expected = {"checkpoint": "step-00000200-a0-r0", "attempt_index": 1}
+    assert json.loads(rewind.read_text()) == expected
+    assert api.store.get_job(job_id).resume_from is None
+    end(api, job_id, "host_lost")
+    assert client.get_job(job_id).status is JobStatus.QUEUED
+    assert json.loads(rewind.read_text()) == expected
+
+
+# ---- delete
+
+
+def ended_with_files(api: Api) -> tuple[str, Path]:
+    """A job that has ended, and its run folder."""
+    job_id = running(api)
+    end(api, job_id)
+    return job_id, run_dir_of(api.settings, job_id).root
+
+
+def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient) -> None:
+    job_id, folder = ended_with_files(api)
+    assert folder.exists()
+    client.delete(job_id)
+    assert not folder.exists()
+    with pytest.raises(NotFound):
+        client.get_job(job_id)
+    assert list(api.settings.runs_dir.iterdir()) == []
+    assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 404, "job_not_found")
+
+
+def test_files_stay_where_that_is_asked_for(api: Api, client: ShardloomClient) -> None:
+    job_id, folder = ended_with_files(api)
+    client.delete(job_id, artifacts=False)
+    assert (folder / "attempts").exists()
+    assert not (folder / "job.json").exists()
+
+
+def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
+    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, folder = ended_with_files(api)
+
+    def fail(_: str) -> None:
+        raise StoreUnavailable("away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(api.store, "delete_job", fail)
+        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "store_unavailable")
+    assert (buried_jobs(api.settings), folder.exists()) == ([job_id], False)
+    client.delete(job_id)
+    assert buried_jobs(api.settings) == []
+
+
+def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_at_the_next_start(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, _ = ended_with_files(api)
+    kept = running(api)
+
+    def fail(*_: object) -> None:
+        raise OSError("storage is away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(job_changes, "remove_buried", fail)
+        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "storage_unavailable")
+    assert buried_jobs(api.settings) == [job_id]
+    finish_deletions(api.store, api.settings)
+    assert buried_jobs(api.settings) == []
+    assert run_dir_of(api.settings, kept).root.exists()
+
+
+# ---- the queue and projects
+
+
+@pytest.fixture
+def crowd(api: Api) -> tuple[str, str]:
+    """A job that runs and one that waits for its workers."""
+    api.backend.set_hosts(HostFacts("h0", 6, 0, 1 << 33))
+    busy = running(api, name="busy")
+    waiting = api.submit(name="waiting", priority=3, preemptible=False)
+    return busy, waiting
+
+
+def test_the_queue_shows_who_waits_for_what(
+    api: Api, client: ShardloomClient, crowd: tuple[str, str]
+) -> None:
+    api.http.put("/v1/projects/default", json={"max_running_jobs": 1})
+    api.look()
+    found = client.queue()
+    assert [job.id for job in found.running] == [crowd[0]]
+    assert found.running[0].num_workers == 4
+    (place,) = found.waiting
+    assert (place.id, place.position) == (crowd[1], 1)
+    assert place.reason == "project default: 1 of 1 jobs running"
+    shown = client.get_job(crowd[1])
+    assert shown.queue is not None
+    assert shown.queue.reason == place.reason
+    assert place.reason in shardloom("queue").stdout
+    assert "#1: project default" in shardloom("show", crowd[1]).stdout
+    assert "QUEUED #1" in shardloom("ps").stdout
+    document = json.loads(shardloom("queue", "--json").stdout)
+    assert document["waiting"][0]["id"] == crowd[1]
+
+
+def test_projects_have_quotas_and_show_what_is_in_use(api: Api, client: ShardloomClient) -> None:
+    running(api, project="ads")
+    assert client.project("ads").max_workers is None
+    changed = client.set_quotas("ads", max_workers=8)
+    assert (changed.num_workers, changed.num_running_jobs) == (4, 1)
+    assert [each.name for each in client.projects()] == ["ads"]
+    assert "4 of 8" in shardloom("projects", "list").stdout
+    assert "4 of 9" in shardloom("projects", "set", "ads", "--max-workers", "9").stdout
+    assert shardloom("projects", "remove", "ads").exit_code == 0
+    with pytest.raises(NotFound, match="has no quotas"):
+        client.remove_quotas("ads")
+    with pytest.raises(NotFound):
+        client.project("nobody")
+
+
+@pytest.mark.parametrize("body", [{"max_workers": -1}, {"max_workers": "many"}, {"max_gpus": 3}])
+def test_quotas_that_make_no_sense_are_refused(api: Api, body: dict[str, Any]) -> None:
+    assert api.http.put("/v1/projects/ads", json=body).status_code == 422
+
+
+def test_commands_change_the_course_of_a_job(api: Api, client: ShardloomClient) -> None:
+    job_id = api.submit()
+    assert "is paused" in shardloom("pause", job_id).stdout
+    assert json.loads(shardloom("resume", job_id, "--json").stdout)["status"] == "QUEUED"
+    clone_id = shardloom("clone", job_id, "--set", "training.epochs=2").stdout.strip()
+    assert client.get_job(clone_id).spec.training.epochs == 2
+    client.cancel(clone_id)
+    assert shardloom("delete", clone_id, "--yes").exit_code == 0
+    assert shardloom("restart", job_id, "--step", "5").exit_code == 2
+    assert shardloom("clone", job_id, "--set", "nonsense").exit_code == 2

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from service.backends.fake import FakeBackend
 from service.main import create_app
 from service.security.bundle import Security
-from service.security.keys import ApiKey, hash_of, new_key_text
+from service.security.keys import ApiKey, AuditFilter, hash_of, new_key_text
 from service.security.principal import Role
 from service.settings import Settings
 from service.store.sql import SqlJobStore
@@ -103,5 +103,7 @@ def test_the_pages_live_under_the_policy(tab: Page, guarded: Guarded, auth: str)
     tab.get_by_role("link", name="later").click()
     tab.get_by_role("button", name="Cancel job").first.click()
     tab.locator(".dialog").get_by_role("button", name="Cancel job").click()
-    expect(tab.locator(".job-head")).to_contain_text("CANCEL", timeout=10_000)
+    expect(tab.locator(".job-head")).to_contain_text("cancelled", timeout=10_000)
     guarded.security.audit.flush()
+    [line] = guarded.security.keys.list_audit(AuditFilter(action="PAGE cancel"))
+    assert line.actor == ("key:ada" if auth == "required" else "local")

@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 # What is there already is no news.
 NEWS := | { grep -v 'already satisfied' || true; }
 
-.PHONY: help setup demo demo-survive test chaos test-unit lint format bench clean
+.PHONY: help setup demo demo-survive test chaos fuzz test-unit lint format bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
@@ -45,6 +45,9 @@ test-unit: setup ## run the tests that need no Ray, network or browser
 
 chaos: setup ## strike elastic jobs with 200 faults; takes an hour or more
 	@SHARDLOOM_CHAOS_JOBS=20 $(BIN)/python -m pytest tests/integration/test_chaos.py --timeout 900 $(PYTEST_ARGS)
+
+fuzz: setup ## ask the REST API 10 000 made-up questions; takes half an hour
+	@SHARDLOOM_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/integration/test_openapi.py tests/integration/test_fuzzed_specs.py $(PYTEST_ARGS)
 
 lint: setup ## check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

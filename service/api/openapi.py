@@ -1,0 +1,82 @@
+"""The OpenAPI document of the service: what FastAPI derives, with our errors and credentials.
+
+FastAPI knows nothing of problem documents: it documents its own body for 422 and no other error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+
+from service.api.schemas import Problem
+from service.security.policy import RULES, UNLISTED, Scope
+
+_PROBLEM = "application/problem+json"
+_REFERENCE = "#/components/schemas/{model}"
+_FASTAPI_MODELS = ("HTTPValidationError", "ValidationError")
+_METHODS = ("get", "put", "post", "delete", "patch")
+_EXAMPLE = {
+    "type": "about:blank",
+    "title": "Job not found",
+    "status": 404,
+    "detail": "no job is called 'ratings'",
+    "code": "job_not_found",
+    "instance": "/v1/jobs/ratings",
+    "fields": [],
+}
+
+
+def install(app: FastAPI) -> None:
+    """Let `app` answer /openapi.json with the document."""
+
+    def document() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            app.openapi_schema = _document_of(app)
+        return app.openapi_schema
+
+    app.openapi = document  # type: ignore[method-assign]
+
+
+def _document_of(app: FastAPI) -> dict[str, Any]:
+    document = get_openapi(
+        title=app.title, version=app.version, summary=app.summary, routes=app.routes
+    )
+    components = document.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    for model in _FASTAPI_MODELS:
+        schemas.pop(model, None)
+    problem = Problem.model_json_schema(ref_template=_REFERENCE)
+    schemas |= problem.pop("$defs", {}) | {"Problem": problem}
+    components["securitySchemes"] = {
+        "key": {
+            "type": "http",
+            "scheme": "bearer",
+            "description": "An API key, an OIDC token, or for drivers the token of their attempt.",
+        }
+    }
+    for method, path, operation in _operations(document):
+        _describe_errors(operation)
+        rule = RULES.get((method.upper(), path), UNLISTED)
+        # The second one says that local mode asks for none.
+        operation["security"] = [] if rule.scope is Scope.PUBLIC else [{"key": []}, {}]
+    return document
+
+
+def _operations(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for path, item in document["paths"].items():
+        for method in _METHODS:
+            if method in item:
+                yield method, path, item[method]
+
+
+def _describe_errors(operation: dict[str, Any]) -> None:
+    responses = operation["responses"]
+    responses.pop("422", None)
+    schema = {"$ref": _REFERENCE.format(model="Problem")}
+    body = {_PROBLEM: {"schema": schema, "example": _EXAMPLE}}
+    errors = {"4XX": "The request cannot be met; `code` and `fields` say why.", "5XX": "Our fault."}
+    for status, description in errors.items():
+        responses.setdefault(status, {"description": description, "content": body})

@@ -78,7 +78,8 @@ class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
     ) -> JobDetail:
         """Create a job from a spec document; raises `InvalidRequest` with the faulty fields.
 
-        `secrets` are environment variables for its processes, kept encrypted, never shown. With the same `idempotency_key` the same spec makes one job, however often it is sent.
+        `secrets` are environment variables for its processes, kept encrypted, never shown. With
+        the same `idempotency_key` the same spec makes one job, however often it is sent.
         """
         headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
         body: dict[str, Any] = {"spec": dict(spec)}

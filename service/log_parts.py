@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.security.files import is_below
 from trainer.log_pump import parts_of
 
 _BLOCK_BYTES = 1 << 16
@@ -92,6 +93,9 @@ def split_at_lf(data: bytes) -> list[bytes]:
 def _parts(log: Path) -> list[_Part]:
     found = []
     for offset, path in parts_of(log):
+        # A job may lay a link among its files; what it leads to is not the job's to show.
+        if not is_below(path, (log.parent.parent,)):
+            continue
         try:
             found.append(_Part(offset, path, path.stat().st_size))
         except FileNotFoundError:  # removed since it was listed

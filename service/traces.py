@@ -24,6 +24,7 @@ from service.errors import (
     TraceNotFound,
     TracePending,
 )
+from service.security.files import is_below
 from service.store.base import JobStore
 from trainer.run_dir import RunDir, trace_name
 
@@ -221,7 +222,9 @@ def find_trace(
     if _NAME_PATTERN.fullmatch(name):
         for attempt in reversed(store.list_attempts(job_id)):
             path = run_dir.attempt(attempt.id).traces_dir / name
-            if attempt_id in (None, attempt.id) and path.is_file():
+            is_wanted = attempt_id in (None, attempt.id) and path.is_file()
+            # A job may lay a link among its files; what it leads to is not the job's to show.
+            if is_wanted and is_below(path, (run_dir.root,)):
                 return path
     raise TraceNotFound(name)
 

@@ -13,7 +13,7 @@ from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
 from service.domain import Job
-from service.errors import Forbidden, JobNotFound, NotSignedIn
+from service.errors import Forbidden, JobNotFound, NotSignedIn, ProjectNotFound
 from service.security.paths import job_of_path, outside_roots, paths_of, roots_of
 from service.security.policy import Rule, Scope, Verdict, judge, rule_of
 from service.security.principal import Principal, Role
@@ -45,13 +45,16 @@ def current_rule(request: Request) -> Rule:
 
 
 async def authorize(request: Request) -> None:
-    """Judge a request by its route; raises `NotSignedIn` or `Forbidden`."""
+    """Judge a request by its route; raises `NotSignedIn`, `Forbidden` or `ProjectNotFound`."""
     rule, principal = current_rule(request), known_principal(request)
     match judge(rule, principal, request.path_params):
         case Verdict.NOT_SIGNED_IN:
             raise NotSignedIn
         case Verdict.FORBIDDEN:
             assert principal is not None
+            name = request.path_params.get("name", "")
+            if rule.scope is Scope.PROJECT and principal.role_in(name) is None:
+                raise ProjectNotFound(name)
             raise Forbidden(_why(rule, principal))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from service.security.files import is_below
 from service.settings import Settings
 from trainer.spec import FieldProblem, JobSpec
 
@@ -14,15 +15,6 @@ def roots_of(settings: Settings) -> tuple[Path, ...] | None:
     if settings.storage_roots is None:
         return None if settings.auth == "local" else (settings.runs_dir,)
     return (settings.runs_dir, *settings.storage_roots)
-
-
-def is_below(path: Path, roots: Sequence[Path]) -> bool:
-    """Whether a path, all links resolved, is one of the roots or lies below one."""
-    try:
-        real = path.resolve()
-    except (OSError, RuntimeError):  # a loop of links
-        return False
-    return any(real.is_relative_to(root.resolve()) for root in roots)
 
 
 def paths_of(spec: JobSpec) -> dict[str, str]:

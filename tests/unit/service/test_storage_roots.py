@@ -1,0 +1,88 @@
+"""Paths are confined: what a spec names, and what a job left among its files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.security.files import is_below
+from service.security.paths import job_of_path, roots_of
+from service.security.principal import Role
+from service.settings import Settings
+from tests.unit.service.api_house import Api
+from tests.unit.service.builders import spec_document
+from tests.unit.service.guarded import guarded
+
+
+def test_a_link_out_of_the_roots_is_seen_through(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "root-beside"
+    for folder in (root / "in", outside):
+        folder.mkdir(parents=True)
+    (root / "out").symlink_to(outside)
+    (root / "loop").symlink_to(root / "loop")
+    (root / "back").symlink_to(root / "in")
+    assert is_below(root, [root])
+    assert is_below(root / "back", [root])
+    for path in (outside, root / "out", root / "in/../..", root / "out/x", root / "in/../../etc"):
+        assert not is_below(path, [root]), path
+    (tmp_path / "link").symlink_to(root)
+    assert is_below(tmp_path / "link" / "in", [root])
+    assert is_below(root / "in", [tmp_path / "link"])
+
+
+def test_local_mode_reads_anywhere_unless_told_otherwise(tmp_path: Path) -> None:
+    assert roots_of(Settings(home=tmp_path)) is None
+    told = Settings(home=tmp_path, storage_roots=[tmp_path / "data"])
+    assert roots_of(told) == (tmp_path / "runs", tmp_path / "data")
+    asked = Settings(home=tmp_path, auth="required")
+    assert roots_of(asked) == (tmp_path / "runs",)
+
+
+@pytest.mark.parametrize("path", ["/etc", "/", "/proc/self", "{root}/../.."])
+def test_data_outside_of_the_roots_is_refused_by_name(tmp_path: Path, path: str) -> None:
+    house = guarded(tmp_path)
+    [root] = house.settings.storage_roots or []
+    spec = spec_document()
+    spec["data"]["path"] = path.replace("{root}", str(root))
+    answer = house.send("POST", "/v1/jobs", "root", json={"spec": spec})
+    [fault] = answer.json()["fields"]
+    assert (answer.status_code, fault["path"], fault["code"]) == (422, "data.path", "outside_roots")
+    assert str(root) in fault["message"]
+    house.store.close()
+
+
+def test_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) -> None:
+    house = guarded(tmp_path)
+    house.add_key("both", {"default": Role.SUBMITTER, "hidden": Role.VIEWER})
+    hidden = house.submit("root", project="hidden")
+    folder = house.settings.runs_dir / hidden / "checkpoints"
+    folder.mkdir(parents=True)
+    spec = spec_document(checkpoint={"warm_start": {"path": str(folder)}})
+    refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": spec})
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    unknown = spec_document(data={**spec["data"], "path": str(house.settings.runs_dir)})
+    refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": unknown})
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    assert house.send("POST", "/v1/jobs", "both", json={"spec": spec}).status_code == 201
+    house.store.close()
+
+
+def test_a_path_tells_whose_run_it_leads_into(tmp_path: Path) -> None:
+    assert job_of_path(tmp_path / "job-1" / "checkpoints", tmp_path) == "job-1"
+    assert job_of_path(tmp_path, tmp_path) == ""
+    assert job_of_path(tmp_path / "job-1" / ".." / ".." / "x", tmp_path) is None
+
+
+def test_a_link_among_the_logs_shows_nothing_of_what_it_leads_to(api: Api, tmp_path: Path) -> None:
+    job_id = api.start()
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret\n")
+    api.log(f"{job_id}-a0", "driver", "hello\n")
+    folder = api.settings.runs_dir / job_id / "attempts" / f"{job_id}-a0" / "logs"
+    (folder / "rank-0.log").symlink_to(secret)
+    answer = api.http.get(f"/v1/jobs/{job_id}/logs")
+    assert "hello" in answer.text
+    assert "the secret" not in answer.text
+    download = api.http.get(f"/v1/jobs/{job_id}/logs:download", params={"source": "rank-0"})
+    assert b"the secret" not in download.content

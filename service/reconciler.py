@@ -194,7 +194,8 @@ class Reconciler:
         """Admit who may start, look at every live job once, and return when done."""
         self._queue.admit()
         for job in self._store.list_live_jobs():
-            self.reconcile(job.id)
+            if not _rests(job):
+                self.reconcile(job.id)
         for job_id, index in self._outboxes.take_due():
             self._outboxes.collect(job_id, index)
 
@@ -212,7 +213,11 @@ class Reconciler:
         observation = self._observe(attempt)
         if attempt is not None and observation.state in _ENDED:
             self._outboxes.collect(job.id, attempt.index)
+            observed = attempt
             job, attempt = self._load(job_id)
+            if not _is_as_observed(observed, attempt):
+                # Another replica submitted or ended it meanwhile: what was seen says nothing now.
+                return
         decision = decide(job, attempt, observation, self._clock())
         stored = self._apply(job, attempt, decision)
         if decision.attempt is not None:
@@ -306,6 +311,14 @@ class Reconciler:
     def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
         self._telemetry.backend_was_unreachable()
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
+
+
+def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
+    """Whether an attempt is still the submission that was looked at."""
+    if attempt is None or attempt.id != observed.id or attempt.end_reason is not None:
+        return False
+    submitted = (attempt.last_submit_at, attempt.submitted_at)
+    return submitted == (observed.last_submit_at, observed.submitted_at)
 
 
 def _rests(job: Job) -> bool:

@@ -1,0 +1,153 @@
+"""Jobs found again from run storage: after the cluster forgot them, and after the store is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.backends.fake import Script
+from service.domain import EndReason, Job, JobStatus
+from service.lifecycle import NOT_FOUND_GRACE_S
+from service.outbox import OutboxCollector
+from service.recover import recover_jobs
+from service.store.sql import SqlJobStore
+from service.submission import run_dir_of
+from tests.unit.service.builders import (
+    attempt_ended,
+    checkpoint,
+    metrics,
+    workers_lost,
+    workers_started,
+)
+from tests.unit.service.house import House
+
+
+@pytest.fixture
+def empty(house: House, tmp_path: Path) -> Iterator[House]:
+    """The same cluster and run storage, with a store that knows nothing."""
+    store = SqlJobStore.open(f"sqlite:///{tmp_path / 'new.db'}")
+    yield replace(house, store=store)
+    store.close()
+
+
+def trained(house: House, *observations: str) -> Job:
+    """A job whose first attempt trains and has told so on run storage."""
+    job = house.submit(*observations)
+    house.look()
+    house.leave(job, workers_started(), metrics(10, train_loss=0.5), stream="workers-0")
+    return job
+
+
+def test_a_job_that_completed_while_the_cluster_forgot_it_has_succeeded(house: House) -> None:
+    job = trained(house, "running", "not_found")
+    house.leave(job, attempt_ended("completed"))
+    house.look(2)
+    ended = house.store.get_job(job.id)
+    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, EndReason.COMPLETED)
+    assert ended.latest_metrics["train/loss"] == 0.5
+
+
+def test_a_forgotten_job_that_was_not_done_goes_on_and_says_so(house: House) -> None:
+    job = trained(house, "running", "not_found")
+    house.look(3, every_s=NOT_FOUND_GRACE_S)
+    first = house.store.get_attempt(f"{job.id}-a0")
+    assert first.end_reason is EndReason.FORGOTTEN
+    assert house.store.list_attempts(job.id)[1].index == 1
+    assert house.store.get_job(job.id).num_failures == 0
+
+
+def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
+    house: House, empty: House
+) -> None:
+    job = trained(house, "running")
+    found = recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    assert found.recovered == [job.id]
+    empty.look(3)
+    again = empty.store.get_job(job.id)
+    assert (again.status, again.spec, again.queued_at) == (
+        JobStatus.RUNNING,
+        job.spec,
+        job.waits_since,
+    )
+    assert empty.store.metric_names(job.id) == ["train/loss"]
+    assert len(empty.store.list_attempts(job.id)) == 1
+    record = empty.backend.record(f"{job.id}-a0")
+    assert record is not None
+    assert (record.num_submits, record.num_stops) == (1, 0)
+
+
+def test_what_has_ended_ends_as_its_driver_said(house: House, empty: House) -> None:
+    job = trained(house, "succeeded")
+    house.leave(job, checkpoint(10), attempt_ended("completed"))
+    recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    empty.look()
+    assert empty.status(job) is JobStatus.SUCCEEDED
+    assert [each.step for each in empty.store.list_checkpoints(job.id)] == [10]
+
+
+def test_earlier_attempts_come_back_with_their_ends(house: House, empty: House) -> None:
+    job = trained(house)
+    house.backend.play(f"{job.id}-a0", Script(("failed",)))
+    house.leave(job, workers_lost(), attempt_ended("host_lost"))
+    house.look(4, every_s=5)
+    assert house.store.get_job(job.id).num_attempts == 2
+    recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    first, second = empty.store.list_attempts(job.id)
+    assert (first.end_reason, second.end_reason) == (EndReason.HOST_LOST, None)
+    empty.look()
+    assert len(empty.backend.attempt_ids()) == 2
+
+
+def test_a_job_that_was_paused_stays_paused(house: House, empty: House) -> None:
+    job = trained(house, "failed")
+    house.leave(job, attempt_ended("paused"))
+    recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    empty.look(3)
+    assert empty.status(job) is JobStatus.PAUSED
+    assert len(empty.backend.attempt_ids()) == 1
+
+
+def test_a_recovery_that_is_cut_off_is_taken_up_again(
+    house: House, empty: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = trained(house, "running")
+
+    class CutOff(Exception):
+        """The process dies here."""
+
+    def die(*_: object) -> None:
+        raise CutOff
+
+    with monkeypatch.context() as broken:
+        broken.setattr(OutboxCollector, "collect", die)
+        with pytest.raises(CutOff):
+            recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    empty.look(3)
+    assert len(empty.backend.attempt_ids()) == 1
+    assert recover_jobs(empty.store, empty.settings, lambda: empty.now).recovered == [job.id]
+    empty.look()
+    assert empty.status(job) is JobStatus.RUNNING
+    assert empty.store.metric_names(job.id) == ["train/loss"]
+
+
+def test_known_jobs_are_left_and_damaged_folders_are_told(house: House) -> None:
+    job = trained(house, "running")
+    damaged = house.settings.runs_dir / "job-0000000000zz"
+    damaged.mkdir()
+    (damaged / "job.json").write_text("{")
+    before = house.store.get_job(job.id)
+    found = recover_jobs(house.store, house.settings, lambda: house.now)
+    assert (found.recovered, found.known) == ([], [job.id])
+    assert set(found.refused) == {damaged.name}
+    assert house.store.get_job(job.id) == before
+
+
+def test_what_a_folder_keeps_of_its_job_can_be_read_by_people(house: House) -> None:
+    job = trained(house, "running")
+    document = json.loads(run_dir_of(house.settings, job.id).job_path.read_text())
+    assert (document["id"], document["project"]) == (job.id, "default")
+    assert document["spec"]["name"] == job.name

@@ -99,6 +99,7 @@ def submit_job(
     *,
     idempotency_key: str | None,
     prepare: Callable[[str], None] = lambda job_id: None,
+    actor: str = "user",
 ) -> Job:
     """Store a new job, or return the one that the key made.
 
@@ -124,7 +125,9 @@ def submit_job(
         queued_at=now,
     )
     prepare(job.id)
-    return store.create_job(job, idempotency_key=idempotency_key, request_hash=request_hash)
+    return store.create_job(
+        job, idempotency_key=idempotency_key, request_hash=request_hash, actor=actor
+    )
 
 
 def _hash_of(spec: JobSpec) -> str:

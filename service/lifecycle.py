@@ -34,6 +34,7 @@ from service.domain import (
     TimelineEvent,
     attempt_id,
 )
+from service.lines import end_facts, line, reason_of
 from service.retries import RULES, Budget, backoff_s
 
 # A submission may be in flight this long after it was sent, while the backend knows nothing of it.
@@ -117,7 +118,15 @@ def start(job: Job, now: float, note: QueueNote) -> Decision:
         queue_note=note.document,
         message="",
     )
-    made = line(job, attempt, now, "attempt_created", f"attempt {index} created")
+    waited_s = None if job.queued_at is None else round(max(0.0, now - job.queued_at), 3)
+    made = line(
+        job,
+        attempt,
+        now,
+        "attempt_created",
+        f"attempt {index} created",
+        data={"queued_s": waited_s, "resume_from": job.resume_from},
+    )
     return Decision(started, attempt, timeline=(made,))
 
 
@@ -260,11 +269,12 @@ def _rest(job: Job, ended: Attempt, now: float) -> Decision:
     cause = f"attempt {ended.index} ended ({ended.end_reason}: {ended.message})"
     rested = replace(job, pause_requested=False, retry_at=None, message="")
     if note.preempted_by is None:
-        told = line(job, ended, now, "job_paused", f"paused: {cause}")
+        told = line(job, ended, now, "job_paused", f"paused: {cause}", data=reason_of(ended))
         paused = replace(rested, status=JobStatus.PAUSED, queue_note=None)
         return Decision(paused, ended, timeline=(told,))
     message = f"made way for {note.preempted_by} and waits with its old place: {cause}"
-    told = line(job, ended, now, "job_preempted", message)
+    facts = {**reason_of(ended), "preempted_by": note.preempted_by}
+    told = line(job, ended, now, "job_preempted", message, data=facts)
     waiting = replace(rested, status=JobStatus.QUEUED, queue_note=None)
     return Decision(waiting, ended, timeline=(told,))
 
@@ -286,6 +296,12 @@ def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
         "retry_scheduled",
         f"attempt {ended.index} ended ({ended.end_reason}: {ended.message}); "
         f"next one in {delay_s:g} s, {cost}",
+        data={
+            **end_facts(job, ended),
+            "reason": ended.end_reason.value,
+            "delay_s": delay_s,
+            "is_counted": not is_free,
+        },
     )
     queued = replace(
         job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="", queue_note=None
@@ -307,7 +323,14 @@ def finish(
         pause_requested=False,
         queue_note=None,
     )
-    told = line(job, attempt, now, "job_ended", f"{finished.status} ({reason}): {message}")
+    told = line(
+        job,
+        attempt,
+        now,
+        "job_ended",
+        f"{finished.status} ({reason}): {message}",
+        data={**end_facts(job, attempt), "status": finished.status.value, "reason": reason.value},
+    )
     return Decision(finished, attempt, timeline=(told,))
 
 
@@ -352,25 +375,3 @@ def _with_contact(job: Job, observation: Observation) -> Job:
     """The job with a message that says whether its cluster answers."""
     is_away = observation.state is ObservedState.UNREACHABLE
     return replace(job, message=observation.message if is_away else "")
-
-
-def line(
-    job: Job,
-    attempt: Attempt | None,
-    now: float,
-    kind: str,
-    message: str,
-    *,
-    actor: str = "service",
-) -> TimelineEvent:
-    """A timeline line; the store gives it its id."""
-    return TimelineEvent(
-        id=0,
-        job_id=job.id,
-        attempt_id=attempt.id if attempt else None,
-        time=now,
-        kind=kind,
-        message=message,
-        actor=actor,
-        data={},
-    )

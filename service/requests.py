@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from service.domain import EndReason, Job, JobStatus, QueueNote
-from service.lifecycle import Decision, finish, line
+from service.lifecycle import Decision, finish
+from service.lines import line
 
 # Nothing runs for a job in one of these, so what is asked is done at once.
 _AT_REST = frozenset({JobStatus.QUEUED, JobStatus.PAUSED})
@@ -19,7 +20,8 @@ def request_cancel(job: Job, now: float, actor: str = "user") -> Decision:
     """Somebody asks a job to stop. A job for which nothing runs ends at once."""
     if job.status.is_terminal or job.cancel_requested:
         return Decision(job, None)
-    asked = line(job, None, now, "cancel_requested", "cancel requested", actor=actor)
+    was = {"was": job.status.value}
+    asked = line(job, None, now, "cancel_requested", "cancel requested", actor=actor, data=was)
     cancelling = replace(job, cancel_requested=True)
     if job.status in _AT_REST:
         finished = finish(cancelling, EndReason.CANCELLED, f"cancelled while {_resting(job)}", now)
@@ -40,7 +42,15 @@ def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> 
     is_asked = job.pause_requested and note.preempted_by is None
     if job.status.is_terminal or job.status is JobStatus.PAUSED or is_asked:
         return Decision(job, None)
-    asked = line(job, None, now, "pause_requested", "pause requested", actor=actor)
+    asked = line(
+        job,
+        None,
+        now,
+        "pause_requested",
+        "pause requested",
+        actor=actor,
+        data={"was": job.status.value, "grace_s": grace_s},
+    )
     if job.status is JobStatus.QUEUED:
         paused = replace(job, status=JobStatus.PAUSED, retry_at=None, queue_note=None, message="")
         return Decision(paused, None, timeline=(asked,))
@@ -56,7 +66,8 @@ def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
         return Decision(job, None)
     note = replace(QueueNote.of(job), preempted_by=by.id, stop_at=now + grace_s)
     message = f"makes way for job {by.id} ({by.name}) of priority {by.priority}"
-    told = line(job, None, now, "preemption_requested", message)
+    facts = {"preempted_by": by.id, "priority": by.priority, "grace_s": grace_s}
+    told = line(job, None, now, "preemption_requested", message, data=facts)
     pausing = replace(job, pause_requested=True, queue_note=note.document)
     return Decision(pausing, None, timeline=(told,))
 
@@ -67,7 +78,8 @@ def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
     is_pausing = job.pause_requested and not is_preempted
     if job.status.is_terminal or not (job.status is JobStatus.PAUSED or is_pausing):
         return Decision(job, None)
-    asked = line(job, None, now, "resume_requested", "resume requested", actor=actor)
+    was = {"was": job.status.value}
+    asked = line(job, None, now, "resume_requested", "resume requested", actor=actor, data=was)
     if job.status is JobStatus.PAUSED:
         waiting = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
         return Decision(waiting, None, timeline=(asked,))
@@ -84,7 +96,8 @@ def request_restart(
     if not (job.status.is_terminal or job.status in _AT_REST):
         return Decision(job, None)
     message = f"restart from step {step} requested"
-    asked = line(job, None, now, "restart_requested", message, actor=actor)
+    facts = {"was": job.status.value, "step": step, "checkpoint": checkpoint}
+    asked = line(job, None, now, "restart_requested", message, actor=actor, data=facts)
     waiting = replace(
         job,
         status=JobStatus.QUEUED,

@@ -68,6 +68,7 @@ def submit(
         spec,
         idempotency_key=idempotency_key,
         prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
+        actor=principal.name,
     )
     context.tracing.submitted(job, began_at)
     context.wake()

@@ -54,7 +54,9 @@ def clone(
     spec = cloned_spec(job, body.set, body.patch, body.name)
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
-    made = submit_job(context.store, spec, idempotency_key=idempotency_key)
+    made = submit_job(
+        context.store, spec, idempotency_key=idempotency_key, actor=principal.name
+    )
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return detail_of(made, context.settings)

@@ -27,8 +27,10 @@ from trainer.events import EventAck, EventBatch
 class JobStore(Protocol):
     """Durable jobs, attempts, timelines, metrics and checkpoints."""
 
-    def create_job(self, job: Job, *, idempotency_key: str | None, request_hash: str) -> Job:
-        """Store a new job, or return the one that this key made before.
+    def create_job(
+        self, job: Job, *, idempotency_key: str | None, request_hash: str, actor: str = "user"
+    ) -> Job:
+        """Store a new job, or return the one that this key made before; `actor` submitted it.
 
         Raises `IdempotencyConflict` if the key was used with another request.
         """

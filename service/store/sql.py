@@ -101,18 +101,22 @@ class SqlJobStore:
 
     # ---- jobs
 
-    def create_job(self, job: Job, *, idempotency_key: str | None, request_hash: str) -> Job:
+    def create_job(
+        self, job: Job, *, idempotency_key: str | None, request_hash: str, actor: str = "user"
+    ) -> Job:
         """Store a new job, or return the one that this key made before."""
         try:
-            return self._create_job(job, idempotency_key, request_hash)
+            return self._create_job(job, idempotency_key, request_hash, actor)
         except IntegrityError:
             if idempotency_key is None:
                 raise
             # Another request with this key was stored meanwhile.
-            return self._create_job(job, idempotency_key, request_hash)
+            return self._create_job(job, idempotency_key, request_hash, actor)
 
     @repeated
-    def _create_job(self, job: Job, idempotency_key: str | None, request_hash: str) -> Job:
+    def _create_job(
+        self, job: Job, idempotency_key: str | None, request_hash: str, actor: str
+    ) -> Job:
         with self._transactions.write() as connection:
             known = job_of_key(connection, job.project, idempotency_key, request_hash)
             if known is not None:
@@ -122,7 +126,7 @@ class SqlJobStore:
             add_labels(connection, job)
             if idempotency_key is not None:
                 keep_key(connection, job, idempotency_key, request_hash)
-            add_timeline(connection, [submitted_line(job)])
+            add_timeline(connection, [submitted_line(job, actor)])
         return job
 
     def find_submitted(

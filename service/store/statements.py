@@ -75,8 +75,9 @@ def add_labels(connection: Connection, job: Job) -> None:
         connection.execute(insert(job_labels), labels)
 
 
-def submitted_line(job: Job) -> TimelineEvent:
+def submitted_line(job: Job, actor: str) -> TimelineEvent:
     """The first line of a timeline."""
+    parallelism = job.spec.parallelism
     return TimelineEvent(
         id=0,
         job_id=job.id,
@@ -84,8 +85,15 @@ def submitted_line(job: Job) -> TimelineEvent:
         time=job.created_at,
         kind="job_submitted",
         message=f"job '{job.name}' submitted",
-        actor="user",
-        data={},
+        actor=actor,
+        data={
+            "name": job.name,
+            "project": job.project,
+            "priority": job.priority,
+            "labels": dict(job.spec.labels),
+            "min_workers": parallelism.min_workers,
+            "max_workers": parallelism.world_size,
+        },
     )
 
 

@@ -120,7 +120,9 @@ class Locks:
             set_=values,
             where=or_(locks.c.owner == self._owner, locks.c.until <= now),
         )
-        return connection.execute(statement).rowcount == 1
+        # Asked back, as the number of rows of an insert is not told on PostgreSQL.
+        taken = connection.execute(statement.returning(locks.c.name))
+        return taken.scalar_one_or_none() is not None
 
     def _give_back(self, name: str) -> None:
         own = delete(locks).where(locks.c.name == name, locks.c.owner == self._owner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from service.security.files import is_below
 from service.settings import Settings
@@ -18,10 +19,24 @@ def roots_of(settings: Settings) -> tuple[Path, ...] | None:
 
 
 def paths_of(spec: JobSpec) -> dict[str, str]:
-    """Every path that a spec names, by its field."""
-    warm_start = spec.checkpoint.warm_start
-    found = {"data.path": spec.data.path}
-    return found if warm_start is None else {**found, "checkpoint.warm_start.path": warm_start.path}
+    """Every path that a spec names, to read or to write, by its field."""
+    warm_start, sinks = spec.checkpoint.warm_start, spec.sinks
+    found: dict[str, str | None] = {
+        "data.path": spec.data.path,
+        "checkpoint.warm_start.path": warm_start.path if warm_start else None,
+        "sinks.tensorboard.dir": sinks.tensorboard.dir if sinks.tensorboard else None,
+        "sinks.mlflow.tracking_uri": _file_of(sinks.mlflow.tracking_uri) if sinks.mlflow else None,
+    }
+    return {field: path for field, path in found.items() if path is not None}
+
+
+def _file_of(uri: str) -> str | None:
+    """The file or folder that a URI stands for; None for one behind HTTP."""
+    parts = urlsplit(uri)
+    if parts.scheme in ("http", "https"):
+        return None
+    # sqlite:////FOLDER/FILE has one slash more than file:///FOLDER.
+    return parts.path.removeprefix("/") if parts.scheme.startswith("sqlite") else parts.path
 
 
 def outside_roots(spec: JobSpec, roots: Sequence[Path] | None) -> list[FieldProblem]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from service.security.files import is_below
-from service.security.paths import job_of_path, roots_of
+from service.security.paths import job_of_path, outside_roots, roots_of
 from service.security.principal import Role
 from service.settings import Settings
 from tests.unit.service.api_house import Api
 from tests.unit.service.builders import spec_document
 from tests.unit.service.guarded import guarded
+from trainer.spec import validate_spec
 
 
 def test_a_link_out_of_the_roots_is_seen_through(tmp_path: Path) -> None:
@@ -86,3 +88,20 @@ def test_a_link_among_the_logs_shows_nothing_of_what_it_leads_to(api: Api, tmp_p
     assert "the secret" not in answer.text
     download = api.http.get(f"/v1/jobs/{job_id}/logs:download", params={"source": "rank-0"})
     assert b"the secret" not in download.content
+
+
+@pytest.mark.parametrize(
+    ("sinks", "field"),
+    [
+        ({"tensorboard": {"dir": "/etc"}}, "sinks.tensorboard.dir"),
+        ({"mlflow": {"tracking_uri": "file:///etc"}}, "sinks.mlflow.tracking_uri"),
+        ({"mlflow": {"tracking_uri": "sqlite:////etc/x.db"}}, "sinks.mlflow.tracking_uri"),
+        ({"mlflow": {"tracking_uri": "/etc/mlruns"}}, "sinks.mlflow.tracking_uri"),
+        ({"mlflow": {"tracking_uri": "http://mlflow.example:5000"}}, None),
+    ],
+)
+def test_sinks_write_nowhere_else(tmp_path: Path, sinks: dict[str, Any], field: str | None) -> None:
+    spec = validate_spec(spec_document(sinks=sinks))
+    data = Path(spec.data.path)
+    found = [problem.path for problem in outside_roots(spec, [data, tmp_path])]
+    assert found == ([] if field is None else [field])

@@ -10,17 +10,18 @@ import yaml
 from nicegui import ui
 
 from service.dashboard import charts, fragments
+from service.dashboard.course_panel import CoursePanel
 from service.dashboard.log_view import LogView
-from service.dashboard.login_guard import check_change, may_change, may_see
+from service.dashboard.login_guard import may_see
 from service.dashboard.placement_panel import PlacementPanel
 from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
 from service.dashboard.snapshots import JobSnapshot, load_job
 from service.dashboard.trace_panel import TracePanel
 from service.domain import Checkpoint, Job, MetricPoint
-from service.errors import Forbidden, JobEnded, JobNotFound, StaleVersion
-from service.job_changes import cancel_job
+from service.errors import JobNotFound
+from service.settings import Settings
 from service.store.base import JobStore
-from trainer.run_dir import RunDir
+from service.submission import run_dir_of
 
 REFRESH_INTERVAL_S = 1.0
 
@@ -29,10 +30,11 @@ class JobPage:
     """One reader's view of a job, refreshed every second while the browser is connected."""
 
     def __init__(
-        self, store: JobStore, run_dir: RunDir, job_id: str, wake: Callable[[], None]
+        self, store: JobStore, settings: Settings, job_id: str, wake: Callable[[], None]
     ) -> None:
         self._store = store
-        self._run_dir = run_dir
+        self._settings = settings
+        self._run_dir = run_dir_of(settings, job_id)
         self._job_id = job_id
         self._wake = wake
 
@@ -67,9 +69,9 @@ class JobPage:
             ui.label(self._snapshot.job.name)
         with ui.element("div").classes("job-head"):
             self._heading = ui.html(sanitize=False).classes("heading")
-            self._dialog = self._build_dialog()
-            self._cancel_button = ui.button(on_click=self._dialog.open, color=None)
-            self._cancel_button.props("outline no-caps dense").classes("cancel-button")
+            self._course = CoursePanel(
+                self._store, self._settings, self._snapshot, self._look_at_once
+            )
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
         self._placement = PlacementPanel(self._store, self._run_dir, self._snapshot, self.refresh)
@@ -119,9 +121,7 @@ class JobPage:
         self._traces.show(snapshot, now)
         self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
         self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
-        self._cancel_button.set_visibility(not job.status.is_terminal and may_change(job))
-        self._cancel_button.set_enabled(not job.cancel_requested)
-        self._cancel_button.set_text("Cancelling" if job.cancel_requested else "Cancel job")
+        self._course.show(snapshot)
         self._show_charts(snapshot)
 
     def _show_charts(self, snapshot: JobSnapshot) -> None:
@@ -130,29 +130,9 @@ class JobPage:
         for chart in self._charts:
             chart.show(snapshot.points, snapshot.best_checkpoint)
 
-    def _build_dialog(self) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label(f"Cancel {self._snapshot.job.name}?").classes("dialog-title")
-            ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
-            with ui.element("div").classes("dialog-actions"):
-                keep = ui.button("Keep it", on_click=dialog.close)
-                keep.props("flat no-caps").classes("quiet")
-                stop = ui.button("Cancel job", on_click=self._cancel_now)
-                stop.props("unelevated no-caps color=negative")
-        return dialog
-
-    async def _cancel_now(self) -> None:
-        self._dialog.close()
-        try:
-            check_change(self._snapshot.job, "cancel")
-            await asyncio.to_thread(cancel_job, self._store, self._job_id)
-            self._wake()
-        except Forbidden as error:
-            ui.notify(str(error), type="warning")
-        except JobEnded:
-            ui.notify("The job had already ended.")
-        except StaleVersion:
-            ui.notify("The job changed at that moment; please try again.", type="warning")
+    async def _look_at_once(self) -> None:
+        """Let the reconciler carry out what was asked, and show what came of it so far."""
+        self._wake()
         await self.refresh()
 
 

@@ -21,7 +21,6 @@ from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.dashboard.snapshots import ListFeed
 from service.settings import Settings
 from service.store.base import JobStore
-from service.submission import run_dir_of
 
 
 def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
@@ -69,7 +68,7 @@ def _register_pages(store: JobStore, settings: Settings, wake: Callable[[], None
 
     @ui.page("/jobs/{job_id}")
     async def _job(job_id: str) -> None:
-        await JobPage(store, run_dir_of(settings, job_id), job_id, wake).build()
+        await JobPage(store, settings, job_id, wake).build()
 
 
 def _unknown_page() -> None:

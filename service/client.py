@@ -31,6 +31,7 @@ from service.api.schemas import (
     JobSummary,
     MetricsOut,
     Page,
+    ProgressOut,
     RequestTrace,
     ResizeJob,
     SubmitJob,
@@ -208,6 +209,15 @@ class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
         """
         for event in self._stream(_job_path(job, "events"), {"after": after}, patience_s):
             yield self._parse_event(event, TimelineEventOut)
+
+    def follow_progress(
+        self, job: str, *, after: int = 0, patience_s: float = PATIENCE_S
+    ) -> Iterator[ProgressOut | TimelineEventOut]:
+        """As `follow_events`, and how far the job has come whenever that changes."""
+        params: Params = {"after": after, "progress": "true"}
+        for event in self._stream(_job_path(job, "events"), params, patience_s):
+            kind = ProgressOut if event.name == "progress" else TimelineEventOut
+            yield self._parse_event(event, kind)
 
     # ---- traces
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from service.api.schemas import LogLine, TimelineEventOut
+from service.api.schemas import LogLine, ProgressOut, TimelineEventOut
 from service.api.sse import Item, News
+from service.api.views import progress_of
 from service.domain import Job, JobStatus, attempt_id
 from service.errors import AttemptNotFound
 from service.log_lines import LogFilter
@@ -25,23 +26,35 @@ EVERYTHING = LogFilter()
 
 
 class TimelineFollower:
-    """Follows a job's timeline behind line `after`."""
+    """Follows a job's timeline behind line `after`, and its progress where that is wanted."""
 
-    def __init__(self, store: JobStore, job_id: str, after: int) -> None:
+    def __init__(
+        self, store: JobStore, job_id: str, after: int, *, with_progress: bool = False
+    ) -> None:
         self._store = store
         self._job_id = job_id
         self._after = after
+        self._with_progress = with_progress
+        self._shown: ProgressOut | None = None
 
     def look(self) -> News:
         """New lines; ended when the job has ended and the last look found nothing."""
         # The job first: whatever was written before it ended is then found below.
         job = self._store.get_job(self._job_id)
         lines = self._store.list_timeline(job.id, after=self._after, limit=_MAX_LINES)
-        if not lines:
-            return News([], _ended(job))
-        self._after = lines[-1].id
         bodies = [TimelineEventOut.model_validate(line) for line in lines]
-        return News([Item("timeline", str(body.id), body) for body in bodies])
+        items = [Item("timeline", str(body.id), body) for body in bodies]
+        self._after = lines[-1].id if lines else self._after
+        items += self._progress(job)
+        return News(items, None if items else _ended(job))
+
+    def _progress(self, job: Job) -> list[Item]:
+        """How far the job is, if that is new; it has the cursor of the line before it."""
+        progress = progress_of(job.progress, job.status)
+        if not self._with_progress or progress == self._shown:
+            return []
+        self._shown = progress
+        return [Item("progress", str(self._after), progress)]
 
 
 class LogFollower:

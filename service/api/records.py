@@ -54,12 +54,16 @@ def list_events(
         list[str] | None,
         Query(alias="kind", max_length=MAX_KINDS, description="Only these, on pages."),
     ] = None,
+    progress: Annotated[
+        bool, Query(description="Let a stream tell progress as well, in `progress` events.")
+    ] = False,
     last_event_id: LastEventId = None,
 ) -> Page[TimelineEventOut] | StreamingResponse:
     """Lines in order. A stream ends with an `end` event once the job has ended."""
     if is_stream:
         start = after if last_event_id is None else _line_id(last_event_id)
-        return stream(TimelineFollower(context.store, job.id, start).look, context)
+        follower = TimelineFollower(context.store, job.id, start, with_progress=progress)
+        return stream(follower.look, context)
     lines = context.store.list_timeline(job.id, after=after, limit=limit, kinds=kinds or ())
     following = str(lines[-1].id) if len(lines) == limit else None
     return Page(items=[TimelineEventOut.model_validate(line) for line in lines], next=following)

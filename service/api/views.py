@@ -72,7 +72,7 @@ def _summary_fields(job: Job) -> dict[str, Any]:
         "num_replicas": sizes.num_replicas,
         "num_attempts": job.num_attempts,
         "num_failures": job.num_failures,
-        "progress": _progress_of(job.progress, job.status),
+        "progress": progress_of(job.progress, job.status),
         "latest_metrics": job.latest_metrics,
         "priority": job.priority,
         "pause_requested": job.pause_requested,
@@ -92,7 +92,8 @@ def _group_counts(job: Job) -> dict[str, int]:
     }
 
 
-def _progress_of(progress: Progress, status: JobStatus) -> ProgressOut:
+def progress_of(progress: Progress, status: JobStatus) -> ProgressOut:
+    """How far a job has come; only one that runs is known to end at some time."""
     share = progress.step / progress.total_steps if progress.total_steps else 0.0
     return ProgressOut(
         step=progress.step,
@@ -100,6 +101,6 @@ def _progress_of(progress: Progress, status: JobStatus) -> ProgressOut:
         epoch=progress.epoch,
         rows=progress.rows,
         rows_per_s=progress.rows_per_s,
-        eta_s=None if status.is_terminal else progress.eta_s,
+        eta_s=progress.eta_s if status is JobStatus.RUNNING else None,
         percent=min(100.0, max(0.0, 100.0 * share)),
     )

@@ -104,13 +104,24 @@ def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
             job.id,
             job.name,
             Text.assemble(status_text(job.status), (_aside(job), "yellow")),
-            f"{job.progress.percent:.0f} %" if job.progress.total_steps else "",
+            _progress_text(job),
             headline_metric(job.latest_metrics),
             span_text(job.min_workers, job.world_size),
             human_age(job.created_at, now_s),
             _took(job, now_s),
         )
     return table
+
+
+def _progress_text(job: JobSummary) -> str:
+    """Share of the steps, rows, and the time that is left, as in `45 %  1.2M rows  3m 20s left`."""
+    progress = job.progress
+    if not progress.total_steps:
+        return ""
+    parts = [f"{progress.percent:.0f} %", f"{human_count(progress.rows)} rows"]
+    if progress.eta_s is not None and not job.status.is_terminal:
+        parts.append(f"{human_duration(progress.eta_s)} left")
+    return "  ".join(parts)
 
 
 def _aside(job: JobSummary) -> str:

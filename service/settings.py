@@ -39,7 +39,7 @@ def _default_service_url(values: dict[str, Any]) -> str:
     return local_url(values["host"], values["port"], scheme)
 
 
-def _default_auth(values: dict[str, Any]) -> str:
+def _default_auth(values: dict[str, Any]) -> Literal["local", "required"]:
     return "local" if is_loopback(values["host"]) else "required"
 
 

@@ -25,7 +25,7 @@ _SHOWN_ONCE = "shown this once: keep it where only its user can read it"
 def login(url: UrlOption = None) -> None:
     """Keep an API key for a service, asked for without echo, in a file that only you can read."""
     service = context.service_url(url)
-    key = typer.prompt(f"API key for {service}", hide_input=True).strip()
+    key = typer.prompt(f"API key for {service}", hide_input=True, err=True).strip()
     with ShardloomClient(service, api_key=key, retry=context.CLI_RETRY) as client:
         found = client.whoami()
     if found.kind == "local":

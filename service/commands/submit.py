@@ -96,7 +96,9 @@ def submit(
 def read_secrets(names: Sequence[str]) -> dict[str, str]:
     """Values of secrets: from the environment, else asked for without echo."""
     return {
-        name: os.environ[name] if name in os.environ else typer.prompt(name, hide_input=True)
+        name: os.environ[name]
+        if name in os.environ
+        else typer.prompt(name, hide_input=True, err=True)
         for name in names
     }
 

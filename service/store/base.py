@@ -9,7 +9,7 @@ network call, and each is one transaction.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from service.domain import (
     DEFAULT_PROJECT,
@@ -20,8 +20,11 @@ from service.domain import (
     MetricPoint,
     TimelineEvent,
 )
-from service.store.retention import Retention
 from trainer.events import EventAck, EventBatch
+
+if TYPE_CHECKING:
+    # Imports SQLAlchemy, which the command line does without.
+    from service.store.retention import Retention
 
 
 class JobStore(Protocol):

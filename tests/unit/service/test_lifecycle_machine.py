@@ -36,6 +36,8 @@ from tests.unit.service.builders import NOW, queued_job
 
 MAX_FAILURES = 2
 GRACE_S = 120.0
+# Whether the cluster is away, and whether a submission is answered and whether it arrives if not.
+_LOOKS = st.tuples(st.sampled_from([False, False, True]), st.booleans(), st.booleans())
 OTHER = queued_job(name="other", priority=9)
 # What a driver may say; it says "paused" or "cancelled" only when it was asked.
 _SAID = st.sampled_from(
@@ -62,10 +64,6 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.5, 5.0, NOT_FOUND_GRACE_S, 61.0, 121.0, 600.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-
-    @rule(is_answering=st.booleans())
-    def the_cluster_goes_away_or_comes_back(self, is_answering: bool) -> None:
-        self.is_answering = is_answering
 
     @precondition(lambda self: self._running())
     @rule(reason=_SAID, is_told=st.booleans())
@@ -94,6 +92,7 @@ class Lifecycle(RuleBasedStateMachine):
 
     # ---- what is asked
 
+    @precondition(lambda self: self.attempts)
     @rule()
     def somebody_cancels(self) -> None:
         self._store(request_cancel(self.job, self.now).job)
@@ -121,17 +120,22 @@ class Lifecycle(RuleBasedStateMachine):
 
     # ---- what the service does
 
-    @precondition(lambda self: self.job.status is JobStatus.QUEUED)
-    @rule()
-    def the_queue_starts_it(self) -> None:
-        if (self.job.retry_at or 0.0) <= self.now and self.is_answering:
+    @rule(looks=st.lists(_LOOKS, min_size=1, max_size=4))
+    def the_service_looks(self, looks: list[tuple[bool, bool, bool]]) -> None:
+        for is_away, is_answered, arrives in looks:
+            self.is_answering = not is_away
+            self._admit()
+            self._look(is_answered, arrives)
+
+    def _admit(self) -> None:
+        is_due = (self.job.retry_at or 0.0) <= self.now
+        if self.job.status is JobStatus.QUEUED and is_due and self.is_answering:
             decision = start(self.job, self.now, QueueNote(workers=4))
             assert decision.attempt is not None
             assert decision.attempt.id not in self.attempts, "an attempt's id is never used twice"
             self._store(decision.job, decision.attempt)
 
-    @rule(is_answered=st.booleans(), arrives=st.booleans())
-    def the_service_looks(self, is_answered: bool, arrives: bool) -> None:
+    def _look(self, is_answered: bool, arrives: bool) -> None:
         attempt = self._newest()
         state = self._observe(attempt)
         decision = decide(self.job, attempt, Observation(state), self.now)
@@ -142,7 +146,8 @@ class Lifecycle(RuleBasedStateMachine):
             self._stop()
         elif decision.action is Action.PAUSE:
             assert self.job.pause_requested
-            self.asked_to_pause.add(self.attempts[decision.attempt.id].id)
+            assert decision.attempt is not None
+            self.asked_to_pause.add(decision.attempt.id)
 
     def _submit(self, is_answered: bool, arrives: bool) -> None:
         attempt = self._newest()
@@ -223,5 +228,5 @@ class Lifecycle(RuleBasedStateMachine):
             assert not self.job.pause_requested
 
 
-Lifecycle.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Lifecycle.TestCase.settings = settings(max_examples=200, stateful_step_count=50, deadline=None)
 TestLifecycle = Lifecycle.TestCase

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from service.dashboard import formats
-from service.domain import Attempt, Checkpoint, EndReason, Job, JobStatus, TimelineEvent
+from service.domain import (
+    Attempt,
+    Checkpoint,
+    EndReason,
+    Job,
+    JobStatus,
+    QueueNote,
+    TimelineEvent,
+)
 from service.membership import is_degraded, membership_of, num_current, num_wanted
 from service.sharding import newest_workers
 from service.sizes import sizes_of_job, span_text
@@ -98,6 +106,14 @@ def progress_view(job: Job) -> ProgressView:
     )
 
 
+def _aside(job: Job) -> str:
+    """Why a job does not get on: how it failed, or its place in the queue; empty where it does."""
+    if job.status is JobStatus.FAILED:
+        return _reason_text(job)
+    position = QueueNote.of(job).position if job.status is JobStatus.QUEUED else None
+    return f"#{position} in the queue" if position else ""
+
+
 def job_row(job: Job, now: float) -> dict[str, object]:
     """One line of the job list, ready for the table (JSON values only)."""
     progress = progress_view(job)
@@ -112,7 +128,7 @@ def job_row(job: Job, now: float) -> dict[str, object]:
         "groups": groups_text(job),
         "percent": round(progress.percent, 1),
         "percent_text": progress.percent_text,
-        "aside": _reason_text(job) if job.status is JobStatus.FAILED else progress.eta_text,
+        "aside": _aside(job) or progress.eta_text,
         "message": job.message,
         "workers": layout_text(job),
         "loss": formats.precise(job.latest_metrics.get("train/loss")),

@@ -15,7 +15,15 @@ from service.dashboard import views
 from service.dashboard.job_page import spec_yaml
 from service.dashboard.log_view import suggested_source
 from service.dashboard.snapshots import ListFilter
-from service.domain import Checkpoint, EndReason, Job, JobStatus, Progress, TimelineEvent
+from service.domain import (
+    Checkpoint,
+    EndReason,
+    Job,
+    JobStatus,
+    Progress,
+    QueueNote,
+    TimelineEvent,
+)
 from tests.unit.service.builders import NOW, attempt_of, queued_job
 from trainer.parallel.layout import Layout
 from trainer.spec import load_spec
@@ -69,6 +77,12 @@ def test_a_failed_job_shows_its_reason_instead_of_an_eta() -> None:
     failed = running_job(status=JobStatus.FAILED, reason=EndReason.DATA_ERROR, ended_at=NOW + 20)
     row = views.job_row(failed, NOW + 1000)
     assert (row["tone"], row["aside"], row["duration"]) == ("bad", "data error", "10s")
+
+
+def test_a_job_that_waits_shows_its_place_in_the_queue() -> None:
+    note = QueueNote(position=3, reason="waiting for 4 of 8 workers")
+    waiting = replace(queued_job(), queue_note=note.document)
+    assert views.job_row(waiting, NOW)["aside"] == "#3 in the queue"
 
 
 def test_almost_done_is_not_shown_as_done() -> None:

@@ -55,7 +55,7 @@ def decisions() -> list[str]:
     A cell reads `STATUS`, then `-> action`, then why the attempt ended, as far as there is any.
     Lines that say the same for several reports are one.
     """
-    rows = []
+    rows: list[str] = []
     for status in JobStatus:
         for request in REQUESTS:
             for situation in SITUATIONS:

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -201,3 +202,26 @@ def test_a_full_disk_fails_clearly_and_keeps_what_was_saved(
     assert warnings, "a periodic save that failed is said, and training goes on"
     loaded = run_ranks(load_session, 4, next_run(longer))
     assert loaded[0]["state"].step == 12
+
+
+def test_a_run_goes_back_to_the_checkpoint_that_was_chosen_and_to_the_same_result(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    settings = (*SHORT, "checkpoint.every_steps=4", "checkpoint.keep_last=5")
+    first = make_config(small_movielens, tmp_path, *settings)
+    straight = run_ranks(train_session, 4, first)
+    saved = list_committed(RunDir(tmp_path).checkpoints_dir)
+    assert {each.commit.step for each in saved} >= {4, 8, 12}
+    chosen = next(each for each in saved if each.commit.step == 4)
+    rewind = {"checkpoint": chosen.path.name, "attempt_index": 1}
+    RunDir(tmp_path).rewind_path.write_text(json.dumps(rewind))
+    again = replace(first, attempt_id="job-test-a1")
+    loaded = run_ranks(load_session, 4, again)
+    assert loaded[0]["state"].step == 4
+    assert len(list_committed(RunDir(tmp_path).checkpoints_dir)) == len(saved)
+    trained = run_ranks(train_session, 4, again)
+    kept = {each.path.name for each in list_committed(RunDir(tmp_path).checkpoints_dir)}
+    assert {name for name in kept if "-a0-" in name} == {chosen.path.name}
+    expected = assemble(straight)
+    for name, table in assemble(trained).items():
+        torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)

@@ -160,7 +160,7 @@ class Reconciler:
             late = self._pool.submit(self._outboxes.collect, job_id, index)
             late.add_done_callback(partial(self._note_error, job_id))
         if self._housekeeper.take_due():
-            self._pool.submit(self._housekeeper.run)
+            self._pool.submit(self._housekeeper.run).add_done_callback(_note_housekeeping)
 
     def _lease(self) -> frozenset[str]:
         """The live jobs that are this replica's to look at; see `service.store.leases`."""
@@ -311,6 +311,10 @@ class Reconciler:
     def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
         self._telemetry.backend_was_unreachable()
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
+
+
+def _note_housekeeping(future: Future[None]) -> None:
+    _log_error("cannot tidy up", None if future.cancelled() else future.exception())
 
 
 def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 import warnings
+from functools import cache
 from pathlib import Path
 
 from trainer import log_pump
@@ -23,7 +24,11 @@ def start_log(path: Path) -> None:
     Also what native code says while it aborts. SHARDLOOM_LOG_MAX_BYTES bounds what is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    _divert(path, int(os.environ.get("SHARDLOOM_LOG_MAX_BYTES", DEFAULT_MAX_BYTES)))
+    try:
+        _divert(path, int(os.environ.get("SHARDLOOM_LOG_MAX_BYTES", DEFAULT_MAX_BYTES)))
+    except (OSError, subprocess.SubprocessError) as error:
+        # Ray's own log goes on; to train without this one is better than not to train.
+        print(f"{path} is not written: {error}", file=sys.stderr)
     faulthandler.enable(all_threads=True)
     logging.basicConfig(
         level=logging.ERROR,  # TorchRec and FBGEMM log pages at every start
@@ -46,14 +51,21 @@ def line_formatter() -> logging.Formatter:
     return formatter
 
 
+@cache
+def _outside() -> int:
+    """A copy of file descriptor 2 as it was first: logs of one process do not go into each other."""
+    return os.dup(2)
+
+
 def _divert(path: Path, max_bytes: int) -> None:
     """Lead file descriptors 1 and 2 into a pump, which copies to `path` and to where 2 led."""
+    outside = _outside()
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
     command = [sys.executable, "-I", "-S", str(_PUMP), str(path), str(max_bytes)]
     # It returns as soon as the pump has left this process's family: Ray ends its children.
-    subprocess.run(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=2, check=True)
+    subprocess.run(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=outside, check=True)
     os.close(reading)
     for number in (1, 2):
         os.dup2(writing, number)

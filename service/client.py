@@ -120,9 +120,15 @@ class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
         """Read a job; raises `NotFound`."""
         return self._get(_job_path(job), JobDetail)
 
-    def cancel(self, job: str) -> JobDetail:
-        """Ask a job to stop; raises `Conflict` if it has ended. Sent once, never retried."""
-        response = self._once(lambda: self._http.post(f"{_job_path(job)}:cancel"))
+    def cancel(self, job: str, *, version: int | None = None) -> JobDetail:
+        """Ask a job to stop; raises `Conflict` if it has ended. Sent once, never retried.
+
+        Raises `Conflict` as well if the job is not at `version` any more, where one is given.
+        """
+        headers = if_version(version)
+        response = self._once(
+            lambda: self._http.post(f"{_job_path(job)}:cancel", headers=headers)
+        )
         return self._parse(response, JobDetail)
 
     def resize(self, job: str, num_workers: int) -> WishOut:
@@ -216,8 +222,10 @@ class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
         """As `follow_events`, and how far the job has come whenever that changes."""
         params: Params = {"after": after, "progress": "true"}
         for event in self._stream(_job_path(job, "events"), params, patience_s):
-            kind = ProgressOut if event.name == "progress" else TimelineEventOut
-            yield self._parse_event(event, kind)
+            if event.name == "progress":
+                yield self._parse_event(event, ProgressOut)
+            else:
+                yield self._parse_event(event, TimelineEventOut)
 
     # ---- traces
 

@@ -7,6 +7,7 @@ import io
 import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from service.log_parts import read_at
 from service.logs import dropped_notice, list_sources
@@ -72,8 +73,8 @@ class _Sink(io.RawIOBase):
     def writable(self) -> bool:
         return True
 
-    def write(self, data: object) -> int:  # type: ignore[override]
-        added = bytes(data)  # type: ignore[call-overload]
+    def write(self, data: Any) -> int:
+        added = bytes(data)
         self._kept += added
         return len(added)
 

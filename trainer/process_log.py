@@ -53,7 +53,7 @@ def line_formatter() -> logging.Formatter:
 
 @cache
 def _outside() -> int:
-    """A copy of file descriptor 2 as it was first: logs of one process do not go into each other."""
+    """A copy of file descriptor 2 as it was first: logs of a process do not go into each other."""
     return os.dup(2)
 
 

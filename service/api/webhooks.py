@@ -52,7 +52,7 @@ def list_webhooks(
     context: ContextDep, project: Annotated[str | None, Query(max_length=64)] = None
 ) -> Page[WebhookOut]:
     """Webhooks of a project, or all, on one page."""
-    found = context.webhooks.list(project)
+    found = context.webhooks.list_webhooks(project)
     return Page(items=[WebhookOut.model_validate(webhook) for webhook in found])
 
 

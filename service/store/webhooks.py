@@ -170,7 +170,7 @@ class WebhookStore:
         with self._transaction() as connection:
             return _read(connection, webhook_id)
 
-    def list(self, project: str | None = None) -> list[Webhook]:
+    def list_webhooks(self, project: str | None = None) -> list[Webhook]:
         """Webhooks of a project, or of all, oldest first."""
         query = select(webhooks).order_by(webhooks.c.created_at, webhooks.c.id)
         if project is not None:

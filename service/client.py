@@ -42,7 +42,7 @@ from service.api.schemas import (
 )
 from service.client_access import AccessCalls
 from service.client_errors import TraceLost
-from service.client_http import DEFAULT_URL, Params
+from service.client_http import DEFAULT_URL, Params, if_version
 from service.client_lifecycle import LifecycleCalls
 from service.client_logs import LogCalls
 from service.client_retry import PATIENCE_S, RetryPolicy
@@ -126,9 +126,7 @@ class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
         Raises `Conflict` as well if the job is not at `version` any more, where one is given.
         """
         headers = if_version(version)
-        response = self._once(
-            lambda: self._http.post(f"{_job_path(job)}:cancel", headers=headers)
-        )
+        response = self._once(lambda: self._http.post(f"{_job_path(job)}:cancel", headers=headers))
         return self._parse(response, JobDetail)
 
     def resize(self, job: str, num_workers: int) -> WishOut:

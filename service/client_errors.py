@@ -10,7 +10,7 @@ ShardloomError
     ├── NotSignedIn         401        no credentials, or some that do not count
     ├── Forbidden           403        credentials that do not suffice
     ├── NotFound            404        no such job, attempt, log or trace
-    ├── Conflict            409        not possible in the present state of the job
+    ├── Conflict            409, 412   not possible in the present state of the job
     └── ServerFault         5xx        the service itself is in trouble
 """
 
@@ -99,6 +99,7 @@ _BY_STATUS: dict[int, type[ProblemError]] = {
     403: Forbidden,
     404: NotFound,
     409: Conflict,
+    412: Conflict,
     422: InvalidRequest,
 }
 

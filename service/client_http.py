@@ -37,6 +37,11 @@ class _Passing(Exception):
         super().__init__(str(error))
 
 
+def if_version(version: int | None) -> dict[str, str]:
+    """Headers of a change that is meant for a job at `version` only, if one is given."""
+    return {} if version is None else {"If-Match": f'"{version}"'}
+
+
 class Connection:
     """A connection to one service; close it, or use it as a context manager.
 

@@ -10,31 +10,39 @@ from urllib.parse import quote
 from service.api.lifecycle_schemas import CloneJob, RestartJob
 from service.api.queue_schemas import ProjectOut, QueueOut, Quotas
 from service.api.schemas import JobDetail, Page
-from service.client_http import Connection
+from service.client_http import Connection, if_version
 
 
 class LifecycleCalls(Connection):
     """Pause, resume, clone, restart, delete; the queue; projects.
 
-    What is safe to repeat is retried: pauses and resumes are not, as somebody may have asked for
-    the opposite in between.
+    With a `version` (of a job that was read) a change raises `Conflict` if the job is at another
+    one by now. What is safe to repeat is retried: pauses and resumes are not, as somebody may have
+    asked for the opposite in between.
     """
 
-    def pause(self, job: str) -> JobDetail:
+    def pause(self, job: str, *, version: int | None = None) -> JobDetail:
         """Ask a job to save, release its workers and keep its place; `Conflict` if it has ended."""
-        return self._verb(job, "pause")
+        return self._verb(job, "pause", version=version)
 
-    def resume(self, job: str) -> JobDetail:
+    def resume(self, job: str, *, version: int | None = None) -> JobDetail:
         """Let a paused job wait for its workers again; raises `Conflict` if it is not paused."""
-        return self._verb(job, "resume")
+        return self._verb(job, "resume", version=version)
 
-    def restart(self, job: str, *, step: int | None = None, path: str | None = None) -> JobDetail:
+    def restart(
+        self,
+        job: str,
+        *,
+        step: int | None = None,
+        path: str | None = None,
+        version: int | None = None,
+    ) -> JobDetail:
         """Let a job go on from one of its checkpoints, by default the newest.
 
         Raises `Conflict` while it has workers, `NotFound` for a checkpoint that it does not have.
         """
         body = RestartJob.model_construct(step=step, path=path).model_dump()
-        return self._verb(job, "restart", body)
+        return self._verb(job, "restart", body, version=version)
 
     def clone(
         self,
@@ -43,31 +51,43 @@ class LifecycleCalls(Connection):
         name: str | None = None,
         set: Mapping[str, Any] | None = None,
         patch: Mapping[str, Any] | None = None,
+        secrets: Mapping[str, str] | None = None,
         idempotency_key: str | None = None,
     ) -> JobDetail:
         """Submit the spec of a job again, with changes; raises `InvalidRequest` for bad ones.
 
-        `set` has values by dotted path, `patch` is a JSON merge patch. Sent again if unanswered,
-        always with the same Idempotency-Key.
+        `set` has values by dotted path, `patch` is a JSON merge patch. Secrets of the job do not
+        come along. Sent again if unanswered, always with the same Idempotency-Key.
         """
         headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
         document = CloneJob.model_construct(name=name, set=dict(set or {}), patch=patch)
-        body = document.model_dump()
+        body = {**document.model_dump(exclude={"secrets"}), "secrets": dict(secrets or {})}
         response = self._with_retries(
             lambda: self._http.post(f"{_path(job)}:clone", json=body, headers=headers)
         )
         return self._parse(response, JobDetail)
 
-    def delete(self, job: str, *, artifacts: bool = True) -> None:
+    def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> None:
         """Delete a job that has ended, with its run folder unless `artifacts` is False.
 
         Raises `Conflict` while it lives.
         """
         params = {"artifacts": "true" if artifacts else "false"}
-        self._once(lambda: self._http.delete(_path(job), params=params))
+        headers = if_version(version)
+        self._once(lambda: self._http.delete(_path(job), params=params, headers=headers))
 
-    def _verb(self, job: str, verb: str, body: dict[str, Any] | None = None) -> JobDetail:
-        response = self._once(lambda: self._http.post(f"{_path(job)}:{verb}", json=body))
+    def _verb(
+        self,
+        job: str,
+        verb: str,
+        body: dict[str, Any] | None = None,
+        *,
+        version: int | None = None,
+    ) -> JobDetail:
+        headers = if_version(version)
+        response = self._once(
+            lambda: self._http.post(f"{_path(job)}:{verb}", json=body, headers=headers)
+        )
         return self._parse(response, JobDetail)
 
     # ---- the queue and projects

@@ -33,6 +33,9 @@
     │   ├── TracePending                      trace_pending
     │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
     │   └── StaleVersion                      stale_version
+    ├── PreconditionFailed            412
+    │   ├── VersionChanged                    version_changed
+    │   └── VersionUnknown                    version_unknown
     ├── RecordRefused                 422     record_refused
     ├── JobUnreadable                 500     job_unreadable
     ├── BackendError                  502
@@ -452,6 +455,34 @@ class StaleVersion(Conflict):
 
     def __init__(self, job_id: str, version: int) -> None:
         super().__init__(f"job {job_id} was changed since version {version} was read; read again")
+
+
+class PreconditionFailed(ServiceError):
+    """What a request made its condition (If-Match) does not hold."""
+
+    status = 412
+    title = "Precondition failed"
+
+
+class VersionChanged(PreconditionFailed):
+    """The job is not as the request's sender saw it any more."""
+
+    code = "version_changed"
+
+    def __init__(self, job_id: str, wanted: int, version: int) -> None:
+        super().__init__(
+            f"job {job_id} is at version {version} now, and If-Match asks for {wanted}: read it "
+            f"again, and repeat the request if it is still meant"
+        )
+
+
+class VersionUnknown(PreconditionFailed):
+    """An If-Match that is no tag of ours."""
+
+    code = "version_unknown"
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(f'If-Match is {tag[:40]!r}; give the ETag of a job, such as "7"')
 
 
 class RecordRefused(ServiceError):

@@ -22,6 +22,7 @@ from service.errors import (
     JobNotPaused,
     StaleVersion,
     StorageUnavailable,
+    VersionChanged,
 )
 from service.lifecycle import Decision
 from service.requests import request_cancel, request_pause, request_restart, request_resume
@@ -42,20 +43,29 @@ logger = logging.getLogger(__name__)
 _MAX_TRIES = 5
 
 
-def cancel_job(store: JobStore, job_id: str, actor: str = "user") -> Job:
+def cancel_job(
+    store: JobStore, job_id: str, actor: str = "user", version: int | None = None
+) -> Job:
     """Ask a job to stop; the reconciler carries it out. Raises `JobNotFound` or `JobEnded`.
 
-    Raises `StaleVersion` only if others kept writing the job meanwhile, as all changes do.
+    As all changes, it raises `VersionChanged` unless the job is at `version`, where one is given,
+    and `StaleVersion` only if others kept writing the job meanwhile.
     """
 
     def change(job: Job) -> Decision:
         _check_lives(job)
         return request_cancel(job, time.time(), actor)
 
-    return _change(store, job_id, change)
+    return _change(store, job_id, change, version)
 
 
-def pause_job(store: JobStore, settings: Settings, job_id: str, actor: str = "user") -> Job:
+def pause_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    actor: str = "user",
+    version: int | None = None,
+) -> Job:
     """Ask a job to save, give its workers back and keep its place in the queue.
 
     Raises `JobNotFound` or `JobEnded`, the latter also while it is being cancelled.
@@ -67,10 +77,16 @@ def pause_job(store: JobStore, settings: Settings, job_id: str, actor: str = "us
             raise JobEnded(job.id, job.status)
         return request_pause(job, time.time(), settings.pause_grace_s, actor)
 
-    return _change(store, job_id, change)
+    return _change(store, job_id, change, version)
 
 
-def resume_job(store: JobStore, settings: Settings, job_id: str, actor: str = "user") -> Job:
+def resume_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    actor: str = "user",
+    version: int | None = None,
+) -> Job:
     """Let a paused job wait for its workers again. Raises `JobNotFound` or `JobNotPaused`."""
 
     def change(job: Job) -> Decision:
@@ -78,7 +94,7 @@ def resume_job(store: JobStore, settings: Settings, job_id: str, actor: str = "u
             raise JobNotPaused(job.id, job.status)
         return request_resume(job, time.time(), actor)
 
-    resumed = _change(store, job_id, change)
+    resumed = _change(store, job_id, change, version)
     if resumed.current_attempt_id is not None and not resumed.pause_requested:
         try:
             withdraw_pause(settings, job_id, resumed.current_attempt_id)
@@ -95,6 +111,7 @@ def restart_job(
     step: int | None = None,
     path: str | None = None,
     actor: str = "user",
+    version: int | None = None,
 ) -> Job:
     """Let a job that has ended or rests go on from one of its checkpoints, by default the newest.
 
@@ -109,7 +126,7 @@ def restart_job(
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
 
-    return _change(store, job_id, change)
+    return _change(store, job_id, change, version)
 
 
 def _chosen(
@@ -154,7 +171,14 @@ def merged(document: Any, patch: Any) -> Any:
     return rest | {key: value for key, value in changed.items() if patch[key] is not None}
 
 
-def delete_job(store: JobStore, settings: Settings, job_id: str, *, artifacts: bool = True) -> None:
+def delete_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    *,
+    artifacts: bool = True,
+    version: int | None = None,
+) -> None:
     """Delete a job that has ended, with its run folder unless `artifacts` is False.
 
     The folder is renamed first and removed last, so that a deletion that was cut off anywhere can
@@ -162,6 +186,7 @@ def delete_job(store: JobStore, settings: Settings, job_id: str, *, artifacts: b
     `StorageUnavailable`.
     """
     job = store.get_job(job_id)
+    _check_version(job, version)
     if not job.status.is_terminal:
         raise JobNotEnded(job_id, job.status)
     try:
@@ -193,15 +218,23 @@ def finish_deletions(store: JobStore, settings: Settings) -> None:
                 logger.warning("the files of deleted job %s stay for now: %s", job_id, error)
 
 
+def _check_version(job: Job, wanted: int | None) -> None:
+    if wanted is not None and job.version != wanted:
+        raise VersionChanged(job.id, wanted, job.version)
+
+
 def _check_lives(job: Job) -> None:
     if job.status.is_terminal:
         raise JobEnded(job.id, job.status)
 
 
-def _change(store: JobStore, job_id: str, change: Callable[[Job], Decision]) -> Job:
+def _change(
+    store: JobStore, job_id: str, change: Callable[[Job], Decision], version: int | None
+) -> Job:
     """Store what a request makes of a job; read it again while others write it."""
     for tries_left in reversed(range(_MAX_TRIES)):
         job = store.get_job(job_id)
+        _check_version(job, version)
         decision = change(job)
         if decision.job == job:
             return job

@@ -13,7 +13,8 @@ from service.api.auth import PrincipalDep, check_paths, check_project
 from service.api.context import ContextDep, JobDep
 from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page, SubmitJob
 from service.api.secrets import keep_secrets
-from service.api.views import attempt_view, detail_of, summary_of
+from service.api.versions import VersionDep, tagged
+from service.api.views import attempt_view, summary_of
 from service.backends.base import Backend, HostFacts
 from service.domain import JobStatus
 from service.errors import BackendUnreachable
@@ -73,7 +74,7 @@ def submit(
     context.tracing.submitted(job, began_at)
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return detail_of(job, context.settings)
+    return tagged(job, context.settings, response)
 
 
 def _hosts(backend: Backend) -> tuple[HostFacts, ...]:
@@ -129,18 +130,24 @@ def _unix_s(moment: datetime | None) -> float | None:
 
 
 @router.get("/{job}", summary="Read a job")
-def get(job: JobDep, context: ContextDep) -> JobDetail:
+def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
     """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
     names = context.security.keys.secret_names(job.id)
-    return detail_of(job, context.settings).model_copy(update={"secret_names": names})
+    return tagged(job, context.settings, response).model_copy(update={"secret_names": names})
 
 
 @router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)
-def cancel(job: JobDep, context: ContextDep, principal: PrincipalDep) -> JobDetail:
+def cancel(
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+) -> JobDetail:
     """Ask a job to stop; it has stopped when its status says so. 409 if it has ended."""
-    cancelled = cancel_job(context.store, job.id, principal.name)
+    cancelled = cancel_job(context.store, job.id, principal.name, version)
     context.wake()
-    return detail_of(cancelled, context.settings)
+    return tagged(cancelled, context.settings, response)
 
 
 @router.get("/{job}/attempts", summary="List the attempts of a job")

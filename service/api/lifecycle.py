@@ -11,7 +11,7 @@ from service.api.context import ContextDep, JobDep
 from service.api.jobs import KeyHeader
 from service.api.lifecycle_schemas import CloneJob, RestartJob
 from service.api.schemas import JobDetail
-from service.api.views import detail_of
+from service.api.versions import VersionDep, tagged
 from service.job_changes import cloned_spec, delete_job, pause_job, restart_job, resume_job
 from service.jobs import submit_job
 from service.security.principal import Role
@@ -20,22 +20,34 @@ router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
 
 @router.post("/{job}:pause", summary="Pause a job", status_code=status.HTTP_202_ACCEPTED)
-def pause(job: JobDep, context: ContextDep, principal: PrincipalDep) -> JobDetail:
+def pause(
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+) -> JobDetail:
     """Let the workers save a checkpoint and leave; the job keeps its place in the queue.
 
     It has paused when its status says so. 409 if it has ended.
     """
-    paused = pause_job(context.store, context.settings, job.id, principal.name)
+    paused = pause_job(context.store, context.settings, job.id, principal.name, version)
     context.wake()
-    return detail_of(paused, context.settings)
+    return tagged(paused, context.settings, response)
 
 
 @router.post("/{job}:resume", summary="Resume a paused job", status_code=status.HTTP_202_ACCEPTED)
-def resume(job: JobDep, context: ContextDep, principal: PrincipalDep) -> JobDetail:
+def resume(
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+) -> JobDetail:
     """Let a paused job wait for its workers again, with its old place. 409 if it is not paused."""
-    resumed = resume_job(context.store, context.settings, job.id, principal.name)
+    resumed = resume_job(context.store, context.settings, job.id, principal.name, version)
     context.wake()
-    return detail_of(resumed, context.settings)
+    return tagged(resumed, context.settings, response)
 
 
 @router.post("/{job}:clone", summary="Clone a job", status_code=status.HTTP_201_CREATED)
@@ -49,24 +61,27 @@ def clone(
 ) -> JobDetail:
     """Submit the spec of a job again, with changes; `Location` names the new job.
 
-    Secrets of the environment do not come along.
+    Secrets do not come along: give those that the clone needs.
     """
     spec = cloned_spec(job, body.set, body.patch, body.name)
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
-    made = submit_job(
-        context.store, spec, idempotency_key=idempotency_key, actor=principal.name
-    )
+    made = submit_job(context.store, spec, idempotency_key=idempotency_key, actor=principal.name)
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{made.id}"
-    return detail_of(made, context.settings)
+    return tagged(made, context.settings, response)
 
 
 @router.post(
     "/{job}:restart", summary="Go on from a checkpoint", status_code=status.HTTP_202_ACCEPTED
 )
 def restart(
-    job: JobDep, context: ContextDep, principal: PrincipalDep, body: RestartJob | None = None
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+    body: RestartJob | None = None,
 ) -> JobDetail:
     """Let a job that has ended, waits or is paused go on from one of its checkpoints.
 
@@ -75,19 +90,25 @@ def restart(
     """
     wanted = body or RestartJob()
     restarted = restart_job(
-        context.store, job.id, step=wanted.step, path=wanted.path, actor=principal.name
+        context.store,
+        job.id,
+        step=wanted.step,
+        path=wanted.path,
+        actor=principal.name,
+        version=version,
     )
     context.wake()
-    return detail_of(restarted, context.settings)
+    return tagged(restarted, context.settings, response)
 
 
 @router.delete("/{job}", summary="Delete a job", status_code=status.HTTP_204_NO_CONTENT)
 def delete(
     job: JobDep,
     context: ContextDep,
+    version: VersionDep,
     artifacts: Annotated[
         bool, Query(description="With its run folder: checkpoints, logs and traces.")
     ] = True,
 ) -> None:
     """Delete a job that has ended. 409 while it lives; may be repeated if it was cut off."""
-    delete_job(context.store, context.settings, job.id, artifacts=artifacts)
+    delete_job(context.store, context.settings, job.id, artifacts=artifacts, version=version)

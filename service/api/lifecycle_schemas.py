@@ -6,6 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from service.secret_types import Secrets
+
 
 class CloneJob(BaseModel):
     """What of the spec the clone has otherwise: a merge patch, then values by dotted path."""
@@ -21,6 +23,9 @@ class CloneJob(BaseModel):
     )
     patch: dict[str, Any] | None = Field(
         default=None, description="JSON merge patch (RFC 7396) of the spec."
+    )
+    secrets: Secrets = Field(
+        default={}, repr=False, description="Those of the clone: the job's own do not come along."
     )
 
 

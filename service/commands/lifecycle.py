@@ -10,6 +10,7 @@ from rich.text import Text
 from service.api.schemas import JobDetail
 from service.commands import context
 from service.commands.context import JobArgument, JsonOption, SetOption, UrlOption, print_json
+from service.commands.submit import SecretOption, read_secrets
 from trainer.spec import parse_document
 
 
@@ -32,13 +33,17 @@ def clone(
     job: JobArgument,
     overrides: SetOption = None,
     name: Annotated[str | None, typer.Option(help="Name of the new job.")] = None,
+    secret: SecretOption = None,
     idempotency_key: Annotated[
         str | None, typer.Option(help="Makes repeated clones one job.")
     ] = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Submit the spec of a job again, with changes, and print the new job's id."""
+    """Submit the spec of a job again, with changes, and print the new job's id.
+
+    Its secrets do not come along: name those that the new job needs.
+    """
     changes = {}
     for each in overrides or ():
         key, separator, text = each.partition("=")
@@ -46,7 +51,10 @@ def clone(
             raise typer.BadParameter(f"an override reads KEY=VALUE, not {each!r}")
         changes[key] = parse_document(text)
     with context.open_client(url) as client:
-        made = client.clone(job, name=name, set=changes, idempotency_key=idempotency_key)
+        secrets = read_secrets(secret or [])
+        made = client.clone(
+            job, name=name, set=changes, secrets=secrets, idempotency_key=idempotency_key
+        )
     if as_json:
         print_json(made)
     else:

@@ -11,6 +11,7 @@ from service.api.context import ContextDep, JobDep
 from service.api.jobs import KeyHeader
 from service.api.lifecycle_schemas import CloneJob, RestartJob
 from service.api.schemas import JobDetail
+from service.api.secrets import keep_secrets
 from service.api.versions import VersionDep, tagged
 from service.job_changes import cloned_spec, delete_job, pause_job, restart_job, resume_job
 from service.jobs import submit_job
@@ -66,7 +67,13 @@ def clone(
     spec = cloned_spec(job, body.set, body.patch, body.name)
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
-    made = submit_job(context.store, spec, idempotency_key=idempotency_key, actor=principal.name)
+    made = submit_job(
+        context.store,
+        spec,
+        idempotency_key=idempotency_key,
+        actor=principal.name,
+        prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
+    )
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return tagged(made, context.settings, response)

@@ -296,6 +296,32 @@ def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
         assert "hunter2hunter2" not in text
 
 
+def test_a_clone_has_secrets_of_its_own(house: Guarded) -> None:
+    body = {"spec": spec_document(), "secrets": {"A": "one"}}
+    job = house.send("POST", "/v1/jobs", "submitter", json=body).json()
+    path = f"/v1/jobs/{job['id']}:clone"
+    clone = house.send("POST", path, "submitter", json={"secrets": {"B": "two"}}).json()
+    assert house.security.open_secrets(clone["id"]) == {"B": "two"}
+    bare = house.send("POST", path, "submitter", json={}).json()
+    assert house.security.open_secrets(bare["id"]) == {}
+
+
+@pytest.mark.parametrize(
+    "secrets", [{"1A": "x"}, {"A B": "x"}, {"A": 1}, {"A": "x\x00"}, {"": "x"}]
+)
+def test_a_secret_is_named_and_valued_like_a_variable(house: Guarded, secrets: object) -> None:
+    body = {"spec": spec_document(), "secrets": secrets}
+    answer = house.send("POST", "/v1/jobs", "submitter", json=body)
+    assert answer.status_code == 422
+    assert answer.json()["fields"][0]["path"].startswith("secrets")
+
+
+@pytest.mark.parametrize("name", ["PATH", "SHARDLOOM_ATTEMPT_TOKEN", "PYTHONPATH", "LD_PRELOAD"])
+def test_a_secret_does_not_replace_what_the_processes_run_by(house: Guarded, name: str) -> None:
+    body = {"spec": spec_document(), "secrets": {name: "x"}}
+    assert house.send("POST", "/v1/jobs", "submitter", json=body).status_code == 422
+
+
 def _look(house: Guarded) -> None:
     reconciler = Reconciler(house.store, house.backend, house.settings, Telemetry())
     reconciler.run_once()

@@ -1,0 +1,142 @@
+"""The gate over time: streams outlive no key, drivers have a rate of their own, tokens get in."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from starlette.requests import HTTPConnection
+from starlette.types import Message
+
+from service.api.gate import SESSION_COOKIE, Gate, credentials_of
+from service.security.authenticator import Credentials
+from service.security.oidc import TokenVerifier, provider_of
+from tests.unit.service.guarded import Guarded, guarded
+from tests.unit.service.test_oidc import AUDIENCE, ISSUER, NOW, URL, Issuer
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Any:
+    made = guarded(tmp_path)
+    yield made
+    made.store.close()
+
+
+def _scope(kind: str, key: str, path: str = "/v1/jobs/x/events") -> dict[str, Any]:
+    headers = [(b"authorization", f"Bearer {key}".encode()), (b"host", b"shardloom.example")]
+    return {"type": kind, "method": "GET", "path": path, "headers": headers, "query_string": b""}
+
+
+async def _silent() -> Message:
+    return {"type": "websocket.receive", "text": "ping"}
+
+
+class Wire:
+    """Keeps what an app sends."""
+
+    def __init__(self) -> None:
+        self.sent: list[Message] = []
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+def test_a_stream_ends_soon_after_its_key(house: Guarded) -> None:
+    clock, wire = Clock(), Wire()
+    key_id = house.send("GET", "/v1/keys", "root").json()["items"]
+    viewer = next(key["id"] for key in key_id if key["name"] == "viewer")
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for piece in range(100):
+            clock.now += 1.0
+            if piece == 10:
+                house.security.keys.revoke_key(viewer, 0.0)
+                house.security.authenticator.forget_key(viewer)
+            await send({"type": "http.response.body", "body": b"x", "more_body": True})
+
+    gate = Gate(stream, house.settings, house.security, clock)
+    asyncio.run(gate(_scope("http", house.keys["viewer"]), _silent, wire.send))
+    pieces = [message for message in wire.sent if message["type"] == "http.response.body"]
+    assert 25 < len(pieces) < 35
+    assert pieces[-1]["more_body"] is False
+
+
+def test_a_websocket_ends_soon_after_its_key(house: Guarded) -> None:
+    clock, wire, heard = Clock(), Wire(), []
+
+    async def listen(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] != "websocket.disconnect":
+            heard.append(message)
+            clock.now += 10.0
+            if len(heard) == 2:
+                for key in house.security.keys.list_keys():
+                    house.security.keys.revoke_key(key.id, 0.0)
+                    house.security.authenticator.forget_key(key.id)
+
+    gate = Gate(listen, house.settings, house.security, clock)
+    asyncio.run(gate(_scope("websocket", house.keys["viewer"]), _silent, wire.send))
+    assert len(heard) < 6
+    assert wire.sent == [{"type": "websocket.close", "code": 1008}]
+
+
+def test_a_driver_has_a_generous_rate_of_its_own(tmp_path: Path) -> None:
+    rates = {"attempt_rate_limit_burst": 5, "attempt_rate_limit_per_s": 0.001}
+    house = guarded(tmp_path, rate_limit_burst=2, **rates)
+    house.keys["driver"] = house.security.master.attempt_token("job-1-a0")
+    body = {"stream": "driver", "first_seq": 0, "events": []}
+    path = "/v1/attempts/job-1-a0/events"
+    statuses = [house.send("POST", path, "driver", json=body).status_code for _ in range(6)]
+    assert statuses == [404] * 5 + [429]
+    house.store.close()
+
+
+def test_a_token_of_the_identity_provider_gets_in_with_its_roles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    issuer = Issuer()
+    monkeypatch.setenv("SHARDLOOM_OIDC_ROLES", '{"ml": {"default": "submitter"}}')
+    house = guarded(
+        tmp_path,
+        oidc_issuer=ISSUER,
+        oidc_audience=AUDIENCE,
+        oidc_jwks_url=URL,
+        oidc_roles_claim="realm.roles",
+    )
+    provider = provider_of(house.settings)
+    assert provider is not None
+    assert house.security.authenticator.knows_provider
+    transport = httpx.MockTransport(issuer.answer)
+    verifier = TokenVerifier(provider, transport, clock=lambda: NOW)
+    monkeypatch.setattr(house.security.authenticator, "_verifier", verifier)
+    house.keys["ada"], house.keys["mallory"] = issuer.token(), issuer.token(aud="others")
+    answer = house.send("GET", "/v1/whoami", "ada").json()
+    assert (answer["name"], answer["roles"]) == ("oidc:ada", {"default": "submitter"})
+    house.submit("ada")
+    assert house.send("GET", "/v1/whoami", "mallory").status_code == 401
+    house.store.close()
+
+
+def test_whoever_opens_a_connection_is_known_by_header_or_cookie() -> None:
+    def seen(**headers: str) -> Credentials:
+        raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+        return credentials_of(HTTPConnection({"type": "http", "headers": raw}))
+
+    assert seen() == Credentials()
+    assert seen(authorization="Bearer a") == Credentials(bearer="a")
+    assert seen(authorization="bearer  a ") == Credentials(bearer="a")
+    assert seen(authorization="Basic YTpi") == Credentials(bearer="")
+    assert seen(cookie=f"{SESSION_COOKIE}=t") == Credentials(cookie="t")
+    both = seen(authorization="Bearer a", cookie=f"{SESSION_COOKIE}=t")
+    assert both == Credentials(bearer="a")

@@ -1,4 +1,4 @@
-"""The store on a real PostgreSQL: the tests of the store and its migrations that take any database.
+"""The stores on a real PostgreSQL: the tests of stores and reconciler that take any database.
 
 They are written once, for the fixtures `store` and `database_url`; here those are PostgreSQL's.
 """
@@ -13,9 +13,29 @@ import pytest
 
 from service.store.sql import SqlJobStore
 from tests.integration.postgresql import PostgresqlServer
-from tests.unit.service import test_migrations, test_store, test_store_queries
+from tests.unit.service import (
+    test_keys,
+    test_migrations,
+    test_queue_keeper,
+    test_reconciler,
+    test_store,
+    test_store_queries,
+    test_webhooks,
+)
+from tests.unit.service.conftest import app_settings, house  # noqa: F401
+from tests.unit.service.test_keys import clock, keys  # noqa: F401
+from tests.unit.service.test_webhooks import outbox  # noqa: F401
 
-_FIXTURES = {"store", "database_url"}
+# By which fixtures the tests of a module ask for a database.
+_TAKEN = {
+    test_store: {"store", "database_url"},
+    test_store_queries: {"store", "database_url"},
+    test_migrations: {"database_url"},
+    test_reconciler: {"house"},
+    test_queue_keeper: {"house"},
+    test_keys: {"keys"},
+    test_webhooks: {"outbox"},
+}
 
 
 @pytest.fixture
@@ -32,11 +52,12 @@ def store(postgresql: PostgresqlServer) -> Iterator[SqlJobStore]:
     opened.close()
 
 
-def _take_tests(module: ModuleType) -> None:
+def _take_tests(module: ModuleType, fixtures: set[str]) -> None:
     for name, function in vars(module).items():
-        if name.startswith("test_") and _FIXTURES & inspect.signature(function).parameters.keys():
+        if name.startswith("test_") and fixtures & inspect.signature(function).parameters.keys():
+            assert name not in globals(), f"two tests are called {name}"
             globals()[name] = function
 
 
-for _module in (test_store, test_migrations, test_store_queries):
-    _take_tests(_module)
+for _module, _fixtures in _TAKEN.items():
+    _take_tests(_module, _fixtures)

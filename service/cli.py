@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from service.commands import (
+    cluster,
     hosts,
     jobs,
     keys,
@@ -42,14 +43,13 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         cls=ErrorReportingGroup,
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
         help="Train recommendation models on 2D-sharded embeddings.",
     )
     app.callback()(_root)
     command: Callable[..., None]
-    for command in (stack.up, stack.down, stack.status):
+    for command in (stack.up, stack.down, stack.status, cluster.cluster):
         app.command(rich_help_panel=STACK_PANEL)(command)
     app.add_typer(hosts.app, name="host", rich_help_panel=STACK_PANEL)
     for command in (submit.run, submit.submit, submit.plan, submit.cancel, jobs.ps):

@@ -384,10 +384,20 @@ class LogsOut(ApiModel):
     more: bool = False
 
 
+class HostOut(ApiModel):
+    """What a live host has in all, whoever uses it now."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    memory_bytes: int
+
+
 class ClusterOut(ApiModel):
-    """The cluster behind the service."""
+    """The cluster behind the service; `hosts` is empty where the backend does not tell them."""
 
     reachable: bool
     backend: str
     address: str
     message: str
+    hosts: list[HostOut] = []

@@ -8,7 +8,8 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from service.api.context import ContextDep
-from service.api.schemas import ClusterOut
+from service.api.schemas import ClusterOut, HostOut
+from service.backends.base import HostFacts
 from service.errors import BackendUnreachable, ReconcilerDied
 
 router = APIRouter(tags=["service"])
@@ -18,12 +19,18 @@ router = APIRouter(tags=["service"])
 def get_cluster(context: ContextDep) -> ClusterOut:
     """Ask the backend whether it is there; always 200."""
     backend = context.backend
+    hosts: tuple[HostFacts, ...] = ()
     try:
         reachable, message = True, backend.check()
+        hosts = backend.hosts()
     except BackendUnreachable as error:
         reachable, message = False, str(error)
     return ClusterOut(
-        reachable=reachable, backend=backend.name, address=backend.address, message=message
+        reachable=reachable,
+        backend=backend.name,
+        address=backend.address,
+        message=message,
+        hosts=[HostOut.model_validate(host) for host in hosts],
     )
 
 

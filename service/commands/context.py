@@ -14,16 +14,41 @@ from pydantic import BaseModel
 from rich.console import Console
 
 from service.client import DEFAULT_URL, RetryPolicy, ShardloomClient
+from service.client_errors import ShardloomError
 from service.local_state import StackHome
 from trainer.spec import apply_overrides, parse_document
 
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
 CLI_RETRY = RetryPolicy(num_retries=3)
+_AT_ONCE = RetryPolicy(num_retries=0)
+_MAX_COMPLETIONS = 50
 # A table that is piped into a file must not be cut at 80 columns.
 PIPED_WIDTH = 200
 
+
+def job_names(incomplete: str) -> list[tuple[str, str]]:
+    """(name or id, what it is) of the newest jobs that begin so, for the shell's completion.
+
+    Empty if the service does not answer at once: somebody waits with a finger on the tab key.
+    """
+    try:
+        with open_client(None, _AT_ONCE) as client:
+            jobs = client.list_jobs(limit=_MAX_COMPLETIONS).items
+    except ShardloomError:
+        return []
+    offered = {job.name: f"newest: {job.status.lower()}" for job in reversed(jobs)}
+    if incomplete.startswith("job-"):  # else all ids would be in the way
+        offered |= {job.id: f"{job.name}, {job.status.lower()}" for job in jobs}
+    return [(name, hint) for name, hint in offered.items() if name.startswith(incomplete)]
+
+
 JobArgument = Annotated[
-    str, typer.Argument(metavar="JOB", help="Id, unique prefix of it, or name (the newest).")
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="Id, unique prefix of it, or name (the newest).",
+        autocompletion=job_names,
+    ),
 ]
 SpecArgument = Annotated[
     str, typer.Argument(metavar="SPEC", help="Job spec, YAML or JSON; - reads standard input.")
@@ -63,9 +88,9 @@ def service_url(url: str | None) -> str:
     return state.url if state is not None else DEFAULT_URL
 
 
-def open_client(url: str | None) -> ShardloomClient:
+def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomClient:
     """A client of the service that the command is about."""
-    return ShardloomClient(service_url(url), retry=CLI_RETRY)
+    return ShardloomClient(service_url(url), retry=retry)
 
 
 def print_json(value: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> None:

@@ -33,12 +33,13 @@ class FakeService:
         self.traces: list[dict[str, Any]] = []
         self.metrics: dict[str, Any] = {"names": [], "series": []}
         self.refusal: dict[str, Any] | None = None
+        self.cluster: dict[str, Any] = {}
         self.is_down = False
         self.log_pieces = [["step 50 [loss 0.41]"]]
         self.submitted: list[dict[str, Any]] = []
         self.requests: list[httpx.Request] = []
 
-    def client(self, url: str | None = None) -> ShardloomClient:
+    def client(self, url: str | None = None, _retry: RetryPolicy | None = None) -> ShardloomClient:
         """A client of this service, without pauses."""
         return ShardloomClient(
             url or "http://fake:1",
@@ -54,6 +55,8 @@ class FakeService:
             raise httpx.ConnectError("Connection refused")
         if self.refusal is not None:
             return httpx.Response(self.refusal["status"], json=self.refusal)
+        if request.url.path == "/v1/cluster":
+            return httpx.Response(200, json=self.cluster)
         path = request.url.path.removeprefix("/v1/jobs")
         if path in ("", "/"):
             return self._jobs(request)

@@ -55,8 +55,8 @@ def ps(
             name=name,
             project=project,
             labels=dict(_split_label(each) for each in label or ()),
-            created_after=since and since.timestamp(),
-            created_before=until and until.timestamp(),
+            created_after=since.timestamp() if since else None,
+            created_before=until.timestamp() if until else None,
         )
         jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
     shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
@@ -150,4 +150,3 @@ def _follow_events(client: ShardloomClient, job: str, *, as_json: bool) -> None:
             typer.echo(event.model_dump_json())
         else:
             console().print(event_line(event))
-

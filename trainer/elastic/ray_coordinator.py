@@ -12,6 +12,8 @@ from trainer.data.reader import lease_windows, open_source
 from trainer.elastic.coordinator import CoordinatorActor, CoordinatorConfig, LeasedRows
 from trainer.elastic.policy import MembershipPolicy
 from trainer.elastic.status import CoordinatorStatus
+from trainer.process_log import start_log
+from trainer.run_dir import AttemptDir
 from trainer.spec import JobSpec
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,16 @@ def leased_rows(spec: JobSpec) -> LeasedRows:
     )
 
 
+class LoggedCoordinator(CoordinatorActor):
+    """The coordinator of an actor process, whose log lies with those of the ranks."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        if config.attempt_dir is not None:
+            start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
+        super().__init__(config)
+        logger.info("the coordinator listens at %s", self.address())
+
+
 class RayCoordinator:
     """A `Coordinator` (`trainer.elastic.group_run`) that ends with the driver."""
 
@@ -59,7 +71,7 @@ class RayCoordinator:
 
         self.actor_name: str | None = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = coordinator_config(attempt, ray.util.get_node_ip_address())
-        actor_class: Any = ray.remote(CoordinatorActor)
+        actor_class: Any = ray.remote(LoggedCoordinator)
         self._actor = actor_class.options(
             name=self.actor_name,
             namespace=NAMESPACE,

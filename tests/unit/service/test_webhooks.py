@@ -10,6 +10,7 @@ import ipaddress
 import json
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -379,13 +380,13 @@ def _rounds(
 
 
 def test_a_message_is_signed_and_sent_again_with_the_same_id_until_it_is_taken(
-    store: SqlJobStore, outbox: WebhookStore, app_settings: Settings
+    store: SqlJobStore, outbox: WebhookStore, tmp_path: Path
 ) -> None:
     secret = new_secret()
     webhook = _webhook(outbox, secret=f"sealed:{secret}")
     _submit(store)
     receiver = _Receiver(500, 503, 200)
-    _rounds(outbox, receiver, app_settings, [NOW, NOW + 1, NOW + 10, NOW + 100, NOW + 1000])
+    _rounds(outbox, receiver, Settings(home=tmp_path), [NOW, NOW + 1, NOW + 10, NOW + 100, NOW + 1000])
     [delivery] = outbox.list_deliveries(webhook.id)
     assert (delivery.state, delivery.num_tries) == (DeliveryState.DELIVERED, 3)
     assert len({headers["webhook-id"] for headers, _ in receiver.messages}) == 1
@@ -397,17 +398,17 @@ def test_a_message_is_signed_and_sent_again_with_the_same_id_until_it_is_taken(
 
 
 def test_a_dead_message_is_sent_again_by_hand(
-    store: SqlJobStore, outbox: WebhookStore, app_settings: Settings
+    store: SqlJobStore, outbox: WebhookStore, tmp_path: Path
 ) -> None:
     webhook = _webhook(outbox, secret=new_secret())
     _submit(store)
     times = [NOW + MAX_DELAY_S * turn for turn in range(MAX_TRIES + 3)]
     receiver = _Receiver(500)
-    _rounds(outbox, receiver, app_settings, times)
+    _rounds(outbox, receiver, Settings(home=tmp_path), times)
     [delivery] = outbox.list_deliveries(webhook.id)
     assert delivery.state is DeliveryState.DEAD
     assert len(receiver.messages) == delivery.num_tries == MAX_TRIES
     outbox.redeliver(webhook.id, delivery.id)
-    _rounds(outbox, _Receiver(200), app_settings, [times[-1]])
+    _rounds(outbox, _Receiver(200), Settings(home=tmp_path), [times[-1]])
     assert outbox.list_deliveries(webhook.id)[0].state is DeliveryState.DELIVERED
     assert outbox.get(webhook.id).num_dead_in_a_row == 0

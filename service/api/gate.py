@@ -21,9 +21,11 @@ from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.middleware import refuse
+from service.api.schemas import FieldFault
 from service.errors import (
     CsrfRefused,
     ForeignOrigin,
+    InvalidRequest,
     NotSignedIn,
     ServiceError,
     TooManyRequests,
@@ -48,6 +50,7 @@ LOGIN_PATH = "/login"
 # How long a stream may outlive its key.
 _ASK_AGAIN_S = 30.0
 _FAILED_SIGN_INS = Rate(per_s=0.5, burst=20)
+_NOTED_REPORTS = Rate(per_s=0.01, burst=3)
 _MAX_OBJECT_CHARS = 512
 _CLOSED_FOR_POLICY = 1008
 
@@ -116,6 +119,10 @@ class Gate:
     async def _admit(self, scope: Scope, connection: HTTPConnection) -> None:
         """Set the principal of a request; raises `ServiceError` where it may not come in."""
         state = scope.setdefault("state", {})
+        if "\x00" in scope["path"] or b"%00" in scope["query_string"]:
+            # No database keeps it, and none can be asked for it.
+            fault = FieldFault(path="url", code="nul", message="holds a NUL character")
+            raise InvalidRequest([fault])
         is_public = _is_public(scope)
         if is_public and scope["method"] in SAFE_METHODS:
             return
@@ -189,23 +196,29 @@ class Gate:
             return
         path, route = scope["path"], getattr(scope.get("route"), "path", None)
         # What drivers report is in the timeline already, and the pages' transport says nothing.
-        is_report = path.startswith("/v1/attempts/") or path.startswith("/dashboard/_nicegui")
-        if is_report and not is_refused:
+        is_report = path.startswith(("/v1/attempts/", "/dashboard/_nicegui"))
+        if is_report and not (is_refused and self._is_notable(scope, answer)):
             return
         principal = scope["state"].get("principal")
         self._security.audit.append(
             AuditRecord(
                 id=0,
                 time=time.time(),
-                actor=principal.name if principal else "anonymous",
+                actor=plain(principal.name) if principal else "anonymous",
                 actor_kind=principal.kind if principal else "none",
-                action=f"{scope['method']} {route or path}"[:128],
-                object=(answer.location or path)[:_MAX_OBJECT_CHARS],
+                action=plain(f"{scope['method']} {route or path}")[:128],
+                object=plain(answer.location or path)[:_MAX_OBJECT_CHARS],
                 remote=_remote(scope)[:64],
                 status=answer.status,
                 request_id=request_id.get(),
             )
         )
+
+    def _is_notable(self, scope: Scope, answer: _Answer) -> bool:
+        """Whether a refused report belongs into the log: a driver repeats it for ever."""
+        is_denied = answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
+        return is_denied and not self._buckets.take(caller, _NOTED_REPORTS, self._clock())
 
     # ---- websockets
 
@@ -285,6 +298,12 @@ def credentials_of(connection: HTTPConnection) -> Credentials:
     if scheme:
         return Credentials(bearer=token.strip() if scheme.lower() == "bearer" else "")
     return Credentials(cookie=connection.cookies.get(SESSION_COOKIE))
+
+
+def plain(text: str) -> str:
+    """A text as every database and terminal takes it: printable ASCII, the rest escaped."""
+    is_plain = text.isascii() and text.isprintable()
+    return text if is_plain else text.encode("unicode_escape").decode("ascii")
 
 
 def _is_public(scope: Scope) -> bool:

@@ -11,16 +11,17 @@ from service.api.context import Context, ContextDep
 from service.api.security_schemas import AttemptSecrets
 from service.errors import Forbidden, StorageUnavailable
 from service.run_files import run_dir_of, write_text
+from service.security.attempts import may_read_secrets
 
 router = APIRouter(prefix="/v1/attempts/{attempt_id}", tags=["drivers"])
 
 
 @router.get("/secrets", summary="Secrets for the driver of an attempt")
 def get_secrets(attempt_id: str, context: ContextDep, response: Response) -> AttemptSecrets:
-    """Environment variables of the job, for a live attempt with its own token."""
+    """Environment variables of the job, for an attempt that starts, with its own token."""
     attempt = context.store.get_attempt(attempt_id)
-    if attempt.end_reason is not None:
-        raise Forbidden(f"attempt {attempt_id} has ended, and with it its right to secrets")
+    if not may_read_secrets(context.store.get_job(attempt.job_id), attempt):
+        raise Forbidden(f"attempt {attempt_id} does not start now: only its start needs secrets")
     response.headers["Cache-Control"] = "no-store"
     return AttemptSecrets(secrets=context.security.open_secrets(attempt.job_id))
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from service.domain import Attempt
+from service.domain import Attempt, Job, JobStatus
 from service.errors import Forbidden
 from service.store.base import JobStore
 
@@ -20,6 +20,15 @@ _MAX_CACHED = 10_000
 def may_report(attempt: Attempt, now: float) -> bool:
     """Whether an attempt's token still lets it deliver records at a time (Unix seconds)."""
     return attempt.ended_at is None or now - attempt.ended_at < LATE_REPORTS_S
+
+
+def may_read_secrets(job: Job, attempt: Attempt) -> bool:
+    """Whether an attempt's token lets it read the job's secrets: its driver does so as it starts.
+
+    Once there are workers nobody needs to, so that a token which leaked later opens nothing.
+    """
+    is_current = job.current_attempt_id == attempt.id and attempt.end_reason is None
+    return is_current and job.status is JobStatus.STARTING
 
 
 class AttemptRights:

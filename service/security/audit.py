@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 
-from service.errors import ServiceError
 from service.security.keys import AuditRecord
 from service.store.keys import KeyStore
 
@@ -46,9 +45,9 @@ class AuditWriter:
         while records := self._take():
             try:
                 self._keys.append_audit(records)
-            except ServiceError as error:
+            except Exception as error:  # whatever it is, the lines that follow must be written
                 # The log of the service is the second-best place.
-                logger.error("%d lines of the audit log are lost: %s", len(records), error)
+                logger.error("%d lines of the audit log are not kept: %s", len(records), error)
                 for record in records:
                     logger.error("audit: %s", record)
 

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.requests import HTTPConnection
 from starlette.types import Message
 
-from service.api.gate import SESSION_COOKIE, Gate, credentials_of
+from service.api.gate import SESSION_COOKIE, Gate, credentials_of, plain
 from service.security.authenticator import Credentials
+from service.security.keys import AuditFilter, AuditRecord
 from service.security.oidc import TokenVerifier, provider_of
 from tests.unit.service.guarded import Guarded, guarded
 from tests.unit.service.test_oidc import AUDIENCE, ISSUER, NOW, URL, Issuer
@@ -140,3 +144,37 @@ def test_whoever_opens_a_connection_is_known_by_header_or_cookie() -> None:
     assert seen(cookie=f"{SESSION_COOKIE}=t") == Credentials(cookie="t")
     both = seen(authorization="Bearer a", cookie=f"{SESSION_COOKIE}=t")
     assert both == Credentials(bearer="a")
+
+
+@pytest.mark.parametrize("path", ["/v1/jobs/a%00b", "/v1/jobs?name=%00", "/v1/audit?actor=a%00"])
+def test_a_nul_character_gets_to_no_database(house: Guarded, path: str) -> None:
+    answer = house.send("GET", path, "root")
+    assert (answer.status_code, answer.json()["fields"][0]["code"]) == (422, "nul")
+
+
+@given(st.text(max_size=50))
+def test_what_the_audit_log_keeps_is_fit_for_every_database(text: str) -> None:
+    kept = plain(text)
+    assert kept.isascii()
+    assert kept.isprintable()
+
+
+def test_a_driver_that_is_refused_again_and_again_does_not_fill_the_audit_log(
+    tmp_path: Path,
+) -> None:
+    house = guarded(tmp_path)
+    for _ in range(10):
+        assert house.send("POST", "/v1/attempts/job-1-a0/events", "viewer").status_code == 403
+    lines = house.send("GET", "/v1/audit", "root").json()["items"]
+    assert [line["status"] for line in lines] == [403] * 3
+    house.store.close()
+
+
+def test_a_line_that_cannot_be_written_does_not_stop_those_after_it(house: Guarded) -> None:
+    audit = house.security.audit
+    line = AuditRecord(0, 1.0, "ada", "key", "POST /x", "/x", "", 200, "")
+    audit.append(replace(line, actor=None))  # type: ignore[arg-type]
+    audit.flush()
+    audit.append(line)
+    audit.flush()
+    assert [kept.actor for kept in house.security.keys.list_audit(AuditFilter())] == ["ada"]

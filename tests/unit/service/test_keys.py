@@ -20,7 +20,7 @@ from service.settings import Settings
 from service.store.keys import KeyStore
 from service.store.sql import SqlJobStore
 from service.telemetry import Telemetry
-from tests.unit.service.builders import spec_document
+from tests.unit.service.builders import spec_document, workers_started
 from tests.unit.service.guarded import Guarded, guarded
 
 MASTER = MasterKeys(("m" * 40,))
@@ -285,6 +285,11 @@ def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
     assert answer.headers["cache-control"] == "no-store"
     for caller in ("root", "viewer"):
         assert house.send("GET", path, caller).status_code == 403
+    started = workers_started()
+    body = {"stream": "driver", "first_seq": 0, "events": [started.model_dump(mode="json")]}
+    events = path.replace("secrets", "events")
+    assert house.send("POST", events, "driver", json=body).status_code == 200
+    assert house.send("GET", path, "driver").json()["detail"].startswith("attempt")
     other = house.submit("submitter")
     _look(house)
     assert house.send("GET", f"/v1/attempts/{other}-a0/secrets", "driver").status_code == 403

@@ -113,7 +113,8 @@ def submit_job(
         if known is not None:
             return known
     check_data(spec)
-    now = time.time()
+    # To the microsecond, which is as fine as filters by time can name it.
+    now = round(time.time(), 6)
     job = Job(
         id=new_job_id(now),
         name=spec.name,

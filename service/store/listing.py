@@ -18,8 +18,10 @@ from service.domain import JobStatus
 from service.ids import highest_job_id, lowest_job_id
 from service.store.tables import LIVE, job_labels, job_progress, jobs
 
-# A status and a project; None stands for any.
-Kind = tuple[JobStatus | None, str | None]
+# Statuses and projects, of which a job has one each; an empty set of statuses or None is any.
+Kind = tuple[Collection[JobStatus], Collection[str] | None]
+# SQLite merges 500 at most; with more than this, one look at job by job is faster anyway.
+_MAX_WALKS = 64
 
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
@@ -58,12 +60,19 @@ def select_jobs() -> Select[Any]:
 
 def select_page(wanted: JobFilter, limit: int) -> Select[Any]:
     """The newest `limit` jobs that a filter wants."""
-    statuses = sorted(wanted.statuses) or [None]
-    projects = [None] if wanted.projects is None else sorted(wanted.projects)
-    walks = [_walk(wanted, kind, limit) for kind in product(statuses, projects)]
+    walks = [_walk(wanted, kind, limit) for kind in _kinds(wanted)]
     merged = union_all(*(select(walk.subquery().c.id) for walk in walks)).subquery()
     page = select(merged.c.id).order_by(merged.c.id.desc()).limit(limit)
     return select_jobs().where(jobs.c.id.in_(page)).order_by(jobs.c.id.desc())
+
+
+def _kinds(wanted: JobFilter) -> list[Kind]:
+    """Kinds of jobs of which each has an index that holds them newest first."""
+    statuses = [(status,) for status in sorted(wanted.statuses)] or [()]
+    projects = [(name,) for name in sorted(wanted.projects or ())] or [None]
+    if len(statuses) * len(projects) > _MAX_WALKS:
+        return [(wanted.statuses, wanted.projects)]
+    return list(product(statuses, projects))
 
 
 def _walk(wanted: JobFilter, kind: Kind, limit: int) -> Select[Any]:
@@ -110,19 +119,24 @@ def _bounds(wanted: JobFilter, job_id: ColumnElement[str]) -> list[ColumnElement
 
 
 def _conditions(wanted: JobFilter, kind: Kind) -> list[ColumnElement[bool]]:
-    status, project = kind
+    statuses, projects = kind
     conditions = []
-    if status is not None:
-        conditions.append(jobs.c.status == status.value)
+    if statuses:
+        conditions.append(_is_one_of(jobs.c.status, [status.value for status in statuses]))
     if wanted.name is not None:
         conditions.append(jobs.c.name == wanted.name)
-    if project is not None:
-        conditions.append(jobs.c.project == project)
+    if projects is not None:
+        conditions.append(_is_one_of(jobs.c.project, projects))
     if wanted.created_after is not None:
         conditions.append(jobs.c.created_at >= wanted.created_after)
     if wanted.created_before is not None:
         conditions.append(jobs.c.created_at < wanted.created_before)
     return conditions
+
+
+def _is_one_of(column: ColumnElement[str], values: Collection[str]) -> ColumnElement[bool]:
+    (first, *others) = values
+    return column.in_(values) if others else column == first
 
 
 def select_live() -> Select[Any]:

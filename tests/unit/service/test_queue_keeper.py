@@ -12,6 +12,7 @@ from service.backends.base import HostFacts
 from service.backends.fake import Script
 from service.domain import EndReason, Job, JobStatus, QueueNote
 from service.projects import Project
+from service.queue_keeper import QueueKeeper
 from service.store.projects import Locks, ProjectStore
 from service.submission import run_dir_of
 from tests.unit.service.builders import (
@@ -32,6 +33,8 @@ def submit(house: House, workers: int | dict[str, int] = 4, **changes: object) -
     )
     made = replace(made, priority=made.spec.priority, project=made.spec.project)
     house.backend.play(made.id, Script(("running",)))
+    # Of two jobs of one moment either may be the first.
+    house.now += 0.01
     return house.store.create_job(made, idempotency_key=None, request_hash="h")
 
 
@@ -150,13 +153,26 @@ def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None
 def test_replicas_that_look_together_never_start_more_than_fits(house: House) -> None:
     offer(house, 8)
     jobs = [submit(house) for _ in range(6)]
-    settings = [house.settings.model_copy(update={"replica_id": f"r{n}"}) for n in range(4)]
-    houses = [replace(house, settings=each) for each in settings]
+    keepers = [_keeper(house, f"replica-{n}") for n in range(4)]
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda each: each.look(3), houses))
+        for _ in range(3):
+            list(pool.map(QueueKeeper.admit, keepers))
+    house.look()
     started = [job for job in jobs if house.status(job) is not JobStatus.QUEUED]
     assert len(started) == 2
     assert len(house.backend.attempt_ids()) == 2
+
+
+def _keeper(house: House, owner: str) -> QueueKeeper:
+    engine = house.store.engine
+    return QueueKeeper(
+        house.store,
+        ProjectStore(engine),
+        Locks(engine, owner),
+        house.backend,
+        house.settings,
+        lambda: house.now,
+    )
 
 
 def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:

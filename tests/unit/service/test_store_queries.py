@@ -83,6 +83,13 @@ def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: SqlJobStore)
     assert store.list_jobs(projects=[]) == ([], None)
 
 
+def test_somebody_may_see_very_many_projects(store: SqlJobStore) -> None:
+    job = _stored(store)
+    projects = ["default", *(f"p{number}" for number in range(300))]
+    assert store.list_jobs(projects=projects, statuses=list(JobStatus))[0] == [job]
+    assert store.list_jobs(projects=projects[1:])[0] == []
+
+
 def test_pages_of_several_statuses_leave_no_job_out(store: SqlJobStore) -> None:
     kinds = (JobStatus.FAILED, JobStatus.SUCCEEDED, JobStatus.QUEUED)
     made = [_with_status(store, _stored(store, number), kinds[number % 3]) for number in range(9)]

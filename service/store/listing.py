@@ -68,8 +68,12 @@ def select_page(wanted: JobFilter, limit: int) -> Select[Any]:
 
 def _kinds(wanted: JobFilter) -> list[Kind]:
     """Kinds of jobs of which each has an index that holds them newest first."""
-    statuses = [(status,) for status in sorted(wanted.statuses)] or [()]
-    projects = [(name,) for name in sorted(wanted.projects or ())] or [None]
+    statuses: list[tuple[JobStatus, ...]] = [(status,) for status in sorted(wanted.statuses)] or [
+        ()
+    ]
+    projects: list[tuple[str, ...] | None] = [
+        (name,) for name in sorted(wanted.projects or ())
+    ] or [None]
     if len(statuses) * len(projects) > _MAX_WALKS:
         return [(wanted.statuses, wanted.projects)]
     return list(product(statuses, projects))

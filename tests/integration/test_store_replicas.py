@@ -87,7 +87,7 @@ def test_one_key_makes_one_job_however_many_ask_at_once(replicas: list[SqlJobSto
     for number in range(20):
         results = _at_once(
             [
-                lambda store=store, key=str(number): store.create_job(  # type: ignore[misc]
+                lambda store=store, key=str(number): store.create_job(
                     queued_job(), idempotency_key=key, request_hash="h"
                 )
                 for store in replicas
@@ -102,7 +102,7 @@ def test_one_of_those_who_write_a_version_wins(replicas: list[SqlJobStore]) -> N
     job = replicas[0].create_job(queued_job(), idempotency_key=None, request_hash="h")
     for _ in range(20):
         calls = [lambda store=store, job=job: store.update_job(job) for store in replicas]
-        results = _at_once(calls)  # type: ignore[arg-type]
+        results = _at_once(calls)
         assert sorted(type(result).__name__ for result in results) == [
             "Job",
             "StaleVersion",
@@ -123,12 +123,12 @@ def test_no_two_replicas_lease_a_job_at_once(replicas: list[SqlJobStore]) -> Non
     for turn in range(10):
         now = NOW + 20.0 * turn
         calls = [
-            lambda store=store, name=str(name), now=now: store.claim_live_jobs(  # type: ignore[misc]
+            lambda store=store, name=str(name), now=now: store.claim_live_jobs(
                 name, lease_s=15.0, now=now, limit=20
             )
             for name, store in enumerate(replicas)
         ]
-        held = [job_id for result in _at_once(calls) for job_id in result]  # type: ignore[attr-defined]
+        held = [job_id for result in _at_once(calls) for job_id in result]
         assert len(held) == len(set(held))
     assert {*held} <= {job.id for job in made}
 
@@ -141,7 +141,7 @@ def test_a_batch_that_reaches_several_replicas_is_taken_once(replicas: list[SqlJ
     for first in range(0, 100, 10):
         notes = [Note(time=NOW, message=str(number)) for number in range(first, first + 10)]
         part = batch(*notes, metrics(first, train_loss=1.0), first_seq=first // 10 * 11)
-        _at_once([lambda s=s, part=part: s.append_events(attempt.id, part, NOW) for s in replicas])  # type: ignore[misc]
+        _at_once([lambda s=s, part=part: s.append_events(attempt.id, part, NOW) for s in replicas])
     lines = replicas[0].list_timeline(job.id, limit=1000, kinds=["note"])
     assert [line.message for line in lines] == [str(number) for number in range(100)]
     assert len(replicas[0].metric_points(job.id, "train/loss")) == 10

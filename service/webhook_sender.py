@@ -84,7 +84,7 @@ class WebhookSender:
                 logger.warning("webhooks wait: %s", error)
             except Exception:  # the loop must outlive whatever one look runs into
                 logger.exception("a look at the webhooks failed, trying again")
-            await asyncio.sleep(self._settings.webhook_poll_s)
+            await asyncio.to_thread(self._closing.wait, self._settings.webhook_poll_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -26,7 +27,7 @@ _ARCHIVE: dict[int | str, dict[str, Any]] = {
 }
 _MAX_RANK = 10**6 - 1
 # A search that finds nothing answers all the same, with how far it came.
-_MAX_LOOKS = 16
+_SEARCH_S = 0.5
 LevelName = Literal["debug", "info", "warning", "error", "critical"]
 # Unix seconds up to the year 9999.
 Moment = Annotated[float | None, Query(ge=0, le=253_402_300_799, description="Unix seconds.")]
@@ -103,11 +104,11 @@ def get_logs(
 
 
 def _read_some(follower: LogFollower) -> list[LogPiece]:
-    for _ in range(_MAX_LOOKS):
+    deadline = time.monotonic() + _SEARCH_S
+    while True:
         pieces = follower.read()
-        if pieces or not follower.has_moved:
-            break
-    return pieces
+        if pieces or not follower.has_moved or time.monotonic() > deadline:
+            return pieces
 
 
 @router.get(

@@ -10,6 +10,8 @@ from service.api.schemas import ApiModel
 
 Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$", examples=["job_ended"])]
 Url = Annotated[str, Field(min_length=1, max_length=2048, examples=["https://example.com/hook"])]
+# PostgreSQL cannot hold NUL characters.
+Description = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]
 Project = Annotated[str, Field(pattern=r"^(\*|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)$")]
 
 
@@ -23,7 +25,7 @@ class CreateWebhook(ApiModel):
     kinds: list[Kind] = Field(
         default=[], max_length=50, description="Kinds of timeline lines; empty for all."
     )
-    description: str = Field(default="", max_length=500)
+    description: Description = ""
 
 
 class ChangeWebhook(ApiModel):
@@ -33,7 +35,7 @@ class ChangeWebhook(ApiModel):
 
     url: Url | None = None
     kinds: list[Kind] | None = Field(default=None, max_length=50)
-    description: str | None = Field(default=None, max_length=500)
+    description: Description | None = None
     is_active: bool | None = None
 
 

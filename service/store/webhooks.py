@@ -270,9 +270,14 @@ class WebhookStore:
             .where(webhooks.c.is_active, webhooks.c.id.not_in(list(skip)))
             .where(exists().where(own.webhook_id == webhooks.c.id, *due))
         )
+        with self._transaction() as connection:
+            # Mostly nothing is due, and then nobody else should wait for a lock.
+            hooks = connection.execute(waiting).mappings().all()
+        if not hooks:
+            return []
         with self._transaction(is_write=True) as connection:
             found = []
-            for hook in connection.execute(waiting).mappings().all():
+            for hook in hooks:
                 for row in _lock_due(connection, hook["id"], due):
                     found.append(Claimed(_delivery_of(row), hook["url"], hook["secret"]))
             mark = update(webhook_deliveries).values(claimed_until=now + claim_s)

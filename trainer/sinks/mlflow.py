@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,8 @@ class MlflowSink:
 
     def open(self, memory: Memory) -> None:
         """Find the job's run, or begin it."""
+        # MLflow would report its use to its makers: nobody asked the user for that.
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._tracking_uri)

@@ -25,7 +25,7 @@ from trainer.outbox import EventWriter, OutboxPoster
 from trainer.run_dir import AttemptDir
 
 NUM_JOBS = 50
-NUM_KILLS = 15
+MIN_KILLS, MAX_KILLS = 8, 20
 NUM_STEPS = 30
 TIMEOUT_S = 240.0
 # A restart takes a while on a busy machine.
@@ -99,13 +99,14 @@ def test_no_job_no_metric_and_no_healthy_attempt_is_lost_or_doubled(
     random, jobs, drivers = Random(7), dict[str, str](), Drivers(service)
     submitting = threading.Thread(target=_submit_all, args=(service, jobs), daemon=True)
     submitting.start()
-    kills = iter(range(NUM_KILLS))
+    num_kills = 0
     deadline = time.monotonic() + TIMEOUT_S
     next_kill = time.monotonic() + 0.5
     while not _all_have_ended(service, jobs):
         assert time.monotonic() < deadline, service.log()[-3000:]
         drivers.start_new({jobs[name] for name in list(jobs) if int(name[3:]) % 5 == 0})
-        if time.monotonic() > next_kill and next(kills, None) is not None:
+        if time.monotonic() > next_kill and num_kills < MAX_KILLS:
+            num_kills += 1
             service.kill()
             time.sleep(random.uniform(0, 0.3))
             service.start()
@@ -113,7 +114,7 @@ def test_no_job_no_metric_and_no_healthy_attempt_is_lost_or_doubled(
         time.sleep(0.02)
     submitting.join()
     drivers.close()
-    assert next(kills, None) is None, "the jobs were over before all kills were done"
+    assert num_kills >= MIN_KILLS, "the jobs were over before there was anything to see"
     with ShardloomClient(service.url) as client:
         assert Counter(job.name for job in client.iter_jobs()) == Counter(jobs.keys())
         for name, job_id in jobs.items():

@@ -39,7 +39,7 @@ from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
 from trainer.process_log import start_log
 from trainer.run_dir import RunDir
 from trainer.secret_env import SecretsUnavailable, fetch_secrets, secret_names
-from trainer.sinks.start import start_sinks
+from trainer.sinks.start import NO_SINKS, Sinks, open_sinks
 from trainer.spec import JobSpec, SpecError
 from trainer.train_run import Evicted, launch
 from trainer.versions import check_versions, installed_versions
@@ -186,7 +186,9 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
     return result
 
 
-def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEnded:
+def end_attempt(
+    context: DriverContext, writer: EventWriter, sinks: Sinks = NO_SINKS
+) -> events.AttemptEnded:
     """Run the attempt and say how it ended; raises `Evicted` when that is not for us to say."""
     mismatches = check_versions()
     if mismatches:
@@ -194,6 +196,8 @@ def end_attempt(context: DriverContext, writer: EventWriter) -> events.AttemptEn
         return _ended(context, Failure(failures.VERSION_MISMATCH, message))
     try:
         context = with_secrets(context)
+        # Not before: some of the secrets may be for them.
+        sinks.start()
         with hold_run(context.run_dir, context.attempt_id, on_lost=_evict_this_process):
             return _ended(context, run_until_stopped(context, writer))
     except SecretsUnavailable as error:
@@ -264,9 +268,9 @@ def main() -> int:
         url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
         poster = OutboxPoster(context.files, context.connect(POST_TIMEOUT_S), url)
         poster.start()
-    sinks = start_sinks(context, writer)
+    sinks = open_sinks(context, writer)
     try:
-        ended = end_attempt(context, writer)
+        ended = end_attempt(context, writer, sinks)
     except Evicted as eviction:
         logger.warning("the driver is evicted: %s", eviction)
         return EXIT_EVICTED

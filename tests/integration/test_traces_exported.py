@@ -23,9 +23,9 @@ _DRIVER = """
 import os
 from trainer.attempt import DriverContext
 from trainer.outbox import EventWriter
-from trainer.sinks.start import start_sinks
+from trainer.sinks.start import open_sinks
 context = DriverContext.from_env(os.environ)
-start_sinks(context, EventWriter(context.files.stream_path("driver"))).close(10.0)
+open_sinks(context, EventWriter(context.files.stream_path("driver"))).close(10.0)
 """
 
 

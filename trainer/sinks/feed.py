@@ -61,6 +61,8 @@ class Feed:
     def close(self, timeout_s: float) -> None:
         """Feed what is left, for at most `timeout_s`; the next attempt would take the rest."""
         self._closing.set()
+        if self._thread.ident is None:
+            self._thread.start()
         self._thread.join(timeout_s)
 
     def _run(self) -> None:

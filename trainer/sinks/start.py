@@ -1,11 +1,11 @@
-"""Starts the sinks that a job's spec asks for. Light: their libraries are imported in threads."""
+"""The sinks that a job's spec asks for. Light: their libraries are imported in threads."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -26,9 +26,12 @@ logger = logging.getLogger(__name__)
 class Sinks:
     """The sinks of an attempt, each fed by a thread of its own."""
 
-    def __init__(self, feeds: list[Feed]) -> None:
+    def __init__(self, feeds: Sequence[Feed]) -> None:
         self._feeds = feeds
-        for feed in feeds:
+
+    def start(self) -> None:
+        """Begin feeding."""
+        for feed in self._feeds:
             feed.start()
 
     def close(self, timeout_s: float) -> None:
@@ -37,8 +40,11 @@ class Sinks:
             feed.close(timeout_s)
 
 
-def start_sinks(context: DriverContext, writer: EventWriter) -> Sinks:
-    """Start what the spec of the attempt asks for; whatever is wrong with it is told elsewhere."""
+NO_SINKS = Sinks(())
+
+
+def open_sinks(context: DriverContext, writer: EventWriter) -> Sinks:
+    """What the spec of the attempt asks for; whatever is wrong with the spec is told elsewhere."""
     run_dir = RunDir(context.run_dir)
 
     def _warn(message: str) -> None:
@@ -49,7 +55,7 @@ def start_sinks(context: DriverContext, writer: EventWriter) -> Sinks:
         wanted = SinksSpec.model_validate(document.get("sinks") or {})
     except (OSError, ValueError, AttributeError, ValidationError) as error:
         logger.warning("no sinks: %s", error)
-        return Sinks([])
+        return NO_SINKS
     sinks = sinks_of(wanted, run_dir, JobFacts(context.job_id, document))
     feeds = [Feed(sink, run_dir, context.attempt_id, _warn) for sink in sinks]
     if spans := spans_of(context.attempt_id, os.environ):

@@ -17,7 +17,7 @@ from trainer.sinks.base import JobFacts, Memory
 from trainer.sinks.feed import Feed
 from trainer.sinks.mlflow import MlflowSink, flattened
 from trainer.sinks.spans import SpanSink
-from trainer.sinks.start import sinks_of, start_sinks
+from trainer.sinks.start import open_sinks, sinks_of
 from trainer.sinks.tensorboard import TensorBoardSink
 from trainer.spec.sinks import SinksSpec
 
@@ -260,7 +260,8 @@ def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir:
     context.files.root.mkdir(parents=True)
     context.files.spec_path.write_text('{"name": "x", "sinks": {"tensorboard": {}}}')
     writer = EventWriter(context.files.stream_path("driver"))
-    sinks = start_sinks(context, writer)
+    sinks = open_sinks(context, writer)
+    sinks.start()
     _write(run_dir, 0, _metrics(1))
     sinks.close(30.0)
     [written] = run_dir.tensorboard_dir.iterdir()
@@ -272,7 +273,7 @@ def test_a_faulty_spec_starts_no_sink(run_dir: RunDir, spec: str) -> None:
     context = DriverContext(JOB, f"{JOB}-a0", run_dir.root, None, 0)
     context.files.root.mkdir(parents=True)
     context.files.spec_path.write_text(spec)
-    start_sinks(context, EventWriter(context.files.stream_path("driver"))).close(1.0)
+    open_sinks(context, EventWriter(context.files.stream_path("driver"))).close(1.0)
 
 
 def test_a_relative_folder_is_refused() -> None:

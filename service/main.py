@@ -192,6 +192,7 @@ def serve(settings: Settings) -> None:
             ssl_keyfile=settings.ssl_keyfile,
             log_config=None,
             access_log=False,
+            server_header=False,
             timeout_graceful_shutdown=settings.shutdown_timeout_s,
         )
         logger.info("Shardloom listens on %s", settings.service_url)

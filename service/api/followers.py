@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from service.api.schemas import LogLine, ProgressOut, TimelineEventOut
 from service.api.sse import Item, News
 from service.api.views import progress_of
-from service.domain import Job, JobStatus, attempt_id
+from service.domain import Attempt, Job, JobStatus, attempt_id
 from service.errors import AttemptNotFound
 from service.log_lines import LogFilter
 from service.logs import (
@@ -23,6 +26,8 @@ from trainer.run_dir import AttemptDir
 
 _MAX_LINES = 500
 EVERYTHING = LogFilter()
+# Ray ends the workers of a driver that was killed some seconds after it.
+LATE_LINES_S = 10.0
 
 
 class TimelineFollower:
@@ -72,7 +77,9 @@ class LogFollower:
         wanted: str | None,
         source: str | None,
         log_filter: LogFilter = EVERYTHING,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._clock = clock
         self._filter = log_filter
         self.has_moved = False
         self._store = store
@@ -124,7 +131,7 @@ class LogFollower:
         self.has_moved = bool(pieces)
         if pieces:
             self.position = pieces[-1].position
-        elif is_final and self._wanted is None:
+        elif is_final and self._wanted is None and not self._may_write_on(attempt):
             self._move_on(attempt.index)
         return [piece for piece in pieces if self._filter.takes(piece.head, piece.text)]
 
@@ -137,6 +144,11 @@ class LogFollower:
     def _wanted_sources(self, files: AttemptDir) -> list[str]:
         names = list_sources(files) if self._source is None else [self._source]
         return [name for name in names if self._filter.takes_source(name)]
+
+    def _may_write_on(self, attempt: Attempt) -> bool:
+        """Whether workers that outlived their attempt may still write: their lines come first."""
+        ended_at = attempt.ended_at or 0.0
+        return 0.0 <= self._clock() - ended_at < LATE_LINES_S
 
     def _move_on(self, index: int) -> None:
         following = attempt_id(self._job_id, index + 1)

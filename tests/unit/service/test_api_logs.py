@@ -6,14 +6,19 @@ import gzip
 import io
 import json
 import zipfile
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from service.api.followers import LATE_LINES_S, LogFollower
 from service.client_sse import parse_events
+from service.domain import EndReason
+from service.logs import LogPosition
 from tests.unit.service.api_house import Api, problem_in
+from tests.unit.service.builders import NOW, attempt_of
 
 RANK_0 = """\
 2026-11-21T10:00:00.000Z INFO trainer: step 1
@@ -141,6 +146,34 @@ def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
     texts = [json.loads(event.data)["text"] for event in seen + rest]
     assert texts == [json.loads(event.data)["text"] for event in whole]
     assert len(whole) == (5 if level else 8)
+
+
+def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_next(
+    api: Api,
+) -> None:
+    job_id = api.start()
+    job = api.store.get_job(job_id)
+    first = api.store.get_attempt(f"{job_id}-a0")
+    job = api.store.update_job(
+        job, attempt=replace(first, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
+    )
+    second = attempt_of(job, index=1, submitted_at=NOW)
+    job = api.store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
+    api.log(first.id, "rank-0", "one\n")
+    api.log(second.id, "rank-0", "three\n")
+    now = [NOW + 1]
+    follower = LogFollower(api.store, api.settings, job, None, None, clock=lambda: now[0])
+    follower.start_at(LogPosition(first.id))
+
+    def _look() -> list[str]:
+        return [json.loads(item.body.model_dump_json())["text"] for item in follower.look().items]
+
+    assert _look() == ["one"]
+    assert _look() == []
+    api.log(first.id, "rank-0", "two\n")
+    assert _look() == ["two"]
+    now[0] += LATE_LINES_S
+    assert [*_look(), *_look()] == ["three"]
 
 
 # ---- download

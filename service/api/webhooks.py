@@ -6,8 +6,9 @@ import time
 from dataclasses import replace
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, status
+from fastapi import APIRouter, Depends, Path, Query, status
 
+from service.api.auth import PrincipalDep, check_project
 from service.api.context import ContextDep
 from service.api.schemas import FieldFault, Page
 from service.api.webhook_schemas import (
@@ -17,20 +18,35 @@ from service.api.webhook_schemas import (
     WebhookCreated,
     WebhookOut,
 )
-from service.errors import InvalidRequest
+from service.errors import InvalidRequest, WebhookNotFound
+from service.security.principal import Role
 from service.settings import Settings
 from service.webhook_net import AddressRefused, check_url
 from service.webhooks import DeliveryState, Webhook, new_secret, new_webhook_id, test_body
 
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 
-WebhookId = Annotated[str, Path(max_length=64)]
 _MAX_ID = 2**63 - 1
 
 
+def administered(
+    webhook_id: Annotated[str, Path(max_length=64)], context: ContextDep, principal: PrincipalDep
+) -> str:
+    """The id that the path names; raises `WebhookNotFound`, also for those of others' projects."""
+    if not principal.may(Role.ADMIN, context.webhooks.get(webhook_id).project):
+        raise WebhookNotFound(webhook_id)
+    return webhook_id
+
+
+WebhookId = Annotated[str, Depends(administered)]
+
+
 @router.post("", status_code=status.HTTP_201_CREATED, summary="Create a webhook")
-def create_webhook(body: CreateWebhook, context: ContextDep) -> WebhookCreated:
+def create_webhook(
+    body: CreateWebhook, context: ContextDep, principal: PrincipalDep
+) -> WebhookCreated:
     """Let a URL hear of timeline lines; the answer shows the secret, once."""
+    check_project(principal, body.project, Role.ADMIN)
     _check_url(body.url, context.settings)
     secret = new_secret()
     webhook = Webhook(
@@ -49,11 +65,14 @@ def create_webhook(body: CreateWebhook, context: ContextDep) -> WebhookCreated:
 
 @router.get("", summary="Webhooks, oldest first")
 def list_webhooks(
-    context: ContextDep, project: Annotated[str | None, Query(max_length=64)] = None
+    context: ContextDep,
+    principal: PrincipalDep,
+    project: Annotated[str | None, Query(max_length=64)] = None,
 ) -> Page[WebhookOut]:
-    """Webhooks of a project, or all, on one page."""
+    """Webhooks of a project, or of all that one administers, on one page."""
     found = context.webhooks.list_webhooks(project)
-    return Page(items=[WebhookOut.model_validate(webhook) for webhook in found])
+    mine = [webhook for webhook in found if principal.may(Role.ADMIN, webhook.project)]
+    return Page(items=[WebhookOut.model_validate(webhook) for webhook in mine])
 
 
 @router.get("/{webhook_id}", summary="A webhook")

@@ -47,6 +47,7 @@ _SEE_JOB = Rule(Scope.JOB)
 _CHANGE_JOB = Rule(Scope.JOB, Role.SUBMITTER)
 _SEE_SOME = Rule(Scope.ANYWHERE)
 _ADMINISTER = Rule(Scope.EVERYTHING, Role.ADMIN)
+_ADMINISTER_SOME = Rule(Scope.ANYWHERE, Role.ADMIN)
 _DELIVER = Rule(Scope.ATTEMPT)
 
 UNLISTED = _ADMINISTER
@@ -103,16 +104,16 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", "/v1/keys"): _ADMINISTER,
     ("DELETE", "/v1/keys/{key_id}"): _ADMINISTER,
     ("GET", "/v1/audit"): _ADMINISTER,
-    # Webhooks send what happens in any project, and to where an administrator says.
-    ("GET", "/v1/webhooks"): _ADMINISTER,
-    ("POST", "/v1/webhooks"): _ADMINISTER,
-    ("GET", _WEBHOOK): _ADMINISTER,
-    ("PATCH", _WEBHOOK): _ADMINISTER,
-    ("DELETE", _WEBHOOK): _ADMINISTER,
-    ("POST", f"{_WEBHOOK}:rotate"): _ADMINISTER,
-    ("POST", f"{_WEBHOOK}:test"): _ADMINISTER,
-    ("GET", f"{_WEBHOOK}/deliveries"): _ADMINISTER,
-    ("POST", f"{_WEBHOOK}/deliveries/{{delivery_id}}:redeliver"): _ADMINISTER,
+    # The handlers want it in the webhook's own project.
+    ("GET", "/v1/webhooks"): _ADMINISTER_SOME,
+    ("POST", "/v1/webhooks"): _ADMINISTER_SOME,
+    ("GET", _WEBHOOK): _ADMINISTER_SOME,
+    ("PATCH", _WEBHOOK): _ADMINISTER_SOME,
+    ("DELETE", _WEBHOOK): _ADMINISTER_SOME,
+    ("POST", f"{_WEBHOOK}:rotate"): _ADMINISTER_SOME,
+    ("POST", f"{_WEBHOOK}:test"): _ADMINISTER_SOME,
+    ("GET", f"{_WEBHOOK}/deliveries"): _ADMINISTER_SOME,
+    ("POST", f"{_WEBHOOK}/deliveries/{{delivery_id}}:redeliver"): _ADMINISTER_SOME,
 }
 
 

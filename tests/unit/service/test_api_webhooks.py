@@ -78,7 +78,7 @@ def test_a_forgotten_webhook_is_gone(api: Api) -> None:
     problem_in(api.http.delete(path), 404, "webhook_not_found")
     problem_in(api.http.get(f"{path}/deliveries"), 404, "webhook_not_found")
     problem_in(api.http.post(f"{path}:test"), 404, "webhook_not_found")
-    problem_in(api.http.post(f"{path}/deliveries/1:redeliver"), 404, "delivery_not_found")
+    problem_in(api.http.post(f"{path}/deliveries/1:redeliver"), 404, "webhook_not_found")
 
 
 @pytest.mark.parametrize(

@@ -297,6 +297,21 @@ def test_nobody_submits_to_a_project_of_others(house: Guarded) -> None:
     assert house.send("POST", "/v1/jobs?dry_run=true", "submitter", json=body).status_code == 403
 
 
+def test_webhooks_are_for_administrators_of_their_project(house: Guarded) -> None:
+    body = {"url": "https://hooks.example/x", "project": "default"}
+    own = house.send("POST", "/v1/webhooks", "admin", json=body)
+    assert own.status_code == 201, own.text
+    for project in ("hidden", "*"):
+        foreign = {**body, "project": project}
+        assert house.send("POST", "/v1/webhooks", "admin", json=foreign).status_code == 403
+    wide = house.send("POST", "/v1/webhooks", "root", json={**body, "project": "*"}).json()["id"]
+    assert house.send("GET", f"/v1/webhooks/{wide}", "admin").json()["code"] == "webhook_not_found"
+    assert house.send("DELETE", f"/v1/webhooks/{wide}", "admin").status_code == 404
+    listed = house.send("GET", "/v1/webhooks", "admin").json()["items"]
+    assert [webhook["id"] for webhook in listed] == [own.json()["id"]]
+    assert len(house.send("GET", "/v1/webhooks", "root").json()["items"]) == 2
+
+
 def test_the_audit_log_tells_who_did_what_and_what_was_refused(house: Guarded) -> None:
     job_id = house.submit("submitter")
     house.send("POST", f"/v1/jobs/{job_id}:cancel", "viewer")

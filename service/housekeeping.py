@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from service.errors import StoreUnavailable
@@ -27,15 +28,20 @@ class Housekeeper:
         self._next_at = clock() + _INTERVAL_S
 
     def take_due(self) -> bool:
-        """Whether a minute has passed; if so, the next one begins."""
-        now = self._clock()
-        is_due = now >= self._next_at
+        """Whether it is time to `run`; not again until a minute after that run."""
+        is_due = self._clock() >= self._next_at
         if is_due:
-            self._next_at = now + _INTERVAL_S
+            self._next_at = math.inf
         return is_due
 
     def run(self) -> None:
         """Tidy up once; what cannot be done now is left for the next time."""
+        try:
+            self._prune()
+        finally:
+            self._next_at = self._clock() + _INTERVAL_S
+
+    def _prune(self) -> None:
         try:
             num_deleted = self._store.prune_metrics(self._retention, self._clock())
         except StoreUnavailable as error:

@@ -79,12 +79,11 @@ def _drop_old(transactions: Transactions, name_id: int, cutoff: float) -> int:
 def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
     """Drop every second point below the newest half of `max_points`; returns how many."""
     with transactions.write() as connection:
-        # Also tells a replica that does the same at the same time that there is nothing to do.
-        num_points = _correct_bounds(connection, name_id)
-        if num_points <= max_points:
+        if not _claim(connection, name_id, max_points):
             return 0
-        set_to_limit = update(metric_names).where(metric_names.c.id == name_id)
-        connection.execute(set_to_limit.values(num_points=max_points))
+        if _count(connection, name_id) <= max_points:
+            _correct_bounds(connection, name_id)
+            return 0
         newest = _step_from_newest(connection, name_id, max_points // 2)
     num_deleted, last = 0, None
     while True:
@@ -97,6 +96,18 @@ def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
                 _correct_bounds(connection, name_id)
                 return num_deleted
         last = found[-1][0]
+
+
+def _claim(connection: Connection, name_id: int, max_points: int) -> bool:
+    """Lower the bound to the limit; False if another replica did, which thins the metric now."""
+    known = metric_names.c
+    above = update(metric_names).where(known.id == name_id, known.num_points > max_points)
+    return connection.execute(above.values(num_points=max_points)).rowcount == 1
+
+
+def _count(connection: Connection, name_id: int) -> int:
+    query = select(func.count()).where(metric_points.c.name_id == name_id)
+    return int(connection.execute(query).scalar_one())
 
 
 def _step_from_newest(connection: Connection, name_id: int, num_points: int) -> int:
@@ -129,8 +140,8 @@ def _delete_steps(connection: Connection, name_id: int, steps: Sequence[int]) ->
         )
 
 
-def _correct_bounds(connection: Connection, name_id: int) -> int:
-    """Set both bounds of a metric to what is true; returns how many points it has."""
+def _correct_bounds(connection: Connection, name_id: int) -> None:
+    """Set both bounds of a metric to what is true."""
     locked = select(metric_names.c.id).where(metric_names.c.id == name_id).with_for_update()
     connection.execute(locked)
     query = select(func.count(), func.min(metric_points.c.time))
@@ -138,4 +149,3 @@ def _correct_bounds(connection: Connection, name_id: int) -> int:
     num_points, oldest_at = connection.execute(query.where(of_metric)).one()
     bounds = update(metric_names).where(metric_names.c.id == name_id)
     connection.execute(bounds.values(num_points=num_points, oldest_at=oldest_at))
-    return int(num_points)

@@ -27,6 +27,7 @@ from trainer.events import WorkersStarted
 _TONES = {
     JobStatus.STARTING: "active",
     JobStatus.RUNNING: "active",
+    JobStatus.PAUSED: "warn",
     JobStatus.STOPPING: "warn",
     JobStatus.SUCCEEDED: "good",
     JobStatus.FAILED: "bad",
@@ -37,12 +38,14 @@ _EVENT_TONES = {
     "checkpoint_committed": "good",
     "workers_lost": "warn",
     "cancel_requested": "warn",
+    "pause_requested": "warn",
+    "preemption_requested": "warn",
     "group_joined": "active",
     "recovered": "good",
     "resized": "active",
 }
 _LEVEL_TONES = {"warning": "warn", "error": "bad"}
-_GOOD_ENDS = frozenset({EndReason.COMPLETED, EndReason.CANCELLED})
+_GOOD_ENDS = frozenset({EndReason.COMPLETED, EndReason.CANCELLED, EndReason.PAUSED})
 NUM_HOST_COLOURS = 8
 
 

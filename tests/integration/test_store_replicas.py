@@ -11,6 +11,7 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
+from psycopg.errors import DeadlockDetected, SerializationFailure
 from sqlalchemy import text
 
 from service.domain import Job, JobStatus
@@ -161,6 +162,30 @@ def test_a_server_that_was_restarted_is_used_again(
     assert store.get_job(job.id) == job
     postgresql.hang_up(url)
     assert store.update_job(job).version == job.version + 1
+
+
+@pytest.mark.parametrize(("num_ties", "is_written"), [(3, True), (4, False)])
+def test_a_write_that_the_database_undid_is_tried_again(
+    replicas: list[SqlJobStore], monkeypatch: pytest.MonkeyPatch, num_ties: int, is_written: bool
+) -> None:
+    store = replicas[0]
+    job = store.create_job(queued_job(), idempotency_key=None, request_hash="h")
+    ties = iter([SerializationFailure("tied"), DeadlockDetected("tied")] * 2)
+    left = iter(range(num_ties))
+    commit = store.engine.dialect.do_commit
+
+    def tie(connection: object) -> None:
+        if next(left, None) is not None:
+            raise next(ties)
+        commit(connection)
+
+    monkeypatch.setattr(store.engine.dialect, "do_commit", tie)
+    if is_written:
+        assert store.update_job(job).version == job.version + 1
+    else:
+        with pytest.raises(StoreUnavailable, match="again and again"):
+            store.update_job(job)
+    assert replicas[1].get_job(job.id).version == job.version + is_written
 
 
 def test_a_server_that_is_away_is_said_to_be(postgresql: PostgresqlServer) -> None:

@@ -22,17 +22,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.middleware import refuse
 from service.api.schemas import FieldFault
-from service.errors import (
-    CsrfRefused,
-    ForeignOrigin,
-    InvalidRequest,
-    NotSignedIn,
-    ServiceError,
-    TooManyRequests,
-)
+from service.errors import InvalidRequest, ServiceError
 from service.request_context import request_id
 from service.security.authenticator import Credentials
 from service.security.bundle import Security
+from service.security.errors import CsrfRefused, ForeignOrigin, NotSignedIn, TooManyRequests
 from service.security.hosts import SAFE_METHODS, is_foreign
 from service.security.keys import AuditRecord
 from service.security.policy import RULES

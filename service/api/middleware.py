@@ -9,9 +9,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.problems import answer_error
-from service.errors import BodyTooLarge, ForeignHost, ServiceError
+from service.errors import ServiceError
 from service.request_context import about
 from service.request_ids import request_id_from
+from service.security.errors import BodyTooLarge, ForeignHost
 from service.security.hosts import is_known_host
 from service.settings import Settings
 

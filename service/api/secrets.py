@@ -9,9 +9,10 @@ from fastapi import APIRouter, Response
 
 from service.api.context import Context, ContextDep
 from service.api.security_schemas import AttemptSecrets
-from service.errors import Forbidden, StorageUnavailable
+from service.errors import StorageUnavailable
 from service.run_files import run_dir_of, write_text
 from service.security.attempts import may_read_secrets
+from service.security.errors import Forbidden
 
 router = APIRouter(prefix="/v1/attempts/{attempt_id}", tags=["drivers"])
 

@@ -17,8 +17,8 @@ from jinja2 import Environment, FileSystemLoader, select_autoescape
 from service.api.context import Context, ContextDep
 from service.api.gate import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR
-from service.errors import CsrfRefused, NotSignedIn
 from service.security.authenticator import Credentials
+from service.security.errors import CsrfRefused, NotSignedIn
 from service.security.keys import Session, hash_of
 
 router = APIRouter(include_in_schema=False)

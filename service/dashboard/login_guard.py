@@ -14,8 +14,8 @@ from nicegui import ui
 from service.api.auth import known_principal
 from service.api.gate import SESSION_COOKIE
 from service.domain import Job
-from service.errors import Forbidden, NotSignedIn
 from service.security.bundle import Security
+from service.security.errors import Forbidden, NotSignedIn
 from service.security.keys import AuditRecord
 from service.security.principal import LOCAL, Principal, Role
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from service.domain import Attempt, Job, JobStatus
-from service.errors import Forbidden
+from service.security.errors import Forbidden
 from service.store.base import JobStore
 
 LATE_REPORTS_S = 3600.0

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from service.errors import NotSignedIn
+from service.security.errors import NotSignedIn
 from service.security.keys import (
     KEY_PREFIX,
     ApiKey,

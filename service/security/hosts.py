@@ -6,7 +6,8 @@ from collections.abc import Collection
 from urllib.parse import urlsplit
 
 from service.addresses import is_loopback
-from service.errors import ServiceError, UnsafeAddress
+from service.errors import ServiceError
+from service.security.errors import UnsafeAddress
 from service.settings import Settings
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})

@@ -20,7 +20,7 @@ from cryptography.fernet import Fernet, InvalidToken, MultiFernet
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from service.errors import SecretKeyUnusable
+from service.security.errors import SecretKeyUnusable
 from service.settings import Settings
 
 FILE_NAME = "secret-key"

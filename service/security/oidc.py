@@ -18,7 +18,7 @@ from joserfc import jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
-from service.errors import IdentityProviderAway, NotSignedIn
+from service.security.errors import IdentityProviderAway, NotSignedIn
 from service.security.principal import Principal, Role
 from service.settings import Settings
 

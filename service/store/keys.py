@@ -29,7 +29,7 @@ from sqlalchemy import (
     update,
 )
 
-from service.errors import KeyNotFound
+from service.security.errors import KeyNotFound
 from service.security.keys import ApiKey, AuditFilter, AuditRecord, Session
 from service.security.principal import parse_roles, role_names
 from service.store.tables import JsonText, jobs, metadata

@@ -15,8 +15,9 @@ from service.addresses import is_loopback
 from service.api.gate import CSRF_COOKIE, SESSION_COOKIE
 from service.api.middleware import safe_headers
 from service.dashboard.login import safe_target
-from service.errors import ServiceError, UnsafeAddress
+from service.errors import ServiceError
 from service.request_ids import request_id_from
+from service.security.errors import UnsafeAddress
 from service.security.hosts import check_address, is_foreign
 from service.security.rates import Bucket, Rate, take
 from service.settings import Settings

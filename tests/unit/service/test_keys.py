@@ -12,10 +12,11 @@ from pydantic import SecretStr
 from sqlalchemy import Delete, Update, delete, update
 from sqlalchemy.exc import IntegrityError
 
-from service.errors import NotSignedIn, SecretKeyUnusable, StoreUnavailable
+from service.errors import StoreUnavailable
 from service.reconciler import Reconciler
 from service.security.attempts import LATE_REPORTS_S, may_report
 from service.security.authenticator import Authenticator, Credentials
+from service.security.errors import NotSignedIn, SecretKeyUnusable
 from service.security.keys import (
     ApiKey,
     AuditFilter,

@@ -13,7 +13,7 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import KeySet, RSAKey
 
-from service.errors import IdentityProviderAway, NotSignedIn
+from service.security.errors import IdentityProviderAway, NotSignedIn
 from service.security.oidc import LEEWAY_S, Provider, TokenVerifier
 from service.security.principal import Role
 

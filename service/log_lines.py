@@ -12,14 +12,15 @@ from enum import IntEnum
 _SOURCE_PATTERN = re.compile(
     r"(?P<single>driver|coordinator)|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
 )
-# As `trainer.process_log` writes lines, and as Python's logging does by itself.
+# As `trainer.process_log` writes lines, Python's logging by itself, MLflow, Ray and its C++ part.
 _HEAD = re.compile(
-    r"(?P<date>\d{4}-\d\d-\d\d)[T ](?P<clock>\d\d:\d\d:\d\d)[.,](?P<ms>\d{3})(?P<zone>Z?) "
-    r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL)\b"
+    r"\[?(?P<date>\d{4}([-/])\d\d\2\d\d)[T ](?P<clock>\d\d:\d\d:\d\d)"
+    r"(?:[.,](?P<ms>\d{3}))?(?P<zone>Z?)\s"
+    r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL|[DIWEF])\b"
 )
-# Of C++ code below torch and Ray: [W1121 10:11:12.131415 File.cpp:7] or E1121 10:11:12.131415 ...
-_GLOG = re.compile(r"\[?(?P<letter>[IWEF])\d{4} \d\d:\d\d:\d\d[.\d]* ")
-_GLOG_LEVELS = {"I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+# Of torch and its C++ part: [W1121 10:11:12.131415 File.cpp:7], [rank0]:W1121 10:11:12.131415 ...
+_GLOG = re.compile(r"(?:\[rank\d+\]:)?\[?(?P<letter>[DIWEF])\d{4} \d\d:\d\d:\d\d[.\d]* ")
+_LETTERS = {"D": "DEBUG", "I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
 # Last words of a process: nobody dates them or gives them a level.
 _LAST_WORDS = re.compile(
     r"Fatal Python error|terminate called|Segmentation fault|Aborted|\*\*\* (?:SIG|Aborted)|"
@@ -74,9 +75,10 @@ def group_of(source: str) -> int | None:
 def head_of(text: str) -> Head | None:
     """What a line says itself; None for one that only goes on where the last one ended."""
     if match := _HEAD.match(text):
-        return Head(Level[match["level"]], _time_of(match))
+        level = _LETTERS.get(match["level"], match["level"])
+        return Head(Level[level], _time_of(match))
     if match := _GLOG.match(text):
-        return Head(Level[_GLOG_LEVELS[match["letter"]]])
+        return Head(Level[_LETTERS[match["letter"]]])
     if _LAST_WORDS.match(text):
         return Head(Level.CRITICAL)
     if text.startswith(_TRACEBACK):
@@ -97,7 +99,8 @@ def following(before: Head, text: str) -> Head:
 
 def _time_of(match: re.Match[str]) -> float | None:
     try:
-        moment = datetime.fromisoformat(f"{match['date']}T{match['clock']}.{match['ms']}")
+        date = match["date"].replace("/", "-")
+        moment = datetime.fromisoformat(f"{date}T{match['clock']}.{match['ms'] or '000'}")
         # Without a zone it is the local time of the host that wrote it: taken as our own.
         return (moment.replace(tzinfo=UTC) if match["zone"] else moment).timestamp()
     except (ValueError, OverflowError, OSError):

@@ -219,28 +219,41 @@ class Telemetry:
 class Waits:
     """Who waits for what, to tell how long once it is over.
 
-    What began before this service did is told as well: the times are those of the jobs.
+    Jobs that were there when the service started and wait no more say nothing.
     """
 
     def __init__(self) -> None:
         self._queued: dict[str, float] = {}
         self._unstarted: dict[str, float] = {}
+        self._live: Set[str] | None = None
 
     def after(self, job: Job, now: float) -> tuple[float | None, float | None]:
         """Seconds in the queue, and from submission to running, of waits that are over now."""
-        queued_s = unstarted_s = None
-        if job.status is JobStatus.QUEUED:
-            self._queued[job.id] = job.created_at if job.queued_at is None else job.queued_at
-        elif job.id in self._queued:
-            queued_s = max(0.0, now - self._queued.pop(job.id))
-        if job.started_at is None and not job.status.is_terminal:
+        self._note_begin(job)
+        queued_at = created_at = None
+        if job.status is not JobStatus.QUEUED:
+            queued_at = self._queued.pop(job.id, None)
+        if job.status.is_terminal or job.started_at is not None:
+            created_at = self._unstarted.pop(job.id, None)
+        has_attempt = queued_at is not None and job.current_attempt_id is not None
+        has_run = created_at is not None and job.started_at is not None
+        return (
+            max(0.0, now - (queued_at or now)) if has_attempt else None,
+            max(0.0, (job.started_at or 0.0) - (created_at or 0.0)) if has_run else None,
+        )
+
+    def _note_begin(self, job: Job) -> None:
+        # One that is new here may have left the queue since the last look already.
+        is_new = self._live is not None and job.id not in self._live
+        queued_at = job.created_at if job.queued_at is None else job.queued_at
+        if job.status is JobStatus.QUEUED or is_new:
+            self._queued[job.id] = queued_at
+        if job.started_at is None or (is_new and job.started_at >= queued_at):
             self._unstarted[job.id] = job.created_at
-        elif self._unstarted.pop(job.id, None) is not None and job.started_at is not None:
-            unstarted_s = max(0.0, job.started_at - job.created_at)
-        return queued_s, unstarted_s
 
     def keep(self, live: Set[str]) -> None:
-        """Forget jobs that somebody else ended."""
+        """Only these live: others were ended, here or by another replica."""
+        self._live = live
         for waits in (self._queued, self._unstarted):
             for job_id in waits.keys() - live:
                 del waits[job_id]

@@ -37,13 +37,29 @@ def test_a_line_of_pythons_logging_is_in_local_time() -> None:
     [
         ("[W1121 20:51:59.123456 socket.cpp:7] retrying", Level.WARNING),
         ("E1121 20:51:59.123456 12 file.cc:9] bad", Level.ERROR),
+        ("[rank0]:W1121 21:41:38.411000 25015 torch/fx/x.py:3] slow", Level.WARNING),
         ("Fatal Python error: Aborted", Level.CRITICAL),
+        ("*** SIGABRT received at time=1795296551 on cpu 0 ***", Level.CRITICAL),
         ("terminate called after throwing an instance of 'c10::Error'", Level.CRITICAL),
         ("Traceback (most recent call last):", Level.ERROR),
     ],
 )
 def test_lines_without_a_time_may_say_a_level(text: str, level: Level) -> None:
     assert head_of(text) == Head(level)
+
+
+@pytest.mark.parametrize(
+    ("text", "level"),
+    [
+        ("2026/11/21 21:41:24 INFO mlflow.store: tables", Level.INFO),
+        ("2026-11-21 21:29:02,548\tWARNING worker.py:2038 -- x", Level.WARNING),
+        ("[2026-11-21 21:29:11,863 E 30686 30686] logging.cc:474: y", Level.ERROR),
+    ],
+)
+def test_lines_of_libraries_say_level_and_time(text: str, level: Level) -> None:
+    head = head_of(text)
+    assert head is not None
+    assert (head.level, time.localtime(head.time).tm_hour) == (level, 21)
 
 
 @pytest.mark.parametrize(

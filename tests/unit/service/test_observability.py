@@ -71,9 +71,9 @@ def test_followers_are_counted_while_they_follow() -> None:
 def test_waits_are_told_once_when_they_are_over() -> None:
     waits, job = Waits(), replace(queued_job(), created_at=NOW, queued_at=NOW + 1)
     assert waits.after(job, NOW + 5) == (None, None)
-    starting = replace(job, status=JobStatus.STARTING)
+    starting = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a0")
     assert waits.after(starting, NOW + 11) == (10.0, None)
-    running = replace(job, status=JobStatus.RUNNING, started_at=NOW + 30)
+    running = replace(starting, status=JobStatus.RUNNING, started_at=NOW + 30)
     assert waits.after(running, NOW + 31) == (None, 30.0)
     assert waits.after(running, NOW + 32) == (None, None)
 
@@ -81,8 +81,29 @@ def test_waits_are_told_once_when_they_are_over() -> None:
 def test_a_job_that_is_queued_again_waits_again() -> None:
     waits, job = Waits(), replace(queued_job(), created_at=NOW, started_at=NOW + 5)
     waits.after(replace(job, queued_at=NOW + 100), NOW + 100)
-    over = replace(job, status=JobStatus.STARTING, queued_at=NOW + 100)
+    over = replace(
+        job, status=JobStatus.STARTING, queued_at=NOW + 100, current_attempt_id=f"{job.id}-a1"
+    )
     assert waits.after(over, NOW + 107) == (7.0, None)
+
+
+def test_a_job_that_left_the_queue_between_two_looks_is_counted_all_the_same() -> None:
+    waits, job = Waits(), replace(queued_job(), created_at=NOW, queued_at=NOW)
+    starting = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a0")
+    waits.keep(set())
+    assert waits.after(starting, NOW + 1) == (1.0, None)
+    waits.keep({job.id})
+    assert waits.after(starting, NOW + 2) == (None, None)
+    running = replace(starting, status=JobStatus.RUNNING, started_at=NOW + 3)
+    assert waits.after(running, NOW + 4) == (None, 3.0)
+
+
+def test_jobs_that_ran_when_the_service_started_say_nothing() -> None:
+    waits = Waits()
+    running = replace(
+        queued_job(), status=JobStatus.RUNNING, started_at=NOW, current_attempt_id="x-a0"
+    )
+    assert waits.after(running, NOW + 60) == (None, None)
 
 
 def test_a_job_that_never_ran_tells_no_start() -> None:

@@ -186,6 +186,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
         grid.add_row("traces", f"{num_traces} (`shardloom traces {job.id}`)")
     if job.labels:
         grid.add_row("labels", "  ".join(f"{key}={value}" for key, value in job.labels.items()))
+    if job.secret_names:
+        grid.add_row("secrets", "  ".join(job.secret_names))
     grid.add_row("data", job.spec.data.path)
     grid.add_row("files", job.run_dir)
     return grid

@@ -1,18 +1,18 @@
 """What is raised where somebody may not come in, or not so; see `service.errors` for the rest.
 
-    ServiceError                      status  code
-    ├── NotSignedIn                   401     not_signed_in
-    ├── Forbidden                     403     forbidden
-    │   ├── ForeignOrigin                     foreign_origin
-    │   └── CsrfRefused                       csrf_token
-    ├── NotFound                      404
-    │   └── KeyNotFound                       key_not_found
-    ├── BodyTooLarge                  413     body_too_large
-    ├── ForeignHost                   421     foreign_host
-    ├── TooManyRequests               429     too_many_requests (`Retry-After`)
-    ├── SecretKeyUnusable             500     secret_key_unusable
-    ├── IdentityProviderAway          503     identity_provider_away
-    └── UnsafeAddress                 (start) unsafe_address
+ServiceError                      status  code
+├── NotSignedIn                   401     not_signed_in
+├── Forbidden                     403     forbidden
+│   ├── ForeignOrigin                     foreign_origin
+│   └── CsrfRefused                       csrf_token
+├── NotFound                      404
+│   └── KeyNotFound                       key_not_found
+├── BodyTooLarge                  413     body_too_large
+├── ForeignHost                   421     foreign_host
+├── TooManyRequests               429     too_many_requests (`Retry-After`)
+├── SecretKeyUnusable             500     secret_key_unusable
+├── IdentityProviderAway          503     identity_provider_away
+└── UnsafeAddress                 (start) unsafe_address
 """
 
 from __future__ import annotations

@@ -186,6 +186,9 @@ def test_secrets_come_from_the_environment_or_are_asked_for(
         "DB_PASSWORD": "from-environment",
         "ASKED_FOR": "typed-in",
     }
+    shown = _run("show", job_id).stdout
+    assert "ASKED_FOR  DB_PASSWORD" in shown
+    assert "from-environment" not in shown
 
 
 def test_the_sdk_tells_refusals_apart(house: Guarded) -> None:

@@ -130,9 +130,12 @@ def start(job: Job, now: float, note: QueueNote) -> Decision:
     return Decision(started, attempt, timeline=(made,))
 
 
-def submission_accepted(job: Job, attempt: Attempt, now: float) -> Decision:
-    """The backend took the attempt."""
-    sent = line(job, attempt, now, "attempt_submitted", f"attempt {attempt.index} submitted")
+def submission_accepted(
+    job: Job, attempt: Attempt, now: float, notes: tuple[str, ...] = ()
+) -> Decision:
+    """The backend took the attempt; `notes` say what it does otherwise than those before."""
+    message = "; ".join((f"attempt {attempt.index} submitted", *notes))
+    sent = line(job, attempt, now, "attempt_submitted", message)
     accepted = replace(attempt, submitted_at=now)
     return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
 

@@ -55,21 +55,36 @@ class Capacity:
         wants_gpu = resources.device == "cuda" or (resources.device == "auto" and is_enough)
         return resources.cpus_per_worker, float(wants_gpu)
 
-    def num_free(self, job: Job, held: Iterable[Held]) -> int | None:
-        """How many workers of a job fit beside what is `held`; None where that is not known."""
+    def use_of(self, job: Job, workers: int) -> Use:
+        """What so many workers of a job take."""
+        cpus, gpus = self.demand_of(job)
+        return Use(workers, workers * cpus, workers * gpus)
+
+    def num_free(self, job: Job, used: Use) -> int | None:
+        """How many workers of a job fit beside what is `used`; None where that is not known."""
         limit = self.num_workers(job)
         if limit is None:
             return None
-        held = list(held)
         if self.max_workers is not None or self.hosts is None:
-            return max(0, limit - sum(each.workers for each in held))
-        free_cpus = sum(host.num_cpus for host in self.hosts)
-        free_gpus = sum(host.num_gpus for host in self.hosts)
-        for each in held:
-            cpus, gpus = self.demand_of(each.job)
-            free_cpus -= each.workers * cpus
-            free_gpus -= each.workers * gpus
+            return max(0, limit - used.workers)
+        free_cpus = sum(host.num_cpus for host in self.hosts) - used.cpus
+        free_gpus = sum(host.num_gpus for host in self.hosts) - used.gpus
         return max(0, min(limit, _num_fitting(free_cpus, free_gpus, *self.demand_of(job))))
+
+
+@dataclass(frozen=True)
+class Use:
+    """What workers take of the cluster."""
+
+    workers: int = 0
+    cpus: float = 0.0
+    gpus: float = 0.0
+
+    def __add__(self, other: Use) -> Use:
+        return Use(self.workers + other.workers, self.cpus + other.cpus, self.gpus + other.gpus)
+
+    def __sub__(self, other: Use) -> Use:
+        return Use(self.workers - other.workers, self.cpus - other.cpus, self.gpus - other.gpus)
 
 
 @dataclass(frozen=True)
@@ -184,6 +199,7 @@ class _Turn:
         self._blocked: Job | None = None
         self._blocked_of: dict[str, Job] = {}
         self._is_making_room = False
+        self._used = Use()
         for each in self.held:
             self._count(each)
 
@@ -194,6 +210,10 @@ class _Turn:
     def _count(self, held: Held) -> None:
         self._num_running[held.job.project] += 1
         self._shares[held.job.project] += held.workers
+        self._used += self._use_of(held)
+
+    def _use_of(self, held: Held) -> Use:
+        return self.capacity.use_of(held.job, held.workers)
 
     def consider(self, job: Job) -> None:
         """Start a job, or say why not."""
@@ -206,7 +226,7 @@ class _Turn:
     def _start(self, job: Job) -> None:
         sizes, limit = sizes_of_job(job), self._quota_left(job)
         most = sizes.world_size if limit is None else min(sizes.world_size, limit)
-        free = self.capacity.num_free(job, self.held)
+        free = self.capacity.num_free(job, self._used)
         workers = most if free is None else min(most, free)
         step = sizes.shard_group_size or 1
         workers = max(sizes.min_workers, workers // step * step)
@@ -247,7 +267,7 @@ class _Turn:
     def _room_reason(self, job: Job) -> str:
         """Why the cluster has no room for a job now; empty where it has."""
         least = sizes_of_job(job).min_workers
-        total, free = self.capacity.num_workers(job), self.capacity.num_free(job, self.held)
+        total, free = self.capacity.num_workers(job), self.capacity.num_free(job, self._used)
         if total is None or free is None:
             return ""
         if least > total:
@@ -264,22 +284,24 @@ class _Turn:
         """Let jobs of a lower priority pause where that is enough; what is said of it."""
         if self._is_making_room:
             return ""
-        leaving = [each for each in self.held if each.job.pause_requested or _is_ending(each.job)]
-        staying = [each for each in self.held if each not in leaving]
+        staying = [each for each in self.held if not _leaves(each.job)]
+        num_leaving = len(self.held) - len(staying)
+        used = sum((self._use_of(each) for each in staying), Use())
         victims: list[Held] = []
-        for each in sorted(filter(lambda each: _yields(each, job), staying), key=_cheapest_first):
-            if self._fits(job, least, staying, victims):
+        for each in sorted((held for held in staying if _yields(held, job)), key=_cheapest_first):
+            if self._fits(job, least, used):
                 break
             victims.append(each)
-        if not self._fits(job, least, staying, victims):
+            used -= self._use_of(each)
+        if not self._fits(job, least, used):
             return ""
         self.preemptions += [Preemption(each.job, job) for each in victims]
-        self._is_making_room = bool(leaving or victims)
-        return f"; {len(leaving) + len(victims)} job(s) make way"
+        num_leaving += len(victims)
+        self._is_making_room = num_leaving > 0
+        return f"; {num_leaving} job(s) make way"
 
-    def _fits(self, job: Job, least: int, staying: Sequence[Held], without: Sequence[Held]) -> bool:
-        rest = [each for each in staying if each not in without]
-        return (self.capacity.num_free(job, rest) or 0) >= least
+    def _fits(self, job: Job, least: int, used: Use) -> bool:
+        return (self.capacity.num_free(job, used) or 0) >= least
 
     # ---- order
 
@@ -300,8 +322,10 @@ class _Turn:
         return makes_way or self.now - ahead.waits_since < PASS_WINDOW_S
 
 
-def _is_ending(job: Job) -> bool:
-    return job.cancel_requested or job.status is JobStatus.STOPPING
+def _leaves(job: Job) -> bool:
+    """Whether a job gives its workers back soon, because somebody asked."""
+    is_ending = job.cancel_requested or job.status is JobStatus.STOPPING
+    return is_ending or job.pause_requested
 
 
 def _yields(held: Held, job: Job) -> bool:

@@ -9,7 +9,7 @@ makes way until it does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from service.backends.base import Backend
@@ -29,6 +29,8 @@ _LOCK = "queue"
 _LOCK_S = 10.0
 # Notes of those further behind would be written anew with every start ahead of them.
 MAX_PLACES = 200
+# New notes in one pass: the looks at the jobs that run wait for it.
+_MAX_NOTES = 500
 
 
 @dataclass
@@ -46,13 +48,17 @@ class QueueKeeper:
     clock: Callable[[], float]
     before_start: Callable[[Job], None] = lambda job: None
 
-    def admit(self) -> None:
-        """Start what may start, unless another replica is at it or nothing waits."""
-        if not _waiting(self.store.list_live_jobs()):
-            return
+    def admit(self, live: list[Job] | None = None) -> bool:
+        """Start what may start, unless another replica is at it or nothing waits.
+
+        `live` are the jobs that live, where the caller has just read them. True after a pass.
+        """
+        if not _waiting(self.store.list_live_jobs() if live is None else live):
+            return False
         with self.locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
             if is_held:
                 self._pass()
+        return is_held
 
     def _pass(self) -> None:
         live, now = self.store.list_live_jobs(), self.clock()
@@ -61,9 +67,8 @@ class QueueKeeper:
         try:
             capacity = self._capacity()
         except BackendUnreachable as error:
-            for job in queued:
-                place = Place(job, None, "the cluster does not answer")
-                self._guarded(job, self._note, place, str(error))
+            silent = [Place(job, None, "the cluster does not answer") for job in queued]
+            self._note_all(silent, str(error))
             return
         quotas = {project.name: project for project in self.projects.list()}
         self._carry_out(admit(queued, running, quotas, capacity, now), now)
@@ -78,11 +83,18 @@ class QueueKeeper:
         for begun in admission.starts:
             if self.clock() - now < _LOCK_S:
                 self._guarded(begun.job, self._start, begun, now)
-        for place in admission.places:
-            self._guarded(place.job, self._note, place)
+        self._note_all(admission.places)
+
+    def _note_all(self, places: Sequence[Place], message: str = "") -> None:
+        """Store where jobs stand, of the first that changed; the others in the next passes."""
+        changed = [
+            (place, noted) for place in places if (noted := _noted(place, message)) != place.job
+        ]
+        for place, noted in changed[:_MAX_NOTES]:
+            self._guarded(place.job, self.store.update_job, noted)
 
     @staticmethod
-    def _guarded(job: Job, act: Callable[..., None], *args: object) -> None:
+    def _guarded(job: Job, act: Callable[..., object], *args: object) -> None:
         """Act on a job; one that somebody wrote meanwhile is looked at in the next pass."""
         try:
             act(*args)
@@ -102,17 +114,6 @@ class QueueKeeper:
         note = QueueNote(workers=begun.workers, max_workers=begun.max_workers)
         self._store(start(job, now, note))
 
-    def _note(self, place: Place, message: str = "") -> None:
-        """Store where a job stands; `message` is what its cluster answered badly."""
-        known = QueueNote.of(place.job)
-        position, reason = place.position, place.reason
-        if position is not None and position > MAX_PLACES:
-            position, reason = None, f"more than {MAX_PLACES} jobs are ahead"
-        document = replace(known, position=position, reason=reason).document
-        noted = replace(place.job, queue_note=document, message=message)
-        if noted != place.job:
-            self.store.update_job(noted)
-
     def _store(self, decision: Decision) -> None:
         self.store.update_job(decision.job, attempt=decision.attempt, timeline=decision.timeline)
         for told in decision.timeline:
@@ -126,6 +127,15 @@ def capacity_of(settings: Settings, backend: Backend) -> Capacity:
         backend.check()
         return Capacity()
     return Capacity(backend.hosts() or None, settings.cluster_max_workers)
+
+
+def _noted(place: Place, message: str) -> Job:
+    """A job with where it stands; `message` is what its cluster answered badly."""
+    position, reason = place.position, place.reason
+    if position is not None and position > MAX_PLACES:
+        position, reason = None, f"more than {MAX_PLACES} jobs are ahead"
+    note = replace(QueueNote.of(place.job), position=position, reason=reason)
+    return replace(place.job, queue_note=note.document, message=message)
 
 
 def _waiting(live: list[Job]) -> list[Job]:

@@ -148,8 +148,9 @@ class Reconciler:
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:
-        self._queue.admit()
         jobs = self._store.list_live_jobs()
+        if self._queue.admit(jobs):
+            jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
         leased = self._lease()
         for job in jobs:
@@ -305,7 +306,7 @@ class Reconciler:
             reason = EndReason.STORAGE_ERROR
             message = f"cannot write the spec to run storage ({error}); check SHARDLOOM_RUNS_DIR"
         else:
-            return submission_accepted(job, attempt, self._clock())
+            return submission_accepted(job, attempt, self._clock(), following.notes)
         return submission_failed(job, attempt, reason, message, self._clock())
 
     def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:

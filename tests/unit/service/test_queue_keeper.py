@@ -203,6 +203,8 @@ def test_an_attempt_after_a_shortage_of_memory_runs_another_spec(house: House) -
     house.look(3, every_s=5)
     path = run_dir_of(house.settings, made.id).attempt(f"{made.id}-a1").spec_path
     assert load_spec(path.read_text()).parallelism.shard_group_size == 4
+    (sent,) = house.store.list_timeline(made.id, kinds=("attempt_submitted",))[1:]
+    assert sent.message.endswith("shard_group_size is 4, as memory ran out at 2")
 
 
 @pytest.mark.parametrize("silence_s", [600.0, 24 * 3600.0])

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from service.domain import JobStatus
 from service.errors import DeliveryNotFound, WebhookNotFound
 from service.settings import Settings
+from service.store import webhooks as store_webhooks
 from service.store.sql import SqlJobStore
 from service.store.webhooks import MAX_CLAIMED_EACH, WebhookStore
 from service.telemetry import Telemetry
@@ -386,7 +387,9 @@ def test_a_message_is_signed_and_sent_again_with_the_same_id_until_it_is_taken(
     webhook = _webhook(outbox, secret=f"sealed:{secret}")
     _submit(store)
     receiver = _Receiver(500, 503, 200)
-    _rounds(outbox, receiver, Settings(home=tmp_path), [NOW, NOW + 1, NOW + 10, NOW + 100, NOW + 1000])
+    _rounds(
+        outbox, receiver, Settings(home=tmp_path), [NOW, NOW + 1, NOW + 10, NOW + 100, NOW + 1000]
+    )
     [delivery] = outbox.list_deliveries(webhook.id)
     assert (delivery.state, delivery.num_tries) == (DeliveryState.DELIVERED, 3)
     assert len({headers["webhook-id"] for headers, _ in receiver.messages}) == 1
@@ -412,3 +415,22 @@ def test_a_dead_message_is_sent_again_by_hand(
     _rounds(outbox, _Receiver(200), Settings(home=tmp_path), [times[-1]])
     assert outbox.list_deliveries(webhook.id)[0].state is DeliveryState.DELIVERED
     assert outbox.get(webhook.id).num_dead_in_a_row == 0
+
+
+def test_a_webhook_that_goes_meanwhile_does_not_refuse_a_line(
+    store: SqlJobStore, outbox: WebhookStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    webhook = _webhook(outbox)
+    found = store_webhooks._listeners
+
+    def _stale(connection: Any, job_ids: set[str]) -> Any:
+        listening = found(connection, job_ids)
+        connection.execute(store_webhooks.webhooks.delete())
+        return listening
+
+    monkeypatch.setattr(store_webhooks, "_listeners", _stale)
+    job_id = _submit(store)
+    assert [line.kind for line in store.list_timeline(job_id)] == ["job_submitted"]
+    assert outbox.claim(NOW, claim_s=1.0) == []
+    with pytest.raises(WebhookNotFound):
+        outbox.get(webhook.id)

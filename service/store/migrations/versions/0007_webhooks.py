@@ -49,9 +49,6 @@ def upgrade() -> None:
         sa.Column("ended_at", sa.Float),
         sa.Column("status_code", sa.Integer),
         sa.Column("message", sa.Text, nullable=False),
-        sa.ForeignKeyConstraint(
-            ["webhook_id"], ["webhooks.id"], name=op.f("fk_webhook_deliveries_webhook_id")
-        ),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_webhook_deliveries")),
         sqlite_autoincrement=True,
     )

@@ -142,4 +142,3 @@ def _about(job_id: str) -> dict[str, str]:
 
 def _ns(moment: float) -> int:
     return int(moment * 1e9)
-

@@ -164,7 +164,7 @@ def test_a_job_that_cannot_be_read_is_named(api: Api, monkeypatch: pytest.Monkey
     def spoil(*_: object, **__: object) -> None:
         raise ValueError("a field of tomorrow")
 
-    monkeypatch.setattr("service.store.rows.JobSpec.model_validate", spoil)
+    monkeypatch.setattr("service.store.rows._spec_of", spoil)
     problem = problem_in(api.http.get(f"/v1/jobs/{job_id}"), 500, "job_unreadable")
     assert "a field of tomorrow" in problem["detail"]
     assert api.http.get("/v1/jobs").json()["items"] == []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.service.builders import spec
 from trainer import driver, failures
-from trainer.attempt import Attempt, DriverContext, Outcome, Restart, run_lives
+from trainer.attempt import PAUSED, Attempt, DriverContext, Outcome, Restart, run_lives
 from trainer.cluster import Host, hosts_of, num_that_fit, shortage
 from trainer.events import WorkersLost, read_record
 from trainer.failures import Failure
@@ -95,6 +96,37 @@ def test_a_spent_budget_ends_the_attempt_with_the_last_failure(attempt: Attempt)
     ended, _, _ = run(attempt, list(lost))
     assert ended == lost[2]
     assert [e.will_restart for e in losses_told(attempt)] == [True, True, False]
+
+
+def test_what_the_next_attempt_would_do_otherwise_ends_this_one(attempt: Attempt) -> None:
+    context = replace(attempt.context, end_on=frozenset({failures.DEVICE_OOM}))
+    short = Failure(failures.DEVICE_OOM, "rank 3")
+    ended, indices, _ = run(replace(attempt, context=context), [short])
+    assert (ended, indices) == (short, [0])
+    assert [e.will_restart for e in losses_told(attempt)] == [False]
+
+
+def test_a_pause_is_no_loss_and_is_followed_by_no_other_life(attempt: Attempt) -> None:
+    ended, indices, _ = run(attempt, [PAUSED])
+    assert (ended, indices) == (PAUSED, [0])
+    assert not attempt.context.files.stream_path("driver").exists()
+
+
+def test_hosts_to_avoid_and_reasons_to_end_on_come_by_the_environment(tmp_path: Path) -> None:
+    given = {
+        "SHARDLOOM_JOB_ID": "job-1",
+        "SHARDLOOM_ATTEMPT_ID": "job-1-a0",
+        "SHARDLOOM_RUN_DIR": str(tmp_path),
+    }
+    plain = DriverContext.from_env(given)
+    assert (plain.end_on, plain.avoided_hosts) == (frozenset(), ())
+    told = {
+        "SHARDLOOM_END_ON": "device_oom host_oom",
+        "SHARDLOOM_AVOIDED_HOSTS": "10.0.0.7=1800000600 fe80::1=1800000700",
+    }
+    context = DriverContext.from_env(given | told)
+    assert context.end_on == {"device_oom", "host_oom"}
+    assert context.avoided_hosts == (("10.0.0.7", 1800000600.0), ("fe80::1", 1800000700.0))
 
 
 def test_lost_hosts_do_not_spend_the_budget_but_wait_longer_each_time(attempt: Attempt) -> None:

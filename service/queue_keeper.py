@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from service.backends.base import Backend
 from service.domain import Job, JobStatus, QueueNote
 from service.errors import BackendUnreachable, StaleVersion
-from service.lifecycle import Decision, start
+from service.lifecycle import Decision, line, start
 from service.queue import Admission, Capacity, Place, Preemption, Start, admit
 from service.requests import preempt
 from service.settings import Settings
@@ -103,7 +103,12 @@ class QueueKeeper:
 
     def _preempt(self, preemption: Preemption, now: float) -> None:
         grace_s = self.settings.pause_grace_s
-        self._store(preempt(preemption.job, preemption.by, now, grace_s))
+        victim = preemption.job
+        self._store(preempt(victim, preemption.by, now, grace_s))
+        message = f"job {victim.id} ({victim.name}) of priority {victim.priority} makes way"
+        waiting = self.store.get_job(preemption.by.id)
+        told = line(waiting, None, now, "preempting", message)
+        self._store(Decision(waiting, None, timeline=(told,)))
 
     def _start(self, begun: Start, now: float) -> None:
         self.before_start(begun.job)

@@ -115,6 +115,8 @@ def test_a_lower_priority_makes_way_saves_and_comes_back_with_its_place(house: H
     house.look()
     files = run_dir_of(house.settings, low.id).attempt(f"{low.id}-a0")
     assert files.pause_request_path.exists()
+    assert kinds(house, urgent) == ["job_submitted", "preempting"]
+    house.look()
     assert "make way" in note_of(house, urgent).reason
     report(house, low, "paused")
     house.look(3)

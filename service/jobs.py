@@ -136,9 +136,7 @@ def _hash_of(spec: JobSpec) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def find_job(
-    store: JobStore, reference: str, projects: Collection[str] | None = None
-) -> Job:
+def find_job(store: JobStore, reference: str, projects: Collection[str] | None = None) -> Job:
     """The job with this id, else the newest with this name, else the one whose id starts so.
 
     `projects` are those whose jobs may be seen, None for all. Raises `JobNotFound`, also where a

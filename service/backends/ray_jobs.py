@@ -24,6 +24,8 @@ _STATES = {
     "STOPPED": ObservedState.STOPPED,
 }
 _MAX_ERROR_CHARS = 500
+# Ray tells of 100 unless asked for more, and of no more than this.
+_MAX_NODES = 10_000
 
 
 class RayJobsBackend:
@@ -107,7 +109,11 @@ class RayJobsBackend:
 
     def hosts(self) -> tuple[HostFacts, ...]:
         """Live hosts of the cluster; empty where this Ray does not tell."""
-        body = _json_object(self._send("GET", "/api/v0/nodes"))
+        response = self._send("GET", "/api/v0/nodes", params={"limit": _MAX_NODES})
+        if response.status_code in (401, 403, 429) or response.is_server_error:
+            # No answer about the hosts is not the answer that nobody knows them.
+            raise BackendUnreachable(self._strange(response))
+        body = _json_object(response)
         try:
             nodes = body["data"]["result"]["result"]
             alive = [node for node in nodes if node["state"] == "ALIVE"]

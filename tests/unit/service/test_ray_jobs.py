@@ -170,3 +170,9 @@ def test_a_cluster_that_does_not_tell_its_hosts_has_none_known(body: object) -> 
 def test_hosts_of_a_cluster_that_is_away_are_not_to_be_had() -> None:
     with pytest.raises(BackendUnreachable):
         _backend(_fails(httpx.ConnectError)).hosts()
+
+
+@pytest.mark.parametrize("status", [401, 429, 500, 503])
+def test_a_cluster_that_fails_to_tell_its_hosts_is_no_cluster_without_hosts(status: int) -> None:
+    with pytest.raises(BackendUnreachable):
+        _backend(_answers(status, text="GCS is away")).hosts()

@@ -31,6 +31,8 @@ _LOCK_S = 10.0
 MAX_PLACES = 200
 # New notes in one pass: the looks at the jobs that run wait for it.
 _MAX_NOTES = 500
+# A job may wait for days: its cluster is not asked for its hosts every second.
+_CAPACITY_AGE_S = 3.0
 
 
 @dataclass
@@ -47,6 +49,9 @@ class QueueKeeper:
     settings: Settings
     clock: Callable[[], float]
     before_start: Callable[[Job], None] = lambda job: None
+
+    def __post_init__(self) -> None:
+        self._seen: tuple[float, Capacity] | None = None
 
     def admit(self, live: list[Job] | None = None) -> bool:
         """Start what may start, unless another replica is at it or nothing waits.
@@ -74,8 +79,11 @@ class QueueKeeper:
         self._carry_out(admit(queued, running, quotas, capacity, now), now)
 
     def _capacity(self) -> Capacity:
-        """What the cluster has; raises `BackendUnreachable`."""
-        return capacity_of(self.settings, self.backend)
+        """What the cluster has, or had a moment ago; raises `BackendUnreachable`."""
+        if self._seen is None or not 0.0 <= self.clock() - self._seen[0] < _CAPACITY_AGE_S:
+            self._seen = None
+            self._seen = (self.clock(), capacity_of(self.settings, self.backend))
+        return self._seen[1]
 
     def _carry_out(self, admission: Admission, now: float) -> None:
         for preemption in admission.preemptions:

@@ -74,7 +74,7 @@ def describe(error: Exception) -> RenderableType:
         )
     if isinstance(error, NotSignedIn):
         return _message(str(error), "`shardloom login` keeps an API key for this service")
-    if isinstance(error, NotFound):
+    if isinstance(error, NotFound) and error.code == "job_not_found":
         return _message(str(error), "`shardloom ps --all` lists the jobs")
     return _message(str(error))
 

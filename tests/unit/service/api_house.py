@@ -16,7 +16,6 @@ from service.telemetry import Telemetry
 from tests.unit.service.builders import spec_document
 from trainer.events import EventBatch
 
-
 # In local mode the service answers for no other host.
 LOOPBACK_URL = "http://127.0.0.1:8700"
 

@@ -13,9 +13,9 @@ from service.backends.fake import FakeBackend, Script
 from service.domain import JobStatus
 from service.errors import JobUnreadable, StoreUnavailable
 from service.lifecycle import NOT_FOUND_GRACE_S
-from service.requests import request_cancel
 from service.outbox import LATE_RECORDS_S
 from service.reconciler import Reconciler
+from service.requests import request_cancel
 from service.store.sql import SqlJobStore
 from service.telemetry import Telemetry
 from tests.unit.service.builders import (

@@ -265,7 +265,6 @@ def test_the_newest_attempt_that_has_a_trace_is_meant_unless_one_is_named(
         "..%2Fspec.json",
         "..%2F..%2F..%2Fspec.json",
         "%2Fetc%2Fpasswd",
-        "spec-rank0.json.gz%00",
         "spec-rank0.json.gz%0A",
         "spec-rank00.json.gz",
         "spec-rank\u0661.json.gz",
@@ -278,6 +277,11 @@ def test_what_is_gone_or_no_name_of_a_trace_is_not_found(api: Api, job_id: str, 
     response = api.http.get(f"/v1/jobs/{job_id}/traces/{name}")
     assert response.status_code == 404
     assert response.headers["content-type"] == "application/problem+json"
+
+
+def test_a_name_with_a_nul_character_is_refused(api: Api, job_id: str) -> None:
+    response = api.http.get(f"/v1/jobs/{job_id}/traces/spec-rank0.json.gz%00")
+    assert problem_in(response, 422, "invalid_request")["fields"][0]["code"] == "nul"
 
 
 def test_a_folder_with_the_name_of_a_trace_is_not_found(api: Api, job_id: str) -> None:

@@ -26,7 +26,7 @@ from trainer.elastic.checkpoint import list_committed
 from trainer.run_dir import RunDir
 
 NAME = "checkpoint_stall"
-PAIRS = 3
+PAIRS = 12
 WORKLOAD = Workload(world_size=4, shard_group_size=2, table_rows=20_000)
 STEPS = 100
 SYNC_EVERY_STEPS = 16

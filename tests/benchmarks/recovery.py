@@ -42,7 +42,7 @@ from trainer import events
 from trainer.elastic.faults import Fault
 
 NAME = "recovery"
-PAIRS = 1
+PAIRS = 3
 FAULT_COMMIT = 25
 VICTIM_GROUP = 1
 _WATCH_S = 1.0

@@ -38,7 +38,7 @@ from trainer import events
 from trainer.elastic.resize_request import ResizeRequest
 
 NAME = "resize"
-PAIRS = 1
+PAIRS = 3
 GOALS = [Goal("pause_over_ray", "pause_s", "s", 0.1, "lower", "elastic Ray Train, tuned")]
 
 

@@ -15,6 +15,7 @@
     │   └── DeliveryNotFound                  delivery_not_found
     ├── Conflict                      409
     │   ├── IdempotencyConflict               idempotency_conflict
+    │   ├── RequestUnderWay                   request_under_way (`Retry-After`)
     │   ├── JobEnded                          job_ended
     │   ├── JobNotEnded                       job_not_ended
     │   ├── JobNotRunning                     job_not_running
@@ -216,8 +217,24 @@ class IdempotencyConflict(Conflict):
 
     def __init__(self, key: str) -> None:
         super().__init__(
-            f"Idempotency-Key '{key}' was used before with another spec; use a new key"
+            f"Idempotency-Key '{key}' was used before with another request; use a new key"
         )
+
+
+class RequestUnderWay(Conflict):
+    """A request was repeated while the first one is still being carried out."""
+
+    code = "request_under_way"
+
+    def __init__(self, key: str) -> None:
+        super().__init__(
+            f"the first request with Idempotency-Key '{key}' is still being carried out; ask again"
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to ask again."""
+        return {"Retry-After": "1"}
 
 
 class JobEnded(Conflict):

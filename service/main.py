@@ -16,6 +16,7 @@ from functools import partial
 import uvicorn
 from fastapi import Depends, FastAPI
 from pydantic import ValidationError
+from sqlalchemy import Engine
 from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.gzip import GZipMiddleware
 
@@ -42,6 +43,7 @@ from service.api.gate import Gate
 from service.api.measuring import Measuring
 from service.api.middleware import BodyLimit, KnownHosts, RequestIds, SafeHeaders
 from service.api.problems import add_error_handlers
+from service.api.repeats import Repeats
 from service.backends.base import Backend
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
@@ -50,6 +52,7 @@ from service.reconciler import Reconciler
 from service.security.bundle import Security
 from service.security.hosts import check_address
 from service.settings import Settings
+from service.store.answers import AnswerStore
 from service.store.projects import ProjectStore
 from service.store.sql import SqlJobStore
 from service.store.webhooks import WebhookStore
@@ -104,15 +107,16 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
         from service.dashboard.pages import mount
 
         mount(app, store, settings, reconciler.wake)
-    _add_middleware(app, settings, security, telemetry)
+    _add_middleware(app, settings, security, telemetry, store.engine)
     openapi.install(app)
     return app
 
 
 def _add_middleware(
-    app: FastAPI, settings: Settings, security: Security, telemetry: Telemetry
+    app: FastAPI, settings: Settings, security: Security, telemetry: Telemetry, engine: Engine
 ) -> None:
     """What is around every request; the first one added is the innermost."""
+    app.add_middleware(Repeats, store=AnswerStore(engine), master=security.master)
     app.add_middleware(Gate, settings=settings, security=security)
     app.add_middleware(BodyLimit, limit_bytes=settings.max_body_bytes)
     app.add_middleware(GZipMiddleware, minimum_size=_GZIP_FROM_BYTES, compresslevel=_GZIP_LEVEL)

@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
+from service.api.repeats import MAX_KEY_CHARS, takes_key_here
 from service.api.schemas import Problem
 from service.security.policy import RULES, UNLISTED, Scope
 
@@ -18,6 +19,13 @@ _PROBLEM = "application/problem+json"
 _REFERENCE = "#/components/schemas/{model}"
 _FASTAPI_MODELS = ("HTTPValidationError", "ValidationError")
 _METHODS = ("get", "put", "post", "delete", "patch")
+_KEY_HEADER = {
+    "name": "Idempotency-Key",
+    "in": "header",
+    "required": False,
+    "description": "A request that is repeated with its key within a day gets the first answer.",
+    "schema": {"type": "string", "minLength": 1, "maxLength": MAX_KEY_CHARS},
+}
 _EXAMPLE = {
     "type": "about:blank",
     "title": "Job not found",
@@ -59,6 +67,8 @@ def _document_of(app: FastAPI) -> dict[str, Any]:
     }
     for method, path, operation in _operations(document):
         _describe_errors(operation)
+        if takes_key_here(method.upper(), path):
+            operation.setdefault("parameters", []).append(_KEY_HEADER)
         rule = RULES.get((method.upper(), path), UNLISTED)
         # The second one says that local mode asks for none.
         operation["security"] = [] if rule.scope is Scope.PUBLIC else [{"key": []}, {}]

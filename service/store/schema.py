@@ -5,7 +5,7 @@ Who needs the whole schema (migrations, deletion) takes `metadata` from here, so
 
 from __future__ import annotations
 
-from service.store import keys, projects, webhooks  # noqa: F401  (their tables join the metadata)
+from service.store import answers, keys, projects, webhooks  # noqa: F401  (their tables join the metadata)
 from service.store.tables import metadata
 
 __all__ = ["metadata"]

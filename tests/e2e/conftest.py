@@ -77,9 +77,13 @@ def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
     store.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[Browser]:
-    """Headless Chromium, as Debian packages it."""
+    """Headless Chromium, as Debian packages it.
+
+    It ends with this folder's tests: while it lives playwright's event loop counts as running, and
+    no other test could run one.
+    """
     if _CHROMIUM is None:
         pytest.skip("needs a browser: no 'chromium' on PATH (apt-get install chromium)")
     with sync_playwright() as playwright:

@@ -9,7 +9,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from random import Random
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -115,6 +117,29 @@ def test_a_killed_service_disturbs_no_job_and_loses_no_metric(
     assert_whole(stack, ended)
     assert ended.num_attempts == 1
     assert len(stack.timeline(job.id, "workers_started")) == 1
+
+
+@pytest.mark.timeout(600)
+def test_a_service_that_is_killed_again_and_again_brings_five_jobs_to_their_end(
+    stack: Stack, small_movielens: Path
+) -> None:
+    alone = ("parallelism.workers=1", "parallelism.shard_group_size=1", "training.epochs=2")
+    jobs = [stack.submit(small_movielens, *SMALL, *alone, f"name=job{n}").id for n in range(5)]
+    random, ended, num_kills = Random(5), set[str](), 0
+    while len(ended) < len(jobs):
+        time.sleep(random.uniform(0.5, 5.0))
+        if num_kills < 15:
+            stack.kill_service()
+            stack.up()
+            num_kills += 1
+        ended |= {job for job in jobs if stack.client.get_job(job).status.is_terminal}
+    assert num_kills >= 5
+    for job_id in jobs:
+        job = stack.wait_for_end(job_id)
+        assert_whole(stack, job)
+        assert job.num_attempts == 1
+        assert len(stack.timeline(job_id, "workers_started")) == 1
+        assert not stack.timeline(job_id, "cancel_requested")
 
 
 def test_a_job_goes_on_after_the_whole_stack_went_down_and_up(

@@ -208,8 +208,8 @@ class QueueNote:
 
     While it waits: its `position` (from 1) and `reason`. Once it started: the `workers` that it was
     counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
-    `stop_at` (Unix seconds), when it is stopped whether it saved or not, and the id of the job that
-    it makes way for (`preempted_by`), if any.
+    `stop_at` (Unix seconds), when it is stopped whether it saved or not, `stop_sent` once it was,
+    and the id of the job that it makes way for (`preempted_by`), if any.
     """
 
     position: int | None = None
@@ -217,6 +217,7 @@ class QueueNote:
     workers: int | None = None
     max_workers: int | None = None
     stop_at: float | None = None
+    stop_sent: bool | None = None
     preempted_by: str | None = None
 
     @classmethod

@@ -96,6 +96,9 @@ def decide(job: Job, attempt: Attempt | None, observation: Observation, now: flo
         return Decision(job, attempt)
     if attempt is None or attempt.end_reason is not None:
         return _between_attempts(job, attempt, now)
+    if _has_existed(attempt, observation):
+        # A job goes back once: the next attempt follows what this one saved.
+        job = replace(job, resume_from=None)
     end = _end_of(job, attempt, observation, now)
     if end is not None:
         return _end_attempt(job, attempt, end, now)
@@ -186,6 +189,12 @@ def _end_of(job: Job, attempt: Attempt, observation: Observation, now: float) ->
     return _explain(job, attempt, observation) if has_ended else None
 
 
+def _has_existed(attempt: Attempt, observation: Observation) -> bool:
+    """Whether the attempt is known to have reached the cluster, with or without an answer."""
+    unknown = (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND)
+    return attempt.reported_end is not None or observation.state not in unknown
+
+
 def _s_since_report(attempt: Attempt, now: float) -> float:
     return now - attempt.reported_end.time if attempt.reported_end else 0.0
 
@@ -206,13 +215,15 @@ def _explain(job: Job, attempt: Attempt, observation: Observation) -> _End:
         end = _End(attempt.reported_end.reason, attempt.reported_end.message)
     if is_stopping(job) and end.reason is not EndReason.COMPLETED:
         return _End(EndReason.CANCELLED, "cancelled on request")
+    was_stopped_by_us = job.pause_requested or bool(QueueNote.of(job).stop_sent)
+    if end.reason is EndReason.CANCELLED and was_stopped_by_us:
+        # Also of a pause that was taken back after the stop had gone out.
+        message = "stopped before it had saved; training goes on from the newest checkpoint"
+        return _End(EndReason.PAUSED, message)
     if not job.pause_requested:
         return end
     if attempt.submitted_at is None and end.reason is EndReason.FORGOTTEN:
         return _End(EndReason.PAUSED, "paused before it was submitted")
-    if end.reason is EndReason.CANCELLED:
-        message = "stopped before it had saved; training goes on from the newest checkpoint"
-        return _End(EndReason.PAUSED, message)
     return end
 
 
@@ -353,7 +364,11 @@ def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> 
     is_late = stop_at is not None and now >= stop_at
     has_begun = observation.state is ObservedState.RUNNING
     pausing = replace(job, message="pausing: the workers save a checkpoint and leave")
-    return Decision(pausing, attempt, Action.PAUSE if has_begun and not is_late else Action.STOP)
+    if has_begun and not is_late:
+        return Decision(pausing, attempt, Action.PAUSE)
+    # Stored before it is sent: the end that follows is not somebody else's doing.
+    note = replace(QueueNote.of(job), stop_sent=True)
+    return Decision(replace(pausing, queue_note=note.document), attempt, Action.STOP)
 
 
 def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 # Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
 LATE_RECORDS_S = 30.0
+# How long a job waits for records that storage does not give out.
+PATIENCE_S = 60.0
 _BATCH_SIZE = 500
 
 
@@ -43,15 +45,27 @@ class OutboxCollector:
         self._telemetry = telemetry
         self._clock = clock
         self._due_at: dict[tuple[str, int], float] = {}
+        self._unreadable_since: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
 
     def collect(self, job_id: str, index: int) -> None:
-        """Take the records of attempt `index` of a job; raises OSError if storage fails."""
+        """Take the records of attempt `index` of a job; raises OSError if storage fails.
+
+        What cannot be read for `PATIENCE_S` is left behind: its job must get on without it.
+        """
         attempt = attempt_id(job_id, index)
         outbox_dir = run_dir_of(self._settings, job_id).attempt(attempt).outbox_dir
         positions = self._store.stream_positions(attempt)
-        for batch in unread_batches(outbox_dir, positions, self._clock()):
-            self._take(attempt, batch)
+        try:
+            for batch in unread_batches(outbox_dir, positions, self._clock()):
+                self._take(attempt, batch)
+        except OSError as error:
+            since = self._unreadable_since.setdefault((job_id, index), self._clock())
+            if self._clock() - since < PATIENCE_S:
+                raise
+            logger.error("attempt %s: some of its records are left behind: %s", attempt, error)
+        else:
+            self._unreadable_since.pop((job_id, index), None)
 
     def collect_later(self, job_id: str, index: int) -> None:
         """Collect again when the last worker of the attempt must have ended."""
@@ -92,13 +106,20 @@ def unread_batches(
     """Batches of every stream from `positions` (stream -> next sequence number) on.
 
     Only whole lines count. `now` (Unix seconds) dates the note that takes the place of a damaged
-    line, so that the numbers of the lines after it still hold. Raises OSError.
+    line, so that the numbers of the lines after it still hold. Raises OSError in the end where a
+    stream could not be read, after the others.
     """
+    problem: OSError | None = None
     for path in sorted(outbox_dir.glob("*.jsonl"), key=stream_order):
         if not re.match(STREAM_PATTERN, path.stem):
             logger.warning("not a stream of records, left alone: %s", path)
             continue
-        yield from _unread_of(path, positions.get(path.stem, 0), now)
+        try:
+            yield from _unread_of(path, positions.get(path.stem, 0), now)
+        except OSError as error:
+            problem = error
+    if problem is not None:
+        raise problem
 
 
 def _unread_of(path: Path, next_seq: int, now: float) -> Iterator[EventBatch]:

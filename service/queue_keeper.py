@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from service.backends.base import Backend
 from service.domain import Job, JobStatus, QueueNote
-from service.errors import BackendUnreachable, StaleVersion
+from service.errors import BackendUnreachable, ServiceError, StaleVersion, StoreUnavailable
 from service.lifecycle import Decision, line, start
 from service.queue import Admission, Capacity, Place, Preemption, Start, admit
 from service.requests import preempt
@@ -103,11 +103,18 @@ class QueueKeeper:
 
     @staticmethod
     def _guarded(job: Job, act: Callable[..., object], *args: object) -> None:
-        """Act on a job; one that somebody wrote meanwhile is looked at in the next pass."""
+        """Act on a job; one that somebody wrote meanwhile is looked at in the next pass.
+
+        What is wrong with one job, such as files that cannot be read, holds up no other.
+        """
         try:
             act(*args)
         except StaleVersion as error:
             logger.debug("job %s: %s", job.id, error)
+        except (OSError, ServiceError) as error:
+            if isinstance(error, StoreUnavailable):
+                raise
+            logger.warning("job %s stays in the queue for now: %s", job.id, error)
 
     def _preempt(self, preemption: Preemption, now: float) -> None:
         grace_s = self.settings.pause_grace_s
@@ -139,7 +146,7 @@ def capacity_of(settings: Settings, backend: Backend) -> Capacity:
         # The cluster need not have room, but it has to be there.
         backend.check()
         return Capacity()
-    return Capacity(backend.hosts() or None, settings.cluster_max_workers)
+    return Capacity(backend.hosts(), settings.cluster_max_workers)
 
 
 def _noted(place: Place, message: str) -> Job:

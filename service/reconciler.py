@@ -42,7 +42,7 @@ from service.outbox import OutboxCollector
 from service.queue_keeper import QueueKeeper
 from service.request_context import about
 from service.resizing import carry_over
-from service.run_files import ask_to_pause, note_rewind, write_job
+from service.run_files import ask_to_pause, note_rewind, withdraw_pause, write_job
 from service.settings import Settings
 from service.store.projects import Locks, ProjectStore
 from service.store.sql import SqlJobStore
@@ -149,7 +149,7 @@ class Reconciler:
 
     def _dispatch(self) -> None:
         jobs = self._store.list_live_jobs()
-        if self._queue.admit(jobs):
+        if self._admit(jobs):
             jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
         leased = self._lease()
@@ -162,6 +162,14 @@ class Reconciler:
             late.add_done_callback(partial(self._note_error, job_id))
         if self._housekeeper.take_due():
             self._pool.submit(self._housekeeper.run).add_done_callback(_note_housekeeping)
+
+    def _admit(self, jobs: list[Job]) -> bool:
+        """Let the queue start what may; whatever goes wrong there, those that run are looked at."""
+        try:
+            return self._queue.admit(jobs)
+        except Exception as error:
+            _log_error("the queue stands still", error)
+            return True
 
     def _lease(self) -> frozenset[str]:
         """The live jobs that are this replica's to look at; see `service.store.leases`."""
@@ -282,6 +290,9 @@ class Reconciler:
             self._apply(job, tried, self._submit(job, tried))
         elif action is Action.PAUSE:
             ask_to_pause(self._settings, attempt)
+            if not self._store.get_job(job.id).pause_requested:
+                # Taken back between the look and the request; who took it back found none yet.
+                withdraw_pause(self._settings, job.id, attempt.id)
         elif action is Action.STOP:
             try:
                 self._backend.stop(attempt.id)

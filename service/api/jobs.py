@@ -80,7 +80,7 @@ def submit(
 def _hosts(backend: Backend) -> tuple[HostFacts, ...]:
     """Hosts of the cluster, as far as it answers: a plan can do without."""
     try:
-        return backend.hosts()
+        return backend.hosts() or ()
     except BackendUnreachable:
         return ()
 

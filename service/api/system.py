@@ -22,7 +22,7 @@ def get_cluster(context: ContextDep) -> ClusterOut:
     hosts: tuple[HostFacts, ...] = ()
     try:
         reachable, message = True, backend.check()
-        hosts = backend.hosts()
+        hosts = backend.hosts() or ()
     except BackendUnreachable as error:
         reachable, message = False, str(error)
     return ClusterOut(

@@ -54,8 +54,8 @@ class Backend(Protocol):
     def check(self) -> str:
         """Return a line about the cluster; raises `BackendUnreachable`."""
 
-    def hosts(self) -> tuple[HostFacts, ...]:
-        """Live hosts of the cluster; empty if not to be had. Raises `BackendUnreachable`."""
+    def hosts(self) -> tuple[HostFacts, ...] | None:
+        """Live hosts of the cluster; None if it does not tell them. Raises `BackendUnreachable`."""
 
     def close(self) -> None:
         """Release connections."""

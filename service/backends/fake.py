@@ -141,11 +141,12 @@ class FakeBackend:
         self._check_up()
         return "fake cluster"
 
-    def hosts(self) -> tuple[HostFacts, ...]:
-        """The hosts that a test set; none before."""
+    def hosts(self) -> tuple[HostFacts, ...] | None:
+        """The hosts that a test set; not to be had before."""
         self._check_up()
-        found = json.loads(self._hosts.read_text()) if self._hosts.exists() else []
-        return tuple(HostFacts(**host) for host in found)
+        if not self._hosts.exists():
+            return None
+        return tuple(HostFacts(**host) for host in json.loads(self._hosts.read_text()))
 
     def _check_up(self) -> None:
         if self._down.exists():

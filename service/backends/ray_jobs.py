@@ -107,11 +107,17 @@ class RayJobsBackend:
             raise BackendUnreachable(self._strange(response))
         return f"Ray {version}"
 
-    def hosts(self) -> tuple[HostFacts, ...]:
-        """Live hosts of the cluster; empty where this Ray does not tell."""
+    def hosts(self) -> tuple[HostFacts, ...] | None:
+        """Live hosts of the cluster; None where this Ray does not tell.
+
+        Raises `BackendUnreachable`, also for an answer that is none of Ray's: a page of a proxy is
+        not a cluster of unknown size.
+        """
         response = self._send("GET", "/api/v0/nodes", params={"limit": _MAX_NODES})
-        if response.status_code in (401, 403, 429) or response.is_server_error:
-            # No answer about the hosts is not the answer that nobody knows them.
+        if response.status_code == httpx.codes.NOT_FOUND:
+            self.check()
+            return None
+        if not response.is_success:
             raise BackendUnreachable(self._strange(response))
         body = _json_object(response)
         try:
@@ -119,7 +125,7 @@ class RayJobsBackend:
             alive = [node for node in nodes if node["state"] == "ALIVE"]
             return _hosts_of((str(node["node_ip"]), node["resources_total"]) for node in alive)
         except (KeyError, TypeError, ValueError):
-            return ()
+            raise BackendUnreachable(self._strange(response)) from None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

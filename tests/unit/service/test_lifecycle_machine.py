@@ -57,6 +57,7 @@ class Lifecycle(RuleBasedStateMachine):
         self.is_answering = True
         self.asked_to_pause: set[str] = set()
         self.num_restarts = 0
+        self.was_cancelled = False
         self.ended: Job | None = None
 
     # ---- what happens around
@@ -95,6 +96,7 @@ class Lifecycle(RuleBasedStateMachine):
     @precondition(lambda self: self.attempts)
     @rule()
     def somebody_cancels(self) -> None:
+        self.was_cancelled = True
         self._store(request_cancel(self.job, self.now).job)
 
     @rule()
@@ -115,7 +117,7 @@ class Lifecycle(RuleBasedStateMachine):
         again = request_restart(self.job, "step-00000100-a0-r0", 100, self.now).job
         if again is not self.job:
             self.num_restarts += 1
-            self.ended = None
+            self.was_cancelled, self.ended = False, None
         self._store(again)
 
     # ---- what the service does
@@ -210,6 +212,10 @@ class Lifecycle(RuleBasedStateMachine):
     def what_has_ended_stays_so(self) -> None:
         if self.ended is not None:
             assert self.job == self.ended
+
+    @invariant()
+    def only_who_was_cancelled_is(self) -> None:
+        assert self.was_cancelled or self.job.status is not JobStatus.CANCELLED
 
     @invariant()
     def budgets_hold(self) -> None:

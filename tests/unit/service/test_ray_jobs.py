@@ -162,9 +162,25 @@ def test_live_nodes_of_an_address_are_one_host() -> None:
 
 
 @pytest.mark.parametrize("body", [{}, {"data": {"result": None}}, {"data": {"result": {}}}])
-def test_a_cluster_that_does_not_tell_its_hosts_has_none_known(body: object) -> None:
+def test_an_answer_that_is_none_of_rays_is_no_cluster_of_unknown_size(body: object) -> None:
+    with pytest.raises(BackendUnreachable):
+        _backend(_answers(200, body=body)).hosts()
+    with pytest.raises(BackendUnreachable):
+        _backend(_answers(404, text="no such page")).hosts()
+
+
+def test_a_cluster_without_a_live_host_is_known_to_be_empty() -> None:
+    body = {"data": {"result": {"result": [_node("10.0.0.1", state="DEAD", CPU=8.0)]}}}
     assert _backend(_answers(200, body=body)).hosts() == ()
-    assert _backend(_answers(404, text="no such page")).hosts() == ()
+
+
+def test_a_ray_that_cannot_tell_its_hosts_is_asked_for_its_version() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/version":
+            return httpx.Response(200, json={"ray_version": "2.9.0"})
+        return httpx.Response(404, text="404: Not Found")
+
+    assert _backend(answer).hosts() is None
 
 
 def test_hosts_of_a_cluster_that_is_away_are_not_to_be_had() -> None:
@@ -172,7 +188,7 @@ def test_hosts_of_a_cluster_that_is_away_are_not_to_be_had() -> None:
         _backend(_fails(httpx.ConnectError)).hosts()
 
 
-@pytest.mark.parametrize("status", [401, 429, 500, 503])
+@pytest.mark.parametrize("status", [302, 401, 429, 500, 503])
 def test_a_cluster_that_fails_to_tell_its_hosts_is_no_cluster_without_hosts(status: int) -> None:
     with pytest.raises(BackendUnreachable):
         _backend(_answers(status, text="GCS is away")).hosts()

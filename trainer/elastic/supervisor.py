@@ -135,7 +135,8 @@ class GroupsLife:
             return Ended(failure)
         if self._is_nobody_left():
             return self._last_words()
-        if self.setting.attempt.context.is_pause_wanted:
+        # A pause once seen ends the attempt: nobody tells the leader that it need not save any more.
+        if self._is_pausing or self.setting.attempt.context.is_pause_wanted:
             return self._pause()
         return self._keep_up()
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.service.builders import spec
 from trainer import events, failures
-from trainer.attempt import Attempt, DriverContext
+from trainer.attempt import PAUSED, Attempt, DriverContext
 from trainer.cluster import Host
 from trainer.elastic import stop_request
 from trainer.elastic.detect import HostPolicy, HostRecord
@@ -496,3 +496,16 @@ def test_groups_that_never_trained_have_nothing_to_save(life: GroupsLife) -> Non
     assert ended is not None
     assert ended.failure is not None
     assert ended.failure.reason == failures.PAUSED
+
+
+def test_a_pause_that_is_taken_back_too_late_ends_the_attempt_all_the_same(
+    life: GroupsLife,
+) -> None:
+    begun(life)
+    files = life.setting.attempt.context.files
+    files.pause_request_path.touch()
+    assert look(life) is None
+    files.pause_request_path.unlink()
+    assert look(life) is None, "the leader has not saved yet"
+    files.stopping_path(life.run_index).touch()
+    assert look(life) == Ended(PAUSED)

@@ -15,13 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from pydantic import BaseModel
 
-from trainer.events import Event, EventAck, EventBatch, read_record
+from trainer.events import Count, Event, EventBatch, read_record
 from trainer.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCH = 500
+
+
+class _Answer(BaseModel):
+    """What an acknowledgement and a refusal of a batch (409) both say."""
+
+    next_seq: Count
 
 
 class EventWriter:
@@ -103,8 +110,17 @@ class OutboxPoster:
 
     def _run(self) -> None:
         while not self._stopping.wait(self._interval_s):
+            self._try_post_new()
+        self._try_post_new()
+
+    def _try_post_new(self) -> None:
+        """Post what is new; whatever goes wrong, the thread lives on and tries again."""
+        try:
             self.post_new()
-        self.post_new()
+        except Exception:  # a fault of ours, which must not cost the job its events
+            if self._is_reachable:
+                logger.exception("events stay on storage for now, posting them failed")
+            self._is_reachable = False
 
     def post_new(self) -> None:
         """Post every unacknowledged record, stream by stream, until done or not answered."""
@@ -117,26 +133,36 @@ class OutboxPoster:
         """Post one batch; True when more may follow at once."""
         try:
             events, offset = reader.peek()
+            if not events:
+                return False
+            batch = EventBatch(stream=stream, first_seq=reader.next_seq, events=events)
+            response = self._send(batch)
+            return response is not None and self._take_answer(reader, batch, offset, response)
         except OSError as error:
             logger.warning("cannot read stream %s: %s", stream, error)
             return False
-        if not events:
-            return False
-        batch = EventBatch(stream=stream, first_seq=reader.next_seq, events=events)
-        response = self._send(batch)
-        if response is None:
-            return False
-        if response.status_code == httpx.codes.CONFLICT:
-            return self._resume_at(reader, int(response.json()["next_seq"]))
-        if response.is_error:
+
+    def _take_answer(
+        self, reader: _StreamReader, batch: EventBatch, offset: int, response: httpx.Response
+    ) -> bool:
+        """Go where the service wants; `offset` is behind the batch. True when more may follow."""
+        is_conflict = response.status_code == httpx.codes.CONFLICT
+        if not (response.is_success or is_conflict):
             self._note_unreachable(f"answered {response.status_code}")
             return False
-        ack = EventAck.model_validate_json(response.content)
-        if ack.next_seq == reader.next_seq + len(events):
-            reader.next_seq, reader.offset = ack.next_seq, offset
+        try:
+            next_seq = _Answer.model_validate_json(response.content).next_seq
+        except ValueError:  # not the service, but something that stands before it
+            self._note_unreachable(f"answered {response.status_code} without `next_seq`")
+            return False
+        if is_conflict:
+            return self._resume_at(reader, next_seq)
+        self._note_reachable()
+        if next_seq == batch.first_seq + len(batch.events):
+            reader.next_seq, reader.offset = next_seq, offset
         else:
-            reader.rewind(ack.next_seq)
-        return True
+            reader.rewind(next_seq)
+        return next_seq > batch.first_seq
 
     def _resume_at(self, reader: _StreamReader, next_seq: int) -> bool:
         if next_seq >= reader.next_seq:
@@ -147,7 +173,7 @@ class OutboxPoster:
 
     def _send(self, batch: EventBatch) -> httpx.Response | None:
         try:
-            response = self._client.post(
+            return self._client.post(
                 self._url,
                 content=batch.model_dump_json(),
                 headers={"Content-Type": "application/json"},
@@ -155,10 +181,11 @@ class OutboxPoster:
         except httpx.HTTPError as error:
             self._note_unreachable(str(error))
             return None
-        if not self._is_reachable and response.is_success:
+
+    def _note_reachable(self) -> None:
+        if not self._is_reachable:
             logger.info("the service answers again; events go out")
-            self._is_reachable = True
-        return response
+        self._is_reachable = True
 
     def _note_unreachable(self, why: str) -> None:
         if self._is_reachable:

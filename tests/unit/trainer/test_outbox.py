@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -40,6 +41,9 @@ class Service:
         return self.faults is not None and self.faults.random() < 0.3
 
 
+Answers = Callable[[httpx.Request], httpx.Response]
+
+
 @pytest.fixture
 def outbox(tmp_path: Path) -> Path:
     """The outbox folder of an attempt."""
@@ -48,7 +52,7 @@ def outbox(tmp_path: Path) -> Path:
     return folder
 
 
-def poster_of(folder: Path, service: Service) -> OutboxPoster:
+def poster_of(folder: Path, service: Answers) -> OutboxPoster:
     """A poster whose thread is not started: `post_new` is called by hand."""
     client = httpx.Client(transport=httpx.MockTransport(service))
     return OutboxPoster(AttemptDir(folder.parent), client, "http://service/events")
@@ -170,3 +174,60 @@ def test_a_service_that_contradicts_itself_is_not_asked_for_ever(outbox: Path) -
     client = httpx.Client(transport=httpx.MockTransport(refuse))
     OutboxPoster(AttemptDir(outbox.parent), client, "http://service/events").post_new()
     assert len(requests) == 1
+
+
+ODD_ANSWERS = {
+    "a proxy's page": httpx.Response(200, text="<html>sign in</html>"),
+    "a redirect": httpx.Response(302, headers={"Location": "https://sign.in"}),
+    "an acknowledgement without a number": httpx.Response(200, json={"stream": "driver"}),
+    "an acknowledgement of nothing": httpx.Response(200, json={"next_seq": 0}),
+    "another conflict": httpx.Response(409, json={"code": "conflict"}),
+    "a conflict that is a list": httpx.Response(409, json=[]),
+    "a number below zero": httpx.Response(409, json={"next_seq": -1}),
+}
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
+def test_records_go_out_once_the_service_answers_as_it_should(
+    outbox: Path, answer: httpx.Response
+) -> None:
+    service = Service()
+    odd: list[httpx.Response] = [answer] * 3
+
+    def answer_oddly_at_first(request: httpx.Request) -> httpx.Response:
+        return odd.pop() if odd else service(request)
+
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(2))
+    poster = poster_of(outbox, answer_oddly_at_first)
+    for num_left in (2, 1, 0):
+        poster.post_new()
+        assert (len(odd), service.taken) == (num_left, {}), "it is not asked again at once"
+    poster.post_new()
+    assert service.taken == {"driver": [0, 1]}
+
+
+def test_the_thread_outlives_whatever_goes_wrong_and_says_so_once(
+    outbox: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service()
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(2))
+    client = httpx.Client(transport=httpx.MockTransport(service))
+    files = AttemptDir(outbox.parent)
+    poster = OutboxPoster(files, client, "http://service/events", interval_s=0.001)
+    num_failed = 0
+    read = AttemptDir.stream_paths
+
+    def fail_at_first(files: AttemptDir) -> list[Path]:
+        nonlocal num_failed
+        if num_failed < 3:
+            num_failed += 1
+            raise RuntimeError("what nobody thought of")
+        return read(files)
+
+    monkeypatch.setattr(AttemptDir, "stream_paths", fail_at_first)
+    poster.start()
+    while num_failed < 3:
+        assert poster._thread.is_alive()
+    poster.close(10.0)
+    assert service.taken == {"driver": [0, 1]}
+    assert caplog.text.count("posting them failed") == 1

@@ -81,12 +81,23 @@ class Feed:
                 self._sink.open(self._cursor.memory)
                 self._cursor.save()
                 self._is_open = True
-            for files in self._attempts:
-                self._feed_attempt(files)
+            self._feed_attempts()
         except Exception as error:  # libraries of others: whatever they raise, training goes on
             self._note_failure(error)
             return False
         return True
+
+    def _feed_attempts(self) -> None:
+        """Read all attempts; those before this one for the last time once they write no more."""
+        is_alone = self._is_alone()
+        for files in self._attempts:
+            self._feed_attempt(files)
+        if is_alone:
+            self._attempts = self._attempts[-1:]
+
+    def _is_alone(self) -> bool:
+        """Whether no earlier attempt writes: workers start only where the run folder is free."""
+        return any(path.stem != "driver" for path in self._attempts[-1].stream_paths())
 
     def _feed_attempt(self, files: AttemptDir) -> None:
         for path in files.stream_paths():

@@ -16,6 +16,8 @@ _MAX_METRICS = 1000
 _MAX_PARAMS = 100
 _MAX_PARAM_CHARS = 500
 _FINAL_STATUS = {"completed": "FINISHED", "cancelled": "KILLED"}
+# A paused job goes on later, in the same run.
+_PAUSED_STATUS = "SCHEDULED"
 
 
 class MlflowSink:
@@ -48,9 +50,15 @@ class MlflowSink:
             if isinstance(event, AttemptStarted):
                 self._client.update_run(self._run_id, status="RUNNING")
             elif isinstance(event, AttemptEnded):
-                status = _FINAL_STATUS.get(event.reason, "FAILED")
-                self._client.set_terminated(self._run_id, status)
-                self._client.set_tag(self._run_id, "shardloom.reason", event.reason)
+                self._end(event.reason)
+
+    def _end(self, reason: str) -> None:
+        """The run ends with its attempt, unless that was paused; another attempt opens it again."""
+        if reason == "paused":
+            self._client.update_run(self._run_id, status=_PAUSED_STATUS)
+        else:
+            self._client.set_terminated(self._run_id, _FINAL_STATUS.get(reason, "FAILED"))
+        self._client.set_tag(self._run_id, "shardloom.reason", reason)
 
     def close(self) -> None:
         """Nothing is held open."""

@@ -23,6 +23,7 @@ from trainer.events import (
 )
 from trainer.sinks.base import Memory
 
+_GOOD_ENDS = ("completed", "cancelled", "paused")
 _FLUSH_TIMEOUT_MS = 5000
 
 
@@ -124,7 +125,7 @@ class SpanSink:
         from opentelemetry.trace import StatusCode
 
         self._attempt.set_attribute("shardloom.reason", event.reason)
-        if event.reason not in ("completed", "cancelled"):
+        if event.reason not in _GOOD_ENDS:
             self._attempt.set_status(StatusCode.ERROR, event.message)
         self._attempt.end(_ns(event.time))
         self._provider.force_flush(_FLUSH_TIMEOUT_MS)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
 
 from trainer import events
 from trainer.attempt import DriverContext
 from trainer.outbox import EventWriter
 from trainer.run_dir import RunDir
 from trainer.sinks.base import JobFacts, Memory
-from trainer.sinks.feed import Feed
+from trainer.sinks.feed import Feed, read_batches
 from trainer.sinks.mlflow import MlflowSink, flattened
 from trainer.sinks.spans import SpanSink
 from trainer.sinks.start import open_sinks, sinks_of
@@ -113,6 +114,52 @@ def test_a_sink_that_fails_is_told_once_and_given_everything_later(run_dir: RunD
     assert [event.step for event in sink.taken] == [1]
 
 
+def test_attempts_that_are_over_are_read_to_their_end_and_then_left_alone(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in range(3):
+        _write(run_dir, attempt, _metrics(attempt + 1))
+    sink, opened = _List(), list[str]()
+
+    def read_and_tell(path: Path, offset: int) -> Iterator[tuple[Sequence[events.Event], int]]:
+        opened.append(path.parents[1].name)
+        return read_batches(path, offset)
+
+    monkeypatch.setattr("trainer.sinks.feed.read_batches", read_and_tell)
+    feed = _feed(sink, run_dir, 2)
+    feed.feed()
+    _write(run_dir, 2, _metrics(4))
+    feed.feed()
+    assert opened == [f"{JOB}-a0", f"{JOB}-a1", f"{JOB}-a2", f"{JOB}-a2"]
+    assert [event.step for event in sink.taken] == [1, 2, 3, 4]
+
+
+def test_an_attempt_is_read_on_while_the_next_one_waits_for_the_run_folder(
+    run_dir: RunDir,
+) -> None:
+    _write(run_dir, 0, _metrics(1))
+    _write(run_dir, 1, _started(), stream="driver")
+    sink = _List()
+    feed = _feed(sink, run_dir, 1)
+    feed.feed()
+    _write(run_dir, 0, _metrics(2))
+    _write(run_dir, 1, _metrics(3))
+    feed.feed()
+    assert [event.step for event in sink.taken if event.kind == "metrics"] == [1, 2, 3]
+
+
+def test_what_a_sink_refused_of_an_attempt_that_is_over_is_offered_again(run_dir: RunDir) -> None:
+    _write(run_dir, 0, _metrics(1))
+    _write(run_dir, 1, _metrics(2))
+    sink = _List()
+    sink.error = ConnectionError("nobody there")
+    feed = _feed(sink, run_dir, 1)
+    feed.feed()
+    sink.error = None
+    feed.feed()
+    assert [event.step for event in sink.taken] == [1, 2]
+
+
 def test_a_feed_in_its_thread_takes_what_is_left_when_it_is_closed(run_dir: RunDir) -> None:
     sink = _List()
     feed = _feed(sink, run_dir)
@@ -192,6 +239,26 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     assert history[0].timestamp == (NOW + 10) * 1000
 
 
+def test_a_paused_job_has_not_failed_and_goes_on_in_its_run(
+    run_dir: RunDir, tmp_path: Path
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    _write(run_dir, 0, _started(), _metrics(10), _ended("paused"), stream="driver")
+    _feed(MlflowSink(uri, "e", JobFacts(JOB, {})), run_dir).feed()
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("e")
+    [paused] = client.search_runs([experiment.experiment_id])
+    assert (paused.info.status, paused.info.end_time) == ("SCHEDULED", None)
+    assert paused.data.tags["shardloom.reason"] == "paused"
+
+    _write(run_dir, 1, _started(), stream="driver")
+    _feed(MlflowSink(uri, "e", JobFacts(JOB, {})), run_dir, 1).feed()
+    [going_on] = client.search_runs([experiment.experiment_id])
+    assert (going_on.info.run_id, going_on.info.status) == (paused.info.run_id, "RUNNING")
+
+
 def test_a_run_that_nobody_remembered_is_found_again(run_dir: RunDir, tmp_path: Path) -> None:
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     memory: Memory = {}
@@ -238,6 +305,21 @@ def test_an_attempt_is_a_span_in_the_trace_of_its_job(run_dir: RunDir) -> None:
     assert [event.name for event in attempt.events] == ["workers_lost"]
     assert spans["save checkpoint"].parent.span_id == attempt.context.span_id
     assert spans["save checkpoint"].start_time == int((NOW + 48) * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("reason", "is_error"),
+    [("paused", False), ("completed", False), ("cancelled", False), ("hang", True)],
+)
+def test_only_a_span_of_an_attempt_that_failed_is_an_error(
+    run_dir: RunDir, reason: str, is_error: bool
+) -> None:
+    exporter = InMemorySpanExporter()
+    sink = SpanSink("", TRACEPARENT, f"{JOB}-a0", exporter)
+    _write(run_dir, 0, _started(), _ended(reason))
+    _feed(sink, run_dir).feed()
+    [attempt] = [span for span in exporter.get_finished_spans() if span.name == "attempt"]
+    assert (attempt.status.status_code is StatusCode.ERROR) == is_error
 
 
 # ---- the spec

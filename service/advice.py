@@ -39,8 +39,8 @@ _ADVICE: dict[EndReason, str] = {
     "optimizer.dense.lr, add a warm-up (optimizer.schedule), or look for outliers in the data.",
     EndReason.NO_ROOM: "Add hosts, free some, or lower parallelism.workers.min or "
     "parallelism.survive.hosts.",
-    EndReason.RUN_IN_USE: "Another attempt still writes to this run folder. Wait until it has "
-    "ended, or stop it, and submit the job again.",
+    EndReason.RUN_IN_USE: "Another attempt still writes to this run folder. The job is tried "
+    "again; should that attempt not end, stop the process that the message names.",
     EndReason.RETRIES_EXHAUSTED: "The reason of the last attempt says what to change; raise "
     "retry.max_failures only if such failures are to be expected.",
 }

@@ -106,8 +106,8 @@ RULES: dict[EndReason, RetryRule] = {
         Kind.SHORTAGE, Budget.FREE, first_backoff_s=10.0, changes=(Change.WAIT_FOR_ROOM,)
     ),
     EndReason.NON_FINITE: _FAULT,
-    # The other attempt goes on: a second one beside it would find the folder in use again.
-    EndReason.RUN_IN_USE: _FAULT,
+    # The service took the other attempt for ended; its processes only need longer than it thought.
+    EndReason.RUN_IN_USE: replace(_INTERRUPTION, first_backoff_s=30.0),
     EndReason.RETRIES_EXHAUSTED: _FAULT,
 }
 

@@ -3,8 +3,8 @@
 A reason decides what happens next. Another life of the workers, from the newest checkpoint, may do
 better after a loss, a hang, a shortage or a divergence; bad data, a bad spec, a loss that became
 NaN or an error in training would only come back. What nobody of the job is to blame for (a lost
-host, a preemption) never spends the user's budget. Without room the attempt ends, and the control
-plane tries again later.
+host, a preemption) never spends the user's budget. Without room, or while another attempt holds
+the run folder, the attempt ends, and the control plane tries again later.
 """
 
 from __future__ import annotations

@@ -151,7 +151,6 @@ def test_a_driver_that_gave_up_on_its_workers_counts_no_further_failure(reason: 
         EndReason.DATA_ERROR,
         EndReason.TRAINING_ERROR,
         EndReason.NON_FINITE,
-        EndReason.RUN_IN_USE,
     ],
 )
 def test_faults_of_the_user_are_never_retried(reason: EndReason) -> None:

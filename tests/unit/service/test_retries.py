@@ -47,7 +47,10 @@ def test_every_end_reason_has_a_rule() -> None:
     assert set(RULES) == set(EndReason)
 
 
-@pytest.mark.parametrize("reason", [EndReason.HOST_LOST, EndReason.PREEMPTED, EndReason.NO_ROOM])
+@pytest.mark.parametrize(
+    "reason",
+    [EndReason.HOST_LOST, EndReason.PREEMPTED, EndReason.NO_ROOM, EndReason.RUN_IN_USE],
+)
 def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget(reason: EndReason) -> None:
     job, attempt = _live()
     spent = replace(job, num_failures=99)
@@ -55,6 +58,14 @@ def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget(reason: 
     again = decide(spent, ended, FAILED, NOW).job
     assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99)
     assert again.retry_at == NOW + backoff_s(RULES[reason], 5, attempt.id)
+
+
+def test_an_attempt_that_should_have_ended_has_half_a_minute_to_leave_the_run_folder() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.RUN_IN_USE, "in use by job-a0", NOW)
+    again = decide(job, replace(attempt, reported_end=report), FAILED, NOW).job
+    assert again.status is JobStatus.QUEUED
+    assert 24.0 <= again.retry_at - NOW <= 36.0
 
 
 def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
@@ -83,6 +94,7 @@ def test_only_what_may_pass_is_retried(reason: EndReason) -> None:
         EndReason.PREEMPTED,
         EndReason.NO_ROOM,
         EndReason.ROWS_SKIPPED,
+        EndReason.RUN_IN_USE,
     }
     assert RULES[reason].is_retried == (reason in passing)
 
@@ -95,6 +107,7 @@ def test_only_what_is_no_fault_of_the_job_is_free() -> None:
         EndReason.HOST_LOST,
         EndReason.PREEMPTED,
         EndReason.NO_ROOM,
+        EndReason.RUN_IN_USE,
     }
     assert not any(spends_budget(reason) for reason in free)
     assert spends_budget("a reason of a later version")

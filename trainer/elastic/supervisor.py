@@ -135,7 +135,7 @@ class GroupsLife:
             return Ended(failure)
         if self._is_nobody_left():
             return self._last_words()
-        # A pause once seen ends the attempt: nobody tells the leader that it need not save any more.
+        # A pause once seen ends the attempt: nobody tells the leader that it need not save.
         if self._is_pausing or self.setting.attempt.context.is_pause_wanted:
             return self._pause()
         return self._keep_up()

@@ -5,7 +5,6 @@ The reconciler and the queue carry out what is asked here; whoever asks learns o
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from service.errors import (
     JobNotEnded,
     JobNotFound,
     JobNotPaused,
+    JobUnreadable,
     StaleVersion,
     StorageUnavailable,
     VersionChanged,
@@ -30,13 +30,15 @@ from service.run_files import (
     buried_jobs,
     bury,
     forget_job,
+    note_course,
     remove_buried,
+    run_dir_of,
     unbury,
     withdraw_pause,
 )
 from service.settings import Settings
 from service.store.base import JobStore
-from trainer.spec import JobSpec, apply_overrides, validate_spec
+from trainer.spec import JobSpec, check_depth, set_values, validate_spec
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,11 @@ _MAX_TRIES = 5
 
 
 def cancel_job(
-    store: JobStore, job_id: str, actor: str = "user", version: int | None = None
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    actor: str = "user",
+    version: int | None = None,
 ) -> Job:
     """Ask a job to stop; the reconciler carries it out. Raises `JobNotFound` or `JobEnded`.
 
@@ -56,7 +62,10 @@ def cancel_job(
         _check_lives(job)
         return request_cancel(job, time.time(), actor)
 
-    return _change(store, job_id, change, version)
+    cancelled = _change(store, job_id, change, version)
+    if cancelled.status.is_terminal:
+        note_course(cancelled, settings)
+    return cancelled
 
 
 def pause_job(
@@ -106,6 +115,7 @@ def resume_job(
 
 def restart_job(
     store: JobStore,
+    settings: Settings,
     job_id: str,
     *,
     step: int | None = None,
@@ -116,7 +126,7 @@ def restart_job(
     """Let a job that has ended or rests go on from one of its checkpoints, by default the newest.
 
     Later checkpoints count no more, and are removed once the new attempt has committed one.
-    Raises `JobNotFound`, `JobAtWork` or `CheckpointNotFound`.
+    Raises `JobNotFound`, `JobAtWork`, `CheckpointNotFound` or `StorageUnavailable`.
     """
 
     def change(job: Job) -> Decision:
@@ -124,9 +134,20 @@ def restart_job(
         if not (job.status.is_terminal or is_at_rest):
             raise JobAtWork(job.id, job.status, "pause or cancel it, and wait until it has stopped")
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
+        _recall_files(settings, job.id)
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
 
-    return _change(store, job_id, change, version)
+    restarted = _change(store, job_id, change, version)
+    note_course(restarted, settings)
+    return restarted
+
+
+def _recall_files(settings: Settings, job_id: str) -> None:
+    """Give a job back the files that a deletion which was cut off took from it."""
+    try:
+        unbury(settings, job_id)
+    except OSError as error:
+        raise StorageUnavailable(f"cannot restore the files of job {job_id}: {error}") from error
 
 
 def _chosen(
@@ -153,12 +174,11 @@ def cloned_spec(
     """
     document: Any = job.spec.model_dump(mode="json", exclude_none=True)
     if patch is not None:
+        check_depth(patch, "patch")
         document = merged(document, patch)
     if name is not None:
         document = {**document, "name": name}
-    return validate_spec(
-        apply_overrides(document, [f"{key}={json.dumps(changes[key])}" for key in changes])
-    )
+    return validate_spec(set_values(document, changes))
 
 
 def merged(document: Any, patch: Any) -> Any:
@@ -189,9 +209,9 @@ def delete_job(
     _check_version(job, version)
     if not job.status.is_terminal:
         raise JobNotEnded(job_id, job.status)
+    set_aside = bury if artifacts else unbury
     try:
-        if artifacts:
-            bury(settings, job_id)
+        set_aside(settings, job_id)
         try:
             store.delete_job(job_id)
         except JobNotEnded:
@@ -199,6 +219,8 @@ def delete_job(
             unbury(settings, job_id)
             raise
         if artifacts:
+            # Once more: a service that started, or a restart that failed, may have undone it.
+            bury(settings, job_id)
             remove_buried(settings, job_id)
         else:
             forget_job(settings, job_id)
@@ -207,15 +229,31 @@ def delete_job(
 
 
 def finish_deletions(store: JobStore, settings: Settings) -> None:
-    """Remove the folders of jobs whose deletion was cut off after their rows had gone."""
+    """Mend what deletions that were cut off left behind.
+
+    A job whose rows had gone loses its files, too; one that is still there gets its folder back,
+    as its checkpoints are still listed. Where it has a folder again, the old one is left to its
+    next restart or deletion: a job that runs is not given other files under its feet.
+    """
     for job_id in buried_jobs(settings):
         try:
-            store.get_job(job_id)
-        except JobNotFound:
-            try:
-                remove_buried(settings, job_id)
-            except OSError as error:
-                logger.warning("the files of deleted job %s stay for now: %s", job_id, error)
+            _mend(store, settings, job_id)
+        except OSError as error:
+            logger.warning("the buried files of job %s stay for now: %s", job_id, error)
+
+
+def _mend(store: JobStore, settings: Settings, job_id: str) -> None:
+    try:
+        store.get_job(job_id)
+    except JobNotFound:
+        remove_buried(settings, job_id)
+        return
+    except JobUnreadable:
+        logger.debug("job %s is of another version, which cares for its files", job_id)
+        return
+    if not run_dir_of(settings, job_id).root.exists():
+        unbury(settings, job_id)
+        logger.info("job %s was not deleted after all: it has its files again", job_id)
 
 
 def _check_version(job: Job, wanted: int | None) -> None:

@@ -28,7 +28,7 @@ from trainer.spec.parallelism import (
     WorkersSpec,
 )
 from trainer.spec.problems import FieldProblem, SpecError, problems_of
-from trainer.spec.reading import apply_overrides, parse_document
+from trainer.spec.reading import apply_overrides, check_depth, parse_document, set_values
 from trainer.spec.run import CheckpointSpec, RecoverySpec, TraceSpec, WarmStartSpec
 from trainer.spec.tables import EmbeddingTableSpec, TableConstraints
 
@@ -57,9 +57,11 @@ __all__ = [
     "WarmStartSpec",
     "WorkersSpec",
     "apply_overrides",
+    "check_depth",
     "json_schema",
     "load_spec",
     "parse_document",
+    "set_values",
     "validate_spec",
 ]
 

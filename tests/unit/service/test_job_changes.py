@@ -124,6 +124,34 @@ def test_a_clone_is_a_job_of_its_own_with_changes(api: Api, client: ShardloomCli
     assert client.get_job(job_id).spec.training.epochs == 1
 
 
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"set": {"name[0]": "x"}},
+        {"set": {"features[" + "9" * 5000 + "]": 1}},
+        {"set": {"name=2001-99-99 #": "x"}},
+        {"set": {"labels={<<: {a: b}} #": "x"}},
+        {"set": {"\ud800[0]": "x"}},
+        {"set": {"labels.a": _nested(900)}},
+        {"patch": {"labels": _nested(900)}},
+    ],
+)
+def test_changes_that_no_spec_can_take_are_refused(api: Api, body: dict[str, Any]) -> None:
+    answer = api.http.post(
+        f"/v1/jobs/{api.submit()}:clone",
+        content=json.dumps(body),
+        headers={"content-type": "application/json"},
+    )
+    assert problem_in(answer, 422, "invalid_spec")["fields"]
+
+
 def test_a_clone_is_checked_like_any_spec_and_made_once(api: Api, client: ShardloomClient) -> None:
     job_id = api.submit()
     with pytest.raises(InvalidRequest, match="parallelism"):

@@ -12,7 +12,16 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.spec import JobSpec, SpecError, apply_overrides, json_schema, load_spec, validate_spec
+from trainer.spec import (
+    JobSpec,
+    SpecError,
+    apply_overrides,
+    json_schema,
+    load_spec,
+    parse_document,
+    set_values,
+    validate_spec,
+)
 from trainer.spec.reserved import MODULE_ATTRIBUTES
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "deploy" / "examples").glob("*.yaml"))
@@ -173,6 +182,61 @@ def test_an_override_that_cannot_be_set_says_so(override: str) -> None:
     with pytest.raises(SpecError) as caught:
         apply_overrides(minimal(), [override])
     assert caught.value.problems[0].code == "override"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["name[0]", "features[" + "9" * 5000 + "]", "name=2001 #", "a..b", "", "features.x", "b["],
+)
+def test_a_path_that_leads_nowhere_sets_nothing(path: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        set_values(minimal(), {path: "x"})
+    [problem] = caught.value.problems
+    assert problem.code == "override"
+    assert len(problem.path) < 600
+
+
+def test_values_are_set_as_they_are_and_never_read_as_yaml() -> None:
+    text = "{<<: [*a, *a]}"
+    changed = set_values(minimal(), {"name": text, "embedding_tables[0].num_embeddings": 99})
+    assert changed["name"] == text
+    assert changed["embedding_tables"][0]["num_embeddings"] == 99
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_is_nested_too_deeply_is_refused() -> None:
+    with pytest.raises(SpecError, match="nested"):
+        set_values(minimal(), {"labels.a": nested(900)})
+    for text in ("[" * 900, "[" * 100_000, "{a: " * 900):
+        with pytest.raises(SpecError):
+            parse_document(text)
+    with pytest.raises(SpecError, match="nested"):
+        apply_overrides({"a": nested(5000)}, [])
+
+
+def test_a_few_lines_of_aliases_cannot_fill_the_memory() -> None:
+    names = [f"a{number}" for number in range(30)]
+    lists = ["- &a0 [1, 2]"]
+    maps = ["- &a0 {x: 1}"]
+    for before, name in zip(names, names[1:], strict=False):
+        lists.append(f"- &{name} [*{before}, *{before}, *{before}]")
+        maps.append(f"- &{name} {{<<: [*{before}, *{before}, *{before}]}}")
+    for text in ("\n".join(lists), "\n".join(maps), "&a [*a]", "x" * 2_000_000):
+        with pytest.raises(SpecError):
+            parse_document(text)
+    assert parse_document("a: &x {b: 1}\nc: {<<: *x}\nd: *x")["d"] == {"b": 1}
+
+
+def test_a_date_stays_a_text_and_a_wrong_number_is_a_fault() -> None:
+    assert apply_overrides(minimal(), ["name=2001-99-99"])["name"] == "2001-99-99"
+    with pytest.raises(SpecError):
+        parse_document("!!timestamp 2001-99-99")
 
 
 def test_overrides_leave_the_document_as_it_was() -> None:

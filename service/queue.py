@@ -45,7 +45,14 @@ class Capacity:
         if self.hosts is None:
             return None
         cpus, gpus = self.demand_of(job)
-        return sum(_num_fitting(host.num_cpus, host.num_gpus, cpus, gpus) for host in self.hosts)
+        fitting = [_num_fitting(h.num_cpus, h.num_gpus, cpus, gpus) for h in self.hosts]
+        spread = num_hosts_needed(job)
+        if not spread:
+            return sum(fitting)
+        # Every group needs a host with room for all of it, and there must be hosts to lose.
+        size = sizes_of_job(job).shard_group_size or 1
+        able = [num // size * size for num in fitting if num >= size]
+        return sum(able) if len(able) >= spread else 0
 
     def demand_of(self, job: Job) -> tuple[float, float]:
         """CPUs and GPUs of one worker: with `device: auto` a GPU where there are enough."""
@@ -89,10 +96,11 @@ class Use:
 
 @dataclass(frozen=True)
 class Held:
-    """What a job takes of the cluster."""
+    """What a job takes of the cluster, and the `most` that it may grow to by itself."""
 
     job: Job
     workers: int
+    most: int
 
 
 @dataclass(frozen=True)
@@ -133,6 +141,12 @@ class Admission:
     places: tuple[Place, ...] = ()
 
 
+def num_hosts_needed(job: Job) -> int:
+    """On how many hosts the groups of a job must lie at least; 0 where it does not say."""
+    survive = job.spec.parallelism.survive
+    return survive.hosts + 1 if survive else 0
+
+
 def _num_fitting(free_cpus: float, free_gpus: float, cpus: float, gpus: float) -> int:
     # Ray counts in ten-thousandths: a float may lie a hair below the whole number meant.
     by_cpus = int(free_cpus / cpus + 1e-6)
@@ -149,6 +163,12 @@ def workers_held(job: Job) -> int:
     return QueueNote.of(job).workers or sizes_of_job(job).world_size
 
 
+def most_held(job: Job) -> int:
+    """The most workers that a job may grow to in this attempt; 0 where it does not run."""
+    held = workers_held(job)
+    return max(held, QueueNote.of(job).max_workers or sizes_of_job(job).world_size) if held else 0
+
+
 def admit(
     queued: Sequence[Job],
     running: Sequence[Job],
@@ -157,7 +177,8 @@ def admit(
     now: float,
 ) -> Admission:
     """Who starts, who makes way, and where everybody else stands. `now` is Unix seconds."""
-    turn = _Turn(projects, capacity, now, [Held(job, workers_held(job)) for job in running])
+    held = [Held(job, workers_held(job), most_held(job)) for job in running]
+    turn = _Turn(projects, capacity, now, held)
     waiting = [job for job in queued if job.retry_at is None or job.retry_at <= now]
     for job in _in_order(waiting, turn):
         turn.consider(job)
@@ -196,6 +217,7 @@ class _Turn:
     def __post_init__(self) -> None:
         self._num_running: dict[str, int] = defaultdict(int)
         self._shares: dict[str, int] = defaultdict(int)
+        self._claims: dict[str, int] = defaultdict(int)
         self._blocked: Job | None = None
         self._blocked_of: dict[str, Job] = {}
         self._is_making_room = False
@@ -210,6 +232,7 @@ class _Turn:
     def _count(self, held: Held) -> None:
         self._num_running[held.job.project] += 1
         self._shares[held.job.project] += held.workers
+        self._claims[held.job.project] += held.most
         self._used += self._use_of(held)
 
     def _use_of(self, held: Held) -> Use:
@@ -231,7 +254,7 @@ class _Turn:
         step = sizes.shard_group_size or 1
         workers = max(sizes.min_workers, workers // step * step)
         capped = most // step * step if most < sizes.world_size else None
-        held = Held(job, workers)
+        held = Held(job, workers, capped or sizes.world_size)
         self.held.append(held)
         self._count(held)
         self.starts.append(Start(job, workers, capped))
@@ -242,7 +265,8 @@ class _Turn:
         project = self.projects.get(job.project)
         if project is None or project.max_workers is None:
             return None
-        return project.max_workers - self._shares[job.project]
+        # An elastic job grows without asking: it counts with all that it may take.
+        return project.max_workers - self._claims[job.project]
 
     def _quota_reason(self, job: Job) -> str:
         """Why the quotas of its project keep a job waiting; empty where they do not."""
@@ -250,14 +274,15 @@ class _Turn:
         if project is None:
             return ""
         most, most_jobs = project.max_workers, project.max_running_jobs
-        used, num_running = self._shares[job.project], self._num_running[job.project]
+        used, num_running = self._claims[job.project], self._num_running[job.project]
         reason = ""
         if most is not None and least > most:
             return f"project {project.name} may use {most} workers, and the job needs {least}"
         if most_jobs is not None and num_running >= most_jobs:
             reason = f"project {project.name}: {num_running} of {most_jobs} jobs running"
         elif most is not None and used + least > most:
-            reason = f"project {project.name}: {used} of {most} workers in use"
+            grows = ", with what elastic jobs may grow to" if used > self.share(job.project) else ""
+            reason = f"project {project.name}: {used} of {most} workers in use{grows}"
         if reason:
             self._blocked_of.setdefault(job.project, job)
         return reason
@@ -271,7 +296,7 @@ class _Turn:
         if total is None or free is None:
             return ""
         if least > total:
-            return f"needs {least} workers; cluster max {total}"
+            return _impossible(job, least, total)
         if free >= least:
             return ""
         reason = f"waiting for {least - free} of {least} workers; cluster max {total}"
@@ -320,6 +345,14 @@ class _Turn:
         """Whether a job cannot delay the one ahead of it, or not for long."""
         makes_way = job.spec.preemptible and job.priority < ahead.priority
         return makes_way or self.now - ahead.waits_since < PASS_WINDOW_S
+
+
+def _impossible(job: Job, least: int, total: int) -> str:
+    """Why a job does not fit even into an empty cluster."""
+    spread, size = num_hosts_needed(job), sizes_of_job(job).shard_group_size or 1
+    if spread and not total:
+        return f"needs {spread} hosts with room for {size} workers each, to survive a lost one"
+    return f"needs {least} workers; cluster max {total}"
 
 
 def _leaves(job: Job) -> bool:

@@ -17,6 +17,7 @@ from service.queue import (
     Admission,
     Capacity,
     admit,
+    most_held,
     workers_held,
 )
 from tests.unit.service.builders import NOW, queued_job
@@ -159,6 +160,32 @@ def test_an_elastic_job_gets_at_most_what_its_quota_leaves() -> None:
     assert (start.workers, start.max_workers) == (4, 4)
 
 
+def test_what_an_elastic_job_may_grow_to_is_kept_for_it() -> None:
+    ads = Project("ads", max_workers=8)
+    first = job("first", {"min": 2, "max": 6}, project="ads", age_s=9)
+    found = decide([first, job("second", 4, project="ads")], [], cluster(6), ads)
+    assert started(found) == ["first"]
+    reason = "project ads: 6 of 8 workers in use"
+    assert reasons(found) == {"second": reason}
+    small = decide([first, job("second", 4, project="ads")], [running(workers=3)], cluster(6), ads)
+    grows = f"{reason}, with what elastic jobs may grow to"
+    assert [(start.workers, start.job.name) for start in small.starts] == [(3, "first")]
+    assert reasons(small) == {"second": grows}
+
+
+def test_a_job_that_shall_survive_needs_hosts_for_its_groups() -> None:
+    groups = {"workers": 4, "shard_group_size": 2, "survive": {"hosts": 1}}
+    asked = queued_job(name="spread", parallelism=groups)
+    low = running(workers=4, priority=0)
+    urgent = replace(asked, priority=5)
+    found = decide([urgent], [low], cluster(4))
+    assert (found.starts, found.preemptions) == ((), ()), "nobody makes way for what cannot start"
+    wanted = "needs 2 hosts with room for 2 workers each, to survive a lost one"
+    assert reasons(found) == {"spread": wanted}
+    assert len(decide([asked], [], cluster(3, 2)).starts) == 1
+    assert decide([asked], [], cluster(3, 1)).starts == ()
+
+
 def test_a_job_that_its_quota_can_never_hold_says_so_and_blocks_nobody() -> None:
     ads = Project("ads", max_workers=4)
     queued = [job("big", 8, project="ads", age_s=1e6), job("small", project="ads")]
@@ -247,7 +274,10 @@ _quotas = st.fixed_dictionaries(
 
 def _run(admission: Admission, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
     """Running and waiting jobs after a decision: whoever starts holds what it was counted with."""
-    notes = {start.job.id: QueueNote(workers=start.workers) for start in admission.starts}
+    notes = {
+        start.job.id: QueueNote(workers=start.workers, max_workers=start.max_workers)
+        for start in admission.starts
+    }
     begun = [
         replace(each, status=JobStatus.RUNNING, queue_note=notes[each.id].document)
         for each in jobs
@@ -271,7 +301,8 @@ def test_no_queue_gives_away_more_than_there_is_or_than_a_quota_allows(
         for project in quotas.values():
             own = [each for each in held if each.project == project.name]
             if project.max_workers is not None:
-                assert sum(map(workers_held, own)) <= project.max_workers
+                # Though they grow without asking.
+                assert sum(map(most_held, own)) <= project.max_workers
             if project.max_running_jobs is not None:
                 assert len(own) <= project.max_running_jobs
         assert {place.job.id for place in admission.places} == {each.id for each in waiting}

@@ -243,17 +243,21 @@ def finish_deletions(store: JobStore, settings: Settings) -> None:
 
 
 def _mend(store: JobStore, settings: Settings, job_id: str) -> None:
+    if not _is_stored(store, job_id):
+        remove_buried(settings, job_id)
+    elif not run_dir_of(settings, job_id).root.exists():
+        unbury(settings, job_id)
+        logger.info("job %s was not deleted after all: it has its files again", job_id)
+
+
+def _is_stored(store: JobStore, job_id: str) -> bool:
     try:
         store.get_job(job_id)
     except JobNotFound:
-        remove_buried(settings, job_id)
-        return
+        return False
     except JobUnreadable:
-        logger.debug("job %s is of another version, which cares for its files", job_id)
-        return
-    if not run_dir_of(settings, job_id).root.exists():
-        unbury(settings, job_id)
-        logger.info("job %s was not deleted after all: it has its files again", job_id)
+        return True
+    return True
 
 
 def _check_version(job: Job, wanted: int | None) -> None:

@@ -382,7 +382,7 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
         return Decision(job, attempt)
     if attempt.submitted_at is None:
         # An earlier submission arrived although its answer did not.
-        attempt, job = replace(attempt, submitted_at=now), replace(job, resume_from=None)
+        attempt = replace(attempt, submitted_at=now)
     if observation.state is ObservedState.RUNNING and attempt.started_at is None:
         attempt = replace(attempt, started_at=now)
     is_overdue = _s_since_report(attempt, now) > REPORT_GRACE_S

@@ -42,7 +42,7 @@ from service.outbox import OutboxCollector
 from service.queue_keeper import QueueKeeper
 from service.request_context import about
 from service.resizing import carry_over
-from service.run_files import ask_to_pause, note_rewind, withdraw_pause, write_job
+from service.run_files import ask_to_pause, note_course, note_rewind, withdraw_pause, write_job
 from service.settings import Settings
 from service.store.projects import Locks, ProjectStore
 from service.store.sql import SqlJobStore
@@ -278,6 +278,7 @@ class Reconciler:
             logger.info("job %s: %s", job.id, line.message)
         if stored.status.is_terminal and not job.status.is_terminal:
             self._telemetry.job_ended(stored)
+            note_course(stored, self._settings)
         return stored
 
     # ---- actions

@@ -1,10 +1,11 @@
 """Finds jobs again from run storage when the store is lost: `python -m service.recover`.
 
 Every folder of a job holds `job.json`, its attempts' specs and what their drivers recorded. From
-these the rows are made again, metrics and timelines included. The newest attempt is taken to live:
-the reconciler then asks the cluster, so a job that still trains trains on, and one that has ended
-ends as its driver said. While its rows are being made a job is PAUSED, so that nothing happens to
-it; a recovery that was cut off is repeated and goes on where it stopped.
+these the rows are made again, metrics and timelines included. A job that `job.json` says has ended
+stays ended. Of any other the newest attempt is taken to live: the reconciler then asks the cluster,
+so a job that still trains trains on, and one that ended meanwhile ends as its driver said. While
+its rows are being made a job is PAUSED, so that nothing happens to it; a recovery that was cut off
+is repeated and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 
 from service.domain import Attempt, EndReason, Job, JobStatus
 from service.errors import AttemptNotFound, JobNotFound, ServiceError
+from service.lifecycle import finish
 from service.outbox import OutboxCollector
 from service.run_files import read_jobs
 from service.settings import Settings
@@ -32,6 +34,15 @@ from trainer.spec import JobSpec
 logger = logging.getLogger(__name__)
 
 _MARK = "being recovered from run storage"
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a job had ended; `time` is in Unix seconds."""
+
+    reason: EndReason
+    message: str
+    time: float
 
 
 @dataclass
@@ -52,13 +63,14 @@ def recover_jobs(
     for folder, document in read_jobs(settings.runs_dir):
         try:
             job = _known(store, folder.name) or _job_of(folder, document)
+            end = _end_in(document)
         except (KeyError, TypeError, ValueError, ValidationError) as error:
             found.refused[folder.name] = f"job.json cannot be used: {error}"
             continue
         if job.message != _MARK:
             found.known.append(job.id)
             continue
-        _recover(store, collector, RunDir(folder), job)
+        _recover(store, collector, RunDir(folder), job, end)
         found.recovered.append(job.id)
     return found
 
@@ -89,21 +101,40 @@ def _job_of(folder: Path, document: dict[str, Any] | None) -> Job:
     )
 
 
-def _recover(store: JobStore, collector: OutboxCollector, run_dir: RunDir, job: Job) -> None:
+def _end_in(document: dict[str, Any] | None) -> _End | None:
+    """The end that `job.json` tells of, if any; raises ValueError and the like."""
+    told = document.get("ended") if document else None
+    if told is None:
+        return None
+    return _End(EndReason(told["reason"]), str(told["message"]), float(told["ended_at"]))
+
+
+def _recover(
+    store: JobStore, collector: OutboxCollector, run_dir: RunDir, job: Job, end: _End | None
+) -> None:
     if _known(store, job.id) is None:
         store.create_job(job, idempotency_key=None, request_hash="")
     attempts = list(_attempts_of(run_dir, job.id))
     for attempt in attempts:
-        _add(store, collector, attempt, is_newest=attempt == attempts[-1])
+        _add(store, collector, attempt, may_live=end is None and attempt == attempts[-1])
     job = replace(store.get_job(job.id), message="", status=JobStatus.QUEUED)
-    if attempts:
-        newest = store.get_attempt(attempts[-1].id)
-        reported = newest.reported_end.reason if newest.reported_end else None
-        status = JobStatus.RUNNING if job.started_at is not None else JobStatus.STARTING
-        # Somebody paused it, as far as its folder tells: it is for people to resume it.
-        job = replace(job, status=status, pause_requested=reported is EndReason.PAUSED)
-    store.update_job(job)
+    newest = store.get_attempt(attempts[-1].id) if attempts else None
+    if end is not None:
+        ended = finish(job, end.reason, end.message, end.time, newest)
+        store.update_job(ended.job, timeline=ended.timeline)
+    else:
+        store.update_job(_going_on(job, newest))
     logger.info("job %s (%s) is back with %d attempt(s)", job.id, job.name, len(attempts))
+
+
+def _going_on(job: Job, newest: Attempt | None) -> Job:
+    """A job that lives, as far as its folder tells."""
+    if newest is None:
+        return job
+    reported = newest.reported_end.reason if newest.reported_end else None
+    status = JobStatus.RUNNING if job.started_at is not None else JobStatus.STARTING
+    # Where its driver says that it was paused, it is for people to resume it.
+    return replace(job, status=status, pause_requested=reported is EndReason.PAUSED)
 
 
 def _attempts_of(run_dir: RunDir, job_id: str) -> Iterator[Attempt]:
@@ -126,8 +157,8 @@ def _attempts_of(run_dir: RunDir, job_id: str) -> Iterator[Attempt]:
         )
 
 
-def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, is_newest: bool) -> None:
-    """Store an attempt and what its driver recorded; an earlier one has ended."""
+def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_live: bool) -> None:
+    """Store an attempt and what its driver recorded; one that may not live has ended."""
     job = replace(store.get_job(attempt.job_id), current_attempt_id=attempt.id)
     try:
         store.get_attempt(attempt.id)
@@ -135,7 +166,7 @@ def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, is_ne
         store.update_job(job, attempt=attempt)
     collector.collect(attempt.job_id, attempt.index)
     told = store.get_attempt(attempt.id)
-    if is_newest or told.end_reason is not None:
+    if may_live or told.end_reason is not None:
         return
     end = told.reported_end
     ended = replace(

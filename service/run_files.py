@@ -1,12 +1,17 @@
 """What the service writes to the folder of a job: each file appears whole or not at all.
 
 A *pause request* and a *rewind* are for the driver and its workers; `job.json` is for the service
-itself, should its store be lost (`service.recover`). All functions raise OSError.
+itself, should its store be lost (`service.recover`). All functions but `note_course` raise OSError.
+
+A folder that is to be deleted is *buried* first: renamed, so that no job has it any more. There
+may be several of one job, where a deletion was cut off and its folder was made anew.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -17,6 +22,8 @@ from typing import Any
 from service.domain import Attempt, Job
 from service.settings import Settings
 from trainer.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
 
 _TOMBSTONE = ".deleted-"
 
@@ -29,6 +36,10 @@ def run_dir_of(settings: Settings, job_id: str) -> RunDir:
 def write_text(path: Path, text: str) -> Path:
     """Replace a file in one step, on the disk when this returns; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    return _replace_text(path, text)
+
+
+def _replace_text(path: Path, text: str) -> Path:
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -42,15 +53,48 @@ def write_text(path: Path, text: str) -> Path:
 
 def write_job(job: Job, settings: Settings) -> None:
     """Write what the store knows of a job and its folder otherwise would not."""
+    write_text(run_dir_of(settings, job.id).job_path, _text_of(job))
+
+
+def note_course(job: Job, settings: Settings) -> None:
+    """Write anew what is kept of a job that has just ended, or goes on, if anything is.
+
+    A recovery then knows that nobody waits for it any more. Storage that fails is only logged:
+    what happens to a job does not depend on it.
+    """
+    path = run_dir_of(settings, job.id).job_path
+    try:
+        if path.exists():
+            # Its folder is not made: somebody may delete it in this moment.
+            _replace_text(path, _text_of(job))
+    except OSError as error:
+        logger.warning(
+            "job %s: run storage does not say that it is %s: %s", job.id, job.status, error
+        )
+
+
+def _text_of(job: Job) -> str:
     document = {
         "id": job.id,
         "project": job.project,
         "created_at": job.created_at,
         "queued_at": job.waits_since,
         "num_failures": job.num_failures,
+        "ended": _end_of(job),
         "spec": job.spec.model_dump(mode="json"),
     }
-    write_text(run_dir_of(settings, job.id).job_path, json.dumps(document, indent=2))
+    return json.dumps(document, indent=2)
+
+
+def _end_of(job: Job) -> dict[str, Any] | None:
+    if not job.status.is_terminal:
+        return None
+    return {
+        "status": job.status,
+        "reason": job.reason,
+        "message": job.message,
+        "ended_at": job.ended_at,
+    }
 
 
 def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
@@ -89,30 +133,46 @@ def forget_job(settings: Settings, job_id: str) -> None:
 
 def bury(settings: Settings, job_id: str) -> None:
     """Rename the folder of a job, so that it is nobody's; harmless where that was done before."""
-    folder = run_dir_of(settings, job_id).root
-    if folder.exists():
-        folder.rename(_tombstone(settings, job_id))
+    tombstone = settings.runs_dir / f"{_TOMBSTONE}{job_id}.{secrets.token_hex(4)}"
+    with contextlib.suppress(FileNotFoundError):
+        run_dir_of(settings, job_id).root.rename(tombstone)
 
 
 def unbury(settings: Settings, job_id: str) -> None:
-    """Give a buried folder its name back."""
-    folder = _tombstone(settings, job_id)
-    if folder.exists():
-        folder.rename(run_dir_of(settings, job_id).root)
+    """Give the job back what was buried; where it has a folder again, the files there stand."""
+    for folder in _tombstones(settings, job_id):
+        _merge(folder, run_dir_of(settings, job_id).root)
+
+
+def _merge(source: Path, target: Path) -> None:
+    """Move a folder, or what of it the target lacks; the rest goes. Others may do the same."""
+    with contextlib.suppress(FileNotFoundError):
+        if not target.exists():
+            source.rename(target)
+        elif source.is_dir() and target.is_dir():
+            for entry in list(source.iterdir()):
+                _merge(entry, target / entry.name)
+            shutil.rmtree(source)
+        else:
+            source.unlink()
 
 
 def remove_buried(settings: Settings, job_id: str) -> None:
-    """Delete the folder that was buried, if there is one."""
-    folder = _tombstone(settings, job_id)
-    if folder.exists():
+    """Delete what was buried of a job, if anything was."""
+    for folder in _tombstones(settings, job_id):
         shutil.rmtree(folder)
 
 
 def buried_jobs(settings: Settings) -> list[str]:
-    """Ids of the jobs whose folders were buried and not yet deleted."""
-    found = settings.runs_dir.glob(f"{_TOMBSTONE}*")
-    return sorted(path.name.removeprefix(_TOMBSTONE) for path in found)
+    """Ids of the jobs of which something was buried and not yet deleted."""
+    return sorted({_job_in(path) for path in settings.runs_dir.glob(f"{_TOMBSTONE}*")})
 
 
-def _tombstone(settings: Settings, job_id: str) -> Path:
-    return settings.runs_dir / f"{_TOMBSTONE}{job_id}"
+def _tombstones(settings: Settings, job_id: str) -> list[Path]:
+    found = settings.runs_dir.glob(f"{_TOMBSTONE}{job_id}*")
+    return [path for path in found if _job_in(path) == job_id]
+
+
+def _job_in(tombstone: Path) -> str:
+    """The job that something was buried of; earlier versions gave the name no ending."""
+    return tombstone.name.removeprefix(_TOMBSTONE).partition(".")[0]

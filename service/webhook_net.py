@@ -25,6 +25,22 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 # What of an answer is shown to whoever looks into why a delivery failed.
 _MAX_SHOWN_BYTES = 500
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+# What `is_global` of some Python takes for public, and is not: protocol assignments, 6to4 relays,
+# the platform of a cloud, IPv4 in IPv6 of old, local NAT64, site-local, documentation, SRv6.
+_NEVER_PUBLIC = tuple(
+    ipaddress.ip_network(network)
+    for network in (
+        "192.0.0.0/24",
+        "192.88.99.0/24",
+        "168.63.129.16/32",
+        "::/96",
+        "::ffff:0:0:0/96",
+        "64:ff9b:1::/48",
+        "fec0::/10",
+        "3fff::/20",
+        "5f00::/16",
+    )
+)
 
 
 class AddressRefused(Exception):
@@ -38,16 +54,17 @@ def check_url(url: str, allowed: Sequence[Network] = ()) -> httpx.URL:
     """
     try:
         parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
+        host = parsed.host
+    except (httpx.InvalidURL, UnicodeError) as error:  # idna's errors are among the latter
         raise AddressRefused(f"not a URL: {error}") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
+    if parsed.scheme not in ("http", "https") or not host:
         raise AddressRefused("give a URL as in https://HOST/PATH")
     if parsed.userinfo:
         raise AddressRefused("a URL with a user or password would show it to every reader")
-    if parsed.host.rstrip(".").endswith("localhost"):
+    if host.rstrip(".").endswith("localhost"):
         check_address("127.0.0.1", allowed)
     with suppress(ValueError):
-        check_address(str(ipaddress.ip_address(parsed.host)), allowed)
+        check_address(str(ipaddress.ip_address(host)), allowed)
     return parsed
 
 
@@ -70,7 +87,11 @@ def check_address(text: str, allowed: Sequence[Network]) -> Address:
 def _may_reach(address: Address, allowed: Sequence[Network]) -> bool:
     if any(address in network for network in allowed):
         return True
-    return address.is_global and not address.is_multicast
+    if any(address in network for network in _NEVER_PUBLIC):
+        return False
+    # The IPv4 address in it is judged by itself.
+    is_public = address in _NAT64 or address.is_global
+    return is_public and not address.is_multicast
 
 
 def _embedded(address: Address) -> ipaddress.IPv4Address | None:

@@ -15,7 +15,7 @@ from starlette.requests import HTTPConnection
 from service.domain import Job
 from service.errors import JobNotFound, ProjectNotFound
 from service.security.errors import Forbidden, NotSignedIn
-from service.security.paths import job_of_path, outside_roots, paths_of, roots_of
+from service.security.paths import job_of_path, outside_roots, paths_of, paths_written, roots_of
 from service.security.policy import Rule, Scope, Verdict, judge, rule_of
 from service.security.principal import Principal, Role
 from service.settings import Settings
@@ -85,21 +85,39 @@ def check_job(principal: Principal, job: Job, role: Role) -> None:
 
 
 def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: JobStore) -> None:
-    """Raise `SpecError` for paths outside of the storage roots, or in runs of foreign projects."""
+    """Raise `SpecError` for paths outside of the storage roots, or in runs of foreign projects.
+
+    What a job writes beside its own run folder may only lie in runs of its own project.
+    """
     problems = outside_roots(spec, roots_of(settings))
+    written = paths_written(spec)
     for field, path in paths_of(spec).items():
         job_id = job_of_path(Path(path), settings.runs_dir)
-        if job_id is not None and not _may_read_run(job_id, principal, store):
+        if job_id is None or principal.kind == "local":
+            continue
+        project = _project_of(job_id, store)
+        if field in written and not _may_write_run(project, spec, principal):
+            message = f"{path[:200]} is not in the run folder of a job of '{spec.project}'"
+            problems.append(FieldProblem(field, "foreign_run", message))
+        elif not _may_read_run(project, principal):
             message = f"{path[:200]} is in the run folder of a job that is not in your projects"
             problems.append(FieldProblem(field, "foreign_run", message))
     if problems:
         raise SpecError(problems)
 
 
-def _may_read_run(job_id: str, principal: Principal, store: JobStore) -> bool:
+def _project_of(job_id: str, store: JobStore) -> str | None:
+    try:
+        return store.get_job(job_id).project
+    except JobNotFound:
+        return None
+
+
+def _may_read_run(project: str | None, principal: Principal) -> bool:
     if principal.projects is None:
         return True
-    try:
-        return principal.role_in(store.get_job(job_id).project) is not None
-    except JobNotFound:
-        return False
+    return project is not None and principal.role_in(project) is not None
+
+
+def _may_write_run(project: str | None, spec: JobSpec, principal: Principal) -> bool:
+    return project == spec.project and principal.may(Role.SUBMITTER, spec.project)

@@ -26,6 +26,10 @@ from trainer.spec import validate_spec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 
+# Each label is a join of its own.
+_MAX_LABELS = 20
+_MAX_ALTERNATIVES = 20
+
 LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
 
 KeyHeader = Annotated[
@@ -91,12 +95,18 @@ def list_jobs(
     principal: PrincipalDep,
     after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
-    statuses: Annotated[list[JobStatus] | None, Query(alias="status")] = None,
+    statuses: Annotated[
+        list[JobStatus] | None, Query(alias="status", max_length=_MAX_ALTERNATIVES)
+    ] = None,
     name: Annotated[str | None, Query(examples=["movielens-demo"])] = None,
     project: Annotated[str | None, Query(examples=["ads"])] = None,
     labels: Annotated[
         list[LabelQuery] | None,
-        Query(alias="label", description="`KEY=VALUE`; of several, all must hold."),
+        Query(
+            alias="label",
+            max_length=_MAX_LABELS,
+            description="`KEY=VALUE`; of several, all must hold.",
+        ),
     ] = None,
     created_after: Annotated[
         datetime | None, Query(description="ISO 8601 (UTC if it names no zone) or Unix seconds.")
@@ -145,7 +155,7 @@ def cancel(
     response: Response,
 ) -> JobDetail:
     """Ask a job to stop; it has stopped when its status says so. 409 if it has ended."""
-    cancelled = cancel_job(context.store, job.id, principal.name, version)
+    cancelled = cancel_job(context.store, context.settings, job.id, principal.name, version)
     context.wake()
     return tagged(cancelled, context.settings, response)
 

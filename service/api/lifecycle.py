@@ -98,6 +98,7 @@ def restart(
     wanted = body or RestartJob()
     restarted = restart_job(
         context.store,
+        context.settings,
         job.id,
         step=wanted.step,
         path=wanted.path,

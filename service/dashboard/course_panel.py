@@ -101,7 +101,9 @@ class CoursePanel:
 
     async def _cancel_now(self) -> None:
         self._cancel_dialog.close()
-        await self._ask("cancel", lambda job, actor: cancel_job(self._store, job, actor))
+        await self._ask(
+            "cancel", lambda job, actor: cancel_job(self._store, self._settings, job, actor)
+        )
 
     async def _pause_now(self) -> None:
         await self._ask(
@@ -117,7 +119,10 @@ class CoursePanel:
         self._restart_dialog.close()
         step = self._step.value
         await self._ask(
-            "restart", lambda job, actor: restart_job(self._store, job, step=step, actor=actor)
+            "restart",
+            lambda job, actor: restart_job(
+                self._store, self._settings, job, step=step, actor=actor
+            ),
         )
 
     async def _ask(self, verb: str, change: Callable[[str, str], object]) -> None:

@@ -64,5 +64,13 @@ def is_foreign(
     if origin is not None and origin in allowed_origins:
         return False
     if origin is not None:
-        return origin == "null" or urlsplit(origin).netloc.lower() != host.lower()
+        return origin == "null" or _place_of(origin) != host.lower()
     return fetch_site in ("cross-site", "same-site")
+
+
+def _place_of(origin: str) -> str | None:
+    """Host and port of an Origin header; None if it is none."""
+    try:
+        return urlsplit(origin).netloc.lower()
+    except ValueError:
+        return None

@@ -10,6 +10,11 @@ from service.security.files import is_below
 from service.settings import Settings
 from trainer.spec import FieldProblem, JobSpec
 
+_TRACKING_URI = "sinks.mlflow.tracking_uri"
+_HTTP = ("http", "https")
+# What comes before the path of a file in the path of a URI, by its scheme.
+_PREFIXES = {"": "", "file": "", "sqlite": "/"}
+
 
 def roots_of(settings: Settings) -> tuple[Path, ...] | None:
     """Folders below which everything lies that jobs may read; None where anything may be."""
@@ -20,31 +25,54 @@ def roots_of(settings: Settings) -> tuple[Path, ...] | None:
 
 def paths_of(spec: JobSpec) -> dict[str, str]:
     """Every path that a spec names, to read or to write, by its field."""
-    warm_start, sinks = spec.checkpoint.warm_start, spec.sinks
-    found: dict[str, str | None] = {
-        "data.path": spec.data.path,
-        "checkpoint.warm_start.path": warm_start.path if warm_start else None,
-        "sinks.tensorboard.dir": sinks.tensorboard.dir if sinks.tensorboard else None,
-        "sinks.mlflow.tracking_uri": _file_of(sinks.mlflow.tracking_uri) if sinks.mlflow else None,
+    return _paths_read(spec) | paths_written(spec)
+
+
+def _paths_read(spec: JobSpec) -> dict[str, str]:
+    warm_start = spec.checkpoint.warm_start
+    found = {"data.path": spec.data.path}
+    return found | ({"checkpoint.warm_start.path": warm_start.path} if warm_start else {})
+
+
+def paths_written(spec: JobSpec) -> dict[str, str]:
+    """Every path that a spec names to write below, by its field."""
+    tensorboard, mlflow = spec.sinks.tensorboard, spec.sinks.mlflow
+    found = {
+        "sinks.tensorboard.dir": tensorboard.dir if tensorboard else None,
+        _TRACKING_URI: file_of(mlflow.tracking_uri) if mlflow else None,
     }
     return {field: path for field, path in found.items() if path is not None}
 
 
-def _file_of(uri: str) -> str | None:
-    """The file or folder that a URI stands for; None for one behind HTTP."""
-    parts = urlsplit(uri)
-    if parts.scheme in ("http", "https"):
+def file_of(uri: str) -> str | None:
+    """The file or folder that a URI stands for; None for one behind HTTP, or an unclear one."""
+    if is_unclear(uri):
         return None
+    parts = urlsplit(uri)
     # sqlite:////FOLDER/FILE has one slash more than file:///FOLDER.
-    return parts.path.removeprefix("/") if parts.scheme.startswith("sqlite") else parts.path
+    return None if parts.scheme in _HTTP else parts.path.removeprefix(_PREFIXES[parts.scheme])
+
+
+def is_unclear(uri: str) -> bool:
+    """Whether MLflow, SQLAlchemy and we might each read another path from a URI."""
+    parts = urlsplit(uri)
+    if parts.scheme in _HTTP:
+        return not parts.netloc
+    if parts.scheme not in _PREFIXES or parts.netloc:
+        return True
+    path = parts.path.removeprefix(_PREFIXES[parts.scheme])
+    # Among others this finds what `urlsplit` removes on its way, such as a line feed.
+    is_as_written = uri.removeprefix(f"{parts.scheme}:").removeprefix("//") == parts.path
+    has_marks = any(mark in uri for mark in "%?#")
+    return not (is_as_written and path.startswith("/")) or has_marks or ".." in path.split("/")
 
 
 def outside_roots(spec: JobSpec, roots: Sequence[Path] | None) -> list[FieldProblem]:
-    """A problem for each path of a spec that lies outside of the roots."""
+    """A problem for each path of a spec that lies, or might lie, outside of the roots."""
     if roots is None:
         return []
     known = ", ".join(str(root) for root in roots)
-    return [
+    problems = [
         FieldProblem(
             field,
             "outside_roots",
@@ -52,8 +80,17 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path] | None) -> list[FieldProb
             "SHARDLOOM_STORAGE_ROOTS names them",
         )
         for field, path in paths_of(spec).items()
-        if not is_below(Path(path), roots)
+        # A driver has another working folder, so that we cannot say where it would lie.
+        if not (Path(path).is_absolute() and is_below(Path(path), roots))
     ]
+    mlflow = spec.sinks.mlflow
+    if mlflow is not None and is_unclear(mlflow.tracking_uri):
+        message = (
+            "must be http://HOST, https://HOST, file:///FOLDER, sqlite:////FOLDER/FILE or an "
+            "absolute folder, without '%', '?', '#' and '..'"
+        )
+        problems.append(FieldProblem(_TRACKING_URI, "unclear_uri", message))
+    return problems
 
 
 def job_of_path(path: Path, runs_dir: Path) -> str | None:

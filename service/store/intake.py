@@ -63,6 +63,9 @@ def fold(job: Job, attempt: Attempt, events: Iterable[Event], now: float) -> Int
 
 
 def _apply(intake: Intake, event: Event) -> None:
+    if intake.steers and intake.job.resume_from is not None:
+        # It was submitted, whoever heard of it: a job goes back once, not with each attempt.
+        intake.job = replace(intake.job, resume_from=None)
     match event:
         case Metrics():
             _take_metrics(intake, event)

@@ -4,9 +4,9 @@ Two kinds of writers meet here. The reconciler and the API write *decisions* wit
 guarded by the job's version. Ingest writes what a driver reports. What training reports often
 (progress, latest metrics, points, checkpoints) lives in tables of its own and never touches the
 version, so a busy job cannot starve the reconciler. What a decision may depend on (status, start,
-worker failures, the reported end) is rare; it raises the version, so a decision that was made
-without it is refused as stale. The rule for readers: read the job before its attempt, then the
-job's version vouches for both.
+rewind, worker failures, the reported end) is rare; it raises the version, so a decision that was
+made without it is refused as stale. The rule for readers: read the job before its attempt, then
+the job's version vouches for both.
 """
 
 from __future__ import annotations

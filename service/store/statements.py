@@ -164,8 +164,8 @@ def save_intake(connection: Connection, job: Job, attempt: Attempt, intake: Inta
     add_timeline(connection, intake.timeline)
 
 
-def _decision_part(job: Job) -> tuple[JobStatus, float | None]:
-    return job.status, job.started_at
+def _decision_part(job: Job) -> tuple[JobStatus, float | None, str | None]:
+    return job.status, job.started_at, job.resume_from
 
 
 def _change_checkpoint(

@@ -123,8 +123,8 @@ def test_a_killed_service_disturbs_no_job_and_loses_no_metric(
 def test_a_service_that_is_killed_again_and_again_brings_five_jobs_to_their_end(
     stack: Stack, small_movielens: Path
 ) -> None:
-    alone = ("parallelism.workers=1", "parallelism.shard_group_size=1", "training.epochs=2")
-    jobs = [stack.submit(small_movielens, *SMALL, *alone, f"name=job{n}").id for n in range(5)]
+    pair = ("parallelism.workers=2", "parallelism.shard_group_size=1", "training.epochs=2")
+    jobs = [stack.submit(small_movielens, *SMALL, *pair, f"name=job{n}").id for n in range(5)]
     random, ended, num_kills = Random(5), set[str](), 0
     while len(ended) < len(jobs):
         time.sleep(random.uniform(0.5, 5.0))

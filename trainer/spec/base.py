@@ -16,6 +16,16 @@ Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
 Label = Annotated[str, Field(pattern=LABEL_PATTERN)]
 
 
+def _writable(text: str) -> str:
+    """Half a surrogate pair, and NUL, are in no file's name."""
+    if "\x00" in text or text != text.encode(errors="replace").decode():
+        raise problem("unwritable_path", "holds a character that no path can hold")
+    return text
+
+
+PathText = Annotated[str, Field(min_length=1), AfterValidator(_writable)]
+
+
 class SpecModel(BaseModel):
     """Base of every section: unknown keys are errors and values never change."""
 

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveInt, model_validator
 
-from trainer.spec.base import Identifier, Label, SpecModel
+from trainer.spec.base import Identifier, Label, PathText, SpecModel
 from trainer.spec.problems import problem
 
 DEFAULT_MAX_LENGTH = 50
@@ -35,7 +35,7 @@ class DataSpec(SpecModel):
     """Where the rows are. `path` is a folder written by `shardloom data prepare`."""
 
     format: Literal["parquet"] = "parquet"
-    path: Annotated[str, Field(min_length=1)]
+    path: PathText
     label: LabelSpec
     split: SplitSpec = SplitSpec()
     batch_size: Annotated[PositiveInt, Field(description="Rows per rank and step.")] = 256

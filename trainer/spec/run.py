@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from trainer.spec.base import SpecModel
+from trainer.spec.base import PathText, SpecModel
 
 
 class TraceSpec(SpecModel):
@@ -43,7 +43,7 @@ class WarmStartSpec(SpecModel):
     dense part comes along. Step, data position and schedule start anew.
     """
 
-    path: Annotated[str, Field(min_length=1)]
+    path: PathText
     tables: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
     dense: bool = True
 

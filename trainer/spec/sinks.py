@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import PurePath
 from typing import Annotated
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from trainer.spec.base import SpecModel
+from trainer.spec.base import PathText, SpecModel
 from trainer.spec.problems import problem
 
 
@@ -18,16 +19,26 @@ def _absolute(path: str) -> str:
     raise problem("relative_path", f"{message} path")
 
 
+def _uri(text: str) -> str:
+    try:
+        urlsplit(text)
+    except ValueError as error:
+        raise problem("bad_uri", f"is not a URI: {error}") from None
+    return text
+
+
 class TensorBoardSpec(SpecModel):
     """Event files for TensorBoard in `dir`, by default `tensorboard` in the job's run folder."""
 
-    dir: Annotated[str, Field(min_length=1), AfterValidator(_absolute)] | None = None
+    dir: Annotated[PathText, AfterValidator(_absolute)] | None = None
 
 
 class MlflowSpec(SpecModel):
     """A run in an MLflow experiment; every attempt of the job goes on in the same run."""
 
-    tracking_uri: Annotated[str, Field(min_length=1, examples=["http://mlflow.example:5000"])]
+    tracking_uri: Annotated[
+        PathText, Field(examples=["http://mlflow.example:5000"]), AfterValidator(_uri)
+    ]
     experiment: Annotated[str, Field(min_length=1, max_length=250)] = "shardloom"
 
 

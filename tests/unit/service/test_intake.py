@@ -12,16 +12,19 @@ from tests.unit.service.builders import (
     NOW,
     attempt_ended,
     attempt_of,
+    checkpoint,
     divergence,
     group_lost,
     layout_chosen,
     membership_changed,
+    metrics,
     queued_job,
     row_wise_plan,
     trace_written,
     workers_lost,
     workers_started,
 )
+from trainer.events import Event
 
 
 @pytest.mark.parametrize(
@@ -107,3 +110,13 @@ def test_the_plan_of_the_tables_is_kept_with_the_workers_start() -> None:
     job, plan = queued_job(), row_wise_plan()
     (line,) = fold(job, attempt_of(job), [workers_started(tables=[plan])], NOW).timeline
     assert line.data["tables"] == [plan.model_dump()]
+
+
+@pytest.mark.parametrize("event", [workers_started(), checkpoint(900), metrics(5, train_loss=1.0)])
+def test_a_record_of_an_attempt_proves_that_it_went_back_as_it_should(event: Event) -> None:
+    job = queued_job(resume_from="/runs/x/checkpoints/step-00000100-a0-r0")
+    attempt = attempt_of(job, index=1)
+    current = replace(job, current_attempt_id=attempt.id)
+    assert fold(current, attempt, [event], NOW).job.resume_from is None
+    late = attempt_of(job, index=0)
+    assert fold(current, late, [event], NOW).job.resume_from == job.resume_from

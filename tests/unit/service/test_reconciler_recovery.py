@@ -5,27 +5,31 @@ from __future__ import annotations
 import json
 import sqlite3
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from service.backends.fake import FakeBackend, Script
-from service.domain import JobStatus
-from service.errors import JobUnreadable, StoreUnavailable
+from service.domain import EndReason, Job, JobStatus
+from service.errors import JobUnreadable, StaleVersion, StoreUnavailable
+from service.job_changes import restart_job
 from service.lifecycle import NOT_FOUND_GRACE_S
 from service.outbox import LATE_RECORDS_S
 from service.reconciler import Reconciler
 from service.requests import request_cancel
 from service.store.sql import SqlJobStore
+from service.submission import run_dir_of
 from service.telemetry import Telemetry
 from tests.unit.service.builders import (
     attempt_ended,
+    batch,
     checkpoint,
     metrics,
     workers_lost,
 )
 from tests.unit.service.house import House
-from trainer.events import Note, read_record
+from trainer.events import CheckpointCommitted, Note, read_record
 
 
 def _spoil_spec(house: House, job_id: str) -> None:
@@ -213,3 +217,69 @@ def _arrive(house: House, attempt_id: str) -> None:
     path = Path(house.backend.address) / "attempts" / f"{attempt_id}.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "has_arrived": True}))
     assert FakeBackend(Path(house.backend.address)).record(attempt_id) is not None
+
+
+# ---- a rewind is applied once
+
+
+def _restarted(house: House) -> Job:
+    """A job that failed after steps 100 and 200 and shall go on from the first."""
+    job = house.submit("failed")
+    house.look()
+    house.leave(job, _saved(job, 100, 0), _saved(job, 200, 0), attempt_ended("training_error"))
+    house.look(2)
+    restart_job(house.store, house.settings, job.id, step=100)
+    return job
+
+
+def _saved(job: Job, step: int, index: int) -> CheckpointCommitted:
+    path = f"checkpoints/step-{step:08d}-a{index}-r0"
+    return checkpoint(step).model_copy(update={"path": path})
+
+
+def _rewind_of(house: House, job: Job) -> dict[str, object]:
+    document = json.loads(run_dir_of(house.settings, job.id).rewind_path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.mark.parametrize("states", [("failed",), ("running", "failed"), ("not_found",)])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_attempt_that_went_back_unanswered_is_followed_and_not_repeated(
+    house: House, states: tuple[str, ...], is_told: bool
+) -> None:
+    job = _restarted(house)
+    again = f"{job.id}-a1"
+    house.backend.play(again, Script(states, num_lost_answers=1, arrives_unanswered=True))
+    house.backend.play(f"{job.id}-a2", Script(("running",)))
+    house.look()
+    asked = house.store.get_job(job.id)
+    assert (asked.current_attempt_id, asked.resume_from is None) == (again, False)
+    if is_told:
+        path = run_dir_of(house.settings, job.id).attempt(again).stream_path("workers-0")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_saved(job, 900, 1).model_dump_json() + "\n")
+    house.look(6, every_s=NOT_FOUND_GRACE_S)
+    assert _rewind_of(house, job)["attempt_index"] == 1
+    assert house.store.get_job(job.id).resume_from is None
+
+
+def test_an_attempt_that_never_was_leaves_the_rewind_to_the_next(house: House) -> None:
+    job = _restarted(house)
+    house.backend.play(f"{job.id}-a1", Script(refusal="no such environment"))
+    house.look()
+    ended = house.store.get_attempt(f"{job.id}-a1")
+    assert ended.end_reason is EndReason.SUBMISSION_REFUSED
+    assert house.store.get_job(job.id).resume_from is not None
+
+
+def test_a_decision_without_the_record_that_ends_a_rewind_is_stale(house: House) -> None:
+    job = _restarted(house)
+    again = f"{job.id}-a1"
+    house.backend.play(again, Script(num_lost_answers=1, arrives_unanswered=True))
+    house.look()
+    before = house.store.get_job(job.id)
+    house.store.append_events(again, batch(_saved(job, 900, 1)), house.now)
+    assert house.store.get_job(job.id).resume_from is None
+    with pytest.raises(StaleVersion):
+        house.store.update_job(replace(before, message="decided without it"))

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from service import run_files
 from service.backends.fake import Script
 from service.domain import EndReason, Job, JobStatus
+from service.job_changes import cancel_job, restart_job
 from service.lifecycle import NOT_FOUND_GRACE_S
 from service.outbox import OutboxCollector
 from service.recover import recover_jobs
@@ -109,6 +111,100 @@ def test_a_job_that_was_paused_stays_paused(house: House, empty: House) -> None:
     empty.look(3)
     assert empty.status(job) is JobStatus.PAUSED
     assert len(empty.backend.attempt_ids()) == 1
+
+
+# ---- jobs that had ended
+
+
+def recovered(empty: House, job: Job) -> Job:
+    """The job after a recovery and some looks of the reconciler."""
+    assert recover_jobs(empty.store, empty.settings, lambda: empty.now).recovered == [job.id]
+    empty.look(4, every_s=400)
+    return empty.store.get_job(job.id)
+
+
+def test_a_job_that_was_cancelled_while_it_waited_stays_cancelled(
+    house: House, empty: House
+) -> None:
+    job = trained(house, "failed")
+    house.leave(job, attempt_ended("host_lost"))
+    house.look()
+    assert house.status(job) is JobStatus.QUEUED
+    cancel_job(house.store, house.settings, job.id)
+    before, after = house.store.get_job(job.id), recovered(empty, job)
+    assert (after.status, after.reason) == (JobStatus.CANCELLED, EndReason.CANCELLED)
+    assert (after.message, after.ended_at) == (before.message, before.ended_at)
+    assert empty.backend.attempt_ids() == [f"{job.id}-a0"]
+    assert empty.store.list_timeline(job.id)[-1].kind == "job_ended"
+
+
+def test_a_job_that_was_cancelled_while_it_was_paused_stays_cancelled(
+    house: House, empty: House
+) -> None:
+    job = trained(house, "failed")
+    house.leave(job, attempt_ended("paused"))
+    house.store.update_job(replace(house.store.get_job(job.id), pause_requested=True))
+    house.look()
+    assert house.status(job) is JobStatus.PAUSED
+    cancel_job(house.store, house.settings, job.id)
+    assert recovered(empty, job).status is JobStatus.CANCELLED
+    assert len(empty.backend.attempt_ids()) == 1
+
+
+def test_a_job_that_failed_is_not_tried_again(house: House, empty: House) -> None:
+    job = trained(house, "failed")
+    house.leave(job, checkpoint(10), attempt_ended("training_error"))
+    house.look(2)
+    before = house.store.get_job(job.id)
+    assert before.status.is_terminal
+    house.backend.play(f"{job.id}-a0", Script(("not_found",)))
+    after = recovered(empty, job)
+    assert (after.status, after.reason, after.message, after.num_failures) == (
+        before.status,
+        before.reason,
+        before.message,
+        before.num_failures,
+    )
+    assert [each.end_reason for each in empty.store.list_attempts(job.id)] == [before.reason]
+    assert [each.step for each in empty.store.list_checkpoints(job.id)] == [10]
+
+
+def test_a_job_that_was_restarted_after_its_end_lives_again(house: House, empty: House) -> None:
+    job = trained(house, "failed")
+    house.leave(job, checkpoint(10), attempt_ended("training_error"))
+    house.look(2)
+    document = run_dir_of(house.settings, job.id).job_path
+    assert json.loads(document.read_text())["ended"]["reason"] == "training_error"
+    restart_job(house.store, house.settings, job.id)
+    assert json.loads(document.read_text())["ended"] is None
+    house.backend.play(f"{job.id}-a1", Script(("running",)))
+    house.look(2)
+    after = recovered(empty, job)
+    assert (after.status.is_terminal, after.current_attempt_id) == (False, f"{job.id}-a1")
+
+
+def test_a_job_ends_whether_or_not_its_folder_can_be_told(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = trained(house, "succeeded")
+    house.leave(job, attempt_ended("completed"))
+
+    def fail(*_: object) -> None:
+        raise OSError("storage is full")
+
+    monkeypatch.setattr(run_files, "_replace_text", fail)
+    house.look()
+    assert house.status(job) is JobStatus.SUCCEEDED
+    assert "storage is full" in caplog.text
+
+
+def test_a_job_without_a_folder_gets_none_for_its_end(house: House) -> None:
+    job = house.submit()
+    cancel_job(house.store, house.settings, job.id)
+    assert not run_dir_of(house.settings, job.id).root.exists()
+
+
+# ---- recoveries that are cut off, and folders that cannot be used
 
 
 def test_a_recovery_that_is_cut_off_is_taken_up_again(

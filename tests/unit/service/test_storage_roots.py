@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,111 @@ def test_a_link_among_the_logs_shows_nothing_of_what_it_leads_to(api: Api, tmp_p
         ({"tensorboard": {"dir": "/etc"}}, "sinks.tensorboard.dir"),
         ({"mlflow": {"tracking_uri": "file:///etc"}}, "sinks.mlflow.tracking_uri"),
         ({"mlflow": {"tracking_uri": "sqlite:////etc/x.db"}}, "sinks.mlflow.tracking_uri"),
+        ({"tensorboard": {"dir": "x://y"}}, "sinks.tensorboard.dir"),
         ({"mlflow": {"tracking_uri": "/etc/mlruns"}}, "sinks.mlflow.tracking_uri"),
         ({"mlflow": {"tracking_uri": "http://mlflow.example:5000"}}, None),
     ],
 )
-def test_sinks_write_nowhere_else(tmp_path: Path, sinks: dict[str, Any], field: str | None) -> None:
+def test_sinks_write_nowhere_else(
+    tmp_path: Path, sinks: dict[str, Any], field: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     spec = validate_spec(spec_document(sinks=sinks))
     data = Path(spec.data.path)
     found = [problem.path for problem in outside_roots(spec, [data, tmp_path])]
     assert found == ([] if field is None else [field])
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "sqlite:///{root}/x#/../../evil.db",
+        "sqlite:////{root}/../evil.db",
+        "sqlite:///{root}/x?/../../evil.db",
+        "sqlite:///x.db",
+        "sqlite+pysqlite:///{root}/x.db",
+        "file://{root}/%2e%2e/evil2",
+        "file://host{root}/x",
+        "file:relative",
+        "{root}/ok#/../../evil3",
+        "{root}/ok?/../../evil3",
+        "{root}/a/../b",
+        "fi\nle:///etc",
+        " {root}/x",
+        "databricks://x",
+        "postgresql://host/db",
+        "s3://bucket/x",
+        "http:/etc",
+        "relative",
+    ],
+)
+def test_a_uri_that_others_may_read_as_another_path_is_refused(tmp_path: Path, uri: str) -> None:
+    sinks = {"mlflow": {"tracking_uri": uri.replace("{root}", str(tmp_path))}}
+    spec = validate_spec(spec_document(sinks=sinks))
+    found = outside_roots(spec, [Path(spec.data.path), tmp_path])
+    assert [problem.path for problem in found] == ["sinks.mlflow.tracking_uri"]
+    assert outside_roots(spec, None) == []
+
+
+@pytest.mark.parametrize(
+    "uri", ["sqlite:///{root}/x.db", "file://{root}/x", "file:{root}/x", "{root}/x", "https://h/p"]
+)
+def test_plain_uris_below_the_roots_are_fine(tmp_path: Path, uri: str) -> None:
+    sinks = {"mlflow": {"tracking_uri": uri.replace("{root}", str(tmp_path))}}
+    spec = validate_spec(spec_document(sinks=sinks))
+    assert outside_roots(spec, [Path(spec.data.path), tmp_path]) == []
+
+
+def test_sinks_write_only_into_runs_of_the_job_s_own_project(tmp_path: Path) -> None:
+    house = guarded(tmp_path)
+    house.add_key("both", {"default": Role.SUBMITTER, "hidden": Role.SUBMITTER})
+    runs = house.settings.runs_dir
+    hidden = house.submit("root", project="hidden")
+    own = house.submit("root")
+
+    def send(key: str, folder: Path, field: str) -> list[str]:
+        uri = {"mlflow": {"tracking_uri": f"sqlite:///{folder}/m.db"}}
+        sinks = uri if field == "mlflow" else {"tensorboard": {"dir": str(folder)}}
+        body = {"spec": spec_document(sinks=sinks)}
+        answer = house.send("POST", "/v1/jobs", key, json=body)
+        return [fault["code"] for fault in answer.json().get("fields") or []]
+
+    for key in ("submitter", "both", "root"):
+        for field in ("mlflow", "tensorboard"):
+            for folder in (runs / hidden / "x", runs, runs / "nobody"):
+                assert send(key, folder, field) == ["foreign_run"], (key, field, folder)
+            assert send(key, runs / own / "x", field) == []
+    house.store.close()
+
+
+@pytest.mark.parametrize("where", ["local", "required"])
+@pytest.mark.parametrize("dry_run", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"data": {"path": "/a\x00b"}}, "data.path"),
+        ({"data": {"path": "/a\ud800b"}}, "data.path"),
+        ({"checkpoint": {"warm_start": {"path": "/a\x00"}}}, "checkpoint.warm_start.path"),
+        ({"sinks": {"tensorboard": {"dir": "/a\x00"}}}, "sinks.tensorboard.dir"),
+        ({"sinks": {"mlflow": {"tracking_uri": "file:///a\x00"}}}, "sinks.mlflow.tracking_uri"),
+        ({"sinks": {"mlflow": {"tracking_uri": "http://[bad"}}}, "sinks.mlflow.tracking_uri"),
+    ],
+)
+def test_what_no_path_can_hold_is_refused_by_name(
+    tmp_path: Path, where: str, dry_run: bool, changes: dict[str, Any], field: str
+) -> None:
+    spec = spec_document()
+    spec["data"].update(changes.get("data", {}))
+    spec.update({name: section for name, section in changes.items() if name != "data"})
+    host = {"auth": "local", "allowed_hosts": ["shardloom.example"]} if where == "local" else {}
+    house = guarded(tmp_path, **host)
+    answer = house.send(
+        "POST",
+        f"/v1/jobs?dry_run={dry_run}".lower(),
+        "root",
+        content=json.dumps({"spec": spec}),
+        headers={"content-type": "application/json"},
+    )
+    [fault] = answer.json()["fields"]
+    assert (answer.status_code, fault["path"]) == (422, field)
+    house.store.close()

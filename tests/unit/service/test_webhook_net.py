@@ -33,6 +33,17 @@ PRIVATE = [
     "64:ff9b::7f00:1",
     "2002:7f00:1::",
     "ff02::1",
+    "192.0.0.9",
+    "192.88.99.1",
+    "168.63.129.16",
+    "::ffff:168.63.129.16",
+    "::8.8.8.8",
+    "::ffff:0:808:808",
+    "64:ff9b:1::808:808",
+    "64:ff9b::a83f:8110",
+    "fec0::1",
+    "3fff::1",
+    "5f00::1",
 ]
 
 
@@ -42,7 +53,7 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
         check_address(address, [])
 
 
-@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111"])
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "64:ff9b::808:808"])
 def test_public_addresses_are_fine(address: str) -> None:
     assert str(check_address(address, [])) == address
 
@@ -67,6 +78,9 @@ def test_the_operator_can_allow_a_network_and_no_more() -> None:
         "http://[::1]/",
         "http://169.254.169.254/latest/meta-data",
         "http://\x00/",
+        "http://xn--/",
+        "http://xn--a/",
+        "http://[bad",
     ],
 )
 def test_urls_that_can_never_be_sent_to_are_refused_at_once(url: str) -> None:

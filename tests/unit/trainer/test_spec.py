@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -224,7 +225,7 @@ def test_a_few_lines_of_aliases_cannot_fill_the_memory() -> None:
     names = [f"a{number}" for number in range(30)]
     lists = ["- &a0 [1, 2]"]
     maps = ["- &a0 {x: 1}"]
-    for before, name in zip(names, names[1:], strict=False):
+    for before, name in pairwise(names):
         lists.append(f"- &{name} [*{before}, *{before}, *{before}]")
         maps.append(f"- &{name} {{<<: [*{before}, *{before}, *{before}]}}")
     for text in ("\n".join(lists), "\n".join(maps), "&a [*a]", "x" * 2_000_000):

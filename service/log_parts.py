@@ -10,6 +10,8 @@ from service.security.files import is_below
 from trainer.log_pump import parts_of
 
 _BLOCK_BYTES = 1 << 16
+# A tail is for people: nobody reads more, and looking for its beginning must end soon.
+MAX_TAIL_BYTES = 8 << 20
 # Far enough to find the line that a traceback belongs to.
 _CONTEXT_BYTES = 1 << 14
 
@@ -68,19 +70,27 @@ def context_before(log: Path, offset: int) -> bytes:
 
 
 def tail_offset(log: Path, num_lines: int) -> int:
-    """Byte offset of the last `num_lines` lines, read block by block from the end."""
+    """Byte offset of the last `num_lines` lines, read block by block from the end.
+
+    Where they are longer than `MAX_TAIL_BYTES` it is that of as many bytes, within a line.
+    """
     parts = _parts(log)
     if not parts:
         return 0
-    start, first_kept, tail = parts[-1].end, _start_of_last_run(parts), b""
+    end = start = parts[-1].end
+    first_kept = max(_start_of_last_run(parts), end - MAX_TAIL_BYTES)
+    blocks: list[bytes] = []
     # One more line end than wanted, since the last line has one as well.
-    while start > first_kept and tail.count(b"\n") <= num_lines:
+    num_ends = 0
+    while start > first_kept and num_ends <= num_lines:
         begin = max(first_kept, start - _BLOCK_BYTES)
         piece = read_at(log, begin, start - begin)
         if piece is None or piece.start != begin:
             break
-        tail, start = piece.data + tail, begin
-    lines = split_at_lf(tail)
+        blocks.append(piece.data)
+        num_ends += piece.data.count(b"\n")
+        start = begin
+    lines = split_at_lf(b"".join(reversed(blocks)))
     return start + sum(len(line) for line in lines[: max(0, len(lines) - num_lines)])
 
 

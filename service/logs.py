@@ -59,6 +59,8 @@ class LogPosition:
         try:
             text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
             attempt_id, offsets = _CURSOR.validate_json(text)
+            if attempt_id is not None and not attempt_id.isprintable():
+                raise ValueError("no id of an attempt")
             return cls(attempt_id, offsets)
         except ValueError:
             message = "not a cursor that this service gave out; leave it away to start over"

@@ -44,8 +44,11 @@ LOGIN_PATH = "/login"
 # How long a stream may outlive its key.
 _ASK_AGAIN_S = 30.0
 _FAILED_SIGN_INS = Rate(per_s=0.5, burst=20)
+# Programs that have lost their key go on asking; browsers without a session are led to the form.
+_UNKNOWN = Rate(per_s=5.0, burst=100)
 _NOTED_REPORTS = Rate(per_s=0.01, burst=3)
 _MAX_OBJECT_CHARS = 512
+_MAX_ACTOR_CHARS = 255
 _CLOSED_FOR_POLICY = 1008
 
 
@@ -124,23 +127,30 @@ class Gate:
             self._limit(f"ip:{_remote(scope)}", _FAILED_SIGN_INS)
             principal = LOCAL if self._settings.auth == "local" else None
         else:
-            principal = await self.principal_of(connection)
+            principal = await self._signed_in(connection)
             self._limit_principal(principal)
         state["principal"] = principal
         if scope["method"] not in SAFE_METHODS:
             self._check_origin(connection, principal)
 
     async def principal_of(self, connection: HTTPConnection) -> Principal:
-        """Whoever has opened a connection; raises `NotSignedIn`, or `TooManyRequests`."""
+        """Whoever has opened a connection; raises `NotSignedIn`."""
         credentials = credentials_of(connection)
         authenticator = self._security.authenticator
         if authenticator.is_quick(credentials):
             return authenticator.principal_of(credentials)
+        return await run_in_threadpool(authenticator.principal_of, credentials)
+
+    async def _signed_in(self, connection: HTTPConnection) -> Principal:
+        """Whoever has opened a connection; `TooManyRequests` for who fails again and again."""
         try:
-            return await run_in_threadpool(authenticator.principal_of, credentials)
+            return await self.principal_of(connection)
         except NotSignedIn:
-            if credentials != Credentials():
-                self._limit(f"ip:{_remote(connection.scope)}", _FAILED_SIGN_INS)
+            remote = _remote(connection.scope)
+            if credentials_of(connection) == Credentials():
+                self._limit(f"unknown:{remote}", _UNKNOWN)
+            else:
+                self._limit(f"ip:{remote}", _FAILED_SIGN_INS)
             raise
 
     def _limit_principal(self, principal: Principal) -> None:
@@ -194,11 +204,13 @@ class Gate:
         if is_report and not (is_refused and self._is_notable(scope, answer)):
             return
         principal = scope["state"].get("principal")
+        if principal is None and is_refused and not self._is_first(scope):
+            return
         self._security.audit.append(
             AuditRecord(
                 id=0,
                 time=time.time(),
-                actor=plain(principal.name) if principal else "anonymous",
+                actor=plain(principal.name)[:_MAX_ACTOR_CHARS] if principal else "anonymous",
                 actor_kind=principal.kind if principal else "none",
                 action=plain(f"{scope['method']} {route or path}")[:128],
                 object=plain(answer.location or path)[:_MAX_OBJECT_CHARS],
@@ -214,6 +226,10 @@ class Gate:
         caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
         return is_denied and not self._buckets.take(caller, _NOTED_REPORTS, self._clock())
 
+    def _is_first(self, scope: Scope) -> bool:
+        """Whether few refusals came from there lately: nobody may fill the log without a key."""
+        return not self._buckets.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self._clock())
+
     # ---- websockets
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -223,7 +239,7 @@ class Gate:
         try:
             if is_foreign(origin, None, host, self._settings.allowed_origins):
                 raise ForeignOrigin(origin or "another site")
-            principal = await self.principal_of(connection)
+            principal = await self._signed_in(connection)
         except ServiceError as error:
             logger.info("a websocket is refused: %s", error)
             await receive()

@@ -24,6 +24,7 @@ from service.store.answers import Answer, AnswerStore
 
 HEADER = "idempotency-key"
 MAX_KEY_CHARS = 255
+_MAX_ASKER_CHARS = 255
 # Said anew by each answer, or wrong for a body that was kept.
 _NOT_KEPT = frozenset({"content-encoding", "content-length", "date", "x-request-id", "set-cookie"})
 
@@ -63,8 +64,7 @@ class Repeats:
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, key: str) -> None:
         principal: Principal = scope["state"]["principal"]
-        # Names need not be unique.
-        asker = f"{principal.kind}:{principal.credential_id or principal.name}"
+        asker = asker_of(principal)
         body = await _read(receive)
         request_hash = _hash_of(scope, body)
         known = await run_in_threadpool(self._store.begin, asker, key, request_hash, self._clock())
@@ -97,6 +97,15 @@ class Repeats:
             return
         sealed = self._master.seal(answer.body.decode()) if answer.body else ""
         self._store.finish(asker, key, Answer(request_hash, answer.status, answer.headers, sealed))
+
+
+def asker_of(principal: Principal) -> str:
+    """Whose keys a principal's are: at most 255 characters, which the database has room for."""
+    # Names need not be unique.
+    asker = f"{principal.kind}:{principal.credential_id or principal.name}"
+    is_short = len(asker) <= _MAX_ASKER_CHARS and asker.isprintable()
+    digest = hashlib.sha256(asker.encode(errors="backslashreplace")).hexdigest()
+    return asker if is_short else f"{principal.kind}:sha256:{digest}"
 
 
 class _Collected:

@@ -16,6 +16,8 @@ from service.store.keys import KeyStore
 logger = logging.getLogger(__name__)
 
 _MAX_BATCH = 500
+# Some megabytes: what a database that stands still may cost us.
+_MAX_PENDING = 10_000
 _LINGER_S = 0.2
 _FLUSH_TIMEOUT_S = 10.0
 
@@ -28,13 +30,17 @@ class AuditWriter:
         self._pending: list[AuditRecord] = []
         self._num_appended = 0
         self._num_written = 0
+        self._num_dropped = 0
         self._changed = threading.Condition()
         self._is_running = False
         self._is_wanted_now = threading.Event()
 
     def append(self, record: AuditRecord) -> None:
-        """Write a record soon."""
+        """Write a record soon; drop it where too many wait, which the service's log tells."""
         with self._changed:
+            if len(self._pending) >= _MAX_PENDING:
+                self._num_dropped += 1
+                return
             self._pending.append(record)
             self._num_appended += 1
             if not self._is_running:
@@ -56,6 +62,7 @@ class AuditWriter:
             if not records:
                 return
             self._write(records)
+            self._tell_dropped()
             with self._changed:
                 self._num_written += len(records)
                 self._changed.notify_all()
@@ -68,6 +75,12 @@ class AuditWriter:
             logger.error("%d lines of the audit log are not kept: %s", len(records), error)
             for record in records:
                 logger.error("audit: %s", record)
+
+    def _tell_dropped(self) -> None:
+        with self._changed:
+            num_dropped, self._num_dropped = self._num_dropped, 0
+        if num_dropped:
+            logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
 
     def _take(self) -> list[AuditRecord]:
         with self._changed:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from service.api.gate import SESSION_COOKIE, Gate, credentials_of, plain
 from service.security.authenticator import Credentials
 from service.security.keys import AuditFilter, AuditRecord
 from service.security.oidc import TokenVerifier, provider_of
+from service.security.principal import Role
 from tests.unit.service.guarded import Guarded, guarded
 from tests.unit.service.test_oidc import AUDIENCE, ISSUER, NOW, URL, Issuer
 
@@ -178,3 +181,56 @@ def test_a_line_that_cannot_be_written_does_not_stop_those_after_it(house: Guard
     audit.append(line)
     audit.flush()
     assert [kept.actor for kept in house.security.keys.list_audit(AuditFilter())] == ["ada"]
+
+
+def test_refusals_of_the_unknown_do_not_fill_the_audit_log(tmp_path: Path) -> None:
+    house = guarded(tmp_path)
+    for number in range(10):
+        assert house.send("POST", f"/v1/jobs/{number}:cancel").status_code == 401
+    house.security.audit.flush()
+    lines = house.send("GET", "/v1/audit", "root").json()["items"]
+    assert [line["actor"] for line in lines] == ["anonymous"] * 3
+    house.store.close()
+
+
+def test_who_asks_without_credentials_again_and_again_is_told_to_wait(house: Guarded) -> None:
+    statuses = [house.send("GET", "/v1/jobs").status_code for _ in range(150)]
+    assert set(statuses[:100]) == {401}
+    assert statuses[-1] == 429
+    assert house.send("GET", "/v1/jobs", "viewer").status_code == 200
+
+
+def test_the_audit_log_of_a_slow_database_drops_lines_rather_than_grow(
+    house: Guarded, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    audit = house.security.audit
+    monkeypatch.setattr("service.security.audit._MAX_PENDING", 5)
+    line = AuditRecord(0, 1.0, "ada", "key", "POST /x", "/x", "", 200, "")
+    is_open, is_writing = threading.Event(), threading.Event()
+    kept: list[AuditRecord] = []
+
+    def write(records: Sequence[AuditRecord]) -> None:
+        is_writing.set()
+        is_open.wait(10)
+        kept.extend(records)
+
+    monkeypatch.setattr(house.security.keys, "append_audit", write)
+    audit.append(line)
+    assert is_writing.wait(10)
+    for _ in range(20):
+        audit.append(line)
+    is_open.set()
+    audit.flush()
+    assert len(kept) == 6
+    assert "15 lines of the audit log are lost" in caplog.text
+
+
+def test_an_actor_with_a_long_name_fits_into_the_audit_log(tmp_path: Path) -> None:
+    house = guarded(tmp_path)
+    name = "é" * 255
+    house.add_key(name, {"default": Role.SUBMITTER})
+    assert house.send("POST", "/v1/jobs/none:cancel", name).status_code == 404
+    house.security.audit.flush()
+    [line] = house.security.keys.list_audit(AuditFilter())
+    assert len(line.actor) == 255
+    house.store.close()

@@ -85,6 +85,7 @@ def test_local_mode_answers_for_each_name_of_loopback(api: Api, host: str) -> No
         ("http://127.0.0.1:9999", "same-site", True),
         ("http://evil.example", "cross-site", True),
         ("null", None, True),
+        ("http://[::1", None, True),
         (None, "cross-site", True),
         (None, "none", False),
         ("https://tools.example", "cross-site", False),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.unit.service.api_house import Api, problem_in
@@ -44,13 +46,15 @@ def test_jobs_are_listed_by_the_time_of_their_creation(api: Api, three: list[str
 @pytest.mark.parametrize(
     ("params", "field"),
     [
+        ({"label": [f"k{number}=x" for number in range(21)]}, "label"),
+        ({"status": ["QUEUED"] * 21}, "status"),
         ({"label": "team"}, "label[0]"),
         ({"label": "=red"}, "label[0]"),
         ({"created_after": "yesterday"}, "created_after"),
     ],
 )
 def test_a_filter_that_cannot_be_read_is_refused_by_name(
-    api: Api, params: dict[str, str], field: str
+    api: Api, params: dict[str, Any], field: str
 ) -> None:
     problem = problem_in(api.http.get("/v1/jobs", params=params), 422, "invalid_request")
     assert [fault["path"] for fault in problem["fields"]] == [field]

@@ -82,7 +82,11 @@ def test_bytes_that_are_no_text_do_not_stop_the_reader(files: AttemptDir) -> Non
     assert [piece.text for piece in pieces] == ["\ufffd\ufffd\rbar", "ok"]
 
 
-@pytest.mark.parametrize("cursor", ["%%%", "AAAA", "W10", "WzEsMl0", "bnVsbA"])
+# No database can be asked for such an attempt.
+NUL_CURSOR = LogPosition("a\x00b").encode()
+
+
+@pytest.mark.parametrize("cursor", ["%%%", "AAAA", "W10", "WzEsMl0", "bnVsbA", NUL_CURSOR])
 def test_a_foreign_cursor_is_refused(cursor: str) -> None:
     with pytest.raises(InvalidRequest, match="not a cursor"):
         LogPosition.decode(cursor)

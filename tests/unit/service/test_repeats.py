@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Engine, select
 
+from service.api.repeats import asker_of
 from service.domain import JobStatus
+from service.security.principal import Principal
 from service.store.answers import ABANDONED_S, KEPT_S, Answer, AnswerStore, answers
 from service.store.sql import SqlJobStore
 from tests.unit.service.api_house import Api, problem_in
@@ -97,3 +99,11 @@ def test_a_request_that_came_to_nothing_leaves_no_trace(engine: Engine) -> None:
     store.begin("me", "k", "hash", 0.0)
     store.forget("me", "k")
     assert store.begin("me", "k", "hash", 1.0) is None
+
+
+def test_who_asks_is_kept_in_few_characters_and_never_mixed_up() -> None:
+    names = ["ada", "x" * 255, "x" * 254 + "y", "a\x00b", "a\ud800b"]
+    askers = [asker_of(Principal(name, "oidc")) for name in names]
+    assert askers[0] == "oidc:ada"
+    assert len(set(askers)) == len(names)
+    assert all(len(asker) <= 255 and asker.isprintable() for asker in askers)

@@ -7,7 +7,7 @@ from pathlib import Path
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.log_parts import read_at, size_of, tail_offset
+from service.log_parts import MAX_TAIL_BYTES, read_at, size_of, tail_offset
 from service.logs import LogPosition, read_new
 from trainer.log_pump import LogChain, parts_of
 from trainer.run_dir import AttemptDir
@@ -87,3 +87,11 @@ def test_a_tail_of_a_chain_is_its_last_lines(
     # What was dropped cannot be in a tail.
     assert found == wanted[len(wanted) - len(found) :]
     assert len(found) == min(num_lines, len(texts)) or len(parts_of(log)) > 1
+
+
+def test_looking_for_a_tail_ends_soon(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(b"x" * (20 << 20))
+    assert tail_offset(log, 5) == (20 << 20) - MAX_TAIL_BYTES
+    log.write_bytes(b"\n" * (4 << 20))
+    assert tail_offset(log, 1 << 21) == 1 << 21

@@ -114,7 +114,7 @@ def test_the_plan_of_the_tables_is_kept_with_the_workers_start() -> None:
 
 @pytest.mark.parametrize("event", [workers_started(), checkpoint(900), metrics(5, train_loss=1.0)])
 def test_a_record_of_an_attempt_proves_that_it_went_back_as_it_should(event: Event) -> None:
-    job = queued_job(resume_from="/runs/x/checkpoints/step-00000100-a0-r0")
+    job = replace(queued_job(), resume_from="/runs/x/checkpoints/step-00000100-a0-r0")
     attempt = attempt_of(job, index=1)
     current = replace(job, current_attempt_id=attempt.id)
     assert fold(current, attempt, [event], NOW).job.resume_from is None

@@ -1,13 +1,12 @@
 """Bearer tokens of an identity provider: checked by its published keys, never by what they say.
 
 Only asymmetric signatures count, so that neither `none` nor a public key used as a shared secret
-gets anybody in. The provider's keys are cached; a token signed with an unknown one makes us look
-again, but not more often than every `_RELOAD_PAUSE_S`.
+gets anybody in. The provider's keys are kept; a token signed with an unknown one makes us look
+again, but not too often (`service.security.provider_keys`).
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,16 +15,14 @@ from typing import Any
 import httpx
 from joserfc import jwt
 from joserfc.errors import JoseError
-from joserfc.jwk import KeySet
 
-from service.security.errors import IdentityProviderAway, NotSignedIn
+from service.security.errors import NotSignedIn
 from service.security.principal import Principal, Role
+from service.security.provider_keys import ProviderKeys
 from service.settings import Settings
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
 LEEWAY_S = 30
-_RELOAD_PAUSE_S = 10.0
-_TIMEOUT_S = 5.0
 _MAX_TOKEN_CHARS = 8192
 
 
@@ -68,11 +65,8 @@ class TokenVerifier:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._provider = provider
-        self._http = httpx.Client(transport=transport, timeout=_TIMEOUT_S)
         self._clock = clock
-        self._lock = threading.Lock()
-        self._keys = KeySet([])
-        self._loaded_at = -1e18
+        self._keys = ProviderKeys(provider.jwks_url, provider.jwks_ttl_s, transport, clock)
 
     def principal_of(self, token: str) -> Principal:
         """Whoever a token is for; raises `NotSignedIn`, or `IdentityProviderAway`."""
@@ -89,12 +83,12 @@ class TokenVerifier:
 
     def _verified(self, token: str) -> dict[str, Any]:
         """Claims of a token that one of the provider's keys has signed."""
-        keys = self._current_keys()
+        keys = self._keys.current()
         try:
             return jwt.decode(token, keys, algorithms=ALGORITHMS).claims
         except (JoseError, ValueError):
             # The provider may have changed its keys.
-            fresh = self._reloaded_keys(not_since=keys)
+            fresh = self._keys.newer_than(keys)
             if fresh is keys:
                 raise
             return jwt.decode(token, fresh, algorithms=ALGORITHMS).claims
@@ -109,36 +103,6 @@ class TokenVerifier:
             sub={"essential": True},
         )
         registry.validate(claims)
-
-    def _current_keys(self) -> KeySet:
-        with self._lock:
-            if self._clock() - self._loaded_at >= self._provider.jwks_ttl_s:
-                self._load()
-            return self._keys
-
-    def _reloaded_keys(self, not_since: KeySet) -> KeySet:
-        with self._lock:
-            is_due = self._clock() - self._loaded_at >= _RELOAD_PAUSE_S
-            if is_due and self._keys is not_since:
-                self._load()
-            return self._keys
-
-    def _load(self) -> None:
-        url = self._provider.jwks_url
-        try:
-            response = self._http.get(url)
-            response.raise_for_status()
-            self._keys = KeySet.import_key_set(_public_only(response.json()))
-        except (httpx.HTTPError, JoseError, ValueError, KeyError, TypeError) as error:
-            # Keys that were good an hour ago are better than nobody let in.
-            if not self._keys.keys:
-                raise IdentityProviderAway(url, type(error).__name__) from error
-        self._loaded_at = self._clock()
-
-
-def _public_only(document: Any) -> Any:
-    """The published keys without shared secrets, which no provider should publish."""
-    return {"keys": [key for key in document["keys"] if key.get("kty") != "oct"]}
 
 
 def _principal(claims: Mapping[str, Any], provider: Provider) -> Principal:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -16,6 +18,7 @@ from joserfc.jwk import KeySet, RSAKey
 from service.security.errors import IdentityProviderAway, NotSignedIn
 from service.security.oidc import LEEWAY_S, Provider, TokenVerifier
 from service.security.principal import Role
+from service.security.provider_keys import ProviderKeys
 
 NOW = 1_800_000_000.0
 ISSUER, AUDIENCE, URL = "https://id.example", "shardloom", "https://id.example/jwks"
@@ -231,3 +234,60 @@ def test_without_any_key_the_provider_is_said_to_be_away(
     issuer.is_away = True
     with pytest.raises(IdentityProviderAway, match="ConnectError"):
         verifier.principal_of(issuer.token())
+    assert issuer.num_reads == 1
+
+
+def test_a_provider_that_is_away_is_not_asked_by_every_request(
+    verifier: TokenVerifier, issuer: Issuer, clock: Clock
+) -> None:
+    issuer.is_away = True
+    for _ in range(5):
+        with pytest.raises(IdentityProviderAway, match="ConnectError"):
+            verifier.principal_of(issuer.token())
+    assert issuer.num_reads == 1
+    issuer.is_away = False
+    clock.now += 11
+    assert verifier.principal_of(issuer.token())
+    clock.now += 3601
+    issuer.is_away = True
+    for _ in range(5):
+        assert verifier.principal_of(issuer.token(exp=clock.now + 60))
+    assert issuer.num_reads == 3
+
+
+class SlowProvider:
+    """Answers once it is told to; `num_reads` counts who asked."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.is_asked.set()
+        assert self.may_answer.wait(10)
+        return self._issuer.answer(request)
+
+
+def test_while_one_thread_fetches_no_other_does_and_old_keys_go_on(
+    issuer: Issuer, clock: Clock
+) -> None:
+    slow = SlowProvider(issuer)
+    keys = ProviderKeys(URL, 3600.0, httpx.MockTransport(slow.answer), clock)
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(keys.current)
+        assert slow.is_asked.wait(10)
+        others = [pool.submit(keys.current) for _ in range(3)]
+        slow.may_answer.set()
+        known = first.result(10)
+        assert all(other.result(10) is known for other in others)
+        assert issuer.num_reads == 1
+
+        clock.now += 3601
+        slow.is_asked.clear()
+        slow.may_answer.clear()
+        first = pool.submit(keys.current)
+        assert slow.is_asked.wait(10)
+        assert keys.current() is known
+        slow.may_answer.set()
+        assert first.result(10) is not known
+    assert issuer.num_reads == 2

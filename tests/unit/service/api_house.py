@@ -7,13 +7,13 @@ from typing import Any
 
 from fastapi.testclient import TestClient
 
-from service.backends.fake import FakeBackend
+from service.backends.fake import FakeBackend, Script
 from service.reconciler import Reconciler
 from service.settings import Settings
 from service.store.sql import SqlJobStore
 from service.submission import run_dir_of
 from service.telemetry import Telemetry
-from tests.unit.service.builders import spec_document
+from tests.unit.service.builders import attempt_ended, batch, spec_document, workers_started
 from trainer.events import EventBatch
 
 # In local mode the service answers for no other host.
@@ -75,3 +75,21 @@ def problem_in(response: Any, status: int, code: str) -> dict[str, Any]:
     assert problem["title"]
     assert problem["detail"]
     return problem
+
+
+def running(api: Api, **changes: Any) -> str:
+    """Id of a job whose workers train."""
+    job_id = api.submit(**changes)
+    api.backend.play(job_id, Script(("running",)))
+    api.look()
+    api.post_events(f"{job_id}-a0", batch(workers_started()))
+    return job_id
+
+
+def end(api: Api, job_id: str, reason: str = "completed") -> None:
+    """The driver of the newest attempt ends."""
+    attempt_id = api.store.get_job(job_id).current_attempt_id
+    assert attempt_id is not None
+    api.post_events(attempt_id, batch(attempt_ended(reason), stream="driver"))
+    api.backend.play(attempt_id, Script(("failed",)))
+    api.look()

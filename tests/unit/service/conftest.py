@@ -9,6 +9,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from service.backends.fake import FakeBackend
+from service.client import RetryPolicy, ShardloomClient
 from service.commands import context
 from service.main import create_app
 from service.settings import Settings
@@ -64,3 +65,19 @@ def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeService:
     monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SHARDLOOM_URL", raising=False)
     return fake
+
+
+@pytest.fixture
+def client(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardloomClient]:
+    """The SDK over the app; the commands use it, too."""
+
+    def connect(url: str | None = None) -> ShardloomClient:
+        return ShardloomClient(
+            LOOPBACK_URL,
+            transport=api.http._transport,
+            retry=RetryPolicy(num_retries=0),
+        )
+
+    monkeypatch.setattr(context, "open_client", connect)
+    with connect() as opened:
+        yield opened

@@ -1,62 +1,21 @@
-"""Pause, resume, clone, restart and delete, the queue and projects: REST, SDK and CLI."""
+"""Pause, resume, clone, restart, the queue and projects: REST, SDK and CLI."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from service import job_changes
 from service.backends.base import HostFacts
-from service.backends.fake import Script
-from service.client import RetryPolicy, ShardloomClient
+from service.client import ShardloomClient
 from service.client_errors import Conflict, InvalidRequest, NotFound
-from service.commands import context
 from service.domain import JobStatus
-from service.errors import JobNotEnded, StoreUnavailable
-from service.job_changes import finish_deletions, merged
-from service.run_files import buried_jobs
+from service.job_changes import merged
 from service.submission import run_dir_of
-from tests.unit.service.api_house import Api, problem_in
-from tests.unit.service.builders import attempt_ended, batch, checkpoint, workers_started
+from tests.unit.service.api_house import Api, end, problem_in, running
+from tests.unit.service.builders import batch, checkpoint
 from tests.unit.service.fake_service import shardloom
-
-
-@pytest.fixture
-def client(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardloomClient]:
-    """The SDK over the app; the commands use it, too."""
-
-    def connect(url: str | None = None) -> ShardloomClient:
-        return ShardloomClient(
-            "http://127.0.0.1:8700",
-            transport=api.http._transport,
-            retry=RetryPolicy(num_retries=0),
-        )
-
-    monkeypatch.setattr(context, "open_client", connect)
-    with connect() as opened:
-        yield opened
-
-
-def running(api: Api, **changes: Any) -> str:
-    """Id of a job whose workers train."""
-    job_id = api.submit(**changes)
-    api.backend.play(job_id, Script(("running",)))
-    api.look()
-    api.post_events(f"{job_id}-a0", batch(workers_started()))
-    return job_id
-
-
-def end(api: Api, job_id: str, reason: str = "completed") -> None:
-    """The driver of the newest attempt ends."""
-    attempt_id = api.store.get_job(job_id).current_attempt_id
-    assert attempt_id is not None
-    api.post_events(attempt_id, batch(attempt_ended(reason), stream="driver"))
-    api.backend.play(attempt_id, Script(("failed",)))
-    api.look()
 
 
 def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: ShardloomClient) -> None:
@@ -200,164 +159,6 @@ def test_a_job_goes_on_from_the_checkpoint_that_was_chosen(
     end(api, job_id, "host_lost")
     assert client.get_job(job_id).status is JobStatus.QUEUED
     assert json.loads(rewind.read_text()) == expected
-
-
-# ---- delete
-
-
-def ended_with_files(api: Api) -> tuple[str, Path]:
-    """A job that has ended, and its run folder."""
-    job_id = running(api)
-    end(api, job_id)
-    return job_id, run_dir_of(api.settings, job_id).root
-
-
-def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient) -> None:
-    job_id, folder = ended_with_files(api)
-    assert folder.exists()
-    client.delete(job_id)
-    assert not folder.exists()
-    with pytest.raises(NotFound):
-        client.get_job(job_id)
-    assert list(api.settings.runs_dir.iterdir()) == []
-    assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 404, "job_not_found")
-
-
-def test_files_stay_where_that_is_asked_for(api: Api, client: ShardloomClient) -> None:
-    job_id, folder = ended_with_files(api)
-    client.delete(job_id, artifacts=False)
-    assert (folder / "attempts").exists()
-    assert not (folder / "job.json").exists()
-
-
-def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id, folder = ended_with_files(api)
-
-    def fail(_: str) -> None:
-        raise StoreUnavailable("away")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(api.store, "delete_job", fail)
-        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "store_unavailable")
-    assert (buried_jobs(api.settings), folder.exists()) == ([job_id], False)
-    client.delete(job_id)
-    assert buried_jobs(api.settings) == []
-
-
-def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_at_the_next_start(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id, _ = ended_with_files(api)
-    kept = running(api)
-
-    def fail(*_: object) -> None:
-        raise OSError("storage is away")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(job_changes, "remove_buried", fail)
-        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "storage_unavailable")
-    assert buried_jobs(api.settings) == [job_id]
-    finish_deletions(api.store, api.settings)
-    assert buried_jobs(api.settings) == []
-    assert run_dir_of(api.settings, kept).root.exists()
-
-
-def cut_off_before_the_rows(api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A deletion that goes no further than the rename of the folder."""
-
-    def fail(_: str) -> None:
-        raise StoreUnavailable("the service was killed here")
-
-    with monkeypatch.context() as broken:
-        broken.setattr(api.store, "delete_job", fail)
-        assert api.http.delete(f"/v1/jobs/{job_id}").status_code >= 400
-
-
-def ended_with_checkpoint(api: Api) -> tuple[str, Path]:
-    """A job that has ended, and its run folder with a checkpoint that is listed."""
-    job_id = running(api)
-    folder = run_dir_of(api.settings, job_id).root
-    saved = folder / "checkpoints" / "step-00000100-a0-r0"
-    saved.mkdir(parents=True)
-    (saved / "COMMIT.json").write_text("{}")
-    told = checkpoint(100).model_copy(update={"path": str(saved)})
-    api.post_events(f"{job_id}-a0", batch(told, stream="workers-0"))
-    end(api, job_id, "training_error")
-    return job_id, folder
-
-
-def test_a_job_whose_deletion_was_cut_off_has_its_files_again_at_the_next_start(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    cut_off_before_the_rows(api, job_id, monkeypatch)
-    assert not folder.exists()
-    finish_deletions(api.store, api.settings)
-    assert buried_jobs(api.settings) == []
-    (listed,) = api.store.list_checkpoints(job_id)
-    assert (Path(listed.path) / "COMMIT.json").exists()
-    client.delete(job_id)
-    assert list(api.settings.runs_dir.iterdir()) == []
-
-
-def test_a_restart_takes_back_what_a_deletion_that_was_cut_off_set_aside(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    cut_off_before_the_rows(api, job_id, monkeypatch)
-    client.restart(job_id)
-    api.look()
-    assert client.get_job(job_id).current_attempt_id == f"{job_id}-a1"
-    assert (folder / "checkpoints" / "step-00000100-a0-r0" / "COMMIT.json").exists()
-    assert buried_jobs(api.settings) == []
-
-
-def test_a_job_with_a_folder_beside_its_buried_one_keeps_the_first_and_can_be_deleted(
-    api: Api, client: ShardloomClient
-) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    # As earlier versions left it: buried under the plain name, with a new run beside it.
-    folder.rename(folder.with_name(f".deleted-{job_id}"))
-    (folder / "attempts").mkdir(parents=True)
-    finish_deletions(api.store, api.settings)
-    assert [path.name for path in folder.iterdir()] == ["attempts"]
-    assert buried_jobs(api.settings) == [job_id]
-    client.delete(job_id)
-    assert list(api.settings.runs_dir.iterdir()) == []
-
-
-def test_what_was_buried_comes_back_beside_what_was_made_since(
-    api: Api, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    (folder / "job.json").write_text("old")
-    restarted = JobNotEnded(job_id, JobStatus.QUEUED)
-
-    def restart_meanwhile(_: str) -> None:
-        (folder / "checkpoints" / "step-00000200-a1-r0").mkdir(parents=True)
-        (folder / "job.json").write_text("new")
-        raise restarted
-
-    with monkeypatch.context() as broken:
-        broken.setattr(api.store, "delete_job", restart_meanwhile)
-        problem = api.http.delete(f"/v1/jobs/{job_id}")
-    assert problem_in(problem, 409, "job_not_ended")
-    saved = sorted(path.name for path in (folder / "checkpoints").iterdir())
-    assert saved == ["step-00000100-a0-r0", "step-00000200-a1-r0"]
-    assert (folder / "job.json").read_text() == "new"
-    assert buried_jobs(api.settings) == []
-
-
-def test_files_that_shall_stay_come_back_from_a_deletion_that_was_cut_off(
-    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job_id, folder = ended_with_checkpoint(api)
-    cut_off_before_the_rows(api, job_id, monkeypatch)
-    client.delete(job_id, artifacts=False)
-    assert (folder / "checkpoints").exists()
-    assert not (folder / "job.json").exists()
 
 
 # ---- the queue and projects

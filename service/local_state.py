@@ -125,7 +125,7 @@ class StackHome:
         Raises `StackError` if the folder cannot be had.
         """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
             file = (self.root / "stack.lock").open("w")
         except OSError as error:
             raise self._unusable(error) from error

@@ -50,6 +50,7 @@ from service.backends.ray_jobs import RayJobsBackend
 from service.errors import PortInUse, ServiceError
 from service.reconciler import Reconciler
 from service.security.bundle import Security
+from service.security.files import make_private
 from service.security.hosts import check_address
 from service.settings import Settings
 from service.store.answers import AnswerStore
@@ -157,7 +158,7 @@ async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[No
 
 def build_app(settings: Settings) -> FastAPI:
     """The app over the store and backend that the settings name; raises `StoreUnavailable`."""
-    settings.home.mkdir(parents=True, exist_ok=True)
+    make_private(settings.home)
     store = SqlJobStore.open(settings.database_url)
     return create_app(settings, store, _backend_of(settings))
 

@@ -12,7 +12,7 @@ from service.api.problems import answer_error
 from service.errors import ServiceError
 from service.request_context import about
 from service.request_ids import request_id_from
-from service.security.errors import BodyTooLarge, ForeignHost
+from service.security.errors import BehindProxy, BodyTooLarge, ForeignHost
 from service.security.hosts import is_known_host
 from service.settings import Settings
 
@@ -37,6 +37,8 @@ _DOCS_CSP = (
     "style-src 'unsafe-inline' https://cdn.jsdelivr.net; "
     "img-src data: https://fastapi.tiangolo.com; connect-src 'self'; frame-ancestors 'none'"
 )
+# uvicorn reads the first, and leaves both where they are.
+_PROXY_HEADERS = ("x-forwarded-for", "forwarded")
 _HSTS = "max-age=31536000"
 # Whoever looks after a service's health calls it by whatever address it has, and learns nothing.
 _PROBES = frozenset({"/healthz", "/readyz"})
@@ -118,7 +120,10 @@ def _csp_of(path: str) -> str:
 
 
 class KnownHosts:
-    """Answers only for hosts that are ours: no web page reaches us by a name of its own."""
+    """Answers only for hosts that are ours: no web page reaches us by a name of its own.
+
+    In local mode it answers no proxy either, which may let in anybody.
+    """
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         self._app = app
@@ -129,13 +134,20 @@ class KnownHosts:
         if scope["type"] == "lifespan" or scope["path"] in _PROBES:
             await self._app(scope, receive, send)
             return
-        host = Headers(scope=scope).get("host", "")
-        if is_known_host(host, self._settings):
+        error = self._fault_of(Headers(scope=scope))
+        if error is None:
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         else:
-            await refuse(ForeignHost(host), scope, receive, send)
+            await refuse(error, scope, receive, send)
+
+    def _fault_of(self, headers: Headers) -> ServiceError | None:
+        host = headers.get("host", "")
+        if not is_known_host(host, self._settings):
+            return ForeignHost(host)
+        is_passed_on = any(name in headers for name in _PROXY_HEADERS)
+        return BehindProxy() if is_passed_on and self._settings.auth == "local" else None
 
 
 class BodyLimit:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from service.api.security_schemas import NewKey
+from service.security.files import make_private
 from service.security.keys import ApiKey, hash_of, new_key_text
 from service.security.principal import parse_roles, role_names
 from service.settings import Settings
@@ -39,7 +40,7 @@ class _Opened:
 
     def __enter__(self) -> KeyStore:
         settings = Settings()
-        settings.home.mkdir(parents=True, exist_ok=True)
+        make_private(settings.home)
         self._engine = open_engine(settings.database_url)
         migrate(self._engine)
         return KeyStore(self._engine)

@@ -9,6 +9,7 @@ ServiceError                      status  code
 │   └── KeyNotFound                       key_not_found
 ├── BodyTooLarge                  413     body_too_large
 ├── ForeignHost                   421     foreign_host
+├── BehindProxy                   421     behind_proxy
 ├── TooManyRequests               429     too_many_requests (`Retry-After`)
 ├── SecretKeyUnusable             500     secret_key_unusable
 ├── IdentityProviderAway          503     identity_provider_away
@@ -82,6 +83,21 @@ class ForeignHost(ServiceError):
         super().__init__(
             f"this service does not answer for the host '{host[:200]}'; "
             "SHARDLOOM_ALLOWED_HOSTS names those it answers for"
+        )
+
+
+class BehindProxy(ServiceError):
+    """A proxy passes requests on to a service that lets everybody in."""
+
+    status = 421
+    code = "behind_proxy"
+    title = "Misdirected request"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this request came through a proxy (it carries X-Forwarded-For or Forwarded), and "
+            "this service asks nobody for credentials: behind a proxy it wants "
+            "SHARDLOOM_AUTH=required"
         )
 
 

@@ -1,10 +1,15 @@
-"""Whether a file is where its name says. Pure but for the links that it follows."""
+"""Whether a file is where its name says, and folders for nobody else's eyes."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from pathlib import Path
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder that only its owner may look into; one that is there stays as it is."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def is_below(path: Path, roots: Sequence[Path]) -> bool:

@@ -93,7 +93,7 @@ def _keys(given: str | None, home: Path) -> MasterKeys:
 
 def _from_file(path: Path) -> str:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _read_private(path) if path.exists() else _make(path)
     except OSError as error:
         raise SecretKeyUnusable(f"cannot use {path} ({error.strerror}); check its rights") from None

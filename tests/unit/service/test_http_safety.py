@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,12 +11,14 @@ from fastapi.testclient import TestClient
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.websockets import WebSocketDisconnect
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from service.addresses import is_loopback
 from service.api.gate import CSRF_COOKIE, SESSION_COOKIE
 from service.api.middleware import safe_headers
 from service.dashboard.login import safe_target
 from service.errors import ServiceError
+from service.main import build_app
 from service.request_ids import request_id_from
 from service.security.errors import UnsafeAddress
 from service.security.hosts import check_address, is_foreign
@@ -75,6 +78,33 @@ def test_local_mode_answers_for_loopback_names_only(api: Api, host: str) -> None
 @pytest.mark.parametrize("host", ["localhost:8700", "[::1]:8700", "127.0.0.1"])
 def test_local_mode_answers_for_each_name_of_loopback(api: Api, host: str) -> None:
     assert api.http.get("/v1/jobs", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("header", ["X-Forwarded-For", "Forwarded"])
+def test_local_mode_answers_no_proxy(api: Api, house: Guarded, header: str) -> None:
+    headers = {header: "203.0.113.7"}
+    refused = api.http.get("/v1/jobs", headers=headers)
+    assert (refused.status_code, refused.json()["code"]) == (421, "behind_proxy")
+    assert "SHARDLOOM_AUTH=required" in refused.json()["detail"]
+    assert api.http.get("/healthz", headers=headers).status_code == 200
+    assert house.send("GET", "/v1/jobs", "viewer", headers=headers).status_code == 200
+
+
+def test_the_server_does_not_hide_that_a_proxy_passed_a_request_on(api: Api) -> None:
+    wrapped = ProxyHeadersMiddleware(api.http.app, trusted_hosts="*")
+    with_server = TestClient(wrapped, base_url="http://127.0.0.1:8700")
+    refused = with_server.get("/v1/jobs", headers={"X-Forwarded-For": "127.0.0.1"})
+    assert refused.json()["code"] == "behind_proxy"
+
+
+def test_the_folder_of_the_service_is_for_its_owner_only(tmp_path: Path) -> None:
+    new, old = tmp_path / "new" / "home", tmp_path / "old"
+    old.mkdir(mode=0o755)
+    for home in (new, old):
+        app = build_app(Settings(home=home, backend="fake", dashboard=False))
+        app.state.context.store.close()
+    assert stat.S_IMODE(new.stat().st_mode) == 0o700
+    assert stat.S_IMODE(old.stat().st_mode) == 0o755
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,7 @@ _ENDED = frozenset(
 )
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _LOG_TAIL_CHARS = 2000
+_LOOK_PAUSE_S = 0.1
 # At each look, so that replicas that start together share the jobs.
 _MAX_NEW_LEASES = 64
 
@@ -145,6 +146,8 @@ class Reconciler:
             self._woken.clear()
             error = self._dispatcher.submit(self._dispatch).exception()
             _log_error("cannot look at the jobs", error)
+            # A hundred submissions in a second make some looks, not a hundred.
+            self._closing.wait(_LOOK_PAUSE_S)
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:

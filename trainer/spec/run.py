@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from trainer.spec.base import PathText, SpecModel
+from trainer.spec.base import Identifier, PathText, SpecModel
 
 
 class TraceSpec(SpecModel):
@@ -44,7 +44,7 @@ class WarmStartSpec(SpecModel):
     """
 
     path: PathText
-    tables: Annotated[tuple[str, ...], Field(min_length=1)] | None = None
+    tables: Annotated[tuple[Identifier, ...], Field(min_length=1)] | None = None
     dense: bool = True
 
 

@@ -69,13 +69,17 @@ def _message(error: Any) -> str:
     return _MESSAGES.get(error["type"], error["msg"])
 
 
+# Nobody mends more at once, and looking through them takes time.
+_MAX_ERRORS = 200
+
+
 def problems_of(errors: Sequence[Any]) -> list[FieldProblem]:
     """Pydantic's errors as problems, one a field.
 
     What the branches of a union say of the same value is one fault.
     """
     by_path: dict[str, list[FieldProblem]] = {}
-    for error in errors:
+    for error in errors[:_MAX_ERRORS]:
         path = _path(error["loc"], error.get("ctx", {}).get("at", ""))
         by_path.setdefault(path, []).append(FieldProblem(path, error["type"], _message(error)))
     # A list that lost its faulty items also counts as too short; the items are the fault.

@@ -234,6 +234,12 @@ def test_a_few_lines_of_aliases_cannot_fill_the_memory() -> None:
     assert parse_document("a: &x {b: 1}\nc: {<<: *x}\nd: *x")["d"] == {"b": 1}
 
 
+def test_of_very_many_faults_some_are_told_soon() -> None:
+    with pytest.raises(SpecError) as caught:
+        validate_spec({**minimal(), "features": [1] * 100_000})
+    assert len(caught.value.problems) <= 200
+
+
 def test_a_date_stays_a_text_and_a_wrong_number_is_a_fault() -> None:
     assert apply_overrides(minimal(), ["name=2001-99-99"])["name"] == "2001-99-99"
     with pytest.raises(SpecError):

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
@@ -16,8 +18,29 @@ from service.errors import StoreUnavailable
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _MAX_TRIES = 4
+_TURN_S = 10.0
 # serialization_failure and deadlock_detected: PostgreSQL undid the transaction to end a tie.
 _TIES = frozenset({"40001", "40P01"})
+
+
+# SQLite has one writer at a time, and lets the others look again and again, at ever longer
+# intervals: the writers of this process are better off in a queue.
+_write_locks: WeakKeyDictionary[Engine, threading.Lock] = WeakKeyDictionary()
+
+
+@contextmanager
+def _turn(engine: Engine) -> Iterator[None]:
+    """The turn to write, among all stores over an engine; raises `StoreUnavailable`."""
+    if engine.dialect.name != "sqlite":
+        yield
+        return
+    lock = _write_locks.setdefault(engine, threading.Lock())
+    if not lock.acquire(timeout=_TURN_S):
+        raise StoreUnavailable(f"other writers held the database for {_TURN_S:g} s; is it slow?")
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class TransactionTied(StoreUnavailable):
@@ -42,7 +65,7 @@ class Transactions:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that may write; committed when the block ends without an error."""
-        with self._begin(is_write=True) as connection:
+        with _turn(self.engine), self._begin(is_write=True) as connection:
             yield connection
 
     @contextmanager

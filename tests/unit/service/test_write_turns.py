@@ -1,4 +1,4 @@
-"""The writers of one process take turns at a SQLite database, whichever store they write through."""
+"""Writers of one process take turns at a SQLite database, whichever store they write through."""
 
 from __future__ import annotations
 

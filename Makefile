@@ -43,10 +43,10 @@ test: setup ## run the tests
 test-unit: setup ## run the tests that need no Ray, network or browser
 	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
 
-chaos: setup ## strike elastic jobs with 200 faults; takes an hour or more
+chaos: setup ## strike elastic jobs with 200 faults; takes ten minutes
 	@SHARDLOOM_CHAOS_JOBS=20 $(BIN)/python -m pytest tests/integration/test_chaos.py --timeout 900 $(PYTEST_ARGS)
 
-fuzz: setup ## ask the REST API 10 000 made-up questions; takes half an hour
+fuzz: setup ## ask the REST API 10 000 made-up questions; takes some minutes
 	@SHARDLOOM_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/integration/test_openapi.py tests/integration/test_fuzzed_specs.py $(PYTEST_ARGS)
 
 lint: setup ## check style and types

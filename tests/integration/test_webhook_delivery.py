@@ -81,8 +81,9 @@ def test_nothing_is_lost_when_the_service_is_killed(service: ServiceProcess) -> 
             if delivery["state"] == "pending":
                 _redeliver(service, delivery)
         wait_for(lambda: {job for job, _ in _told(receiver)} >= set(jobs), timeout_s=180.0)
-        ids = [request.headers["webhook-id"] for request in receiver.received]
-        assert len(ids) == len(set(ids)) == 5
+        # At least once: what is sent again by hand just when its turn has come goes out twice, with
+        # the same id.
+        assert len({request.headers["webhook-id"] for request in receiver.received}) == 5
 
 
 def _deliveries(service: ServiceProcess) -> list[dict[str, Any]]:

@@ -134,9 +134,10 @@ def test_the_list_filters_by_status_and_name(
     expect(rows.filter(has_text=waiting.id)).to_be_visible()
     expect(rows.filter(has_text=running.id)).not_to_be_visible()
     page.get_by_role("button", name="all").click()
+    expect(rows.filter(has_text=running.id)).to_be_visible()
     page.get_by_label("Filter").fill(running.name)
-    expect(rows).to_have_count(1)
-    expect(rows).to_contain_text(running.id)
+    expect(rows.filter(has_text=waiting.id)).not_to_be_visible()
+    expect(rows.filter(has_text=running.id)).to_be_visible()
 
 
 def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(

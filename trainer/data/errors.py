@@ -7,6 +7,7 @@ DataError
 ├── BadValueError           one cell is wrong: file, line or row, column and value are named
 ├── TooFewRowsError         nothing to train or validate on
 ├── CorruptFileError        a file cannot be read, or is not what the manifest says
+├── StorageError            a file system or object store refused: credentials, endpoint, bucket
 └── ManifestError           the manifest is missing, unreadable or lacks something
 """
 
@@ -51,6 +52,10 @@ class TooFewRowsError(DataError):
 
 class CorruptFileError(DataError):
     """A file cannot be read, or is not what the manifest says."""
+
+
+class StorageError(DataError):
+    """A file system or object store refused; the message names URL, likely cause and mend."""
 
 
 class ManifestError(DataError):

@@ -1,0 +1,251 @@
+"""Files and folders by path or URL: local disks, S3 (`s3://`) and Google Cloud Storage (`gs://`).
+
+A thin layer over `pyarrow.fs`. Credentials come from the environment: AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL for S3, GOOGLE_APPLICATION_CREDENTIALS for Google. Other
+endpoints and regions can stand in the URL: `s3://bucket/key?endpoint_override=http://host:9000`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import IO
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import pyarrow as pa
+from pyarrow import fs
+
+from trainer.data.errors import SourceMissingError, StorageError
+
+_S3_OPTIONS = {"endpoint_override", "region", "scheme"}
+_GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous"}
+_CONNECT_TIMEOUT_S = 10.0
+_REQUEST_TIMEOUT_S = 60.0
+_MAX_ATTEMPTS = 4
+_COPY_CHUNK_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Location:
+    """A file or folder of some file system.
+
+    `path` is what `fs` calls it (`bucket/key` without a scheme), `root` what comes before it in a
+    URL (empty for local paths) and `query` what came after it.
+    """
+
+    fs: fs.FileSystem
+    path: str
+    root: str = ""
+    query: str = ""
+
+    @classmethod
+    def parse(cls, text: str | Path | Location) -> Location:
+        """Understand a local path, `file://`, `s3://` or `gs://`; touches no network.
+
+        Raises `StorageError` for another scheme, a missing bucket or an unknown option.
+        """
+        if isinstance(text, Location):
+            return text
+        url = urlsplit(str(text))
+        if url.scheme in ("", "file") or isinstance(text, Path):
+            local = unquote(url.path) if url.scheme == "file" else str(text)
+            return cls(fs.LocalFileSystem(), str(Path(local).expanduser().absolute()))
+        if url.scheme not in _FILE_SYSTEMS:
+            raise StorageError(
+                f"{text}: cannot read '{url.scheme}://'; name a local path, file://, s3:// or gs://"
+            )
+        if not url.netloc:
+            raise StorageError(f"{text} names no bucket; write {url.scheme}://BUCKET/FOLDER")
+        options = _options(str(text), url.scheme, url.query)
+        path = f"{url.netloc}{unquote(url.path)}".rstrip("/")
+        file_system = _FILE_SYSTEMS[url.scheme](options)
+        return cls(file_system, path, f"{url.scheme}://", f"?{url.query}" if url.query else "")
+
+    @property
+    def text(self) -> str:
+        """The location as one would type it; `parse` understands it."""
+        return f"{self.root}{self.path}{self.query}"
+
+    def __str__(self) -> str:
+        # An endpoint is of no use in a message and may hold a password.
+        return f"{self.root}{self.path}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is on a disk of this machine."""
+        return not self.root
+
+    @property
+    def local_path(self) -> Path:
+        """The path of a local location; raises ValueError for a remote one."""
+        if not self.is_local:
+            raise ValueError(f"{self} is not on this machine")
+        return Path(self.path)
+
+    @property
+    def name(self) -> str:
+        """Last part of the path."""
+        return self.path.rsplit("/", 1)[-1]
+
+    @property
+    def parent(self) -> Location:
+        """The folder that holds it."""
+        return replace(self, path=self.path.rsplit("/", 1)[0] or "/")
+
+    def __truediv__(self, name: str) -> Location:
+        return replace(self, path=f"{self.path.rstrip('/')}/{name}")
+
+    def exists(self) -> bool:
+        """Whether a file or folder is there."""
+        return self._info().type != fs.FileType.NotFound
+
+    def is_folder(self) -> bool:
+        """Whether it is a folder; on object stores: whether any object lies under it."""
+        return self._info().type == fs.FileType.Directory
+
+    def size_bytes(self) -> int:
+        """Size of a file; raises `SourceMissingError` where there is none."""
+        info = self._info()
+        if info.type != fs.FileType.File:
+            raise SourceMissingError(f"{self} is missing; check the path, or make the file again")
+        return info.size
+
+    def list(self, *, recursive: bool = False) -> tuple[Location, ...]:
+        """The files in the folder, in name order; none where there is no folder."""
+        wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
+        with _faults_named(self, "listed"):
+            infos = self.fs.get_file_info(wanted)
+        paths = sorted(info.path for info in infos if info.type == fs.FileType.File)
+        return tuple(replace(self, path=path) for path in paths)
+
+    def relative_to(self, folder: Location) -> str:
+        """The path of this file below `folder`, with forward slashes."""
+        return self.path.removeprefix(f"{folder.path.rstrip('/')}/")
+
+    def open_input(self) -> pa.NativeFile:
+        """Open for random reading; raises `SourceMissingError` or `StorageError`."""
+        with _faults_named(self, "read"):
+            return self.fs.open_input_file(self.path)
+
+    def open_output(self) -> pa.NativeFile:
+        """Open for writing from the start; folders are made. Remote: seen once it is closed."""
+        with _faults_named(self, "written"):
+            if self.is_local:
+                self.fs.create_dir(self.parent.path, recursive=True)
+            return self.fs.open_output_stream(self.path)
+
+    def read_bytes(self) -> bytes:
+        """The whole file."""
+        with _faults_named(self, "read"), self.open_input() as file:
+            return file.read()
+
+    def write_bytes(self, content: bytes) -> None:
+        """Write the whole file."""
+        with _faults_named(self, "written"), self.open_output() as file:
+            file.write(content)
+
+    def download(self, target: Path) -> None:
+        """Copy the file to a local path, whose folder must exist."""
+        with _faults_named(self, "read"), self.open_input() as source, target.open("wb") as file:
+            _copy(source, file)
+
+    def upload(self, source: Path) -> None:
+        """Copy a local file here; an object store shows it whole or not at all."""
+        with source.open("rb") as file, _faults_named(self, "written"), self.open_output() as out:
+            _copy(file, out)
+
+    def delete(self) -> None:
+        """Delete the file, or the folder with all that is in it; nothing there is no fault."""
+        kind = self._info().type
+        with _faults_named(self, "deleted"):
+            if kind == fs.FileType.File:
+                self.fs.delete_file(self.path)
+            elif kind == fs.FileType.Directory:
+                self.fs.delete_dir(self.path)
+
+    def _info(self) -> fs.FileInfo:
+        with _faults_named(self, "looked up"):
+            return self.fs.get_file_info(self.path)
+
+
+def _copy(source: IO[bytes] | pa.NativeFile, target: IO[bytes] | pa.NativeFile) -> None:
+    shutil.copyfileobj(source, target, _COPY_CHUNK_BYTES)
+
+
+def _options(text: str, scheme: str, query: str) -> dict[str, str]:
+    known = _S3_OPTIONS if scheme == "s3" else _GCS_OPTIONS
+    options = dict(parse_qsl(query))
+    for name in options:
+        if name not in known:
+            raise StorageError(f"{text}: unknown option '{name}'; there are {sorted(known)}")
+    return options
+
+
+def _endpoint(options: dict[str, str], default: str | None = None) -> dict[str, str]:
+    """Endpoint and scheme as `pyarrow.fs` wants them: `host:port` and `http` apart."""
+    found = options.get("endpoint_override", default)
+    named = {"scheme": options["scheme"]} if "scheme" in options else {}
+    if not found:
+        return named
+    url = urlsplit(found if "://" in found else f"//{found}")
+    return {"endpoint_override": url.netloc, "scheme": url.scheme or "https"} | named
+
+
+def _s3(options: dict[str, str]) -> fs.FileSystem:
+    region = {"region": options["region"]} if "region" in options else {}
+    return fs.S3FileSystem(
+        **_endpoint(options, os.environ.get("AWS_ENDPOINT_URL")),
+        **region,
+        connect_timeout=_CONNECT_TIMEOUT_S,
+        request_timeout=_REQUEST_TIMEOUT_S,
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
+    )
+
+
+def _gcs(options: dict[str, str]) -> fs.FileSystem:
+    return fs.GcsFileSystem(
+        **_endpoint(options, os.environ.get("STORAGE_EMULATOR_HOST")),
+        anonymous=options.get("anonymous", "").lower() in ("1", "true"),
+        retry_time_limit=timedelta(seconds=_REQUEST_TIMEOUT_S),
+    )
+
+
+_FILE_SYSTEMS = {"s3": _s3, "gs": _gcs}
+_CREDENTIALS = {
+    "s3://": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL",
+    "gs://": "GOOGLE_APPLICATION_CREDENTIALS",
+}
+
+
+@contextmanager
+def _faults_named(location: Location, action: str) -> Iterator[None]:
+    """Turn what the file system raises into errors that say where and why."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise SourceMissingError(
+            f"{location} is missing; check the {'path' if location.is_local else 'bucket and key'}"
+        ) from None
+    except (OSError, pa.ArrowException) as error:
+        raise StorageError(f"{location} cannot be {action}: {_cause(location, str(error))}") from (
+            None
+        )
+
+
+def _cause(location: Location, said: str) -> str:
+    if location.is_local:
+        return said
+    bucket = location.path.split("/", 1)[0]
+    variables = _CREDENTIALS[location.root]
+    if "NO_SUCH_BUCKET" in said or "bucket does not exist" in said:
+        return f"there is no bucket '{bucket}'; make it or name another"
+    if any(word in said for word in ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "403")):
+        return f"access was denied; set {variables} to credentials that may use '{bucket}' ({said})"
+    if "NETWORK_CONNECTION" in said or "resolve host" in said or "connect" in said.lower():
+        return f"the endpoint does not answer; check {variables} and the network ({said})"
+    return f"{said}; check {variables} and that the bucket '{bucket}' exists"

@@ -87,8 +87,8 @@ class TaskMeter:
 
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Take in one batch; `outputs` is [B] as the model gave it. Weight-0 rows don't count."""
-        predictions, labels = self._in_label_unit(batch, outputs)
+        """Take in one batch; `outputs` is [B, 1] as the model gave it. Weight-0 rows don't count."""
+        predictions, labels = self._in_label_unit(batch, outputs[:, 0])
         weighted_loss = loss.detach() * batch.weight.sum()
         self._kept.append((predictions, labels, batch.weight, weighted_loss[None]))
 
@@ -96,9 +96,9 @@ class TaskMeter:
         self, batch: Batch, outputs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._task.loss == "bce":
-            return torch.sigmoid(outputs), batch.label
-        scale, offset = batch.label_scale, batch.label_offset
-        return outputs * scale + offset, batch.label * scale + offset
+            return torch.sigmoid(outputs), batch.label[:, 0]
+        scale, offset = batch.label_scale[:, 0], batch.label_offset[:, 0]
+        return outputs * scale + offset, batch.label[:, 0] * scale + offset
 
     @torch.no_grad()
     def compute(self, prefix: str) -> dict[str, float]:

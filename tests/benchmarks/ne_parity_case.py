@@ -135,7 +135,6 @@ def batches(rows: ClickRows, batch_size: int) -> Iterator[Batch]:
 
 
 def _batch(rows: ClickRows) -> Batch:
-    ones = torch.ones(len(rows))
     return Batch(
         dense=torch.from_numpy(rows.dense),
         sparse=KeyedJaggedTensor(
@@ -143,10 +142,10 @@ def _batch(rows: ClickRows) -> Batch:
             values=torch.from_numpy(np.ascontiguousarray(rows.ids.T).ravel()),
             lengths=torch.ones(rows.ids.size, dtype=torch.int32),
         ),
-        label=torch.from_numpy(rows.label),
-        label_offset=torch.zeros(len(rows)),
-        label_scale=ones,
-        weight=ones,
+        label=torch.from_numpy(rows.label)[:, None],
+        label_offset=torch.zeros(len(rows), 1),
+        label_scale=torch.ones(len(rows), 1),
+        weight=torch.ones(len(rows)),
     )
 
 

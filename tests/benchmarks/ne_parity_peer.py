@@ -29,8 +29,8 @@ class ClickModel(nn.Module):
         self.network = network
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """(mean cross-entropy, logits [B]) of a batch."""
-        logits = self.network(batch.dense, batch.sparse).squeeze(1)
+        """(mean cross-entropy, logits [B, 1]) of a batch."""
+        logits = self.network(batch.dense, batch.sparse)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.label)
         return loss, logits.detach()
 

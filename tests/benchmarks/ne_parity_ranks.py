@@ -224,7 +224,7 @@ def _teacher_ne(meter: TaskMeter, held_out: ClickRows) -> float | None:
     """NE of the true probabilities: on these rows no model is expected to reach less."""
     if held_out.probability is None:
         return None
-    logits = torch.logit(torch.from_numpy(held_out.probability))
+    logits = torch.logit(torch.from_numpy(held_out.probability))[:, None]
     (batch,) = batches(held_out, len(held_out))
     meter.update(batch, torch.zeros(()), logits)
     return meter.compute("teacher")["teacher/ne"]

@@ -119,7 +119,6 @@ def make_batches(workload: Workload, rank: int) -> list[Batch]:
 
 def _batch(ids: torch.Tensor, draw: np.random.Generator) -> Batch:
     num_rows = ids.shape[1]
-    ones = torch.ones(num_rows)
     return Batch(
         dense=torch.from_numpy(draw.standard_normal((num_rows, NUM_DENSE), dtype=np.float32)),
         sparse=KeyedJaggedTensor(
@@ -127,10 +126,10 @@ def _batch(ids: torch.Tensor, draw: np.random.Generator) -> Batch:
             values=ids.flatten(),
             lengths=torch.ones(ids.numel(), dtype=torch.int32),
         ),
-        label=torch.from_numpy((draw.random(num_rows) < 0.25).astype(np.float32)),
-        label_offset=torch.zeros(num_rows),
-        label_scale=ones,
-        weight=ones,
+        label=torch.from_numpy((draw.random((num_rows, 1)) < 0.25).astype(np.float32)),
+        label_offset=torch.zeros(num_rows, 1),
+        label_scale=torch.ones(num_rows, 1),
+        weight=torch.ones(num_rows),
     )
 
 

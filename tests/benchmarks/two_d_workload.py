@@ -146,7 +146,6 @@ def zipf_ids(table: int, draw: np.random.Generator, shape: tuple[int, ...]) -> N
 def _batch(ids: torch.Tensor, draw: np.random.Generator) -> Batch:
     """One batch; `ids` is int64 [tables, B]."""
     num_rows = ids.shape[1]
-    ones = torch.ones(num_rows)
     return Batch(
         dense=torch.from_numpy(draw.standard_normal((num_rows, NUM_DENSE), dtype=np.float32)),
         sparse=KeyedJaggedTensor(
@@ -154,8 +153,8 @@ def _batch(ids: torch.Tensor, draw: np.random.Generator) -> Batch:
             values=ids.flatten(),
             lengths=torch.ones(ids.numel(), dtype=torch.int32),
         ),
-        label=torch.from_numpy((draw.random(num_rows) < 0.25).astype(np.float32)),
-        label_offset=torch.zeros(num_rows),
-        label_scale=ones,
-        weight=ones,
+        label=torch.from_numpy((draw.random((num_rows, 1)) < 0.25).astype(np.float32)),
+        label_offset=torch.zeros(num_rows, 1),
+        label_scale=torch.ones(num_rows, 1),
+        weight=torch.ones(num_rows),
     )

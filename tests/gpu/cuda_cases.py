@@ -202,7 +202,6 @@ def _large_spec(world_size: int, shard_group_size: int) -> JobSpec:
 def _random_batch(spec: JobSpec, rank: int) -> Batch:
     generator = torch.Generator().manual_seed(rank)
     num_rows, keys = spec.data.batch_size, [feature.name for feature in spec.sparse_features]
-    ones = torch.ones(num_rows)
     return Batch(
         dense=torch.randn(num_rows, len(spec.dense_features), generator=generator),
         sparse=KeyedJaggedTensor(
@@ -210,8 +209,8 @@ def _random_batch(spec: JobSpec, rank: int) -> Batch:
             values=torch.randint(0, 100_000, (num_rows * len(keys),), generator=generator),
             lengths=torch.ones(num_rows * len(keys), dtype=torch.int32),
         ),
-        label=torch.randint(0, 2, (num_rows,), generator=generator).float(),
-        label_offset=0 * ones,
-        label_scale=ones,
-        weight=ones,
+        label=torch.randint(0, 2, (num_rows, 1), generator=generator).float(),
+        label_offset=torch.zeros(num_rows, 1),
+        label_scale=torch.ones(num_rows, 1),
+        weight=torch.ones(num_rows),
     )

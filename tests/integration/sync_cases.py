@@ -172,14 +172,13 @@ def make_batch(case: SyncCase, step: int, rank: int, copy: int) -> Batch:
     generator = torch.Generator().manual_seed(case.seed * 7919 + step * 101 + rank)
     count = case.batch_size
     max_bag = 0 if idle else case.max_bag
-    ones = torch.ones(count)
     return Batch(
         dense=torch.randn(count, 1, generator=generator),
         sparse=_ids(case, case.pooled, max_bag, generator),
-        label=torch.rand(count, generator=generator),
-        label_offset=0 * ones,
-        label_scale=ones,
-        weight=ones,
+        label=torch.rand(count, 1, generator=generator),
+        label_offset=torch.zeros(count, 1),
+        label_scale=torch.ones(count, 1),
+        weight=torch.ones(count),
         sequences=_ids(case, case.sequences, max_bag, generator) if case.sequences else None,
     )
 

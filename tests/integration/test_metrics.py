@@ -19,23 +19,23 @@ NUM_BATCHES, BATCH_SIZE = 3, 16
 def batch_of(rank: int, step: int, is_binary: bool) -> tuple[Batch, torch.Tensor]:
     """A batch with three padding rows, and the model's outputs for it."""
     generator = torch.Generator().manual_seed(10 * step + rank)
-    label = torch.randn(BATCH_SIZE, generator=generator)
+    label = torch.randn(BATCH_SIZE, 1, generator=generator)
     weight = torch.ones(BATCH_SIZE)
     weight[-3:] = 0
     batch = Batch(
         dense=torch.zeros(BATCH_SIZE, 1),
         sparse=KeyedJaggedTensor(keys=[], values=torch.zeros(0), lengths=torch.zeros(0)),
         label=(label > 0).float() if is_binary else label,
-        label_offset=torch.full((BATCH_SIZE,), 0.0 if is_binary else 3.5),
-        label_scale=torch.full((BATCH_SIZE,), 1.0 if is_binary else 0.5),
+        label_offset=torch.full((BATCH_SIZE, 1), 0.0 if is_binary else 3.5),
+        label_scale=torch.full((BATCH_SIZE, 1), 1.0 if is_binary else 0.5),
         weight=weight,
     )
-    return batch, torch.randn(BATCH_SIZE, generator=generator)
+    return batch, torch.randn(BATCH_SIZE, 1, generator=generator)
 
 
 def loss_of(batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
     """Mean squared error over the real rows."""
-    return ((outputs - batch.label).square() * batch.weight).sum() / batch.weight.sum()
+    return ((outputs - batch.label)[:, 0].square() * batch.weight).sum() / batch.weight.sum()
 
 
 def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
@@ -92,8 +92,8 @@ def all_rows(rank_count: int, report: int, is_binary: bool) -> tuple[torch.Tenso
         for step in range(NUM_BATCHES)
     ]
     return (
-        torch.cat([outputs[:-3] for _, outputs in pairs]),
-        torch.cat([batch.label[:-3] for batch, _ in pairs]),
+        torch.cat([outputs[:-3, 0] for _, outputs in pairs]),
+        torch.cat([batch.label[:-3, 0] for batch, _ in pairs]),
     )
 
 

@@ -80,14 +80,13 @@ def make_batch(spec: JobSpec, step: int, rank: int) -> Batch:
             weights=torch.randn(num_ids, generator=generator) if is_weighted else None,
         )
 
-    ones = torch.ones(BATCH_SIZE)
     return Batch(
         dense=torch.randn(BATCH_SIZE, 1, generator=generator),
         sparse=jagged([f.name for f in spec.pooled_features], is_weighted=True),
-        label=torch.randn(BATCH_SIZE, generator=generator),
-        label_offset=0 * ones,
-        label_scale=ones,
-        weight=ones,
+        label=torch.randn(BATCH_SIZE, 1, generator=generator),
+        label_offset=torch.zeros(BATCH_SIZE, 1),
+        label_scale=torch.ones(BATCH_SIZE, 1),
+        weight=torch.ones(BATCH_SIZE),
         sequences=jagged([f.name for f in spec.sequence_features], is_weighted=False),
     )
 

@@ -107,16 +107,15 @@ def make_batch(step: int, rank: int, batch_size: int) -> Batch:
         torch.randint(0, TABLE_ROWS[table], (int(lengths[i].sum()),), generator=generator)
         for i, table in enumerate(FEATURES.values())
     ]
-    ones = torch.ones(batch_size)
     return Batch(
         dense=torch.randn(batch_size, 1, generator=generator),
         sparse=KeyedJaggedTensor(
             keys=list(FEATURES), values=torch.cat(values), lengths=lengths.flatten().int()
         ),
-        label=torch.randn(batch_size, generator=generator),
-        label_offset=0 * ones,
-        label_scale=ones,
-        weight=ones,
+        label=torch.randn(batch_size, 1, generator=generator),
+        label_offset=torch.zeros(batch_size, 1),
+        label_scale=torch.ones(batch_size, 1),
+        weight=torch.ones(batch_size),
     )
 
 
@@ -278,7 +277,7 @@ class DenseReference:
         sparse = torch.stack([by_name[name] for name in order], dim=1)
         hidden = self.network.dense_arch(batch.dense)
         crossed = self.network.inter_arch(dense_features=hidden, sparse_features=sparse)
-        outputs = self.network.over_arch(crossed).squeeze(1)
+        outputs = self.network.over_arch(crossed)
         return nn.functional.mse_loss(outputs, batch.label)
 
     @torch.no_grad()

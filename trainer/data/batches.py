@@ -34,11 +34,12 @@ from trainer.spec import JobSpec
 
 @dataclass(frozen=True)
 class Batch:
-    """B rows of one rank.
+    """B rows of one rank, for a model of K tasks.
 
-    dense float32 [B, num_dense]; label (normalised), label_offset, label_scale and weight float32
-    [B]. The label in its own unit is `label * label_scale + label_offset`; weight is 0 for rows
-    that only fill up a batch.
+    dense float32 [B, num_dense]; label (normalised), label_offset and label_scale float32 [B, K],
+    in the order of `spec.model.tasks`. A label in its own unit is
+    `label * label_scale + label_offset`. weight float32 [B] is how much a row counts (1 without
+    `data.weight_column`), and 0 for rows that only fill up a batch.
 
     `sparse` has the keys of `spec.pooled_features` in order (none, when all are sequences) and,
     where `spec.is_weighted`, a float32 weight for each id. `sequences` has the keys of
@@ -76,8 +77,11 @@ class Batch:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def make_batch(rows: Rows, spec: JobSpec, weight: FloatArray | None = None) -> Batch:
-    """Wrap packed rows (as `Rows.take` gives them) as tensors, without copying them."""
+def make_batch(rows: Rows, spec: JobSpec, is_counted: FloatArray | None = None) -> Batch:
+    """Wrap packed rows (as `Rows.take` gives them) as tensors, without copying them.
+
+    `is_counted` [n] is 0 for rows that only fill up the batch, 1 for others.
+    """
     pooled = [feature.name for feature in spec.pooled_features]
     sequences = [feature.name for feature in spec.sequence_features]
     # Pooled features are packed before sequences.
@@ -93,7 +97,9 @@ def make_batch(rows: Rows, spec: JobSpec, weight: FloatArray | None = None) -> B
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
         label_scale=torch.from_numpy(rows.scale),
-        weight=torch.ones(len(rows)) if weight is None else torch.from_numpy(weight),
+        weight=torch.from_numpy(
+            rows.row_weight if is_counted is None else rows.row_weight * is_counted
+        ),
         sequences=(
             _jagged(sequences, rows.ids[cut:], rows.lengths[len(pooled) :]) if sequences else None
         ),

@@ -28,19 +28,32 @@ class InputColumn:
 
 
 @dataclass(frozen=True)
-class RowLayout:
-    """Columns that a job reads. `offset` and `scale` are None where the label is used as it is.
+class LabelColumns:
+    """A task's label; `offset` and `scale` are None where it is used as it is.
 
     `is_binary` says that every label, as the model learns it, must be 0 or 1.
     """
 
-    dense: tuple[InputColumn, ...]
-    pooled: tuple[InputColumn, ...]
-    sequences: tuple[InputColumn, ...]
-    label: InputColumn
+    value: InputColumn
     offset: InputColumn | None
     scale: InputColumn | None
     is_binary: bool
+
+    @property
+    def columns(self) -> tuple[InputColumn, ...]:
+        """Every column of the label."""
+        return tuple(c for c in (self.value, self.offset, self.scale) if c is not None)
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """Columns that a job reads: `labels` has one entry for each task, `row_weight` may be None."""
+
+    dense: tuple[InputColumn, ...]
+    pooled: tuple[InputColumn, ...]
+    sequences: tuple[InputColumn, ...]
+    labels: tuple[LabelColumns, ...]
+    row_weight: InputColumn | None
 
     @property
     def sparse(self) -> tuple[InputColumn, ...]:
@@ -55,8 +68,9 @@ class RowLayout:
     @property
     def columns(self) -> tuple[InputColumn, ...]:
         """Every column to read."""
-        label = [c for c in (self.label, self.offset, self.scale) if c is not None]
-        return (*self.dense, *self.sparse, *self.weights, *label)
+        labels = [column for label in self.labels for column in label.columns]
+        row_weight = [self.row_weight] if self.row_weight else []
+        return (*self.dense, *self.sparse, *self.weights, *labels, *row_weight)
 
 
 def layout_of(spec: JobSpec) -> RowLayout:
@@ -70,15 +84,26 @@ def layout_of(spec: JobSpec) -> RowLayout:
         )
         for index, feature in enumerate(spec.features)
     }
-    label = spec.data.label
     return RowLayout(
         dense=tuple(inputs[feature.name] for feature in spec.dense_features),
         pooled=tuple(inputs[feature.name] for feature in spec.pooled_features),
         sequences=tuple(inputs[feature.name] for feature in spec.sequence_features),
-        label=InputColumn("data.label.column", label.column),
-        offset=_optional("data.label.offset_column", label.offset_column),
-        scale=_optional("data.label.scale_column", label.scale_column),
-        is_binary=spec.model.task.loss == "bce",
+        labels=tuple(_label_columns(spec, index) for index in range(len(spec.model.tasks))),
+        row_weight=_optional("data.weight_column", spec.data.weight_column),
+    )
+
+
+def _label_columns(spec: JobSpec, index: int) -> LabelColumns:
+    """Columns of the label of task number `index`."""
+    task = spec.model.tasks[index]
+    label, path = task.label or spec.data.label, "data.label"
+    if task.label:
+        path = f"model.tasks[{index}].label"
+    return LabelColumns(
+        value=InputColumn(f"{path}.column", label.column),
+        offset=_optional(f"{path}.offset_column", label.offset_column),
+        scale=_optional(f"{path}.scale_column", label.scale_column),
+        is_binary=task.loss == "bce",
     )
 
 

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from trainer.data.columns import InputColumn, RowLayout
+from trainer.data.columns import InputColumn, LabelColumns, RowLayout
 from trainer.data.errors import BadValueError
 from trainer.data.ragged import IntArray, last_items, offsets_of
 from trainer.data.rows import FloatArray, Rows
@@ -27,23 +27,40 @@ def decode(table: pa.Table, layout: RowLayout, locate: Locate) -> Rows:
     """Decode and check a table; `locate` tells file and row of a row of this table.
 
     Raises `BadValueError` for nulls, ids out of range, NaN or infinite numbers, a scale that is
-    not above 0, a list of weights that is not as long as its ids, or a label other than 0 and 1
-    where the loss is `bce`.
+    not above 0, a row's weight below 0, a list of weights that is not as long as its ids, or a
+    label other than 0 and 1 where the loss is `bce`.
     """
     columns = _Columns(table, locate)
-    num_rows = len(table)
-    offset = columns.numbers(layout.offset) if layout.offset else np.zeros(num_rows, np.float32)
-    scale = columns.numbers(layout.scale) if layout.scale else np.ones(num_rows, np.float32)
-    if layout.scale:
-        columns.refuse(scale <= 0, scale, layout.scale, "a scale above 0")
-    label = (columns.numbers(layout.label) - offset) / scale
-    if layout.is_binary:
-        columns.refuse((label != 0) & (label != 1), label, layout.label, _BINARY_WANTED)
-    dense = np.empty((num_rows, len(layout.dense)), dtype=np.float32)
+    labels = [_label(columns, label, len(table)) for label in layout.labels]
+    label, offset, scale = (np.stack(parts, axis=1) for parts in zip(*labels, strict=True))
+    dense = np.empty((len(table), len(layout.dense)), dtype=np.float32)
     for index, column in enumerate(layout.dense):
         dense[:, index] = columns.numbers(column)
-    ids, starts, lengths, weights = _sparse(columns, layout)
-    return Rows(dense, label, offset, scale, ids, starts, lengths, weights)
+    row_weight = _row_weight(columns, layout, len(table))
+    return Rows(dense, label, offset, scale, row_weight, *_sparse(columns, layout))
+
+
+def _label(
+    columns: _Columns, label: LabelColumns, num_rows: int
+) -> tuple[FloatArray, FloatArray, FloatArray]:
+    """One task's label (normalised), offset and scale, each [n]."""
+    offset = columns.numbers(label.offset) if label.offset else np.zeros(num_rows, np.float32)
+    scale = columns.numbers(label.scale) if label.scale else np.ones(num_rows, np.float32)
+    if label.scale:
+        columns.refuse(scale <= 0, scale, label.scale, "a scale above 0")
+    values = (columns.numbers(label.value) - offset) / scale
+    if label.is_binary:
+        columns.refuse((values != 0) & (values != 1), values, label.value, _BINARY_WANTED)
+    return values, offset, scale
+
+
+def _row_weight(columns: _Columns, layout: RowLayout, num_rows: int) -> FloatArray:
+    """How much each row counts [n]."""
+    if layout.row_weight is None:
+        return np.ones(num_rows, np.float32)
+    weight = columns.numbers(layout.row_weight)
+    columns.refuse(weight < 0, weight, layout.row_weight, "a weight of 0 or above")
+    return weight
 
 
 def _sparse(

@@ -18,17 +18,18 @@ FloatArray = NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Rows:
-    """n decoded rows. F sparse features, pooled ones before sequences; D dense ones.
+    """n decoded rows. F sparse features, pooled ones before sequences; D dense ones; K labels.
 
-    dense [n, D], label (normalised), offset and scale [n]; `starts` and `lengths` [F, n] are the
-    ranges of each feature and row in the flat `ids`; `weights` has one for each id, or is None
-    where no feature is weighted.
+    dense [n, D], label (normalised), offset and scale [n, K], row_weight [n]; `starts` and
+    `lengths` [F, n] are the ranges of each feature and row in the flat `ids`; `weights` has one
+    for each id, or is None where no feature is weighted.
     """
 
     dense: FloatArray
     label: FloatArray
     offset: FloatArray
     scale: FloatArray
+    row_weight: FloatArray
     ids: IntArray
     starts: IntArray
     lengths: IntArray
@@ -46,6 +47,7 @@ class Rows:
             label=self.label[rows],
             offset=self.offset[rows],
             scale=self.scale[rows],
+            row_weight=self.row_weight[rows],
             ids=self.ids[flat],
             starts=offsets_of(lengths.ravel())[:-1].reshape(lengths.shape),
             lengths=lengths,
@@ -64,6 +66,7 @@ def concat_rows(parts: Sequence[Rows]) -> Rows:
         label=np.concatenate([part.label for part in parts]),
         offset=np.concatenate([part.offset for part in parts]),
         scale=np.concatenate([part.scale for part in parts]),
+        row_weight=np.concatenate([part.row_weight for part in parts]),
         ids=np.concatenate([part.ids for part in parts]),
         starts=np.concatenate(
             [part.starts + base for part, base in zip(parts, bases, strict=False)], axis=1

@@ -12,12 +12,14 @@ from torchrec.modules.crossnet import LowRankCrossNet
 
 from trainer.data.batches import Batch
 from trainer.models.sparse import SparseArch
-from trainer.spec import InteractionSpec, JobSpec
+from trainer.spec import InteractionSpec, JobSpec, TaskSpec
 
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
     "bce": nn.functional.binary_cross_entropy_with_logits,
 }
+# Keeps the mean over rows that all have weight 0 from being NaN.
+_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
 
 
 class Network(nn.Module):
@@ -71,21 +73,25 @@ def _over_arch(in_features: int, layer_sizes: Sequence[int], device: torch.devic
 class Recommender(nn.Module):
     """A network with its loss: `forward(batch)` gives (loss, outputs).
 
-    `loss` is a scalar, the mean over the batch's real rows; `outputs` is [B] in the unit that the
+    `loss` is a scalar: the sum over the K tasks of the task's weight times the mean of its losses
+    over the batch's rows, weighted by `batch.weight`. `outputs` is [B, K] in the units that the
     model learns: the normalised label for `mse`, the logit for `bce`.
     """
 
-    def __init__(self, network: nn.Module, loss: str) -> None:
+    def __init__(self, network: nn.Module, tasks: Sequence[TaskSpec]) -> None:
         super().__init__()
         self.network = network
-        self._loss = _LOSSES[loss]
+        self._tasks = tuple(tasks)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Loss and outputs of one batch; rows with weight 0 do not count."""
-        outputs = self.network(batch.dense, batch.sparse, batch.sequences).squeeze(1)
-        losses = self._loss(outputs, batch.label, reduction="none")
-        loss = (losses * batch.weight).sum() / batch.weight.sum().clamp(min=1.0)
-        return loss, outputs.detach()
+        outputs = self.network(batch.dense, batch.sparse, batch.sequences)
+        losses = [
+            task.weight * _LOSSES[task.loss](outputs[:, k], batch.label[:, k], reduction="none")
+            for k, task in enumerate(self._tasks)
+        ]
+        total = (torch.stack(losses).sum(0) * batch.weight).sum()
+        return total / batch.weight.sum().clamp(min=_LEAST_WEIGHT), outputs.detach()
 
 
 def build_model(spec: JobSpec, device: torch.device) -> Recommender:
@@ -93,4 +99,4 @@ def build_model(spec: JobSpec, device: torch.device) -> Recommender:
 
     Every table's `num_embeddings` must be resolved to a number.
     """
-    return Recommender(Network(spec, device), spec.model.task.loss)
+    return Recommender(Network(spec, device), spec.model.tasks)

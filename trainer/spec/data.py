@@ -32,11 +32,15 @@ class SplitSpec(SpecModel):
 
 
 class DataSpec(SpecModel):
-    """Where the rows are. `path` is a folder written by `shardloom data prepare`."""
+    """Where the rows are. `path` is a folder written by `shardloom data prepare`.
+
+    `weight_column` says how much each row counts in the loss and in the metrics (0 or above).
+    """
 
     format: Literal["parquet"] = "parquet"
     path: PathText
     label: LabelSpec
+    weight_column: Identifier | None = None
     split: SplitSpec = SplitSpec()
     batch_size: Annotated[PositiveInt, Field(description="Rows per rank and step.")] = 256
     shuffle: bool = True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from trainer.spec.base import Identifier, NotYet, SpecModel, only
+from trainer.spec.data import LabelSpec
 from trainer.spec.problems import problem
 
 
@@ -24,10 +25,15 @@ class InteractionSpec(SpecModel):
 
 
 class TaskSpec(SpecModel):
-    """What is learned: `mse` regression (RMSE, MAE) or `bce` classification (NE, AUC)."""
+    """What is learned: `mse` regression (RMSE, MAE) or `bce` classification (NE, AUC).
+
+    `label` is `data.label` unless it is set; `weight` multiplies the task's loss in the sum.
+    """
 
     name: Identifier = "rating"
     loss: Literal["mse", "bce"]
+    label: LabelSpec | None = None
+    weight: PositiveFloat = 1.0
     metrics: tuple[Literal["rmse", "mae", "ne", "auc"], ...] = ()
 
     @model_validator(mode="after")

@@ -55,7 +55,7 @@ class TrainedDlrm(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Mean squared error of a batch."""
-        outputs = self.dlrm(batch.dense, batch.sparse).squeeze(1)
+        outputs = self.dlrm(batch.dense, batch.sparse)
         return nn.functional.mse_loss(outputs, batch.label)
 
 

@@ -102,7 +102,7 @@ class TrainedDlrm(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Binary cross entropy of a batch, and its logits."""
-        logits = self.dlrm(batch.dense, batch.sparse).squeeze(1)
+        logits = self.dlrm(batch.dense, batch.sparse)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.label), logits.detach()
 
 

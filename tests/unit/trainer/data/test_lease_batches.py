@@ -23,7 +23,7 @@ WINDOW_ROWS = 200
 def keys_of(batch) -> list[tuple[int, float, float]]:
     """(user, label, year) of the rows that count."""
     users = batch.sparse["user_id"].values().tolist()
-    rows = zip(users, batch.label.tolist(), batch.dense[:, 0].tolist(), strict=True)
+    rows = zip(users, batch.label[:, 0].tolist(), batch.dense[:, 0].tolist(), strict=True)
     return [row for row, weight in zip(rows, batch.weight.tolist(), strict=True) if weight]
 
 

@@ -173,9 +173,10 @@ def test_taken_rows_keep_the_last_ids_and_their_weights(lists, limit, data) -> N
     zeros = np.zeros(len(lists), np.float32)
     rows = Rows(
         dense=zeros[:, None],
-        label=zeros,
-        offset=zeros,
-        scale=zeros,
+        label=zeros[:, None],
+        offset=zeros[:, None],
+        scale=zeros[:, None],
+        row_weight=zeros,
         ids=np.concatenate([ids, ids]),
         starts=np.stack([places[0][0], places[1][0] + len(ids)]),
         lengths=np.stack([lengths for _, lengths in places]),

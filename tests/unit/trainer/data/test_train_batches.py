@@ -27,7 +27,7 @@ def keys_of(batch) -> list[Key]:
     jagged = batch.sparse.to_dict()
     users = jagged["user_id"].values().tolist()
     histories = [tuple(part.tolist()) for part in jagged["history_liked"].to_dense()]
-    stars = (batch.label * batch.label_scale + batch.label_offset).round(decimals=3).tolist()
+    stars = (batch.label * batch.label_scale + batch.label_offset)[:, 0].round(decimals=3).tolist()
     counted = batch.weight.tolist()
     rows = zip(users, stars, histories, counted, strict=True)
     return [(user, star, history) for user, star, history, weight in rows if weight]
@@ -61,9 +61,9 @@ def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
     dense = expected.select("year", "user_activity").to_numpy()
     assert np.allclose(batch.dense.numpy(), dense)
     label = (expected["rating"] - expected["user_mean"]) / expected["user_scale"]
-    assert np.allclose(batch.label.numpy(), label.to_numpy(), atol=1e-6)
-    assert np.allclose(batch.label_offset.numpy(), expected["user_mean"].to_numpy())
-    assert np.allclose(batch.label_scale.numpy(), expected["user_scale"].to_numpy())
+    assert np.allclose(batch.label[:, 0].numpy(), label.to_numpy(), atol=1e-6)
+    assert np.allclose(batch.label_offset[:, 0].numpy(), expected["user_mean"].to_numpy())
+    assert np.allclose(batch.label_scale[:, 0].numpy(), expected["user_scale"].to_numpy())
     assert batch.weight.tolist() == [1.0] * 8
 
 
@@ -133,7 +133,7 @@ def test_rows_that_span_windows_are_those_of_the_file(prepared, make_spec, train
     for name in ("movie_id", "history_liked"):
         lists = [part.tolist() for part in jagged[name].to_dense()]
         assert lists == [x if isinstance(x, list) else [x] for x in expected[name].to_list()]
-    assert rows.label_offset.tolist() == pytest.approx(expected["user_mean"].to_list())
+    assert rows.label_offset[:, 0].tolist() == pytest.approx(expected["user_mean"].to_list())
 
 
 @pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (3, 16), (4, 64), (2, 500)])
@@ -238,7 +238,7 @@ def test_labels_of_0_and_1_train_with_bce(prepared, make_spec, tmp_path):
     spec = make_spec(data=data, model=BINARY)
     source = open_source(spec, rated_as(prepared, tmp_path, [0.0, 1.0, 0.0]))
     with TrainBatches(source, spec, 0, 1) as batches:
-        labels = torch.cat([batch.label for batch, _ in batches])
+        labels = torch.cat([batch.label[:, 0] for batch, _ in batches])
     assert set(labels.tolist()) == {0.0, 1.0}
 
 

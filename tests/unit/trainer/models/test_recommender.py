@@ -103,9 +103,9 @@ def make_batch(spec: JobSpec) -> Batch:
     return Batch(
         dense=torch.tensor([[0.5], [-1.0], [2.0]]),
         sparse=jagged([f.name for f in spec.pooled_features], weights),
-        label=torch.tensor([1.0, 0.0, 1.0]),
-        label_offset=torch.zeros(3),
-        label_scale=torch.ones(3),
+        label=torch.tensor([[1.0], [0.0], [1.0]]),
+        label_offset=torch.zeros(3, 1),
+        label_scale=torch.ones(3, 1),
         weight=torch.tensor([1.0, 1.0, 0.0]),
         sequences=jagged(sequences) if sequences else None,
     )
@@ -161,7 +161,7 @@ def expected_outputs(model: Recommender, spec: JobSpec) -> torch.Tensor:
         layers, last = model.network.over_arch.model
         inner = torch.relu(layers._mlp[0]._linear(crossed))
         outputs.append(last(inner))
-    return torch.cat(outputs)
+    return torch.stack(outputs)
 
 
 WEIGHTED = [POOLED[0], POOLED[1] | {"weights_column": "w"}, POOLED[2]]
@@ -198,7 +198,7 @@ def test_half_precision_tables_reach_the_dense_part_as_float32() -> None:
 def test_the_bce_loss_counts_real_rows_only() -> None:
     spec = make_spec(POOLED, loss="bce")
     loss, logits = make_model(spec)(make_batch(spec))
-    counted = nn.functional.softplus(-logits[0]) + nn.functional.softplus(logits[1])
+    counted = nn.functional.softplus(-logits[0, 0]) + nn.functional.softplus(logits[1, 0])
     assert loss.item() == pytest.approx(counted.item() / 2, rel=1e-5)
 
 

@@ -87,7 +87,7 @@ class TaskMeter:
 
     @torch.no_grad()
     def update(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Take in one batch; `outputs` is [B, 1] as the model gave it. Weight-0 rows don't count."""
+        """Take in one batch; `outputs` is [B, 1] as the model gave it. Rows of weight 0 are out."""
         predictions, labels = self._in_label_unit(batch, outputs[:, 0])
         weighted_loss = loss.detach() * batch.weight.sum()
         self._kept.append((predictions, labels, batch.weight, weighted_loss[None]))

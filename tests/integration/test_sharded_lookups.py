@@ -25,14 +25,14 @@ LIMIT = 4
 
 
 def make_spec(arch: str) -> JobSpec:
-    """A weighted mean, a plain mean, a sum and a sequence for each way of sharding; fused SGD."""
+    """A weighted mean, a mean, a sum, a weighted sequence for each way of sharding; fused SGD."""
     features: list[dict[str, Any]] = [{"name": "age", "type": "dense"}]
     tables = []
     for sharding in SHARDINGS:
         for kind in ("weighted", "mean", "sum", "sequence"):
             name = f"{kind}_{sharding}"
             feature = {"name": name, "type": "id_list", "table": name}
-            feature |= {"weights_column": "w"} if kind == "weighted" else {}
+            feature |= {"weights_column": "w"} if kind in ("weighted", "sequence") else {}
             feature |= {"type": "sequence", "max_length": LIMIT} if kind == "sequence" else {}
             features.append(feature)
             tables.append(
@@ -87,7 +87,7 @@ def make_batch(spec: JobSpec, step: int, rank: int) -> Batch:
         label_offset=torch.zeros(BATCH_SIZE, 1),
         label_scale=torch.ones(BATCH_SIZE, 1),
         weight=torch.ones(BATCH_SIZE),
-        sequences=jagged([f.name for f in spec.sequence_features], is_weighted=False),
+        sequences=jagged([f.name for f in spec.sequence_features], is_weighted=True),
     )
 
 

@@ -43,7 +43,8 @@ class Batch:
 
     `sparse` has the keys of `spec.pooled_features` in order (none, when all are sequences) and,
     where `spec.is_weighted`, a float32 weight for each id. `sequences` has the keys of
-    `spec.sequence_features`, each row cut to its last `length_limit` ids; None without sequences.
+    `spec.sequence_features`, each row cut to its last `length_limit` ids, and weights where
+    `spec.has_weighted_sequences`; None without sequences.
     """
 
     dense: torch.Tensor
@@ -86,13 +87,14 @@ def make_batch(rows: Rows, spec: JobSpec, is_counted: FloatArray | None = None) 
     sequences = [feature.name for feature in spec.sequence_features]
     # Pooled features are packed before sequences.
     cut = int(rows.starts[len(pooled), 0]) if sequences else len(rows.ids)
+    is_pooled, is_sequence = slice(None, cut), slice(cut, None)
     return Batch(
         dense=torch.from_numpy(rows.dense),
         sparse=_jagged(
             pooled,
-            rows.ids[:cut],
+            rows.ids[is_pooled],
             rows.lengths[: len(pooled)],
-            None if rows.weights is None else rows.weights[:cut],
+            rows.weights[is_pooled] if rows.weights is not None and spec.is_weighted else None,
         ),
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
@@ -100,9 +102,16 @@ def make_batch(rows: Rows, spec: JobSpec, is_counted: FloatArray | None = None) 
         weight=torch.from_numpy(
             rows.row_weight if is_counted is None else rows.row_weight * is_counted
         ),
-        sequences=(
-            _jagged(sequences, rows.ids[cut:], rows.lengths[len(pooled) :]) if sequences else None
-        ),
+        sequences=_jagged(
+            sequences,
+            rows.ids[is_sequence],
+            rows.lengths[len(pooled) :],
+            rows.weights[is_sequence]
+            if rows.weights is not None and spec.has_weighted_sequences
+            else None,
+        )
+        if sequences
+        else None,
     )
 
 

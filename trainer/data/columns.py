@@ -63,7 +63,7 @@ class RowLayout:
     @property
     def weights(self) -> tuple[InputColumn, ...]:
         """Columns of weights."""
-        return tuple(column.weights for column in self.pooled if column.weights)
+        return tuple(column.weights for column in self.sparse if column.weights)
 
     @property
     def columns(self) -> tuple[InputColumn, ...]:

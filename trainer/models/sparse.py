@@ -27,22 +27,30 @@ _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF
 class AttentionPooling(nn.Module):
     """Reduces a sequence of vectors to one by attention with a learned query q.
 
-    out = sum_i softmax_i(q . e_i / sqrt(D)) e_i over the vectors that are there; an empty sequence
-    gives zeros. q starts at 0, that is, with the mean of the sequence.
+    out = sum_i softmax_i(q . e_i / sqrt(D)) w_i e_i over the vectors that are there, w_i being
+    their weights (1 where there are none); an empty sequence gives zeros. q starts at 0, that is,
+    with the mean of the sequence.
     """
 
     def __init__(self, dim: int, device: torch.device) -> None:
         super().__init__()
         self.query = nn.Parameter(torch.zeros(dim, device=device))
 
-    def forward(self, vectors: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """[B, N, D] padded at the end, of which the first `lengths` [B] count -> [B, D]."""
+    def forward(
+        self, vectors: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[B, N, D] padded at the end, of which the first `lengths` [B] count -> [B, D].
+
+        `weights` [B, N], padded alike.
+        """
         scores = vectors @ self.query / math.sqrt(len(self.query))
         places = torch.arange(vectors.shape[1], device=vectors.device)
         is_there = places < lengths[:, None]
         # The least finite number instead of -inf: softmax of an empty sequence must not be NaN.
         scores = scores.masked_fill(~is_there, torch.finfo(scores.dtype).min)
         shares = scores.softmax(dim=1) * is_there
+        if weights is not None:
+            shares = shares * weights
         return (shares.unsqueeze(1) @ vectors).squeeze(1)
 
 
@@ -93,12 +101,14 @@ class SparseArch(nn.Module):
         bags, lists = self.embedding_bag_collection, self.embedding_collection
         # Both lookups are under way before either is waited for.
         pooled = bags(sparse) if bags is not None else None
-        unpooled = lists(sequences) if lists is not None else None
+        unpooled = (
+            lists(unweighted(sequences)) if lists is not None and sequences is not None else None
+        )
         vectors = []
         if pooled is not None:
             vectors.append(self._pooled(pooled, sparse))
-        if unpooled is not None:
-            vectors.append(self._attended(unpooled))
+        if unpooled is not None and sequences is not None:
+            vectors.append(self._attended(unpooled, sequences))
         return torch.cat(vectors, dim=1)
 
     def _pooled(self, pooled: KeyedTensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -112,14 +122,26 @@ class SparseArch(nn.Module):
         divisors = torch.where(self.is_mean, lengths.clamp(min=1), 1)
         return stacked / divisors.unsqueeze(2)
 
-    def _attended(self, sequences: dict[str, JaggedTensor]) -> torch.Tensor:
+    def _attended(
+        self, embedded: dict[str, JaggedTensor], sequences: KeyedJaggedTensor
+    ) -> torch.Tensor:
         vectors = []
         limits = self._sequence_limits.items()
         for (name, limit), attention in zip(limits, self.attention, strict=True):
-            jagged = sequences[name]
+            jagged = embedded[name]
             padded = jagged.to_padded_dense(limit).float()
-            vectors.append(attention(padded, jagged.lengths()))
+            weights = None
+            if sequences.weights_or_none() is not None:
+                weights = sequences[name].to_padded_dense_weights(limit)
+            vectors.append(attention(padded, jagged.lengths(), weights))
         return torch.stack(vectors, dim=1)
+
+
+def unweighted(jagged: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The same ids without their weights, as an EmbeddingCollection takes them."""
+    if jagged.weights_or_none() is None:
+        return jagged
+    return KeyedJaggedTensor(keys=jagged.keys(), values=jagged.values(), lengths=jagged.lengths())
 
 
 def _pooled_tables(spec: JobSpec) -> EmbeddingBagCollection | None:

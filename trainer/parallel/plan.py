@@ -139,7 +139,7 @@ def _constraints_of(
         compute_kernels=[EmbeddingComputeKernel.FUSED.value, EmbeddingComputeKernel.DENSE.value],
         min_partition=table.constraints.min_partition,
         pooling_factors=[pooling_factor or 1.0] * len(features),
-        is_weighted=any(feature.weights_column for feature in features),
+        is_weighted=any(f.weights_column for f in features if not f.is_sequence),
     )
 
 

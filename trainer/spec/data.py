@@ -53,8 +53,8 @@ class FeatureSpec(SpecModel):
     `sequence` is a list whose vectors the model sees one by one, in order; `dense` is one float.
     Sparse features name the embedding table they look up; several may share one.
 
-    `weights_column` holds one float for each id of a pooled list, which its vector is multiplied
-    by before pooling. Of a sequence the last `max_length` ids count.
+    `weights_column` holds one float for each id of a list, which its vector is multiplied by
+    before pooling. Of a sequence the last `max_length` ids count, and their weights.
     """
 
     name: Identifier
@@ -96,10 +96,11 @@ class FeatureSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_lists(self) -> Self:
-        if self.weights_column and self.type not in ("id_list", "tokens"):
+        if self.weights_column and self.type not in ("id_list", "tokens", "sequence"):
             raise problem(
                 "unexpected_weights",
-                f"only pooled lists (id_list, tokens) take weights, '{self.name}' is {self.type}",
+                "only lists (id_list, tokens, sequence) take weights, "
+                f"'{self.name}' is {self.type}",
                 "weights_column",
             )
         if self.max_length and not self.is_sequence:

@@ -74,7 +74,12 @@ class JobSpec(SpecModel):
     @property
     def is_weighted(self) -> bool:
         """Whether any pooled feature has weights; the others then weigh 1."""
-        return any(feature.weights_column for feature in self.features)
+        return any(feature.weights_column for feature in self.pooled_features)
+
+    @property
+    def has_weighted_sequences(self) -> bool:
+        """Whether any sequence has weights; the others then weigh 1."""
+        return any(feature.weights_column for feature in self.sequence_features)
 
     @property
     def sequence_tables(self) -> frozenset[str]:

@@ -87,6 +87,19 @@ def test_weights_belong_to_their_ids_and_are_1_elsewhere(spec_of, first_batch) -
     assert batch.sequences.weights_or_none() is None
 
 
+def test_weights_of_a_sequence_are_cut_like_its_ids_and_are_1_elsewhere(
+    spec_of, first_batch
+) -> None:
+    rated = WEIGHTED | {"type": "sequence", "max_length": LIMIT}
+    batch, rows = first_batch(spec_of(GENRES, SEQUENCE, rated, batch_size=300, shuffle=False))
+    found = batch.sequences["rated"]
+    assert lists_of(found) == [ids[-LIMIT:] for ids in rows["history_movies"].to_list()]
+    wanted = [ratings[-LIMIT:] for ratings in rows["history_ratings"].to_list()]
+    assert [w.tolist() for w in found.to_dense_weights()] == wanted
+    assert set(batch.sequences["liked"].weights().tolist()) == {1.0}
+    assert batch.sparse.weights_or_none() is None
+
+
 def test_a_model_of_sequences_only_has_no_pooled_keys(spec_of, first_batch) -> None:
     batch, _ = first_batch(spec_of(SEQUENCE))
     assert batch.sparse.keys() == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torchrec import KeyedJaggedTensor
 from trainer.data.batches import Batch
 from trainer.models.dlrm import Recommender, build_model
 from trainer.models.sparse import AttentionPooling
-from trainer.spec import JobSpec, validate_spec
+from trainer.spec import FeatureSpec, JobSpec, validate_spec
 
 DIM = 4
 NUM_ROWS = 11
@@ -95,11 +96,11 @@ def jagged(names: list[str], weights: list[float] | None = None) -> KeyedJaggedT
 
 
 def make_batch(spec: JobSpec) -> Batch:
-    weights = None
-    if spec.is_weighted:
-        lists = [w for f in spec.pooled_features for w in row_weights(f.name, spec)]
-        weights = [w for row in lists for w in row]
+    weights = flat_weights(spec.pooled_features, spec) if spec.is_weighted else None
     sequences = [f.name for f in spec.sequence_features]
+    of_sequences = None
+    if spec.has_weighted_sequences:
+        of_sequences = flat_weights(spec.sequence_features, spec)
     return Batch(
         dense=torch.tensor([[0.5], [-1.0], [2.0]]),
         sparse=jagged([f.name for f in spec.pooled_features], weights),
@@ -107,12 +108,16 @@ def make_batch(spec: JobSpec) -> Batch:
         label_offset=torch.zeros(3, 1),
         label_scale=torch.ones(3, 1),
         weight=torch.tensor([1.0, 1.0, 0.0]),
-        sequences=jagged(sequences) if sequences else None,
+        sequences=jagged(sequences, of_sequences) if sequences else None,
     )
 
 
+def flat_weights(features: Sequence[FeatureSpec], spec: JobSpec) -> list[float]:
+    return [w for f in features for row in row_weights(f.name, spec) for w in row]
+
+
 def row_weights(name: str, spec: JobSpec) -> list[list[float]]:
-    if spec.is_weighted and name == "genres":
+    if next(f for f in spec.features if f.name == name).weights_column:
         return WEIGHTS
     return [[1.0] * len(ids) for ids in IDS[name]]
 
@@ -128,7 +133,8 @@ def expected_vector(model: Recommender, spec: JobSpec, name: str, row: int) -> t
         vectors = arch.embedding_collection.embeddings[feature.table].weight.float()[ids]
         query = arch.attention[[f.name for f in spec.sequence_features].index(name)].query
         scores = [math.exp(float(query @ vector) / math.sqrt(DIM)) for vector in vectors]
-        shares = [score / sum(scores) for score in scores]
+        weights = row_weights(name, spec)[row]
+        shares = [w * score / sum(scores) for w, score in zip(weights, scores, strict=True)]
         return sum(share * vector for share, vector in zip(shares, vectors, strict=True))
     vectors = arch.embedding_bag_collection.embedding_bags[feature.table].weight.float()[ids]
     weights = row_weights(name, spec)[row]
@@ -171,6 +177,7 @@ FEATURES = {
     "sequences": SEQUENCES,
     "pooled and sequences": [SEQUENCES[0], *POOLED, SEQUENCES[1]],
     "weighted and sequences": [*WEIGHTED, *SEQUENCES],
+    "weighted sequences": [*POOLED, SEQUENCES[0] | {"weights_column": "w"}, SEQUENCES[1]],
 }
 
 

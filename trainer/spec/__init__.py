@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from trainer.spec.base import NAME_PATTERN
 from trainer.spec.data import FeatureSpec
+from trainer.spec.dynamic import DynamicSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.model import InteractionSpec, TaskSpec
 from trainer.spec.optimizer import DenseOptimizerSpec, ScheduleSpec, SparseOptimizerSpec
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointSpec",
     "DenseOptimizerSpec",
     "DivergenceCheckSpec",
+    "DynamicSpec",
     "EmbeddingTableSpec",
     "FeatureSpec",
     "FieldProblem",

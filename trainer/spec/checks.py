@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
+from trainer.spec.dynamic import check_dynamic_layout, check_dynamic_tables
 from trainer.spec.parallelism import AllToAllSpec
 from trainer.spec.problems import problem
 from trainer.spec.reserved import MODULE_ATTRIBUTES
@@ -137,7 +138,9 @@ def check_moment_scale(spec: JobSpec) -> None:
 
 
 def check_shapes(spec: JobSpec) -> None:
-    """Layer sizes fit the embeddings that they meet."""
+    """Layer sizes fit the embeddings that they meet; a user's module has layers of its own."""
+    if spec.model.module is not None:
+        return
     model, dims = spec.model, {table.embedding_dim for table in spec.embedding_tables}
     if not spec.dense_features:
         raise problem(
@@ -287,7 +290,11 @@ def _too_large(
 
 
 # What a layout that was chosen later must be checked for again.
-OF_LAYOUT: tuple[Callable[[JobSpec], None], ...] = (check_trace_ranks, check_memory)
+OF_LAYOUT: tuple[Callable[[JobSpec], None], ...] = (
+    check_trace_ranks,
+    check_memory,
+    check_dynamic_layout,
+)
 
 ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_references,
@@ -296,6 +303,7 @@ ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_weight_decay,
     check_sequences,
     check_column_shards,
+    check_dynamic_tables,
     check_moment_scale,
     check_shapes,
     check_warm_start,

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    JsonValue,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
-from trainer.spec.base import Identifier, NotYet, SpecModel, only
+from trainer.spec.base import Identifier, SpecModel, only
 from trainer.spec.data import LabelSpec
+from trainer.spec.module import CodeId, ModulePath
 from trainer.spec.problems import problem
 
 
@@ -60,15 +68,38 @@ def _one_task(tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
     return tasks
 
 
+_NO_LAYERS = {"layer_sizes": (1,)}
+
+
 class ModelSpec(SpecModel):
-    """The network: TorchRec's DLRM or its DCN v2 variant."""
+    """The network: TorchRec's DLRM or its DCN v2 variant, or a class of the user's (`module`)."""
 
     arch: Annotated[Literal["dlrm", "dcn_v2", "movielens"], only("dlrm", "dcn_v2")] = "dlrm"
     dense_arch: LayersSpec
     over_arch: LayersSpec
     interaction_arch: InteractionSpec | None = None
     tasks: Annotated[tuple[TaskSpec, ...], Field(min_length=1), AfterValidator(_one_task)]
-    module: NotYet = None
+    module: ModulePath | None = None
+    code: CodeId | None = None
+    options: Annotated[
+        dict[str, JsonValue],
+        Field(default_factory=dict, description="Whatever `module` wants to know; JSON values."),
+    ]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_layers_to_module(cls, data: Any) -> Any:
+        # A module of the user's has layers of its own; those of the spec are there if it wants.
+        if isinstance(data, dict) and data.get("module"):
+            return {"dense_arch": _NO_LAYERS, "over_arch": _NO_LAYERS} | data
+        return data
+
+    @model_validator(mode="after")
+    def _check_module(self) -> Self:
+        for field, is_set in (("code", self.code), ("options", self.options)):
+            if is_set and self.module is None:
+                raise problem("unexpected_field", "it is for a `module` of your own", field)
+        return self
 
     @model_validator(mode="after")
     def _check_arch(self) -> Self:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from trainer.spec.base import Identifier, SpecModel
+from trainer.spec.dynamic import DynamicSpec
 
 ShardingTypeName = Literal[
     "data_parallel",
@@ -47,7 +48,8 @@ class EmbeddingTableSpec(SpecModel):
     """One embedding table of shape [num_embeddings, embedding_dim].
 
     `num_embeddings: auto` takes the vocabulary size from the manifest of the prepared data. `mean`
-    divides by the number of ids that a row looks up, also where they have weights.
+    divides by the number of ids that a row looks up, also where they have weights. With `dynamic`
+    ids are given rows as they turn up.
     """
 
     name: Identifier
@@ -56,6 +58,14 @@ class EmbeddingTableSpec(SpecModel):
     pooling: Literal["sum", "mean"] = "sum"
     data_type: Precision = "fp32"
     constraints: TableConstraints = TableConstraints()
+    dynamic: DynamicSpec | None = None
+
+    @property
+    def num_ids(self) -> int | None:
+        """How many ids the data may hold for this table; None while that is `auto`."""
+        if self.dynamic is not None:
+            return self.dynamic.input_hash_size
+        return None if self.num_embeddings == "auto" else self.num_embeddings
 
     def size_bytes(self, state_bytes_per_row: int) -> int | None:
         """Bytes of the weights and optimizer state; None while the number of rows is `auto`."""

@@ -127,7 +127,6 @@ def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> No
 @pytest.mark.parametrize(
     ("change", "path"),
     [
-        ("model.module=my.package:Model", "model.module"),
         ("model.arch=movielens", "model.arch"),
         ("export={to: x}", "export"),
     ],

@@ -41,11 +41,21 @@ class SplitEntry(ManifestModel):
     files: tuple[FileEntry, ...]
 
 
+class VocabularyEntry(ManifestModel):
+    """A vocabulary file; `path` is relative to the prepared folder, `num_values` without id 0."""
+
+    path: str
+    num_values: int
+    size_bytes: int
+    sha256: str
+
+
 class Manifest(ManifestModel):
     """A prepared folder.
 
     `columns` maps each column to its type (`int64`, `float32`, `list<int64>`, ...); `vocab_sizes`
-    maps each id column to the number of ids it may hold, the unknown id 0 included.
+    maps each id column to the number of ids it may hold, the unknown id 0 included. `counts` says
+    what was met on the way (duplicates, movies without metadata, ...).
     """
 
     schema_version: Literal[1] = 1
@@ -55,6 +65,8 @@ class Manifest(ManifestModel):
     vocab_sizes: dict[str, Annotated[int, Field(ge=1)]]
     options: dict[str, Any]
     statistics: dict[str, float]
+    vocabularies: dict[str, VocabularyEntry] = {}
+    counts: dict[str, int] = {}
 
 
 def describe_file(path: Path, folder: Path) -> FileEntry:
@@ -65,11 +77,12 @@ def describe_file(path: Path, folder: Path) -> FileEntry:
         num_rows=footer.num_rows,
         num_row_groups=footer.num_row_groups,
         size_bytes=path.stat().st_size,
-        sha256=_sha256(path),
+        sha256=sha256_of(path),
     )
 
 
-def _sha256(path: Path) -> str:
+def sha256_of(path: Path) -> str:
+    """Hexadecimal sha256 of a file; raises `CorruptFileError` where it cannot be read."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -110,11 +123,16 @@ def load_manifest(folder: Path) -> Manifest:
 def verify_checksums(folder: Path, manifest: Manifest) -> int:
     """Read every file of a loaded manifest whole and compare its sha256; gives their number.
 
+    Vocabularies count where the manifest names them.
+
     Raises `CorruptFileError` naming the first file with other contents.
     """
-    entries = [entry for split in manifest.splits.values() for entry in split.files]
+    entries: list[FileEntry | VocabularyEntry] = [
+        *(entry for split in manifest.splits.values() for entry in split.files),
+        *manifest.vocabularies.values(),
+    ]
     for entry in entries:
-        if (found := _sha256(folder / entry.path)) != entry.sha256:
+        if (found := sha256_of(folder / entry.path)) != entry.sha256:
             raise CorruptFileError(
                 f"{folder / entry.path} is damaged: its sha256 is {found}, not {entry.sha256} as "
                 "when it was written; copy or prepare the data again"

@@ -24,7 +24,7 @@ def staged_folder(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME) -> 
     An existing `out` is replaced only with `overwrite`, and only if it is empty or holds the file
     `proof`, so that a mistyped path costs nobody their files. Raises `OutputExistsError`.
     """
-    _check_replaceable(out, overwrite=overwrite, proof=proof)
+    check_replaceable(out, overwrite=overwrite, proof=proof)
     out.parent.mkdir(parents=True, exist_ok=True)
     staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
     retired = out.with_name(f".{out.name}.old-{os.getpid()}")
@@ -39,7 +39,8 @@ def staged_folder(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME) -> 
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _check_replaceable(out: Path, *, overwrite: bool, proof: str) -> None:
+def check_replaceable(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME) -> None:
+    """Raise `OutputExistsError` unless `out` is free, or ours to replace and `overwrite` is set."""
     if not out.exists():
         return
     if not overwrite:

@@ -1,0 +1,168 @@
+"""A prepared folder in the making: resumable, whole or absent, on a local disk or an object store.
+
+Local: everything is written to `.NAME.partial` beside the folder, which takes its name at the end.
+Remote: finished files are uploaded one by one from a working folder on this machine, and the
+manifest last; a folder without a manifest was never finished.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from trainer.data.errors import DataError, OutputExistsError, StorageError
+from trainer.data.manifest import MANIFEST_NAME, Manifest, sha256_of, write_manifest
+from trainer.data.prepare.journal import Facts, Journal, Part
+from trainer.data.prepare.writer import check_replaceable
+from trainer.data.storage import Location
+
+# Below the working folder: what the result is made of, and what is only needed on the way.
+_RESULT, _SCRATCH = "result", "scratch"
+
+
+class Staging:
+    """The files of one prepared folder, written part by part.
+
+    `scratch` gives working files that are gone at the end, `result` files of the folder itself.
+    """
+
+    def __init__(self, out: Location, journal: Journal) -> None:
+        self._out = out
+        self._journal = journal
+        self._is_begun = False
+
+    @property
+    def num_resumed(self) -> int:
+        """Number of parts that an earlier run finished."""
+        return self._journal.num_resumed
+
+    def scratch(self, name: str, make: Callable[[Path], Facts | None]) -> tuple[Path, Facts]:
+        """A working file by name and the facts found while `make` wrote it."""
+        part = self._journal.part(f"{_SCRATCH}/{name}", make)
+        return self._journal.folder / part.name, part.facts
+
+    def result(self, name: str, make: Callable[[Path], Facts | None]) -> Part:
+        """A file of the prepared folder; an object store has it when this returns."""
+        name = f"{_RESULT}/{name}"
+        if self._out.is_local:
+            return self._journal.part(name, make)
+        if (known := self._journal.find(name)) and self._is_uploaded(known):
+            return known
+        path = self._journal.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = make(path) or {}
+        part = Part(name, path.stat().st_size, sha256_of(path), facts)
+        self._begin_upload()
+        self._uploaded(name).upload(path)
+        self._journal.record(part)
+        path.unlink()
+        return part
+
+    def drop_scratch(self, name: str) -> None:
+        """Remove a working file or folder that nothing needs any more."""
+        path = self._journal.folder / _SCRATCH / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest and let the folder take its name."""
+        folder = self._journal.folder / _RESULT
+        write_manifest(folder, manifest)
+        if self._out.is_local:
+            _take_name(folder, self._out.local_path)
+            return
+        wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.names()}
+        for file in self._out.list(recursive=True):
+            if file.relative_to(self._out) not in wanted:
+                file.delete()
+        (self._out / MANIFEST_NAME).upload(folder / MANIFEST_NAME)
+
+    def _begin_upload(self) -> None:
+        """Before the first file of an older folder is replaced, its manifest must go."""
+        if not self._is_begun:
+            (self._out / MANIFEST_NAME).delete()
+            self._is_begun = True
+
+    def _uploaded(self, name: str) -> Location:
+        return self._out / name.removeprefix(f"{_RESULT}/")
+
+    def _is_uploaded(self, part: Part) -> bool:
+        file = self._uploaded(part.name)
+        return file.exists() and file.size_bytes() == part.size_bytes
+
+
+@contextmanager
+def staged(
+    out: Location, work: Mapping[str, Any], *, overwrite: bool, work_folder: Path | None = None
+) -> Iterator[Staging]:
+    """Yield the `Staging` of the folder `out`; `work` (JSON values) says what it will hold.
+
+    A run that was killed left its finished parts: the same work goes on from there, other work
+    starts anew. Bad data leaves nothing behind. An existing `out` is replaced only with
+    `overwrite`, and only if it is ours. Raises `OutputExistsError`, also where another process is
+    preparing the same folder.
+    """
+    _check_free(out, overwrite=overwrite)
+    folder = work_folder or _working_folder(out)
+    folder.mkdir(parents=True, exist_ok=True)
+    with _alone_in(folder):
+        try:
+            yield Staging(out, Journal(folder, {"out": str(out), **work}))
+        except StorageError:
+            # The network's fault, not the data's: what is done stays for the next run.
+            raise
+        except DataError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _working_folder(out: Location) -> Path:
+    if out.is_local:
+        return out.local_path.with_name(f".{out.name}.partial")
+    digest = hashlib.sha256(out.text.encode()).hexdigest()[:16]
+    return Path(tempfile.gettempdir()) / f"shardloom-prepare-{digest}"
+
+
+def _check_free(out: Location, *, overwrite: bool) -> None:
+    if out.is_local:
+        check_replaceable(out.local_path, overwrite=overwrite)
+        return
+    if not out.list(recursive=True):
+        return
+    if (out / MANIFEST_NAME).exists() and not overwrite:
+        raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a lock on the folder, which the system lets go of whatever ends this process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise OutputExistsError(
+            f"{folder} is in use by another process that prepares the same folder; "
+            "wait for it or choose another output"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _take_name(folder: Path, out: Path) -> None:
+    """Put the finished folder in the place of `out`."""
+    retired = out.with_name(f".{out.name}.old-{os.getpid()}")
+    if out.exists():
+        out.rename(retired)
+    folder.rename(out)
+    shutil.rmtree(retired, ignore_errors=True)

@@ -75,12 +75,12 @@ class RowLayout:
 
 def layout_of(spec: JobSpec) -> RowLayout:
     """Columns that a spec reads; its tables must have been through `resolve_tables`."""
-    sizes = {table.name: table.num_embeddings for table in spec.embedding_tables}
-    if unresolved := [name for name, size in sizes.items() if size == "auto"]:
+    sizes = {table.name: table.num_ids for table in spec.embedding_tables}
+    if unresolved := [name for name, size in sizes.items() if size is None]:
         raise DataError(f"num_embeddings of table '{unresolved[0]}' is still 'auto'")
     inputs = {
         feature.name: _input_column(
-            feature, f"features[{index}]", int(sizes[feature.table]) if feature.table else 0
+            feature, f"features[{index}]", sizes[feature.table] or 0 if feature.table else 0
         )
         for index, feature in enumerate(spec.features)
     }

@@ -1,0 +1,185 @@
+"""A user's code as one archive: how it is packed, what may be in it, how it is unpacked.
+
+An archive is a zip whose files all lie under `code/`; that folder is what goes on the module path.
+(Ray takes one folder that holds everything off by itself, so that it is there on purpose.) Packing
+is deterministic, and the SHA-256 of the bytes is the archive's id: the same code has the same id
+wherever it is packed, and what arrives under an id is what was checked.
+
+An archive comes from a user and may be anything. Nothing is unpacked that was not checked: it has
+no absolute paths, no `..`, no links, and bounded numbers and sizes, by what the archive says and by
+what comes out of it. Standard library only: the control plane and the client import this.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import stat
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+PREFIX = "code"
+MAX_FILES = 2000
+MAX_UNPACKED_BYTES = 64 * 2**20
+MAX_PATH_CHARS = 255
+_CHUNK_BYTES = 2**16
+# The least that a zip can date a file: packing must not depend on when files were written.
+_EPOCH = (1980, 1, 1, 0, 0, 0)
+_LEFT_OUT = frozenset({"__pycache__", "node_modules"})
+
+
+class CodeError(ValueError):
+    """An archive, or a folder to make one of, that cannot be taken; says what to change."""
+
+
+@dataclass(frozen=True)
+class CodeSummary:
+    """What an archive holds: `size_bytes` is that of the files, unpacked."""
+
+    id: str
+    num_files: int
+    size_bytes: int
+
+
+def pack(folder: Path) -> bytes:
+    """The archive of a folder's files; raises `CodeError`, or OSError where one is unreadable.
+
+    Hidden files, `__pycache__` and links are left out.
+    """
+    if not folder.is_dir():
+        raise CodeError(f"{folder} is not a folder; give the one that holds your package")
+    buffer, num_bytes, paths = io.BytesIO(), 0, list(_files(folder))
+    if not paths:
+        raise CodeError(f"{folder} has no files; give the one that holds your package")
+    if len(paths) > MAX_FILES:
+        raise CodeError(f"{folder} has more than {MAX_FILES} files; give a smaller one, code only")
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
+        for path in paths:
+            content = path.read_bytes()
+            num_bytes += len(content)
+            if num_bytes > MAX_UNPACKED_BYTES:
+                raise _too_large(str(folder))
+            name = f"{PREFIX}/{path.relative_to(folder).as_posix()}"
+            entry = zipfile.ZipInfo(name, date_time=_EPOCH)
+            entry.compress_type = zipfile.ZIP_DEFLATED
+            entry.external_attr = 0o644 << 16
+            archive.writestr(entry, content)
+    return buffer.getvalue()
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """Files to pack below `folder`, in the order of their names."""
+    for path in sorted(folder.iterdir(), key=lambda each: each.name):
+        if path.name.startswith(".") or path.name in _LEFT_OUT or path.is_symlink():
+            continue
+        if path.is_dir():
+            yield from _files(path)
+        elif path.is_file() and path.suffix != ".pyc":
+            yield path
+
+
+def check(data: bytes) -> CodeSummary:
+    """What the archive `data` holds; raises `CodeError` unless it is safe to unpack."""
+    num_files, num_bytes = 0, 0
+    with _opened(data) as archive:
+        for _, content in _checked_files(archive):
+            num_files += 1
+            num_bytes += len(content)
+    if not num_files:
+        raise CodeError("the archive has no files")
+    return CodeSummary(id_of(data), num_files, num_bytes)
+
+
+def id_of(data: bytes) -> str:
+    """The id of an archive: the SHA-256 of its bytes, in hexadecimal digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def unpack(data: bytes, code_id: str, into: Path) -> Path:
+    """Write the files of an archive below the new folder `into`; gives the one to import from.
+
+    Raises `CodeError` where the bytes are not those of `code_id`, or not safe to unpack; nothing is
+    written then. Raises OSError.
+    """
+    if id_of(data) != code_id:
+        raise CodeError(
+            f"the archive of code {code_id[:12]} was changed or cut short since it was uploaded "
+            f"(its SHA-256 is {id_of(data)[:12]}...); upload it again"
+        )
+    with _opened(data) as archive:
+        files = list(_checked_files(archive))
+    into.mkdir(parents=True)
+    for entry, content in files:
+        target = into / entry.filename
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content)
+    return into / PREFIX
+
+
+def _opened(data: bytes) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(io.BytesIO(data))
+    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+        raise CodeError(
+            f"not a zip archive ({error}); `shardloom submit --code` makes one"
+        ) from None
+
+
+def _checked_files(archive: zipfile.ZipFile) -> Iterator[tuple[zipfile.ZipInfo, bytes]]:
+    entries = archive.infolist()
+    if len(entries) > MAX_FILES:
+        raise CodeError(f"the archive has {len(entries)} entries; at most {MAX_FILES} are taken")
+    num_bytes, names = 0, set[str]()
+    for entry in entries:
+        _check_entry(entry)
+        if entry.is_dir():
+            continue
+        if entry.filename in names:
+            raise CodeError(f"the archive has {entry.filename!r} twice")
+        names.add(entry.filename)
+        content = _content(archive, entry, MAX_UNPACKED_BYTES - num_bytes)
+        num_bytes += len(content)
+        yield entry, content
+    for name in names:
+        if found := next((up for up in map(str, PurePosixPath(name).parents) if up in names), None):
+            raise CodeError(f"in the archive {found!r} is a file and the folder of {name!r}")
+
+
+def _check_entry(entry: zipfile.ZipInfo) -> None:
+    name = entry.filename
+    # What the zip itself says, not what Python made of it: it cuts names at NUL.
+    parts = PurePosixPath(name).parts
+    is_odd = "\\" in name or "\x00" in entry.orig_filename or not name.isprintable()
+    if is_odd or ".." in parts or name.startswith("/") or ":" in name:
+        raise CodeError(f"the archive has an unsafe path: {name[:MAX_PATH_CHARS]!r}")
+    if len(name) > MAX_PATH_CHARS:
+        raise CodeError(f"the archive has a path of more than {MAX_PATH_CHARS} characters")
+    if parts[:1] != (PREFIX,):
+        raise CodeError(f"all files of the archive must lie under {PREFIX}/, {name!r} does not")
+    kind = stat.S_IFMT(entry.external_attr >> 16)
+    if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise CodeError(f"{name!r} is neither a file nor a folder; links are not taken")
+    if entry.flag_bits & 0x1:
+        raise CodeError(f"{name!r} is encrypted")
+
+
+def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room_bytes: int) -> bytes:
+    """What is in an entry, whatever size the archive states for it."""
+    if entry.file_size > room_bytes:
+        raise _too_large("the archive")
+    try:
+        with archive.open(entry) as file:
+            content = b"".join(iter(lambda: file.read(_CHUNK_BYTES), b""))
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+        raise CodeError(f"{entry.filename!r} cannot be unpacked ({error})") from None
+    return content
+
+
+def _too_large(what: str) -> CodeError:
+    return CodeError(
+        f"{what} holds more than {MAX_UNPACKED_BYTES // 2**20} MiB; ship code only, and keep data "
+        "and weights on storage that the hosts share"
+    )

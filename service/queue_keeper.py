@@ -53,17 +53,13 @@ class QueueKeeper:
     def __post_init__(self) -> None:
         self._seen: tuple[float, Capacity] | None = None
 
-    def admit(self, live: list[Job] | None = None) -> bool:
-        """Start what may start, unless another replica is at it or nothing waits.
-
-        `live` are the jobs that live, where the caller has just read them. True after a pass.
-        """
-        if not _waiting(self.store.list_live_jobs() if live is None else live):
-            return False
+    def admit(self) -> None:
+        """Start what may start, unless another replica is at it or nothing waits."""
+        if not self.store.has_queued_jobs():
+            return
         with self.locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
             if is_held:
                 self._pass()
-        return is_held
 
     def _pass(self) -> None:
         live, now = self.store.list_live_jobs(), self.clock()

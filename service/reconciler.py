@@ -30,6 +30,7 @@ from service.errors import (
 )
 from service.housekeeping import Housekeeper
 from service.job_changes import finish_deletions
+from service.lane import Lane
 from service.lifecycle import (
     Action,
     Decision,
@@ -46,6 +47,7 @@ from service.run_files import ask_to_pause, note_course, note_rewind, withdraw_p
 from service.settings import Settings
 from service.store.projects import Locks, ProjectStore
 from service.store.sql import SqlJobStore
+from service.store.transactions import write_in_background
 from service.submission import plan_attempt, run_dir_of, submission_of, write_spec
 from service.telemetry import Telemetry
 from service.tracing import Tracing
@@ -62,7 +64,7 @@ _ENDED = frozenset(
 )
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _LOG_TAIL_CHARS = 2000
-_LOOK_PAUSE_S = 0.1
+_LOOK_PAUSE_S = 0.25
 # At each look, so that replicas that start together share the jobs.
 _MAX_NEW_LEASES = 64
 
@@ -97,13 +99,16 @@ class Reconciler:
             before_start=self._collect_last,
         )
         self._is_reachable = True
+        self._lane = Lane()
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
         self._woken = threading.Event()
         self._closing = threading.Event()
-        self._pool = ThreadPoolExecutor(settings.reconcile_threads, "reconcile")
+        self._pool = ThreadPoolExecutor(
+            settings.reconcile_threads, "reconcile", initializer=write_in_background
+        )
         # A future holds whatever goes wrong in a dispatch, so that nothing can end the loop.
-        self._dispatcher = ThreadPoolExecutor(1, "dispatch")
+        self._dispatcher = ThreadPoolExecutor(1, "dispatch", initializer=write_in_background)
         self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
 
     # ---- the loop
@@ -151,9 +156,8 @@ class Reconciler:
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:
+        self._admit()
         jobs = self._store.list_live_jobs()
-        if self._admit(jobs):
-            jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
         leased = self._lease()
         for job in jobs:
@@ -166,13 +170,12 @@ class Reconciler:
         if self._housekeeper.take_due():
             self._pool.submit(self._housekeeper.run).add_done_callback(_note_housekeeping)
 
-    def _admit(self, jobs: list[Job]) -> bool:
+    def _admit(self) -> None:
         """Let the queue start what may; whatever goes wrong there, those that run are looked at."""
         try:
-            return self._queue.admit(jobs)
+            self._queue.admit()
         except Exception as error:
             _log_error("the queue stands still", error)
-            return True
 
     def _lease(self) -> frozenset[str]:
         """The live jobs that are this replica's to look at; see `service.store.leases`."""
@@ -213,7 +216,7 @@ class Reconciler:
 
     def reconcile(self, job_id: str) -> None:
         """Take a job as far as it goes now."""
-        with about(job_id=job_id), self._telemetry.reconcile_s.time():
+        with about(job_id=job_id), self._telemetry.reconcile_s.time(), self._lane.taken():
             try:
                 self._look(job_id)
             except StaleVersion as error:
@@ -252,10 +255,12 @@ class Reconciler:
     def _observe(self, attempt: Attempt | None) -> Observation:
         if attempt is None or attempt.end_reason is not None:
             return _NOTHING_SUBMITTED
-        observation = self._backend.observe(attempt.id)
+        with self._lane.aside():
+            observation = self._backend.observe(attempt.id)
         self._note_reachability(observation)
         if observation.state is ObservedState.FAILED and attempt.reported_end is None:
-            tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
+            with self._lane.aside():
+                tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
             parts = [part for part in (observation.message, tail) if part]
             return Observation(observation.state, "\n".join(parts))
         return observation
@@ -299,7 +304,8 @@ class Reconciler:
                 withdraw_pause(self._settings, job.id, attempt.id)
         elif action is Action.STOP:
             try:
-                self._backend.stop(attempt.id)
+                with self._lane.aside():
+                    self._backend.stop(attempt.id)
             except BackendUnreachable as error:
                 self._note_unanswered(action, attempt, error)
 
@@ -310,8 +316,9 @@ class Reconciler:
             write_spec(following.spec, attempt, self._settings)
             note_rewind(job, attempt, self._settings)
             carry_over(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
-            with self._tracing.submitting(job, attempt):
-                self._backend.submit(submission_of(job, attempt, following, self._settings))
+            submission = submission_of(job, attempt, following, self._settings)
+            with self._tracing.submitting(job, attempt), self._lane.aside():
+                self._backend.submit(submission)
         except BackendUnreachable as error:
             self._note_unanswered(Action.SUBMIT, attempt, error)
             return submission_unanswered(job, attempt, str(error))

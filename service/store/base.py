@@ -69,6 +69,9 @@ class JobStore(Protocol):
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first; unreadable ones are left out."""
 
+    def has_queued_jobs(self) -> bool:
+        """Whether any job is in QUEUED."""
+
     def list_queued_jobs(self) -> list[Job]:
         """Every job in QUEUED: highest priority first, then by when it entered the queue."""
 

@@ -155,6 +155,11 @@ def select_queue() -> Select[Any]:
     return select_jobs().where(is_queued).order_by(jobs.c.priority.desc(), since, jobs.c.id)
 
 
+def select_queued_id() -> Select[Any]:
+    """The id of any job that waits for its turn."""
+    return select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
+
+
 def select_counts(project: str | None) -> Select[Any]:
     """How many jobs there are in each status, of one project or of all."""
     query = select(jobs.c.status, func.count()).group_by(jobs.c.status)

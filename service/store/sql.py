@@ -40,6 +40,7 @@ from service.store.listing import (
     select_live,
     select_page,
     select_queue,
+    select_queued_id,
 )
 from service.store.retention import Retention, prune
 from service.store.statements import (
@@ -174,6 +175,11 @@ class SqlJobStore:
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
         return self._readable(self._select_jobs(select_live()))
+
+    def has_queued_jobs(self) -> bool:
+        """Whether any job waits."""
+        with self._transactions.read() as connection:
+            return connection.execute(select_queued_id()).first() is not None
 
     def list_queued_jobs(self) -> list[Job]:
         """Every job that waits, highest priority first, then by how long it waits."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -23,24 +23,56 @@ _TURN_S = 10.0
 _TIES = frozenset({"40001", "40P01"})
 
 
-# SQLite has one writer at a time, and lets the others look again and again, at ever longer
-# intervals: the writers of this process are better off in a queue.
-_write_locks: WeakKeyDictionary[Engine, threading.Lock] = WeakKeyDictionary()
+class _Turns:
+    """The turn to write to a SQLite file, which has one writer at a time.
+
+    SQLite itself lets the others look again and again, at ever longer intervals: the writers of
+    this process are better off in a queue. Those in the background stand in one of their own, so
+    that a request waits for one of them at most, however many there are.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._background_lock = threading.Lock()
+
+    @contextmanager
+    def take(self) -> Iterator[None]:
+        """Hold the turn; raises `StoreUnavailable`."""
+        with ExitStack() as held:
+            if _this_thread.is_background:
+                held.enter_context(_held(self._background_lock))
+            held.enter_context(_held(self._lock))
+            yield
+
+
+class _Thread(threading.local):
+    is_background = False
+
+
+_this_thread = _Thread()
+_turns: WeakKeyDictionary[Engine, _Turns] = WeakKeyDictionary()
+
+
+def write_in_background() -> None:
+    """Let what the calling thread writes from now on stand behind what requests write."""
+    _this_thread.is_background = True
 
 
 @contextmanager
-def _turn(engine: Engine) -> Iterator[None]:
-    """The turn to write, among all stores over an engine; raises `StoreUnavailable`."""
-    if engine.dialect.name != "sqlite":
-        yield
-        return
-    lock = _write_locks.setdefault(engine, threading.Lock())
+def _held(lock: threading.Lock) -> Iterator[None]:
     if not lock.acquire(timeout=_TURN_S):
         raise StoreUnavailable(f"other writers held the database for {_TURN_S:g} s; is it slow?")
     try:
         yield
     finally:
         lock.release()
+
+
+def _turn(engine: Engine) -> AbstractContextManager[None]:
+    """The turn to write, among all stores over an engine."""
+    if engine.dialect.name != "sqlite":
+        return nullcontext()
+    return _turns.setdefault(engine, _Turns()).take()
 
 
 class TransactionTied(StoreUnavailable):

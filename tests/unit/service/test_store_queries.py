@@ -319,10 +319,11 @@ def test_no_list_reads_all_jobs(tmp_path: Path, wanted: dict[str, Any]) -> None:
     [
         (lambda store: store.list_live_jobs(), "ix_jobs_live"),
         (lambda store: store.list_queued_jobs(), "ix_jobs_status_id"),
+        (lambda store: store.has_queued_jobs(), "ix_jobs_status_id"),
         (lambda store: store.claim_live_jobs("a", lease_s=1, now=1, limit=9), "ix_jobs_live"),
         (lambda store: store.count_jobs_by_status("p"), "ix_jobs_project_status_id"),
     ],
-    ids=["live", "queue", "leases", "counts"],
+    ids=["live", "queue", "any-queued", "leases", "counts"],
 )
 def test_looks_at_live_jobs_go_by_index(
     tmp_path: Path, call: Callable[[SqlJobStore], Any], index: str

@@ -1,0 +1,191 @@
+"""Preparing MovieLens ratings: ours end to end against pandas on a slice, scaled up.
+
+python -m tests.benchmarks.prepare --json FILE [--ratings N] [--slice-ratings N] [--pairs N]
+
+Both read generated ratings, movies and tags in the proportions of MovieLens and write the same
+columns as Parquet, each in a process of its own. Ours prepares all `--ratings`; pandas, which
+would take hours and more memory than most machines have, a generated set of `--slice-ratings` with
+its share of movies and tags. Its time is scaled by the number of ratings, its memory likewise but
+for what the process holds after its imports. Linear is in its favour, as it also sorts.
+
+The peer of the ratios is the published method. A second one, pandas used carefully, is measured
+once and shown beside it (see `prepare_pandas`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from tests.benchmarks.report import (
+    BenchmarkError,
+    BenchmarkReport,
+    Goal,
+    describe_machine,
+    end_on_signal,
+    log,
+    rows_table_of,
+    run_pairs,
+    table_of,
+    write_json,
+)
+
+_PEER = "the published pandas method on a slice, scaled"
+GOALS = (
+    Goal("speed", "rows_per_s", "rows/s", 10.0, "higher", _PEER),
+    Goal("memory", "peak_bytes", "bytes", 0.25, "lower", _PEER),
+)
+_BYTES_PER_GB = 1e9
+_TAIL_CHARACTERS = 2000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Ratings that ours prepares and that pandas does; both sets come from `seed`."""
+
+    ratings: int = 32_000_000
+    slice_ratings: int = 300_000
+    seed: int = 0
+
+    def problem(self) -> str | None:
+        """What is wrong with the numbers, or None."""
+        if not 1 <= self.slice_ratings <= self.ratings:
+            return "--slice-ratings must be at least 1 and at most --ratings"
+        return None
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one preparation took: seconds without start-up, bytes at the peak and before it."""
+
+    wall_s: float
+    peak_bytes: int
+    base_bytes: int
+
+    def scaled(self, factor: float) -> Cost:
+        """The cost of `factor` times the rows; what the process began with is there once."""
+        grown = (self.peak_bytes - self.base_bytes) * factor
+        return Cost(self.wall_s * factor, round(self.base_bytes + grown), self.base_bytes)
+
+    def values(self, num_rows: int) -> dict[str, float]:
+        """As a benchmark's report holds it, for `num_rows` rows."""
+        return {
+            "wall_s": self.wall_s,
+            "rows_per_s": num_rows / self.wall_s,
+            "peak_bytes": float(self.peak_bytes),
+        }
+
+
+def prepare_once(method: str, source: Path, folder: Path) -> Cost:
+    """Prepare `source` with `method` in a process of its own, and throw the result away."""
+    out = folder / f"out-{method}"
+    command = [sys.executable, "-m", "tests.benchmarks.prepare_child"]
+    try:
+        done = subprocess.run(
+            [*command, method, str(source), str(out)], capture_output=True, text=True, check=False
+        )
+    finally:
+        shutil.rmtree(out, ignore_errors=True)
+    if done.returncode != 0:
+        raise BenchmarkError(
+            f"preparing {source} with {method} ended with {done.returncode}: "
+            f"{done.stderr[-_TAIL_CHARACTERS:]}"
+        )
+    return Cost(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def generate(folder: Path, num_ratings: int, seed: int) -> Path:
+    """A folder of generated csv files, made in a process of its own so that its memory goes."""
+    source = folder / f"csv-{num_ratings}"
+    program = Path(sys.executable).with_name("shardloom")
+    command = [program, "data", "generate", "movielens", source]
+    done = subprocess.run(
+        [*map(str, command), "--ratings", str(num_ratings), "--seed", str(seed)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise BenchmarkError(f"generating {num_ratings} ratings: {done.stderr[-_TAIL_CHARACTERS:]}")
+    return source
+
+
+def measure(settings: Settings, num_pairs: int, folder: Path) -> BenchmarkReport:
+    """Generate both sets in `folder` and measure all methods."""
+    whole = generate(folder, settings.ratings, settings.seed)
+    part = generate(folder, settings.slice_ratings, settings.seed)
+    factor = settings.ratings / settings.slice_ratings
+
+    def peer(method: str) -> dict[str, float]:
+        return prepare_once(method, part, folder).scaled(factor).values(settings.ratings)
+
+    runs = run_pairs(
+        num_pairs,
+        ours=lambda: prepare_once("ours", whole, folder).values(settings.ratings),
+        peer=lambda: peer("published"),
+        log=log,
+    )
+    careful = peer("careful")
+    rows = [
+        *(_row(f"{run.side}, pair {run.pair + 1}", dict(run.values)) for run in runs),
+        _row("pandas used carefully", careful),
+    ]
+    return BenchmarkReport("prepare", asdict(settings), GOALS, runs, rows)
+
+
+def _row(name: str, values: dict[str, float]) -> dict[str, Any]:
+    return {
+        "what": name,
+        "seconds": round(values["wall_s"], 1),
+        "rows/s": round(values["rows_per_s"]),
+        "peak GB": round(values["peak_bytes"] / _BYTES_PER_GB, 2),
+    }
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here")
+    parser.add_argument("--ratings", type=int, default=Settings.ratings)
+    parser.add_argument("--slice-ratings", type=int, default=Settings.slice_ratings)
+    parser.add_argument("--seed", type=int, default=Settings.seed)
+    parser.add_argument("--pairs", type=int, default=2, help="measured pairs of runs (default 2)")
+    options = parser.parse_args(arguments)
+    options.settings = Settings(options.ratings, options.slice_ratings, options.seed)
+    if problem := options.settings.problem():
+        parser.error(problem)
+    return options
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code: 0 when it measured, whatever came out; 1 when it could not."""
+    options = parse(arguments)
+    end_on_signal()
+    machine = describe_machine()
+    try:
+        with tempfile.TemporaryDirectory(prefix="shardloom-bench-prepare-") as folder:
+            report = measure(options.settings, options.pairs, Path(folder))
+    except BenchmarkError as error:
+        log(f"the benchmark failed: {error}")
+        return 1
+    document = report.document(machine)
+    if options.json:
+        write_json(options.json, document)
+    Console().print(rows_table_of(document))
+    Console().print(table_of(document))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,157 @@
+"""The search behind the settings of the quality benchmark: random, logged, on the tuning fold.
+
+python -m tests.benchmarks.quality_search peer|ours --log FILE [--trials N] [--source DIR]
+
+Both sides get the same number of trials, each drawn from the side's own space with a fixed seed,
+and then the best few again with two more seeds; the best mean over three seeds wins. Every trial
+is a line of the log. The test part is not read.
+
+The factorisation may stop after any epoch (its rates do not know the end); our learning rates
+decay to the last epoch, so the number of epochs is among what is drawn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from tests.benchmarks.quality_data import SOURCE, Fold, make_fold, read_ratings, tuning_ratings
+from tests.benchmarks.quality_ours import job_spec, rmse_by_epoch, single_rank
+from tests.benchmarks.quality_peers import FactorSettings, factor_rmse_by_epoch
+from tests.benchmarks.quality_settings import DATA, SPEC
+from tests.benchmarks.report import BenchmarkError, end_on_signal, log
+
+_SEED = 0
+_NUM_FINALISTS = 5
+_FINAL_SEEDS = (0, 1, 2)
+
+Space = Mapping[str, tuple[Any, ...]]
+Settings = dict[str, Any]
+Curve = list[float]
+
+PEER_SPACE: Space = {
+    "num_factors": (8, 16, 32, 64, 128),
+    "lr": (0.01, 0.02, 0.03, 0.04, 0.06),
+    "lr_decay": (1.0, 0.97, 0.93, 0.88, 0.8),
+    "factor_l2": (0.02, 0.035, 0.05, 0.07, 0.1),
+    "bias_l2": (0.001, 0.005, 0.02, 0.05, 0.1),
+    "init_std": (0.001, 0.01, 0.03, 0.06),
+    "batch_size": (32, 64, 128),
+}
+OUR_SPACE: Space = {
+    "training.epochs": (2, 3, 4, 5, 6),
+    "optimizer.sparse.lr": (0.01, 0.02, 0.03, 0.05, 0.1),
+    "optimizer.sparse.weight_decay": (0.0, 0.1, 0.2, 0.35, 0.5, 1.0),
+    "optimizer.dense.lr": (0.0005, 0.001, 0.002, 0.004),
+    "optimizer.dense.weight_decay": (0.0, 0.0001, 0.001, 0.003),
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """How one side is tried: its space, its held-out RMSE by epoch, and which epochs may end it."""
+
+    name: str
+    space: Space
+    measure: Callable[[Fold, Settings, int], Curve]
+    stops_anywhere: bool
+
+    def best(self, curve: Curve) -> tuple[float, int]:
+        """(RMSE, number of epochs) that a curve is worth."""
+        last = len(curve) - 1
+        epoch = min(range(len(curve)), key=curve.__getitem__) if self.stops_anywhere else last
+        return curve[epoch], epoch + 1
+
+
+def draw(space: Space, num_trials: int) -> Iterator[Settings]:
+    """`num_trials` settings, each value drawn by itself; always the same ones."""
+    rng = np.random.default_rng(_SEED)
+    for _ in range(num_trials):
+        yield {name: values[rng.integers(len(values))] for name, values in space.items()}
+
+
+def _peer_curve(fold: Fold, settings: Settings, seed: int) -> Curve:
+    return list(factor_rmse_by_epoch(fold, FactorSettings(**settings), seed))
+
+
+def _our_curve(fold: Fold, settings: Settings, seed: int) -> Curve:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return rmse_by_epoch(job_spec(SPEC, fold.prepared, [*overrides, f"training.seed={seed}"]))
+
+
+SIDES = {
+    "peer": Side("peer", PEER_SPACE, _peer_curve, stops_anywhere=True),
+    "ours": Side("ours", OUR_SPACE, _our_curve, stops_anywhere=False),
+}
+
+
+class Search:
+    """Trials of one side, written down as they come."""
+
+    def __init__(self, side: Side, fold: Fold, log_path: Path) -> None:
+        self._side, self._fold, self._log_path = side, fold, log_path
+
+    def run(self, num_trials: int) -> tuple[Settings, float, int]:
+        """(settings, mean RMSE over seeds, epochs) of the best among the best of one seed."""
+        drawn = list(draw(self._side.space, num_trials))
+        worth = [self._side.best(self.trial(settings, _SEED))[0] for settings in drawn]
+        finalists = [drawn[i] for i in np.argsort(worth)[:_NUM_FINALISTS]]
+        results = [(settings, *self.over_seeds(settings)) for settings in finalists]
+        return min(results, key=lambda result: result[1])
+
+    def trial(self, settings: Settings, seed: int) -> Curve:
+        """Measure one and log it."""
+        curve = self._side.measure(self._fold, settings, seed)
+        rmse, epochs = self._side.best(curve)
+        line = {"side": self._side.name, "seed": seed, "validation_rmse": round(rmse, 5)}
+        with self._log_path.open("a") as file:
+            file.write(json.dumps(line | {"epochs": epochs, "settings": settings}) + "\n")
+        log(f"{rmse:.5f} after {epochs} of {len(curve)} epochs, seed {seed}: {settings}")
+        return curve
+
+    def over_seeds(self, settings: Settings) -> tuple[float, int]:
+        """(mean RMSE, epochs) with all seeds stopping after the same epoch."""
+        curves = [self.trial(settings, seed) for seed in _FINAL_SEEDS]
+        rmse, epochs = self._side.best([fmean(values) for values in zip(*curves, strict=True)])
+        log(f"mean over seeds {rmse:.5f} after {epochs} epochs: {settings}")
+        return rmse, epochs
+
+
+def main(arguments: list[str]) -> int:
+    """Returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("side", choices=SIDES)
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="appended to")
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--source", type=Path, default=SOURCE, metavar="DIR")
+    options = parser.parse_args(arguments)
+    end_on_signal()
+    try:
+        with ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="shardloom-quality-"))
+            ratings = tuning_ratings(read_ratings(options.source))
+            fold = make_fold(options.source, ratings, Path(folder), DATA)
+            stack.enter_context(single_rank())
+            search = Search(SIDES[options.side], fold, options.log)
+            settings, rmse, epochs = search.run(options.trials)
+    except BenchmarkError as error:
+        log(f"the search failed: {error}")
+        return 1
+    log(f"chosen: {rmse:.5f} after {epochs} epochs: {settings}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,118 @@
+"""Reading Criteo files, plain or compressed, local or remote, in blocks of whole lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from trainer.data.errors import CorruptFileError, SourceMissingError
+from trainer.data.storage import Location
+
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines of a file; `first_line` counts from 1."""
+
+    lines: bytes
+    first_line: int
+
+    @property
+    def num_lines(self) -> int:
+        """How many lines; the last one of a file may lack its line feed."""
+        return self.lines.count(b"\n") + (not self.lines.endswith(b"\n"))
+
+
+def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
+    """The files meant: those named, and all files of folders named, `day_2` before `day_10`.
+
+    Raises `SourceMissingError` where there is none.
+    """
+    found: list[Location] = []
+    for text in texts:
+        location = Location.parse(text)
+        if location.is_folder():
+            files = [file for file in location.list() if _is_data(file.name)]
+            found += sorted(files, key=lambda file: _natural(file.name))
+        elif location.exists():
+            found.append(location)
+        else:
+            raise SourceMissingError(f"{location} is missing; name a Criteo file or its folder")
+    if not found:
+        raise SourceMissingError(
+            f"no files in {', '.join(texts)}; name Criteo's tab-separated files"
+        )
+    return tuple(found)
+
+
+def _is_data(name: str) -> bool:
+    return not name.startswith((".", "_")) and not name.endswith((".json", ".md"))
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sorts runs of digits by their value; texts and numbers alternate, so they compare."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
+
+
+def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
+    """Blocks of about `block_bytes`, cut after line feeds: always the same for the same file.
+
+    Raises `CorruptFileError` for an empty file, a compressed one that is cut short, and a line that
+    is longer than a block.
+    """
+    first_line, rest = 1, b""
+    with _faults_named(source), _open(source) as stream:
+        while block := _read_fully(stream, block_bytes):
+            end = block.rfind(b"\n") + 1
+            if not end and len(block) == block_bytes:
+                raise CorruptFileError(
+                    f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
+                    "tab-separated text file?"
+                )
+            lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
+            if lines:
+                found = LineBlock(lines, first_line)
+                first_line += found.num_lines
+                yield found
+    if rest:
+        yield LineBlock(rest, first_line)
+    elif first_line == 1:
+        raise CorruptFileError(f"{source} is empty; was the download cut short?")
+
+
+def count_lines(source: Location, block_bytes: int) -> int:
+    """Number of lines, read as `read_blocks` does and with its errors."""
+    return sum(block.num_lines for block in read_blocks(source, block_bytes))
+
+
+def _open(source: Location) -> pa.NativeFile:
+    file = source.open_input()
+    suffix = next((end for end in _COMPRESSIONS if source.name.endswith(end)), None)
+    return pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
+
+
+def _read_fully(stream: pa.NativeFile, num_bytes: int) -> bytes:
+    """`num_bytes`, fewer only at the end; a compressed stream may give less at a time."""
+    parts: list[bytes] = []
+    missing = num_bytes
+    while missing and (part := stream.read(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+@contextmanager
+def _faults_named(source: Location) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"{source} cannot be read to its end ({error}); was the download cut short? "
+            "Copy it again"
+        ) from None

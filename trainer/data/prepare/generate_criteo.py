@@ -1,0 +1,219 @@
+"""Made-up clicks in Criteo's format, of any size, from a teacher whose own scores are written too.
+
+Rows are drawn block by block, each from its own seed, so memory stays that of a block and the same
+seed gives the same bytes. `teacher.json` holds what the true probabilities score on the
+very rows written: no model can be expected to do better. The teacher itself: `criteo_teacher`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+
+from trainer.data.errors import TooFewRowsError
+from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
+from trainer.data.prepare.criteo_format import DENSE_NAMES, ID_NAMES, LABEL, MISSING
+from trainer.data.prepare.criteo_ids import hex_texts
+from trainer.data.prepare.criteo_tables import COLUMN_TYPES, SCHEMA
+from trainer.data.prepare.criteo_teacher import ClickRows, Teacher, table_sizes
+from trainer.data.prepare.teacher_score import TeacherScore
+from trainer.data.prepare.writer import staged_folder
+
+TEACHER_NAME = "teacher.json"
+_BLOCK_ROWS = 65_536
+_VALIDATION_FRACTION = 0.1
+# Of the counts that are 0 to the teacher, these parts are written as empty and as -1, as Criteo
+# has both; in every third categorical column the most frequent id is an empty cell.
+_EMPTY_COUNTS, _NEGATIVE_COUNTS = 0.5, 0.05
+_EMPTY_ID_EVERY = 3
+# Odd factors permute the 32-bit numbers, so that every id of a column has a hexadecimal of its own.
+_ID_FACTOR, _COLUMN_STEP = 2_654_435_761, 0x9E3779B9
+
+
+class CriteoGeneratorOptions(BaseModel):
+    """What to generate. `tsv` writes the raw format, `parquet` a prepared folder to train on.
+
+    `num_days` 1 gives one `train.txt` as on Kaggle, more give `day_0`, `day_1`, ... as Terabyte;
+    `max_ids` caps the 26 columns' numbers of values, which are Criteo's own.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_rows: PositiveInt
+    format: Literal["tsv", "parquet"] = "parquet"
+    seed: Annotated[int, Field(ge=0)] = 0
+    zipf_exponent: PositiveFloat = 1.05
+    max_ids: PositiveInt = 100_000
+    num_days: PositiveInt = 1
+    gzip: bool = False
+    num_partitions: PositiveInt = 32
+    row_group_rows: PositiveInt = 8192
+
+
+def generate_criteo(
+    out: Path, options: CriteoGeneratorOptions, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write the folder `out`, all or nothing; gives what `teacher.json` holds.
+
+    Raises `OutputExistsError`, or `TooFewRowsError` where some file would stay empty.
+    """
+    if options.num_rows < max(10, options.num_days):
+        raise TooFewRowsError(
+            f"{options.num_rows} rows are too few; generate at least 10 and a day"
+        )
+    teacher = Teacher(table_sizes(options.max_ids), options.zipf_exponent, options.seed)
+    with staged_folder(out, overwrite=overwrite, proof=TEACHER_NAME) as folder:
+        write = _write_raw if options.format == "tsv" else _write_prepared
+        scores = write(folder, teacher, options)
+        document = {
+            "options": options.model_dump(),
+            "parts": {name: score.as_dict() for name, score in scores.items()},
+        }
+        (folder / TEACHER_NAME).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    return document
+
+
+def _shares(num_rows: int, num_parts: int) -> list[int]:
+    """Row numbers [parts + 1] at which even parts begin."""
+    return [num_rows * part // num_parts for part in range(num_parts + 1)]
+
+
+def _draw(teacher: Teacher, seed: tuple[int, ...], num_rows: int) -> Iterator[ClickRows]:
+    for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
+        yield teacher.draw(min(_BLOCK_ROWS, num_rows - start), [*seed, block])
+
+
+def _write_raw(
+    folder: Path, teacher: Teacher, options: CriteoGeneratorOptions
+) -> dict[str, TeacherScore]:
+    """Raw files; scores of all rows, of the last tenth and, where there are several, each file."""
+    last_tenth = options.num_rows - int(options.num_rows * _VALIDATION_FRACTION)
+    scores = {"all": TeacherScore(), "last_tenth": TeacherScore()}
+    starts = _shares(options.num_rows, options.num_days)
+    for day, (start, end) in enumerate(pairwise(starts)):
+        name = f"day_{day}" if options.num_days > 1 else "train.txt"
+        own = scores.setdefault(name, TeacherScore()) if options.num_days > 1 else TeacherScore()
+        with _RawFile(folder / (f"{name}.gz" if options.gzip else name)) as file:
+            row = start
+            for block, rows in enumerate(_draw(teacher, (options.seed, 2, day), end - start)):
+                held_out = rows.slice(max(0, last_tenth - row), len(rows))
+                for score, part in ((own, rows), (scores["all"], rows)):
+                    _add(score, part)
+                _add(scores["last_tenth"], held_out)
+                file.write(raw_table(rows, (options.seed, 3, day, block)))
+                row += len(rows)
+    return scores
+
+
+def _add(score: TeacherScore, rows: ClickRows) -> None:
+    assert rows.probability is not None, "generated rows know their teacher"
+    score.add(rows.probability, rows.label)
+
+
+class _RawFile:
+    """A tab-separated file without a header that tables are appended to; nulls are empty cells."""
+
+    def __init__(self, path: Path) -> None:
+        compression = "gzip" if path.suffix == ".gz" else None
+        self._stream = pa.output_stream(str(path), compression=compression)
+        self._options = pa_csv.WriteOptions(
+            include_header=False, delimiter="\t", quoting_style="none"
+        )
+
+    def write(self, table: pa.Table) -> None:
+        pa_csv.write_csv(table, self._stream, self._options)
+
+    def __enter__(self) -> _RawFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+def raw_table(rows: ClickRows, seed: tuple[int, ...]) -> pa.Table:
+    """Generated rows as Criteo would write them: counts, hexadecimal ids and empty cells."""
+    counts = np.rint(np.expm1(rows.dense.astype(np.float64))).astype(np.int64)
+    luck = np.random.default_rng(seed).random(counts.shape, dtype=np.float32)
+    is_zero = counts == 0
+    counts[is_zero & (luck >= 1 - _NEGATIVE_COUNTS)] = -1
+    is_empty = is_zero & (luck < _EMPTY_COUNTS)
+    columns = [pa.array(rows.label.astype(np.int8))]
+    columns += [
+        pa.array(counts[:, column], mask=is_empty[:, column]) for column in range(len(DENSE_NAMES))
+    ]
+    columns += [hex_texts(raw_ids(rows.ids[:, column], column)) for column in range(len(ID_NAMES))]
+    return pa.table(columns, names=[LABEL, *DENSE_NAMES, *ID_NAMES])
+
+
+def raw_ids(ids: np.ndarray, column: int) -> np.ndarray:
+    """32-bit raw ids [n] of the teacher's ids [n] of a column, `MISSING` for empty cells."""
+    raw = (ids * _ID_FACTOR + (column + 1) * _COLUMN_STEP) & 0xFFFF_FFFF
+    has_empty = column % _EMPTY_ID_EVERY == _EMPTY_ID_EVERY - 1
+    return np.where((ids == 0) & has_empty, MISSING, raw)
+
+
+def _write_prepared(
+    folder: Path, teacher: Teacher, options: CriteoGeneratorOptions
+) -> dict[str, TeacherScore]:
+    num_validation = int(options.num_rows * _VALIDATION_FRACTION)
+    sizes = {"train": options.num_rows - num_validation, "validation": num_validation}
+    scores = {name: TeacherScore() for name in sizes}
+    splits = {
+        name: _write_split(folder / name, teacher, options, num_rows, scores[name])
+        for name, num_rows in sizes.items()
+    }
+    teaching = {
+        f"teacher_{key}": value
+        for key, value in scores["validation"].as_dict().items()
+        if key != "rows"
+    }
+    vocab_sizes = [size + 1 for size in table_sizes(options.max_ids)]
+    manifest = Manifest(
+        source="criteo",
+        splits=splits,
+        columns=COLUMN_TYPES,
+        vocab_sizes=dict(zip(ID_NAMES, vocab_sizes, strict=True)),
+        options={"generated": True, **options.model_dump()},
+        statistics=teaching,
+    )
+    write_manifest(folder, manifest)
+    return scores
+
+
+def _write_split(
+    folder: Path,
+    teacher: Teacher,
+    options: CriteoGeneratorOptions,
+    num_rows: int,
+    score: TeacherScore,
+) -> SplitEntry:
+    folder.mkdir()
+    num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
+    starts = _shares(num_rows, num_parts)
+    files = []
+    for part, (start, end) in enumerate(pairwise(starts)):
+        path = folder / f"part-{part:05d}.parquet"
+        seed = (options.seed, 4 if folder.name == "train" else 5, part)
+        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+            for rows in _draw(teacher, seed, end - start):
+                _add(score, rows)
+                writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
+        files.append(describe_file(path, folder.parent))
+    return SplitEntry(num_rows=num_rows, files=tuple(files))
+
+
+def prepared_table(rows: ClickRows) -> pa.Table:
+    """Generated rows as they would be after preparation; id 0 stays free for the unknown."""
+    columns = [pa.array(rows.label)]
+    columns += [pa.array(np.ascontiguousarray(column)) for column in rows.dense.T]
+    columns += [pa.array(np.ascontiguousarray(column) + 1) for column in rows.ids.T]
+    return pa.table(columns, schema=SCHEMA)

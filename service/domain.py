@@ -52,6 +52,7 @@ class EndReason(StrEnum):
     DATA_ERROR = "data_error"
     STORAGE_ERROR = "storage_error"
     TRAINING_ERROR = "training_error"
+    USER_CODE = "user_code"
     VERSION_MISMATCH = "version_mismatch"
     DIVERGED = "diverged"
     HANG = "hang"
@@ -209,7 +210,7 @@ class QueueNote:
     While it waits: its `position` (from 1) and `reason`. Once it started: the `workers` that it was
     counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
     `stop_at` (Unix seconds), when it is stopped whether it saved or not, `stop_sent` once it was,
-    and the id of the job that it makes way for (`preempted_by`), if any.
+    and the job that it makes way for as `named_for` says (`preempted_by`), if any.
     """
 
     position: int | None = None
@@ -301,6 +302,11 @@ class Job:
     queued_at: float | None = None
     resume_from: str | None = None
     queue_note: dict[str, object] | None = None
+
+    def named_for(self, reader: Job) -> str:
+        """How those who read another job are told of this one: by name only in its project."""
+        is_shared = self.project == reader.project
+        return f"job {self.id} ({self.name})" if is_shared else "a job of another project"
 
     @property
     def waits_since(self) -> float:

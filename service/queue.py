@@ -334,11 +334,11 @@ class _Turn:
         """Why a job that fits waits behind another one all the same; empty where it may start."""
         ahead = self._blocked_of.get(job.project)
         if ahead is not None and not self._may_pass(ahead, job):
-            return f"behind job {ahead.id} of its project"
+            return f"behind {ahead.named_for(job)}"
         if self._blocked is None:
             return ""
         if self._is_making_room or not self._may_pass(self._blocked, job):
-            return f"behind job {self._blocked.id}, which waits for workers"
+            return f"behind {self._blocked.named_for(job)}, which waits for workers"
         return ""
 
     def _may_pass(self, ahead: Job, job: Job) -> bool:

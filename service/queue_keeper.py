@@ -116,8 +116,9 @@ class QueueKeeper:
         grace_s = self.settings.pause_grace_s
         victim = preemption.job
         self._store(preempt(victim, preemption.by, now, grace_s))
-        message = f"job {victim.id} ({victim.name}) of priority {victim.priority} makes way"
         waiting = self.store.get_job(preemption.by.id)
+        logger.info("job %s makes way for job %s", victim.id, waiting.id)
+        message = f"{victim.named_for(waiting)} of priority {victim.priority} makes way"
         told = line(waiting, None, now, "preempting", message)
         self._store(Decision(waiting, None, timeline=(told,)))
 

@@ -25,6 +25,7 @@ from service.errors import AttemptNotFound, JobNotFound, ServiceError
 from service.lifecycle import finish
 from service.outbox import OutboxCollector
 from service.run_files import read_jobs
+from service.security.files import make_private
 from service.settings import Settings
 from service.store.base import JobStore
 from service.telemetry import Telemetry
@@ -185,7 +186,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings()
     try:
-        settings.home.mkdir(parents=True, exist_ok=True)
+        make_private(settings.home)
         store = SqlJobStore.open(settings.database_url)
         found = recover_jobs(store, settings)
         store.close()

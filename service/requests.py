@@ -64,9 +64,10 @@ def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
     """A running job makes way for one of a higher priority; it waits again when it has."""
     if job.status.is_terminal or job.status in _AT_REST or job.pause_requested:
         return Decision(job, None)
-    note = replace(QueueNote.of(job), preempted_by=by.id, stop_at=now + grace_s)
-    message = f"makes way for job {by.id} ({by.name}) of priority {by.priority}"
-    facts = {"preempted_by": by.id, "priority": by.priority, "grace_s": grace_s}
+    name = by.named_for(job)
+    note = replace(QueueNote.of(job), preempted_by=name, stop_at=now + grace_s)
+    message = f"makes way for {name} of priority {by.priority}"
+    facts = {"preempted_by": name, "priority": by.priority, "grace_s": grace_s}
     told = line(job, None, now, "preemption_requested", message, data=facts)
     pausing = replace(job, pause_requested=True, queue_note=note.document)
     return Decision(pausing, None, timeline=(told,))

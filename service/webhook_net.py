@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ Resolve = Callable[[str, int], Awaitable[list[str]]]
 
 # What of an answer is shown to whoever looks into why a delivery failed.
 _MAX_SHOWN_BYTES = 500
+_HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
+_NUM_PORTS = 65_536
 _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 # What `is_global` of some Python takes for public, and is not: protocol assignments, 6to4 relays,
 # the platform of a cloud, IPv4 in IPv6 of old, local NAT64, site-local, documentation, SRv6.
@@ -59,6 +62,11 @@ def check_url(url: str, allowed: Sequence[Network] = ()) -> httpx.URL:
         raise AddressRefused(f"not a URL: {error}") from None
     if parsed.scheme not in ("http", "https") or not host:
         raise AddressRefused("give a URL as in https://HOST/PATH")
+    is_address = ":" in host  # of version 6; httpx has read it already
+    if not (is_address or _HOST.fullmatch(parsed.raw_host.decode())):
+        raise AddressRefused(f"'{host}' is the name of no host")
+    if parsed.port is not None and not 0 < parsed.port < _NUM_PORTS:
+        raise AddressRefused(f"there is no port {parsed.port}")
     if parsed.userinfo:
         raise AddressRefused("a URL with a user or password would show it to every reader")
     if host.rstrip(".").endswith("localhost"):

@@ -39,7 +39,7 @@ class MlflowSpec(SpecModel):
     tracking_uri: Annotated[
         PathText, Field(examples=["http://mlflow.example:5000"]), AfterValidator(_uri)
     ]
-    experiment: Annotated[str, Field(min_length=1, max_length=250)] = "shardloom"
+    experiment: Annotated[PathText, Field(max_length=250)] = "shardloom"
 
 
 class SinksSpec(SpecModel):

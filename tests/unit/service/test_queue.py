@@ -20,6 +20,7 @@ from service.queue import (
     most_held,
     workers_held,
 )
+from service.requests import preempt
 from tests.unit.service.builders import NOW, queued_job
 
 
@@ -204,6 +205,16 @@ def test_a_small_job_passes_a_blocked_one_only_for_a_while() -> None:
     found = decide([patient, small], held, cluster(6))
     assert started(found) == []
     assert "behind job" in reasons(found)["small"]
+
+
+def test_nobody_learns_the_names_of_jobs_of_other_projects() -> None:
+    held = [running(workers=2)]
+    ahead = job("secret", 6, age_s=PASS_WINDOW_S, project="theirs")
+    found = decide([ahead, job("small", 2)], held, cluster(6))
+    assert reasons(found)["small"] == "behind a job of another project, which waits for workers"
+    victim, by = running("victim"), job("secret", priority=5, project="theirs")
+    (told,) = preempt(victim, by, NOW, 60.0).timeline
+    assert "secret" not in f"{told.message} {told.data}"
 
 
 def test_a_preemptible_job_of_a_lower_priority_passes_at_any_time() -> None:

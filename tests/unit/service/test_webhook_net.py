@@ -80,6 +80,11 @@ def test_the_operator_can_allow_a_network_and_no_more() -> None:
         "http://\x00/",
         "http://xn--/",
         "http://xn--a/",
+        "http://[bad",
+        "http://exa mple/",
+        "http://a..b/",
+        "http://example.com:0/",
+        "http://example.com:99999/",
     ],
 )
 def test_urls_that_can_never_be_sent_to_are_refused_at_once(url: str) -> None:

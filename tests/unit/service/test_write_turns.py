@@ -11,7 +11,7 @@ from sqlalchemy import text
 from service.errors import StoreUnavailable
 from service.store import transactions
 from service.store.sql import SqlJobStore
-from service.store.transactions import Transactions
+from service.store.transactions import Transactions, write_in_background
 
 
 def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
@@ -38,3 +38,28 @@ def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
     holder.join()
     with second.write() as connection:
         connection.execute(text("DELETE FROM answers"))
+
+
+def test_the_background_stands_in_a_queue_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Transactions(SqlJobStore.open(f"sqlite:///{tmp_path / 'turns.db'}").engine)
+    refused = list[StoreUnavailable]()
+
+    def look() -> None:
+        write_in_background()
+        try:
+            with store.write():
+                pass
+        except StoreUnavailable as error:
+            refused.append(error)
+
+    monkeypatch.setattr(transactions, "_TURN_S", 0.01)
+    turns = transactions._turns.setdefault(store.engine, transactions._Turns())
+    with turns._background_lock:
+        with store.write() as connection:
+            connection.execute(text("DELETE FROM answers"))
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1, "it waits for the others in the background, as requests do not"

@@ -18,6 +18,8 @@ _ADVICE: dict[EndReason, str] = {
     EndReason.STORAGE_ERROR: "Check that run storage (SHARDLOOM_RUNS_DIR) is mounted on every "
     "host, can be written and has room.",
     EndReason.TRAINING_ERROR: "Read the end of the log of the rank that the message names.",
+    EndReason.USER_CODE: "Mend the code of model.module where the traceback shows it, and submit "
+    "the job again with --code.",
     EndReason.VERSION_MISMATCH: "Install the same versions on the service and on every host of "
     "the cluster.",
     EndReason.DIVERGED: "Copies of a shard came out unequal again and again. Look for failing "

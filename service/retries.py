@@ -92,6 +92,7 @@ RULES: dict[EndReason, RetryRule] = {
     EndReason.DATA_ERROR: _FAULT,
     EndReason.STORAGE_ERROR: _FAULT,
     EndReason.TRAINING_ERROR: _FAULT,
+    EndReason.USER_CODE: _FAULT,
     EndReason.VERSION_MISMATCH: _FAULT,
     # Copies are equal again after a checkpoint is loaded, which only equal copies write.
     EndReason.DIVERGED: _LOSS,

@@ -9,8 +9,10 @@ the run folder, the attempt ends, and the control plane tries again later.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import traceback
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from trainer.elastic.detect import memory_shortage
 
@@ -31,6 +33,7 @@ BAD_SPEC = "bad_spec"
 DATA_ERROR = "data_error"
 STORAGE_ERROR = "storage_error"
 TRAINING_ERROR = "training_error"
+USER_CODE = "user_code"
 VERSION_MISMATCH = "version_mismatch"
 RUN_IN_USE = "run_in_use"
 
@@ -45,6 +48,7 @@ _SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
 
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
+_MAX_USER_LINES = 40
 
 _PEER_LOST_SIGNS = (
     "connection closed by peer",
@@ -75,6 +79,14 @@ class WorkerFailure(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}: {self.message}"
+
+
+class UserCodeError(Exception):
+    """The user's own code failed; `lines` is what its traceback says of that code."""
+
+    def __init__(self, message: str, lines: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.lines = tuple(lines)
 
 
 class NonFiniteLoss(Exception):
@@ -116,7 +128,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def evidence_of(error: BaseException) -> dict[str, str]:
-    """`exception`: the error and what it came from, outermost first; `where`: its last frame."""
+    """`exception`: the error and what it came from, outermost first; `where`: its last frame.
+
+    Of the user's own code `traceback` has the lines instead.
+    """
     evidence = {"exception": " <- ".join(_described(each) for each in _chain(error))}
     trace = error.__traceback__
     while trace and trace.tb_next:
@@ -125,7 +140,30 @@ def evidence_of(error: BaseException) -> dict[str, str]:
         code = trace.tb_frame.f_code
         file = code.co_filename.rpartition("/")[2]
         evidence["where"] = f"{file}:{trace.tb_lineno} in {code.co_name}"
+    if isinstance(error, UserCodeError) and error.lines:
+        # Where we raised it is nothing to the user; where their code did is.
+        evidence.pop("where", None)
+        evidence["traceback"] = "\n".join(error.lines)
     return evidence
+
+
+def user_lines(error: BaseException, root: Path | None, base: Path | None = None) -> list[str]:
+    """The lines of an error's traceback that lie in `root`, a folder or a file, and what it was.
+
+    Paths are shown from `base` (by default `root`), as the user knows them.
+    """
+    base = base or root
+    told = traceback.TracebackException.from_exception(error)
+    lines = []
+    for frame in told.stack:
+        if root and base and Path(frame.filename).is_relative_to(root):
+            shown = Path(frame.filename).relative_to(base).as_posix()
+            lines += [f'  File "{shown}", line {frame.lineno}, in {frame.name}']
+            lines += [f"    {frame.line}"] if frame.line else []
+    ending = "".join(told.format_exception_only())
+    if base:
+        ending = ending.replace(f"{base}/", "")
+    return [*lines, *ending.rstrip().splitlines()][-_MAX_USER_LINES:]
 
 
 def _chain(error: BaseException) -> list[BaseException]:

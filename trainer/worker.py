@@ -36,6 +36,7 @@ _REASONS: dict[type[Exception], str] = {
     DivergenceError: failures.DIVERGED,
     failures.RowsPoisoned: failures.ROWS_SKIPPED,
     failures.NonFiniteLoss: failures.NON_FINITE,
+    failures.UserCodeError: failures.USER_CODE,
     Refused: failures.WORKERS_LOST,
     CoordinatorLost: failures.WORKERS_LOST,
 }

@@ -11,6 +11,7 @@ from torchrec.models.dlrm import DenseArch, InteractionArch, InteractionDCNArch,
 from torchrec.modules.crossnet import LowRankCrossNet
 
 from trainer.data.batches import Batch
+from trainer.models.module import UserRecommender, build_user_model
 from trainer.models.sparse import SparseArch
 from trainer.spec import InteractionSpec, JobSpec, TaskSpec
 
@@ -94,9 +95,11 @@ class Recommender(nn.Module):
         return total / batch.weight.sum().clamp(min=_LEAST_WEIGHT), outputs.detach()
 
 
-def build_model(spec: JobSpec, device: torch.device) -> Recommender:
+def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecommender:
     """The model of `spec`: tables on the meta device (sharding fills them), the rest on `device`.
 
     Every table's `num_embeddings` must be resolved to a number.
     """
+    if spec.model.module is not None:
+        return build_user_model(spec, device)
     return Recommender(Network(spec, device), spec.model.tasks)

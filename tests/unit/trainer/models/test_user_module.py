@@ -1,0 +1,242 @@
+"""Networks of the user's own: held to their contract, their errors told by their own lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor
+
+from tests.unit.trainer.models.test_recommender import CPU, POOLED, make_batch, make_spec
+from trainer import failures
+from trainer.data.batches import Batch
+from trainer.failures import UserCodeError, WorkerFailure
+from trainer.models.dlrm import build_model
+from trainer.models.module import UserRecommender, load_class
+from trainer.spec import JobSpec, TaskSpec, load_spec
+from trainer.worker import named_failures
+
+EXAMPLES = Path(__file__).parents[4] / "deploy" / "examples"
+TASK = TaskSpec(name="rating", loss="mse")
+
+SOURCE = """
+from torch import nn
+from trainer.models.sparse import SparseArch
+
+class Net(nn.Module):
+    def __init__(self, spec, device):
+        super().__init__()
+        self.sparse = SparseArch(spec, device)
+        self.scale = nn.Linear(1, 1, device=device)
+
+    def forward(self, batch):
+        vectors = self.sparse(batch.sparse, batch.sequences)
+        outputs = self.scale(vectors.mean(dim=(1, 2)).unsqueeze(1))
+        errors = (outputs - batch.label) ** 2
+        return {"rating": errors.mean()}, outputs
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Write a file of user code that can be imported for one test."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def _write(name: str, source: str) -> None:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(source)
+
+    yield _write
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and name.startswith("own_"):
+            del sys.modules[name]
+
+
+def spec_of(
+    module: str, features: list[dict[str, Any]] = POOLED[:2], code: bool = False
+) -> JobSpec:
+    spec = make_spec(features)
+    model = spec.model.model_copy(
+        update={"module": module, "code": "ab" * 32 if code else None, "tasks": (TASK,)}
+    )
+    return spec.model_copy(update={"model": model})
+
+
+def filled(model: nn.Module) -> nn.Module:
+    """The model with tables that exist, as sharding would make them."""
+    for module in model.modules():
+        if type(module).__name__ == "EmbeddingBagCollection":
+            module.to_empty(device=CPU)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    return model
+
+
+def test_a_class_of_the_users_trains_in_the_place_of_ours(
+    write: Callable[[str, str], None],
+) -> None:
+    write("own_a/__init__.py", "")
+    write("own_a/net.py", SOURCE)
+    spec = spec_of("own_a.net:Net")
+    model = filled(build_model(spec, CPU))
+    loss, outputs = model(make_batch(spec))
+    loss.backward()
+    assert outputs.shape == (3, 1)
+    assert not outputs.requires_grad
+    assert model.network.scale.weight.grad is not None
+
+
+def test_losses_count_by_the_weights_of_their_tasks() -> None:
+    class Two(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            one = torch.ones((), requires_grad=True)
+            return {"clicks": 2 * one, "other": one}, torch.zeros(3, 1)
+
+    tasks = (TaskSpec(name="clicks", loss="bce", weight=0.25),)
+    batch = make_batch(make_spec(POOLED[:1]))
+    loss, _ = UserRecommender(Two(), "own:Two", tasks)(batch)
+    assert loss.item() == pytest.approx(0.25 * 2 + 1)
+
+
+def answer_of(answer: Any) -> str:
+    """What is said of a network that answers so."""
+
+    class Odd(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            return answer
+
+    batch = make_batch(make_spec(POOLED[:1]))
+    with pytest.raises(UserCodeError) as caught:
+        UserRecommender(Odd(), "own:Odd", (TASK,))(batch)
+    return str(caught.value)
+
+
+LOSS = torch.ones((), requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (LOSS, "must return (losses, predictions), not a tensor []"),
+        ((LOSS, torch.zeros(3, 2)), "one column for each of model.tasks; got a tensor [3, 2]"),
+        ((LOSS, torch.zeros(4)), "got a tensor [4]"),
+        ((LOSS, [1.0]), "got list"),
+        ((torch.ones(3, requires_grad=True), torch.zeros(3, 1)), "one number, not a tensor [3]"),
+        (({"rating": 0.5}, torch.zeros(3, 1)), "loss 'rating' must be a tensor"),
+        (({}, torch.zeros(3, 1)), "losses is empty"),
+        ((torch.ones(()), torch.zeros(3, 1)), "depends on no parameter"),
+    ],
+)
+def test_an_answer_that_breaks_the_contract_says_what_was_expected(answer: Any, said: str) -> None:
+    assert said in answer_of(answer)
+
+
+def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(
+    write: Callable[[str, str], None],
+) -> None:
+    write(
+        "own_b.py",
+        SOURCE.replace("errors =", "deeper(batch)\n        errors =")
+        + ("\ndef deeper(batch):\n    return nn.Linear(2, 3)(batch.dense)\n"),
+    )
+    spec = spec_of("own_b:Net")
+    model = filled(build_model(spec, CPU))
+    with pytest.raises(WorkerFailure) as caught, named_failures():
+        model(make_batch(spec))
+    failure = caught.value
+    assert failure.reason == failures.USER_CODE
+    assert 'at "own_b.py", line 19, in deeper' in failure.message
+    told = failure.evidence["traceback"].splitlines()
+    assert told[0] == '  File "own_b.py", line 14, in forward'
+    assert told[2] == '  File "own_b.py", line 19, in deeper'
+    assert told[3] == "    return nn.Linear(2, 3)(batch.dense)"
+    assert told[-1].startswith("RuntimeError: mat1 and mat2")
+    assert "torch/nn" not in failure.evidence["traceback"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import missing_library_x\n", "No module named 'missing_library_x'"),
+        ("def broken(:\n", "SyntaxError"),
+        ("x = 1\n", "has no 'Net'"),
+        ("raise ValueError('not today')\n", "ValueError: not today"),
+        ("def Net(spec, device):\n    return 1\n", "must give a torch.nn.Module"),
+        ("def Net(spec):\n    return 1\n", "TypeError"),
+    ],
+)
+def test_code_that_cannot_be_built_is_the_users_failure(
+    write: Callable[[str, str], None], source: str, said: str
+) -> None:
+    write("own_c.py", source)
+    with pytest.raises(UserCodeError) as caught:
+        build_model(spec_of("own_c:Net"), CPU)
+    assert said in str(caught.value)
+    sys.modules.pop("own_c", None)
+
+
+def test_a_module_that_is_nowhere_says_how_to_ship_it() -> None:
+    with pytest.raises(UserCodeError, match="ship it with --code DIR"):
+        load_class("own_nowhere.net:Net")
+    with pytest.raises(UserCodeError, match="the folder given with --code must hold it"):
+        load_class("own_nowhere.net:Net", is_shipped=True)
+
+
+def test_a_lost_peer_inside_the_users_forward_is_no_fault_of_the_user() -> None:
+    class Lost(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
+
+    batch = make_batch(make_spec(POOLED[:1]))
+    with pytest.raises(WorkerFailure) as caught, named_failures():
+        UserRecommender(Lost(), "own:Lost", (TASK,))(batch)
+    assert caught.value.reason == failures.WORKERS_LOST
+
+
+def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], None]) -> None:
+    write(
+        "own_d.py",
+        "from torch import nn\n\nclass Net(nn.Module):\n"
+        "    def __init__(self, spec, device):\n        super().__init__()\n",
+    )
+    with pytest.raises(UserCodeError, match=r"missing: \[\('tags', 11, 4\), \('users', 11, 4\)\]"):
+        build_model(spec_of("own_d:Net"), CPU)
+
+
+def test_a_user_failure_is_never_retried() -> None:
+    failure = failures.Failure(failures.USER_CODE, "a bug")
+    assert not failures.should_restart(failure, num_paid=0, max_failures=5)
+    assert not failures.should_replace(failure, num_suspicious=0, max_failures=5)
+    lost = failures.Failure(failures.WORKERS_LOST, "gone", is_death=True)
+    assert failures.explain([lost, failure]) == failure
+
+
+def test_the_shipped_example_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES / "code")
+    overrides = [f"embedding_tables[{i}].num_embeddings=11" for i in range(6)]
+    spec = load_spec((EXAMPLES / "movielens-module.yaml").read_text(), overrides)
+    model = filled(build_model(spec, CPU))
+    names = [feature.name for feature in spec.pooled_features]
+    empty = torch.zeros(3 * len(names), dtype=torch.int32)
+    no_ids = torch.zeros(0, dtype=torch.int64)
+    column = torch.ones(3, 1)
+    batch = Batch(
+        dense=torch.rand(3, len(spec.dense_features)),
+        sparse=KeyedJaggedTensor(keys=names, values=no_ids, lengths=empty),
+        label=column,
+        label_offset=column,
+        label_scale=column,
+        weight=torch.tensor([1.0, 1.0, 0.0]),
+    )
+    loss, outputs = model(batch)
+    loss.backward()
+    assert outputs.shape == (3, 1)
+    assert model.network.movie_tower[0].weight.grad is not None

@@ -113,7 +113,7 @@ def _index_of(values: pd.Series) -> dict:
 def _encode(values: pd.Series, index: dict, style: Style) -> pd.Series:
     if style == "careful":
         return values.map(index).fillna(0).astype(int)
-    return values.apply(lambda value: index[value] if value in index else 0)
+    return values.apply(lambda value: index.get(value, 0))
 
 
 def _frequent(words: pd.Series, min_count: int, max_size: int) -> pd.Series:

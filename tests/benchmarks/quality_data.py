@@ -107,7 +107,7 @@ def make_fold(source: Path, ratings: pl.DataFrame, folder: Path, options: MovieL
 
 
 def hide_from_each_other(ratings: pl.DataFrame, held_out: NDArray[np.bool_]) -> pl.DataFrame:
-    """`ratings` with one timestamp for each user's held-out rows, after all of the user's others."""
+    """`ratings` with one timestamp for all held-out rows of a user, after the user's others."""
     time, is_held_out = pl.col("timestamp"), pl.col("is_held_out")
     after_fitted = time.filter(~is_held_out).max().over("userId") + 1
     first = time.filter(is_held_out).min().over("userId")

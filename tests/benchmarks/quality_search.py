@@ -28,7 +28,7 @@ import numpy as np
 from tests.benchmarks.quality_data import SOURCE, Fold, make_fold, read_ratings, tuning_ratings
 from tests.benchmarks.quality_ours import job_spec, rmse_by_epoch, single_rank
 from tests.benchmarks.quality_peers import FactorSettings, factor_rmse_by_epoch
-from tests.benchmarks.quality_settings import DATA, SPEC
+from tests.benchmarks.quality_settings import DATA, OURS, SPEC
 from tests.benchmarks.report import BenchmarkError, end_on_signal, log
 
 _SEED = 0
@@ -50,6 +50,8 @@ PEER_SPACE: Space = {
 }
 OUR_SPACE: Space = {
     "training.epochs": (2, 3, 4, 5, 6),
+    "data.label.scale_column": (None, "user_scale"),
+    "optimizer.schedule.decay": ("linear", "constant"),
     "optimizer.sparse.lr": (0.01, 0.02, 0.03, 0.05, 0.1),
     "optimizer.sparse.weight_decay": (0.0, 0.1, 0.2, 0.35, 0.5, 1.0),
     "optimizer.dense.lr": (0.0005, 0.001, 0.002, 0.004),
@@ -85,8 +87,9 @@ def _peer_curve(fold: Fold, settings: Settings, seed: int) -> Curve:
 
 
 def _our_curve(fold: Fold, settings: Settings, seed: int) -> Curve:
-    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
-    return rmse_by_epoch(job_spec(SPEC, fold.prepared, [*overrides, f"training.seed={seed}"]))
+    drawn = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    spec = job_spec(SPEC, fold.prepared, [*OURS, *drawn, f"training.seed={seed}"])
+    return rmse_by_epoch(spec)
 
 
 SIDES = {

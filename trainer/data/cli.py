@@ -5,33 +5,25 @@ Polars and pyarrow are imported inside the commands, so that `--help` stays quic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trainer.data.errors import DataError
-
-if TYPE_CHECKING:
-    from trainer.data.manifest import Manifest
-
-EXIT_BAD_DATA = 2
+from trainer.data.cli_common import Overwrite, data_errors_shown, show_summary
+from trainer.data.cli_criteo import generate_criteo_command, prepare_criteo_command
 
 app = typer.Typer(name="data", help="Prepare, generate and inspect data.", no_args_is_help=True)
 prepare_app = typer.Typer(help="Turn raw data into partitioned Parquet.", no_args_is_help=True)
 generate_app = typer.Typer(help="Make up data in a public format.", no_args_is_help=True)
 app.add_typer(prepare_app, name="prepare")
 app.add_typer(generate_app, name="generate")
-
-Overwrite = Annotated[
-    bool, typer.Option("--overwrite", help="Replace OUT where it was made by this command.")
-]
+prepare_app.command("criteo")(prepare_criteo_command)
+generate_app.command("criteo")(generate_criteo_command)
 
 
 class SplitChoice(StrEnum):
@@ -39,15 +31,6 @@ class SplitChoice(StrEnum):
 
     GLOBAL = "global"
     PER_USER = "per_user"
-
-
-@contextmanager
-def _data_errors_shown() -> Iterator[None]:
-    try:
-        yield
-    except DataError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
-        raise typer.Exit(EXIT_BAD_DATA) from None
 
 
 @prepare_app.command("movielens")
@@ -75,9 +58,9 @@ def prepare_movielens_command(
         max_tokens=max_tokens,
         num_partitions=num_partitions,
     )
-    with _data_errors_shown():
+    with data_errors_shown():
         manifest = prepare_movielens(source, out, options=options, overwrite=overwrite)
-    _show_summary(out, manifest)
+    show_summary(out, manifest)
 
 
 @generate_app.command("movielens")
@@ -90,7 +73,7 @@ def generate_movielens_command(
     """Generate ratings, movies and tags in the MovieLens csv format."""
     from trainer.data.prepare.generate import generate_movielens
 
-    with _data_errors_shown():
+    with data_errors_shown():
         generate_movielens(out, num_ratings=ratings, seed=seed, overwrite=overwrite)
     Console().print(f"{ratings} generated ratings in {escape(str(out))}", soft_wrap=True)
 
@@ -105,27 +88,13 @@ def inspect_command(
     """Show rows, columns and cardinalities of a prepared folder, and check its files."""
     from trainer.data.manifest import load_manifest, verify_checksums
 
-    with _data_errors_shown():
+    with data_errors_shown():
         manifest = load_manifest(folder)
         num_verified = verify_checksums(folder, manifest) if verify else 0
-    _show_summary(folder, manifest)
+    show_summary(folder, manifest)
     columns = Table("column", "type", "ids", title="Columns")
     for name, kind in manifest.columns.items():
         columns.add_row(name, kind, str(manifest.vocab_sizes.get(name, "")))
     Console().print(columns)
     if verify:
         Console().print(f"[green]OK:[/] {num_verified} files have the sha256 of the manifest")
-
-
-def _show_summary(folder: Path, manifest: Manifest) -> None:
-    table = Table("what", "value", title=escape(f"{manifest.source} in {folder}"))
-    for name, split in manifest.splits.items():
-        size_mb = sum(file.size_bytes for file in split.files) / 1e6
-        table.add_row(f"{name} rows", f"{split.num_rows} ({size_mb:.1f} MB)")
-    for name, size in manifest.vocab_sizes.items():
-        if not name.startswith("history_"):
-            table.add_row(f"{name} vocabulary", str(size))
-    for name, value in manifest.statistics.items():
-        label = name.replace("_", " ")
-        table.add_row(f"{label} (stars)", f"{value:.4f}")
-    Console().print(table)

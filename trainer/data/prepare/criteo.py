@@ -200,16 +200,16 @@ class _Preparation:
         self, runs: Runs, buckets: Buckets, column: int, name: str
     ) -> VocabularyEncoder:
         def fit(path: Path) -> None:
-            values = frequent_values(
+            found = frequent_values(
                 lambda: runs.ids(column, buckets.training_buckets),
                 min_count=self.options.min_count,
                 max_values=self.options.max_ids,
             )
             with path.open("wb") as file:
-                np.save(file, values)
+                np.save(file, np.stack([found.values, found.counts]))
 
         path, _ = self.staging.scratch(f"vocab/{name}.npy", fit)
-        return VocabularyEncoder(np.load(path))
+        return VocabularyEncoder(*np.load(path))
 
     def _vocabulary_entry(self, name: str, encoder: VocabularyEncoder) -> VocabularyEntry:
         path = f"vocab/{name}.parquet"

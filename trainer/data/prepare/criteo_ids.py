@@ -39,9 +39,13 @@ class Encoder(Protocol):
 
 @dataclass(frozen=True)
 class VocabularyEncoder:
-    """The raw id at position i of `values` (ascending) has id i + 1; all others are unknown."""
+    """The raw id at position i of `values` (ascending) has id i + 1; all others are unknown.
+
+    `counts` says how often each was seen in training.
+    """
 
     values: IntArray
+    counts: IntArray
 
     @property
     def size(self) -> int:
@@ -59,10 +63,10 @@ class VocabularyEncoder:
         return np.where(found, positions + 1, UNKNOWN)[places]
 
     def write(self, path: Path) -> None:
-        """Write `index` and `value`, the hexadecimal text; it is empty for what was not given."""
+        """Write `index`, `value` and `count`; the value is hexadecimal, empty for not given."""
         texts = pl.Series("value", hex_texts(self.values)).fill_null("")
         index = np.arange(1, self.size, dtype=np.int64)
-        pl.DataFrame({"index": index, "value": texts}).write_parquet(path)
+        pl.DataFrame({"index": index, "value": texts, "count": self.counts}).write_parquet(path)
 
 
 @dataclass(frozen=True)
@@ -102,15 +106,15 @@ def frequent_values(
     min_count: int,
     max_values: int,
     max_counted: int = MAX_COUNTED,
-) -> IntArray:
-    """Values seen at least `min_count` times, the `max_values` most frequent of them, ascending.
+) -> VocabularyEncoder:
+    """The values seen at least `min_count` times, the `max_values` most frequent of them.
 
     `read` gives the column in parts, anew at each call. Ties go to the smaller value. At most about
     `max_counted` values, or one part if that is more, are counted in memory at once.
     """
     kept = _count_range(read, (MISSING, MAX_RAW_ID + 1), min_count, max_counted)
-    kept = kept.sort(["count", "value"], descending=[True, False]).head(max_values)
-    return kept["value"].sort().to_numpy()
+    kept = kept.sort(["count", "value"], descending=[True, False]).head(max_values).sort("value")
+    return VocabularyEncoder(kept["value"].to_numpy(), kept["count"].to_numpy())
 
 
 def _count_range(

@@ -189,6 +189,12 @@ class Settings(BaseSettings):
     rate_limit_burst: int = Field(
         default=200, ge=1, description="Requests that a principal may send at once."
     )
+    max_open_requests: int = Field(
+        default=100,
+        ge=1,
+        description="Requests and streams that a principal may have open; local ones as many as "
+        "they like.",
+    )
     attempt_rate_limit_per_s: PositiveFloat = Field(
         default=100.0, description="The same for the driver of one attempt."
     )

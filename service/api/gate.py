@@ -26,13 +26,19 @@ from service.errors import InvalidRequest, ServiceError
 from service.request_context import request_id
 from service.security.authenticator import Credentials
 from service.security.bundle import Security
-from service.security.errors import CsrfRefused, ForeignOrigin, NotSignedIn, TooManyRequests
+from service.security.errors import (
+    CsrfRefused,
+    ForeignOrigin,
+    NotSignedIn,
+    TooManyOpen,
+    TooManyRequests,
+)
 from service.security.hosts import SAFE_METHODS, is_foreign
 from service.security.keys import AuditRecord
 from service.security.policy import RULES
 from service.security.policy import Scope as RuleScope
 from service.security.principal import LOCAL, Principal
-from service.security.rates import Buckets, Rate
+from service.security.rates import Buckets, OpenRequests, Rate
 from service.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -71,6 +77,7 @@ class Gate:
             "attempt": Rate(settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst),
         }
         self._rate = Rate(settings.rate_limit_per_s, settings.rate_limit_burst)
+        self._open = OpenRequests(settings.max_open_requests)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one connection."""
@@ -92,9 +99,24 @@ class Gate:
             except ServiceError as error:
                 await self._refuse(error, scope, receive, answer)
                 return
-            await self._serve_admitted(scope, connection, receive, answer)
+            await self._serve_one_of(scope, connection, receive, answer)
         finally:
             self._note(scope, connection, answer)
+
+    async def _serve_one_of(
+        self, scope: Scope, connection: HTTPConnection, receive: Receive, answer: _Answer
+    ) -> None:
+        """Serve one of the requests that a caller may have open at the same time."""
+        principal = scope["state"].get("principal")
+        if principal is None or principal.kind == "local":
+            await self._serve_admitted(scope, connection, receive, answer)
+            return
+        with self._open.one_of(_caller(principal)) as is_room:
+            if is_room:
+                await self._serve_admitted(scope, connection, receive, answer)
+                return
+        full = TooManyOpen(self._settings.max_open_requests)
+        await self._refuse(full, scope, receive, answer)
 
     async def _serve_admitted(
         self, scope: Scope, connection: HTTPConnection, receive: Receive, answer: _Answer
@@ -156,7 +178,7 @@ class Gate:
     def _limit_principal(self, principal: Principal) -> None:
         if principal.kind != "local":
             rate = self._rates.get(principal.kind, self._rate)
-            self._limit(f"{principal.kind}:{principal.credential_id or principal.name}", rate)
+            self._limit(_caller(principal), rate)
 
     def _limit(self, caller: str, rate: Rate) -> None:
         wait_s = self._buckets.take(caller, rate, self._clock())
@@ -320,6 +342,10 @@ def _is_public(scope: Scope) -> bool:
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     rule = RULES.get((method, scope["path"]))
     return rule is not None and rule.scope is RuleScope.PUBLIC
+
+
+def _caller(principal: Principal) -> str:
+    return f"{principal.kind}:{principal.credential_id or principal.name}"
 
 
 def _remote(scope: Scope) -> str:

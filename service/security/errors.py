@@ -11,6 +11,7 @@ ServiceError                      status  code
 ├── ForeignHost                   421     foreign_host
 ├── BehindProxy                   421     behind_proxy
 ├── TooManyRequests               429     too_many_requests (`Retry-After`)
+│   └── TooManyOpen               429     too_many_open
 ├── SecretKeyUnusable             500     secret_key_unusable
 ├── IdentityProviderAway          503     identity_provider_away
 └── UnsafeAddress                 (start) unsafe_address
@@ -127,6 +128,20 @@ class TooManyRequests(ServiceError):
     def headers(self) -> dict[str, str]:
         """When to try again."""
         return {"Retry-After": str(self.retry_after_s)}
+
+
+class TooManyOpen(TooManyRequests):
+    """A principal has too many requests open at the same time, followed streams among them."""
+
+    code = "too_many_open"
+
+    def __init__(self, limit: int) -> None:
+        self.retry_after_s = 1
+        ServiceError.__init__(
+            self,
+            f"{limit} requests or streams of this caller are open, as many as may be; "
+            "close some, or raise SHARDLOOM_MAX_OPEN_REQUESTS",
+        )
 
 
 class IdentityProviderAway(ServiceError):

@@ -1,9 +1,11 @@
-"""Token buckets: how fast each caller may ask. Pure but for the table of buckets."""
+"""How fast each caller may ask (token buckets), and how much at the same time."""
 
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 _MAX_BUCKETS = 10_000
@@ -51,3 +53,26 @@ class Buckets:
             if len(self._buckets) > self._max_buckets:
                 self._buckets.popitem(last=False)
             return wait_s
+
+
+class OpenRequests:
+    """Counts what each caller has open: requests under way, and streams that it follows.
+
+    For one thread alone, that of the event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_open: Counter[str] = Counter()
+
+    @contextmanager
+    def one_of(self, caller: str) -> Iterator[bool]:
+        """Hold one more open; False where the caller has `most` of them already."""
+        is_room = self._num_open[caller] < self._most
+        self._num_open[caller] += is_room
+        try:
+            yield is_room
+        finally:
+            self._num_open[caller] -= is_room
+            if not self._num_open[caller]:
+                del self._num_open[caller]

@@ -80,6 +80,33 @@ def test_a_stream_ends_soon_after_its_key(house: Guarded) -> None:
     assert pieces[-1]["more_body"] is False
 
 
+def test_who_follows_too_much_at_once_is_refused_until_a_stream_ends(tmp_path: Path) -> None:
+    house = guarded(tmp_path, max_open_requests=2)
+
+    async def follow() -> list[int]:
+        gate = Gate(stream, house.settings, house.security)
+        wires = [Wire() for _ in range(4)]
+        begun = [asyncio.create_task(call(gate, "viewer", wire)) for wire in wires[:2]]
+        while not all(wire.sent for wire in wires[:2]):
+            await asyncio.sleep(0)
+        await call(gate, "viewer", wires[2])
+        end.set()
+        await asyncio.gather(*begun)
+        await call(gate, "viewer", wires[3])
+        return [wire.sent[0]["status"] for wire in wires]
+
+    async def call(gate: Gate, who: str, wire: Wire) -> None:
+        await gate(_scope("http", house.keys[who]), _silent, wire.send)
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await end.wait()
+
+    end = asyncio.Event()
+    assert asyncio.run(follow()) == [200, 200, 429, 200]
+    house.store.close()
+
+
 def test_a_websocket_ends_soon_after_its_key(house: Guarded) -> None:
     clock, wire, heard = Clock(), Wire(), []
 

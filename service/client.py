@@ -25,6 +25,7 @@ from service.api.schemas import (
     AttemptOut,
     CheckpointOut,
     ClusterOut,
+    CodeOut,
     DrainHost,
     JobDetail,
     JobPlan,
@@ -90,6 +91,17 @@ class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
             lambda: self._http.post("/v1/jobs", json=body, headers=headers)
         )
         return self._parse(response, JobDetail)
+
+    def upload_code(self, archive: bytes) -> CodeOut:
+        """Keep an archive of code (`trainer.code_archive.pack`), whose id a spec may then name.
+
+        Raises `InvalidRequest` for one that cannot be unpacked safely. Safe to repeat.
+        """
+        headers = {"Content-Type": "application/zip"}
+        response = self._with_retries(
+            lambda: self._http.post("/v1/code", content=archive, headers=headers)
+        )
+        return self._parse(response, CodeOut)
 
     def plan(self, spec: Mapping[str, Any]) -> JobPlan:
         """Check a spec without creating a job, and say which groups it would form."""

@@ -23,6 +23,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from service import logging_setup
 from service.api import (
     audit,
+    code,
     jobs,
     keys,
     lifecycle,
@@ -102,7 +103,7 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
     add_error_handlers(app)
     for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, webhooks, system):
         app.include_router(module.router)
-    for module in (lifecycle, queue, projects):
+    for module in (code, lifecycle, queue, projects):
         app.include_router(module.router)
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.backends.base import Submission
+from service.code_store import give_code
 from service.domain import Attempt, Job, QueueNote
 from service.lifecycle import remaining_failures
 from service.retries import NextAttempt, next_attempt
@@ -47,7 +48,9 @@ def _with_at_most(spec: JobSpec, max_workers: int) -> JobSpec:
 def submission_of(
     job: Job, attempt: Attempt, following: NextAttempt, settings: Settings
 ) -> Submission:
-    """The driver's command and environment for an attempt."""
+    """The driver's command, environment and code for an attempt."""
+    code = following.spec.model.code
+    code_path = run_dir_of(settings, job.id).code_path(code) if code else None
     avoided = (f"{host}={until:.0f}" for host, until in following.avoided_hosts)
     return Submission(
         attempt_id=attempt.id,
@@ -72,6 +75,7 @@ def submission_of(
             "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         },
         metadata={"shardloom_job_id": job.id, "shardloom_job_name": job.name},
+        code_uris=(code_path.as_uri(),) if code_path else (),
     )
 
 
@@ -92,6 +96,10 @@ def _tracing(job: Job, settings: Settings) -> dict[str, str]:
 
 
 def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> Path:
-    """Write the spec that an attempt will run, whole or not at all; raises OSError."""
-    path = run_dir_of(settings, attempt.job_id).attempt(attempt.id).spec_path
-    return write_text(path, spec.model_dump_json(indent=2))
+    """Write the spec that an attempt will run, whole or not at all, and the code that it names.
+
+    Raises OSError.
+    """
+    run_dir = run_dir_of(settings, attempt.job_id)
+    give_code(settings, spec, run_dir)
+    return write_text(run_dir.attempt(attempt.id).spec_path, spec.model_dump_json(indent=2))

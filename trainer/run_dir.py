@@ -6,6 +6,7 @@ RUN_DIR/                         one per job
   sinks/mlflow.json              how far a sink has come, and what it remembers
   tensorboard/                   event files, where the spec asks for them
   job.json                       what the service needs to know the job again from this folder
+  code/ID.zip                    code of the user's module, as it was uploaded
   rewind.json                    the checkpoint that the job went back to: {"checkpoint", ...}
   attempts/ATTEMPT_ID/
     spec.json                    the spec as this attempt runs it
@@ -125,6 +126,10 @@ class RunDir:
     def secret_names_path(self) -> Path:
         """Names of the secrets that the job's processes need; missing where there are none."""
         return self.root / "secret-names.json"
+
+    def code_path(self, code: str) -> Path:
+        """Archive of the user's code, by its id."""
+        return self.root / "code" / f"{code}.zip"
 
     @property
     def rewind_path(self) -> Path:

@@ -16,6 +16,7 @@ from service.api.secrets import keep_secrets
 from service.api.versions import VersionDep, tagged
 from service.api.views import attempt_view, summary_of
 from service.backends.base import Backend, HostFacts
+from service.code_store import check_code
 from service.domain import JobStatus
 from service.errors import BackendUnreachable
 from service.job_changes import cancel_job
@@ -63,6 +64,7 @@ def submit(
     spec = validate_spec(body.spec)
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
+    check_code(context.settings, spec)
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK

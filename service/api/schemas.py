@@ -228,6 +228,14 @@ class JobPlan(ApiModel):
     options: list[LayoutOption]
 
 
+class CodeOut(ApiModel):
+    """Uploaded code: `id` is what `model.code` of a spec names."""
+
+    id: str
+    num_files: int
+    size_bytes: int = Field(description="Of the files, unpacked.")
+
+
 class SubmitJob(ApiModel):
     """Body of POST /v1/jobs: the spec as a mapping. Checked by the server."""
 

@@ -10,13 +10,17 @@ from service.domain import Observation
 
 @dataclass(frozen=True)
 class Submission:
-    """An attempt as a backend needs it; submitting the same id twice must be harmless."""
+    """An attempt as a backend needs it; submitting the same id twice must be harmless.
+
+    `code_uris` are archives (file://...zip) that driver and workers have on their module path.
+    """
 
     attempt_id: str
     job_id: str
     entrypoint: str
     env: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
+    code_uris: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class RayJobsBackend:
         body = {
             "submission_id": submission.attempt_id,
             "entrypoint": submission.entrypoint,
-            "runtime_env": {"env_vars": submission.env},
+            "runtime_env": _runtime_env(submission),
             "metadata": submission.metadata,
         }
         response = self._send("POST", "/api/jobs/", json=body, timeout=self._submit_timeout_s)
@@ -152,6 +152,12 @@ class RayJobsBackend:
             f"unexpected answer from {self.address} (HTTP {response.status_code}: "
             f"{_cause(response)}); is it the Ray dashboard?"
         )
+
+
+def _runtime_env(submission: Submission) -> dict[str, Any]:
+    """What Ray gives every process of the job, on whatever host it runs."""
+    modules = list(submission.code_uris)
+    return {"env_vars": submission.env} | ({"py_modules": modules} if modules else {})
 
 
 def _hosts_of(nodes: Iterable[tuple[str, Mapping[str, float]]]) -> tuple[HostFacts, ...]:

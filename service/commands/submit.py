@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
 from service.api.schemas import JobDetail
+from service.client import ShardloomClient
 from service.commands import context, stack
 from service.commands.context import (
     JobArgument,
@@ -24,7 +26,8 @@ from service.commands.context import (
 from service.commands.exits import exit_code_of
 from service.commands.follow import detaching, follow
 from service.commands.plan_page import plan_page
-from trainer.spec import validate_spec
+from trainer.code_archive import CodeError, pack
+from trainer.spec import set_values, validate_spec
 
 SecretOption = Annotated[
     list[str] | None,
@@ -35,11 +38,23 @@ SecretOption = Annotated[
     ),
 ]
 
+CodeOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--code",
+        metavar="DIR",
+        exists=True,
+        file_okay=False,
+        help="Folder with the code of model.module; all its files travel with the job.",
+    ),
+]
+
 
 def run(
     spec: SpecArgument,
     overrides: SetOption = None,
     secret: SecretOption = None,
+    code: CodeOption = None,
     url: UrlOption = None,
 ) -> None:
     """Start what is needed, submit a job and follow it; the exit code mirrors the job.
@@ -47,11 +62,13 @@ def run(
     0 succeeded, 1 failed, 130 cancelled, 4 detached by Ctrl-C while the job goes on.
     """
     document = read_spec(spec, overrides)
+    archive = pack_code(code)
     # A typing error should not cost the start of a cluster.
     validate_spec(document)
     if url is None:
         stack.ensure_running()
     with context.open_client(url) as client:
+        document = with_code(document, archive, client)
         job = client.submit(document, secrets=read_secrets(secret or []))
         with detaching(job.id, console()):
             console().print(Text.assemble("submitted ", (job.id, "bold")))
@@ -72,6 +89,7 @@ def submit(
         str | None, typer.Option(help="Makes repeated submits one job.")
     ] = None,
     secret: SecretOption = None,
+    code: CodeOption = None,
     url: UrlOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -80,7 +98,9 @@ def submit(
         plan(spec, overrides, url, as_json)
         return
     document = read_spec(spec, overrides)
+    archive = pack_code(code)
     with context.open_client(url) as client:
+        document = with_code(document, archive, client)
         job = client.submit(
             document, idempotency_key=idempotency_key, secrets=read_secrets(secret or [])
         )
@@ -91,6 +111,26 @@ def submit(
             job = client.wait(job.id)
     _print_submitted(job, as_json=as_json)
     raise typer.Exit(exit_code_of(job.status))
+
+
+def pack_code(folder: Path | None) -> bytes | None:
+    """The archive of a folder, if one is given."""
+    if folder is None:
+        return None
+    try:
+        return pack(folder)
+    except (CodeError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="--code") from None
+
+
+def with_code(
+    document: dict[str, Any], archive: bytes | None, client: ShardloomClient
+) -> dict[str, Any]:
+    """The spec with the id of its code, which the service has then."""
+    if archive is None:
+        return document
+    named: dict[str, Any] = set_values(document, {"model.code": client.upload_code(archive).id})
+    return named
 
 
 def read_secrets(names: Sequence[str]) -> dict[str, str]:

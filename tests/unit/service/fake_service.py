@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from tests.unit.service.api_samples import (
     problem_body,
     requested_trace_body,
 )
+from trainer import code_archive
 
 Look = Callable[[], dict[str, Any]]
 
@@ -37,6 +39,7 @@ class FakeService:
         self.is_down = False
         self.log_pieces = [["step 50 [loss 0.41]"]]
         self.submitted: list[dict[str, Any]] = []
+        self.uploads: list[bytes] = []
         self.requests: list[httpx.Request] = []
 
     def client(self, url: str | None = None, _retry: RetryPolicy | None = None) -> ShardloomClient:
@@ -57,6 +60,10 @@ class FakeService:
             return httpx.Response(self.refusal["status"], json=self.refusal)
         if request.url.path == "/v1/cluster":
             return httpx.Response(200, json=self.cluster)
+        if request.url.path == "/v1/code":
+            self.uploads.append(request.content)
+            kept = asdict(code_archive.check(request.content))
+            return httpx.Response(201, json=kept)
         path = request.url.path.removeprefix("/v1/jobs")
         if path in ("", "/"):
             return self._jobs(request)

@@ -192,3 +192,18 @@ def test_hosts_of_a_cluster_that_is_away_are_not_to_be_had() -> None:
 def test_a_cluster_that_fails_to_tell_its_hosts_is_no_cluster_without_hosts(status: int) -> None:
     with pytest.raises(BackendUnreachable):
         _backend(_answers(status, text="GCS is away")).hosts()
+
+
+def test_code_of_the_user_travels_in_the_runtime_environment() -> None:
+    bodies = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, json={"submission_id": "job-1-a0"})
+
+    backend = _backend(answer)
+    uri = "file:///runs/job-1/code/ab.zip"
+    backend.submit(Submission("job-1-a0", "job-1", "python -m trainer.driver", code_uris=(uri,)))
+    backend.submit(Submission("job-2-a0", "job-2", "python -m trainer.driver"))
+    environments = [body["runtime_env"] for body in bodies]
+    assert environments == [{"env_vars": {}, "py_modules": [uri]}, {"env_vars": {}}]

@@ -14,6 +14,7 @@ ROOT = Path(service.__file__).parent
 # All free of torch and Ray.
 FROM_TRAINER = {
     "trainer.spec",
+    "trainer.code_archive",
     "trainer.events",
     "trainer.log_pump",
     "trainer.run_dir",

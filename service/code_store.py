@@ -1,0 +1,91 @@
+"""Archives of user code: kept by their content, given to the jobs that name them.
+
+    RUNS_DIR/.code/ID.zip          what was uploaded; ID is the SHA-256 of its bytes
+    RUNS_DIR/JOB_ID/code/ID.zip    the copy of a job, from which its attempts run
+
+A job has a copy of its own, so that its run folder is complete (an export years later needs the
+class) and nothing that happens to the uploads concerns it. Nothing in an archive is ever imported
+here, and every copy is held against its id.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from pathlib import Path
+
+from service.api.schemas import FieldFault
+from service.errors import InvalidRequest
+from service.settings import Settings
+from trainer.code_archive import CodeError, CodeSummary, check, id_of
+from trainer.run_dir import RunDir
+from trainer.spec import FieldProblem, JobSpec, SpecError
+
+_FOLDER = ".code"
+
+
+def keep_code(settings: Settings, data: bytes) -> CodeSummary:
+    """Check an uploaded archive and keep it; raises `InvalidRequest`, OSError."""
+    try:
+        summary = check(data)
+    except CodeError as error:
+        raise InvalidRequest([FieldFault(path="body", code="code", message=str(error))]) from None
+    path = _upload_path(settings, summary.id)
+    if _read(path, summary.id) is None:
+        _write(path, data)
+    return summary
+
+
+def check_code(settings: Settings, spec: JobSpec) -> None:
+    """Raise `SpecError` where a spec names code that was not uploaded."""
+    code = spec.model.code
+    if code is None or _upload_path(settings, code).is_file():
+        return
+    message = (
+        f"no code {code[:12]}... was uploaded here; submit with `shardloom submit --code DIR`, or "
+        "POST the archive to /v1/code"
+    )
+    raise SpecError([FieldProblem("model.code", "unknown_code", message)])
+
+
+def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None:
+    """The archive of a job's code in its run folder, copied there if it is not; None without code.
+
+    Raises OSError where neither the job nor the uploads have it whole.
+    """
+    code = spec.model.code
+    if code is None:
+        return None
+    path = run_dir.code_path(code)
+    if _read(path, code) is None:
+        data = _read(_upload_path(settings, code), code)
+        if data is None:
+            raise OSError(f"the code {code[:12]}... of the job is gone or damaged; upload it again")
+        _write(path, data)
+    return path
+
+
+def _upload_path(settings: Settings, code: str) -> Path:
+    return settings.runs_dir / _FOLDER / f"{code}.zip"
+
+
+def _read(path: Path, code: str) -> bytes | None:
+    """The archive at `path`, unless it is missing or another one."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return data if id_of(data) == code else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,139 @@
+"""Uploaded code: who may send it, what is refused, and that jobs get what they name."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.api.schemas import CodeOut
+from service.domain import JobStatus
+from service.submission import plan_attempt, run_dir_of, submission_of
+from tests.unit.service.api_house import Api, problem_in
+from tests.unit.service.builders import spec_document
+from tests.unit.service.guarded import guarded
+from trainer.code_archive import id_of, pack
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> bytes:
+    folder = tmp_path / "src"
+    (folder / "towers").mkdir(parents=True)
+    # A service that imported or ran this would not live to answer.
+    (folder / "towers" / "__init__.py").write_text("import os\nos._exit(17)\n")
+    return pack(folder)
+
+
+def upload(api: Api, data: bytes) -> Any:
+    return api.http.post("/v1/code", content=data, headers={"Content-Type": "application/zip"})
+
+
+def module_spec(code: str | None) -> dict[str, Any]:
+    tasks = [{"name": "rating", "loss": "mse"}]
+    return spec_document(model={"module": "towers:Towers", "code": code, "tasks": tasks})
+
+
+def test_an_upload_is_kept_by_its_content(api: Api, archive: bytes) -> None:
+    first, again = upload(api, archive), upload(api, archive)
+    assert first.status_code == again.status_code == 201
+    kept = CodeOut.model_validate(first.json())
+    assert kept == CodeOut.model_validate(again.json())
+    assert kept.id == id_of(archive)
+    assert kept.num_files == 1
+    found = list((api.settings.runs_dir / ".code").iterdir())
+    assert [path.read_bytes() for path in found] == [archive]
+
+
+def test_a_damaged_copy_is_mended_by_the_next_upload(api: Api, archive: bytes) -> None:
+    upload(api, archive)
+    (path,) = (api.settings.runs_dir / ".code").iterdir()
+    path.write_bytes(archive[:-1])
+    upload(api, archive)
+    assert path.read_bytes() == archive
+
+
+@pytest.mark.parametrize("name", ["../evil.py", "/evil.py", "code/../../evil.py", "loose.py"])
+def test_unsafe_archives_are_refused_and_leave_nothing(api: Api, name: str) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as made:
+        made.writestr(name, "import os")
+    problem = problem_in(upload(api, buffer.getvalue()), 422, "invalid_request")
+    assert problem["fields"][0]["path"] == "body"
+    assert not (api.settings.runs_dir / ".code").exists()
+
+
+def test_what_is_no_archive_is_refused(api: Api) -> None:
+    problem = problem_in(upload(api, b"#!/bin/sh"), 422, "invalid_request")
+    assert "not a zip archive" in problem["detail"]
+    problem_in(upload(api, b""), 422, "invalid_request")
+
+
+def test_a_body_above_the_limit_is_refused(api: Api) -> None:
+    too_large = b"x" * (api.settings.max_body_bytes + 1)
+    problem_in(upload(api, too_large), 413, "body_too_large")
+
+
+def test_a_spec_that_names_code_nobody_sent_is_refused(api: Api) -> None:
+    for params in ({}, {"dry_run": "true"}):
+        answer = api.http.post("/v1/jobs", json={"spec": module_spec("ab" * 32)}, params=params)
+        problem = problem_in(answer, 422, "invalid_spec")
+        assert (problem["fields"][0]["path"], problem["fields"][0]["code"]) == (
+            "model.code",
+            "unknown_code",
+        )
+
+
+def test_a_plan_of_a_module_is_made_without_its_code(api: Api, archive: bytes) -> None:
+    for code in (None, upload(api, archive).json()["id"]):
+        answer = api.http.post(
+            "/v1/jobs", json={"spec": module_spec(code)}, params={"dry_run": "true"}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["sharding_groups"]
+
+
+def test_a_job_has_a_copy_of_its_code_and_the_cluster_is_told_where(
+    api: Api, archive: bytes
+) -> None:
+    code = upload(api, archive).json()["id"]
+    answer = api.http.post("/v1/jobs", json={"spec": module_spec(code)})
+    assert answer.status_code == 201, answer.text
+    job_id = answer.json()["id"]
+    api.look()
+    job = api.store.get_job(job_id)
+    assert job.status is JobStatus.STARTING
+    path = run_dir_of(api.settings, job_id).code_path(code)
+    assert path.read_bytes() == archive
+    attempt = api.store.get_attempt(f"{job_id}-a0")
+    following = plan_attempt(api.store, job, attempt, 0.0)
+    assert submission_of(job, attempt, following, api.settings).code_uris == (path.as_uri(),)
+
+
+def test_damaged_code_is_never_handed_to_the_cluster(api: Api, archive: bytes) -> None:
+    code = upload(api, archive).json()["id"]
+    job_id = api.http.post("/v1/jobs", json={"spec": module_spec(code)}).json()["id"]
+    (path,) = (api.settings.runs_dir / ".code").iterdir()
+    path.write_bytes(archive[:-1])
+    api.look()
+    job = api.store.get_job(job_id)
+    assert (job.status, job.reason) == (JobStatus.FAILED, "storage_error")
+    assert "upload it again" in job.message
+
+
+def test_the_roles_that_may_submit_may_upload_and_the_audit_log_says_who(
+    tmp_path: Path, archive: bytes
+) -> None:
+    house = guarded(tmp_path)
+    try:
+        for caller, status in ((None, 401), ("viewer", 403), ("submitter", 201), ("admin", 201)):
+            answer = house.send("POST", "/v1/code", caller, content=archive)
+            assert answer.status_code == status, (caller, answer.text)
+        lines = house.send("GET", "/v1/audit", "root").json()["items"]
+        told = [(line["actor"], line["status"]) for line in lines if line["object"] == "/v1/code"]
+        assert {("key:submitter", 201), ("key:admin", 201), ("key:viewer", 403)} <= set(told)
+    finally:
+        house.http.close()
+        house.store.close()

@@ -23,6 +23,7 @@ from trainer.data.position import (
     step_rows,
     step_start,
 )
+from trainer.data.quarantine import FaultLog, QuarantinedRows
 from trainer.data.ragged import IntArray
 from trainer.data.read_ahead import NUM_PREFETCHED, ReadAhead
 from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS, RowReader
@@ -44,7 +45,8 @@ class Batch:
     `sparse` has the keys of `spec.pooled_features` in order (none, when all are sequences) and,
     where `spec.is_weighted`, a float32 weight for each id. `sequences` has the keys of
     `spec.sequence_features`, each row cut to its last `length_limit` ids, and weights where
-    `spec.has_weighted_sequences`; None without sequences.
+    `spec.has_weighted_sequences`; None without sequences. `quarantined` says which rows are bad:
+    they hold harmless values and weigh 0.
     """
 
     dense: torch.Tensor
@@ -54,6 +56,7 @@ class Batch:
     label_scale: torch.Tensor
     weight: torch.Tensor
     sequences: KeyedJaggedTensor | None = None
+    quarantined: tuple[QuarantinedRows, ...] = ()
 
     @property
     def num_rows(self) -> int:
@@ -67,14 +70,19 @@ class Batch:
             self, **{name: part.to(device, non_blocking=non_blocking) for name, part in parts}
         )
 
+    def pin_memory(self) -> Batch:
+        """The same batch in page-locked memory, from which a GPU copies without waiting."""
+        return replace(self, **{name: part.pin_memory() for name, part in self._parts().items()})
+
     def record_stream(self, stream: torch.Stream) -> None:
         """Keep the memory until `stream` has used it, as TorchRec's pipelines ask."""
         for part in self._parts().values():
             part.record_stream(stream)
 
     def _parts(self) -> dict[str, Any]:
-        """Everything that the batch holds, by field."""
+        """Every tensor that the batch holds, by field."""
         parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        del parts["quarantined"]
         return {name: part for name, part in parts.items() if part is not None}
 
 
@@ -129,7 +137,11 @@ def _jagged(
 class BatchMaker:
     """Makes one rank's batches out of the rows of steps, all of `data.batch_size` rows."""
 
-    def __init__(self, reader: RowReader, spec: JobSpec, rank: int, num_ranks: int) -> None:
+    def __init__(
+        self, reader: RowReader, spec: JobSpec, rank: int, num_ranks: int, *, pin: bool = False
+    ) -> None:
+        """`pin` puts batches into page-locked memory."""
+        self._pin = pin
         self._reader = reader
         self._spec = spec
         self._rank = rank
@@ -144,12 +156,20 @@ class BatchMaker:
         share = rank_rows(rows, self._rank, self._num_ranks)
         some_row = rows[0][0]
         found = self._reader.read_spans(epoch, share or [(some_row, some_row + 1)])
-        num_counted = len(found) if share else 0
+        batch = self._fill(found, len(found) if share else 0)
+        return batch.pin_memory() if self._pin else batch
+
+    def _fill(self, rows: Rows, num_counted: int) -> Batch:
+        """A full batch, of which the first `num_counted` rows count."""
         places = np.arange(self._spec.data.batch_size)
         if num_counted == len(places):
-            return make_batch(found, self._spec)
-        counted = (places < num_counted).astype(np.float32)
-        return make_batch(found.take(np.minimum(places, len(found) - 1)), self._spec, counted)
+            batch = make_batch(rows, self._spec)
+        else:
+            counted = (places < num_counted).astype(np.float32)
+            batch = make_batch(rows.take(np.minimum(places, len(rows) - 1)), self._spec, counted)
+        if rows.faults is None or self._reader.fault_log is None:
+            return batch
+        return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))
 
 
 class TrainBatches:
@@ -169,8 +189,12 @@ class TrainBatches:
         position: DataPosition = START,
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
+        pin: bool = False,
     ) -> None:
-        """Start reading ahead from `position`; raises `DataError` where no step can be filled."""
+        """Start reading ahead from `position`; raises `DataError` where no step can be filled.
+
+        `pin` puts batches into page-locked memory, for a GPU to copy them from.
+        """
         self.shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
         if not self.shape.fills_a_step:
             raise TooFewRowsError(
@@ -179,7 +203,7 @@ class TrainBatches:
             )
         self._epochs = spec.training.epochs
         reader = train_reader(source, spec, cache_bytes)
-        self._maker = BatchMaker(reader, spec, rank, world_size)
+        self._maker = BatchMaker(reader, spec, rank, world_size, pin=pin)
         self._thread = ReadAhead()
         self._made = self._make(position)
         self._ahead: deque[Future[tuple[Batch, DataPosition] | None]] = deque()
@@ -238,7 +262,12 @@ def train_reader(
         shuffle=spec.data.shuffle,
         cache_bytes=cache_bytes,
         window_rows=window_rows,
+        fault_log=_fault_log(spec),
     )
+
+
+def _fault_log(spec: JobSpec) -> FaultLog | None:
+    return FaultLog() if spec.data.on_bad_rows == "quarantine" else None
 
 
 def validation_batches(
@@ -249,7 +278,7 @@ def validation_batches(
     What is missing at the end is filled with repeated rows of weight 0. Raises `DataError`.
     """
     shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
-    reader = RowReader(source, layout_of(spec), shuffle=False)
+    reader = RowReader(source, layout_of(spec), shuffle=False, fault_log=_fault_log(spec))
     maker = BatchMaker(reader, spec, rank, world_size)
     position = START
     for _ in range(shape.steps_per_epoch):

@@ -8,15 +8,19 @@ from pathlib import Path
 import pyarrow as pa
 
 from trainer.data.errors import ColumnError, DataError
-from trainer.spec import FeatureSpec, JobSpec
+from trainer.data.transforms import DenseRule, IdEncoder, dense_rule_of, encoder_of
+from trainer.spec import EmbeddingTableSpec, FeatureSpec, JobSpec
+
+AS_IT_IS = DenseRule()
 
 
 @dataclass(frozen=True)
 class InputColumn:
     """A column and the spec field that names it.
 
-    `num_ids` says how many ids there may be (0: the column holds numbers, not ids); of a sequence
-    only the last `max_length` ids count; `weights` is the column of the ids' weights, if any.
+    `num_ids` says how many ids there may be (0: the column holds numbers, not ids), and `encoder`
+    makes them where the column holds raw values. Of a sequence only the last `max_length` ids
+    count; `weights` is the column of the ids' weights, if any. `rule` is for dense features.
     """
 
     field: str
@@ -25,6 +29,8 @@ class InputColumn:
     num_ids: int = 0
     max_length: int | None = None
     weights: InputColumn | None = None
+    encoder: IdEncoder | None = None
+    rule: DenseRule = AS_IT_IS
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,16 @@ class RowLayout:
 
 
 def layout_of(spec: JobSpec) -> RowLayout:
-    """Columns that a spec reads; its tables must have been through `resolve_tables`."""
-    sizes = {table.name: table.num_ids for table in spec.embedding_tables}
-    if unresolved := [name for name, size in sizes.items() if size is None]:
-        raise DataError(f"num_embeddings of table '{unresolved[0]}' is still 'auto'")
+    """Columns that a spec reads; its tables must have been through `resolve_tables`.
+
+    Raises a `DataError` for a vocabulary that cannot be read, or is larger than its table.
+    """
+    sizes = {table.name: _num_ids(table) for table in spec.embedding_tables}
+    folder = Path(spec.data.path)
     inputs = {
-        feature.name: _input_column(
-            feature, f"features[{index}]", sizes[feature.table] or 0 if feature.table else 0
-        )
+        feature.name: _sparse_column(feature, f"features[{index}]", sizes[feature.table], folder)
+        if feature.table
+        else _dense_column(feature, f"features[{index}]")
         for index, feature in enumerate(spec.features)
     }
     return RowLayout(
@@ -107,7 +115,23 @@ def _label_columns(spec: JobSpec, index: int) -> LabelColumns:
     )
 
 
-def _input_column(feature: FeatureSpec, path: str, num_ids: int) -> InputColumn:
+def _num_ids(table: EmbeddingTableSpec) -> int:
+    if table.num_ids is None:
+        raise DataError(f"num_embeddings of table '{table.name}' is still 'auto'")
+    return table.num_ids
+
+
+def _dense_column(feature: FeatureSpec, path: str) -> InputColumn:
+    return InputColumn(f"{path}.column", feature.source_column, rule=dense_rule_of(feature))
+
+
+def _sparse_column(feature: FeatureSpec, path: str, num_ids: int, folder: Path) -> InputColumn:
+    encoder = encoder_of(feature, num_ids, folder)
+    if encoder is not None and encoder.num_ids > num_ids:
+        raise DataError(
+            f"{path}: its vocabulary makes ids 0 to {encoder.num_ids - 1}, but table "
+            f"'{feature.table}' has {num_ids} rows; raise num_embeddings, or use 'auto'"
+        )
     weights = feature.weights_column
     return InputColumn(
         field=f"{path}.column",
@@ -116,6 +140,7 @@ def _input_column(feature: FeatureSpec, path: str, num_ids: int) -> InputColumn:
         num_ids=num_ids,
         max_length=feature.length_limit if feature.is_sequence else None,
         weights=InputColumn(f"{path}.weights_column", weights, is_list=True) if weights else None,
+        encoder=encoder,
     )
 
 
@@ -141,6 +166,11 @@ def check_schema(layout: RowLayout, schema: pa.Schema, folder: Path) -> None:
 
 def _type_rule(column: InputColumn, found: pa.DataType) -> tuple[str, bool]:
     is_list = pa.types.is_list(found) or pa.types.is_large_list(found)
+    if column.encoder is not None and column.is_list:
+        wanted = f"a list of values, each {column.encoder.wanted}"
+        return wanted, is_list and column.encoder.accepts(found.value_type)
+    if column.encoder is not None:
+        return column.encoder.wanted, column.encoder.accepts(found)
     if column.is_list and column.num_ids:
         return "a list of integers", is_list and pa.types.is_integer(found.value_type)
     if column.is_list:

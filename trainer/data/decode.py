@@ -12,10 +12,12 @@ from numpy.typing import NDArray
 
 from trainer.data.columns import InputColumn, LabelColumns, RowLayout
 from trainer.data.errors import BadValueError
-from trainer.data.ragged import IntArray, last_items, offsets_of
+from trainer.data.quarantine import FaultMarks
+from trainer.data.ragged import IntArray, last_items, offsets_of, ragged_positions
 from trainer.data.rows import FloatArray, Rows
 
 Locate = Callable[[int], tuple[Path, int]]
+_BoolArray = NDArray[np.bool_]
 
 _BINARY_WANTED = (
     "0 or 1 (data.label, after its offset and scale), as loss 'bce' needs; "
@@ -23,21 +25,28 @@ _BINARY_WANTED = (
 )
 
 
-def decode(table: pa.Table, layout: RowLayout, locate: Locate) -> Rows:
+def decode(
+    table: pa.Table, layout: RowLayout, locate: Locate, marks: FaultMarks | None = None
+) -> Rows:
     """Decode and check a table; `locate` tells file and row of a row of this table.
 
-    Raises `BadValueError` for nulls, ids out of range, NaN or infinite numbers, a scale that is
-    not above 0, a row's weight below 0, a list of weights that is not as long as its ids, or a
-    label other than 0 and 1 where the loss is `bce`.
+    Bad are nulls, ids out of range, NaN or infinite numbers, a scale that is not above 0, a row's
+    weight below 0, a list of weights that is not as long as its ids, and a label other than 0 and
+    1 where the loss is `bce`. The first raises `BadValueError`; with `marks` such rows are marked
+    there, weigh nothing and hold harmless values.
     """
-    columns = _Columns(table, locate)
+    columns = _Columns(table, locate, marks)
     labels = [_label(columns, label, len(table)) for label in layout.labels]
     label, offset, scale = (np.stack(parts, axis=1) for parts in zip(*labels, strict=True))
     dense = np.empty((len(table), len(layout.dense)), dtype=np.float32)
     for index, column in enumerate(layout.dense):
         dense[:, index] = columns.numbers(column)
     row_weight = _row_weight(columns, layout, len(table))
-    return Rows(dense, label, offset, scale, row_weight, *_sparse(columns, layout))
+    ids, starts, lengths, weights = _sparse(columns, layout)
+    faults = None if marks is None else marks.faults
+    if faults is not None:
+        row_weight = np.where(faults > 0, np.float32(0), row_weight)
+    return Rows(dense, label, offset, scale, row_weight, ids, starts, lengths, weights, faults)
 
 
 def _label(
@@ -47,10 +56,14 @@ def _label(
     offset = columns.numbers(label.offset) if label.offset else np.zeros(num_rows, np.float32)
     scale = columns.numbers(label.scale) if label.scale else np.ones(num_rows, np.float32)
     if label.scale:
-        columns.refuse(scale <= 0, scale, label.scale, "a scale above 0")
-    values = (columns.numbers(label.value) - offset) / scale
+        scale = columns.refuse(scale <= 0, scale, label.scale, "a scale above 0", safe=1)
+    with np.errstate(over="ignore"):
+        values = (columns.numbers(label.value) - offset) / scale
+    is_bad = ~np.isfinite(values)
+    values = columns.refuse(is_bad, values, label.value, "finite after its offset and scale")
     if label.is_binary:
-        columns.refuse((values != 0) & (values != 1), values, label.value, _BINARY_WANTED)
+        is_bad = (values != 0) & (values != 1)
+        values = columns.refuse(is_bad, values, label.value, _BINARY_WANTED)
     return values, offset, scale
 
 
@@ -59,8 +72,7 @@ def _row_weight(columns: _Columns, layout: RowLayout, num_rows: int) -> FloatArr
     if layout.row_weight is None:
         return np.ones(num_rows, np.float32)
     weight = columns.numbers(layout.row_weight)
-    columns.refuse(weight < 0, weight, layout.row_weight, "a weight of 0 or above")
-    return weight
+    return columns.refuse(weight < 0, weight, layout.row_weight, "a weight of 0 or above")
 
 
 def _sparse(
@@ -90,35 +102,54 @@ def _sparse(
 
 
 class _Columns:
-    """Columns of one table as numpy, each checked on the way."""
+    """Columns of one table as numpy, each checked on the way.
 
-    def __init__(self, table: pa.Table, locate: Locate) -> None:
+    What is bad raises, or its row is marked and a harmless value takes its place.
+    """
+
+    def __init__(self, table: pa.Table, locate: Locate, marks: FaultMarks | None) -> None:
         self._table = table
         self._locate = locate
+        self._marks = marks
 
     def refuse(
-        self, is_bad: NDArray[np.bool_], values: NDArray, column: InputColumn, wanted: str
-    ) -> None:
-        """Raise `BadValueError` for the first row marked as bad, if any."""
-        if is_bad.any():
-            row = int(is_bad.argmax())
-            raise self._fault(row, column, values[row].item(), wanted)
+        self,
+        is_bad: _BoolArray,
+        values: FloatArray,
+        column: InputColumn,
+        wanted: str,
+        safe: int = 0,
+    ) -> FloatArray:
+        """Values [n] with `safe` in place of those marked as bad, if that does not raise."""
+        if not is_bad.any():
+            return values
+        row = int(is_bad.argmax())
+        self._refuse(np.flatnonzero(is_bad), column, values[row].item(), wanted)
+        return np.where(is_bad, values.dtype.type(safe), values)
 
     def numbers(self, column: InputColumn) -> FloatArray:
-        """A dense column as float32, without null, NaN or infinity."""
-        values = self._array(column).cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False)
-        self.refuse(~np.isfinite(values), values, column, "a finite number")
-        return values
+        """A dense column as float32 by its rule, without null, NaN or infinity."""
+        array = self._array(column, may_be_null=column.rule.missing is not None)
+        values = column.rule.apply(array)
+        is_bad = ~np.isfinite(values)
+        if not is_bad.any():
+            return values
+        return self.refuse(is_bad, values, column, "a finite number")
 
     def ids(self, column: InputColumn) -> tuple[IntArray, IntArray]:
         """Flat ids and offsets [n + 1] of an id or id list column, every id within its table."""
+        if column.encoder is not None:
+            items, offsets = self._items(column, None)
+            return column.encoder.encode(items), offsets
         items, offsets = self._items(column, "an id")
         ids = items.cast(pa.int64(), safe=False).to_numpy()
         # One pass for both bounds: a negative id is huge when read as unsigned.
         is_bad = ids.view(np.uint64) >= np.uint64(column.num_ids)
+        if not is_bad.any():
+            return ids, offsets
         wanted = f"an id of the table ({column.field}): 0 to {column.num_ids - 1}"
-        self._refuse_item(is_bad, ids, offsets, column, wanted)
-        return ids, offsets
+        self._refuse_items(is_bad, ids, offsets, column, wanted)
+        return np.where(is_bad, 0, ids), offsets
 
     def weights(self, column: InputColumn, id_offsets: IntArray) -> FloatArray:
         """A finite weight for each id of `column`, whose lists lie at `id_offsets`; else 1."""
@@ -126,56 +157,90 @@ class _Columns:
         if source is None:
             return np.ones(int(id_offsets[-1]), np.float32)
         items, offsets = self._items(source, f"a weight ({source.field})")
-        found, wanted = np.diff(offsets), np.diff(id_offsets)
-        if (is_bad := found != wanted).any():
-            row = int(is_bad.argmax())
-            reason = (
-                f"the length of column '{column.name}', whose ids it weighs: {wanted[row]} "
-                f"({source.field})"
-            )
-            raise self._fault(row, source, found[row].item(), reason)
         weights = items.cast(pa.float32(), safe=False).to_numpy()
+        if (np.diff(offsets) != np.diff(id_offsets)).any():
+            weights = self._weights_that_fit(column, weights, offsets, id_offsets)
+            offsets = id_offsets
         is_bad = ~np.isfinite(weights)
-        self._refuse_item(is_bad, weights, offsets, source, f"a finite weight ({source.field})")
-        return weights
+        if not is_bad.any():
+            return weights
+        wanted = f"a finite weight ({source.field})"
+        self._refuse_items(is_bad, weights, offsets, source, wanted)
+        return np.where(is_bad, np.float32(0), weights)
 
-    def _items(self, column: InputColumn, wanted: str) -> tuple[pa.Array, IntArray]:
-        """Flat items, none of them null, and offsets [n + 1]; a scalar is a list of one."""
-        array = self._array(column)
+    def _weights_that_fit(
+        self, column: InputColumn, weights: FloatArray, offsets: IntArray, id_offsets: IntArray
+    ) -> FloatArray:
+        """Weights of the rows that have one for each id, and 1 for the ids of others."""
+        source = column.weights
+        assert source is not None
+        found, wanted = np.diff(offsets), np.diff(id_offsets)
+        rows = np.flatnonzero(found != wanted)
+        reason = (
+            f"the length of column '{column.name}', whose ids it weighs: {wanted[rows[0]]} "
+            f"({source.field})"
+        )
+        self._refuse(rows, source, found[rows[0]].item(), reason, "as long as its ids")
+        fitting = np.where(found == wanted, wanted, 0)
+        filled = np.ones(int(id_offsets[-1]), np.float32)
+        filled[ragged_positions(id_offsets[:-1], fitting)] = weights[
+            ragged_positions(offsets[:-1], fitting)
+        ]
+        return filled
+
+    def _items(self, column: InputColumn, wanted: str | None) -> tuple[pa.Array, IntArray]:
+        """Flat items and offsets [n + 1]; a scalar is a list of one.
+
+        Null items are bad where something is `wanted`.
+        """
+        array = self._array(column, may_be_null=wanted is None and not column.is_list)
         if column.is_list:
             offsets = array.offsets.to_numpy().astype(np.int64)
             items = array.values.slice(offsets[0], offsets[-1] - offsets[0])
             offsets = offsets - offsets[0]
         else:
             items, offsets = array, np.arange(len(array) + 1, dtype=np.int64)
-        if items.null_count:
-            position = pc.index(items.is_null(), True).as_py()
-            raise self._fault(_owner(offsets, position), column, None, wanted)
+        if items.null_count and wanted is not None:
+            is_null = items.is_null().to_numpy(zero_copy_only=False)
+            owners = _owners(offsets, np.flatnonzero(is_null))
+            self._refuse(owners, column, None, wanted)
+            items = items.fill_null(0)
         return items, offsets
 
-    def _refuse_item(
+    def _refuse_items(
         self,
-        is_bad: NDArray[np.bool_],
+        is_bad: _BoolArray,
         items: NDArray,
         offsets: IntArray,
         column: InputColumn,
         wanted: str,
     ) -> None:
-        if is_bad.any():
-            position = int(is_bad.argmax())
-            raise self._fault(_owner(offsets, position), column, items[position].item(), wanted)
+        places = np.flatnonzero(is_bad)
+        self._refuse(_owners(offsets, places), column, items[places[0]].item(), wanted)
 
-    def _array(self, column: InputColumn) -> pa.Array:
+    def _array(self, column: InputColumn, *, may_be_null: bool = False) -> pa.Array:
+        """A whole column; null only where it may be."""
         array = self._table.column(column.name).combine_chunks()
-        if array.null_count:
-            row = pc.index(array.is_null(), True).as_py()
-            raise self._fault(row, column, None, "a value")
-        return array
+        if not array.null_count or may_be_null:
+            return array
+        is_null = array.is_null().to_numpy(zero_copy_only=False)
+        self._refuse(np.flatnonzero(is_null), column, None, "a value")
+        if column.is_list:
+            lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy()
+            offsets = pa.array(offsets_of(lengths.astype(np.int64)))
+            return pa.LargeListArray.from_arrays(offsets, array.flatten())
+        return array if column.encoder is not None else array.fill_null(0)
 
-    def _fault(self, row: int, column: InputColumn, value: object, wanted: str) -> BadValueError:
-        path, row_in_file = self._locate(row)
-        return BadValueError(path, f"row {row_in_file}", column.name, value, wanted)
+    def _refuse(
+        self, rows: IntArray, column: InputColumn, value: object, wanted: str, short: str = ""
+    ) -> None:
+        """Mark `rows` as bad, or raise for the first of them, which holds `value`."""
+        if self._marks is None:
+            path, row_in_file = self._locate(int(rows[0]))
+            raise BadValueError(path, f"row {row_in_file}", column.name, value, wanted)
+        self._marks.add(rows, f"column '{column.name}' is not {short or wanted}")
 
 
-def _owner(offsets: IntArray, position: int) -> int:
-    return int(np.searchsorted(offsets, position, side="right")) - 1
+def _owners(offsets: IntArray, positions: IntArray) -> IntArray:
+    """Lists that the items at `positions` are in."""
+    return np.searchsorted(offsets, positions, side="right") - 1

@@ -50,11 +50,12 @@ class LeaseBatches:
         *,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         window_rows: int = DEFAULT_WINDOW_ROWS,
+        pin: bool = False,
     ) -> None:
-        """`rank` of the `num_ranks` ranks of a group."""
+        """`rank` of the `num_ranks` ranks of a group; `pin` as for `TrainBatches`."""
         self._shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
         reader = train_reader(source, spec, cache_bytes, window_rows)
-        self._maker = BatchMaker(reader, spec, rank, num_ranks)
+        self._maker = BatchMaker(reader, spec, rank, num_ranks, pin=pin)
         self._thread = ReadAhead()
         self._planned: deque[_Step] = deque()
         self._ahead: deque[tuple[_Step, Future[Batch]]] = deque()

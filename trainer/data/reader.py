@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 
 from trainer.data.columns import RowLayout, check_schema, layout_of
 from trainer.data.decode import decode
+from trainer.data.errors import CorruptFileError
 from trainer.data.order import EpochOrder, Window
+from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.rows import Rows, concat_rows
 from trainer.data.source import ParquetSource, read_schema
 from trainer.data.spans import Span
 from trainer.spec import JobSpec
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_BYTES = 256 * 2**20
 DEFAULT_WINDOW_ROWS = 65_536
@@ -60,7 +66,8 @@ class RowReader:
     """Gives rows of a split in the order of an epoch, which (seed, epoch) alone decides.
 
     A split of at most `cache_bytes` (decoded) is decoded once and kept; a larger one is decoded
-    window by window, and only the newest window is kept. The order is the same either way.
+    window by window, and only the newest window is kept. The order is the same either way. With a
+    `fault_log` bad rows are marked in `Rows.faults` instead of raising.
     """
 
     def __init__(
@@ -72,7 +79,9 @@ class RowReader:
         shuffle: bool = True,
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         window_rows: int = DEFAULT_WINDOW_ROWS,
+        fault_log: FaultLog | None = None,
     ) -> None:
+        self.fault_log = fault_log
         check_schema(layout, source.schema, source.folder)
         self._source = source
         self._layout = layout
@@ -125,10 +134,36 @@ class RowReader:
 
     def _decode(self, row_groups: tuple[int, ...]) -> Rows:
         bounds = offsets_of(self._source.group_rows[list(row_groups)])
+        shifts = np.array([self._source.group_start(group) for group in row_groups]) - bounds[:-1]
+
+        def over_files(rows: IntArray) -> IntArray:
+            return rows + shifts[np.searchsorted(bounds, rows, side="right") - 1]
 
         def locate(row: int) -> tuple[Path, int]:
-            place = int(np.searchsorted(bounds, row, side="right")) - 1
-            row_over_files = self._source.group_start(row_groups[place]) + row - int(bounds[place])
-            return self._source.locate(row_over_files)
+            return self._source.locate(int(over_files(np.array([row]))[0]))
 
-        return decode(self._source.read(row_groups), self._layout, locate)
+        if self.fault_log is None:
+            return decode(self._source.read(row_groups), self._layout, locate)
+
+        def files_of(rows: IntArray) -> list[tuple[Path, IntArray]]:
+            found = self._source.files_of(over_files(rows))
+            return [(path, rows[places]) for path, places in found]
+
+        marks = FaultMarks(int(bounds[-1]), self.fault_log, files_of)
+        return decode(
+            self._read_what_can_be(row_groups, bounds, marks), self._layout, locate, marks
+        )
+
+    def _read_what_can_be(
+        self, row_groups: tuple[int, ...], bounds: IntArray, marks: FaultMarks
+    ) -> pa.Table:
+        """Row groups one after the other; one that cannot be read is blank, all its rows bad."""
+        tables = []
+        for group, start, stop in zip(row_groups, bounds, bounds[1:], strict=False):
+            try:
+                tables.append(self._source.read_group(group))
+            except CorruptFileError as error:
+                logger.warning("%s", error)
+                marks.add(np.arange(start, stop), "row group cannot be read, or has changed")
+                tables.append(self._source.blank_group(group))
+        return pa.concat_tables(tables)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.quarantine import FaultArray
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 
 FloatArray = NDArray[np.float32]
@@ -22,7 +23,8 @@ class Rows:
 
     dense [n, D], label (normalised), offset and scale [n, K], row_weight [n]; `starts` and
     `lengths` [F, n] are the ranges of each feature and row in the flat `ids`; `weights` has one
-    for each id, or is None where no feature is weighted.
+    for each id, or is None where no feature is weighted. `faults` [n] says which rows are bad, and
+    by which number of a `FaultLog`; None where bad rows raise.
     """
 
     dense: FloatArray
@@ -34,6 +36,7 @@ class Rows:
     starts: IntArray
     lengths: IntArray
     weights: FloatArray | None = None
+    faults: FaultArray | None = None
 
     def __len__(self) -> int:
         return len(self.label)
@@ -52,6 +55,7 @@ class Rows:
             starts=offsets_of(lengths.ravel())[:-1].reshape(lengths.shape),
             lengths=lengths,
             weights=None if self.weights is None else self.weights[flat],
+            faults=None if self.faults is None else self.faults[rows],
         )
 
 
@@ -61,6 +65,7 @@ def concat_rows(parts: Sequence[Rows]) -> Rows:
         return parts[0]
     bases = offsets_of(np.array([len(part.ids) for part in parts]))
     weights = [part.weights for part in parts if part.weights is not None]
+    faults = [part.faults for part in parts if part.faults is not None]
     joined = Rows(
         dense=np.concatenate([part.dense for part in parts]),
         label=np.concatenate([part.label for part in parts]),
@@ -73,5 +78,6 @@ def concat_rows(parts: Sequence[Rows]) -> Rows:
         ),
         lengths=np.concatenate([part.lengths for part in parts], axis=1),
         weights=np.concatenate(weights) if weights else None,
+        faults=np.concatenate(faults) if faults else None,
     )
     return joined.take(np.arange(len(joined)))

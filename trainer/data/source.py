@@ -60,24 +60,38 @@ class ParquetSource:
         file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
         return self._paths[file], int(row - self._file_starts[file])
 
+    def files_of(self, rows: IntArray) -> list[tuple[Path, IntArray]]:
+        """Files of rows numbered over all files, each with the places in `rows` of those in it."""
+        files = np.searchsorted(self._file_starts, rows, side="right") - 1
+        return [(self._paths[file], np.flatnonzero(files == file)) for file in np.unique(files)]
+
     def read(self, row_groups: Sequence[int]) -> pa.Table:
         """Read row groups, in the order given; raises `CorruptFileError` naming the file."""
-        tables = []
-        for number in row_groups:
-            file, group = self._groups[number]
-            tables.append(self._read_group(self._paths[file], group))
-        return pa.concat_tables(tables)
+        return pa.concat_tables([self.read_group(number) for number in row_groups])
 
-    def _read_group(self, path: Path, group: int) -> pa.Table:
+    def read_group(self, number: int) -> pa.Table:
+        """Read one row group; raises `CorruptFileError` where it is not as it was at the start."""
+        place, group = self._groups[number]
+        path = self._paths[place]
         try:
             with pq.ParquetFile(path) as file:
                 # One prefetching thread per rank is enough; more would crowd out the trainers.
-                return file.read_row_group(group, columns=list(self.columns), use_threads=False)
-        except (pa.ArrowException, OSError) as error:
-            raise CorruptFileError(
-                f"{path}: row group {group} cannot be read ({error}); was the file damaged or "
-                "replaced? Prepare or copy the data again"
-            ) from None
+                table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
+                table = table.select(self.columns)
+        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+            raise _unreadable(path, group, str(error)) from None
+        if table.schema.types != self.schema.types:
+            raise _unreadable(path, group, "its columns have other types now")
+        if len(table) != self.group_rows[number]:
+            rows = f"it has {len(table)} rows, not {self.group_rows[number]} as at the start"
+            raise _unreadable(path, group, rows)
+        return table
+
+    def blank_group(self, number: int) -> pa.Table:
+        """As many rows of nothing but null as row group `number` has."""
+        num_rows = int(self.group_rows[number])
+        blank = [pa.nulls(num_rows, kind) for kind in self.schema.types]
+        return pa.table(blank, names=self.schema.names)
 
     def _common_schema(self, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
         schemas = [footer.schema.to_arrow_schema() for footer in footers]
@@ -98,6 +112,13 @@ class ParquetSource:
         return sum(
             leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in self.columns
         )
+
+
+def _unreadable(path: Path, group: int, cause: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"{path}: row group {group} cannot be read ({cause}); was the file damaged or replaced? "
+        "Prepare or copy the data again"
+    )
 
 
 def read_schema(folder: Path) -> pa.Schema:

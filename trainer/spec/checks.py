@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from pydantic_core import PydanticCustomError
 
 from trainer.spec.dynamic import check_dynamic_layout, check_dynamic_tables
+from trainer.spec.encoding import check_encoded_sizes
 from trainer.spec.parallelism import AllToAllSpec
 from trainer.spec.problems import problem
 from trainer.spec.reserved import MODULE_ATTRIBUTES
@@ -85,15 +86,18 @@ def check_weight_decay(spec: JobSpec) -> None:
 
 
 def check_sequences(spec: JobSpec) -> None:
-    """A table is looked up pooled or in sequence, never both; sequences shard in fewer ways."""
-    pooled = {feature.table for feature in spec.pooled_features}
+    """A list is pooled or a sequence, with a table of its own; sequences shard in fewer ways.
+
+    An id may share the table of a sequence.
+    """
+    pooled = {f.table for f in spec.sparse_features if f.type in ("id_list", "tokens")}
     for index, feature in enumerate(spec.features):
         if feature.is_sequence and feature.table in pooled:
             raise problem(
                 "shared_table",
-                f"table '{feature.table}' is looked up by pooled features and by the sequence "
+                f"table '{feature.table}' is looked up by pooled lists and by the sequence "
                 f"'{feature.name}', which TorchRec keeps in different collections; give the "
-                "sequence a table of its own",
+                "sequence a table of its own, or one that only ids share",
                 f"features[{index}].table",
             )
     for index, table in enumerate(spec.embedding_tables):
@@ -159,8 +163,36 @@ def check_shapes(spec: JobSpec) -> None:
             f"({dims.pop()})",
             "model.dense_arch.layer_sizes",
         )
-    if model.over_arch.layer_sizes[-1] != 1:
-        raise problem("over_arch_width", "the last must be 1", "model.over_arch.layer_sizes")
+    num_tasks = len(model.tasks)
+    if model.over_arch.layer_sizes[-1] != num_tasks:
+        raise problem(
+            "over_arch_width",
+            f"the last must be {num_tasks}, one output for each task",
+            "model.over_arch.layer_sizes",
+        )
+
+
+def check_transformer(spec: JobSpec) -> None:
+    """The history and the candidate of arch `movielens` exist, and heads share the dimension."""
+    transformer = spec.model.transformer
+    if transformer is None:
+        return
+    for field, wanted in (("sequence", "sequence"), ("candidate", "id")):
+        name = getattr(transformer, field)
+        names = [feature.name for feature in spec.features if feature.type == wanted]
+        if name not in names:
+            raise problem(
+                "unknown_feature",
+                f"'{name}' is no feature of type {wanted} ({', '.join(names) or 'there is none'})",
+                f"model.transformer.{field}",
+            )
+    dim = spec.embedding_tables[0].embedding_dim
+    if dim % transformer.num_heads:
+        raise problem(
+            "num_heads",
+            f"must divide embedding_dim ({dim}), which the heads share",
+            "model.transformer.num_heads",
+        )
 
 
 def check_trace_ranks(spec: JobSpec) -> None:
@@ -301,11 +333,13 @@ ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_table_names,
     check_data_types,
     check_weight_decay,
+    check_encoded_sizes,
     check_sequences,
     check_column_shards,
     check_dynamic_tables,
     check_moment_scale,
     check_shapes,
+    check_transformer,
     check_warm_start,
     check_recovery,
     check_fields_have_effect,

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from trainer.spec.base import Identifier, Label, PathText, SpecModel
+from trainer.spec.encoding import (
+    BucketizeSpec,
+    DenseTransform,
+    Encoding,
+    HashingSpec,
+    VocabularySpec,
+    check_dense,
+    check_encoding,
+)
 from trainer.spec.problems import problem
 
 DEFAULT_MAX_LENGTH = 50
@@ -25,16 +34,18 @@ class LabelSpec(SpecModel):
 
 
 class SplitSpec(SpecModel):
-    """Names of the folders under `data.path` that hold each part."""
+    """Names of the folders under `data.path` that hold each part; `.` is `data.path` itself."""
 
-    train: Label = "train"
+    train: Label | Literal["."] = "train"
     validation: Label | None = "validation"
 
 
 class DataSpec(SpecModel):
-    """Where the rows are. `path` is a folder written by `shardloom data prepare`.
+    """Where the rows are: in Parquet files below `path`, a folder or the URL of one.
 
+    `shardloom data prepare` writes such folders; any other Parquet will do where tables have sizes.
     `weight_column` says how much each row counts in the loss and in the metrics (0 or above).
+    Rows that cannot be used end the job, or are left out and counted (`on_bad_rows: quarantine`).
     """
 
     format: Literal["parquet"] = "parquet"
@@ -44,6 +55,7 @@ class DataSpec(SpecModel):
     split: SplitSpec = SplitSpec()
     batch_size: Annotated[PositiveInt, Field(description="Rows per rank and step.")] = 256
     shuffle: bool = True
+    on_bad_rows: Literal["fail", "quarantine"] = "fail"
 
 
 class FeatureSpec(SpecModel):
@@ -55,6 +67,10 @@ class FeatureSpec(SpecModel):
 
     `weights_column` holds one float for each id of a list, which its vector is multiplied by
     before pooling. Of a sequence the last `max_length` ids count, and their weights.
+
+    Without `hashing`, `vocabulary` or `bucketize` the column holds ids of the table. Of a dense
+    feature `missing` takes the place of null and NaN, then `transform` is applied: `log1p` is
+    sign(x) log(1 + |x|), `standardise` (x - mean) / std, by default those of the manifest.
     """
 
     name: Identifier
@@ -63,11 +79,23 @@ class FeatureSpec(SpecModel):
     table: Identifier | None = None
     weights_column: Identifier | None = None
     max_length: Annotated[PositiveInt, Field(le=10_000)] | None = None
+    hashing: HashingSpec | None = None
+    vocabulary: VocabularySpec | None = None
+    bucketize: BucketizeSpec | None = None
+    transform: DenseTransform = "none"
+    missing: float | None = None
+    mean: float | None = None
+    std: PositiveFloat | None = None
 
     @property
     def source_column(self) -> str:
         """Name of the Parquet column, which is the feature's own name unless `column` is set."""
         return self.column or self.name
+
+    @property
+    def encoding(self) -> Encoding | None:
+        """What makes ids of raw values; None where the column holds ids, or numbers."""
+        return self.hashing or self.vocabulary or self.bucketize
 
     @property
     def is_sparse(self) -> bool:
@@ -81,8 +109,8 @@ class FeatureSpec(SpecModel):
 
     @property
     def length_limit(self) -> int:
-        """How many ids of a sequence count, the last ones."""
-        return self.max_length or DEFAULT_MAX_LENGTH
+        """How many ids of a sequence count, the last ones; an id is a sequence of one."""
+        return 1 if self.type == "id" else self.max_length or DEFAULT_MAX_LENGTH
 
     @model_validator(mode="after")
     def _check_table(self) -> Self:
@@ -92,6 +120,12 @@ class FeatureSpec(SpecModel):
             )
         if not self.is_sparse and self.table is not None:
             raise problem("unexpected_table", "a dense feature has no 'table'; remove it", "table")
+        return self
+
+    @model_validator(mode="after")
+    def _check_values(self) -> Self:
+        check_encoding(self)
+        check_dense(self)
         return self
 
     @model_validator(mode="after")

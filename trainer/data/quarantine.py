@@ -1,0 +1,99 @@
+"""Rows that cannot be used and are left out: which ones, of which file, and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.ragged import IntArray
+
+FaultArray = NDArray[np.int32]
+FilesOf = Callable[[IntArray], list[tuple[Path, IntArray]]]
+_MAX_LISTED = 10
+OTHERS = "other files or reasons"
+
+
+@dataclass(frozen=True)
+class QuarantinedRows:
+    """How many rows of a file are left out for a reason."""
+
+    file: str
+    reason: str
+    num_rows: int
+
+
+class FaultLog:
+    """Numbers for pairs of file and reason, from 1 on; 0 says that a row is fine."""
+
+    def __init__(self) -> None:
+        self._codes: dict[tuple[str, str], int] = {}
+        self._pairs: list[tuple[str, str]] = []
+
+    def code(self, file: str, reason: str) -> int:
+        """The number of a pair."""
+        pair = file, reason
+        if pair not in self._codes:
+            self._pairs.append(pair)
+            self._codes[pair] = len(self._pairs)
+        return self._codes[pair]
+
+    def count(self, faults: FaultArray) -> tuple[QuarantinedRows, ...]:
+        """What the marked ones of `faults` [n] are."""
+        codes, counts = np.unique(faults[faults > 0], return_counts=True)
+        return tuple(
+            QuarantinedRows(*self._pairs[code - 1], num_rows)
+            for code, num_rows in zip(codes.tolist(), counts.tolist(), strict=True)
+        )
+
+
+class FaultMarks:
+    """The bad ones of some rows; a row keeps the first fault that is found in it."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        log: FaultLog,
+        files_of: Callable[[IntArray], list[tuple[Path, IntArray]]],
+    ) -> None:
+        """`files_of` sorts row numbers by file."""
+        self.faults: FaultArray = np.zeros(num_rows, dtype=np.int32)
+        self._log = log
+        self._files_of = files_of
+
+    def add(self, rows: IntArray, reason: str) -> None:
+        """Mark `rows`, which may repeat."""
+        fresh = np.unique(rows[self.faults[rows] == 0])
+        for path, found in self._files_of(fresh):
+            self.faults[found] = self._log.code(str(path), reason)
+
+
+class QuarantineTally:
+    """Counts quarantined rows between two reports."""
+
+    def __init__(self) -> None:
+        self._counts: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def num_rows(self) -> int:
+        """Rows counted since the last `take`."""
+        return self._counts.total()
+
+    def add(self, found: Iterable[QuarantinedRows]) -> None:
+        """Count what a batch left out."""
+        for rows in found:
+            self._counts[rows.file, rows.reason] += rows.num_rows
+
+    def take(self) -> list[QuarantinedRows]:
+        """What was counted, the most first and many small ones together; starts anew."""
+        listed = self._counts.most_common(_MAX_LISTED)
+        rest = self._counts.total() - sum(count for _, count in listed)
+        found = [QuarantinedRows(*pair, count) for pair, count in listed]
+        if rest:
+            found.append(QuarantinedRows(OTHERS, OTHERS, rest))
+        self._counts.clear()
+        return found

@@ -1,0 +1,285 @@
+"""Raw values to ids and to dense numbers, as a spec says: the same in training and in serving.
+
+Pure functions of Arrow arrays, without torch. Id 0 is what is missing (null) or unknown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from trainer.data.errors import ColumnError, CorruptFileError, SourceMissingError
+from trainer.data.ragged import IntArray
+from trainer.spec.data import FeatureSpec
+from trainer.spec.encoding import DenseTransform, VocabularySpec
+
+MISSING_ID = 0
+_WordArray = NDArray[np.uint64]
+
+
+class IdEncoder(Protocol):
+    """Makes ids 0 to `num_ids` - 1 of raw values; `wanted` says in words of which."""
+
+    @property
+    def num_ids(self) -> int:
+        """Number of ids, 0 included."""
+
+    @property
+    def wanted(self) -> str:
+        """What the column must hold, as in `a string or an integer`."""
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        """Whether values of this type can be encoded."""
+
+    def encode(self, values: pa.Array) -> IntArray:
+        """Ids int64 [n] of n values; null gives 0."""
+
+
+@dataclass(frozen=True)
+class HashEncoder:
+    """Ids 1 to `num_ids` - 1 by a hash of 64 bits: splitmix64 of the value plus `seed` * 2**32.
+
+    A string is first made a number: the sum of splitmix64(byte + 256 * place) over its UTF-8
+    bytes, mixed with its length. Integer arithmetic only, so equal on all machines and versions.
+    """
+
+    num_ids: int
+    seed: int
+    wanted: str = "a string or an integer"
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        """Strings and integers."""
+        return _is_string(kind) or pa.types.is_integer(kind)
+
+    def encode(self, values: pa.Array) -> IntArray:
+        """Ids of strings or integers."""
+        if _is_string(values.type):
+            return _by_distinct(values, lambda distinct: self._ids(_string_words(distinct)))
+        numbers = pc.fill_null(values, 0) if values.null_count else values
+        ids = self._ids(numbers.cast(pa.int64(), safe=False).to_numpy().view(np.uint64))
+        return _without_missing(ids, values)
+
+    def _ids(self, words: _WordArray) -> IntArray:
+        mixed = splitmix64(words + np.uint64(self.seed << 32))
+        return (mixed % np.uint64(self.num_ids - 1)).astype(np.int64) + 1
+
+
+@dataclass(frozen=True)
+class VocabularyEncoder:
+    """Value `values[i]` (ascending) has id `ids[i]`; what is not among them is unknown."""
+
+    values: pl.Series
+    ids: IntArray
+    num_ids: int
+
+    @property
+    def wanted(self) -> str:
+        """Values of the vocabulary's type."""
+        return "a string" if self.values.dtype == pl.String else "an integer"
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        """Strings, or integers, whichever the vocabulary holds."""
+        is_text = self.values.dtype == pl.String
+        return _is_string(kind) if is_text else pa.types.is_integer(kind)
+
+    def encode(self, values: pa.Array) -> IntArray:
+        """Ids of known values, 0 of others."""
+        return _by_distinct(values, self._ids)
+
+    def _ids(self, distinct: pa.Array) -> IntArray:
+        if self.values.is_empty():
+            return np.full(len(distinct), MISSING_ID, dtype=np.int64)
+        wanted = pl.Series(distinct).cast(self.values.dtype)
+        places = np.minimum(self.values.search_sorted(wanted).to_numpy(), len(self.values) - 1)
+        is_known = (self.values.gather(places) == wanted).to_numpy()
+        return np.where(is_known, self.ids[places], MISSING_ID)
+
+
+@dataclass(frozen=True)
+class BucketEncoder:
+    """Id 1 plus the number of boundaries that are not above the value."""
+
+    boundaries: tuple[float, ...]
+    wanted: str = "a number"
+
+    @property
+    def num_ids(self) -> int:
+        """Two more than there are boundaries: the missing, and both ends."""
+        return len(self.boundaries) + 2
+
+    def accepts(self, kind: pa.DataType) -> bool:
+        """Integers and floats."""
+        return pa.types.is_integer(kind) or pa.types.is_floating(kind)
+
+    def encode(self, values: pa.Array) -> IntArray:
+        """Ids of intervals; 0 for null and NaN."""
+        numbers = values.cast(pa.float64(), safe=False).to_numpy(zero_copy_only=False)
+        places = np.searchsorted(np.array(self.boundaries), numbers, side="right") + 1
+        return np.where(np.isnan(numbers), MISSING_ID, places).astype(np.int64)
+
+
+def encoder_of(feature: FeatureSpec, num_rows: int, folder: Path) -> IdEncoder | None:
+    """What makes ids of a feature's raw values; None where they are ids already.
+
+    `num_rows` are those of its table, `folder` is where vocabularies lie. Raises a `DataError` for
+    a vocabulary that is missing or cannot be read.
+    """
+    if feature.hashing:
+        size = feature.hashing.num_buckets
+        return HashEncoder(num_rows if size == "auto" else size, feature.hashing.seed)
+    if feature.vocabulary:
+        return load_vocabulary(vocabulary_path(feature, folder), feature.vocabulary.min_count)
+    return BucketEncoder(feature.bucketize.boundaries) if feature.bucketize else None
+
+
+def vocabulary_path(feature: FeatureSpec, folder: Path) -> Path:
+    """The file of a feature's vocabulary; `folder` is `data.path`, or where that was exported."""
+    vocabulary = feature.vocabulary or VocabularySpec()
+    if vocabulary.path:
+        return folder / vocabulary.path
+    return folder / "vocab" / f"{vocabulary.column or feature.source_column}.parquet"
+
+
+def load_vocabulary(path: Path, min_count: int = 1) -> VocabularyEncoder:
+    """Read a vocabulary, once per process and version; raises a `DataError` naming the file.
+
+    Values with a `count` below `min_count` are unknown.
+    """
+    try:
+        return _load(path, path.stat().st_mtime_ns, min_count)
+    except FileNotFoundError:
+        raise SourceMissingError(
+            f"{path} is missing; `shardloom data prepare` writes vocabularies, or set "
+            "features[].vocabulary.path"
+        ) from None
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(
+            f"{path} is no vocabulary that can be read ({error}); copy or prepare it again"
+        ) from None
+
+
+@lru_cache(maxsize=64)
+def _load(path: Path, modified_ns: int, min_count: int) -> VocabularyEncoder:
+    table = pq.read_table(path)
+    wanted = ["value", "index", *(["count"] if min_count > 1 else [])]
+    for name in wanted:
+        if name not in table.column_names:
+            raise ColumnError(f"{path}: no column '{name}'; a vocabulary has {', '.join(wanted)}")
+    kind = table.schema.field("value").type
+    if not _is_string(kind) and not pa.types.is_integer(kind):
+        raise ColumnError(f"{path}: column 'value' is {kind}, neither a string nor an integer")
+    if min_count > 1:
+        table = table.filter(pc.greater_equal(table["count"], min_count))
+    frame = pl.DataFrame(
+        {
+            "value": pl.Series(table["value"]).cast(pl.String if _is_string(kind) else pl.Int64),
+            "id": pl.Series(table["index"]).cast(pl.Int64),
+        }
+    ).sort("value")
+    ids = frame["id"].to_numpy()
+    if len(ids) and ids.min() < 1:
+        raise ColumnError(f"{path}: column 'index' holds {ids.min()}; ids of values begin with 1")
+    return VocabularyEncoder(frame["value"], ids, int(ids.max(initial=0)) + 1)
+
+
+@dataclass(frozen=True)
+class DenseRule:
+    """What becomes of a dense feature's numbers; `missing` takes the place of null and NaN."""
+
+    transform: DenseTransform = "none"
+    missing: float | None = None
+    mean: float = 0.0
+    std: float = 1.0
+
+    def apply(self, values: pa.Array) -> NDArray[np.float32]:
+        """float32 [n]; NaN for what is missing and has no replacement."""
+        wide = self.transform == "standardise"  # differences of large numbers need the digits
+        numbers = values.cast(pa.float64() if wide else pa.float32(), safe=False).to_numpy(
+            zero_copy_only=False
+        )
+        if self.missing is not None:
+            numbers = np.where(np.isnan(numbers), numbers.dtype.type(self.missing), numbers)
+        if self.transform == "log1p":
+            numbers = np.copysign(np.log1p(np.abs(numbers)), numbers)
+        elif wide:
+            numbers = ((numbers - self.mean) / self.std).astype(np.float32)
+        return numbers
+
+
+def dense_rule_of(feature: FeatureSpec) -> DenseRule:
+    """What a spec asks of a dense feature; without `mean` and `std` numbers stay in their unit."""
+    mean = 0.0 if feature.mean is None else feature.mean
+    std = 1.0 if feature.std is None else feature.std
+    return DenseRule(feature.transform, feature.missing, mean, std)
+
+
+def apply(
+    feature: FeatureSpec, values: pa.Array, *, num_rows: int = 0, folder: Path = Path()
+) -> NDArray[np.float32] | IntArray:
+    """What the model sees of a feature's raw values [n]: ids int64, or float32 if it is dense.
+
+    For lists, pass their flat items. `num_rows` are those of the table, `folder` is where
+    vocabularies lie.
+    """
+    if not feature.is_sparse:
+        return dense_rule_of(feature).apply(values)
+    encoder = encoder_of(feature, num_rows, folder)
+    if encoder is None:
+        return values.cast(pa.int64(), safe=False).to_numpy()
+    return encoder.encode(values)
+
+
+def splitmix64(words: _WordArray) -> _WordArray:
+    """Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"."""
+    mixed = words + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))
+
+
+def _string_words(texts: pa.Array) -> _WordArray:
+    """A number of 64 bits for each string; all bytes of all strings are mixed at once."""
+    if not len(texts):
+        return np.empty(0, dtype=np.uint64)
+    binary = texts.cast(pa.large_binary())
+    _, starts, content = binary.buffers()
+    offsets = np.frombuffer(starts, dtype=np.int64)[binary.offset : binary.offset + len(binary) + 1]
+    codes = np.frombuffer(content or b"", dtype=np.uint8)[offsets[0] : offsets[-1]]
+    offsets = offsets - offsets[0]
+    lengths = np.diff(offsets)
+    places = np.arange(len(codes), dtype=np.int64) - np.repeat(offsets[:-1], lengths)
+    mixed = splitmix64(codes.astype(np.uint64) + (places.astype(np.uint64) << np.uint64(8)))
+    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(mixed, dtype=np.uint64)])
+    return splitmix64(sums[offsets[1:]] - sums[offsets[:-1]] + lengths.astype(np.uint64))
+
+
+def _by_distinct(values: pa.Array, encode: Callable[[pa.Array], IntArray]) -> IntArray:
+    """Ids of values, of which each distinct one is encoded once; 0 for null."""
+    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    ids = encode(encoded.dictionary)
+    places = pc.fill_null(encoded.indices, 0) if encoded.null_count else encoded.indices
+    if not len(ids):
+        return np.full(len(values), MISSING_ID, dtype=np.int64)
+    return _without_missing(ids[places.to_numpy()], values)
+
+
+def _without_missing(ids: IntArray, values: pa.Array) -> IntArray:
+    if not values.null_count:
+        return ids
+    return np.where(values.is_null().to_numpy(zero_copy_only=False), MISSING_ID, ids)
+
+
+def _is_string(kind: pa.DataType) -> bool:
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return pa.types.is_string(kind) or pa.types.is_large_string(kind)

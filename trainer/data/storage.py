@@ -115,6 +115,11 @@ class Location:
             raise SourceMissingError(f"{self} is missing; check the path, or make the file again")
         return info.size
 
+    def fingerprint(self) -> tuple[int, int] | None:
+        """Size in bytes and time of change (ns) of a file; None where there is none."""
+        info = self._info()
+        return (info.size, info.mtime_ns) if info.type == fs.FileType.File else None
+
     def list(self, *, recursive: bool = False) -> tuple[Location, ...]:
         """The files in the folder, in name order; none where there is no folder."""
         wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)

@@ -31,21 +31,25 @@ class Catalogue:
 
 
 def describe_movies(
-    movies: pl.DataFrame, tags: pl.DataFrame, rated: pl.Series, max_tokens_per_movie: int
+    movies: pl.DataFrame, tags: pl.DataFrame, every_id: pl.Series, max_tokens_per_movie: int
 ) -> pl.DataFrame:
-    """One row per movie of `movies` or `rated`, by id: `movieId`, `year`, `genres`, `tokens`.
+    """One row per movie of `every_id` (distinct, ascending), in that order.
 
-    Tokens are the distinct words of the title, then those of its tags, most used first.
+    Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the title, then those of its tags, most used first.
     """
-    every_id = pl.concat([movies["movieId"], rated]).unique().sort().to_frame()
-    described = every_id.join(movies, on="movieId", how="left", maintain_order="left").select(
-        "movieId",
-        pl.col("title").str.extract(_YEAR).cast(pl.Float32).alias("year"),
-        pl.col("genres")
-        .str.split("|")
-        .list.eval(pl.element().filter(~pl.element().is_in([_NO_GENRES, ""])))
-        .fill_null([]),
-        _words(pl.col("title").str.replace(_YEAR, "")).alias("title_words"),
+    described = (
+        every_id.alias("movieId")
+        .to_frame()
+        .join(movies, on="movieId", how="left", maintain_order="left")
+        .select(
+            "movieId",
+            pl.col("title").str.extract(_YEAR).cast(pl.Float32).alias("year"),
+            pl.col("genres")
+            .str.split("|")
+            .list.eval(pl.element().filter(~pl.element().is_in([_NO_GENRES, ""])))
+            .fill_null([]),
+            _words(pl.col("title").str.replace(_YEAR, "")).alias("title_words"),
+        )
     )
     return (
         described.join(_tag_words(tags), on="movieId", how="left", maintain_order="left")

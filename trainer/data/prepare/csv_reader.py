@@ -1,12 +1,13 @@
 """Typed reading of csv files; a fault is named by file, line, column and value.
 
-Polars reads the whole file with the wanted types. Only when that fails, or finds an empty or
-forbidden cell, is the file read again line by line to say where the fault is.
+Polars reads the text with the wanted types. Only when that fails, or finds an empty or forbidden
+cell, is the text gone through line by line to say where the fault is.
 """
 
 from __future__ import annotations
 
 import csv
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from trainer.data.errors import (
     DataError,
     SourceMissingError,
 )
+from trainer.data.storage import Location
 
 _PATTERNS = {
     "a whole number": re.compile(r"\d{1,18}"),
@@ -82,64 +84,137 @@ def number(name: str, *, above: float, at_most: float) -> CsvColumn:
     return CsvColumn(name, "a number", (above, at_most))
 
 
-def read_csv(path: Path, columns: Sequence[CsvColumn]) -> pl.DataFrame:
+def read_csv(
+    path: Path | Location, columns: Sequence[CsvColumn], *, delimiter: str = ","
+) -> pl.DataFrame:
     """Read `columns` of a csv file with a header; other columns are left out.
 
     Raises `SourceMissingError`, `ColumnError`, `BadValueError`, or `CorruptFileError` where a file
     is empty or cannot be parsed at all.
     """
-    _check_header(path, [column.name for column in columns])
+    location = Location.parse(path)
+    content = read_file(location)
+    check_header(location, content, columns, delimiter)
+    frame = parse_csv(location, content, columns, delimiter)
+    if frame.is_empty():
+        raise CorruptFileError(f"{location} has a header but no rows; was the download cut short?")
+    return frame
+
+
+def read_file(location: Location) -> bytes:
+    """A whole csv file; raises `SourceMissingError` or, where it is empty, `CorruptFileError`."""
+    if not location.exists():
+        raise SourceMissingError(
+            f"{location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
+        )
+    if not (content := location.read_bytes()):
+        raise CorruptFileError(f"{location} is empty; was the download cut short?")
+    return content
+
+
+def parse_csv(
+    location: Location,
+    content: bytes,
+    columns: Sequence[CsvColumn],
+    delimiter: str,
+    *,
+    line_offset: int = 0,
+) -> pl.DataFrame:
+    """Read `columns` of a csv text that begins with its header.
+
+    Line n of it is line n + `line_offset` of the file. Raises `BadValueError` or
+    `CorruptFileError`.
+    """
     try:
         frame = pl.read_csv(
-            path,
+            content,
             columns=[column.name for column in columns],
             schema_overrides={column.name: column.dtype for column in columns},
+            separator=delimiter,
         )
     except pl.exceptions.PolarsError as error:
-        raise _locate_fault(path, columns, str(error)) from None
-    if frame.is_empty():
-        raise CorruptFileError(f"{path} has a header but no rows; was the download cut short?")
-    if any(frame.select(column.fault()).item(0, 0) for column in columns):
-        raise _locate_fault(path, columns, "a value is missing or out of bounds")
+        raise _locate_fault(location, content, columns, delimiter, line_offset, str(error)) from (
+            None
+        )
+    if any(frame.select(column.fault()).item(0, 0) for column in columns if len(frame)):
+        cause = "a value is missing or out of bounds"
+        raise _locate_fault(location, content, columns, delimiter, line_offset, cause)
     texts = [column.name for column in columns if column.kind == "text"]
+    frame = frame.select(column.name for column in columns)
     return frame.with_columns(pl.col(texts).fill_null("")) if texts else frame
 
 
-def _check_header(path: Path, wanted: Sequence[str]) -> None:
-    if not path.is_file():
-        raise SourceMissingError(
-            f"{path} is missing; a MovieLens folder holds ratings.csv, movies.csv"
-        )
-    try:
-        present = pl.read_csv(path, n_rows=0, infer_schema=False).columns
-    except pl.exceptions.NoDataError:
-        raise CorruptFileError(f"{path} is empty; was the download cut short?") from None
-    except pl.exceptions.PolarsError as error:
-        raise CorruptFileError(f"{path} is not a csv file: {error}") from None
-    for name in wanted:
-        if name not in present:
-            raise ColumnError(f"{path}, line 1: column '{name}' is missing; it has {present}")
+def check_header(
+    location: Location, content: bytes, columns: Sequence[CsvColumn], delimiter: str
+) -> None:
+    """Raise `ColumnError` unless the first line of `content` names every column."""
+    line = content.split(b"\n", 1)[0].decode("utf-8-sig", errors="replace").rstrip("\r")
+    present = next(csv.reader([line], delimiter=delimiter), [])
+    for column in columns:
+        if column.name not in present:
+            raise ColumnError(
+                f"{location}, line 1: column '{column.name}' is missing; it has {present}"
+                + _delimiter_hint(line, delimiter)
+            )
 
 
-def _locate_fault(path: Path, columns: Sequence[CsvColumn], cause: str) -> DataError:
+def _delimiter_hint(line: str, delimiter: str) -> str:
+    others = [mark for mark in (",", ";", "\t", "|") if mark != delimiter and mark in line]
+    if delimiter in line or not others:
+        return ""
+    return f". Its cells seem to be split by {others[0]!r}: set --delimiter"
+
+
+def _locate_fault(
+    location: Location,
+    content: bytes,
+    columns: Sequence[CsvColumn],
+    delimiter: str,
+    line_offset: int,
+    cause: str,
+) -> DataError:
     """Find the first bad cell, line by line: slow, and only used to name a known fault."""
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.DictReader(file)
-        try:
-            for record in reader:
-                for column in columns:
-                    if not column.accepts(record.get(column.name)):
-                        return BadValueError(
-                            path,
-                            f"line {reader.line_num}",
-                            column.name,
-                            record.get(column.name),
-                            column.wanted,
-                        )
-                if None in record:
-                    return CorruptFileError(
-                        f"{path}, line {reader.line_num}: more cells than columns"
-                    )
-        except csv.Error as error:
-            return CorruptFileError(f"{path}, line {reader.line_num}: {error}")
-    return CorruptFileError(f"{path} cannot be read: {cause}")
+    file = io.TextIOWrapper(
+        io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape", newline=""
+    )
+    reader = csv.DictReader(file, delimiter=delimiter)
+    try:
+        for record in reader:
+            line = reader.line_num + line_offset
+            if fault := _fault_of(location, line, record, columns, reader.fieldnames or ()):
+                return fault
+    except csv.Error as error:
+        return CorruptFileError(f"{location}, line {reader.line_num + line_offset}: {error}")
+    return CorruptFileError(f"{location} cannot be read: {cause}")
+
+
+def _fault_of(
+    location: Location,
+    line: int,
+    record: dict,
+    columns: Sequence[CsvColumn],
+    header: Sequence[str],
+) -> DataError | None:
+    for column in columns:
+        cell = record.get(column.name)
+        if cell is not None and not _is_utf8(cell):
+            return CorruptFileError(
+                f"{location}, line {line}, column '{column.name}': bytes that are not UTF-8 "
+                f"({cell.encode('utf-8', 'surrogateescape')!r}); save the file as UTF-8"
+            )
+        if not column.accepts(cell):
+            return BadValueError(str(location), f"line {line}", column.name, cell, column.wanted)
+    if None in record:
+        return CorruptFileError(
+            f"{location}, line {line}: more cells than columns: the header has {len(header)}; "
+            "is the delimiter right, and is text with delimiters in it quoted?"
+        )
+    return None
+
+
+def _is_utf8(cell: str) -> bool:
+    try:
+        cell.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

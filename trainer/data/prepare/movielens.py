@@ -1,230 +1,344 @@
 """MovieLens csv folders (ml-latest-small, ml-latest, ml-32m) to a prepared Parquet folder.
 
 One row per rating. The model learns `(rating - user_mean) / user_scale`. Nothing leaks: what is
-fitted (vocabularies, label statistics, tags) comes from the training part only, and what a feature
-counts or averages (histories, popularity, past means) from rows with a strictly smaller timestamp.
+fitted (vocabularies, moments, tags) comes from the training part only, and what a row counts or
+averages (histories, popularity, means) from rows with a strictly smaller timestamp.
 
-Per-rating numbers stay in memory (about 100 bytes a rating); the lists, which are much larger, are
-gathered one output part at a time.
+Ratings stream through files in units of whole users (`units.py`), so that memory does not grow
+with their number; only what there is one of per user, movie or tag stays in memory. Every file on
+the way is a recorded part (`staging.py`): a run that was killed goes on where it was.
 """
 
 from __future__ import annotations
 
-import sys
+import platform
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
-from rich.console import Console
-from rich.progress import Progress
 
 from trainer.data.errors import BadValueError, SourceMissingError, TooFewRowsError
-from trainer.data.manifest import Manifest, write_manifest
+from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry, read_footer
 from trainer.data.prepare.catalogue import describe_movies, encode_catalogue
-from trainer.data.prepare.csv_reader import integer, number, read_csv, text
-from trainer.data.prepare.past import Ratings
-from trainer.data.prepare.rating_rows import COLUMN_TYPES, RowBuilder
-from trainer.data.prepare.statistics import bias_baseline_rmse, fit_users, rmse
-from trainer.data.prepare.timeline import Split, mark_validation
-from trainer.data.prepare.vocabulary import Vocabulary, fit_vocabulary
-from trainer.data.prepare.writer import staged_folder, write_split
-
-_NO_TAGS = pl.DataFrame(
-    schema={"userId": pl.Int64, "movieId": pl.Int64, "tag": pl.String, "timestamp": pl.Int64}
+from trainer.data.prepare.census import Census, Units, take_census
+from trainer.data.prepare.csv_blocks import BlockReader
+from trainer.data.prepare.journal import Facts, Part
+from trainer.data.prepare.movie_past import MovieExchange, cut_movies
+from trainer.data.prepare.movielens_source import (
+    name_duplicate,
+    read_movies,
+    read_tags,
+    training_tags,
 )
-_SHUFFLE_SEED = 0
+from trainer.data.prepare.partitions import Partition, cut_partitions, write_partition
+from trainer.data.prepare.progress import Progress, shown_progress
+from trainer.data.prepare.rating_rows import COLUMN_TYPES, SCHEMA
+from trainer.data.prepare.staging import Staging, staged
+from trainer.data.prepare.statistics import Moments
+from trainer.data.prepare.timeline import Split
+from trainer.data.prepare.unit_rows import Fitted, SplitName, UnitRows, UserMean
+from trainer.data.prepare.units import (
+    RATING_COLUMNS,
+    Blocks,
+    DuplicateRating,
+    OnDuplicate,
+    cut_users,
+    read_blocks,
+    write_unit,
+)
+from trainer.data.prepare.vocabulary import Vocabulary, fit_vocabulary
+from trainer.data.ragged import IntArray
+from trainer.data.storage import Location
+
+# Raised whenever the same input would give other bytes: work of an older version is not resumed.
+_VERSION = 2
+_SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
 class MovieLensOptions(BaseModel):
-    """How to prepare. `validation_fraction` is of all ratings, or of each user's, by time."""
+    """How to prepare. `validation_fraction` is of all ratings, or of each user's, by time.
+
+    `user_mean`: labels are relative to the mean of the user's earlier ratings (`past`), or of all
+    of the user's training ratings (`training`), which holds the rating itself. `on_duplicate`: a
+    second rating of a movie by a user is a fault, or replaces earlier ones. `unit_rows`: ratings
+    that are held, sorted and shuffled at a time; memory follows it.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     split: Split = "per_user"
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    user_mean: UserMean = "past"
     history_length: PositiveInt = 10
     min_token_count: PositiveInt = 2
     max_tokens: PositiveInt = 20_000
     max_tokens_per_movie: PositiveInt = 24
-    num_partitions: PositiveInt = 4
+    on_duplicate: OnDuplicate = "fail"
+    on_missing_movie: Literal["keep", "fail"] = "keep"
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    num_partitions: PositiveInt = 32
     row_group_rows: PositiveInt = 8192
+    unit_rows: PositiveInt = 1 << 20
 
 
 def prepare_movielens(
-    source: Path,
-    out: Path,
+    source: Path | str | Location,
+    out: Path | str | Location,
     *,
     options: MovieLensOptions | None = None,
     overwrite: bool = False,
+    work_folder: Path | None = None,
 ) -> Manifest:
     """Read the csv folder `source` and write the prepared folder `out`, all or nothing.
 
-    Shows progress on stderr where that is a terminal. Raises a `DataError` that names file, line
-    and column of a bad value.
+    Both may be local paths or URLs. Run again after a kill, it goes on where it was, and the
+    result has the same bytes. Shows progress on stderr where that is a terminal. Raises a
+    `DataError` that names file, line and column of a bad value.
     """
     options = options or MovieLensOptions()
-    with (
-        staged_folder(out, overwrite=overwrite) as folder,
-        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
-    ):
-        steps = progress.add_task("reading csv files", total=4)
-        ratings, movies, tags = _read_source(source, options)
-        progress.update(steps, advance=1, description="fitting vocabularies")
-        vocabularies, builder = _fit(ratings, movies, tags, options)
-        progress.update(steps, advance=1, description="measuring baselines")
-        statistics = _statistics(ratings, builder)
-        progress.update(steps, advance=1, description="writing Parquet")
-        manifest = _write(folder, vocabularies, builder, options, statistics)
-        progress.update(steps, advance=1, description="done")
-    return manifest
-
-
-def _read_source(
-    source: Path, options: MovieLensOptions
-) -> tuple[Ratings, pl.DataFrame, pl.DataFrame]:
-    if not source.is_dir():
+    source = Location.parse(source)
+    if not source.is_folder():
         raise SourceMissingError(
             f"{source} is not a folder; name the folder that holds ratings.csv"
         )
-    frame = read_csv(
-        source / "ratings.csv",
-        [
-            integer("userId"),
-            integer("movieId"),
-            number("rating", above=0, at_most=5),
-            integer("timestamp"),
-        ],
-    ).sort("userId", "timestamp", "movieId")
-    movies = _read_movies(source / "movies.csv")
-    user, timestamp = frame["userId"].to_numpy(), frame["timestamp"].to_numpy()
-    is_validation = mark_validation(user, timestamp, options.split, options.validation_fraction)
-    if not is_validation.any() or is_validation.all():
-        raise TooFewRowsError(
-            f"{source / 'ratings.csv'}: {len(frame)} ratings leave no validation or no training "
-            f"rows with split {options.split!r} at fraction {options.validation_fraction:g}; "
-            "use more ratings, another fraction or another split"
-        )
-    ratings = Ratings(
-        user=user,
-        movie=frame["movieId"].to_numpy(),
-        stars=frame["rating"].to_numpy(),
-        timestamp=timestamp,
-        is_validation=is_validation,
-    )
-    return ratings, movies, _training_tags(_read_tags(source / "tags.csv"), ratings, options.split)
-
-
-def _read_movies(path: Path) -> pl.DataFrame:
-    movies = read_csv(path, [integer("movieId"), text("title"), text("genres")])
-    repeated = movies["movieId"].is_duplicated().arg_true()
-    if len(repeated):
-        last = repeated[-1]
-        movie_id = movies["movieId"][last]
-        raise BadValueError(
-            path, f"line {last + 2}", "movieId", movie_id, "unique: it stands twice"
-        )
-    return movies
-
-
-def _read_tags(path: Path) -> pl.DataFrame:
-    if not path.exists():
-        return _NO_TAGS
-    columns = [integer("userId"), integer("movieId"), text("tag"), integer("timestamp")]
-    return read_csv(path, columns)
-
-
-def _training_tags(tags: pl.DataFrame, ratings: Ratings, split: Split) -> pl.DataFrame:
-    """Tags given before validation began: for everybody, or for the tag's own user."""
-    held_out = pl.DataFrame(
-        {
-            "userId": ratings.user[ratings.is_validation],
-            "begin": ratings.timestamp[ratings.is_validation],
-        }
-    )
-    if split == "global":
-        return tags.filter(pl.col("timestamp") < held_out["begin"].min())
-    begins = held_out.group_by("userId").agg(pl.col("begin").min())
-    dated = tags.join(begins, on="userId", how="left", maintain_order="left")
-    return dated.filter(pl.col("begin").is_null() | (pl.col("timestamp") < pl.col("begin"))).drop(
-        "begin"
-    )
-
-
-def _fit(
-    ratings: Ratings, movies: pl.DataFrame, tags: pl.DataFrame, options: MovieLensOptions
-) -> tuple[dict[str, Vocabulary], RowBuilder]:
-    training = ~ratings.is_validation
-    users = fit_vocabulary("user_id", pl.Series(ratings.user[training]))
-    rated = fit_vocabulary("movie_id", pl.Series(ratings.movie[training]))
-    described = describe_movies(
-        movies, tags, pl.Series("movieId", ratings.movie), options.max_tokens_per_movie
-    )
-    seen = described.filter(pl.col("movieId").is_in(rated.values.implode()))
-    genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())
-    tokens = fit_vocabulary(
-        "tokens",
-        seen["tokens"].explode().drop_nulls(),
-        min_count=options.min_token_count,
-        max_size=options.max_tokens,
-    )
-    user_index = users.encode(pl.Series(ratings.user))
-    builder = RowBuilder(
-        ratings=ratings,
-        user_index=user_index,
-        movie_index=rated.encode(pl.Series(ratings.movie)),
-        catalogue=encode_catalogue(described, genres, tokens),
-        users=fit_users(user_index[training], ratings.stars[training], users.size),
-        history_length=options.history_length,
-    )
-    return {v.name: v for v in (users, rated, genres, tokens)}, builder
-
-
-def _statistics(ratings: Ratings, builder: RowBuilder) -> dict[str, float]:
-    held_out = ratings.stars[ratings.is_validation]
-    return {
-        "global_mean": builder.users.global_mean,
-        "global_std": builder.users.global_std,
-        "baseline_global_mean_rmse": rmse(held_out - builder.users.global_mean),
-        "baseline_user_movie_bias_rmse": bias_baseline_rmse(
-            builder.user_index, builder.movie_index, ratings.stars, ratings.is_validation
-        ),
-    }
-
-
-def _write(
-    folder: Path,
-    vocabularies: dict[str, Vocabulary],
-    builder: RowBuilder,
-    options: MovieLensOptions,
-    statistics: dict[str, float],
-) -> Manifest:
-    for vocabulary in vocabularies.values():
-        vocabulary.write(folder)
-    sizes = {name: vocabulary.size for name, vocabulary in vocabularies.items()}
-    movies = sizes["movie_id"]
-    histories = {name: movies for name in COLUMN_TYPES if name.startswith("history_")}
-    del histories["history_ratings"]
-    layout: dict[str, Any] = {
-        "num_partitions": options.num_partitions,
-        "row_group_rows": options.row_group_rows,
-    }
-    is_validation = builder.ratings.is_validation
-    # Loaders shuffle within windows of neighbouring rows, so neighbours must not share a user.
-    training = np.random.default_rng(_SHUFFLE_SEED).permutation(np.flatnonzero(~is_validation))
-    manifest = Manifest(
-        source="movielens",
-        splits={
-            "train": write_split(folder, "train", training, builder.build, **layout),
-            "validation": write_split(
-                folder, "validation", np.flatnonzero(is_validation), builder.build, **layout
-            ),
-        },
-        columns=COLUMN_TYPES,
-        vocab_sizes={**sizes, **histories},
-        options=options.model_dump(),
-        statistics=statistics,
-    )
-    write_manifest(folder, manifest)
+    out, work = Location.parse(out), _describe_work(source, options)
+    with (
+        staged(out, work, overwrite=overwrite, work_folder=work_folder) as staging,
+        shown_progress() as progress,
+    ):
+        manifest = _Preparation(source, options, staging, progress).run()
+        staging.publish(manifest)
     return manifest
+
+
+def _describe_work(source: Location, options: MovieLensOptions) -> dict[str, Any]:
+    """What the result's bytes depend on; unfinished work is resumed only where all is equal."""
+    return {
+        "kind": "movielens",
+        "version": _VERSION,
+        "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
+        "source": str(source),
+        "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
+        "options": options.model_dump(),
+    }
+
+
+class _Preparation:
+    """The steps, in order; each takes what those before it found."""
+
+    def __init__(
+        self, source: Location, options: MovieLensOptions, staging: Staging, progress: Progress
+    ) -> None:
+        self._source = source
+        self._options = options
+        self._staging = staging
+        self._progress = progress
+        self._counts: dict[str, int] = {}
+
+    def run(self) -> Manifest:
+        """Read, sort, fit, look back and write; gives the manifest, which is not yet written."""
+        reader = BlockReader(
+            self._source / "ratings.csv", RATING_COLUMNS, delimiter=self._options.delimiter
+        )
+        movies = read_movies(self._source / "movies.csv", self._options.delimiter)
+        blocks = self._read(reader)
+        self._check_movies(movies, blocks.movies)
+        movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
+        units = self._sort(reader, blocks, movie_ids)
+        census = self._take_census(units, len(blocks.users), len(movie_ids))
+        tags = training_tags(
+            read_tags(self._source / "tags.csv", self._options.delimiter),
+            blocks.users,
+            census.begins,
+            self._options.split,
+        )
+        self._counts["training_tags"] = len(tags)
+        vocabularies, fitted = self._fit(blocks, movies, movie_ids, tags, units, census)
+        rows = self._look_back(fitted)
+        return self._write(vocabularies, census, rows)
+
+    def _read(self, reader: BlockReader) -> Blocks:
+        with self._progress("reading ratings", reader.size_bytes) as advance:
+            return read_blocks(reader, self._staging, advance)
+
+    def _check_movies(self, movies: pl.DataFrame, rated: IntArray) -> None:
+        missing = np.setdiff1d(rated, movies["movieId"].to_numpy(), assume_unique=True)
+        self._counts["movies_without_metadata"] = len(missing)
+        if len(missing) and self._options.on_missing_movie == "fail":
+            raise BadValueError(
+                str(self._source / "movies.csv"),
+                "no line",
+                "movieId",
+                int(missing[0]),
+                f"described, but rated, like {len(missing) - 1} others; add them or keep them "
+                "without title and genres by --on-missing-movie keep",
+            )
+
+    def _sort(self, reader: BlockReader, blocks: Blocks, movie_ids: IntArray) -> Units:
+        users = cut_users(blocks.rows_per_user, self._options.unit_rows)
+        paths, repeated = [], 0
+        with self._progress("sorting by user and time", float(len(users))) as advance:
+            for number, own in enumerate(users):
+
+                def make(path: Path, own: range = own) -> Facts:
+                    return write_unit(path, blocks, own, movie_ids, self._options.on_duplicate)
+
+                try:
+                    path, facts = self._staging.scratch(f"units/{number:05d}.arrow", make)
+                except DuplicateRating as found:
+                    raise name_duplicate(self._source / "ratings.csv", reader, found) from None
+                paths.append(path)
+                repeated += facts["num_repeated"]
+                advance(1)
+        self._counts |= {"users": len(blocks.users), "duplicates_dropped": repeated}
+        return Units(paths, users, self._options.split, self._options.validation_fraction)
+
+    def _take_census(self, units: Units, num_users: int, num_movies: int) -> Census:
+        census = take_census(units, num_users, num_movies)
+        num_rows = int((census.num_training + census.num_held_out).sum())
+        if not census.num_training.sum() or not census.num_held_out.sum():
+            raise TooFewRowsError(
+                f"{self._source / 'ratings.csv'}: {num_rows} ratings leave no validation or no "
+                f"training rows with split {self._options.split!r} at fraction "
+                f"{self._options.validation_fraction:g}; use more ratings, another fraction or "
+                "another split"
+            )
+        self._counts["ratings"] = num_rows
+        return census
+
+    def _fit(
+        self,
+        blocks: Blocks,
+        movies: pl.DataFrame,
+        movie_ids: IntArray,
+        tags: pl.DataFrame,
+        units: Units,
+        census: Census,
+    ) -> tuple[dict[str, Vocabulary], Fitted]:
+        options = self._options
+        every_id = pl.Series("movieId", movie_ids)
+        described = describe_movies(movies, tags, every_id, options.max_tokens_per_movie)
+        is_known = census.training_rows_of_movie > 0
+        seen = described.filter(pl.Series(is_known))
+        genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())
+        tokens = fit_vocabulary(
+            "tokens",
+            seen["tokens"].explode().drop_nulls(),
+            min_count=options.min_token_count,
+            max_size=options.max_tokens,
+        )
+        users = Vocabulary(
+            "user_id", pl.Series("value", blocks.users[census.training_rows_of_user > 0])
+        )
+        rated = Vocabulary("movie_id", pl.Series("value", movie_ids[is_known]))
+        fitted = Fitted(
+            units=units,
+            census=census,
+            catalogue=encode_catalogue(described, genres, tokens),
+            user_index=users.encode(pl.Series(blocks.users)),
+            movie_index=rated.encode(every_id),
+            user_mean=options.user_mean,
+            history_length=options.history_length,
+        )
+        return {v.name: v for v in (users, rated, genres, tokens)}, fitted
+
+    def _look_back(self, fitted: Fitted) -> UnitRows:
+        moments: dict[str, Moments] = {}
+        paths = []
+        with self._progress("looking back at users", float(len(fitted.units))) as advance:
+            for unit in range(len(fitted.units)):
+
+                def make(path: Path, unit: int = unit) -> Facts:
+                    return fitted.write_by_movie(path, unit)
+
+                path, facts = self._staging.scratch(f"by_movie/{unit:05d}.arrow", make)
+                paths.append(path)
+                for name, own in facts.items():
+                    moments[name] = moments.get(name, Moments()) + Moments(**own)
+                advance(1)
+        bounds = cut_movies(fitted.census.rows_of_movie, self._options.unit_rows)
+        exchange = MovieExchange(paths, bounds)
+        with self._progress("looking back at movies", float(self._counts["ratings"])) as advance:
+            moments |= exchange.answer(self._staging, advance)
+        return UnitRows(fitted, exchange, moments)
+
+    def _write(
+        self, vocabularies: dict[str, Vocabulary], census: Census, rows: UnitRows
+    ) -> Manifest:
+        sizes = {name: vocabulary.size for name, vocabulary in vocabularies.items()}
+        histories = ("history_movies", "history_liked", "history_disliked")
+        return Manifest(
+            source="movielens",
+            splits=self._write_splits(census, rows),
+            columns=COLUMN_TYPES,
+            vocab_sizes=sizes | dict.fromkeys(histories, sizes["movie_id"]),
+            options=self._options.model_dump(),
+            statistics={
+                "global_mean": census.overall.mean,
+                "global_std": census.overall.std,
+                "baseline_global_mean_rmse": census.global_mean_rmse,
+                "baseline_user_movie_bias_rmse": census.bias_rmse,
+            },
+            vocabularies={v.name: self._write_vocabulary(v) for v in vocabularies.values()},
+            counts=self._counts,
+        )
+
+    def _write_vocabulary(self, vocabulary: Vocabulary) -> VocabularyEntry:
+        name = f"vocab/{vocabulary.name}.parquet"
+        part = self._staging.result(name, vocabulary.write_file)
+        return VocabularyEntry(
+            path=name,
+            num_values=vocabulary.size - 1,
+            size_bytes=part.size_bytes,
+            sha256=part.sha256,
+        )
+
+    def _write_splits(self, census: Census, rows: UnitRows) -> dict[str, SplitEntry]:
+        num_rows: dict[SplitName, IntArray] = {
+            "train": census.num_training,
+            "validation": census.num_held_out,
+        }
+        files: list[tuple[SplitName, int, Partition]] = [
+            (split, number, partition)
+            for split, own in num_rows.items()
+            for number, partition in enumerate(
+                cut_partitions(own, self._options.num_partitions, self._options.row_group_rows)
+            )
+        ]
+        # In the order of units, so that each unit is gathered about once.
+        files.sort(key=lambda file: file[2].slices[0])
+        entries: dict[str, list[FileEntry]] = {split: [] for split in num_rows}
+        with self._progress("writing Parquet", float(self._counts["ratings"])) as advance:
+            for split, number, partition in files:
+                entries[split].append(self._write_file(split, number, partition, rows))
+                advance(partition.num_rows)
+        return {
+            split: SplitEntry(num_rows=int(own.sum()), files=tuple(entries[split]))
+            for split, own in num_rows.items()
+        }
+
+    def _write_file(
+        self, split: SplitName, number: int, partition: Partition, rows: UnitRows
+    ) -> FileEntry:
+        def make(path: Path) -> Facts:
+            def build(unit: int, start: int, end: int) -> pa.Table:
+                return rows.build(split, unit, start, end)
+
+            write_partition(path, partition, build, SCHEMA, self._options.row_group_rows)
+            return {"num_row_groups": read_footer(path).num_row_groups}
+
+        name = f"{split}/part-{number:05d}.parquet"
+        return _file_entry(name, partition.num_rows, self._staging.result(name, make))
+
+
+def _file_entry(name: str, num_rows: int, part: Part) -> FileEntry:
+    return FileEntry(
+        path=name,
+        num_rows=num_rows,
+        num_row_groups=part.facts["num_row_groups"],
+        size_bytes=part.size_bytes,
+        sha256=part.sha256,
+    )

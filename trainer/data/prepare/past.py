@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.prepare.statistics import FloatArray
-from trainer.data.prepare.timeline import earlier_ranges, range_sums
+from trainer.data.prepare.statistics import FloatArray, Moments, past_scale
+from trainer.data.prepare.timeline import earlier_ranges, order_by, range_sums
 from trainer.data.ragged import IntArray
 
 # Ratings that the prior is worth in a mean over earlier ratings.
@@ -22,7 +22,11 @@ _PRIOR_ROWS = 5.0
 
 @dataclass(frozen=True)
 class Ratings:
-    """All ratings, sorted by (user, timestamp, movie); raw ids, Unix seconds, stars."""
+    """All ratings of some users, sorted by (user, timestamp, movie).
+
+    `user` and `movie` are any numbers that tell users and movies apart; `timestamp` is in Unix
+    seconds, `stars` as given.
+    """
 
     user: IntArray
     movie: IntArray
@@ -32,21 +36,18 @@ class Ratings:
 
 
 @dataclass(frozen=True)
-class Past:
-    """What came before each of n ratings; every array has shape [n].
+class UserPast:
+    """What came before each of n ratings by the same user; every array has shape [n].
 
     The earlier rows of the same user are `[starts, ends)`, and `user_mean` is the mean of their
     stars, leaning on the global one. `residual` is the rating's own stars minus `user_mean`: a
-    feature of later rows only. `movie_count` and `movie_mean` are over earlier training ratings of
-    the movie by anybody, the latter of their residuals, leaning on 0.
+    feature of later rows only.
     """
 
     starts: IntArray
     ends: IntArray
     user_mean: FloatArray
     residual: FloatArray
-    movie_count: FloatArray
-    movie_mean: FloatArray
 
     @property
     def user_count(self) -> IntArray:
@@ -54,21 +55,40 @@ class Past:
         return self.ends - self.starts
 
 
-def look_back(ratings: Ratings, global_mean: float) -> Past:
-    """Gather the past of every rating; `global_mean` in stars stands in for users without one."""
+@dataclass(frozen=True)
+class MoviePast:
+    """What came before each of n ratings of the same movie; both arrays have shape [n].
+
+    `count` and `mean` are over earlier training ratings by anybody, the latter of their residuals,
+    leaning on 0.
+    """
+
+    count: FloatArray
+    mean: FloatArray
+
+
+def look_back_at_users(ratings: Ratings, global_mean: float) -> UserPast:
+    """Gather what each user did before; `global_mean` (stars) stands in for users without past."""
     starts, ends = earlier_ranges(ratings.user, ratings.timestamp)
     total = range_sums(ratings.stars, starts, ends)
     user_mean = (total + _PRIOR_ROWS * global_mean) / (ends - starts + _PRIOR_ROWS)
-    residual = ratings.stars - user_mean
-    movie_count, movie_mean = _look_back_at_movies(ratings, residual)
-    return Past(starts, ends, user_mean, residual, movie_count, movie_mean)
+    return UserPast(starts, ends, user_mean, ratings.stars - user_mean)
 
 
-def _look_back_at_movies(ratings: Ratings, residual: FloatArray) -> tuple[FloatArray, FloatArray]:
-    order = np.lexsort((ratings.timestamp, ratings.movie))
-    starts, ends = earlier_ranges(ratings.movie[order], ratings.timestamp[order])
-    is_training = ~ratings.is_validation[order]
+def scale_of_the_past(ratings: Ratings, past: UserPast, overall: Moments) -> FloatArray:
+    """Spread of each rating's earlier stars by the same user, leaning on the overall one."""
+    total = range_sums(ratings.stars, past.starts, past.ends)
+    squares = range_sums(ratings.stars**2, past.starts, past.ends)
+    return past_scale(past.user_count, total, squares, past.user_mean, overall)
+
+
+def look_back_at_movies(
+    movie: IntArray, timestamp: IntArray, residual: FloatArray, is_training: NDArray[np.bool_]
+) -> MoviePast:
+    """Gather what came before of each movie; the rows may stand in any order."""
+    order = order_by(movie, timestamp)
+    starts, ends = earlier_ranges(movie[order], timestamp[order])
     count, mean = np.empty(len(order)), np.empty(len(order))
-    count[order] = range_sums(is_training, starts, ends)
-    mean[order] = range_sums(residual[order] * is_training, starts, ends)
-    return count, mean / (count + _PRIOR_ROWS)
+    count[order] = range_sums(is_training[order], starts, ends)
+    mean[order] = range_sums(residual[order] * is_training[order], starts, ends)
+    return MoviePast(count, mean / (count + _PRIOR_ROWS))

@@ -1,4 +1,4 @@
-"""The columns of a prepared rating: numbers for every row at once, lists for one part at a time."""
+"""The columns of a prepared rating: numbers for all rows of a unit at once, lists for a few."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from trainer.data.prepare.catalogue import Catalogue
-from trainer.data.prepare.past import Past, Ratings, look_back
-from trainer.data.prepare.statistics import UserStatistics, standardise
+from trainer.data.prepare.past import MoviePast, Ratings, UserPast
 from trainer.data.ragged import IntArray, Ragged, gather
 
 COLUMN_TYPES = {
@@ -46,15 +45,44 @@ _SECONDS_PER_YEAR = 365.25 * 86400
 _UNIX_EPOCH_YEAR = 1970
 
 
+def dense_of_users(
+    ratings: Ratings, past: UserPast, year: NDArray[np.float32]
+) -> dict[str, NDArray]:
+    """Dense features, before they are standardised, that need a user's ratings only.
+
+    `year` [n] is that of each rating's movie, NaN where unknown.
+    """
+    rated_in = _UNIX_EPOCH_YEAR + ratings.timestamp / _SECONDS_PER_YEAR
+    return {
+        "year": year.astype(np.float64),
+        "movie_age": np.log1p(np.maximum(rated_in - year, 0)),
+        "user_activity": np.log1p(past.user_count),
+        "user_past_mean": past.user_mean,
+    }
+
+
+def dense_of_movies(past: MoviePast) -> dict[str, NDArray]:
+    """Dense features, before they are standardised, that need a movie's ratings by anybody."""
+    return {"movie_popularity": np.log1p(past.count), "movie_past_mean": past.mean}
+
+
 @dataclass(frozen=True)
 class RowBuilder:
-    """Builds Arrow tables of prepared rows. `user_index`, `movie_index`: vocabulary indices [n]."""
+    """Builds Arrow tables of the prepared rows of some users.
+
+    `ratings.movie` holds positions in `catalogue`. All arrays have one entry per rating:
+    `user_index`, `movie_index` (of the vocabularies), `offset` and `scale` (of the label, stars)
+    and `dense` (standardised features).
+    """
 
     ratings: Ratings
+    past: UserPast
     user_index: IntArray
     movie_index: IntArray
     catalogue: Catalogue
-    users: UserStatistics
+    offset: NDArray
+    scale: NDArray
+    dense: dict[str, NDArray[np.float32]]
     history_length: int
 
     def build(self, rows: IntArray) -> pa.Table:
@@ -64,56 +92,60 @@ class RowBuilder:
         return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
     @cached_property
-    def _past(self) -> Past:
-        return look_back(self.ratings, self.users.global_mean)
-
-    @cached_property
-    def _movie_position(self) -> IntArray:
-        return np.searchsorted(self.catalogue.ids, self.ratings.movie)
-
-    @cached_property
     def _numbers(self) -> dict[str, NDArray]:
-        training = ~self.ratings.is_validation
-        year = self.catalogue.year[self._movie_position].astype(np.float64)
-        rated_in = _UNIX_EPOCH_YEAR + self.ratings.timestamp / _SECONDS_PER_YEAR
-        dense = {
-            "year": year,
-            "movie_age": np.log1p(np.maximum(rated_in - year, 0)),
-            "movie_popularity": np.log1p(self._past.movie_count),
-            "movie_past_mean": self._past.movie_mean,
-            "user_activity": np.log1p(self._past.user_count),
-            "user_past_mean": self._past.user_mean,
-        }
         return {
             "user_id": self.user_index,
             "movie_id": self.movie_index,
-            **{name: standardise(values, training) for name, values in dense.items()},
+            **self.dense,
             "rating": self.ratings.stars.astype(np.float32),
-            "user_mean": self.users.mean[self.user_index].astype(np.float32),
-            "user_scale": self.users.scale[self.user_index].astype(np.float32),
+            "user_mean": self.offset.astype(np.float32),
+            "user_scale": self.scale.astype(np.float32),
             "timestamp": self.ratings.timestamp,
         }
 
+    @cached_property
+    def _residual(self) -> NDArray[np.float32]:
+        return self.past.residual.astype(np.float32)
+
+    @cached_property
+    def _liked(self) -> _Chosen:
+        return _Chosen.of(self._residual > 0, self.movie_index)
+
+    @cached_property
+    def _disliked(self) -> _Chosen:
+        return _Chosen.of(self._residual < 0, self.movie_index)
+
     def _lists(self, rows: IntArray) -> dict[str, Ragged]:
-        movies = self._movie_position[rows]
-        starts, ends = self._past.starts[rows], self._past.ends[rows]
-        residual = self._past.residual.astype(np.float32)
+        movies = self.ratings.movie[rows]
+        starts, ends = self.past.starts[rows], self.past.ends[rows]
         recent = np.maximum(starts, ends - self.history_length)
         return {
             "genres": self.catalogue.genres.take(movies),
             "tokens": self.catalogue.tokens.take(movies),
             "history_movies": gather(self.movie_index, recent, ends),
-            "history_ratings": gather(residual, recent, ends),
-            "history_liked": self._recent_among(residual > 0, starts, ends),
-            "history_disliked": self._recent_among(residual < 0, starts, ends),
+            "history_ratings": gather(self._residual, recent, ends),
+            "history_liked": self._liked.last(starts, ends, self.history_length),
+            "history_disliked": self._disliked.last(starts, ends, self.history_length),
         }
 
-    def _recent_among(self, chosen: NDArray[np.bool_], starts: IntArray, ends: IntArray) -> Ragged:
-        """The last `history_length` chosen movies of each range, oldest first."""
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The values of some rows, and how many such rows come before each row [n + 1]."""
+
+    values: IntArray
+    before: IntArray
+
+    @classmethod
+    def of(cls, chosen: NDArray[np.bool_], values: IntArray) -> _Chosen:
         before = np.zeros(len(chosen) + 1, dtype=np.int64)
         np.cumsum(chosen, out=before[1:])
-        first, last = before[starts], before[ends]
-        return gather(self.movie_index[chosen], np.maximum(first, last - self.history_length), last)
+        return cls(values[chosen], before)
+
+    def last(self, starts: IntArray, ends: IntArray, limit: int) -> Ragged:
+        """The last `limit` chosen values of each range of rows, oldest first."""
+        first, last = self.before[starts], self.before[ends]
+        return gather(self.values, np.maximum(first, last - limit), last)
 
 
 def _list_array(lists: Ragged) -> pa.Array:

@@ -1,4 +1,4 @@
-"""Means, scales and simple predictors, all fitted on the training part only."""
+"""Means, scales and simple predictors, to be fitted on the training part only."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FloatArray = NDArray[np.float64]
 _USER_PRIOR_ROWS = 5.0
 _MIN_SCALE_RATIO = 0.25
 # Damping of the bias predictor that users compare with.
-_BIAS_PRIOR_ROWS = 5.0
+BIAS_PRIOR_ROWS = 5.0
 # Below it a column is constant but for rounding, which must not be blown up.
 _MIN_SPREAD = 1e-9
 
@@ -33,10 +33,56 @@ class UserStatistics:
     global_std: float
 
 
-def fit_users(user: IntArray, stars: FloatArray, num_users: int) -> UserStatistics:
-    """Fit on training rows; `user` holds vocabulary indices below `num_users`."""
-    global_mean = float(stars.mean())
-    global_std = float(stars.std()) or 1.0
+@dataclass(frozen=True)
+class Moments:
+    """Number, mean and sum of squared deviations of values; they add up without cancellation.
+
+    Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample
+    variances", 1979.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, values: NDArray) -> Moments:
+        """The moments of the finite values of an array."""
+        known = values[np.isfinite(values)].astype(np.float64, copy=False)
+        if not len(known):
+            return cls()
+        mean = float(known.mean())
+        return cls(len(known), mean, float(((known - mean) ** 2).sum()))
+
+    def __add__(self, other: Moments) -> Moments:
+        count = self.count + other.count
+        if not count:
+            return self
+        gap = other.mean - self.mean
+        mean = self.mean + gap * other.count / count
+        between = gap**2 * self.count * other.count / count
+        return Moments(count, mean, self.squares + other.squares + between)
+
+    @property
+    def std(self) -> float:
+        """Population standard deviation; 1 where the values are all alike but for rounding."""
+        spread = (self.squares / self.count) ** 0.5 if self.count else 0.0
+        return spread if spread > _MIN_SPREAD else 1.0
+
+    def standardise(self, values: NDArray) -> NDArray[np.float32]:
+        """Shift and scale values by these moments; NaN (missing) becomes 0."""
+        return np.nan_to_num((values - self.mean) / self.std).astype(np.float32)
+
+
+def fit_users(
+    user: IntArray, stars: FloatArray, num_users: int, overall: Moments | None = None
+) -> UserStatistics:
+    """Fit on training rows; `user` holds numbers below `num_users`.
+
+    `overall` are the moments of all stars, where `stars` are only some of them.
+    """
+    overall = overall or Moments.of(stars)
+    global_mean, global_std = overall.mean, overall.std
     count = np.bincount(user, minlength=num_users)
     total = np.bincount(user, stars, minlength=num_users)
     mean = (total + _USER_PRIOR_ROWS * global_mean) / (count + _USER_PRIOR_ROWS)
@@ -47,40 +93,19 @@ def fit_users(user: IntArray, stars: FloatArray, num_users: int) -> UserStatisti
     return UserStatistics(mean, scale, global_mean, global_std)
 
 
-def rmse(errors: FloatArray) -> float:
-    """Root of the mean square; NaN for no errors."""
-    return float(np.sqrt(np.mean(errors**2))) if len(errors) else float("nan")
+def past_scale(
+    count: IntArray, total: FloatArray, squares: FloatArray, mean: FloatArray, overall: Moments
+) -> FloatArray:
+    """Scale of the stars of each row's earlier rows around `mean`; every value is above 0.
 
-
-def bias_baseline_rmse(
-    user: IntArray, movie: IntArray, stars: FloatArray, is_validation: NDArray[np.bool_]
-) -> float:
-    """Validation RMSE, in stars, of global mean + movie bias + user bias, damped.
-
-    `user` and `movie` hold vocabulary indices; index 0 (never seen in training) gets no bias.
+    `count`, `total` and `squares` are the number, sum and sum of squares of the earlier stars.
     """
-    training = ~is_validation
-    mean = stars[training].mean()
-    movie_bias = _damped_means(movie[training], stars[training] - mean, int(movie.max()) + 1)
-    residual = stars[training] - mean - movie_bias[movie[training]]
-    user_bias = _damped_means(user[training], residual, int(user.max()) + 1)
-    errors = stars - mean - movie_bias[movie] - user_bias[user]
-    return rmse(errors[is_validation])
+    deviations = np.maximum(squares - 2 * mean * total + count * mean**2, 0)
+    variance = (deviations + _USER_PRIOR_ROWS * overall.std**2) / (count + _USER_PRIOR_ROWS)
+    return np.maximum(np.sqrt(variance), _MIN_SCALE_RATIO * overall.std)
 
 
-def _damped_means(group: IntArray, values: FloatArray, num_groups: int) -> FloatArray:
+def damped_means(group: IntArray, values: FloatArray, num_groups: int) -> FloatArray:
+    """Mean per group, leaning on 0, for the bias predictor that users compare with."""
     count = np.bincount(group, minlength=num_groups)
-    return np.bincount(group, values, minlength=num_groups) / (count + _BIAS_PRIOR_ROWS)
-
-
-def standardise(values: FloatArray, training: NDArray[np.bool_]) -> NDArray[np.float32]:
-    """Shift and scale to mean 0 and spread 1 over the training rows; NaN (missing) becomes 0.
-
-    A column that is constant over them is only shifted.
-    """
-    fitted = values[training]
-    if not np.isfinite(fitted).any():
-        return np.nan_to_num(values).astype(np.float32)
-    spread = np.nanstd(fitted)
-    scale = spread if spread > _MIN_SPREAD else 1.0
-    return np.nan_to_num((values - np.nanmean(fitted)) / scale).astype(np.float32)
+    return np.bincount(group, values, minlength=num_groups) / (count + BIAS_PRIOR_ROWS)

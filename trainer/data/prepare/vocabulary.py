@@ -36,10 +36,14 @@ class Vocabulary:
     def write(self, folder: Path) -> None:
         """Write `folder/vocab/NAME.parquet` with columns `index` and `value`."""
         (folder / "vocab").mkdir(exist_ok=True)
+        self.write_file(folder / "vocab" / f"{self.name}.parquet")
+
+    def write_file(self, path: Path) -> None:
+        """Write a Parquet file with columns `index` and `value`."""
         frame = pl.DataFrame(
             {"index": np.arange(1, self.size, dtype=np.int64), "value": self.values}
         )
-        frame.write_parquet(folder / "vocab" / f"{self.name}.parquet")
+        frame.write_parquet(path)
 
 
 def fit_vocabulary(

@@ -172,8 +172,24 @@ def test_a_movie_seen_only_in_validation_is_unknown(tiny, tmp_path):
     assert load_manifest(tmp_path / "out").vocab_sizes["history_liked"] == 4
 
 
-def test_user_statistics_come_from_training_rows_and_lean_on_the_global_ones(tiny, tmp_path):
+def test_labels_are_relative_to_the_strictly_earlier_ratings_of_the_user(tiny, tmp_path):
     prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
+    rows = pl.concat([rows_of(tmp_path / "out", part) for part in ("train", "validation")])
+    overall = np.array([5, 1, 3, 2, 4, 4.5])
+    by_time = rows.filter(pl.col("user_id") == 2).sort("timestamp", "rating")
+    past = [[], [2.0], [2.0], [2.0, 4.0, 4.5]]
+    means = [(sum(own) + 5 * overall.mean()) / (len(own) + 5) for own in past]
+    assert by_time["user_mean"].to_list() == pytest.approx(means)
+    variances = [
+        (sum((stars - mean) ** 2 for stars in own) + 5 * overall.var()) / (len(own) + 5)
+        for own, mean in zip(past, means, strict=True)
+    ]
+    assert by_time["user_scale"].to_list() == pytest.approx(np.sqrt(variances).tolist())
+
+
+def test_labels_can_be_relative_to_all_training_ratings_of_the_user(tiny, tmp_path):
+    options = TINY_OPTIONS.model_copy(update={"user_mean": "training"})
+    prepare_movielens(tiny, tmp_path / "out", options=options)
     train = rows_of(tmp_path / "out", "train")
     stars = np.array([5, 1, 3, 2, 4, 4.5])
     expected = {

@@ -11,9 +11,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.prepare.catalogue import describe_movies, encode_catalogue
-from trainer.data.prepare.past import Past, Ratings, look_back
-from trainer.data.prepare.rating_rows import COLUMN_TYPES, RowBuilder
-from trainer.data.prepare.statistics import fit_users, standardise
+from trainer.data.prepare.past import (
+    MoviePast,
+    Ratings,
+    UserPast,
+    look_back_at_movies,
+    look_back_at_users,
+    scale_of_the_past,
+)
+from trainer.data.prepare.rating_rows import (
+    COLUMN_TYPES,
+    RowBuilder,
+    dense_of_movies,
+    dense_of_users,
+)
+from trainer.data.prepare.statistics import Moments
 from trainer.data.prepare.timeline import mark_validation
 from trainer.data.prepare.vocabulary import fit_vocabulary
 
@@ -26,6 +38,15 @@ EVENTS = st.sets(
 NOT_FEATURES = {"rating", "user_mean", "user_scale"}
 
 
+def look_back(ratings: Ratings, global_mean: float) -> tuple[UserPast, MoviePast]:
+    """What was known of user and movie at each rating."""
+    past = look_back_at_users(ratings, global_mean)
+    movies = look_back_at_movies(
+        ratings.movie, ratings.timestamp, past.residual, ~ratings.is_validation
+    )
+    return past, movies
+
+
 @st.composite
 def ratings_of_all(draw) -> Ratings:
     """Ratings of a few users; the last ones by time are held out, globally or per user."""
@@ -36,10 +57,16 @@ def ratings_of_all(draw) -> Ratings:
     return Ratings(user, movie, np.array(stars), time, held_out)
 
 
-def own_features(past: Past) -> dict[str, np.ndarray]:
-    """What of the past a row's own features are made of."""
-    names = ("user_count", "user_mean", "movie_count", "movie_mean")
-    return {name: getattr(past, name) for name in names}
+def own_features(ratings: Ratings) -> dict[str, np.ndarray]:
+    """What of the past a row's own features and the offset and scale of its label are made of."""
+    past, movies = look_back(ratings, GLOBAL_MEAN)
+    return {
+        "user_count": past.user_count,
+        "user_mean": past.user_mean,
+        "user_scale": scale_of_the_past(ratings, past, Moments(10, GLOBAL_MEAN, 10.0)),
+        "movie_count": movies.count,
+        "movie_mean": movies.mean,
+    }
 
 
 @given(ratings_of_all(), st.data())
@@ -47,8 +74,8 @@ def test_changing_a_rating_changes_no_feature_of_itself_or_of_earlier_rows(ratin
     changed_row = data.draw(st.integers(0, len(ratings.stars) - 1))
     stars = ratings.stars.copy()
     stars[changed_row] = data.draw(STARS)
-    before = own_features(look_back(ratings, GLOBAL_MEAN))
-    after = own_features(look_back(replace(ratings, stars=stars), GLOBAL_MEAN))
+    before = own_features(ratings)
+    after = own_features(replace(ratings, stars=stars))
     not_later = ratings.timestamp <= ratings.timestamp[changed_row]
     for name, values in before.items():
         assert after[name][not_later] == pytest.approx(values[not_later], abs=1e-9), name
@@ -60,15 +87,15 @@ def test_removing_what_is_not_earlier_changes_no_feature(ratings):
         kept = ratings.timestamp < ratings.timestamp[row]
         kept[row] = True
         seen = Ratings(*(getattr(ratings, name)[kept] for name in Ratings.__annotations__))
-        whole, cut = look_back(ratings, GLOBAL_MEAN), look_back(seen, GLOBAL_MEAN)
+        whole, cut = own_features(ratings), own_features(seen)
         place = int(kept[:row].sum())
-        for name, values in own_features(whole).items():
-            assert own_features(cut)[name][place] == pytest.approx(values[row], abs=1e-9), name
+        for name, values in whole.items():
+            assert cut[name][place] == pytest.approx(values[row], abs=1e-9), name
 
 
 @given(ratings_of_all())
 def test_the_past_is_what_a_loop_would_find(ratings):
-    past = look_back(ratings, GLOBAL_MEAN)
+    past, movies = look_back(ratings, GLOBAL_MEAN)
     columns = zip(ratings.user, ratings.movie, ratings.timestamp, strict=True)
     for row, (user, movie, time) in enumerate(columns):
         earlier = ratings.timestamp < time
@@ -77,16 +104,16 @@ def test_the_past_is_what_a_loop_would_find(ratings):
         assert past.residual[row] == pytest.approx(ratings.stars[row] - past.user_mean[row])
         same_movie = earlier & (ratings.movie == movie) & ~ratings.is_validation
         residuals = past.residual[same_movie]
-        assert past.movie_count[row] == len(residuals)
-        assert past.movie_mean[row] == pytest.approx(residuals.sum() / (len(residuals) + 5))
+        assert movies.count[row] == len(residuals)
+        assert movies.mean[row] == pytest.approx(residuals.sum() / (len(residuals) + 5))
 
 
 def test_a_user_without_a_past_is_as_the_global_mean():
     one = Ratings(*(np.array([value]) for value in (7, 1, 5.0, 100, False)))
-    past = look_back(one, GLOBAL_MEAN)
+    past, movies = look_back(one, GLOBAL_MEAN)
     assert past.user_mean.tolist() == [GLOBAL_MEAN]
     assert past.residual.tolist() == [1.5]
-    assert past.movie_mean.tolist() == [0]
+    assert movies.mean.tolist() == [0]
 
 
 def build(ratings: Ratings) -> pl.DataFrame:
@@ -104,13 +131,19 @@ def build(ratings: Ratings) -> pl.DataFrame:
         fit_vocabulary(name, described[name].explode().drop_nulls())
         for name in ("genres", "tokens")
     ]
-    user_index = users.encode(pl.Series(ratings.user))
+    past, movie_past = look_back(ratings, float(ratings.stars[training].mean()))
+    catalogue = encode_catalogue(described, *words)
+    position = np.searchsorted(catalogue.ids, ratings.movie)
+    dense = dense_of_users(ratings, past, catalogue.year[position]) | dense_of_movies(movie_past)
     builder = RowBuilder(
-        ratings=ratings,
-        user_index=user_index,
+        ratings=replace(ratings, movie=position),
+        past=past,
+        user_index=users.encode(pl.Series(ratings.user)),
         movie_index=rated.encode(pl.Series(ratings.movie)),
-        catalogue=encode_catalogue(described, *words),
-        users=fit_users(user_index[training], ratings.stars[training], users.size),
+        catalogue=catalogue,
+        offset=past.user_mean,
+        scale=scale_of_the_past(ratings, past, Moments.of(ratings.stars[training])),
+        dense={name: Moments.of(v[training]).standardise(v) for name, v in dense.items()},
         history_length=3,
     )
     return pl.DataFrame(builder.build(np.arange(len(ratings.user))))
@@ -152,5 +185,6 @@ def test_swapping_later_ratings_changes_no_feature_column_of_earlier_rows(rating
 )
 def test_standardising_fits_the_training_rows_and_blows_up_no_rounding(values, expected):
     training = np.array([True, True, False])
-    found = standardise(np.array(values), training)
+    column = np.array(values)
+    found = Moments.of(column[training]).standardise(column)
     assert found.tolist() == pytest.approx(expected, abs=1e-6)

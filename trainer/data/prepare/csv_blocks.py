@@ -1,0 +1,101 @@
+"""A large csv file as a sequence of blocks of whole lines, each read and checked by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import polars as pl
+
+from trainer.data.errors import CorruptFileError, SourceMissingError
+from trainer.data.prepare.csv_reader import CsvColumn, check_header, parse_csv
+from trainer.data.storage import Location
+
+_BLOCK_BYTES = 32 * 1024 * 1024
+# Lines are short; a "line" of several blocks is a quote that was never closed.
+_MAX_BLOCKS_PER_LINE = 4
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a block lies: bytes `[start, end)` and lines `[line, next_line)` of the file."""
+
+    start: int
+    end: int
+    line: int
+    next_line: int
+
+
+class BlockReader:
+    """Reads the wanted columns of a csv file block by block; memory is that of one block."""
+
+    def __init__(
+        self,
+        location: Location,
+        columns: Sequence[CsvColumn],
+        *,
+        delimiter: str = ",",
+        block_bytes: int = _BLOCK_BYTES,
+    ) -> None:
+        """Look at the header; raises `SourceMissingError`, `ColumnError` or `CorruptFileError`."""
+        if not location.exists():
+            raise SourceMissingError(
+                f"{location} is missing; a MovieLens folder holds ratings.csv, movies.csv"
+            )
+        self._location = location
+        self._columns = columns
+        self._delimiter = delimiter
+        self._block_bytes = block_bytes
+        self.size_bytes = location.size_bytes()
+        self._header = self._read(0)
+        if not self._header:
+            raise CorruptFileError(f"{location} is empty; was the download cut short?")
+        self._header = self._header.split(b"\n", 1)[0] + b"\n"
+        check_header(location, self._header, columns, delimiter)
+        if self.size_bytes <= len(self._header):
+            raise CorruptFileError(
+                f"{location} has a header but no rows; was the download cut short?"
+            )
+
+    @property
+    def first(self) -> int:
+        """Where the first block begins: after the header."""
+        return len(self._header)
+
+    def read(self, start: int, line: int) -> tuple[Block, pl.DataFrame]:
+        """The block that begins at byte `start`, on line `line`; raises what `parse_csv` does."""
+        content = self._read(start)
+        block = Block(start, start + len(content), line, line + content.count(b"\n"))
+        # The header is line 1 of what is parsed, and the block's first line is line 2.
+        frame = parse_csv(
+            self._location,
+            self._header + content,
+            self._columns,
+            self._delimiter,
+            line_offset=line - 2,
+        )
+        return block, frame
+
+    def _read(self, start: int) -> bytes:
+        """Whole lines from `start` on: about one block, and at least one line."""
+        with self._location.open_input() as file:
+            file.seek(start)
+            content = b""
+            for _ in range(_MAX_BLOCKS_PER_LINE):
+                content += file.read(self._block_bytes)
+                if start + len(content) == self.size_bytes:
+                    return content
+                if end := _last_line_end(content):
+                    return content[:end]
+        raise CorruptFileError(
+            f"{self._location} has no end of line in {len(content)} bytes after byte {start}; "
+            "is a quote left open, or is it no text file?"
+        )
+
+
+def _last_line_end(content: bytes) -> int:
+    """Where the last whole line ends: after a newline that is not inside quotes; 0 for none."""
+    end = content.rfind(b"\n") + 1
+    while end and content.count(b'"', 0, end) % 2:
+        end = content.rfind(b"\n", 0, end - 1) + 1
+    return end

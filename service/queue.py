@@ -15,7 +15,7 @@ lowest priority and the latest start first; until they have gone nothing else st
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -42,10 +42,16 @@ class Capacity:
         """How many workers of a job an empty cluster holds; None where that is not known."""
         if self.max_workers is not None:
             return self.max_workers
-        if self.hosts is None:
-            return None
+        return None if self.hosts is None else self._num_fitting_beside(job, Use(), self.hosts)
+
+    def _num_fitting_beside(self, job: Job, used: Use, hosts: Sequence[HostFacts]) -> int:
+        """How many workers fit on the hosts, beside those that are known to lie on each."""
         cpus, gpus = self.demand_of(job)
-        fitting = [_num_fitting(h.num_cpus, h.num_gpus, cpus, gpus) for h in self.hosts]
+        taken = [used.hosts.get(host.address, (0.0, 0.0)) for host in hosts]
+        fitting = [
+            max(0, _num_fitting(host.num_cpus - taken_cpus, host.num_gpus - taken_gpus, cpus, gpus))
+            for host, (taken_cpus, taken_gpus) in zip(hosts, taken, strict=True)
+        ]
         spread = num_hosts_needed(job)
         if not spread:
             return sum(fitting)
@@ -63,9 +69,10 @@ class Capacity:
         return resources.cpus_per_worker, float(wants_gpu)
 
     def use_of(self, job: Job, workers: int) -> Use:
-        """What so many workers of a job take."""
+        """What so many workers of a job take, and where as far as the job has told."""
         cpus, gpus = self.demand_of(job)
-        return Use(workers, workers * cpus, workers * gpus)
+        hosts = {host: (num * cpus, num * gpus) for host, num in workers_by_host(job).items()}
+        return Use(workers, workers * cpus, workers * gpus, hosts)
 
     def num_free(self, job: Job, used: Use) -> int | None:
         """How many workers of a job fit beside what is `used`; None where that is not known."""
@@ -76,22 +83,37 @@ class Capacity:
             return max(0, limit - used.workers)
         free_cpus = sum(host.num_cpus for host in self.hosts) - used.cpus
         free_gpus = sum(host.num_gpus for host in self.hosts) - used.gpus
-        return max(0, min(limit, _num_fitting(free_cpus, free_gpus, *self.demand_of(job))))
+        # Where the others lie is known of some of them only: these bound it from both sides.
+        beside = self._num_fitting_beside(job, used, self.hosts)
+        return max(0, min(beside, _num_fitting(free_cpus, free_gpus, *self.demand_of(job))))
 
 
 @dataclass(frozen=True)
 class Use:
-    """What workers take of the cluster."""
+    """What workers take of the cluster, and of its hosts where that is known: (CPUs, GPUs)."""
 
     workers: int = 0
     cpus: float = 0.0
     gpus: float = 0.0
+    hosts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __add__(self, other: Use) -> Use:
-        return Use(self.workers + other.workers, self.cpus + other.cpus, self.gpus + other.gpus)
+        return self._with(other, 1)
 
     def __sub__(self, other: Use) -> Use:
-        return Use(self.workers - other.workers, self.cpus - other.cpus, self.gpus - other.gpus)
+        return self._with(other, -1)
+
+    def _with(self, other: Use, sign: int) -> Use:
+        hosts = dict(self.hosts)
+        for host, (cpus, gpus) in other.hosts.items():
+            known_cpus, known_gpus = hosts.get(host, (0.0, 0.0))
+            hosts[host] = (known_cpus + sign * cpus, known_gpus + sign * gpus)
+        return Use(
+            self.workers + sign * other.workers,
+            self.cpus + sign * other.cpus,
+            self.gpus + sign * other.gpus,
+            hosts,
+        )
 
 
 @dataclass(frozen=True)
@@ -161,6 +183,16 @@ def workers_held(job: Job) -> int:
     if membership is not None and membership.attempt_id == job.current_attempt_id:
         return membership.world_size or QueueNote.of(job).workers or sizes_of_job(job).world_size
     return QueueNote.of(job).workers or sizes_of_job(job).world_size
+
+
+def workers_by_host(job: Job) -> Mapping[str, int]:
+    """How many workers of a job lie on each host, as far as its groups have told; 0 at rest."""
+    membership = job.membership
+    if not workers_held(job) or membership is None:
+        return {}
+    if membership.attempt_id != job.current_attempt_id:
+        return {}
+    return Counter(host for member in membership.members for host in member.hosts)
 
 
 def most_held(job: Job) -> int:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.backends.base import HostFacts
-from service.domain import Job, JobStatus, QueueNote
+from service.domain import Job, JobStatus, Member, Membership, QueueNote
 from service.projects import Project
 from service.queue import (
     PASS_WINDOW_S,
@@ -193,6 +193,30 @@ def test_a_job_that_its_quota_can_never_hold_says_so_and_blocks_nobody() -> None
     found = decide(queued, [], None, ads)
     assert started(found) == ["small"]
     assert "may use 4 workers" in reasons(found)["big"]
+
+
+def _spread(job: Job, *hosts: str) -> Job:
+    """A running job whose groups of one worker lie on these hosts."""
+    members = tuple(Member(n, 0, (host,), "current") for n, host in enumerate(hosts))
+    attempt = f"{job.id}-a0"
+    membership = Membership(attempt, world_size=len(hosts), members=members)
+    return replace(job, current_attempt_id=attempt, membership=membership)
+
+
+def test_a_gang_counts_what_is_free_on_each_host_where_that_is_known() -> None:
+    survivor = replace(
+        queued_job(
+            name="survivor",
+            parallelism={"workers": 4, "shard_group_size": 2, "survive": {"hosts": 1}},
+        ),
+        queued_at=NOW,
+    )
+    # Half of each host is free, or one host whole: four workers either way, in groups of two.
+    apart = _spread(running(workers=4), "h0", "h0", "h1", "h1")
+    together = _spread(running(workers=4), "h0", "h0", "h0", "h0")
+    assert started(decide([survivor], [apart], cluster(4, 4))) == ["survivor"]
+    assert started(decide([survivor], [together], cluster(4, 4))) == []
+    assert started(decide([survivor], [together], cluster(4, 4, 2))) == ["survivor"]
 
 
 # ---- passing

@@ -12,10 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from trainer.data.cli_common import Overwrite, data_errors_shown, show_summary
 from trainer.data.cli_criteo import generate_criteo_command, prepare_criteo_command
+from trainer.data.cli_inspect import inspect_command
 
 app = typer.Typer(name="data", help="Prepare, generate and inspect data.", no_args_is_help=True)
 prepare_app = typer.Typer(help="Turn raw data into partitioned Parquet.", no_args_is_help=True)
@@ -24,6 +24,7 @@ app.add_typer(prepare_app, name="prepare")
 app.add_typer(generate_app, name="generate")
 prepare_app.command("criteo")(prepare_criteo_command)
 generate_app.command("criteo")(generate_criteo_command)
+app.command("inspect")(inspect_command)
 
 
 class SplitChoice(StrEnum):
@@ -76,25 +77,3 @@ def generate_movielens_command(
     with data_errors_shown():
         generate_movielens(out, num_ratings=ratings, seed=seed, overwrite=overwrite)
     Console().print(f"{ratings} generated ratings in {escape(str(out))}", soft_wrap=True)
-
-
-@app.command("inspect")
-def inspect_command(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A prepared folder.")],
-    verify: Annotated[
-        bool, typer.Option(help="Read every file whole and compare its checksum.")
-    ] = True,
-) -> None:
-    """Show rows, columns and cardinalities of a prepared folder, and check its files."""
-    from trainer.data.manifest import load_manifest, verify_checksums
-
-    with data_errors_shown():
-        manifest = load_manifest(folder)
-        num_verified = verify_checksums(folder, manifest) if verify else 0
-    show_summary(folder, manifest)
-    columns = Table("column", "type", "ids", title="Columns")
-    for name, kind in manifest.columns.items():
-        columns.add_row(name, kind, str(manifest.vocab_sizes.get(name, "")))
-    Console().print(columns)
-    if verify:
-        Console().print(f"[green]OK:[/] {num_verified} files have the sha256 of the manifest")

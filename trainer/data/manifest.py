@@ -148,8 +148,13 @@ def _parse_manifest(folder: Path) -> Manifest:
         raise ManifestError(
             f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
         )
+    return parse_manifest(path.read_bytes(), str(path))
+
+
+def parse_manifest(content: bytes, path: str) -> Manifest:
+    """The manifest of the file `path`, which is only named; raises `ManifestError`."""
     try:
-        return Manifest.model_validate_json(path.read_bytes())
+        return Manifest.model_validate_json(content)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"

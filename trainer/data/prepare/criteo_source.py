@@ -51,7 +51,9 @@ def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
 
 
 def _is_data(name: str) -> bool:
-    return not name.startswith((".", "_")) and not name.endswith((".json", ".md"))
+    """Whether a file of a folder is meant: no hidden one, no description."""
+    is_hidden = name.startswith((".", "_"))
+    return not is_hidden and not name.endswith((".json", ".md")) and "readme" not in name.lower()
 
 
 def _natural(name: str) -> list[str | int]:

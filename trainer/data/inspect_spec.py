@@ -1,0 +1,165 @@
+"""From what columns hold to `features` and `embedding_tables` of a job spec, ready to paste.
+
+A suggestion by simple rules, meant to be read: names and cardinalities say which columns are ids,
+all tables get one dimension (the networks need that), twice the fourth root of the largest
+cardinality, rounded up to a power of two from 8 to 128.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from trainer.data.inspect_columns import ColumnReport
+from trainer.data.manifest import Manifest
+from trainer.spec.base import IDENTIFIER_PATTERN
+
+_LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "rating", "stars", "y")
+# What the label is made of in data that we prepare: no inputs.
+_LABEL_PARTS = {"movielens": ("user_mean", "user_scale")}
+_TIME_NAME = re.compile(r"(^|_)(timestamp|time|ts|date|datetime)$")
+_ID_NAME = re.compile(r"(id|ids|_?cat(egory)?_?\d*|code|zip|genres?|tokens?|tags?)$", re.IGNORECASE)
+_DIMS = (8, 16, 32, 64, 128)
+# An integer column with more distinct values than this and no name of an id is taken for a number.
+_MAX_ENUM = 1000
+# Ids that fill their range can be used as they are.
+_MAX_SPARSENESS = 4
+_ROOM = 1.5
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Parts of a spec as plain values; `notes` says what was left out or guessed."""
+
+    label: str | None
+    loss: str
+    features: tuple[dict[str, Any], ...]
+    embedding_tables: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+
+    def yaml(self) -> str:
+        """The parts as YAML, with the notes as comments."""
+        lines = [f"# {note}" for note in self.notes]
+        if self.label:
+            lines.append(f"# data.label: {{column: {self.label}}}, model.tasks: loss {self.loss}")
+        for name in ("features", "embedding_tables"):
+            lines.append(f"{name}:")
+            lines += [f"  - {_flow(item)}" for item in getattr(self, name)]
+        return "\n".join(lines) + "\n"
+
+
+def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Suggestion:
+    """Suggest features and tables for columns, which are prepared ids where there is a manifest."""
+    sizes = manifest.vocab_sizes if manifest else {}
+    label = _find_label(columns)
+    left_out = _LABEL_PARTS.get(manifest.source, ()) if manifest else ()
+    features, tables, notes = [], [], []
+    usable = [column for column in columns if column.name not in (label, *left_out)]
+    dim = _embedding_dim(usable, sizes)
+    for column in usable:
+        if reason := _unusable(column):
+            notes.append(f"{column.name}: left out, {reason}")
+            continue
+        feature, num_rows = _feature(column, sizes)
+        features.append(feature)
+        if num_rows is not None:
+            tables.append(
+                {"name": feature["table"], "num_embeddings": num_rows, "embedding_dim": dim}
+            )
+    binary = any(column.name == label and column.is_binary for column in columns)
+    if label is None:
+        notes.append("no label found: set data.label.column")
+    return Suggestion(
+        label, "bce" if binary else "mse", tuple(features), tuple(tables), tuple(notes)
+    )
+
+
+def _find_label(columns: Sequence[ColumnReport]) -> str | None:
+    names = {column.name.lower(): column.name for column in columns}
+    for name in _LABEL_NAMES:
+        if name in names:
+            return names[name]
+    return next((column.name for column in columns if column.is_binary), None)
+
+
+def _unusable(column: ColumnReport) -> str | None:
+    """Why a column is no input; None where it is one."""
+    if not re.match(IDENTIFIER_PATTERN, column.name):
+        return "its name is no identifier: rename it"
+    if _TIME_NAME.search(column.name.lower()):
+        return "a time: derive features from it"
+    if column.kind == "other":
+        return "neither a number nor text"
+    if column.num_nulls == column.num_rows:
+        return "nothing but nulls"
+    if column.num_distinct <= 1 and column.num_nulls == 0 and column.lists is None:
+        return "always the same"
+    if column.kind == "number" and column.lists is not None:
+        return "a list of numbers: use it as weights_column"
+    return None
+
+
+def _is_id(column: ColumnReport, sizes: dict[str, int]) -> bool:
+    if column.name in sizes or column.lists is not None or column.kind == "text":
+        return True
+    if column.kind != "integer" or (column.minimum or 0) < 0:
+        return False
+    if re.search(r"(^|_)int_?\d*$|count|num|age", column.name.lower()):
+        return False
+    return bool(_ID_NAME.search(column.name)) or column.num_distinct <= _MAX_ENUM
+
+
+def _feature(
+    column: ColumnReport, sizes: dict[str, int]
+) -> tuple[dict[str, Any], int | str | None]:
+    """A feature, and the rows of its table if it has one."""
+    if not _is_id(column, sizes):
+        return _dense(column, is_prepared=bool(sizes)), None
+    kind = "id" if column.lists is None else "id_list"
+    feature = {"name": column.name, "type": kind, "table": f"{column.name}_table"}
+    if column.name in sizes:
+        return feature, "auto"
+    if _fills_its_range(column):
+        return feature, int(column.maximum or 0) + 1
+    return feature | {"hashing": {"num_buckets": "auto"}}, _with_room(column.num_distinct)
+
+
+def _dense(column: ColumnReport, *, is_prepared: bool) -> dict[str, Any]:
+    feature: dict[str, Any] = {"name": column.name, "type": "dense"}
+    if is_prepared:
+        return feature
+    if column.kind == "integer":
+        feature["transform"] = "log1p"
+    elif column.kind == "number":
+        feature["transform"] = "standardise"
+    return feature | ({"missing": 0.0} if column.num_nulls else {})
+
+
+def _fills_its_range(column: ColumnReport) -> bool:
+    if column.kind != "integer" or column.num_nulls or column.minimum is None:
+        return False
+    top = column.maximum or 0
+    return column.minimum >= 0 and top <= _MAX_SPARSENESS * column.num_distinct
+
+
+def _with_room(num_distinct: int) -> int:
+    """Rows for hashed values: half as many again, rounded up to two digits."""
+    wanted = int(num_distinct * _ROOM) + 10
+    unit = 10 ** max(0, len(str(wanted)) - 2)
+    return -(-wanted // unit) * unit
+
+
+def _embedding_dim(columns: Sequence[ColumnReport], sizes: dict[str, int]) -> int:
+    ids = [column for column in columns if _is_id(column, sizes)]
+    largest = max([sizes.get(column.name, column.num_distinct) for column in ids], default=1)
+    wanted = 2 * largest**0.25
+    return next((dim for dim in _DIMS if dim >= wanted), _DIMS[-1])
+
+
+def _flow(item: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000)
+    return text.strip()

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from trainer.data.prepare.catalogue import Catalogue
 from trainer.data.prepare.past import MoviePast, Ratings, UserPast
+from trainer.data.prepare.taste import look_back_at_kinds
 from trainer.data.ragged import IntArray, Ragged, gather
 
 COLUMN_TYPES = {
@@ -28,6 +29,7 @@ COLUMN_TYPES = {
     "movie_past_mean": "float32",
     "user_activity": "float32",
     "user_past_mean": "float32",
+    "user_genre_past_mean": "float32",
     "rating": "float32",
     "user_mean": "float32",
     "user_scale": "float32",
@@ -45,19 +47,20 @@ _SECONDS_PER_YEAR = 365.25 * 86400
 _UNIX_EPOCH_YEAR = 1970
 
 
-def dense_of_users(
-    ratings: Ratings, past: UserPast, year: NDArray[np.float32]
-) -> dict[str, NDArray]:
+def dense_of_users(ratings: Ratings, past: UserPast, catalogue: Catalogue) -> dict[str, NDArray]:
     """Dense features, before they are standardised, that need a user's ratings only.
 
-    `year` [n] is that of each rating's movie, NaN where unknown.
+    `ratings.movie` holds positions in `catalogue`.
     """
+    year = catalogue.year[ratings.movie]
     rated_in = _UNIX_EPOCH_YEAR + ratings.timestamp / _SECONDS_PER_YEAR
+    genres = catalogue.genres.take(ratings.movie)
     return {
         "year": year.astype(np.float64),
         "movie_age": np.log1p(np.maximum(rated_in - year, 0)),
         "user_activity": np.log1p(past.user_count),
         "user_past_mean": past.user_mean,
+        "user_genre_past_mean": look_back_at_kinds(past, ratings.timestamp, genres),
     }
 
 

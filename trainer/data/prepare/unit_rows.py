@@ -53,7 +53,7 @@ class Fitted:
         ratings = self.units.load(unit)
         past = self.look_back(ratings)
         write_by_movie(path, ratings, past)
-        dense = dense_of_users(ratings, past, self.catalogue.year[ratings.movie])
+        dense = dense_of_users(ratings, past, self.catalogue)
         training = ~ratings.is_validation
         return {name: vars(Moments.of(values[training])) for name, values in dense.items()}
 
@@ -88,7 +88,7 @@ class UnitRows:
         ratings = fitted.units.load(unit)
         past = fitted.look_back(ratings)
         offset, scale = self._label_units(unit, ratings, past)
-        dense = dense_of_users(ratings, past, fitted.catalogue.year[ratings.movie])
+        dense = dense_of_users(ratings, past, fitted.catalogue)
         dense |= dense_of_movies(self._exchange.past_of(unit))
         return RowBuilder(
             ratings=ratings,

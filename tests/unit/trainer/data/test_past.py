@@ -134,12 +134,14 @@ def build(ratings: Ratings) -> pl.DataFrame:
     past, movie_past = look_back(ratings, float(ratings.stars[training].mean()))
     catalogue = encode_catalogue(described, *words)
     position = np.searchsorted(catalogue.ids, ratings.movie)
-    dense = dense_of_users(ratings, past, catalogue.year[position]) | dense_of_movies(movie_past)
+    movie_index = rated.encode(pl.Series(ratings.movie))
+    ratings = replace(ratings, movie=position)
+    dense = dense_of_users(ratings, past, catalogue) | dense_of_movies(movie_past)
     builder = RowBuilder(
-        ratings=replace(ratings, movie=position),
+        ratings=ratings,
         past=past,
         user_index=users.encode(pl.Series(ratings.user)),
-        movie_index=rated.encode(pl.Series(ratings.movie)),
+        movie_index=movie_index,
         catalogue=catalogue,
         offset=past.user_mean,
         scale=scale_of_the_past(ratings, past, Moments.of(ratings.stars[training])),

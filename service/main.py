@@ -57,6 +57,7 @@ from service.settings import Settings
 from service.store.answers import AnswerStore
 from service.store.projects import ProjectStore
 from service.store.sql import SqlJobStore
+from service.store.wal import WalKeeper
 from service.store.webhooks import WebhookStore
 from service.telemetry import Telemetry
 from service.tracing import Tracing
@@ -144,6 +145,8 @@ async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[No
     sender = WebhookSender(
         context.webhooks, context.security.master, context.settings, context.telemetry
     )
+    wal = WalKeeper(context.store.engine)
+    wal.start()
     reconciler.start()
     sender.start()
     try:
@@ -152,6 +155,7 @@ async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[No
         context.closing.set()
         reconciler.close()
         sender.close()
+        wal.close()
         context.tracing.close()
         context.security.close()
         context.backend.close()

@@ -15,6 +15,7 @@ from sqlalchemy import URL, Connection, Engine, create_engine, event, func, make
 from sqlalchemy.exc import ArgumentError, DBAPIError
 
 from service.errors import StoreUnavailable
+from service.store.wal import AUTOCHECKPOINT_PAGES
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_MS = 10_000
@@ -97,6 +98,7 @@ def _prepare_sqlite(dbapi_connection: Any, _record: Any) -> None:
         "journal_mode=WAL",
         # An acknowledged record must survive a power cut, so every commit reaches the disk.
         "synchronous=FULL",
+        f"wal_autocheckpoint={AUTOCHECKPOINT_PAGES}",
         "foreign_keys=ON",
     ):
         cursor.execute(f"PRAGMA {pragma}")

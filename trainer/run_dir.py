@@ -6,6 +6,7 @@ RUN_DIR/                         one per job
   sinks/mlflow.json              how far a sink has come, and what it remembers
   tensorboard/                   event files, where the spec asks for them
   job.json                       what the service needs to know the job again from this folder
+  exports/x-ID/                  an export of the model, see `trainer.export.folder`
   code/ID.zip                    code of the user's module, as it was uploaded
   rewind.json                    the checkpoint that the job went back to: {"checkpoint", ...}
   attempts/ATTEMPT_ID/
@@ -140,6 +141,11 @@ class RunDir:
     def checkpoints_dir(self) -> Path:
         """Folder of the checkpoints, committed or not."""
         return self.root / "checkpoints"
+
+    @property
+    def exports_dir(self) -> Path:
+        """Folder of the exports of the job's model, done or not."""
+        return self.root / "exports"
 
     @property
     def tensorboard_dir(self) -> Path:

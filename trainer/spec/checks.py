@@ -9,6 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from trainer.spec.dynamic import check_dynamic_layout, check_dynamic_tables
 from trainer.spec.encoding import check_encoded_sizes
+from trainer.spec.export import check_export
 from trainer.spec.parallelism import AllToAllSpec
 from trainer.spec.problems import problem
 from trainer.spec.reserved import MODULE_ATTRIBUTES
@@ -341,6 +342,7 @@ ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_shapes,
     check_transformer,
     check_warm_start,
+    check_export,
     check_recovery,
     check_fields_have_effect,
     *OF_LAYOUT,

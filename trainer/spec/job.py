@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Self
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
 from trainer.spec import checks
-from trainer.spec.base import NAME_PATTERN, Label, NotYet, SpecModel
+from trainer.spec.base import NAME_PATTERN, Label, SpecModel
 from trainer.spec.data import DataSpec, FeatureSpec
+from trainer.spec.export import ExportSpec
 from trainer.spec.model import ModelSpec
 from trainer.spec.optimizer import OptimizerSpec
 from trainer.spec.parallelism import ParallelismSpec
@@ -54,7 +55,7 @@ class JobSpec(SpecModel):
     recovery: RecoverySpec = RecoverySpec()
     resources: ResourcesSpec = ResourcesSpec()
     sinks: SinksSpec = SinksSpec()
-    export: NotYet = None
+    export: ExportSpec | None = None
 
     @property
     def dense_features(self) -> tuple[FeatureSpec, ...]:
@@ -64,12 +65,16 @@ class JobSpec(SpecModel):
     @property
     def pooled_features(self) -> tuple[FeatureSpec, ...]:
         """Sparse features whose vectors are pooled, in spec order: the keys of `Batch.sparse`."""
-        return tuple(f for f in self.sparse_features if not f.is_sequence)
+        return tuple(f for f in self.sparse_features if f.table not in self.sequence_tables)
 
     @property
     def sequence_features(self) -> tuple[FeatureSpec, ...]:
-        """Features whose vectors stay apart, in spec order: the keys of `Batch.sequences`."""
-        return tuple(feature for feature in self.features if feature.is_sequence)
+        """Features whose vectors stay apart, in spec order: the keys of `Batch.sequences`.
+
+        An `id` feature is one of them, a sequence of one, where its table is also that of a
+        sequence: TorchRec cannot have one table in two collections.
+        """
+        return tuple(f for f in self.sparse_features if f.table in self.sequence_tables)
 
     @property
     def is_weighted(self) -> bool:
@@ -84,7 +89,7 @@ class JobSpec(SpecModel):
     @property
     def sequence_tables(self) -> frozenset[str]:
         """Names of the tables that sequences look up."""
-        return frozenset(f.table for f in self.sequence_features if f.table)
+        return frozenset(f.table for f in self.features if f.is_sequence and f.table)
 
     @property
     def moment_scale(self) -> float:

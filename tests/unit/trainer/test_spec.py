@@ -128,7 +128,6 @@ def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> No
     ("change", "path"),
     [
         ("model.arch=movielens", "model.arch"),
-        ("export={to: x}", "export"),
     ],
 )
 def test_what_comes_later_is_refused_and_never_ignored(change: str, path: str) -> None:

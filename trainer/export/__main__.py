@@ -1,0 +1,111 @@
+"""python -m trainer.export --run-dir DIR --to DIR [--checkpoint newest|best|STEP] [--quantize ...]
+python -m trainer.export --request RUN_DIR/exports/x-ID
+
+Exits with 0 when the export is there, 1 when it was refused (the reason is the last line).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from trainer.data.errors import DataError
+from trainer.elastic.checkpoint import CheckpointError
+from trainer.export.errors import ExportError
+from trainer.export.folder import ExportFolder
+from trainer.export.report import DEFAULT_ROWS
+from trainer.export.run import ExportRequest, Tell, export
+from trainer.failures import UserCodeError
+
+_REFUSALS = (
+    ExportError,
+    CheckpointError,
+    CheckpointException,
+    DataError,
+    UserCodeError,
+    OSError,
+    MemoryError,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one export."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _silence_libraries()
+    if options.request:
+        return _run_requested(ExportFolder(options.request))
+    if not (options.run_dir and options.to):
+        parser.error("give --run-dir and --to, or --request")
+    request = ExportRequest(
+        run_dir=options.run_dir,
+        to=options.to,
+        checkpoint=options.checkpoint,
+        quantize=options.quantize,
+        max_report_rows=options.report_rows,
+    )
+    failure = _attempt(request, _print)
+    if failure is not None:
+        _print(f"export failed: {failure}")
+    return 0 if failure is None else 1
+
+
+def _run_requested(folder: ExportFolder) -> int:
+    """Run what a request folder asks for, unless that is done."""
+    with folder.hold() as is_open:
+        if is_open:
+            wanted = folder.wanted
+            request = ExportRequest(
+                folder.run_dir, folder.artifact, wanted.checkpoint, wanted.quantize
+            )
+            failure = _attempt(request, folder.tell)
+            if failure is not None:
+                folder.fail(failure)
+        return 0 if folder.status == "succeeded" else 1
+
+
+def _attempt(request: ExportRequest, tell: Tell) -> str | None:
+    """Export; what was refused, if so."""
+    try:
+        report = export(request, tell)
+    except _REFUSALS as error:
+        return str(error) or type(error).__name__
+    except Exception as error:  # whoever waits for the export must learn of it
+        logging.getLogger(__name__).exception("the export failed")
+        return f"{type(error).__name__}: {error}"
+    tell(report.text)
+    tell(f"exported to {request.to} ({report.program_bytes / 1e6:.1f} MB program)")
+    return None
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _silence_libraries() -> None:
+    """The tracer's warnings are about what it does, not about what the user did."""
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.ERROR)
+    for name in ("torch.fx", "torch.export", "torch._export", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
+    parser.add_argument("--request", type=Path, help="folder of an export that was asked for")
+    parser.add_argument("--run-dir", type=Path, help="folder of the job")
+    parser.add_argument("--to", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--checkpoint", default="newest", help="newest, best, a step, or a folder")
+    parser.add_argument("--quantize", choices=("int8", "fp16", "none"), default="int8")
+    parser.add_argument("--report-rows", type=int, default=DEFAULT_ROWS, metavar="N")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

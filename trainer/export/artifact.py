@@ -1,0 +1,121 @@
+"""The folder of an export: which files it has, what they say, and the marker that makes it one.
+
+DIR/
+  EXPORT.json      written last: what was exported, and size and SHA-256 of every other file
+  model.pt2        torch.export program: arrays of ids and numbers -> outputs of the model
+  spec.json        the job's spec, all tables with their sizes
+  features.json    what a row to score has to hold, for people and programs
+  vocabularies/    ids of raw values, as the prepared data has them
+  report.json      how far the export's predictions are from the trainer's
+  README.md        how to score with it
+
+No torch here: the service and clients read it, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from trainer.export.errors import ArtifactError
+from trainer.spec import JobSpec
+from trainer.spec.export import Quantization
+
+MARKER = "EXPORT.json"
+PROGRAM = "model.pt2"
+SPEC = "spec.json"
+FEATURES = "features.json"
+REPORT = "report.json"
+README = "README.md"
+VOCABULARIES = "vocabularies"
+FORMAT = 1
+
+
+class FileEntry(BaseModel):
+    """One file of an export."""
+
+    size_bytes: int
+    sha256: str
+
+
+class Manifest(BaseModel):
+    """The marker: what was exported. `step` and `checkpoint` say of which state of the job."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    format: Literal[1] = FORMAT
+    job: str
+    checkpoint: str
+    step: int
+    quantize: Quantization
+    num_shards: int = 1
+    created: float
+    versions: dict[str, str]
+    files: dict[str, FileEntry]
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files but the marker."""
+        return sum(file.size_bytes for file in self.files.values())
+
+
+def file_entry(path: Path) -> FileEntry:
+    """Size and SHA-256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileEntry(size_bytes=path.stat().st_size, sha256=digest)
+
+
+def write_manifest(folder: Path, **what: Any) -> Manifest:
+    """Describe every file in `folder` and put the marker in place, whole or not at all."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
+    files = {path.relative_to(folder).as_posix(): file_entry(path) for path in paths}
+    manifest = Manifest(created=time.time(), files=files, **what)
+    partial = folder / f".{MARKER}.partial"
+    with partial.open("w", encoding="utf-8") as file:
+        file.write(manifest.model_dump_json(indent=1))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(folder / MARKER)
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """What the export in `folder` is; raises `ArtifactError` where there is no whole one."""
+    try:
+        return Manifest.model_validate_json((folder / MARKER).read_bytes())
+    except FileNotFoundError:
+        raise ArtifactError(
+            f"{folder} holds no export: there is no {MARKER} in it (it is written last; an export "
+            "that was cut off has none). Run `shardloom export` again, into another folder"
+        ) from None
+    except (OSError, ValidationError) as error:
+        raise ArtifactError(
+            f"{folder / MARKER} cannot be read: {error}; it was damaged, or written by another "
+            "version of Shardloom. Export again"
+        ) from error
+
+
+def check_files(folder: Path, manifest: Manifest) -> None:
+    """Compare every file with the marker; raises `ArtifactError` naming the first that differs."""
+    for name, entry in manifest.files.items():
+        path = folder / name
+        if not path.is_file() or path.stat().st_size != entry.size_bytes:
+            raise ArtifactError(f"{path} is missing or cut off; copy the export again, or redo it")
+        if file_entry(path) != entry:
+            raise ArtifactError(f"{path} has changed since it was exported; copy it again")
+
+
+def read_spec(folder: Path) -> JobSpec:
+    """The spec in an export; raises `ArtifactError`."""
+    try:
+        document = json.loads((folder / SPEC).read_text(encoding="utf-8"))
+        return JobSpec.model_validate(document, context={"stored": True})
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{folder / SPEC} cannot be read: {error}") from error

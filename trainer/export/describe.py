@@ -1,0 +1,93 @@
+"""What an export says of itself: `features.json` for programs, `README.md` for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from trainer.data.columns import InputColumn
+from trainer.export.inputs import input_columns, scoring_layout, wanted_kind
+from trainer.export.report import Report
+from trainer.spec import JobSpec
+
+
+def features_document(spec: JobSpec) -> dict[str, Any]:
+    """Inputs by column with their kinds and bounds, the features that read them, and the tasks."""
+    layout = scoring_layout(spec)
+    inputs = [_input(name, column) for name, column in input_columns(layout).items()]
+    return {
+        "inputs": inputs,
+        "features": [feature.model_dump(exclude_defaults=True) for feature in spec.features],
+        "tables": {
+            table.name: {"num_embeddings": table.num_embeddings, "dim": table.embedding_dim}
+            for table in spec.embedding_tables
+        },
+        "tasks": [
+            {
+                "name": task.name,
+                "loss": task.loss,
+                "prediction": "a probability"
+                if task.loss == "bce"
+                else f"in the unit of column '{(task.label or spec.data.label).column}'",
+            }
+            for task in spec.model.tasks
+        ],
+        "example": example_row(spec),
+    }
+
+
+def _input(name: str, column: InputColumn) -> dict[str, Any]:
+    bounds = {"num_ids": column.num_ids} if column.num_ids else {}
+    if column.max_length:
+        bounds["max_length"] = column.max_length
+    if column.weights:
+        bounds["weights"] = column.weights.name  # type: ignore[assignment]
+    return {
+        "name": name,
+        "kind": wanted_kind(column),
+        "is_required": not column.is_list,
+        "read_by": column.field,
+        **bounds,
+    }
+
+
+def example_row(spec: JobSpec) -> dict[str, Any]:
+    """A row that can be scored."""
+    layout = scoring_layout(spec)
+    scales = {label.scale.name for label in layout.labels if label.scale}
+    row: dict[str, Any] = {}
+    for name, column in input_columns(layout).items():
+        value: Any = min(1, column.num_ids - 1) if column.num_ids else 0.5
+        row[name] = [value] if column.is_list else 1.0 if name in scales else value
+    return row
+
+
+def readme(spec: JobSpec, report: Report) -> str:
+    """How to score with the export, and what was measured."""
+    row = json.dumps(example_row(spec))
+    return f"""# {report.job}, step {report.step}
+
+Exported by Shardloom from checkpoint `{report.checkpoint}`; tables: {report.quantize}.
+`features.json` says what a row to score holds; predictions come in the unit of the label.
+
+Serve it:
+
+    shardloom serve . --port 8800
+    curl -s localhost:8800/v1/predict -H 'Content-Type: application/json' \\
+      -d '{{"rows": [{row}]}}'
+
+Or from Python:
+
+    from pathlib import Path
+    from trainer.export.predict import Predictor
+
+    predictor = Predictor(Path("."))
+    predictor.predict([{row}])  # or a pyarrow Table
+
+`model.pt2` is a `torch.export` program over flat arrays; `torch.export.load` reads it anywhere,
+after `import fbgemm_gpu`. Its inputs are described in `trainer/export/program.py`.
+
+## Measured
+
+{report.text}
+"""

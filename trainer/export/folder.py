@@ -1,0 +1,164 @@
+"""Exports on run storage: asked for, under way, done or failed. Files alone say which.
+
+RUN_DIR/exports/x-ID/
+  request.json     what was asked for; written first
+  lock             held (flock) by the process that works on it
+  progress.txt     what that process does, a line each
+  failure.json     why there is none: {"message"}
+  artifact/        the export, moved here whole (`trainer.export.artifact`)
+
+Whoever runs `python -m trainer.export --request DIR` takes the lock first and does nothing where
+the export is done: a service that was restarted may run it again without knowing how far it came.
+No torch here: the service imports it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.export.artifact import MARKER, REPORT
+from trainer.run_dir import RunDir
+from trainer.spec.export import Quantization
+
+ExportStatus = Literal["queued", "running", "succeeded", "failed"]
+
+_ID = re.compile(r"x-[0-9a-f]{8}")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What was asked for: `checkpoint` is `newest`, `best` or a step; `created` Unix seconds."""
+
+    checkpoint: str
+    quantize: Quantization
+    created: float
+
+
+@dataclass(frozen=True)
+class ExportFolder:
+    """One export of a job, wherever it stands."""
+
+    root: Path
+
+    @property
+    def id(self) -> str:
+        """Its id, unique within the job."""
+        return self.root.name
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the job."""
+        return self.root.parent.parent
+
+    @property
+    def artifact(self) -> Path:
+        """The export itself; there once it is whole."""
+        return self.root / "artifact"
+
+    @property
+    def wanted(self) -> Wanted:
+        """What was asked for; raises OSError or ValueError where that cannot be read."""
+        document = json.loads((self.root / "request.json").read_text(encoding="utf-8"))
+        return Wanted(str(document["checkpoint"]), document["quantize"], float(document["created"]))
+
+    @property
+    def status(self) -> ExportStatus:
+        """Where it stands now."""
+        if (self.artifact / MARKER).is_file():
+            return "succeeded"
+        if self._failure_path.is_file():
+            return "failed"
+        return "running" if self._is_locked() else "queued"
+
+    @property
+    def message(self) -> str:
+        """Why it failed, or what was done last."""
+        try:
+            return str(json.loads(self._failure_path.read_text(encoding="utf-8"))["message"])
+        except (OSError, ValueError, KeyError):
+            pass
+        try:
+            lines = (self.root / "progress.txt").read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError):
+            lines = []
+        return lines[-1] if lines else ""
+
+    def read_report(self) -> dict[str, Any] | None:
+        """What was measured; None until the export is done."""
+        try:
+            return json.loads((self.artifact / REPORT).read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+
+    def tell(self, line: str) -> None:
+        """Say what is done now."""
+        with (self.root / "progress.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{line}\n")
+
+    def fail(self, message: str) -> None:
+        """Say why there is no export; nothing runs it again."""
+        partial = self.root / ".failure.partial"
+        partial.write_text(json.dumps({"message": message}), encoding="utf-8")
+        partial.replace(self._failure_path)
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[bool]:
+        """Wait until nobody else works on it; whether there is still something to do."""
+        with (self.root / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield self.status in ("running", "queued")
+
+    def _is_locked(self) -> bool:
+        try:
+            descriptor = os.open(self.root / "lock", os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    @property
+    def _failure_path(self) -> Path:
+        return self.root / "failure.json"
+
+
+def ask_for(run_dir: RunDir, checkpoint: str, quantize: Quantization) -> ExportFolder:
+    """A new export of a job, that nobody works on yet; raises OSError."""
+    folder = ExportFolder(run_dir.exports_dir / f"x-{secrets.token_hex(4)}")
+    folder.root.mkdir(parents=True)
+    wanted = Wanted(checkpoint, quantize, time.time())
+    partial = folder.root / ".request.partial"
+    partial.write_text(json.dumps(asdict(wanted)), encoding="utf-8")
+    partial.replace(folder.root / "request.json")
+    return folder
+
+
+def list_exports(run_dir: RunDir) -> list[ExportFolder]:
+    """Exports of a job that were asked for, oldest first."""
+    paths = run_dir.exports_dir.glob("x-*/request.json")
+    known = [ExportFolder(path.parent) for path in paths if _ID.fullmatch(path.parent.name)]
+    dated = []
+    for folder in known:
+        # What is damaged, or being deleted, is not there.
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            dated.append((folder.wanted.created, folder.id, folder))
+    return [folder for *_, folder in sorted(dated)]
+
+
+def find_export(run_dir: RunDir, export_id: str) -> ExportFolder | None:
+    """The export of that id, if the job has it."""
+    return next((each for each in list_exports(run_dir) if each.id == export_id), None)

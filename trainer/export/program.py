@@ -1,0 +1,105 @@
+"""The model as a torch.export program over flat arrays, so that it runs without its source.
+
+Inputs, in order: dense [B, D] float32; where there are pooled features, their ids [N] int64,
+lengths [F * B] int32 feature by feature, and, where `spec.is_weighted`, a weight [N] float32 for
+each id; then the same of sequences. Output: [B, K] in the units that the model learns. Sizes B and
+N may be any from 2 on (torch.export takes sizes 0 and 1 for constants), see `PAD_ROWS`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor
+
+from trainer.data.batches import Batch
+from trainer.export.errors import NotExportable
+from trainer.spec import FeatureSpec, JobSpec
+
+_EXAMPLE_ROWS = 5
+
+
+class FlatModel(nn.Module):
+    """A model over the flat arrays of the module docstring."""
+
+    def __init__(self, model: nn.Module, spec: JobSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._num_tasks = len(spec.model.tasks)
+        self._pooled = [feature.name for feature in spec.pooled_features]
+        self._sequences = [feature.name for feature in spec.sequence_features]
+        self._is_weighted = spec.is_weighted
+        self._has_weighted_sequences = spec.has_weighted_sequences
+
+    def forward(self, dense: torch.Tensor, *arrays: torch.Tensor) -> torch.Tensor:
+        """Outputs [B, K]."""
+        rest = list(arrays)
+        sparse = _take(rest, self._pooled, self._is_weighted)
+        sequences = _take(rest, self._sequences, self._has_weighted_sequences)
+        shape = (dense.shape[0], self._num_tasks)
+        batch = Batch(
+            dense=dense,
+            sparse=_no_ids() if sparse is None else sparse,
+            label=dense.new_zeros(shape),
+            label_offset=dense.new_zeros(shape),
+            label_scale=dense.new_ones(shape),
+            weight=dense.new_ones(dense.shape[0]),
+            sequences=sequences,
+        )
+        return self.model(batch)[1]
+
+
+def _take(rest: list[torch.Tensor], keys: list[str], is_weighted: bool) -> KeyedJaggedTensor | None:
+    """The ids of `keys`, taken off the front of the arrays that are left."""
+    if not keys:
+        return None
+    values, lengths = rest.pop(0), rest.pop(0)
+    weights = rest.pop(0) if is_weighted else None
+    return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights)
+
+
+def _no_ids() -> KeyedJaggedTensor:
+    empty = torch.zeros(0, dtype=torch.int64)
+    return KeyedJaggedTensor(keys=[], values=empty, lengths=empty.int())
+
+
+def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
+    """Trace `model` and write it to `path`; raises `NotExportable`, with the cause."""
+    arrays = example_arrays(spec)
+    sizes = {0: torch.export.Dim.AUTO}
+    shapes = (sizes, tuple(sizes for _ in arrays[1:]))
+    flat = FlatModel(model, spec).eval()
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = torch.export.export(flat, arrays, dynamic_shapes=shapes, strict=False)
+            torch.export.save(program, path)
+    except Exception as error:  # the tracer raises whatever the model makes it raise
+        cause = next((line for line in str(error).splitlines() if line.strip()), "")
+        raise NotExportable(
+            f"the model cannot be traced by torch.export: {type(error).__name__}: {cause}. Its "
+            "forward must not depend on values of tensors (no .item(), no Python loop over rows)"
+        ) from error
+
+
+def example_arrays(spec: JobSpec) -> tuple[torch.Tensor, ...]:
+    """Inputs of `_EXAMPLE_ROWS` rows, with one id 0 in each feature."""
+    arrays = [torch.zeros(_EXAMPLE_ROWS, len(spec.dense_features))]
+    arrays += _example_ids(spec.pooled_features, spec.is_weighted)
+    arrays += _example_ids(spec.sequence_features, spec.has_weighted_sequences)
+    return tuple(arrays)
+
+
+def _example_ids(features: Sequence[FeatureSpec], is_weighted: bool) -> list[torch.Tensor]:
+    if not features:
+        return []
+    # One more id than lengths, lest the tracer takes both sizes for the same.
+    num = len(features) * _EXAMPLE_ROWS
+    lengths = torch.ones(num, dtype=torch.int32)
+    lengths[0] = 2
+    arrays = [torch.zeros(num + 1, dtype=torch.int64), lengths]
+    return [*arrays, torch.ones(num + 1)] if is_weighted else arrays

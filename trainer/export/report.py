@@ -1,0 +1,219 @@
+"""How far an export's predictions are from the trainer's, measured on validation rows.
+
+The trainer's are those of the unsharded float model with the checkpoint's weights, through the
+trainer's own decoding and batches; the export's go the whole way of a served table. Besides, the
+exported program is held against the very model it was traced from: what differs there is no
+quantisation but a fault of the export.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel
+from torch import nn
+
+from trainer.data.batches import make_batch
+from trainer.data.columns import RowLayout, layout_of
+from trainer.data.decode import decode
+from trainer.data.errors import DataError
+from trainer.data.rows import Rows
+from trainer.data.source import ParquetSource
+from trainer.export.errors import NotExportable
+from trainer.export.predict import Predictions, Predictor, in_own_unit
+from trainer.spec import JobSpec
+from trainer.spec.export import Quantization
+
+DEFAULT_ROWS = 100_000
+# Two ways of computing the same in float32, sums in another order.
+_ROUNDING = 1e-4
+_BATCH_ROWS = 4096
+
+
+class TaskError(BaseModel):
+    """|export - trainer| of one task's predictions, in the unit of its label.
+
+    `trainer_metric` and `export_metric` are both measured here on the same labels: the root mean
+    squared error for `mse`, the log loss for `bce`.
+    """
+
+    mean_abs_error: float
+    max_abs_error: float
+    p99_abs_error: float
+    prediction_std: float
+    metric: str
+    trainer_metric: float
+    export_metric: float
+
+
+class Report(BaseModel):
+    """What an export is, and how good. `not_measured` says why nothing was, if so.
+
+    `program_error` is the largest difference of the program from the model that was traced (in the
+    units that the model learns); `table_bytes` is one float copy of the tables.
+    """
+
+    job: str
+    checkpoint: str
+    step: int
+    quantize: Quantization
+    num_rows: int = 0
+    rows_from: str = ""
+    not_measured: str | None = None
+    program_error: float | None = None
+    tasks: dict[str, TaskError] = {}
+    recorded_metrics: dict[str, float] = {}
+    table_bytes: int = 0
+    program_bytes: int = 0
+    notes: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """What to print: one line for each task."""
+        if self.not_measured:
+            return f"predictions were not compared with the trainer's: {self.not_measured}"
+        lines = [
+            f"{name}: |export - trainer| mean {e.mean_abs_error:.2e}, 99% {e.p99_abs_error:.2e}, "
+            f"max {e.max_abs_error:.2e}; {e.metric} {e.trainer_metric:.6f} (trainer) "
+            f"{e.export_metric:.6f} (export)"
+            for name, e in self.tasks.items()
+        ]
+        return "\n".join([f"{self.num_rows} rows of {self.rows_from} compared", *lines])
+
+
+def measure(
+    predictor: Predictor,
+    trained: nn.Module,
+    traced: nn.Module,
+    max_rows: int = DEFAULT_ROWS,
+) -> Report:
+    """Compare `predictor` with the `trained` model, and with the model that was `traced`.
+
+    Raises `NotExportable` where the program does not compute what it was traced from.
+    """
+    spec, manifest = predictor.spec, predictor.manifest
+    report = Report(
+        job=manifest.job,
+        checkpoint=manifest.checkpoint,
+        step=manifest.step,
+        quantize=manifest.quantize,
+    )
+    split = spec.data.split.validation
+    if split is None:
+        report.not_measured = "the spec has no validation rows (data.split.validation)"
+        return report
+    try:
+        tables = list(_tables(spec, Path(spec.data.path) / split, max_rows))
+        _compare(report, predictor, trained, traced, tables)
+    except DataError as error:
+        report.not_measured = str(error)
+        return report
+    report.rows_from = f"{spec.data.path}/{split}"
+    return report
+
+
+def _tables(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[pa.Table]:
+    """The first `max_rows` rows in pieces."""
+    source = ParquetSource(folder, [column.name for column in layout_of(spec).columns])
+    num_left = max_rows
+    for number in range(len(source.group_rows)):
+        table = source.read_group(number).slice(0, num_left)
+        for start in range(0, len(table), _BATCH_ROWS):
+            yield table.slice(start, _BATCH_ROWS)
+        num_left -= len(table)
+        if not num_left:
+            return
+
+
+def _compare(
+    report: Report,
+    predictor: Predictor,
+    trained: nn.Module,
+    traced: nn.Module,
+    tables: list[pa.Table],
+) -> None:
+    spec, layout = predictor.spec, layout_of(predictor.spec)
+    ours, theirs, labels = [], [], []
+    for table in tables:
+        rows = _decoded(table, layout)
+        ours.append(predictor.predict(table))
+        theirs.append(in_own_unit(outputs_of(trained, rows, spec), rows, spec))
+        labels.append(rows.label * rows.scale + rows.offset)
+    rows = _decoded(tables[0], layout)
+    report.program_error = _program_error(predictor, traced, rows)
+    report.num_rows = sum(len(table) for table in tables)
+    label = np.concatenate(labels)
+    for index, task in enumerate(spec.model.tasks):
+        found, wanted = _joined(ours, task.name), _joined(theirs, task.name)
+        name, metric = _METRICS[task.loss]
+        report.tasks[task.name] = _task_error(found, wanted, label[:, index], name, metric)
+
+
+def _decoded(table: pa.Table, layout: RowLayout) -> Rows:
+    rows = decode(table, layout, lambda row: (Path("validation"), row))
+    return rows.take(np.arange(len(rows)))
+
+
+def outputs_of(model: nn.Module, rows: Rows, spec: JobSpec) -> NDArray[np.float32]:
+    """Outputs [n, K] of a model as the trainer runs it."""
+    with torch.no_grad():
+        return model(make_batch(rows, spec))[1].numpy()
+
+
+def _program_error(predictor: Predictor, traced: nn.Module, rows: Rows) -> float:
+    """Largest difference of the program from `traced`; raises `NotExportable` if it is no rounding.
+
+    In the units of the labels, on both sides.
+    """
+    spec = predictor.spec
+    wanted = in_own_unit(outputs_of(traced, rows, spec), rows, spec)
+    found = predictor.score(rows)
+    error = max(float(np.abs(found[name] - wanted[name]).max()) for name in wanted)
+    largest = max(1.0, *(float(np.abs(values).max()) for values in wanted.values()))
+    if not error <= _ROUNDING * largest:
+        raise NotExportable(
+            f"the exported program differs by {error:.3g} from the model that it was traced from: "
+            "the model's forward does something that torch.export does not keep (state that "
+            "changes, randomness, branches on values)"
+        )
+    return error
+
+
+def _joined(parts: list[Predictions], task: str) -> NDArray[np.float32]:
+    return np.concatenate([part[task] for part in parts])
+
+
+def _task_error(
+    found: NDArray[np.float32],
+    wanted: NDArray[np.float32],
+    label: NDArray[np.float32],
+    name: str,
+    metric: Callable[[NDArray[np.float32], NDArray[np.float32]], float],
+) -> TaskError:
+    error = np.abs(found.astype(np.float64) - wanted)
+    return TaskError(
+        mean_abs_error=float(error.mean()),
+        max_abs_error=float(error.max()),
+        p99_abs_error=float(np.quantile(error, 0.99)),
+        prediction_std=float(wanted.std()),
+        metric=name,
+        trainer_metric=metric(wanted, label),
+        export_metric=metric(found, label),
+    )
+
+
+def _rmse(predictions: NDArray[np.float32], label: NDArray[np.float32]) -> float:
+    return float(np.sqrt(np.mean((predictions.astype(np.float64) - label) ** 2)))
+
+
+def _log_loss(predictions: NDArray[np.float32], label: NDArray[np.float32]) -> float:
+    inside = np.clip(predictions.astype(np.float64), 1e-7, 1 - 1e-7)
+    return float(-np.mean(label * np.log(inside) + (1 - label) * np.log(1 - inside)))
+
+
+_METRICS = {"mse": ("rmse", _rmse), "bce": ("logloss", _log_loss)}

@@ -1,0 +1,175 @@
+"""One export from beginning to end: checkpoint -> folder with the marker."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from trainer.code_archive import PREFIX as CODE_PREFIX
+from trainer.data.errors import DataError
+from trainer.data.manifest import load_manifest
+from trainer.elastic.checkpoint import CommittedCheckpoint
+from trainer.export import artifact
+from trainer.export.artifact import Manifest, write_manifest
+from trainer.export.describe import features_document, readme
+from trainer.export.errors import ArtifactError, NotExportable
+from trainer.export.predict import Predictor
+from trainer.export.program import write_program
+from trainer.export.quantize import quantized
+from trainer.export.report import DEFAULT_ROWS, Report, measure
+from trainer.export.source import (
+    checkpoint_at,
+    find_checkpoint,
+    read_run_spec,
+    stored_weights,
+    with_table_sizes,
+)
+from trainer.export.weights import available_bytes, check_memory, load_model
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec
+from trainer.spec.export import Quantization
+from trainer.versions import installed_versions
+
+logger = logging.getLogger(__name__)
+
+NUM_BYTES_FLOAT = 4
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export where: a checkpoint of the job in `run_dir`, into the new folder `to`.
+
+    `checkpoint` is `newest`, `best`, a step, or the path of a checkpoint's folder.
+    """
+
+    run_dir: Path
+    to: Path
+    checkpoint: str = "newest"
+    quantize: Quantization = "int8"
+    max_report_rows: int = DEFAULT_ROWS
+
+
+def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
+    """Write the export; `tell` hears what it does. Raises `ExportError`.
+
+    Everything is written beside `request.to` and moved there whole, marker included.
+    """
+    if request.to.exists():
+        raise ArtifactError(f"{request.to} exists already; name a folder that does not")
+    found = _checkpoint(request)
+    spec = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
+    refuse_what_cannot_be_exported(spec)
+    check_memory(spec, request.quantize, available_bytes())
+    _add_code(request.run_dir, spec)
+    tell(f"loading checkpoint {found.path.name}")
+    trained = load_model(spec, found.path)
+    staging = request.to.with_name(f".{request.to.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        report = _write(request, spec, found, trained, staging, tell)
+        staging.rename(request.to)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return report
+
+
+def refuse_what_cannot_be_exported(spec: JobSpec) -> None:
+    """Raise `NotExportable` for what has no form outside of the trainer."""
+    dynamic = [table.name for table in spec.embedding_tables if table.dynamic]
+    if dynamic:
+        raise NotExportable(
+            f"embedding_tables '{dynamic[0]}' is dynamic: which id has which row is kept in "
+            "TorchRec's managed collision modules, which torch.export cannot trace; export needs "
+            "tables of a fixed vocabulary"
+        )
+
+
+def _checkpoint(request: ExportRequest) -> CommittedCheckpoint:
+    path = Path(request.checkpoint)
+    if path.is_absolute() or "/" in request.checkpoint:
+        return checkpoint_at(path)
+    return find_checkpoint(RunDir(request.run_dir), request.checkpoint)
+
+
+def _add_code(run_dir: Path, spec: JobSpec) -> None:
+    """Put the user's own code on the module path, where the job came with some."""
+    if spec.model.code is not None:
+        archive = RunDir(run_dir).code_path(spec.model.code)
+        sys.path.insert(0, str(archive / CODE_PREFIX))
+
+
+def _write(
+    request: ExportRequest,
+    spec: JobSpec,
+    found: CommittedCheckpoint,
+    trained: nn.Module,
+    folder: Path,
+    tell: Tell,
+) -> Report:
+    tell(f"quantising the tables: {request.quantize}")
+    traced = quantized(trained, request.quantize)
+    tell("tracing the model with torch.export")
+    write_program(traced, spec, folder / artifact.PROGRAM)
+    _write_json(folder / artifact.SPEC, spec.model_dump(mode="json"))
+    _write_json(folder / artifact.FEATURES, features_document(spec))
+    notes = copy_vocabularies(spec, folder / artifact.VOCABULARIES)
+    _mark(request, spec, found, folder)
+    tell("comparing with the trainer's predictions")
+    report = measure(Predictor(folder), trained, traced, request.max_report_rows)
+    report = report.model_copy(
+        update={
+            "notes": notes,
+            "recorded_metrics": dict(found.commit.metrics),
+            "program_bytes": (folder / artifact.PROGRAM).stat().st_size,
+            "table_bytes": float_table_bytes(spec),
+        }
+    )
+    (folder / artifact.REPORT).write_text(report.model_dump_json(indent=1), encoding="utf-8")
+    (folder / artifact.README).write_text(readme(spec, report), encoding="utf-8")
+    _mark(request, spec, found, folder)
+    return report
+
+
+def _mark(
+    request: ExportRequest, spec: JobSpec, found: CommittedCheckpoint, folder: Path
+) -> Manifest:
+    return write_manifest(
+        folder,
+        job=spec.name,
+        checkpoint=found.path.name,
+        step=found.commit.step,
+        quantize=request.quantize,
+        versions=installed_versions(),
+    )
+
+
+def float_table_bytes(spec: JobSpec) -> int:
+    """Size of one float32 copy of the tables, whose sizes are known."""
+    sizes = [int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables]
+    return NUM_BYTES_FLOAT * sum(sizes)
+
+
+def copy_vocabularies(spec: JobSpec, folder: Path) -> list[str]:
+    """Copy the vocabularies of the prepared data into `folder`; what to note where it fails."""
+    source = Path(spec.data.path)
+    try:
+        entries = load_manifest(source).vocabularies
+        folder.mkdir()
+        for entry in entries.values():
+            shutil.copyfile(source / entry.path, folder / Path(entry.path).name)
+    except (DataError, OSError) as error:
+        return [f"vocabularies were not copied: {error}"]
+    return []
+
+
+def _write_json(path: Path, document: object) -> None:
+    path.write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -1,0 +1,225 @@
+"""The scorer: one export over HTTP, without Shardloom's service.
+
+POST /v1/predict   {"rows": [{column: value, ...}, ...]} -> a prediction for each row and task
+GET  /v1/model     what is served, and what a row holds
+GET  /healthz      200 as long as it can score
+GET  /metrics      for Prometheus
+
+Errors are RFC 9457 problems with a machine `code`; a row that cannot be scored refuses the whole
+request and is named in `fields`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from trainer.export.artifact import FEATURES
+from trainer.export.describe import example_row
+from trainer.export.errors import BadRow
+from trainer.export.predict import Predictor
+
+MAX_ROWS = 4096
+MAX_BODY_BYTES = 16 * 2**20
+PROBLEM_TYPE = "application/problem+json"
+
+
+class PredictRequest(BaseModel):
+    """Rows to score, each a value by column as `/v1/model` names them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    rows: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ROWS)]
+
+
+class Served(BaseModel):
+    """The model that answered."""
+
+    job: str
+    checkpoint: str
+    step: int
+    quantize: str
+
+
+class PredictAnswer(BaseModel):
+    """One prediction by task for each row, in order; in the label's own unit."""
+
+    predictions: list[dict[str, float]]
+    model: Served
+
+
+class FieldProblem(BaseModel):
+    """One value that is wrong, as in `rows[3].movie_id`."""
+
+    path: str
+    code: str
+    message: str
+
+
+class Problem(BaseModel):
+    """An RFC 9457 problem."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str
+    fields: list[FieldProblem] = []
+
+
+class ScorerMetrics:
+    """What `/metrics` shows."""
+
+    def __init__(self, served: Served) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "scorer_requests", "Requests to predict by status", ["status"], registry=self.registry
+        )
+        self.rows = Counter("scorer_rows", "Rows scored", registry=self.registry)
+        self.seconds = Histogram(
+            "scorer_predict_seconds",
+            "Time to answer a request to predict",
+            registry=self.registry,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+        )
+        labels = ["job", "checkpoint", "quantize"]
+        info = Gauge("scorer_model", "The export that is served", labels, registry=self.registry)
+        info.labels(served.job, served.checkpoint, served.quantize).set(served.step)
+
+
+class BodyTooLarge(Exception):
+    """A request is larger than `MAX_BODY_BYTES`."""
+
+
+def create_scorer(folder: Path) -> FastAPI:
+    """The app that serves the export in `folder`; raises `ArtifactError`."""
+    predictor = Predictor(folder)
+    manifest = predictor.manifest
+    served = Served.model_validate(manifest.model_dump(include=set(Served.model_fields)))
+    metrics = ScorerMetrics(served)
+    app = FastAPI(
+        title=f"Scorer of {manifest.job}",
+        summary="Predictions of a model exported by Shardloom.",
+        version=f"{manifest.step}",
+    )
+    _add_error_handlers(app)
+    _add_measuring(app, metrics)
+    _add_predict(app, predictor, served, metrics)
+    _add_facts(app, predictor, served, metrics, folder)
+    return app
+
+
+def _add_predict(
+    app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics
+) -> None:
+    example = {"rows": [example_row(predictor.spec)]}
+    body = Body(openapi_examples={"a row": {"summary": "One row", "value": example}})
+    answers: dict[int | str, dict[str, Any]] = {
+        code: {"model": Problem, "content": {PROBLEM_TYPE: {}}} for code in (413, 422)
+    }
+
+    # Not async: scoring takes the CPU, and would hold up every other request.
+    @app.post("/v1/predict", summary="Score rows", responses=answers)
+    def predict(request: Annotated[PredictRequest, body]) -> PredictAnswer:
+        found = predictor.predict(request.rows)
+        metrics.rows.inc(len(request.rows))
+        columns = [values.tolist() for values in found.values()]
+        rows = [dict(zip(found, row, strict=True)) for row in zip(*columns, strict=True)]
+        return PredictAnswer(predictions=rows, model=served)
+
+
+def _add_facts(
+    app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics, folder: Path
+) -> None:
+    features = json.loads((folder / FEATURES).read_text(encoding="utf-8"))
+
+    @app.get("/v1/model", summary="What is served, and what a row holds")
+    def model() -> dict[str, Any]:
+        return {"model": served.model_dump(), **features}
+
+    @app.get("/healthz", summary="Whether it can score")
+    def healthz() -> dict[str, str]:
+        predictor.predict([example_row(predictor.spec)])
+        return {"status": "ok"}
+
+    @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
+    def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_measuring(app: FastAPI, metrics: ScorerMetrics) -> None:
+    @app.middleware("http")
+    async def measure(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        if request.url.path != "/v1/predict":
+            return await call_next(request)
+        started = time.perf_counter()
+        length = request.headers.get("content-length", "")
+        # Without a length the body is chunked, and nobody knows how much comes.
+        if request.method == "POST" and not length.isdecimal():
+            response: Response = _refuse(411, "length_required", "send a Content-Length")
+        elif request.method == "POST" and int(length) > MAX_BODY_BYTES:
+            detail = f"the body has {length} bytes, {MAX_BODY_BYTES} are allowed; send fewer rows"
+            response = _refuse(413, "body_too_large", detail)
+        else:
+            response = await call_next(request)
+        metrics.requests.labels(str(response.status_code)).inc()
+        metrics.seconds.observe(time.perf_counter() - started)
+        return response
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(BadRow)
+    async def bad_row(request: Request, error: BadRow) -> JSONResponse:
+        fault = FieldProblem(
+            path=f"rows[{error.row}].{error.column}", code="bad_value", message=error.problem
+        )
+        return _refuse(422, "bad_row", str(error), [fault])
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        faults = [
+            FieldProblem(path=_path_of(fault["loc"]), code=fault["type"], message=fault["msg"])
+            for fault in error.errors()
+        ]
+        detail = "; ".join(f"{fault.path}: {fault.message}" for fault in faults)
+        return _refuse(422, "invalid_request", detail, faults)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+        return _refuse(error.status_code, "http_error", str(error.detail))
+
+
+def _path_of(location: tuple[int | str, ...]) -> str:
+    """`rows[3].x` from ("body", "rows", 3, "x")."""
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:]]
+    return "".join(parts).removeprefix(".") or "body"
+
+
+_TITLES = {404: "Not found", 405: "Method not allowed", 411: "Length required", 413: "Too large"}
+
+
+def _refuse(
+    status: int, code: str, detail: str, fields: list[FieldProblem] | None = None
+) -> JSONResponse:
+    title = _TITLES.get(status, "Rows cannot be scored" if status == 422 else "Refused")
+    problem = Problem(title=title, status=status, code=code, detail=detail, fields=fields or [])
+    return JSONResponse(problem.model_dump(), status_code=status, media_type=PROBLEM_TYPE)

@@ -1,0 +1,120 @@
+"""What is exported: the spec of a run folder, and one of its checkpoints, checked file by file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from trainer.elastic.checkpoint import CommittedCheckpoint, list_committed
+from trainer.elastic.marker import file_record, read_commit
+from trainer.elastic.training_state import table_of
+from trainer.export.errors import NoCheckpoint, NotExportable
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec
+
+_WEIGHTS = "model."
+
+
+def read_run_spec(run_dir: RunDir) -> JobSpec:
+    """The spec of the newest attempt in a run folder; raises `NoCheckpoint` where there is none."""
+    paths = list(run_dir.root.glob("attempts/*/spec.json"))
+    if not paths:
+        raise NoCheckpoint(
+            f"{run_dir.root} is no folder of a job: there is no attempts/*/spec.json in it; name "
+            "the folder that holds the job's 'checkpoints' and 'attempts'"
+        )
+    newest = max(paths, key=lambda path: path.stat().st_mtime)
+    document = json.loads(newest.read_text(encoding="utf-8"))
+    return JobSpec.model_validate(document, context={"stored": True})
+
+
+def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
+    """The checkpoint `wanted`: `newest`, `best`, a step, or the name of one; whole or refused.
+
+    `newest` is the newest whole one, and `best` the newest where none was ever best. Raises
+    `NoCheckpoint`.
+    """
+    committed = list_committed(run_dir.checkpoints_dir)
+    if not committed:
+        raise NoCheckpoint(f"{run_dir.checkpoints_dir} holds no checkpoint yet; let the job save")
+    best = [each for each in committed if each.commit.is_best]
+    if wanted == "best" and best:
+        return _whole(best[-1])
+    if wanted in ("newest", "best"):
+        return _newest_whole(committed)
+    named = [each for each in committed if wanted in (each.path.name, str(each.commit.step))]
+    if not named:
+        steps = ", ".join(str(each.commit.step) for each in committed)
+        raise NoCheckpoint(f"there is no checkpoint '{wanted}'; those of steps {steps} are there")
+    return _whole(named[-1])
+
+
+def checkpoint_at(path: Path) -> CommittedCheckpoint:
+    """The checkpoint in the folder `path`; raises `NoCheckpoint`."""
+    commit = read_commit(path)
+    if commit is None:
+        raise NoCheckpoint(f"{path} is no whole checkpoint: it has no readable COMMIT.json")
+    return _whole(CommittedCheckpoint(path, commit))
+
+
+def _newest_whole(committed: Sequence[CommittedCheckpoint]) -> CommittedCheckpoint:
+    for each in reversed(committed):
+        if damaged_file(each) is None:
+            return each
+    raise NoCheckpoint(
+        f"all {len(committed)} checkpoints in {committed[-1].path.parent} are damaged"
+    )
+
+
+def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
+    if (damaged := damaged_file(found)) is not None:
+        raise NoCheckpoint(
+            f"checkpoint {found.path.name} is damaged: {damaged} is not as it was written; name "
+            "another one, or `newest` for the newest that is whole"
+        )
+    return found
+
+
+def damaged_file(found: CommittedCheckpoint) -> str | None:
+    """Name of a file that is missing, or has another size or checksum than was recorded."""
+    for name, record in found.commit.files.items():
+        path = found.path / name
+        try:
+            is_same = path.stat().st_size == record.size_bytes and file_record(path) == record
+        except OSError:
+            is_same = False
+        if not is_same:
+            return name
+    return None
+
+
+def stored_weights(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight of the model in a checkpoint, by its name in the model."""
+    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    return {
+        key.removeprefix(_WEIGHTS): tuple(value.size)
+        for key, value in stored.items()
+        if key.startswith(_WEIGHTS) and isinstance(value, TensorStorageMetadata)
+    }
+
+
+def with_table_sizes(spec: JobSpec, weights: Mapping[str, Sequence[int]]) -> JobSpec:
+    """`spec` with the number of rows that each table has in a checkpoint.
+
+    Raises `NotExportable` where a table of the spec is not in it.
+    """
+    rows = {table: shape[0] for key, shape in weights.items() if (table := table_of(key))}
+    if missing := [t.name for t in spec.embedding_tables if t.name not in rows]:
+        raise NotExportable(
+            f"the checkpoint has no table '{missing[0]}'; it holds {', '.join(sorted(rows))}. Was "
+            "the spec changed since?"
+        )
+    sized = tuple(
+        table.model_copy(update={"num_embeddings": rows[table.name]})
+        for table in spec.embedding_tables
+    )
+    return spec.model_copy(update={"embedding_tables": sized})

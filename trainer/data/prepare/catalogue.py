@@ -35,7 +35,8 @@ def describe_movies(
 ) -> pl.DataFrame:
     """One row per movie of `every_id` (distinct, ascending), in that order.
 
-    Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the title, then those of its tags, most used first.
+    Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the
+    title, then those of its tags, most used first.
     """
     described = (
         every_id.alias("movieId")

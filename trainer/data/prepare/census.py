@@ -116,10 +116,10 @@ class _Counts:
         self.training_rows_of_user[own] = np.bincount(
             unit.user[training] - users.start, minlength=len(users)
         )
+        # Sorted by user and time, so that a user's first held-out row is the first that is met.
         held_out = unit.user[unit.is_validation]
-        # In order of time, so that a user's first held-out row is the first that is met.
-        found, first = np.unique(held_out, return_index=True)
-        self.begins[found] = unit.timestamp[unit.is_validation][first]
+        first = np.flatnonzero(np.diff(held_out, prepend=-1))
+        self.begins[held_out[first]] = unit.timestamp[unit.is_validation][first]
 
     def movie_bias(self) -> FloatArray:
         """Mean of each movie's training stars minus the overall mean, damped."""

@@ -7,7 +7,7 @@ are brought together, looked at in the order of time, and the answers written in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import numpy as np
 
 from trainer.data.prepare.journal import Facts
 from trainer.data.prepare.past import MoviePast, Ratings, UserPast, look_back_at_movies
+from trainer.data.prepare.progress import Advance
 from trainer.data.prepare.rating_rows import dense_of_movies
 from trainer.data.prepare.spill import Columns, map_columns, write_columns
 from trainer.data.prepare.staging import Staging
@@ -58,7 +59,7 @@ class MovieExchange:
         )
         self._answers: list[Path] = []
 
-    def answer(self, staging: Staging, advance: Callable[[float], None]) -> dict[str, Moments]:
+    def answer(self, staging: Staging, advance: Advance) -> dict[str, Moments]:
         """Look at every range of movies; gives the moments of the dense features of training."""
         total: dict[str, Moments] = {}
         for number in range(self._cuts.shape[1] - 1):

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,9 @@ import pyarrow.parquet as pq
 from trainer.data.ragged import IntArray
 
 _GROUPS_PER_BATCH = 8
+# Lists of ids hold almost as many values as a row group has rows: packing their differences takes
+# half the time of a dictionary to write, two thirds to read, and is smaller.
+_DICTIONARY_COLUMNS = frozenset({"user_id", "movie_id", "genres", "year", "rating"})
 
 # Prepared rows of a split: (unit, first row, last row + 1) in the unit's order to tables.
 BuildRows = Callable[[int, int, int], pa.Table]
@@ -65,7 +69,7 @@ def write_partition(
 ) -> None:
     """Write one Parquet file in full row groups; the next batch is built while one is written."""
     with (
-        pq.ParquetWriter(path, schema, compression="zstd") as writer,
+        pq.ParquetWriter(path, schema, compression="zstd", **_encodings(schema)) as writer,
         ThreadPoolExecutor(max_workers=1) as thread,
     ):
         pending: Future | None = None
@@ -75,6 +79,22 @@ def write_partition(
             pending = thread.submit(writer.write_table, batch, row_group_size=row_group_rows)
         if pending:
             pending.result()
+
+
+def _encodings(schema: pa.Schema) -> dict[str, Any]:
+    leaves = {
+        field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+        for field in schema
+    }
+    packed = [
+        leaves[field.name]
+        for field in schema
+        if field.type == pa.list_(pa.int64()) and field.name not in _DICTIONARY_COLUMNS
+    ]
+    return {
+        "use_dictionary": [leaves[name] for name in leaves if name in _DICTIONARY_COLUMNS],
+        "column_encoding": dict.fromkeys(packed, "DELTA_BINARY_PACKED"),
+    }
 
 
 def _batches(partition: Partition, build: BuildRows, row_group_rows: int) -> Iterator[pa.Table]:

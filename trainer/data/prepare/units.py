@@ -7,7 +7,7 @@ users' rows from all blocks and puts them in the order of (user, timestamp, movi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from trainer.data.prepare.csv_blocks import BlockReader
 from trainer.data.prepare.csv_reader import integer, number
 from trainer.data.prepare.journal import Facts
+from trainer.data.prepare.progress import Advance
 from trainer.data.prepare.spill import Columns, map_columns, write_columns
 from trainer.data.prepare.staging import Staging
 from trainer.data.prepare.timeline import order_by
@@ -31,7 +32,7 @@ RATING_COLUMNS = (
     number("rating", above=0, at_most=5),
     integer("timestamp"),
 )
-Advance = Callable[[float], None]
+_LARGEST_TABLE = 1 << 22
 
 
 class DuplicateRating(Exception):
@@ -120,7 +121,7 @@ def write_unit(
     """
     rows = _gather(blocks, users)
     user = np.searchsorted(blocks.users[users.start : users.stop], rows["user"])
-    movie = np.searchsorted(movie_ids, rows["movie"])
+    movie = _places(rows["movie"], movie_ids)
     order = order_by(user, rows["timestamp"], movie)
     user, movie = user[order], movie[order]
     repeated = _repeated(user, movie, len(movie_ids))
@@ -150,6 +151,16 @@ def _gather(blocks: Blocks, users: range) -> Columns:
         if end > start:
             pieces.append({name: values[start:end] for name, values in block.items()})
     return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _places(values: IntArray, ascending: IntArray) -> IntArray:
+    """Place of each value among `ascending`, in which it must be; by table where ids are small."""
+    largest = int(ascending[-1])
+    if largest > _LARGEST_TABLE:
+        return np.searchsorted(ascending, values)
+    table = np.zeros(largest + 1, dtype=np.int64)
+    table[ascending] = np.arange(len(ascending))
+    return table[values]
 
 
 def _repeated(user: IntArray, movie: IntArray, num_movies: int) -> NDArray[np.bool_]:

@@ -123,31 +123,27 @@ def _frequent(words: pd.Series, min_count: int, max_size: int) -> pd.Series:
 
 
 def _with_user_labels(frame: pd.DataFrame) -> pd.DataFrame:
-    training = frame[~frame["is_validation"]]
-    mean, std = training["rating"].mean(), training["rating"].std(ddof=0)
-    by_user = training.groupby("userId")["rating"]
-    count = by_user.size()
-    user_mean = (by_user.sum() + _PRIOR_ROWS * mean) / (count + _PRIOR_ROWS)
-    deviation = (training["rating"] - training["userId"].map(user_mean)) ** 2
-    squares = deviation.groupby(training["userId"]).sum()
-    variance = (squares + _PRIOR_ROWS * std**2) / (count + _PRIOR_ROWS)
-    scale = np.sqrt(variance).clip(lower=_MIN_SCALE_RATIO * std)
-    frame["user_mean"] = frame["userId"].map(user_mean).fillna(mean)
-    frame["user_scale"] = frame["userId"].map(scale).fillna(std)
-    frame["global_mean"] = mean
+    """Mean and spread of the user's earlier stars, leaning on those of everybody."""
+    training = frame.loc[~frame["is_validation"], "rating"]
+    mean, std = training.mean(), training.std(ddof=0)
+    by_user = frame.groupby("userId")["rating"]
+    earlier = by_user.cumcount()
+    total = by_user.cumsum() - frame["rating"]
+    frame["user_mean"] = (total + _PRIOR_ROWS * mean) / (earlier + _PRIOR_ROWS)
+    stars2 = frame["rating"] ** 2
+    squares = stars2.groupby(frame["userId"]).cumsum() - stars2
+    deviation = squares - 2 * frame["user_mean"] * total + earlier * frame["user_mean"] ** 2
+    variance = (deviation.clip(lower=0) + _PRIOR_ROWS * std**2) / (earlier + _PRIOR_ROWS)
+    frame["user_scale"] = np.sqrt(variance).clip(lower=_MIN_SCALE_RATIO * std)
     return frame
 
 
 def _with_past(frame: pd.DataFrame) -> pd.DataFrame:
     """What was known of user and movie just before each rating."""
-    by_user = frame.groupby("userId")["rating"]
-    earlier = by_user.cumcount()
-    earlier_stars = by_user.cumsum() - frame["rating"]
-    frame["user_past_mean"] = (earlier_stars + _PRIOR_ROWS * frame["global_mean"]) / (
-        earlier + _PRIOR_ROWS
-    )
+    frame["user_past_mean"] = frame["user_mean"]
     frame["residual"] = frame["rating"] - frame["user_past_mean"]
-    frame["user_activity"] = np.log1p(earlier)
+    frame["user_activity"] = np.log1p(frame.groupby("userId").cumcount())
+    frame["user_genre_past_mean"] = _genre_past_mean(frame)
     by_time = frame.sort_values(["movieId", "timestamp"], kind="stable")
     counted = (~by_time["is_validation"]).astype(float)
     count = counted.groupby(by_time["movieId"]).cumsum() - counted
@@ -158,6 +154,15 @@ def _with_past(frame: pd.DataFrame) -> pd.DataFrame:
     rated_in = 1970 + frame["timestamp"] / _SECONDS_PER_YEAR
     frame["movie_age"] = np.log1p((rated_in - frame["year"]).clip(lower=0))
     return frame
+
+
+def _genre_past_mean(frame: pd.DataFrame) -> pd.Series:
+    """Mean over the movie's genres of how the user liked earlier movies of each."""
+    rows = frame[["userId", "genres", "residual"]].explode("genres").reset_index()
+    of_genre = rows.groupby(["userId", "genres"])["residual"]
+    earlier = of_genre.cumsum() - rows["residual"]
+    rows["mean"] = earlier / (of_genre.cumcount() + _PRIOR_ROWS)
+    return rows.groupby("index")["mean"].mean().fillna(0)
 
 
 def _with_histories(frame: pd.DataFrame, length: int, style: Style) -> pd.DataFrame:
@@ -194,7 +199,7 @@ def _pairs_of(user: pd.DataFrame, style: Style) -> Iterable[tuple[int, float]]:
 
 def _with_standardised(frame: pd.DataFrame) -> pd.DataFrame:
     names = ["year", "movie_age", "movie_popularity", "movie_past_mean"]
-    for name in [*names, "user_activity", "user_past_mean"]:
+    for name in [*names, "user_activity", "user_past_mean", "user_genre_past_mean"]:
         fitted = frame.loc[~frame["is_validation"], name]
         spread = fitted.std(ddof=0)
         frame[name] = ((frame[name] - fitted.mean()) / (spread or 1.0)).fillna(0)
@@ -203,7 +208,7 @@ def _with_standardised(frame: pd.DataFrame) -> pd.DataFrame:
 
 def _write(frame: pd.DataFrame, out: Path) -> None:
     out.mkdir(parents=True)
-    left_out = ["userId", "movieId", "is_validation", "residual", "global_mean"]
+    left_out = ["userId", "movieId", "is_validation", "residual"]
     held_out = frame["is_validation"]
     training = frame[~held_out].sample(frac=1, random_state=0)
     for name, part in (("train", training), ("validation", frame[held_out])):

@@ -18,7 +18,6 @@ import numpy as np
 import torch
 
 from tests.benchmarks.quality_data import FloatArray, Fold, Stars
-from trainer.data.prepare.statistics import rmse
 from trainer.data.ragged import IntArray
 
 _MIN_STARS, _MAX_STARS = 0.5, 5.0
@@ -49,6 +48,11 @@ class FactorSettings:
     init_std: float = 0.05
     batch_size: int = 64
     num_epochs: int = 60
+
+
+def rmse(errors: FloatArray) -> float:
+    """Root of the mean square."""
+    return float(np.sqrt(np.mean(errors**2)))
 
 
 def mean_rmse(fold: Fold) -> float:

@@ -16,7 +16,7 @@ from trainer.data.prepare.movielens import prepare_movielens
 
 LISTS = ["genres", "tokens", "history_movies", "history_liked", "history_disliked"]
 NUMBERS = ["year", "movie_age", "movie_popularity", "movie_past_mean", "user_activity"]
-LABELS = ["user_past_mean", "rating", "user_mean", "user_scale"]
+LABELS = ["user_past_mean", "user_genre_past_mean", "rating", "user_mean", "user_scale"]
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 import torch
 
 from trainer import events
+from trainer.balance import across_ranks
 from trainer.data.position import DataPosition
 from trainer.elastic.detect import LossPolicy, LossWatch
 from trainer.elastic.skipped_rows import EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, RowsPoisoned
-from trainer.metrics import across_ranks
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec
 

@@ -17,20 +17,17 @@ import torch
 
 from trainer import events
 from trainer.announcement import workers_started
+from trainer.balance import LookupCounter, phase_metrics
 from trainer.data.batches import Batch, TrainBatches, validation_batches
 from trainer.data.errors import TooFewRowsError
+from trainer.data.inputs import on_this_node
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.data.reader import open_source
 from trainer.elastic import faults
 from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
-from trainer.metrics import (
-    LookupCounter,
-    Speedometer,
-    TaskMeter,
-    is_better,
-    phase_metrics,
-)
+from trainer.left_out import LeftOutRows
+from trainer.metrics import Speedometer, TaskMeter, is_better
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
@@ -77,7 +74,7 @@ class Session:
     def __init__(
         self, config: WorkerConfig, groups: MeshGroups, pulse: Pulse | None = None
     ) -> None:
-        spec = config.spec
+        spec = on_this_node(config.spec)
         self.spec = spec
         self.config = config
         self.groups = groups
@@ -143,14 +140,15 @@ class Session:
         return min(planned, training.max_steps or planned)
 
     def _open_meters(self) -> None:
-        task, batch_size = self.spec.model.task, self.spec.data.batch_size
+        tasks, batch_size = self.spec.model.tasks, self.spec.data.batch_size
         window = self.spec.training.report_every_steps * self.shape.rows_per_step
         device = self.groups.device
-        self.train_meter = TaskMeter(task, batch_size, window).to(device)
+        self.train_meter = TaskMeter(tasks, batch_size, window).to(device)
         if self.validation_source:
             # AUC's window must hold all rows, padding included.
             window = self.validation_source.num_rows + self.shape.rows_per_step
-            self.validation_meter = TaskMeter(task, batch_size, window).to(device)
+            self.validation_meter = TaskMeter(tasks, batch_size, window).to(device)
+        self.left_out = LeftOutRows(self.spec, device, lambda event: self._rank_writer.write(event))
         self.lookups = LookupCounter(self.model)
         self.phases = PhaseTimes(clock_of(device))
         ForwardPhases(self.model, self.phases)
@@ -193,7 +191,7 @@ class Session:
     @property
     def watched_metric(self) -> str:
         """The validation metric that decides which checkpoint is best."""
-        return self.spec.model.task.metric_names[0]
+        return self.spec.model.watched_metric
 
     def emit(self, event: events.Event) -> None:
         """Write an event record; only rank 0 writes."""
@@ -221,11 +219,21 @@ class Session:
             rank=self.groups.rank,
             world_size=self.groups.layout.world_size,
             position=self.state.position,
+            pin=self._copies_batches,
         ) as loader:
             waited_s = 0.0
             for batch, position in self.phases.around_each("data_wait", loader):
-                yield batch.to(self.groups.device), position, loader.wait_s - waited_s
+                yield self.on_device(batch), position, loader.wait_s - waited_s
                 waited_s = loader.wait_s
+
+    @property
+    def _copies_batches(self) -> bool:
+        """Whether batches have to be copied to a device, best from page-locked memory."""
+        return self.groups.device.type == "cuda"
+
+    def on_device(self, batch: Batch) -> Batch:
+        """The batch where it is trained, copied while the device computes."""
+        return batch.to(self.groups.device, non_blocking=self._copies_batches)
 
     def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
@@ -256,6 +264,7 @@ class Session:
             self.sync.finish()
         self.train_meter.update(batch, loss, outputs)
         self.finite.add(loss.detach())
+        self.left_out.add(batch.quarantined)
         self.speed.step(wait_s)
         self.pulse.end_step(step)
         return loss.detach()
@@ -325,6 +334,7 @@ class Session:
         """Metrics since the last call. Collective over all ranks."""
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
+        values |= self.left_out.report()
         values |= self.optimizers.learning_rates()
         phases = self.phases.read()
         self.pulse.local_s = local_s(phases)
@@ -391,7 +401,8 @@ class Session:
             world_size=self.groups.layout.world_size,
         ):
             self.pulse.enter("validation", self.state.step)
-            on_device = batch.to(self.groups.device)
+            on_device = self.on_device(batch)
+            self.left_out.add(batch.quarantined)
             self.validation_meter.update(on_device, *self.model(on_device))
         self.model.train()
         return self.validation_meter.compute("validation")

@@ -56,7 +56,7 @@ def tone_of(status: JobStatus) -> str:
 
 def quality_metric(job: Job) -> str:
     """Name of the metric that says how good the model is, without its part: `rmse`, `ne`, ..."""
-    return job.spec.model.task.metric_names[0]
+    return job.spec.model.watched_metric
 
 
 def layout_text(job: Job) -> str:

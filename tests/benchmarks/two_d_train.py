@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tests.benchmarks.emulated_hosts import sent_bytes
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.two_d_workload import TwoDLayout, make_batches, spec_of
+from trainer.balance import LookupCounter
 from trainer.data.batches import Batch
-from trainer.metrics import LookupCounter
 from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout, WorkerSite
 from trainer.parallel.optimizer import Optimizers

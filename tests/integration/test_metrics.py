@@ -41,7 +41,7 @@ def loss_of(batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
 def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
     """Two reports of this rank's meter."""
     task = TaskSpec(name="t", loss=loss)
-    meter = TaskMeter(task, BATCH_SIZE, window_rows=rank_count * NUM_BATCHES * BATCH_SIZE)
+    meter = TaskMeter([task], BATCH_SIZE, window_rows=rank_count * NUM_BATCHES * BATCH_SIZE)
     reports = []
     for report in range(2):
         for step in range(NUM_BATCHES):
@@ -54,7 +54,7 @@ def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
 
 def measure_until(num_ranks: int, loss: str) -> dict[str, torch.Tensor]:
     """State of this rank's meter after a report and two more of three batches."""
-    meter = TaskMeter(TaskSpec(name="t", loss=loss), BATCH_SIZE, window_rows=999)
+    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE, window_rows=999)
     for step in range(NUM_BATCHES):
         _take_in(meter, step, loss)
     meter.compute("train")
@@ -67,7 +67,7 @@ def measure_until(num_ranks: int, loss: str) -> dict[str, torch.Tensor]:
 
 def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, float], bool]:
     """The report after one more batch, whose rows the ranks share; whether the state came along."""
-    meter = TaskMeter(TaskSpec(name="t", loss=loss), BATCH_SIZE, window_rows=999)
+    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE, window_rows=999)
     meter.load_state(state)
     came_along = all(
         torch.equal(value.sort()[0], state[name].sort()[0]) for name, value in meter.state().items()

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.integration.gloo import run_ranks
 from tests.integration.two_d_cases import Case, form_groups, make_batch, spec_of
-from trainer.metrics import across_ranks, phase_metrics
+from trainer.balance import across_ranks, phase_metrics
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.phases import PHASES, ForwardPhases, PhaseTimes, clock_of
 from trainer.session import build_parallel_model

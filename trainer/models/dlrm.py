@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 from torchrec import KeyedJaggedTensor
-from torchrec.models.dlrm import DenseArch, InteractionArch, InteractionDCNArch, OverArch
-from torchrec.modules.crossnet import LowRankCrossNet
+from torchrec.models.dlrm import DenseArch, InteractionArch
 
 from trainer.data.batches import Batch
+from trainer.models.layers import cross_arch, over_arch
 from trainer.models.module import UserRecommender, build_user_model
+from trainer.models.movielens import MovieLensNetwork
 from trainer.models.sparse import SparseArch
-from trainer.spec import InteractionSpec, JobSpec, TaskSpec
+from trainer.spec import JobSpec, TaskSpec
 
 _LOSSES: dict[str, Callable[..., torch.Tensor]] = {
     "mse": nn.functional.mse_loss,
@@ -39,7 +40,7 @@ class Network(nn.Module):
         num_features = len(self.sparse_arch.sparse_feature_names)
         dim = spec.embedding_tables[0].embedding_dim
         self.inter_arch, crossed_size = _interaction(spec, num_features, dim)
-        self.over_arch = _over_arch(crossed_size, model.over_arch.layer_sizes, device)
+        self.over_arch = over_arch(crossed_size, model.over_arch.layer_sizes, device)
 
     def forward(
         self,
@@ -47,7 +48,7 @@ class Network(nn.Module):
         sparse: KeyedJaggedTensor,
         sequences: KeyedJaggedTensor | None = None,
     ) -> torch.Tensor:
-        """Logits or values, [B, 1]."""
+        """Logits or values, [B, K]."""
         embedded_dense = self.dense_arch(dense)
         embedded_sparse = self.sparse_arch(sparse, sequences)
         crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
@@ -59,16 +60,7 @@ def _interaction(spec: JobSpec, num_features: int, dim: int) -> tuple[nn.Module,
     if spec.model.arch == "dlrm":
         num_pairs = num_features * (num_features + 1) // 2
         return InteractionArch(num_features), dim + num_pairs
-    cross = spec.model.interaction_arch or InteractionSpec()
-    size = (num_features + 1) * dim
-    network = LowRankCrossNet(size, cross.num_layers, cross.low_rank_dim)
-    return InteractionDCNArch(num_features, network), size
-
-
-def _over_arch(in_features: int, layer_sizes: Sequence[int], device: torch.device) -> nn.Module:
-    if len(layer_sizes) == 1:  # which TorchRec's OverArch refuses
-        return nn.Linear(in_features, layer_sizes[0], device=device)
-    return OverArch(in_features, list(layer_sizes), device)
+    return cross_arch(spec, num_features, dim)
 
 
 class Recommender(nn.Module):
@@ -102,4 +94,5 @@ def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecomm
     """
     if spec.model.module is not None:
         return build_user_model(spec, device)
-    return Recommender(Network(spec, device), spec.model.tasks)
+    network = MovieLensNetwork if spec.model.arch == "movielens" else Network
+    return Recommender(network(spec, device), spec.model.tasks)

@@ -19,6 +19,7 @@ from torchrec import (
 )
 from torchrec.types import DataType
 
+from trainer.models.history import History
 from trainer.spec import EmbeddingTableSpec, FeatureSpec, JobSpec
 
 _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
@@ -65,11 +66,14 @@ class SparseArch(nn.Module):
     TorchRec's own mean depends on the sharding: with weights, row-wise divides by their sum and
     table-wise by the number of ids, and FBGEMM's CPU backward forgets the division altogether;
     without weights, row-wise adds 1e-6 to the divisor.
+
+    An id that shares the table of a sequence is a sequence of one. The sequence `encoded` is not
+    pooled at all: `with_history` gives its vectors to a model that reads them itself.
     """
 
     is_mean: torch.Tensor
 
-    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+    def __init__(self, spec: JobSpec, device: torch.device, encoded: str | None = None) -> None:
         super().__init__()
         self.embedding_bag_collection = _pooled_tables(spec)
         self.embedding_collection = _sequence_tables(spec)
@@ -78,7 +82,15 @@ class SparseArch(nn.Module):
             for table in _tables_of(spec.embedding_tables, spec.pooled_features)
             for name in _names(table, spec.pooled_features)
         ]
-        self._sequence_limits = {f.name: f.length_limit for f in spec.sequence_features}
+        self._ids = [f.name for f in spec.sequence_features if not f.is_sequence]
+        self._encoded = encoded
+        limits = {f.name: f.length_limit for f in spec.sequence_features}
+        self._encoded_limit = limits[encoded] if encoded else 0
+        self._sequence_limits = {
+            f.name: f.length_limit
+            for f in spec.sequence_features
+            if f.is_sequence and f.name != encoded
+        }
         self.attention = nn.ModuleList(
             AttentionPooling(spec.embedding_tables[0].embedding_dim, device)
             for _ in self._sequence_limits
@@ -91,24 +103,52 @@ class SparseArch(nn.Module):
 
     @property
     def sparse_feature_names(self) -> list[str]:
-        """Features in the order of the output: pooled ones by table, then sequences."""
-        return [*self._pooled_names, *self._sequence_limits]
+        """Features in the order of the output: pooled ones by table, then ids, then sequences."""
+        return [*self._pooled_names, *self._ids, *self._sequence_limits]
 
     def forward(
         self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None = None
     ) -> torch.Tensor:
         """[B, F, D] in the order of `sparse_feature_names`. Collective when sharded."""
+        return self._vectors(sparse, sequences, *self._look_up(sparse, sequences))
+
+    def with_history(
+        self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor
+    ) -> tuple[torch.Tensor, History]:
+        """As `forward`, and the vectors of the sequence `encoded`. Collective when sharded."""
+        assert self._encoded is not None, "the model said which sequence it reads itself"
+        pooled, unpooled = self._look_up(sparse, sequences)
+        assert unpooled is not None, "a history is looked up as a sequence"
+        jagged, limit = unpooled[self._encoded], self._encoded_limit
+        ratings = _padded_weights(sequences, self._encoded, limit)
+        vectors = jagged.to_padded_dense(limit).float()
+        if ratings is None:
+            ratings = vectors.new_ones(vectors.shape[:2])
+        history = History(vectors, jagged.lengths(), ratings)
+        return self._vectors(sparse, sequences, pooled, unpooled), history
+
+    def _look_up(
+        self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None
+    ) -> tuple[KeyedTensor | None, dict[str, JaggedTensor] | None]:
         bags, lists = self.embedding_bag_collection, self.embedding_collection
         # Both lookups are under way before either is waited for.
         pooled = bags(sparse) if bags is not None else None
-        unpooled = (
-            lists(unweighted(sequences)) if lists is not None and sequences is not None else None
-        )
+        if lists is None or sequences is None:
+            return pooled, None
+        return pooled, lists(unweighted(sequences))
+
+    def _vectors(
+        self,
+        sparse: KeyedJaggedTensor,
+        sequences: KeyedJaggedTensor | None,
+        pooled: KeyedTensor | None,
+        unpooled: dict[str, JaggedTensor] | None,
+    ) -> torch.Tensor:
         vectors = []
         if pooled is not None:
             vectors.append(self._pooled(pooled, sparse))
         if unpooled is not None and sequences is not None:
-            vectors.append(self._attended(unpooled, sequences))
+            vectors += self._attended(unpooled, sequences)
         return torch.cat(vectors, dim=1)
 
     def _pooled(self, pooled: KeyedTensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -124,17 +164,23 @@ class SparseArch(nn.Module):
 
     def _attended(
         self, embedded: dict[str, JaggedTensor], sequences: KeyedJaggedTensor
-    ) -> torch.Tensor:
-        vectors = []
+    ) -> list[torch.Tensor]:
+        """[B, 1, D] of each id and each sequence that is pooled."""
+        vectors = [embedded[name].to_padded_dense(1).float() for name in self._ids]
         limits = self._sequence_limits.items()
         for (name, limit), attention in zip(limits, self.attention, strict=True):
             jagged = embedded[name]
             padded = jagged.to_padded_dense(limit).float()
-            weights = None
-            if sequences.weights_or_none() is not None:
-                weights = sequences[name].to_padded_dense_weights(limit)
-            vectors.append(attention(padded, jagged.lengths(), weights))
-        return torch.stack(vectors, dim=1)
+            weights = _padded_weights(sequences, name, limit)
+            vectors.append(attention(padded, jagged.lengths(), weights).unsqueeze(1))
+        return vectors
+
+
+def _padded_weights(sequences: KeyedJaggedTensor, name: str, limit: int) -> torch.Tensor | None:
+    """Weights of the sequence `name`, [B, limit]; None where no sequence has any."""
+    if sequences.weights_or_none() is None:
+        return None
+    return sequences[name].to_padded_dense_weights(limit)
 
 
 def unweighted(jagged: KeyedJaggedTensor) -> KeyedJaggedTensor:

@@ -17,7 +17,7 @@ from trainer.spec.base import NAME_PATTERN
 from trainer.spec.data import FeatureSpec
 from trainer.spec.dynamic import DynamicSpec
 from trainer.spec.job import JobSpec
-from trainer.spec.model import InteractionSpec, TaskSpec
+from trainer.spec.model import InteractionSpec, TaskSpec, TransformerSpec
 from trainer.spec.optimizer import DenseOptimizerSpec, ScheduleSpec, SparseOptimizerSpec
 from trainer.spec.parallelism import (
     AllToAllSpec,
@@ -56,6 +56,7 @@ __all__ = [
     "TableConstraints",
     "TaskSpec",
     "TraceSpec",
+    "TransformerSpec",
     "WarmStartSpec",
     "WorkersSpec",
     "apply_overrides",

@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.spec.base import Identifier, SpecModel, only
+from trainer.spec.base import Identifier, SpecModel
 from trainer.spec.data import LabelSpec
 from trainer.spec.module import CodeId, ModulePath
 from trainer.spec.problems import problem
@@ -26,27 +26,54 @@ class LayersSpec(SpecModel):
 
 
 class InteractionSpec(SpecModel):
-    """Low-rank cross layers of DCN v2 (`dcn_v2` only)."""
+    """Low-rank cross layers of DCN v2 (arch `dcn_v2` and `movielens`)."""
 
     num_layers: PositiveInt = 2
     low_rank_dim: PositiveInt = 32
 
 
+class TransformerSpec(SpecModel):
+    """How arch `movielens` reads the user's history: an encoder over the vectors of a sequence.
+
+    `sequence` is the feature with what came before, most recent last; its weights, if any, are the
+    ratings. `candidate` is the `id` feature of what is to be rated. `dropout` is that of the
+    encoder and of the crossed features.
+    """
+
+    sequence: Identifier
+    candidate: Identifier
+    num_layers: PositiveInt = 1
+    num_heads: PositiveInt = 2
+    feedforward_dim: PositiveInt = 64
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.1
+
+
+MetricName = Literal["rmse", "mae", "ne", "auc", "calibration", "logloss"]
+_METRICS_OF_LOSS: dict[str, tuple[MetricName, ...]] = {
+    "mse": ("rmse", "mae", "auc"),
+    "bce": ("ne", "auc", "calibration", "logloss"),
+}
+
+
 class TaskSpec(SpecModel):
-    """What is learned: `mse` regression (RMSE, MAE) or `bce` classification (NE, AUC).
+    """What is learned: `mse` regression or `bce` classification, and how it is measured.
 
     `label` is `data.label` unless it is set; `weight` multiplies the task's loss in the sum.
+    Metrics of `mse` are rmse, mae and, with `auc_threshold`, the auc of predictions for whether
+    the label in its own unit reaches it; those of `bce` ne, auc, calibration and logloss (nats).
+    The first one decides which checkpoint is best.
     """
 
     name: Identifier = "rating"
     loss: Literal["mse", "bce"]
     label: LabelSpec | None = None
     weight: PositiveFloat = 1.0
-    metrics: tuple[Literal["rmse", "mae", "ne", "auc"], ...] = ()
+    metrics: tuple[MetricName, ...] = ()
+    auc_threshold: float | None = None
 
     @model_validator(mode="after")
     def _check_metrics(self) -> Self:
-        allowed = ("rmse", "mae") if self.loss == "mse" else ("ne", "auc")
+        allowed = _METRICS_OF_LOSS[self.loss]
         wrong = [metric for metric in self.metrics if metric not in allowed]
         if wrong:
             raise problem(
@@ -54,17 +81,40 @@ class TaskSpec(SpecModel):
                 f"metric {wrong[0]!r} does not fit loss {self.loss!r}; use {' or '.join(allowed)}",
                 "metrics",
             )
+        if len(set(self.metrics)) < len(self.metrics):
+            raise problem("duplicate_metric", "each metric is reported once", "metrics")
+        return self
+
+    @model_validator(mode="after")
+    def _check_threshold(self) -> Self:
+        if self.loss == "bce" and self.auc_threshold is not None:
+            raise problem(
+                "unexpected_threshold",
+                "labels of a bce task are 0 and 1; remove it",
+                "auc_threshold",
+            )
+        if self.loss == "mse" and "auc" in self.metrics and self.auc_threshold is None:
+            raise problem(
+                "missing_threshold",
+                "the auc of an mse task needs auc_threshold: from which label on a row is positive",
+                "auc_threshold",
+            )
         return self
 
     @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Metrics to report; the natural pair of the loss where none is named."""
-        return self.metrics or (("rmse", "mae") if self.loss == "mse" else ("ne", "auc"))
+    def metric_names(self) -> tuple[MetricName, ...]:
+        """Metrics to report; the natural ones of the loss where none is named."""
+        if self.metrics:
+            return self.metrics
+        if self.loss == "bce":
+            return ("ne", "auc")
+        return ("rmse", "mae") if self.auc_threshold is None else ("rmse", "mae", "auc")
 
 
-def _one_task(tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
-    if len(tasks) > 1:
-        raise problem("not_supported_yet", "more than one task is not supported yet")
+def _distinct_names(tasks: tuple[TaskSpec, ...]) -> tuple[TaskSpec, ...]:
+    names = [task.name for task in tasks]
+    if len(set(names)) < len(names):
+        raise problem("duplicate_name", f"tasks need names that differ, got {', '.join(names)}")
     return tasks
 
 
@@ -72,13 +122,17 @@ _NO_LAYERS = {"layer_sizes": (1,)}
 
 
 class ModelSpec(SpecModel):
-    """The network: TorchRec's DLRM or its DCN v2 variant, or a class of the user's (`module`)."""
+    """The network: TorchRec's DLRM, its DCN v2 variant, or a class of the user's (`module`).
 
-    arch: Annotated[Literal["dlrm", "dcn_v2", "movielens"], only("dlrm", "dcn_v2")] = "dlrm"
+    `movielens` is DCN v2 after a transformer encoder over what the user rated before.
+    """
+
+    arch: Literal["dlrm", "dcn_v2", "movielens"] = "dlrm"
     dense_arch: LayersSpec
     over_arch: LayersSpec
     interaction_arch: InteractionSpec | None = None
-    tasks: Annotated[tuple[TaskSpec, ...], Field(min_length=1), AfterValidator(_one_task)]
+    transformer: TransformerSpec | None = None
+    tasks: Annotated[tuple[TaskSpec, ...], Field(min_length=1), AfterValidator(_distinct_names)]
     module: ModulePath | None = None
     code: CodeId | None = None
     options: Annotated[
@@ -104,10 +158,26 @@ class ModelSpec(SpecModel):
     @model_validator(mode="after")
     def _check_arch(self) -> Self:
         if self.arch == "dlrm" and self.interaction_arch is not None:
-            raise problem("unexpected_section", "it belongs to arch 'dcn_v2'", "interaction_arch")
+            raise problem(
+                "unexpected_section",
+                "it belongs to arch 'dcn_v2' or 'movielens'",
+                "interaction_arch",
+            )
+        if self.module is None and self.arch == "movielens" and self.transformer is None:
+            raise problem(
+                "missing_section", "arch 'movielens' needs it: it names the history", "transformer"
+            )
+        if self.arch != "movielens" and self.transformer is not None:
+            raise problem("unexpected_section", "it belongs to arch 'movielens'", "transformer")
         return self
 
     @property
     def task(self) -> TaskSpec:
-        """The one task of the model."""
+        """The first task, which decides which checkpoint is best."""
         return self.tasks[0]
+
+    @property
+    def watched_metric(self) -> str:
+        """Reported name, without `validation/`, of the metric that decides which is best."""
+        metric = self.task.metric_names[0]
+        return metric if len(self.tasks) == 1 else f"{self.task.name}/{metric}"

@@ -10,7 +10,8 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
-from trainer.metrics import LookupCounter, Speedometer
+from trainer.balance import LookupCounter
+from trainer.metrics import Speedometer
 from trainer.parallel.phases import PhaseTimes
 from trainer.parallel.sync import SyncReport
 

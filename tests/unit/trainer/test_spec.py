@@ -94,7 +94,10 @@ _EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
         ("embedding_tables[0].num_embeddings=-1", "embedding_tables[0].num_embeddings", None),
         ("features[0].table=movies", "features[0].table", "unknown_table"),
         ("features[1].name=user", "features[1].name", "duplicate_name"),
-        ("model.tasks[0].metrics=[auc]", "model.tasks[0].metrics", "metric_mismatch"),
+        ("model.tasks[0].metrics=[ne]", "model.tasks[0].metrics", "metric_mismatch"),
+        ("model.tasks[0].metrics=[auc]", "model.tasks[0].auc_threshold", "missing_threshold"),
+        ("model.tasks[0].metrics=[mae, mae]", "model.tasks[0].metrics", "duplicate_metric"),
+        ("model.arch=movielens", "model.transformer", "missing_section"),
         ("name=Not Good", "name", "string_pattern_mismatch"),
         ("parallelism.workers=5", "parallelism.workers", "not_divisible"),
         ("parallelism.moment_scale=3", "parallelism.moment_scale", "moment_scale"),
@@ -122,20 +125,6 @@ def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> No
     problems = refusal([change])
     assert list(problems) == [path]
     assert code is None or problems[path][0] == code
-
-
-@pytest.mark.parametrize(
-    ("change", "path"),
-    [
-        ("model.arch=movielens", "model.arch"),
-    ],
-)
-def test_what_comes_later_is_refused_and_never_ignored(change: str, path: str) -> None:
-    problems = refusal([change])
-    assert list(problems) == [path]
-    code, message = problems[path]
-    assert code == "not_supported_yet"
-    assert "not supported yet" in message
 
 
 def test_text_that_no_answer_could_carry_is_refused() -> None:
@@ -333,12 +322,22 @@ def test_a_sequence_table_refuses_shardings_that_torchrec_lacks(kind: str) -> No
 
 def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
     document = minimal()
+    document["features"].append({"name": "seen", "type": "id_list", "table": "users"})
     document["features"].append({"name": "clicks", "type": "sequence", "table": "users"})
     with pytest.raises(SpecError) as caught:
         validate_spec(document)
     assert [(p.path, p.code) for p in caught.value.problems] == [
-        ("features[2].table", "shared_table")
+        ("features[3].table", "shared_table")
     ]
+
+
+def test_an_id_that_shares_the_table_of_a_sequence_is_a_sequence_of_one() -> None:
+    document = minimal()
+    document["features"].append({"name": "clicks", "type": "sequence", "table": "users"})
+    spec = validate_spec(document)
+    assert [f.name for f in spec.sequence_features] == ["user", "clicks"]
+    assert [f.length_limit for f in spec.sequence_features] == [1, 50]
+    assert spec.pooled_features == ()
 
 
 def test_tables_larger_than_the_group_s_memory_are_refused_with_the_numbers() -> None:

@@ -22,13 +22,14 @@ from trainer.data.resolve import size_tables
 from trainer.spec import FieldProblem, JobSpec, SpecError
 
 _MANIFEST_NAME = "manifest.json"
+_URL_SCHEMES = ("s3", "gs")
 _MAX_SHOWN_CHARS = 200
 
 
 def check_data(spec: JobSpec) -> None:
     """Look at the folders that a spec reads; raises `SpecError` naming the field."""
     warm_start = spec.checkpoint.warm_start
-    found = [_data_problem(spec.data.path)]
+    found = [_data_problem(spec)]
     if warm_start is not None:
         mend = "give the checkpoints folder of a job, or one checkpoint in it"
         found.append(_folder_problem(warm_start.path, "checkpoint.warm_start.path", mend))
@@ -37,10 +38,40 @@ def check_data(spec: JobSpec) -> None:
         raise SpecError(problems)
 
 
-def _data_problem(path: str) -> FieldProblem | None:
-    mend = "prepare one with `shardloom data prepare`"
-    problem = _folder_problem(path, "data.path", mend)
-    return problem or _manifest_problem(Path(path) / _MANIFEST_NAME)
+def _data_problem(spec: JobSpec) -> FieldProblem | None:
+    path = spec.data.path
+    if "://" in path:
+        return _url_problem(path)
+    problem = _folder_problem(path, "data.path", "prepare one with `shardloom data prepare`")
+    if problem or not _is_plain_parquet(spec):
+        return problem or _manifest_problem(Path(path) / _MANIFEST_NAME)
+    return _unknown_size(spec)
+
+
+def _url_problem(path: str) -> FieldProblem | None:
+    """What is behind the URL is seen when the job starts, with the credentials of the cluster."""
+    if path.split("://")[0] in _URL_SCHEMES:
+        return None
+    message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
+    return FieldProblem("data.path", "unknown_scheme", message)
+
+
+def _is_plain_parquet(spec: JobSpec) -> bool:
+    """Whether the folder has rows but was not made by `shardloom data prepare`."""
+    folder = Path(spec.data.path)
+    has_rows = any((folder / spec.data.split.train).glob("*.parquet"))
+    return has_rows and not (folder / _MANIFEST_NAME).exists()
+
+
+def _unknown_size(spec: JobSpec) -> FieldProblem | None:
+    """A table whose size only a manifest would tell, where there is none."""
+    read_later = {feature.name: 1 for feature in spec.features if feature.vocabulary}
+    try:
+        size_tables(spec, {}, read_later)
+    except ManifestError as error:
+        message = f"{spec.data.path} has no {_MANIFEST_NAME}: {error}"
+        return FieldProblem("embedding_tables", "unknown_size", message)
+    return None
 
 
 def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:

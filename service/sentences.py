@@ -24,6 +24,7 @@ from trainer.events import (
     Note,
     Recovered,
     Resized,
+    RowsQuarantined,
     RowsSkipped,
     StragglerFound,
     TraceWritten,
@@ -52,7 +53,7 @@ _LEAVES = {
     "straggler": "it was too slow and is replaced",
     "poisoned": "its loss became NaN or infinite, so its rows since the last sync do not count",
 }
-_ALARMING = (GroupLost, HangFound, HostExcluded, StragglerFound, RowsSkipped)
+_ALARMING = (GroupLost, HangFound, HostExcluded, StragglerFound, RowsSkipped, RowsQuarantined)
 
 
 def level_of(event: Event) -> str | None:
@@ -179,6 +180,10 @@ def _rows_skipped(event: RowsSkipped) -> str:
     return f"{rows} are left out: {event.reason}"
 
 
+def _rows_quarantined(event: RowsQuarantined) -> str:
+    return f"{_count(event.count, 'row')} of {event.file} left out: {event.reason}"
+
+
 # ---- attempts, workers and checkpoints
 
 
@@ -255,6 +260,7 @@ _SAYINGS: dict[type, Callable[[Any], str]] = {
     StragglerFound: _straggler,
     HangFound: _hang,
     HostExcluded: _host_excluded,
+    RowsQuarantined: _rows_quarantined,
     RowsSkipped: _rows_skipped,
     TraceWritten: _trace_written,
     WorkersLost: _workers_lost,

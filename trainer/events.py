@@ -295,6 +295,15 @@ class RowsSkipped(EventModel):
     reason: str
 
 
+class RowsQuarantined(EventModel):
+    """Rows left out since the last such event because they cannot be used."""
+
+    kind: Literal["rows_quarantined"] = "rows_quarantined"
+    file: str
+    reason: str
+    count: Count
+
+
 class TraceWritten(EventModel):
     """A profiler trace of some steps of one rank lies on run storage (Chrome trace format)."""
 
@@ -347,6 +356,7 @@ Event = Annotated[
     | HangFound
     | HostExcluded
     | RowsSkipped
+    | RowsQuarantined
     | TraceWritten
     | WorkersLost
     | AttemptEnded,

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from trainer import events, failures
 from trainer.attempt import DriverContext
 from trainer.cluster import Host
-from trainer.data.manifest import load_manifest
-from trainer.data.resolve import resolve_tables
+from trainer.data.inputs import resolve_inputs
 from trainer.failures import Failure
 from trainer.parallel.layout import LayoutError
 from trainer.parallel.layout_choice import Choice, choose, need_of
@@ -22,7 +20,7 @@ _POLL_S = 1.0
 def prepare_spec(context: DriverContext) -> JobSpec:
     """The attempt's spec with table sizes taken from the data; raises SpecError or DataError."""
     spec = load_spec(context.files.spec_path.read_text())
-    return resolve_tables(spec, load_manifest(Path(spec.data.path)))
+    return resolve_inputs(spec)
 
 
 class NoLayout(Exception):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from trainer.data.errors import ColumnError, DataError
+from trainer.data.errors import ColumnError, DataError, TableTooSmallError
 from trainer.data.transforms import DenseRule, IdEncoder, dense_rule_of, encoder_of
 from trainer.spec import EmbeddingTableSpec, FeatureSpec, JobSpec
 
@@ -128,7 +128,7 @@ def _dense_column(feature: FeatureSpec, path: str) -> InputColumn:
 def _sparse_column(feature: FeatureSpec, path: str, num_ids: int, folder: Path) -> InputColumn:
     encoder = encoder_of(feature, num_ids, folder)
     if encoder is not None and encoder.num_ids > num_ids:
-        raise DataError(
+        raise TableTooSmallError(
             f"{path}: its vocabulary makes ids 0 to {encoder.num_ids - 1}, but table "
             f"'{feature.table}' has {num_ids} rows; raise num_embeddings, or use 'auto'"
         )

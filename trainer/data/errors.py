@@ -6,6 +6,7 @@ DataError
 ├── ColumnError             a column is missing or of the wrong type
 ├── BadValueError           one cell is wrong: file, line or row, column and value are named
 ├── TooFewRowsError         nothing to train or validate on
+├── TableTooSmallError      the data holds more ids than a table has rows
 ├── CorruptFileError        a file cannot be read, or is not what the manifest says
 ├── StorageError            a file system or object store refused: credentials, endpoint, bucket
 └── ManifestError           the manifest is missing, unreadable or lacks something
@@ -44,6 +45,10 @@ class BadValueError(DataError):
         self.column = column
         self.value = value
         super().__init__(f"{path}, {place}, column '{column}': {value!r} is not {wanted}")
+
+
+class TableTooSmallError(DataError):
+    """The data holds more ids than a table has rows."""
 
 
 class TooFewRowsError(DataError):

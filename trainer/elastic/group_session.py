@@ -88,7 +88,11 @@ class GroupSession(Session):
     def _open_loader(self) -> LeaseBatches:
         num_ranks = self.groups.layout.world_size
         return LeaseBatches(
-            self.train_source, self.spec, rank=self.groups.rank, num_ranks=num_ranks
+            self.train_source,
+            self.spec,
+            rank=self.groups.rank,
+            num_ranks=num_ranks,
+            pin=self._copies_batches,
         )
 
     def _new_interval(self) -> Interval:
@@ -172,7 +176,7 @@ class GroupSession(Session):
         waited_s = self._loader.wait_s
         for batch, found, is_last in self.phases.around_each("data_wait", self._loader):
             assert found.id == lease.id, "leases are trained in the order of their submission"
-            yield batch.to(self.groups.device), self._loader.wait_s - waited_s
+            yield self.on_device(batch), self._loader.wait_s - waited_s
             waited_s = self._loader.wait_s
             if is_last:
                 return

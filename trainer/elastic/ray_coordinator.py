@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.attempt import Attempt
+from trainer.data.inputs import on_this_node
 from trainer.data.reader import lease_windows, open_source
 from trainer.elastic.coordinator import CoordinatorActor, CoordinatorConfig, LeasedRows
 from trainer.elastic.policy import MembershipPolicy
@@ -37,6 +38,7 @@ def coordinator_config(attempt: Attempt, host: str) -> CoordinatorConfig:
 
 def leased_rows(spec: JobSpec) -> LeasedRows:
     """The rows of a run, leased by the sync interval of one group; raises a `DataError`."""
+    spec = on_this_node(spec)
     data, training, parallelism = spec.data, spec.training, spec.parallelism
     source = open_source(spec, Path(data.path) / data.split.train)
     rows_per_step = parallelism.world_size * data.batch_size

@@ -56,12 +56,33 @@ def test_relative_data_is_refused(api: Api) -> None:
     assert problem_in(response, 422, "invalid_spec")["fields"][0]["code"] == "relative_path"
 
 
-def test_data_behind_a_url_is_refused_as_not_supported_yet(api: Api) -> None:
-    data = {"path": "s3://bucket/ratings", "label": {"column": "rating"}}
+@pytest.mark.parametrize("scheme", ["http", "hdfs"])
+def test_data_behind_an_unknown_url_is_refused(api: Api, scheme: str) -> None:
+    data = {"path": f"{scheme}://bucket/ratings", "label": {"column": "rating"}}
     response = api.http.post("/v1/jobs", json={"spec": spec_document(data=data)})
     (field,) = problem_in(response, 422, "invalid_spec")["fields"]
-    assert (field["path"], field["code"]) == ("data.path", "not_supported_yet")
-    assert "not supported yet" in field["message"]
+    assert (field["path"], field["code"]) == ("data.path", "unknown_scheme")
+    assert "s3:// or gs://" in field["message"]
+
+
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
+def test_data_in_an_object_store_is_seen_when_the_job_starts(api: Api, scheme: str) -> None:
+    api.submit(data={"path": f"{scheme}://bucket/ratings", "label": {"column": "rating"}})
+
+
+def test_plain_parquet_needs_no_manifest_where_tables_have_sizes(api: Api, tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "part.parquet").touch()
+    data = {"path": str(tmp_path), "label": {"column": "rating"}}
+    document = spec_document(data=data)
+    tables = [table | {"num_embeddings": 100} for table in document["embedding_tables"]]
+    api.submit(data=data, embedding_tables=tables)
+    unsized = [table | {"num_embeddings": "auto"} for table in tables]
+    response = api.http.post(
+        "/v1/jobs", json={"spec": spec_document(data=data, embedding_tables=unsized)}
+    )
+    (field,) = problem_in(response, 422, "invalid_spec")["fields"]
+    assert (field["path"], field["code"]) == ("embedding_tables", "unknown_size")
 
 
 def test_a_path_that_no_file_system_takes_is_refused(api: Api) -> None:

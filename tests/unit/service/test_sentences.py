@@ -97,6 +97,12 @@ def _resized(
             events.RowsSkipped(time=NOW, epoch=0, start=4096, stop=8192, reason="the loss is NaN"),
             "rows 4,096 to 8,192 of epoch 1 are left out: the loss is NaN",
         ),
+        (
+            events.RowsQuarantined(
+                time=NOW, file="/d/part-1.parquet", reason="column 'y' is not a value", count=3
+            ),
+            "3 rows of /d/part-1.parquet left out: column 'y' is not a value",
+        ),
     ],
 )
 def test_each_event_is_a_sentence(event: Any, sentence: str) -> None:

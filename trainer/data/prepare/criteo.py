@@ -32,9 +32,9 @@ from trainer.data.errors import TooFewRowsError
 from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry
 from trainer.data.prepare.criteo_format import ID_NAMES, parse_lines
 from trainer.data.prepare.criteo_ids import (
-    Encoder,
-    HashEncoder,
-    VocabularyEncoder,
+    HashedIds,
+    IdEncoder,
+    KnownIds,
     frequent_values,
 )
 from trainer.data.prepare.criteo_runs import Buckets, Runs, pack, write_run
@@ -141,7 +141,7 @@ class _Preparation:
             vocabularies={
                 name: self._vocabulary_entry(name, encoder)
                 for name, encoder in encoders.items()
-                if isinstance(encoder, VocabularyEncoder)
+                if isinstance(encoder, KnownIds)
             },
         )
 
@@ -188,17 +188,15 @@ class _Preparation:
         bucket = buckets.place(run.number, run.first_row, cells.shape[1])
         return {"offsets": write_run(path, cells, bucket, buckets.total)}
 
-    def _encoders(self, runs: Runs, buckets: Buckets) -> Iterator[Encoder]:
+    def _encoders(self, runs: Runs, buckets: Buckets) -> Iterator[IdEncoder]:
         options = self.options
         for column, name in enumerate(self._tracked(ID_NAMES, "fitting vocabularies")):
             if options.ids == "hashing":
-                yield HashEncoder(options.num_hash_buckets, options.seed)
+                yield HashedIds(options.num_hash_buckets, options.seed)
             else:
                 yield self._vocabulary(runs, buckets, column, name)
 
-    def _vocabulary(
-        self, runs: Runs, buckets: Buckets, column: int, name: str
-    ) -> VocabularyEncoder:
+    def _vocabulary(self, runs: Runs, buckets: Buckets, column: int, name: str) -> KnownIds:
         def fit(path: Path) -> None:
             found = frequent_values(
                 lambda: runs.ids(column, buckets.training_buckets),
@@ -209,9 +207,9 @@ class _Preparation:
                 np.save(file, np.stack([found.values, found.counts]))
 
         path, _ = self.staging.scratch(f"vocab/{name}.npy", fit)
-        return VocabularyEncoder(*np.load(path))
+        return KnownIds(*np.load(path))
 
-    def _vocabulary_entry(self, name: str, encoder: VocabularyEncoder) -> VocabularyEntry:
+    def _vocabulary_entry(self, name: str, encoder: KnownIds) -> VocabularyEntry:
         path = f"vocab/{name}.parquet"
         part = self.staging.result(path, encoder.write)
         return VocabularyEntry(

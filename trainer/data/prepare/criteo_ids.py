@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from trainer.data.prepare.criteo_format import MAX_RAW_ID, MISSING
 from trainer.data.prepare.vocabulary import UNKNOWN
 from trainer.data.ragged import IntArray
+from trainer.data.transforms import HashEncoder
 
 # Distinct values that are counted at once; more are counted in several passes over the column.
 MAX_COUNTED = 8_000_000
@@ -26,7 +27,7 @@ _HEX_DIGITS = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
 _NUM_HEX_DIGITS = 8
 
 
-class Encoder(Protocol):
+class IdEncoder(Protocol):
     """Turns the raw ids of one column into ids below `size`."""
 
     @property
@@ -38,7 +39,7 @@ class Encoder(Protocol):
 
 
 @dataclass(frozen=True)
-class VocabularyEncoder:
+class KnownIds:
     """The raw id at position i of `values` (ascending) has id i + 1; all others are unknown.
 
     `counts` says how often each was seen in training.
@@ -70,25 +71,18 @@ class VocabularyEncoder:
 
 
 @dataclass(frozen=True)
-class HashEncoder:
-    """Hashes to 1 ... size - 1; what was not given is 0. Stable across machines and versions."""
+class HashedIds:
+    """Hashes to 1 ... size - 1; what was not given is 0.
+
+    The hash is that of a feature's `hashing` (`transforms.HashEncoder`) of the number.
+    """
 
     size: int
     seed: int
 
     def encode(self, raw: IntArray) -> IntArray:
-        """Ids of raw ids: splitmix64 of (raw + a multiple of the seed), modulo `size` - 1."""
-        mixed = _splitmix64(raw.astype(np.uint64) + np.uint64(self.seed << 32))
-        hashed = (mixed % np.uint64(self.size - 1)).astype(np.int64) + 1
-        return np.where(raw == MISSING, UNKNOWN, hashed)
-
-
-def _splitmix64(values: np.ndarray) -> np.ndarray:
-    """Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators"."""
-    mixed = values + np.uint64(0x9E3779B97F4A7C15)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return mixed ^ (mixed >> np.uint64(31))
+        """Ids of raw ids."""
+        return HashEncoder(self.size, self.seed).encode(pa.array(raw, mask=raw == MISSING))
 
 
 def hex_texts(raw: IntArray) -> pa.StringArray:
@@ -106,7 +100,7 @@ def frequent_values(
     min_count: int,
     max_values: int,
     max_counted: int = MAX_COUNTED,
-) -> VocabularyEncoder:
+) -> KnownIds:
     """The values seen at least `min_count` times, the `max_values` most frequent of them.
 
     `read` gives the column in parts, anew at each call. Ties go to the smaller value. At most about
@@ -114,7 +108,7 @@ def frequent_values(
     """
     kept = _count_range(read, (MISSING, MAX_RAW_ID + 1), min_count, max_counted)
     kept = kept.sort(["count", "value"], descending=[True, False]).head(max_values).sort("value")
-    return VocabularyEncoder(kept["value"].to_numpy(), kept["count"].to_numpy())
+    return KnownIds(kept["value"].to_numpy(), kept["count"].to_numpy())
 
 
 def _count_range(

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from trainer.data.prepare.criteo_format import DENSE_NAMES, ID_NAMES, LABEL
-from trainer.data.prepare.criteo_ids import Encoder
+from trainer.data.prepare.criteo_ids import IdEncoder
 from trainer.data.prepare.criteo_runs import Buckets, Cells, Runs, dense_of, ids_of, labels_of
 from trainer.data.prepare.journal import Facts
 from trainer.data.prepare.vocabulary import UNKNOWN
@@ -43,7 +43,7 @@ class PartitionWriter:
 
     runs: Runs
     buckets: Buckets
-    encoders: Sequence[Encoder]
+    encoders: Sequence[IdEncoder]
     row_group_rows: int
 
     def write(self, path: Path, buckets: Sequence[int]) -> Facts:

@@ -23,7 +23,7 @@ from trainer.data.errors import (
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.data.prepare.criteo import CriteoOptions, plan_buckets, prepare_criteo
 from trainer.data.prepare.criteo_format import DENSE_NAMES, ID_NAMES
-from trainer.data.prepare.criteo_ids import HashEncoder, frequent_values
+from trainer.data.prepare.criteo_ids import HashedIds, frequent_values
 from trainer.data.prepare.generate_criteo import CriteoGeneratorOptions, generate_criteo
 
 SMALL = {"block_bytes": 16_384, "run_blocks": 2, "bucket_rows": 100, "row_group_rows": 64}
@@ -173,8 +173,8 @@ def test_hashed_ids_fill_their_range_and_leave_zero_to_empty_cells(days, tmp_pat
 
 def test_hashes_never_change():
     raw = np.array([0, 1, 0xFFFFFFFF, -1])
-    assert HashEncoder(1000, 0).encode(raw).tolist() == [737, 546, 732, 0]
-    assert (HashEncoder(1000, 1).encode(raw)[:3] != HashEncoder(1000, 0).encode(raw)[:3]).all()
+    assert HashedIds(1000, 0).encode(raw).tolist() == [737, 546, 732, 0]
+    assert (HashedIds(1000, 1).encode(raw)[:3] != HashedIds(1000, 0).encode(raw)[:3]).all()
 
 
 def test_compressed_files_and_windows_line_ends_give_the_same_rows(days, whole, tmp_path):

@@ -1,0 +1,281 @@
+"""Bad rows: refused, or left out, counted once and named by file and reason."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.data.batches import TrainBatches, validation_batches
+from trainer.data.errors import BadValueError, CorruptFileError
+from trainer.data.position import DataPosition
+from trainer.data.quarantine import OTHERS, QuarantinedRows, QuarantineTally
+from trainer.data.reader import open_source
+from trainer.data.resolve import size_tables
+from trainer.spec import JobSpec, validate_spec
+
+LABEL = {"column": "rating", "offset_column": "user_mean", "scale_column": "user_scale"}
+
+
+@pytest.fixture
+def tolerant(prepared, make_spec):
+    """A function that makes a spec which leaves bad rows out."""
+
+    def make(batch_size: int = 16, shuffle: bool = True, **document: Any) -> JobSpec:
+        data = {
+            "path": str(prepared),
+            "batch_size": batch_size,
+            "shuffle": shuffle,
+            "label": LABEL,
+            "on_bad_rows": "quarantine",
+        }
+        return make_spec(data=data, **document)
+
+    return make
+
+
+def tally(batches) -> Counter[tuple[str, str]]:
+    """Rows left out by (file name, reason)."""
+    found: Counter[tuple[str, str]] = Counter()
+    for batch in batches:
+        for rows in batch.quarantined:
+            found[Path(rows.file).name, rows.reason] += rows.num_rows
+    return found
+
+
+def epoch_of(spec: JobSpec, folder: Path, num_ranks: int = 1, **options: Any) -> list:
+    source = open_source(spec, folder)
+    found = []
+    for rank in range(num_ranks):
+        with TrainBatches(source, spec, rank, num_ranks, **options) as batches:
+            found += [batch for batch, _ in batches]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "reason"),
+    [
+        ("rating", math.nan, "column 'rating' is not a finite number"),
+        ("rating", math.inf, "column 'rating' is not a finite number"),
+        ("rating", None, "column 'rating' is not a value"),
+        ("user_scale", 0.0, "column 'user_scale' is not a scale above 0"),
+        ("year", -math.inf, "column 'year' is not a finite number"),
+        ("movie_id", -1, "column 'movie_id' is not an id of the table"),
+        ("movie_id", 10**9, "column 'movie_id' is not an id of the table"),
+        ("movie_id", None, "column 'movie_id' is not a value"),
+        ("genres", [1, None], "column 'genres' is not an id"),
+        ("genres", [1, 10**9], "column 'genres' is not an id of the table"),
+        ("genres", None, "column 'genres' is not a value"),
+    ],
+)
+def test_one_bad_row_is_left_out_and_the_others_train(
+    spoil, tolerant, make_spec, column, value, reason
+) -> None:
+    folder = spoil(column, 77, value)
+    batches = epoch_of(tolerant(), folder, num_ranks=3)
+    (((file, found), count),) = tally(batches).items()
+    assert (file, count) == ("part-00001.parquet", 1)
+    assert found.startswith(reason)
+    num_rows = open_source(make_spec(), folder).num_rows
+    assert sum(batch.weight.sum().item() for batch in batches) == num_rows - 1
+    for batch in batches:
+        assert torch.isfinite(batch.dense).all()
+        assert torch.isfinite(batch.label).all()
+    strict = make_spec()
+    with pytest.raises(BadValueError, match=f"row 77, column '{column}'"):
+        epoch_of(strict, folder)
+
+
+def test_the_other_rows_are_what_they_were(spoil, tolerant, prepared) -> None:
+    spec = tolerant(batch_size=64, shuffle=False)
+    whole = epoch_of(spec, prepared / "train")
+    spoilt = epoch_of(spec, spoil("genres", 77, [1, 10**9]))
+    assert sum(batch.weight.sum() for batch in whole) == 1 + sum(b.weight.sum() for b in spoilt)
+    for before, after in zip(whole, spoilt, strict=True):
+        is_kept = after.weight > 0
+        assert torch.equal(before.label[is_kept], after.label[is_kept])
+        genres = zip(
+            before.sparse["genres"].to_dense(),
+            after.sparse["genres"].to_dense(),
+            is_kept,
+            strict=True,
+        )
+        assert all(torch.equal(a, b) for a, b, is_counted in genres if is_counted)
+
+
+def test_weights_of_another_length_leave_the_row_out(spoil, tolerant) -> None:
+    column = "history_ratings"
+    weighted = {
+        "name": "rated",
+        "type": "id_list",
+        "column": "history_movies",
+        "weights_column": column,
+        "table": "movies",
+    }
+    spec = tolerant(
+        features=[{"name": "year", "type": "dense"}, weighted],
+        embedding_tables=[{"name": "movies", "embedding_dim": 4}],
+    )
+    batches = epoch_of(spec, spoil(column, 77, [0.5] * 99))
+    assert dict(tally(batches)) == {
+        ("part-00001.parquet", f"column '{column}' is not as long as its ids"): 1
+    }
+    assert all(len(b.sparse.weights()) == len(b.sparse.values()) for b in batches)
+
+
+@pytest.fixture
+def three_files(prepared, tmp_path) -> Path:
+    """A copy of the training part."""
+    return shutil.copytree(prepared / "train", tmp_path / "copy")
+
+
+def truncated(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def with_another_type(path: Path) -> None:
+    rows = pl.read_parquet(path)
+    rows.with_columns(pl.col("movie_id").cast(pl.Float64)).write_parquet(path, row_group_size=128)
+
+
+def without_a_column(path: Path) -> None:
+    pl.read_parquet(path).drop("movie_id").write_parquet(path, row_group_size=128)
+
+
+def with_fewer_rows(path: Path) -> None:
+    pq.write_table(pq.read_table(path)[:-1], path, row_group_size=128)
+
+
+@pytest.mark.parametrize(
+    "damage", [truncated, with_another_type, without_a_column, with_fewer_rows, Path.unlink]
+)
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
+    three_files, tolerant, make_spec, damage, cache_bytes
+) -> None:
+    path = three_files / "part-00001.parquet"
+    source = open_source(tolerant(), three_files)
+    rows_before = source.num_rows
+    footer = pq.read_metadata(path)
+    damage(path)
+    with TrainBatches(source, tolerant(), 0, 1, cache_bytes=cache_bytes) as batches:
+        found = [batch for batch, _ in batches]
+    lost = rows_before - sum(batch.weight.sum().item() for batch in found)
+    ((file, reason),) = tally(found)
+    assert (file, reason) == (path.name, "row group cannot be read, or has changed")
+    # Of a file that lost its last row only the last row group has changed.
+    last_rows = footer.row_group(footer.num_row_groups - 1).num_rows
+    assert lost == (last_rows if damage is with_fewer_rows else footer.num_rows)
+    strict = make_spec()
+    with (
+        TrainBatches(source, strict, 0, 1, cache_bytes=cache_bytes) as batches,
+        pytest.raises(CorruptFileError, match="part-00001"),
+    ):
+        list(batches)
+
+
+def test_validation_leaves_rows_out_too(spoil, tolerant) -> None:
+    folder = spoil("rating", 77, math.nan)
+    spec = tolerant(batch_size=64)
+    source = open_source(spec, folder)
+    batches = list(validation_batches(source, spec, 0, 1))
+    assert tally(batches).total() == 1
+    assert sum(batch.weight.sum().item() for batch in batches) == source.num_rows - 1
+
+
+@pytest.fixture(scope="session")
+def holed(prepared, tmp_path_factory) -> tuple[Path, set[int]]:
+    """A split of numbered rows in several files and row groups, of which some have no label."""
+    folder = tmp_path_factory.mktemp("holed")
+    bad = {3, 4, 150, 151, 299, 300}
+    for part, start in enumerate(range(0, 360, 120)):
+        numbers = list(range(start, start + 120))
+        label = [None if number in bad else number / 7 for number in numbers]
+        table = pa.table({"number": numbers, "x": [1.0] * 120, "y": label})
+        pq.write_table(table, folder / f"part-{part}.parquet", row_group_size=25)
+    return folder, bad
+
+
+def numbered(folder: Path, batch_size: int) -> JobSpec:
+    """A spec that reads the numbers of rows as ids, one more than each."""
+    every = {"boundaries": list(range(1, 360))}
+    spec = validate_spec(
+        {
+            "name": "job",
+            "data": {
+                "path": str(folder),
+                "split": {"train": ".", "validation": None},
+                "batch_size": batch_size,
+                "label": {"column": "y"},
+                "on_bad_rows": "quarantine",
+            },
+            "features": [
+                {"name": "x", "type": "dense"},
+                {"name": "number", "type": "id", "table": "t", "bucketize": every},
+            ],
+            "embedding_tables": [{"name": "t", "embedding_dim": 4}],
+            "model": {
+                "dense_arch": {"layer_sizes": [4]},
+                "over_arch": {"layer_sizes": [1]},
+                "tasks": [{"loss": "mse"}],
+            },
+            "parallelism": {"shard_group_size": 1},
+        }
+    )
+    return size_tables(spec, {})
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    world_sizes=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    batch_size=st.integers(1, 20),
+    num_steps=st.integers(0, 6),
+    cache_bytes=st.sampled_from([0, 2**30]),
+)
+def test_good_rows_train_once_and_bad_ones_are_counted_once_at_any_world_size(
+    holed, world_sizes, batch_size, num_steps, cache_bytes
+) -> None:
+    """Some steps at one world size, the rest of the epoch at another."""
+    folder, bad = holed
+    spec = numbered(folder, batch_size)
+    source = open_source(spec, folder)
+    trained: Counter[int] = Counter()
+    left_out, position = 0, DataPosition()
+    for world_size, limit in zip(world_sizes, (num_steps, 10**9), strict=True):
+        start = position
+        for rank in range(world_size):
+            loader = TrainBatches(source, spec, rank, world_size, start, cache_bytes=cache_bytes)
+            with loader as batches:
+                for _ in range(limit):
+                    if (made := next(batches, None)) is None:
+                        break
+                    batch, position = made
+                    numbers = batch.sparse["number"].values() - 1
+                    trained.update(numbers[batch.weight > 0].tolist())
+                    left_out += sum(rows.num_rows for rows in batch.quarantined)
+    assert trained == Counter(set(range(360)) - bad)
+    assert left_out == len(bad)
+
+
+def test_a_tally_lists_the_most_and_sums_up_the_rest() -> None:
+    counted = QuarantineTally()
+    counted.add([QuarantinedRows(f"file-{n}", "r", n) for n in range(1, 15)])
+    counted.add([QuarantinedRows("file-3", "r", 20)])
+    assert counted.num_rows == sum(range(1, 15)) + 20
+    first, *middle, last = counted.take()
+    assert first == QuarantinedRows("file-3", "r", 23)
+    assert len(middle) == 9
+    assert last == QuarantinedRows(OTHERS, OTHERS, 1 + 2 + 4 + 5)
+    assert counted.num_rows == 0
+    assert counted.take() == []

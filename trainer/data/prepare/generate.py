@@ -1,12 +1,15 @@
 """Made-up ratings in the MovieLens csv format, so that everything can be tried without a download.
 
-A latent-factor model: stars = mean + user bias + movie bias + user factors . movie factors + noise,
-rounded to halves. Movies are drawn by a Zipf law, users by a log-normal activity; a movie's factors
-follow its genres, and so do the words of its title and tags. The same seed gives the same bytes.
+A latent-factor model with a known best error (`movielens_teacher.py`), which goes to
+`teacher.json`. Movies are drawn by a Zipf law, users by a log-normal activity; a movie's factors
+follow its genres, and so do the words of its title and tags. Users are made in chunks, so that
+memory does not grow with the number of ratings. The same seed gives the same bytes.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,16 +17,25 @@ import numpy as np
 import polars as pl
 from numpy.typing import NDArray
 
+from trainer.data.prepare import movielens_teacher as teacher
+from trainer.data.prepare.movielens_teacher import FloatArray, TeacherScore
+from trainer.data.prepare.progress import Advance, shown_progress
 from trainer.data.prepare.writer import staged_folder
 from trainer.data.ragged import IntArray, offsets_of
 
-FloatArray = NDArray[np.float64]
-
-# Users and movies per rating in ml-latest-small, and floors that leave room for distinct pairs.
-_USERS_PER_RATING = 671 / 100_004
-_MOVIES_PER_RATING = 9_125 / 100_004
+# ml-latest-small. Up to its size users, movies and tags are in proportion to ratings; beyond it
+# movies and tags follow powers that lead to ml-32m (200 948, 87 585 and 2 000 072).
+_SMALL_RATINGS, _SMALL_USERS, _SMALL_MOVIES = 100_004, 671, 9_125
+_SMALL_TAGS_PER_RATING, _MAX_TAGS_PER_RATING = 0.013, 0.0625
+_MOVIES_POWER, _TAGS_POWER = 0.392, 1.273
+# Floors that leave room for distinct pairs of user and movie.
 _MIN_USERS = 20
 _MIN_PAIRS_PER_RATING = 10
+
+TEACHER_NAME = "teacher.json"
+_CHUNK_ROWS = 1 << 20
+# Draws by popularity before what is missing is drawn evenly.
+_POPULAR_ROUNDS = 12
 
 
 def _words(text: str) -> NDArray[np.str_]:
@@ -42,14 +54,7 @@ _TITLE_WORDS = _words(
 _TAG_WORDS = _words(
     "gripping slow clever funny dark visual overlong classic quirky moving violent tense"
 )
-_NUM_FACTORS = 8
-_MEAN_STARS = 3.5
-_USER_BIAS_STD = 0.4
-_MOVIE_BIAS_STD = 0.45
-_FACTOR_STD = 0.45
-_NOISE_STD = 0.7
 _ZIPF_EXPONENT = 0.9
-_TAGS_PER_RATING = 0.013
 _FIRST_TIME_S = 820_454_400
 _LAST_TIME_S = 1_451_606_400
 _MEAN_GAP_S = 3600.0
@@ -57,41 +62,102 @@ _MEAN_GAP_S = 3600.0
 
 @dataclass(frozen=True)
 class _Movies:
-    """Genre membership [n, genres], factors [n, factors], bias [n], raw ids [n], titles [n]."""
+    """Genre membership [n, genres], factors [n, factors], bias [n], raw ids [n], titles [n].
+
+    `by_rank` [n] are movies from the most to the least popular, `rank_cdf` [n] the chance of being
+    of that rank or a better one.
+    """
 
     genres: NDArray[np.bool_]
     factors: FloatArray
     bias: FloatArray
     ids: IntArray
     titles: NDArray[np.str_]
+    by_rank: IntArray
+    rank_cdf: FloatArray
 
 
-def generate_movielens(out: Path, *, num_ratings: int, seed: int, overwrite: bool = False) -> None:
-    """Write ratings.csv, movies.csv and tags.csv to the new folder `out`.
+@dataclass(frozen=True)
+class Sizes:
+    """How much is made."""
 
-    Numbers of users and movies follow from `num_ratings` as in ml-latest-small (671 and 9125 for
-    100 004 ratings), with floors for small sets. Raises `OutputExistsError`, or ValueError for
-    `num_ratings` below 1.
+    ratings: int
+    users: int
+    movies: int
+    tags: int
+
+    @classmethod
+    def of(cls, num_ratings: int) -> Sizes:
+        """Numbers of users, movies and tags that go with a number of ratings."""
+        growth = num_ratings / _SMALL_RATINGS
+        users = max(_MIN_USERS, round(_SMALL_USERS * growth))
+        movies = _SMALL_MOVIES * growth ** (_MOVIES_POWER if growth > 1 else 1)
+        floor = -(-_MIN_PAIRS_PER_RATING * num_ratings // users)
+        per_rating = _SMALL_TAGS_PER_RATING * max(1, growth) ** (_TAGS_POWER - 1)
+        tags = max(1, int(num_ratings * min(per_rating, _MAX_TAGS_PER_RATING)))
+        return cls(num_ratings, users, max(floor, round(movies)), tags)
+
+
+def generate_movielens(
+    out: Path, *, num_ratings: int, seed: int, overwrite: bool = False
+) -> TeacherScore:
+    """Write ratings.csv, movies.csv, tags.csv and teacher.json to the new folder `out`.
+
+    Numbers of users, movies and tags follow from `num_ratings` as in ml-latest-small and ml-32m,
+    with floors for small sets. Raises `OutputExistsError`, or ValueError for `num_ratings` below 1.
     """
     if num_ratings < 1:
         raise ValueError(f"num_ratings must be at least 1, got {num_ratings}")
-    rng = np.random.default_rng(seed)
-    num_users = max(_MIN_USERS, round(num_ratings * _USERS_PER_RATING))
-    min_movies = -(-_MIN_PAIRS_PER_RATING * num_ratings // num_users)
-    movies = _make_movies(rng, max(min_movies, round(num_ratings * _MOVIES_PER_RATING)))
-    user, movie = _draw_pairs(rng, num_ratings, num_users, len(movies.ids))
-    ratings = pl.DataFrame(
-        {
-            "userId": user + 1,
-            "movieId": movies.ids[movie],
-            "rating": _draw_stars(rng, user, movie, movies),
-            "timestamp": _draw_times(rng, user),
-        }
-    )
-    with staged_folder(out, overwrite=overwrite, proof="ratings.csv") as folder:
+    sizes = Sizes.of(num_ratings)
+    movies = _make_movies(np.random.default_rng([seed, 0]), sizes.movies)
+    score = TeacherScore()
+    with (
+        staged_folder(out, overwrite=overwrite, proof="ratings.csv") as folder,
+        shown_progress() as progress,
+        progress("generating ratings", num_ratings) as advance,
+    ):
         _movies_frame(movies).write_csv(folder / "movies.csv")
-        _draw_tags(rng, ratings, movie, movies).write_csv(folder / "tags.csv")
-        ratings.sort("userId", "movieId").write_csv(folder / "ratings.csv")
+        _write_ratings(folder, sizes, seed, movies, score, advance)
+        _write_teacher(folder / TEACHER_NAME, sizes, seed, score)
+    return score
+
+
+def _write_ratings(
+    folder: Path, sizes: Sizes, seed: int, movies: _Movies, score: TeacherScore, advance: Advance
+) -> None:
+    """Write ratings.csv and tags.csv, one chunk of users after the other."""
+    counts = _ratings_per_user(np.random.default_rng([seed, 1]), sizes)
+    with (folder / "ratings.csv").open("wb") as ratings, (folder / "tags.csv").open("wb") as tags:
+        for number, users in enumerate(_chunks(counts)):
+            rng = np.random.default_rng([seed, 2, number])
+            made = _make_ratings(rng, users, counts, movies, score)
+            before, after = (int(counts[:user].sum()) for user in (users.start, users.stop))
+            num_tags = sizes.tags * after // sizes.ratings - sizes.tags * before // sizes.ratings
+            drawn = _draw_tags(rng, made, num_tags, movies)
+            made.drop("movie").write_csv(ratings, include_header=number == 0)
+            drawn.write_csv(tags, include_header=number == 0)
+            advance(after - before)
+
+
+def _write_teacher(path: Path, sizes: Sizes, seed: int, score: TeacherScore) -> None:
+    document = {
+        "formula": "stars = clip(round_to_halves(mean + user_bias + movie_bias + user_factors . "
+        "movie_factors * affinity_std / sqrt(num_factors) + noise), 0.5, 5)",
+        "parameters": {
+            "mean": teacher.MEAN_STARS,
+            "user_bias_std": teacher.USER_BIAS_STD,
+            "movie_bias_std": teacher.MOVIE_BIAS_STD,
+            "affinity_std": teacher.AFFINITY_STD,
+            "num_factors": teacher.NUM_FACTORS,
+            "noise_std": teacher.NOISE_STD,
+        },
+        "sizes": vars(sizes),
+        "seed": seed,
+        "irreducible_rmse": score.irreducible_rmse,
+        "measured_rmse": score.measured_rmse,
+        "global_mean_rmse": score.global_mean_rmse,
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
 
 
 def _make_movies(rng: np.random.Generator, num_movies: int) -> _Movies:
@@ -99,15 +165,17 @@ def _make_movies(rng: np.random.Generator, num_movies: int) -> _Movies:
     # Three draws with repetition give one to three genres.
     drawn = rng.choice(len(_GENRES), (num_movies, 3), p=_zipf(len(_GENRES)))
     genres[np.arange(num_movies)[:, None], drawn] = True
-    genre_factors = rng.normal(size=(len(_GENRES), _NUM_FACTORS))
+    genre_factors = rng.normal(size=(len(_GENRES), teacher.NUM_FACTORS))
     factors = genres @ genre_factors / genres.sum(1, keepdims=True)
     factors += rng.normal(size=factors.shape)
     return _Movies(
         genres=genres,
         factors=factors / factors.std(),
-        bias=rng.normal(scale=_MOVIE_BIAS_STD, size=num_movies),
+        bias=rng.normal(scale=teacher.MOVIE_BIAS_STD, size=num_movies),
         ids=np.cumsum(rng.integers(1, 5, num_movies)),
         titles=_make_titles(rng, drawn[:, 0]),
+        by_rank=rng.permutation(num_movies),
+        rank_cdf=np.cumsum(_zipf(num_movies)),
     )
 
 
@@ -125,39 +193,65 @@ def _zipf(size: int) -> FloatArray:
     return weights / weights.sum()
 
 
-def _draw_pairs(
-    rng: np.random.Generator, num_ratings: int, num_users: int, num_movies: int
-) -> tuple[IntArray, IntArray]:
-    """Distinct (user, movie) pairs, sorted by user; active users and popular movies come often."""
-    activity = rng.lognormal(sigma=1.0, size=num_users)
-    activity /= activity.sum()
-    popularity = rng.permutation(_zipf(num_movies))
-    pairs = np.empty(0, dtype=np.int64)
-    while len(pairs) < num_ratings:
-        user = rng.choice(num_users, num_ratings, p=activity)
-        movie = rng.choice(num_movies, num_ratings, p=popularity)
-        drawn = np.concatenate([pairs, user * num_movies + movie])
-        _, first = np.unique(drawn, return_index=True)
-        pairs = drawn[np.sort(first)][:num_ratings]
-    user, movie = np.divmod(pairs, num_movies)
-    order = np.argsort(user, kind="stable")
-    return user[order], movie[order]
+def _ratings_per_user(rng: np.random.Generator, sizes: Sizes) -> IntArray:
+    """Ratings of each user, in sum those of `sizes`; nobody rates more than half of the movies."""
+    activity = rng.lognormal(sigma=1.0, size=sizes.users)
+    most = max(1, sizes.movies // 2)
+    counts = np.minimum((sizes.ratings * activity / activity.sum()).astype(np.int64), most)
+    while (missing := sizes.ratings - int(counts.sum())) > 0:
+        free = rng.permutation(np.flatnonzero(counts < most))
+        counts[free[:missing]] += 1
+    return counts
 
 
-def _draw_stars(
-    rng: np.random.Generator, user: IntArray, movie: IntArray, movies: _Movies
-) -> FloatArray:
-    num_users = int(user.max()) + 1
-    user_factors = rng.normal(size=(num_users, _NUM_FACTORS))
-    affinity = np.einsum("rf,rf->r", user_factors[user], movies.factors[movie])
-    stars = (
-        _MEAN_STARS
-        + rng.normal(scale=_USER_BIAS_STD, size=num_users)[user]
-        + movies.bias[movie]
-        + affinity * _FACTOR_STD / np.sqrt(_NUM_FACTORS)
-        + rng.normal(scale=_NOISE_STD, size=len(user))
+def _chunks(counts: IntArray) -> Iterator[range]:
+    """Consecutive users that have about `_CHUNK_ROWS` ratings together."""
+    chunk_of_user = (np.cumsum(counts) - counts) // _CHUNK_ROWS
+    begins = np.flatnonzero(np.diff(chunk_of_user, prepend=-1)).tolist()
+    return (range(*ends) for ends in zip(begins, [*begins[1:], len(counts)], strict=True))
+
+
+def _make_ratings(
+    rng: np.random.Generator, users: range, counts: IntArray, movies: _Movies, score: TeacherScore
+) -> pl.DataFrame:
+    """The ratings of some users as in ratings.csv, and `movie`, the place in `movies`."""
+    user, movie = _draw_pairs(rng, counts[users.start : users.stop], movies)
+    expected = teacher.expected_stars(
+        rng, user, len(users), movies.bias[movie], movies.factors[movie]
     )
-    return np.clip(np.round(stars * 2) / 2, 0.5, 5.0)
+    stars = teacher.observed_stars(rng, expected)
+    score.add(expected, stars)
+    return pl.DataFrame(
+        {
+            "userId": user + users.start + 1,
+            "movieId": movies.ids[movie],
+            "rating": stars,
+            "timestamp": _draw_times(rng, user),
+            "movie": movie,
+        }
+    )
+
+
+def _draw_pairs(
+    rng: np.random.Generator, counts: IntArray, movies: _Movies
+) -> tuple[IntArray, IntArray]:
+    """Distinct movies for each user, popular ones more often; sorted by (user, movie)."""
+    num_movies = len(movies.ids)
+    pairs, missing, num_rounds = np.empty(0, dtype=np.int64), counts, 0
+    while missing.any():
+        user = np.repeat(np.arange(len(counts)), missing)
+        chance = rng.random(len(user))
+        if num_rounds < _POPULAR_ROUNDS:
+            rank = np.searchsorted(movies.rank_cdf, chance)
+            movie = movies.by_rank[np.minimum(rank, num_movies - 1)]
+        else:
+            movie = (chance * num_movies).astype(np.int64)
+        pairs = np.sort(np.concatenate([pairs, user * num_movies + movie]))
+        pairs = pairs[np.diff(pairs, prepend=-1) > 0]
+        missing = counts - np.bincount(pairs // num_movies, minlength=len(counts))
+        num_rounds += 1
+    user, movie = np.divmod(pairs, num_movies)
+    return user, movie
 
 
 def _draw_times(rng: np.random.Generator, user: IntArray) -> IntArray:
@@ -187,21 +281,13 @@ def _movies_frame(movies: _Movies) -> pl.DataFrame:
 
 
 def _draw_tags(
-    rng: np.random.Generator, ratings: pl.DataFrame, movie: IntArray, movies: _Movies
+    rng: np.random.Generator, ratings: pl.DataFrame, num_tags: int, movies: _Movies
 ) -> pl.DataFrame:
     """Tags of one or two words, put on a few of the ratings a minute after them."""
-    num_tags = max(1, int(len(ratings) * _TAGS_PER_RATING))
     rows = np.sort(rng.choice(len(ratings), num_tags, replace=False))
-    main_genre = movies.genres[movie[rows]].argmax(1)
+    tagged = ratings[rows]
+    main_genre = movies.genres[tagged["movie"].to_numpy()].argmax(1)
     word = _TAG_WORDS[(main_genre + rng.integers(0, 3, num_tags)) % len(_TAG_WORDS)]
     genre = np.char.add(" ", np.char.lower(_GENRES[main_genre]))
     tag = np.char.add(word, np.where(rng.random(num_tags) < 0.5, genre, ""))
-    tagged = ratings[rows]
-    return pl.DataFrame(
-        {
-            "userId": tagged["userId"],
-            "movieId": tagged["movieId"],
-            "tag": tag,
-            "timestamp": tagged["timestamp"] + 60,
-        }
-    )
+    return tagged.select("userId", "movieId", pl.Series("tag", tag), pl.col("timestamp") + 60)

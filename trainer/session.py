@@ -30,6 +30,7 @@ from trainer.left_out import LeftOutRows
 from trainer.metrics import Speedometer, TaskMeter, is_better
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
+from trainer.parallel import dynamic_ids
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
@@ -335,6 +336,7 @@ class Session:
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
         values |= self.left_out.report()
+        values |= dynamic_ids.read_metrics(self.model, self.groups.device)
         values |= self.optimizers.learning_rates()
         phases = self.phases.read()
         self.pulse.local_s = local_s(phases)

@@ -32,12 +32,15 @@ from trainer.elastic.column_shards import (
     moments_of,
     stored_columns,
 )
+from trainer.parallel.dynamic_ids import reload, settle
 from trainer.parallel.two_d import TwoDParallel
 
 METERS = "meters"
 """Where a checkpoint keeps what the metrics took in since the last report (`pack`)."""
 
 _TABLE_STATE = "optim.state.sparse_."
+# Where TorchRec keeps tables by name, and the ids of dynamic ones.
+_TABLE_MODULES = frozenset({"embedding_bags", "embeddings", "_managed_collision_modules"})
 _MAX_PROBLEMS = 5
 
 
@@ -84,7 +87,11 @@ class RowMoments:
 
 
 def state_to_save(model: TwoDParallel, optimizer: CombinedOptimizer) -> dict[str, Any]:
-    """Everything of `model` and `optimizer`, live, by the names that a checkpoint has for it."""
+    """Everything of `model` and `optimizer`, live, by the names that a checkpoint has for it.
+
+    Dynamic tables first admit the ids that they have seen: what they keep apart is not stored.
+    """
+    settle(model)
     state, moments = _named_state(model, optimizer)
     tensors = _MomentTensors(model.groups.device_mesh)
     for each in moments:
@@ -112,6 +119,7 @@ def load_state(
     for each, stored in sources:
         if each.columns not in stored:
             each.values.copy_(moments_of(each.columns, stored))
+    reload(model)
 
 
 def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -283,7 +291,7 @@ def _moment_misfits(
 def table_of(key: str) -> str | None:
     """The table that the tensor `key` of a checkpoint belongs to; None for the dense part."""
     parts = key.removesuffix(column_suffix(key)).split(".")
-    is_table = key.startswith(_TABLE_STATE) or "embedding_bags" in parts or "embeddings" in parts
+    is_table = key.startswith(_TABLE_STATE) or not _TABLE_MODULES.isdisjoint(parts)
     return parts[-2] if is_table else None
 
 

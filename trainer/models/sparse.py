@@ -17,8 +17,10 @@ from torchrec import (
     KeyedTensor,
     PoolingType,
 )
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.types import DataType
 
+from trainer.models.dynamic import dynamic_bags
 from trainer.models.history import History
 from trainer.spec import EmbeddingTableSpec, FeatureSpec, JobSpec
 
@@ -76,6 +78,7 @@ class SparseArch(nn.Module):
     def __init__(self, spec: JobSpec, device: torch.device, encoded: str | None = None) -> None:
         super().__init__()
         self.embedding_bag_collection = _pooled_tables(spec)
+        self.dynamic_bags = _dynamic_tables(spec)
         self.embedding_collection = _sequence_tables(spec)
         self._pooled_names = [
             name
@@ -129,10 +132,12 @@ class SparseArch(nn.Module):
 
     def _look_up(
         self, sparse: KeyedJaggedTensor, sequences: KeyedJaggedTensor | None
-    ) -> tuple[KeyedTensor | None, dict[str, JaggedTensor] | None]:
+    ) -> tuple[list[KeyedTensor], dict[str, JaggedTensor] | None]:
         bags, lists = self.embedding_bag_collection, self.embedding_collection
-        # Both lookups are under way before either is waited for.
-        pooled = bags(sparse) if bags is not None else None
+        # All lookups are under way before any is waited for.
+        pooled = [bags(sparse)] if bags is not None else []
+        if self.dynamic_bags is not None:
+            pooled.append(self.dynamic_bags(sparse)[0])
         if lists is None or sequences is None:
             return pooled, None
         return pooled, lists(unweighted(sequences))
@@ -141,18 +146,19 @@ class SparseArch(nn.Module):
         self,
         sparse: KeyedJaggedTensor,
         sequences: KeyedJaggedTensor | None,
-        pooled: KeyedTensor | None,
+        pooled: list[KeyedTensor],
         unpooled: dict[str, JaggedTensor] | None,
     ) -> torch.Tensor:
         vectors = []
-        if pooled is not None:
+        if pooled:
             vectors.append(self._pooled(pooled, sparse))
         if unpooled is not None and sequences is not None:
             vectors += self._attended(unpooled, sequences)
         return torch.cat(vectors, dim=1)
 
-    def _pooled(self, pooled: KeyedTensor, sparse: KeyedJaggedTensor) -> torch.Tensor:
-        sums = pooled.to_dict()  # by name, because the plan decides the order of the values
+    def _pooled(self, pooled: list[KeyedTensor], sparse: KeyedJaggedTensor) -> torch.Tensor:
+        # By name, because the plan decides the order of the values.
+        sums = {name: value for each in pooled for name, value in each.to_dict().items()}
         stacked = torch.stack([sums[name] for name in self._pooled_names], dim=1).float()
         if not self._has_means:
             return stacked
@@ -192,21 +198,30 @@ def unweighted(jagged: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 def _pooled_tables(spec: JobSpec) -> EmbeddingBagCollection | None:
     tables = _tables_of(spec.embedding_tables, spec.pooled_features)
-    configs = [
-        EmbeddingBagConfig(
-            name=table.name,
-            embedding_dim=table.embedding_dim,
-            num_embeddings=_num_rows(table),
-            feature_names=_names(table, spec.pooled_features),
-            data_type=_DATA_TYPES[table.data_type],
-            pooling=PoolingType.SUM,
-        )
-        for table in tables
-    ]
+    configs = [_bag_config(table, spec) for table in tables if table.dynamic is None]
     if not configs:
         return None
     meta = torch.device("meta")
     return EmbeddingBagCollection(tables=configs, is_weighted=spec.is_weighted, device=meta)
+
+
+def _dynamic_tables(spec: JobSpec) -> ManagedCollisionEmbeddingBagCollection | None:
+    tables = [table for table in spec.embedding_tables if table.dynamic is not None]
+    if not tables:
+        return None
+    configs = [_bag_config(table, spec) for table in tables]
+    return dynamic_bags(configs, [table.dynamic for table in tables if table.dynamic is not None])
+
+
+def _bag_config(table: EmbeddingTableSpec, spec: JobSpec) -> EmbeddingBagConfig:
+    return EmbeddingBagConfig(
+        name=table.name,
+        embedding_dim=table.embedding_dim,
+        num_embeddings=_num_rows(table),
+        feature_names=_names(table, spec.pooled_features),
+        data_type=_DATA_TYPES[table.data_type],
+        pooling=PoolingType.SUM,
+    )
 
 
 def _sequence_tables(spec: JobSpec) -> EmbeddingCollection | None:

@@ -37,6 +37,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
+from trainer.parallel.dynamic_ids import DynamicBagSharder
 from trainer.spec import AllToAllSpec, JobSpec
 
 POOLED_SHARDING_TYPES = (
@@ -109,7 +110,8 @@ def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[
     `fused_params` are FBGEMM's, the optimizer of the tables among them.
     """
     codecs = _codecs(spec.parallelism.all_to_all)
-    return [BagSharder(fused_params, codecs), SequenceSharder(fused_params, codecs)]
+    bags = BagSharder(fused_params, codecs)
+    return [bags, SequenceSharder(fused_params, codecs), DynamicBagSharder(bags)]
 
 
 def _codecs(precision: AllToAllSpec) -> dict[str, QuantizedCommCodecs] | None:

@@ -1,0 +1,81 @@
+"""Sessions with dynamic tables on gloo ranks: what the tests of managed collision run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.session_cases import make_config, snapshot
+from trainer.parallel.dynamic_ids import sharded_tables
+from trainer.parallel.groups import build_groups
+from trainer.ray_worker import WorkerConfig
+from trainer.session import Session
+from trainer.worker import layout_of, train
+
+NUM_ROWS = 64
+DYNAMIC = (
+    "parallelism.sync=null",
+    f"embedding_tables[0]={{name: users, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
+    "dynamic: {eviction: lfu, eviction_interval: 3, num_buckets: 4}}",
+    "training.epochs=1",
+    "training.validate_every_steps=1000",
+)
+
+
+def dynamic_config(
+    data: Path, run_dir: Path, size: int, *overrides: str, run_index: int = 0
+) -> WorkerConfig:
+    """The demo job with a dynamic table of users, one copy over `size` workers."""
+    sizes = (f"parallelism.workers={size}", f"parallelism.shard_group_size={size}")
+    return make_config(data, run_dir, *sizes, *DYNAMIC, *overrides, run_index=run_index)
+
+
+def train_dynamic(config: WorkerConfig) -> dict[str, Any]:
+    """Train to the end; the model, the ids of each row and the metrics of every report."""
+    reports: list[dict[str, float]] = []
+    publish = Session.publish
+
+    def noting(self: Session, values: dict[str, float]) -> None:
+        reports.append(values)
+        publish(self, values)
+
+    Session.publish = noting  # type: ignore[method-assign]
+    try:
+        groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+        session = Session(config, groups)
+        train(session)
+    finally:
+        Session.publish = publish  # type: ignore[method-assign]
+    return {**snapshot(session), "ids": ids_of(session), "reports": reports}
+
+
+def load_dynamic(config: WorkerConfig) -> dict[str, Any]:
+    """Restore from the newest checkpoint only."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    session.restore()
+    return {**snapshot(session), "ids": ids_of(session)}
+
+
+def ids_of(session: Session) -> dict[str, tuple[int, torch.Tensor]]:
+    """By name: first place, and what this rank holds of the state of the ids."""
+    (bags,) = sharded_tables(session.model)
+    ids = bags.ids_of("users")
+    assert ids.output_size() * session.world_size == NUM_ROWS
+    state = {name: buffer for name, buffer in ids.named_buffers() if not name.startswith("_")}
+    return {name: (ids.first_row, buffer.clone()) for name, buffer in state.items()}
+
+
+def whole_ids(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """The state of the ids of the whole table, out of all ranks' parts."""
+    names = ranks[0]["ids"]
+    return {
+        name: torch.cat([part for _, part in sorted((r["ids"][name] for r in ranks), key=_first)])
+        for name in names
+    }
+
+
+def _first(part: tuple[int, torch.Tensor]) -> int:
+    return part[0]

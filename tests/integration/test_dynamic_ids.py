@@ -1,0 +1,75 @@
+"""Dynamic tables through real sessions: evictions, exact resumes, and other numbers of shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integration.dynamic_cases import (
+    NUM_ROWS,
+    dynamic_config,
+    load_dynamic,
+    train_dynamic,
+    whole_ids,
+)
+from tests.integration.gloo import run_ranks
+from tests.integration.session_cases import assemble
+from trainer.parallel.dynamic_ids import NO_ID
+
+STEPS = ("training.max_steps=14", "checkpoint.every_steps=7", "checkpoint.keep_last=5")
+
+
+@pytest.fixture(scope="module")
+def trained(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(run folder, what both ranks hold) of a run of 14 steps on two workers."""
+    run_dir = tmp_path_factory.mktemp("dynamic")
+    config = dynamic_config(small_movielens, run_dir, 2, *STEPS)
+    return run_dir, run_ranks(train_dynamic, 2, config)
+
+
+def test_ids_have_rows_of_their_own_and_are_evicted_when_the_table_is_full(trained: Any) -> None:
+    _, ranks = trained
+    state = whole_ids(ranks)
+    known = state["ids"][state["ids"] != NO_ID]
+    assert len(known) == len(known.unique()), "an id has two rows"
+    assert sorted(state["rows"].tolist()) == list(range(NUM_ROWS)), "two ids have one row"
+    last = ranks[0]["reports"][-1]
+    assert last["dynamic/users/fill"] > 0.5
+    admitted = sum(r["dynamic/users/admitted"] for r in ranks[0]["reports"])
+    evicted = sum(r["dynamic/users/evicted"] for r in ranks[0]["reports"])
+    assert admitted > len(known) - 1
+    assert 0 <= admitted - evicted <= len(known)
+    assert (
+        ranks[0]["reports"][-1]["dynamic/users/shared"]
+        < ranks[0]["reports"][0]["dynamic/users/shared"]
+    )
+
+
+def test_a_run_that_was_interrupted_goes_on_bitwise(
+    trained: Any, small_movielens: Path, tmp_path: Path
+) -> None:
+    _, straight = trained
+    half = (*STEPS[1:], "training.max_steps=7")
+    run_ranks(train_dynamic, 2, dynamic_config(small_movielens, tmp_path, 2, *half))
+    again = dynamic_config(small_movielens, tmp_path, 2, *STEPS, run_index=1)
+    resumed = run_ranks(train_dynamic, 2, again)
+    assert_same(straight, resumed)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_checkpoint_fits_any_number_of_shards_that_divides_the_buckets(
+    trained: Any, small_movielens: Path, size: int
+) -> None:
+    run_dir, ranks = trained
+    config = dynamic_config(small_movielens, run_dir, size, *STEPS, run_index=1)
+    assert_same(ranks, run_ranks(load_dynamic, size, config))
+
+
+def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    """Tables, moments and the ids of rows are bitwise the same."""
+    ours, theirs = whole_ids(one) | assemble(one), whole_ids(other) | assemble(other)
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []

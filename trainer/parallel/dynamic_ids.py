@@ -1,0 +1,409 @@
+"""Ids that get rows as they turn up: TorchRec's managed collision, in buckets that reshard exactly.
+
+    raw id ──mix──► 62-bit id ──top bits──► bucket ──known?──► its own row
+                                                └──not (yet)──► the bucket's last row, shared
+
+*Mixing* is a bijection of the 62-bit numbers, so that ids spread evenly over the buckets and no two
+ever fall together. Ranks exchange mixed ids by bucket (TorchRec's row-wise input distribution), so
+a bucket's ids are all seen by the rank that holds its rows. Every `eviction_interval` steps each
+bucket admits what it saw: TorchRec's `MCHManagedCollisionModule` and its eviction policies decide
+on a bucket what stays and who gets which row. Admitted rows start anew: random weights that depend
+on (step, row) only, moments 0.
+
+TorchRec keeps one such module for each *shard*, so that its ids fit no other number of shards. A
+bucket is the same rows whatever the number, hence any sharding group size that divides the number
+of buckets loads a checkpoint bitwise. What was seen since the last admission is not stored;
+`settle` admits it before a save instead, so that a run that was interrupted goes on exactly as one
+that was not.
+
+One copy of the tables only (M = 1): copies would give the same row to different ids. TorchRec's
+HashZch modules have a sync for that, but their kernel trains on CUDA alone ("Expected readonly to
+be true", fbgemm 1.8). Collectives: TorchRec's input and output distribution over the *sharding
+group*; `read_metrics` makes one all-reduce over all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import JaggedTensor
+from torchrec.distributed.mc_embeddingbag import (
+    ManagedCollisionEmbeddingBagCollectionSharder,
+    ShardedManagedCollisionEmbeddingBagCollection,
+)
+from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
+from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_modules import (
+    DistanceLFU_EvictionPolicy,
+    LFU_EvictionPolicy,
+    LRU_EvictionPolicy,
+    ManagedCollisionModule,
+    MCHEvictionPolicy,
+    MCHManagedCollisionModule,
+)
+
+from trainer.spec.dynamic import MAX_INPUT_HASH_SIZE, DynamicSpec
+
+NO_ID = torch.iinfo(torch.int64).max
+_MASK = MAX_INPUT_HASH_SIZE - 1
+_POLICIES: dict[str, type[MCHEvictionPolicy]] = {
+    "lru": LRU_EvictionPolicy,
+    "lfu": LFU_EvictionPolicy,
+    "distance_lfu": DistanceLFU_EvictionPolicy,
+}
+
+
+def mix(ids: torch.Tensor) -> torch.Tensor:
+    """A bijection of 0 to 2^62 - 1: int64 [n] -> int64 [n], spread evenly.
+
+    Xor-shifts and odd multiplications modulo 2^62, each of which can be undone.
+    """
+    mixed = ids ^ (ids >> 32)
+    mixed = (mixed * 0x2545F4914F6CDD1D) & _MASK
+    mixed = mixed ^ (mixed >> 29)
+    mixed = (mixed * 0x369DEA0F31A53F85) & _MASK
+    return mixed ^ (mixed >> 32)
+
+
+@dataclass
+class Tally:
+    """What happened to the ids of a shard since the last report."""
+
+    num_lookups: int = 0
+    num_shared: int = 0
+    num_admitted: int = 0
+    num_evicted: int = 0
+
+
+class BucketedIds(ManagedCollisionModule):
+    """The ids of buckets `first_bucket` to `end_bucket` - 1 of one table of `num_rows` rows.
+
+    Its buffers hold a place for each row of the buckets, int64 [rows]: `ids` (mixed; `NO_ID` where
+    a row is free), `rows` (the id's row in the whole table) and what the policy remembers. Inside a
+    bucket the places are sorted by id; the last one belongs to ids that have no row of their own.
+    """
+
+    ids: torch.Tensor
+    rows: torch.Tensor
+
+    def __init__(
+        self,
+        num_rows: int,
+        spec: DynamicSpec,
+        device: torch.device,
+        first_bucket: int = 0,
+        end_bucket: int | None = None,
+    ) -> None:
+        self._spec = spec
+        self._num_rows = num_rows
+        self._bucket_rows = num_rows // spec.num_buckets
+        bounds = [bucket * self._bucket_rows for bucket in range(spec.num_buckets + 1)]
+        super().__init__(device, bounds)
+        self._first = first_bucket
+        self._end = spec.num_buckets if end_bucket is None else end_bucket
+        start, end = self._first * self._bucket_rows, self._end * self._bucket_rows
+        size = end - start
+        self.register_buffer("ids", torch.full((size,), NO_ID, device=device))
+        self.register_buffer("rows", torch.arange(start, end, device=device))
+        self._policy = _POLICIES[spec.eviction]()
+        for name in self._remembered:
+            self.register_buffer(name, torch.zeros(size, dtype=torch.int64, device=device))
+        self.tally = Tally()
+        self._evicted: list[torch.Tensor] = []
+        self.reload()
+
+    @property
+    def _remembered(self) -> list[str]:
+        """What the policy remembers of each id."""
+        return [each.metadata_name for each in self._policy.metadata_info if each.is_mch_metadata]
+
+    def reload(self) -> None:
+        """Take the buffers as they are: after a load, or after they have changed."""
+        self._seen: list[tuple[int, torch.Tensor]] = []
+        self._step: int | None = None
+        self._find_known()
+
+    def _find_known(self) -> None:
+        if self.device.type == "meta":
+            return
+        # Buckets are in order of their ids, as the top bits of an id name its bucket.
+        is_known = self.ids != NO_ID
+        self._known, self._known_rows = self.ids[is_known], self.rows[is_known]
+
+    # ---- a step
+
+    def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Mix raw ids, on the rank that read them."""
+        return {name: _with_values(each, mix(each.values())) for name, each in features.items()}
+
+    def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
+        """Remember the mixed ids of a training step; admit what was seen when that is due."""
+        if self.training:
+            if self._step is None:
+                self._step = int(self._current_iter_tensor.item())
+            self._step += 1
+            self._current_iter_tensor.fill_(self._step)
+            self._seen += [(self._step, each.values()) for each in features.values()]
+            if self._step % self._spec.eviction_interval == 0:
+                self.admit()
+        return features
+
+    def remap(
+        self,
+        features: dict[str, JaggedTensor],
+        mutate_miss_lengths: bool = True,
+        write_weights: torch.Tensor | None = None,
+    ) -> dict[str, JaggedTensor]:
+        """Mixed ids to rows of the whole table."""
+        return {name: _with_values(each, self._rows_of(each)) for name, each in features.items()}
+
+    def _rows_of(self, feature: JaggedTensor) -> torch.Tensor:
+        ids = feature.values()
+        shared = (self._buckets_of(ids) + 1) * self._bucket_rows - 1
+        found = shared
+        if self._known.numel():
+            places = torch.searchsorted(self._known, ids).clamp_(max=self._known.numel() - 1)
+            found = torch.where(self._known[places] == ids, self._known_rows[places], shared)
+        if self.training:
+            self.tally.num_lookups += ids.numel()
+            self.tally.num_shared += int((found == shared).sum())
+        return found
+
+    def _buckets_of(self, ids: torch.Tensor) -> torch.Tensor:
+        """As TorchRec's input distribution finds them."""
+        size = -(-MAX_INPUT_HASH_SIZE // self._spec.num_buckets)
+        return torch.div(ids, size, rounding_mode="floor")
+
+    def forward(
+        self, features: dict[str, JaggedTensor], mutate_miss_lengths: bool = True
+    ) -> dict[str, JaggedTensor]:
+        """Raw ids to rows, in one go: what an unsharded module does."""
+        return self.remap(self.profile(self.preprocess(features)))
+
+    # ---- admission
+
+    @torch.no_grad()
+    def admit(self) -> None:
+        """Give rows to what was seen since the last time, by the policy."""
+        if not self._seen:
+            return
+        ids = torch.cat([values for _, values in self._seen])
+        lengths = torch.tensor([len(values) for _, values in self._seen], device=ids.device)
+        steps = torch.tensor([step for step, _ in self._seen], device=ids.device)
+        self._seen = []
+        of_bucket = self._buckets_of(ids)
+        last_steps = steps.repeat_interleave(lengths)
+        for bucket in range(self._first, self._end):
+            is_here = of_bucket == bucket
+            if is_here.any():
+                self._admit_to(bucket, ids[is_here], last_steps[is_here])
+        self._find_known()
+
+    def _admit_to(self, bucket: int, ids: torch.Tensor, steps: torch.Tensor) -> None:
+        place = slice(
+            (bucket - self._first) * self._bucket_rows,
+            (bucket + 1 - self._first) * self._bucket_rows,
+        )
+        module = self._module_of(bucket, place)
+        unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        assert self._step is not None, "nothing is seen outside a step"
+        module._current_iter = self._step
+        history = {"last_access_iter": steps}
+        metadata = self._policy.coalesce_history_metadata(self._step, history, counts, inverse)
+        num_free = int((self.ids[place] == NO_ID).sum())
+        module._update_and_evict(unique, counts, metadata)
+        given = module._evicted_emb_indices
+        num_filled = num_free - int((self.ids[place] == NO_ID).sum())
+        self.tally.num_admitted += given.numel()
+        self.tally.num_evicted += given.numel() - num_filled
+        if given.numel():
+            self._evicted.append(given)
+
+    def _module_of(self, bucket: int, place: slice) -> MCHManagedCollisionModule:
+        """TorchRec's module over the rows of one bucket: its buffers are parts of ours."""
+        module = MCHManagedCollisionModule(
+            zch_size=self._bucket_rows,
+            device=self.device,
+            eviction_policy=self._policy,
+            eviction_interval=self._spec.eviction_interval,
+            output_global_offset=bucket * self._bucket_rows,
+        )
+        module._mch_sorted_raw_ids = self.ids[place]
+        module._mch_remapped_ids_mapping = self.rows[place]
+        module._mch_metadata = {name: getattr(self, name)[place] for name in self._remembered}
+        return module
+
+    def evict(self) -> torch.Tensor | None:
+        """Rows of the whole table that have another id now than at the last call."""
+        rows = torch.unique(torch.cat(self._evicted)) if self._evicted else None
+        self._evicted = []
+        return rows
+
+    # ---- what TorchRec asks
+
+    @property
+    def first_row(self) -> int:
+        """Row of the whole table with which the buckets begin."""
+        return self._first * self._bucket_rows
+
+    def output_size(self) -> int:
+        """Rows of the buckets."""
+        return (self._end - self._first) * self._bucket_rows
+
+    def input_size(self) -> int:
+        """Mixed ids are below this."""
+        return MAX_INPUT_HASH_SIZE
+
+    def buckets(self) -> int:
+        """Buckets of the whole table."""
+        return self._spec.num_buckets
+
+    def open_slots(self) -> torch.Tensor:
+        """Free rows, int64 [1]; the shared ones are none."""
+        num_shared = self._end - self._first
+        return (self.ids == NO_ID).sum().reshape(1) - num_shared
+
+    def validate_state(self) -> None:
+        """Take a loaded state for what it is."""
+        self.reload()
+
+    def rebuild_with_output_id_range(
+        self,
+        output_id_range: tuple[int, int],
+        output_segments: list[int],
+        device: torch.device | None = None,
+    ) -> BucketedIds:
+        """The shard of these rows, empty."""
+        first, end = (row // self._bucket_rows for row in output_id_range)
+        return BucketedIds(self._num_rows, self._spec, device or self.device, first, end)
+
+
+def _with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
+    return JaggedTensor(values=values, lengths=feature.lengths(), offsets=feature.offsets_or_none())
+
+
+class ShardedDynamicBags(ShardedManagedCollisionEmbeddingBagCollection):
+    """TorchRec's sharded collection, whose admitted rows start anew on any device.
+
+    TorchRec resets them by a CUDA kernel, and draws their weights from the generator of the
+    process, whose state no checkpoint has.
+    """
+
+    @torch.no_grad()
+    def _evict(self, evictions_per_table: dict[str, torch.Tensor | None]) -> None:
+        for table, rows in evictions_per_table.items():
+            if rows is not None:
+                self._start_anew(table, rows)
+
+    def _start_anew(self, table: str, rows: torch.Tensor) -> None:
+        kernel, index = self._table_to_tbe_and_index[table]
+        weight = kernel.split_embedding_weights()[int(index)]
+        ids = self.ids_of(table)
+        config = self._embedding_module._table_name_to_config[table]
+        first = self._managed_collision_collection._table_to_offset[table]
+        bound = config.num_embeddings**-0.5
+        shares = uniform(rows + first, weight.shape[1], int(ids._current_iter_tensor.item()))
+        weight[rows] = ((2 * shares - 1) * bound).to(weight.dtype)
+        states = kernel.get_optimizer_state()
+        for state in states[int(index)].values() if states else ():
+            state[rows] = 0
+
+    def ids_of(self, table: str) -> BucketedIds:
+        """The ids of this rank's shard of a table."""
+        found = self._managed_collision_collection._managed_collision_modules[table]
+        assert isinstance(found, BucketedIds)
+        return found
+
+    def settle(self) -> None:
+        """Admit what was seen since the last admission."""
+        modules = self._managed_collision_collection._managed_collision_modules
+        for module in modules.values():
+            assert isinstance(module, BucketedIds)
+            module.admit()
+        self._evict(self._managed_collision_collection.evict())
+
+
+def uniform(rows: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+    """float32 [n, dim] in [0, 1), a function of (step, row, column) alone: int64 [n] rows."""
+    columns = torch.arange(dim, device=rows.device)
+    places = mix((rows[:, None] * dim + columns) ^ mix(torch.tensor(step, device=rows.device)))
+    return (places >> 38).float() / 2**24
+
+
+class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
+    """Sharder of dynamic tables, row-wise as TorchRec has it; for spec checks of what fits."""
+
+    def __init__(self, bags: object) -> None:
+        super().__init__(bags, ManagedCollisionCollectionSharder())  # type: ignore[arg-type]
+
+    def shard(
+        self,
+        module: ManagedCollisionEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedDynamicBags:
+        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
+        return ShardedDynamicBags(
+            module, params, self._e_sharder, self._mc_sharder, env, device or torch.device("cuda")
+        )
+
+
+def sharded_tables(model: nn.Module) -> Iterator[ShardedDynamicBags]:
+    """Collections of dynamic tables in `model`."""
+    return (each for each in model.modules() if isinstance(each, ShardedDynamicBags))
+
+
+def settle(model: nn.Module) -> None:
+    """Let every dynamic table admit what it has seen: before its ids are saved."""
+    for each in sharded_tables(model):
+        each.settle()
+
+
+def reload(model: nn.Module) -> None:
+    """Take the ids of every dynamic table as they are: after they were loaded."""
+    for each in model.modules():
+        if isinstance(each, BucketedIds):
+            each.reload()
+
+
+def read_metrics(model: nn.Module, device: torch.device) -> dict[str, float]:
+    """How full each dynamic table is, and what happened since the last call, by metric name.
+
+    `fill` is the share of the rows that belong to an id, `shared` that of the lookups by ids
+    without a row; `admitted` and `evicted` count ids. All-reduces over all ranks; none without
+    dynamic tables.
+    """
+    found = [
+        (table, module)
+        for collection in sharded_tables(model)
+        for table, module in _ids_by_table(collection)
+    ]
+    if not found:
+        return {}
+    rows = [
+        [*astuple(ids.tally), ids.output_size() - (ids._end - ids._first), int(ids.open_slots())]
+        for _, ids in found
+    ]
+    totals = torch.tensor(rows, dtype=torch.int64, device=device)
+    dist.all_reduce(totals)
+    values = {}
+    for (table, ids), total in zip(found, totals.tolist(), strict=True):
+        num_lookups, num_shared, num_admitted, num_evicted, num_rows, num_free = total
+        values[f"dynamic/{table}/fill"] = 1 - num_free / num_rows
+        values[f"dynamic/{table}/shared"] = num_shared / max(1, num_lookups)
+        values[f"dynamic/{table}/admitted"] = float(num_admitted)
+        values[f"dynamic/{table}/evicted"] = float(num_evicted)
+        ids.tally = Tally()
+    return values
+
+
+def _ids_by_table(collection: ShardedDynamicBags) -> Iterator[tuple[str, BucketedIds]]:
+    modules = collection._managed_collision_collection._managed_collision_modules
+    return ((table, collection.ids_of(table)) for table in modules)

@@ -168,15 +168,16 @@ class ColumnSketch:
         self._counts = self._pruned(merged)
 
     def _pruned(self, counts: pl.DataFrame) -> pl.DataFrame:
-        """Halve the sample until all fits; the most frequent quarter always stays."""
-        if len(counts) > self._max_values:
-            counts = counts.sort(["count", "value"], descending=True).with_row_index("rank")
-            while len(counts) > self._max_values * 3 // 4:
-                self._level += 1
-                is_kept = self._is_sampled() | (pl.col("rank") < self._max_values // 4)
-                counts = counts.filter(is_kept)
-            counts = counts.drop("rank")
-        return counts
+        """Keep the most frequent quarter and a sample, which is halved until all fits."""
+        if len(counts) <= self._max_values:
+            return counts
+        counts = counts.sort(["count", "value"], descending=True).with_row_index("rank")
+        while True:
+            is_kept = self._is_sampled() | (pl.col("rank") < self._max_values // 4)
+            counts = counts.filter(is_kept)
+            if len(counts) <= self._max_values * 3 // 4:
+                return counts.drop("rank")
+            self._level += 1
 
     def _is_sampled(self) -> pl.Expr:
         return pl.col("value") % (1 << self._level) == 0

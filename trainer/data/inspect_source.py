@@ -5,6 +5,7 @@ Files with the same columns are one data set; a folder of `ratings.csv` and `mov
 
 from __future__ import annotations
 
+import csv
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -139,10 +140,10 @@ def sniff_text(file: Location) -> TextFormat:
             f"{file}, line 1: not UTF-8; name Parquet files or text (csv, tsv)"
         ) from None
     delimiter = max(_DELIMITERS, key=first.count)
-    cells = first.split(delimiter)
+    cells = next(csv.reader([first], delimiter=delimiter), [""])
     if len(cells) == NUM_COLUMNS and delimiter == "\t" and cells[0] in ("0", "1"):
         return TextFormat(delimiter, False, tuple(SCHEMA))
-    names = [cell.strip().strip('"') for cell in cells]
+    names = [cell.strip() for cell in cells]
     if len(set(names)) == len(names) and not any(map(_is_value, names)):
         return TextFormat(delimiter, True, tuple(names))
     return TextFormat(delimiter, False, tuple(f"column_{i}" for i in range(1, len(cells) + 1)))

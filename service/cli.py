@@ -14,6 +14,7 @@ import typer
 
 from service.commands import (
     cluster,
+    export,
     hosts,
     jobs,
     keys,
@@ -34,6 +35,7 @@ from service.commands.plugins import add_plugins
 STACK_PANEL = "The local stack"
 JOB_PANEL = "Jobs"
 READ_PANEL = "What a job left"
+EXPORT_PANEL = "Trained models"
 ACCESS_PANEL = "Access"
 TOOL_PANEL = "Tools"
 
@@ -65,6 +67,8 @@ def build_app() -> typer.Typer:
     for command in (jobs.show, logs.logs, jobs.metrics, jobs.events, jobs.checkpoints):
         app.command(rich_help_panel=READ_PANEL)(command)
     app.command(rich_help_panel=READ_PANEL)(traces.traces)
+    for command in (export.export, export.exports, export.serve):
+        app.command(rich_help_panel=EXPORT_PANEL)(command)
     for command in (keys.login, keys.logout, keys.whoami, keys.audit):
         app.command(rich_help_panel=ACCESS_PANEL)(command)
     app.add_typer(keys.app, name="keys", rich_help_panel=ACCESS_PANEL)

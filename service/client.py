@@ -43,6 +43,7 @@ from service.api.schemas import (
 )
 from service.client_access import AccessCalls
 from service.client_errors import TraceLost
+from service.client_exports import ExportCalls
 from service.client_http import DEFAULT_URL, Params, if_version
 from service.client_lifecycle import LifecycleCalls
 from service.client_logs import LogCalls
@@ -66,7 +67,7 @@ class JobFilters(TypedDict, total=False):
     created_before: float | None
 
 
-class ShardloomClient(AccessCalls, LifecycleCalls, LogCalls, WebhookCalls):
+class ShardloomClient(AccessCalls, ExportCalls, LifecycleCalls, LogCalls, WebhookCalls):
     """A connection to one service; close it, or use it as a context manager."""
 
     # ---- jobs

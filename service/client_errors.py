@@ -4,6 +4,7 @@ ShardloomError
 ├── ServiceUnreachable      nobody answered at the URL, after the retries
 ├── CredentialsUnusable     the file of API keys or of CA certificates cannot be used
 ├── TraceLost               a trace that was asked for did not come
+├── ExportFailed            an export that was asked for did not come
 ├── UnexpectedAnswer        somebody answered, but not a Shardloom service of this version
 └── ProblemError            the service said no (RFC 9457 problem: status, code, detail, fields)
     ├── InvalidRequest      400, 422   a faulty spec or parameter; `fields` say where
@@ -44,6 +45,13 @@ class TraceLost(ShardloomError):
 
     def __init__(self, trace_id: str, cause: str) -> None:
         super().__init__(f"trace {trace_id} did not come: {cause}")
+
+
+class ExportFailed(ShardloomError):
+    """An export that was asked for did not come."""
+
+    def __init__(self, export_id: str, cause: str) -> None:
+        super().__init__(f"export {export_id} did not come: {cause}")
 
 
 class UnexpectedAnswer(ShardloomError):

@@ -11,6 +11,7 @@
     │   ├── ProjectNotFound                   project_not_found
     │   ├── CheckpointNotFound                checkpoint_not_found
     │   ├── TraceNotFound                     trace_not_found
+    │   ├── ExportNotFound                    export_not_found
     │   ├── WebhookNotFound                   webhook_not_found
     │   └── DeliveryNotFound                  delivery_not_found
     ├── Conflict                      409
@@ -22,6 +23,9 @@
     │   ├── JobNotPaused                      job_not_paused
     │   ├── JobAtWork                         job_at_work
     │   ├── TracePending                      trace_pending
+    │   ├── ExportPending                     export_pending
+    │   ├── ExportNotReady                    export_not_ready
+    │   ├── ExportRefused                     export_refused
     │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
     │   └── StaleVersion                      stale_version
     ├── PreconditionFailed            412
@@ -181,6 +185,17 @@ class TraceNotFound(NotFound):
         )
 
 
+class ExportNotFound(NotFound):
+    """A job has no export of this id."""
+
+    code = "export_not_found"
+
+    def __init__(self, job_id: str, export_id: str) -> None:
+        super().__init__(
+            f"job {job_id} has no export '{export_id}'; GET /v1/jobs/JOB/exports lists them"
+        )
+
+
 class WebhookNotFound(NotFound):
     """No webhook has this id."""
 
@@ -304,6 +319,40 @@ class TracePending(Conflict):
     def __init__(self, trace_id: str, names: Sequence[str]) -> None:
         super().__init__(
             f"trace {trace_id} is still being recorded; wait until {', '.join(names)} is written"
+        )
+
+
+class ExportPending(Conflict):
+    """An earlier export of the job is not done yet."""
+
+    code = "export_pending"
+
+    def __init__(self, job_id: str, export_id: str) -> None:
+        super().__init__(
+            f"export {export_id} of job {job_id} is not done yet; wait for it, then ask again"
+        )
+
+
+class ExportNotReady(Conflict):
+    """An export that is not done, or failed, has nothing to download."""
+
+    code = "export_not_ready"
+
+    def __init__(self, export_id: str, status: str, message: str) -> None:
+        cause = f": {message}" if message else ""
+        super().__init__(f"export {export_id} is {status}{cause}")
+
+
+class ExportRefused(Conflict):
+    """Exporting the job would run its user's code on the service's host."""
+
+    code = "export_refused"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"job {job_id} trains a module of its user's own (model.module), whose code does not "
+            "run on this service's host; export on a host of the cluster with "
+            "`shardloom export --run-dir DIR --to DIR`"
         )
 
 

@@ -24,6 +24,7 @@ from service import logging_setup
 from service.api import (
     audit,
     code,
+    exports,
     jobs,
     keys,
     lifecycle,
@@ -49,6 +50,7 @@ from service.backends.base import Backend
 from service.backends.fake import FakeBackend
 from service.backends.ray_jobs import RayJobsBackend
 from service.errors import PortInUse, ServiceError
+from service.exports import ExportRunner
 from service.reconciler import Reconciler
 from service.security.bundle import Security
 from service.security.files import make_private
@@ -100,11 +102,12 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
         WebhookStore(store.engine),
         tracing,
         ProjectStore(store.engine),
+        ExportRunner(settings),
     )
     add_error_handlers(app)
     for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, webhooks, system):
         app.include_router(module.router)
-    for module in (code, lifecycle, queue, projects):
+    for module in (code, exports, lifecycle, queue, projects):
         app.include_router(module.router)
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.
@@ -149,12 +152,14 @@ async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[No
     wal.start()
     reconciler.start()
     sender.start()
+    context.exports.start()
     try:
         yield
     finally:
         context.closing.set()
         reconciler.close()
         sender.close()
+        context.exports.close()
         wal.close()
         context.tracing.close()
         context.security.close()

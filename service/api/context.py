@@ -12,6 +12,7 @@ from fastapi import Depends, Path, Request
 from service.api.auth import PrincipalDep, check_job, current_rule
 from service.backends.base import Backend
 from service.domain import Job
+from service.exports import ExportRunner
 from service.jobs import find_job
 from service.security.bundle import Security
 from service.settings import Settings
@@ -40,6 +41,7 @@ class Context:
     webhooks: WebhookStore
     tracing: Tracing
     projects: ProjectStore
+    exports: ExportRunner
     closing: threading.Event = field(default_factory=threading.Event)
 
 

@@ -13,6 +13,7 @@ from typer.core import TyperGroup
 
 from service.client_errors import (
     CredentialsUnusable,
+    ExportFailed,
     InvalidRequest,
     NotFound,
     NotSignedIn,
@@ -53,7 +54,7 @@ class ErrorReportingGroup(TyperGroup):
 
 def exit_code_of_error(error: Exception) -> int:
     """2 where the request was refused, 3 where there is nobody to answer it."""
-    refused = isinstance(error, SpecError | TraceLost | CredentialsUnusable) or (
+    refused = isinstance(error, SpecError | ExportFailed | TraceLost | CredentialsUnusable) or (
         isinstance(error, ProblemError) and error.status < 500
     )
     return REFUSED if refused else UNAVAILABLE

@@ -65,6 +65,9 @@ _READS = (
     "checkpoints",
     "traces",
     "traces/{name}",
+    "exports",
+    "exports/{export_id}",
+    "exports/{export_id}/archive",
 )
 
 RULES: Mapping[tuple[str, str], Rule] = {
@@ -93,6 +96,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", f"{_JOB}/resize"): _CHANGE_JOB,
     ("POST", f"{_JOB}/drain"): _CHANGE_JOB,
     ("POST", f"{_JOB}/traces"): _CHANGE_JOB,
+    ("POST", f"{_JOB}/exports"): _CHANGE_JOB,
     **{("POST", f"{_JOB}:{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
     ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,

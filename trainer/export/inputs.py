@@ -51,7 +51,8 @@ def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
     try:
         return decode(table, layout, lambda row: (_REQUEST, row))
     except BadValueError as error:
-        problem = str(error).split(": ", 1)[-1]
+        is_missing = error.value is None
+        problem = "is missing or null" if is_missing else str(error).split(": ", 1)[-1]
         raise BadRow(int(error.place.rpartition(" ")[2]), error.column, problem) from error
 
 

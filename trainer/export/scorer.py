@@ -137,7 +137,7 @@ def _add_predict(
 
     # Not async: scoring takes the CPU, and would hold up every other request.
     @app.post("/v1/predict", summary="Score rows", responses=answers)
-    def predict(request: Annotated[PredictRequest, body]) -> PredictAnswer:
+    def predict(request: PredictRequest = body) -> PredictAnswer:
         found = predictor.predict(request.rows)
         metrics.rows.inc(len(request.rows))
         columns = [values.tolist() for values in found.values()]
@@ -210,7 +210,9 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _path_of(location: tuple[int | str, ...]) -> str:
     """`rows[3].x` from ("body", "rows", 3, "x")."""
-    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in location[1:]]
+    # A number right behind "body" is where the JSON breaks off.
+    named = [] if len(location) == 2 and isinstance(location[1], int) else location[1:]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in named]
     return "".join(parts).removeprefix(".") or "body"
 
 

@@ -21,6 +21,10 @@ FROM_TRAINER = {
     "trainer.parallel.layout",
     "trainer.parallel.layout_choice",
     "trainer.data.errors",
+    "trainer.export.artifact",
+    "trainer.export.errors",
+    "trainer.export.folder",
+    "trainer.spec.export",
     "trainer.data.resolve",
     "trainer.versions",
 }

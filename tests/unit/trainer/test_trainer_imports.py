@@ -17,12 +17,13 @@ KNOWS_TORCHREC = (
     "data/",
     "elastic/training_state.py",
     "metrics.py",
-    "export.py",
+    "export/",
 )
 LIGHT = (
     "trainer.spec",
     "trainer.events",
     "trainer.run_dir",
+    "trainer.export.folder",
     "trainer.versions",
     "trainer.parallel.layout",
     "trainer.parallel.layout_choice",

@@ -1,0 +1,180 @@
+"""Exports of jobs: asked for over REST, made one at a time by a process of the trainer's Python.
+
+What was asked for lies on run storage (`trainer.export.folder`), and is made there: a service that
+is restarted goes on with what is not done, and the store knows nothing of it. The process imports
+torch, which this one never does, and gets none of this one's secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from service.domain import Job
+from service.errors import (
+    CheckpointNotFound,
+    ExportNotFound,
+    ExportNotReady,
+    ExportPending,
+    ExportRefused,
+    StorageUnavailable,
+)
+from service.run_files import run_dir_of
+from service.settings import Settings
+from service.store.base import JobStore
+from trainer.export.folder import ExportFolder, ask_for, find_export, list_exports
+from trainer.run_dir import RunDir
+from trainer.spec.export import Quantization
+
+logger = logging.getLogger(__name__)
+
+_LOG = "export.log"
+# What the process may see of our environment: secrets of the service are not among it.
+_PASSED = (
+    "PATH",
+    "HOME",
+    "LANG",
+    "LC_ALL",
+    "TMPDIR",
+    "VIRTUAL_ENV",
+    "PYTHONPATH",
+    "OMP_NUM_THREADS",
+)
+_STOP_WAIT_S = 5.0
+_POLL_S = 0.5
+_LONGEST_S = 6 * 3600.0
+
+StartProcess = Callable[..., "subprocess.Popen[Any]"]
+
+
+def request_export(
+    store: JobStore, settings: Settings, job: Job, checkpoint: str, quantize: Quantization
+) -> ExportFolder:
+    """Ask for an export of a job's checkpoint: `newest`, `best` or a step.
+
+    Raises `CheckpointNotFound`, `ExportPending` while another one of the job is not done,
+    `ExportRefused` where user code would run on this host, and `StorageUnavailable`.
+    """
+    steps = [found.step for found in store.list_checkpoints(job.id)]
+    if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
+        raise CheckpointNotFound(job.id, checkpoint, steps)
+    if job.spec.model.module is not None and settings.auth != "local":
+        raise ExportRefused(job.id)
+    run_dir = run_dir_of(settings, job.id)
+    for each in list_exports(run_dir):
+        if each.status in ("queued", "running"):
+            raise ExportPending(job.id, each.id)
+    try:
+        return ask_for(run_dir, checkpoint, quantize)
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+
+
+def get_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:
+    """An export of a job; raises `ExportNotFound`."""
+    found = find_export(run_dir_of(settings, job_id), export_id)
+    if found is None:
+        raise ExportNotFound(job_id, export_id)
+    return found
+
+
+def get_finished_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:
+    """One that is done; raises `ExportNotFound`, and `ExportNotReady` for another."""
+    found = get_export(settings, job_id, export_id)
+    if (status := found.status) != "succeeded":
+        raise ExportNotReady(export_id, status, found.message)
+    return found
+
+
+class ExportRunner:
+    """Makes what is asked for, one after another: an export takes a copy of all tables."""
+
+    def __init__(self, settings: Settings, start: StartProcess = subprocess.Popen) -> None:
+        self._settings = settings
+        self._start_process = start
+        self._queue: queue.Queue[ExportFolder | None] = queue.Queue()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with what an earlier life of the service left undone."""
+        for folder in unfinished(self._settings):
+            logger.info("export %s of %s is not done; going on", folder.id, folder.run_dir.name)
+            self.submit(folder)
+        self._thread.start()
+
+    def submit(self, folder: ExportFolder) -> None:
+        """Make an export as soon as those before it are done."""
+        self._queue.put(folder)
+
+    def close(self) -> None:
+        """Stop; what is not done is made when the service is back."""
+        self._closing.set()
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_STOP_WAIT_S + 2 * _POLL_S)
+
+    def _work(self) -> None:
+        while (folder := self._queue.get()) is not None and not self._closing.is_set():
+            try:
+                self._make(folder)
+            except OSError as error:  # the job may have been deleted meanwhile
+                logger.warning("export %s cannot be made: %s", folder.root, error)
+
+    def _make(self, folder: ExportFolder) -> None:
+        command = [self._settings.trainer_python, "-m", "trainer.export"]
+        with (folder.root / _LOG).open("ab") as log:
+            process = self._start_process(
+                [*command, "--request", str(folder.root)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(os.environ),
+            )
+            is_ended = self._wait(process)
+        if is_ended and folder.status in ("queued", "running"):
+            folder.fail(
+                f"the process that made the export ended with code {process.returncode}; "
+                f"{_LOG} in {folder.root} says more (too little memory?)"
+            )
+
+    def _wait(self, process: subprocess.Popen[Any]) -> bool:
+        """Whether the process ended by itself or was too slow, and was not ended by `close`."""
+        for _ in range(int(_LONGEST_S / _POLL_S)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_POLL_S)
+                return True
+            if self._closing.is_set():
+                break
+        _end(process)
+        return not self._closing.is_set()
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """What a process that exports sees of our environment."""
+    return {name: ours[name] for name in _PASSED if name in ours}
+
+
+def unfinished(settings: Settings) -> list[ExportFolder]:
+    """Exports that were asked for and are neither done nor failed."""
+    found = []
+    for path in settings.runs_dir.glob("*/exports"):
+        for folder in list_exports(RunDir(path.parent)):
+            if folder.status in ("queued", "running"):
+                found.append(folder)
+    return found

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.data.errors import CorruptFileError, ManifestError, StorageError
+from trainer.data.errors import CorruptFileError, ManifestError, SourceMissingError, StorageError
 from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest, sha256_of
 from trainer.data.storage import Location
 
@@ -71,12 +71,19 @@ def local_folder(path: str, parts: Collection[str] | None = None) -> Path:
 
 
 def look_up(location: Location) -> RemoteData:
-    """List a remote folder by its manifest, else by what Parquet lies there."""
+    """List a remote folder by its manifest, else by what Parquet lies there.
+
+    Raises `SourceMissingError` where there is neither.
+    """
     if (location / MANIFEST_NAME).exists():
         content = (location / MANIFEST_NAME).read_bytes()
         manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
         return RemoteData(location, _digest(content), _files_of(manifest), content)
     found = [each for each in location.list(recursive=True) if each.name.endswith(".parquet")]
+    if not found:
+        raise SourceMissingError(
+            f"{location} holds no {MANIFEST_NAME} and no Parquet; check bucket and key in data.path"
+        )
     files = tuple(RemoteFile(each.relative_to(location), each.size_bytes()) for each in found)
     listing = "\n".join(f"{file.path} {file.size_bytes}" for file in files)
     return RemoteData(location, _digest(listing.encode()), files, None)

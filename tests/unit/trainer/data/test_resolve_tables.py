@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 
 from trainer.data.columns import layout_of
-from trainer.data.errors import DataError, ManifestError
+from trainer.data.errors import DataError, ManifestError, TableTooSmallError
+from trainer.data.inputs import resolve_inputs
 from trainer.data.manifest import load_manifest
-from trainer.data.resolve import resolve_tables
+from trainer.data.resolve import fill_statistics, resolve_tables
+from trainer.spec import SpecError, validate_spec
 
 
 def sizes(spec) -> dict[str, int]:
@@ -61,3 +63,80 @@ def test_a_column_without_vocabulary_is_named(make_spec, prepared):
 def test_reading_rows_with_an_unresolved_table_is_refused(make_spec):
     with pytest.raises(DataError, match="'tokens_table' is still 'auto'"):
         layout_of(with_table(make_spec(), "tokens_table", "auto"))
+
+
+def with_features(spec, table, *features):
+    """The spec with `features` alone, one dense one, and one table that all of them look up."""
+    document = spec.model_dump(mode="json")
+    document["features"] = [
+        {"name": "year", "type": "dense"},
+        *({"name": f"f{n}", "type": "id", "table": "t"} | f for n, f in enumerate(features)),
+    ]
+    document["embedding_tables"] = [{"name": "t", "embedding_dim": 4} | table]
+    document["parallelism"].pop("survive"), document.pop("export")
+    document["model"].pop("module", None)
+    return validate_spec(document)
+
+
+HASHED = {"column": "user_id", "hashing": {"num_buckets": 77}}
+BUCKETS = {"column": "year", "bucketize": {"boundaries": [1980, 1990, 2000]}}
+
+
+@pytest.mark.parametrize(
+    ("features", "size"),
+    [((HASHED,), 77), ((BUCKETS,), 5), ((HASHED, BUCKETS), 77)],
+)
+def test_encodings_tell_table_sizes_without_a_manifest(make_spec, tmp_path, features, size):
+    spec = with_features(make_spec(), {}, *features)
+    spec = spec.model_copy(update={"data": spec.data.model_copy(update={"path": str(tmp_path)})})
+    assert sizes(resolve_inputs(spec)) == {"t": size}
+
+
+def test_hashing_to_the_size_of_a_table_needs_one(make_spec):
+    hashed = {"column": "user_id", "hashing": {}}
+    with pytest.raises(ManifestError, match="nothing says how large table 't' is"):
+        resolve_inputs(with_features(make_spec(), {}, hashed))
+    spec = with_features(make_spec(), {}, hashed, HASHED)
+    assert sizes(resolve_inputs(spec)) == {"t": 77}
+
+
+def test_a_vocabulary_file_tells_the_size_of_its_table(make_spec, prepared):
+    by_column = {"column": "user_id", "vocabulary": {"column": "movie_id"}}
+    wanted = load_manifest(prepared).vocab_sizes["movie_id"]
+    assert sizes(resolve_inputs(with_features(make_spec(), {}, by_column))) == {"t": wanted}
+    by_path = {"column": "user_id", "vocabulary": {"path": "vocab/movie_id.parquet"}}
+    assert sizes(resolve_inputs(with_features(make_spec(), {}, by_path))) == {"t": wanted}
+
+
+@pytest.mark.parametrize(
+    "feature", [{"column": "movie_id"}, {"column": "year", "vocabulary": {"column": "movie_id"}}]
+)
+def test_a_table_smaller_than_the_vocabulary_is_refused_before_training(make_spec, feature):
+    spec = with_features(make_spec(), {"num_embeddings": 5}, feature)
+    with pytest.raises(TableTooSmallError, match=r"features\[1\]\.column.*table 't' has 5 rows"):
+        resolve_inputs(spec)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "field"),
+    [
+        ({"hashing": {"num_buckets": 6}}, r"features\[1\]\.hashing\.num_buckets"),
+        ({"bucketize": {"boundaries": [1, 2, 3, 4]}}, r"features\[1\]\.bucketize\.boundaries"),
+    ],
+)
+def test_an_encoding_with_more_ids_than_rows_is_refused_in_the_spec(make_spec, encoding, field):
+    with pytest.raises(SpecError, match=f"{field}: .*table 't' has 5 rows"):
+        with_features(make_spec(), {"num_embeddings": 5}, {"column": "year"} | encoding)
+
+
+def test_means_and_deviations_come_from_the_manifest_or_the_spec(make_spec):
+    spec = with_features(make_spec(), {}, HASHED)
+    year = spec.features[0].model_copy(update={"transform": "standardise"})
+    spec = spec.model_copy(update={"features": (year, *spec.features[1:])})
+    filled = fill_statistics(spec, {"year_mean": 1990.5, "year_std": 8.0}).features[0]
+    assert (filled.mean, filled.std) == (1990.5, 8.0)
+    with pytest.raises(ManifestError, match=r"features\[0\]\.transform.*column 'year'"):
+        fill_statistics(spec, {"year_mean": 1990.5, "year_std": 0.0})
+    given = year.model_copy(update={"mean": 1.0, "std": 2.0})
+    spec = spec.model_copy(update={"features": (given, *spec.features[1:])})
+    assert fill_statistics(spec, {}) == spec

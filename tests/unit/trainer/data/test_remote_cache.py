@@ -1,0 +1,167 @@
+"""The cache of remote data: what is fetched, how often, and what has to go.
+
+A local folder stands for the remote one; tests/integration/test_remote_data.py takes a real S3.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from trainer.data import remote
+from trainer.data.errors import CorruptFileError, ManifestError, StorageError
+from trainer.data.manifest import load_manifest, verify_checksums, write_manifest
+from trainer.data.remote import DataCache, RemoteData, look_up
+from trainer.data.storage import Location
+
+
+@pytest.fixture(autouse=True)
+def own_locks(monkeypatch):
+    """Each test is a process of its own, as far as the cache can tell."""
+    locks: dict[Path, int] = {}
+    monkeypatch.setattr(remote, "_in_use", locks)
+    yield
+    for handle in locks.values():
+        os.close(handle)
+
+
+@pytest.fixture
+def uploaded(prepared, tmp_path) -> Path:
+    return shutil.copytree(prepared, tmp_path / "remote")
+
+
+def data_in(folder: Path) -> RemoteData:
+    return look_up(Location.parse(folder))
+
+
+def files_in(folder: Path) -> set[str]:
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in found}
+
+
+def forget_uses() -> None:
+    """What a process that ends does."""
+    while remote._in_use:
+        os.close(remote._in_use.popitem()[1])
+
+
+def test_a_prepared_folder_is_fetched_whole_and_once(uploaded, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    cache = DataCache(tmp_path / "cache")
+    folder = cache.fetch(data_in(uploaded))
+    assert files_in(folder) == files_in(uploaded)
+    verify_checksums(folder, load_manifest(folder))
+    num_files = len(files_in(uploaded)) - 1
+    assert caplog.messages[-1].startswith(f"fetched {num_files} files")
+    caplog.clear()
+    assert cache.fetch(data_in(uploaded)) == folder
+    assert not caplog.messages
+
+
+def test_only_the_parts_that_are_wanted_are_fetched(uploaded, tmp_path):
+    cache = DataCache(tmp_path / "cache")
+    folder = cache.fetch(data_in(uploaded), ("vocab",))
+    assert {path.split("/")[0] for path in files_in(folder)} <= {"vocab", "manifest.json"}
+    assert cache.fetch(data_in(uploaded), ("vocab", "train")) == folder
+    assert "train/part-00000.parquet" in files_in(folder)
+    assert not (folder / "validation").exists()
+
+
+def test_plain_parquet_is_fetched_without_a_manifest(uploaded, tmp_path):
+    (uploaded / "manifest.json").unlink()
+    (uploaded / "notes.txt").write_text("not data")
+    folder = DataCache(tmp_path / "cache").fetch(data_in(uploaded))
+    assert files_in(folder) == files_in(uploaded) - {"notes.txt"}
+
+
+def test_what_was_cut_short_is_fetched_again(uploaded, tmp_path):
+    cache = DataCache(tmp_path / "cache")
+    folder = cache.fetch(data_in(uploaded))
+    part = folder / "train" / "part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:100])
+    verify_checksums(cache.fetch(data_in(uploaded)), load_manifest(uploaded))
+
+
+def test_another_version_gets_a_folder_of_its_own(uploaded, tmp_path):
+    cache = DataCache(tmp_path / "cache")
+    before = cache.fetch(data_in(uploaded))
+    manifest = load_manifest(uploaded)
+    write_manifest(uploaded, manifest.model_copy(update={"statistics": {"other": 1.0}}))
+    after = cache.fetch(data_in(uploaded))
+    assert after != before
+    assert load_manifest(after).statistics == {"other": 1.0}
+    assert load_manifest(before) == manifest
+
+
+def test_a_damaged_file_is_refused(uploaded, tmp_path):
+    part = uploaded / "train" / "part-00001.parquet"
+    content = bytearray(part.read_bytes())
+    content[100] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"part-00001\.parquet is damaged: its sha256"):
+        DataCache(tmp_path / "cache").fetch(data_in(uploaded))
+    part.write_bytes(content[:-5])
+    with pytest.raises(CorruptFileError, match="was it replaced"):
+        DataCache(tmp_path / "cache").fetch(data_in(uploaded))
+
+
+def test_a_manifest_cannot_write_outside_of_the_cache(uploaded):
+    text = (uploaded / "manifest.json").read_text()
+    (uploaded / "manifest.json").write_text(text.replace("train/part-00000", "../part-00000"))
+    with pytest.raises(ManifestError, match="not below its folder"):
+        data_in(uploaded)
+
+
+def test_unused_data_makes_room_and_used_data_stays(uploaded, tmp_path):
+    size = sum(path.stat().st_size for path in uploaded.rglob("*") if path.is_file())
+    cache = DataCache(tmp_path / "cache", max_bytes=int(2.5 * size))
+    copies = [shutil.copytree(uploaded, tmp_path / f"copy-{n}") for n in range(4)]
+    first = cache.fetch(data_in(copies[0]))
+    second = cache.fetch(data_in(copies[1]))
+    with pytest.raises(StorageError, match="SHARDLOOM_DATA_CACHE_BYTES"):
+        cache.fetch(data_in(copies[2]))
+    forget_uses()
+    os.utime(cache.root / f"{second.name}.use", (1, 1))  # unused for longest
+    third = cache.fetch(data_in(copies[2]))
+    assert first.exists()
+    assert third.exists()
+    assert not second.exists()
+    cache.fetch(data_in(copies[0]))
+    with pytest.raises(StorageError):
+        cache.fetch(data_in(copies[3]))
+    assert first.exists()
+
+
+def fetch_and_count(source: Path, root: Path, begin, counts) -> None:
+    """One of several processes that want the same data: how many files it fetched."""
+    counted = []
+    download = remote._download
+    remote._download = lambda *args: (counted.append(1), download(*args))
+    begin.wait()
+    folder = DataCache(root).fetch(data_in(source))
+    verify_checksums(folder, load_manifest(folder))
+    counts.put(len(counted))
+
+
+def test_processes_that_come_together_fetch_each_file_once(uploaded, tmp_path):
+    context = multiprocessing.get_context("spawn")
+    begin, counts = context.Barrier(3), context.Queue()
+    arguments = (uploaded, tmp_path / "cache", begin, counts)
+    processes = [context.Process(target=fetch_and_count, args=arguments) for _ in range(3)]
+    for process in processes:
+        process.start()
+    fetched = [counts.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join()
+    assert sorted(fetched) == [0, 0, len(files_in(uploaded)) - 1]
+
+
+def test_a_cache_that_cannot_be_used_is_named(uploaded, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="SHARDLOOM_DATA_CACHE"):
+        DataCache(tmp_path / "file").fetch(data_in(uploaded))

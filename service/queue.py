@@ -161,6 +161,8 @@ class Admission:
     starts: tuple[Start, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
     places: tuple[Place, ...] = ()
+    # By job: the workers that it may not grow beyond, as another one waits for the room.
+    growth_limits: Mapping[str, int] = field(default_factory=dict)
 
 
 def num_hosts_needed(job: Job) -> int:
@@ -216,7 +218,9 @@ def admit(
         turn.consider(job)
     resting = [job for job in queued if job.retry_at is not None and job.retry_at > now]
     late = tuple(Place(job, None, "waits before the next attempt") for job in resting)
-    return Admission(tuple(turn.starts), tuple(turn.preemptions), (*turn.places, *late))
+    places = (*turn.places, *late)
+    limits = turn.growth_limits()
+    return Admission(tuple(turn.starts), tuple(turn.preemptions), places, limits)
 
 
 def _in_order(waiting: Iterable[Job], turn: _Turn) -> Iterable[Job]:
@@ -269,6 +273,18 @@ class _Turn:
 
     def _use_of(self, held: Held) -> Use:
         return self.capacity.use_of(held.job, held.workers)
+
+    def growth_limits(self) -> dict[str, int]:
+        """What keeps running jobs from growing into the room that a job waits for."""
+        blocked = self._blocked
+        return {
+            each.job.id: each.workers
+            for each in self.held
+            if blocked is not None
+            and each.workers < each.most
+            and each.job.status is not JobStatus.QUEUED
+            and each.job.priority <= blocked.priority
+        }
 
     def consider(self, job: Job) -> None:
         """Start a job, or say why not."""

@@ -9,7 +9,7 @@ makes way until it does.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from service.backends.base import Backend
@@ -18,6 +18,7 @@ from service.errors import BackendUnreachable, ServiceError, StaleVersion, Store
 from service.lifecycle import Decision, line, start
 from service.queue import Admission, Capacity, Place, Preemption, Start, admit
 from service.requests import preempt
+from service.run_files import limit_growth
 from service.settings import Settings
 from service.store.base import JobStore
 from service.store.projects import Locks, ProjectStore
@@ -31,6 +32,7 @@ _LOCK_S = 10.0
 MAX_PLACES = 200
 # New notes in one pass: the looks at the jobs that run wait for it.
 _MAX_NOTES = 500
+_LIFT_INTERVAL_S = 60.0
 # A job may wait for days: its cluster is not asked for its hosts every second.
 _CAPACITY_AGE_S = 3.0
 
@@ -52,10 +54,11 @@ class QueueKeeper:
 
     def __post_init__(self) -> None:
         self._seen: tuple[float, Capacity] | None = None
+        self._lifts_at = 0.0
 
     def admit(self) -> None:
         """Start what may start, unless another replica is at it or nothing waits."""
-        if not self.store.has_queued_jobs():
+        if not (self.store.has_queued_jobs() or self._may_be_limited()):
             return
         with self.locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
             if is_held:
@@ -72,7 +75,20 @@ class QueueKeeper:
             self._note_all(silent, str(error))
             return
         quotas = {project.name: project for project in self.projects.list()}
-        self._carry_out(admit(queued, running, quotas, capacity, now), now)
+        admission = admit(queued, running, quotas, capacity, now)
+        self._carry_out(admission, now)
+        self._limit_growth(running, admission.growth_limits)
+
+    def _may_be_limited(self) -> bool:
+        """Whether a job may be kept from growing, by this replica or one that died."""
+        return self.clock() >= self._lifts_at
+
+    def _limit_growth(self, running: Sequence[Job], limits: Mapping[str, int]) -> None:
+        """Tell the drivers of elastic jobs how far they may grow, and lift what was told before."""
+        for job in running:
+            if job.spec.parallelism.is_elastic:
+                self._guarded(job, limit_growth, self.settings, job, limits.get(job.id))
+        self._lifts_at = self.clock() + (0.0 if limits else _LIFT_INTERVAL_S)
 
     def _capacity(self) -> Capacity:
         """What the cluster has, or had a moment ago; raises `BackendUnreachable`."""

@@ -52,7 +52,9 @@ class Change:
     message: str
 
 
-def request_resize(store: JobStore, run_dir: RunDir, job_id: str, num_workers: int) -> Wish:
+def request_resize(
+    store: JobStore, run_dir: RunDir, job_id: str, num_workers: int, actor: str = "user"
+) -> Wish:
     """Ask a running job for another number of workers.
 
     Raises `JobNotFound`, `SizeRefused`, and as conflicts `JobNotRunning` and `LayoutUnknown`;
@@ -64,11 +66,17 @@ def request_resize(store: JobStore, run_dir: RunDir, job_id: str, num_workers: i
         wish = replace(known, num_workers=num_workers)
         return Change(wish, RESIZE, f"resize to {num_workers} workers requested")
 
-    return _ask(store, run_dir, job_id, change)
+    return _ask(store, run_dir, job_id, change, actor)
 
 
 def request_drain(
-    store: JobStore, run_dir: RunDir, job_id: str, host: str, *, undo: bool = False
+    store: JobStore,
+    run_dir: RunDir,
+    job_id: str,
+    host: str,
+    *,
+    undo: bool = False,
+    actor: str = "user",
 ) -> Wish:
     """Ask a running job to leave a host, or with `undo` to use it again.
 
@@ -85,7 +93,7 @@ def request_drain(
         wish = replace(known, drain_hosts=tuple(sorted({*others, host})))
         return Change(wish, DRAIN, f"drain of host {host} requested")
 
-    return _ask(store, run_dir, job_id, change)
+    return _ask(store, run_dir, job_id, change, actor)
 
 
 def legal_sizes(job: Job) -> list[int]:
@@ -163,7 +171,11 @@ def carry_over(store: JobStore, run_dir: RunDir, job_id: str, attempt_id: str) -
 
 
 def _ask(
-    store: JobStore, run_dir: RunDir, job_id: str, change: Callable[[Job, Wish], Change]
+    store: JobStore,
+    run_dir: RunDir,
+    job_id: str,
+    change: Callable[[Job, Wish], Change],
+    actor: str,
 ) -> Wish:
     for tries_left in reversed(range(_MAX_TRIES)):
         job = store.get_job(job_id)
@@ -174,7 +186,7 @@ def _ask(
         try:
             if changed.wish != known:
                 # The version of the job lets one of two requests through, and a stopping job none.
-                store.update_job(job, timeline=[_line(job, changed)])
+                store.update_job(job, timeline=[_line(job, changed, actor)])
             return _place(store, run_dir, job)
         except StaleVersion:
             if not tries_left:
@@ -182,7 +194,7 @@ def _ask(
     raise AssertionError("the last try returns or raises")
 
 
-def _line(job: Job, changed: Change) -> TimelineEvent:
+def _line(job: Job, changed: Change, actor: str) -> TimelineEvent:
     wish = replace(changed.wish, id=f"r-{secrets.token_hex(4)}")
     return TimelineEvent(
         id=0,
@@ -191,7 +203,7 @@ def _line(job: Job, changed: Change) -> TimelineEvent:
         time=time.time(),
         kind=changed.kind,
         message=changed.message,
-        actor="user",
+        actor=actor,
         data=_document(wish),
     )
 

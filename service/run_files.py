@@ -1,7 +1,8 @@
 """What the service writes to the folder of a job: each file appears whole or not at all.
 
-A *pause request* and a *rewind* are for the driver and its workers; `job.json` is for the service
-itself, should its store be lost (`service.recover`). All functions but `note_course` raise OSError.
+A *pause request*, a *rewind* and a *growth limit* are for the driver and its workers; `job.json` is
+for the service itself, should its store be lost (`service.recover`). All functions but
+`note_course` raise OSError.
 
 A folder that is to be deleted is *buried* first: renamed, so that no job has it any more. There
 may be several of one job, where a deletion was cut off and its folder was made anew.
@@ -124,6 +125,18 @@ def ask_to_pause(settings: Settings, attempt: Attempt) -> None:
 def withdraw_pause(settings: Settings, job_id: str, attempt_id: str) -> None:
     """Take a pause request back; a driver that has seen it ends all the same."""
     run_dir_of(settings, job_id).attempt(attempt_id).pause_request_path.unlink(missing_ok=True)
+
+
+def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
+    """Show the driver of a running job how far it may grow by itself; None lifts that."""
+    assert job.current_attempt_id is not None
+    path = run_dir_of(settings, job.id).attempt(job.current_attempt_id).growth_limit_path
+    if max_workers is None:
+        path.unlink(missing_ok=True)
+        return
+    text = json.dumps({"max_workers": max_workers})
+    if not (path.exists() and path.read_text(encoding="utf-8") == text):
+        write_text(path, text)
 
 
 def forget_job(settings: Settings, job_id: str) -> None:

@@ -72,6 +72,11 @@ class AttemptDir:
         return self.root / "resize-request.json"
 
     @property
+    def growth_limit_path(self) -> Path:
+        """While it exists the attempt grows no further; written by the service, as JSON."""
+        return self.root / "growth-limit.json"
+
+    @property
     def stop_request_path(self) -> Path:
         """The newest request to save and stop, as JSON; written by the driver for the workers."""
         return self.root / "stop-request.json"

@@ -99,7 +99,7 @@ def cause_to_stop(
     staying = [each for each in now.hosts if each.address not in avoided]
     num_staying = len(staying) if now.hosts else now.num_workers
     free = sum(host.num_free for host in hosts if host.address not in avoided)
-    best = bounds.best(num_staying + free, request.workers)
+    best = bounds.best(num_staying + free, request.wanted_beside(now.num_workers))
     if leaving & now.addresses or (avoided & now.addresses and best is not None):
         return "drain"
     if best is None or best == now.num_workers:
@@ -139,7 +139,7 @@ class JobRuns:
         self._bounds = Bounds(
             parallelism.group_size, parallelism.min_workers, parallelism.world_size
         )
-        self._requests = ResizeRequests(self.attempt.context.files.resize_request_path)
+        self._requests = ResizeRequests(self.attempt.context.files)
         self._record = HostRecord(
             HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s),
             self.attempt.context.avoided_hosts,
@@ -170,7 +170,8 @@ class JobRuns:
         while True:
             request, hosts = self._requests.poll(), self.read_hosts()
             excluded = self._record.excluded(time.time())
-            found = plan(self._bounds, hosts, request.workers, request.drain_hosts | excluded)
+            wanted = request.wanted_beside(self._size or 0)
+            found = plan(self._bounds, hosts, wanted, request.drain_hosts | excluded)
             if found.num_workers >= (self._size or 0) or self.clock() >= until:
                 break
             self.wait(self.pace.poll_s)

@@ -111,7 +111,7 @@ class GroupsLife:
             most=parallelism.num_replicas,
             must_spread=parallelism.survive is not None,
         )
-        self._requests = ResizeRequests(attempt.context.files.resize_request_path)
+        self._requests = ResizeRequests(attempt.context.files)
         self._casualties = Casualties(self.record, attempt.context.max_worker_failures)
         self._zombies: list[GroupRun] = []
         self._next_incarnations: dict[int, int] = defaultdict(int)
@@ -260,10 +260,12 @@ class GroupsLife:
 
     def _view(self, request: ResizeRequest) -> View:
         now = self.setting.clock()
+        num_groups = sum(not run.is_leaving for run in self.runs.values())
+        wanted = request.wanted_beside(num_groups * self._policy.group_size)
         return View(
             hosts=with_unseen_taken(self.setting.cluster.read_hosts(), self.runs.values()),
             groups=[run.placed for run in self.runs.values()],
-            target=self._policy.target(request.workers),
+            target=self._policy.target(wanted),
             drained=request.drain_hosts,
             excluded=self.record.excluded(now),
             may_start=now >= self._casualties.may_start_at,

@@ -219,6 +219,17 @@ def test_a_gang_counts_what_is_free_on_each_host_where_that_is_known() -> None:
     assert started(decide([survivor], [together], cluster(4, 4, 2))) == ["survivor"]
 
 
+def test_elastic_jobs_do_not_grow_into_the_room_that_another_job_waits_for() -> None:
+    elastic = running("elastic", workers={"min": 2, "max": 8})
+    elastic = replace(elastic, queue_note=QueueNote(workers=2).document)
+    urgent = replace(elastic, id="job-urgent", priority=9)
+    waiting = job("big", 6, priority=1)
+    found = decide([waiting], [elastic, urgent, running("fixed")], cluster(8))
+    assert started(found) == []
+    assert found.growth_limits == {elastic.id: 2}
+    assert decide([], [elastic], cluster(8)).growth_limits == {}
+
+
 # ---- passing
 
 

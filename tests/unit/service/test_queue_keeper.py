@@ -23,6 +23,7 @@ from tests.unit.service.builders import (
     workers_started,
 )
 from tests.unit.service.house import House
+from trainer.elastic.resize_request import ResizeRequests
 from trainer.spec import load_spec
 
 
@@ -73,6 +74,23 @@ def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: H
     house.look(2)
     assert house.status(second) is JobStatus.STARTING
     assert note_of(house, second) == QueueNote(workers=4)
+
+
+def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: House) -> None:
+    offer(house, 4)
+    elastic = submit(house, {"min": 2, "max": 8})
+    house.look()
+    waiting = submit(house, 4)
+    house.look()
+    attempt_id = house.store.get_job(elastic.id).current_attempt_id
+    assert attempt_id is not None
+    files = run_dir_of(house.settings, elastic.id).attempt(attempt_id)
+    assert ResizeRequests(files).poll().growth_limit == 4
+    offer(house, 8)
+    house.look(2, every_s=5)
+    assert house.status(waiting) is JobStatus.STARTING
+    house.look(2, every_s=61)
+    assert ResizeRequests(files).poll().growth_limit is None
 
 
 def test_a_job_that_no_host_can_hold_waits_for_hosts_unless_the_cluster_grows(

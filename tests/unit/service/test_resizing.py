@@ -23,6 +23,7 @@ from tests.unit.service.builders import (
 )
 from trainer.elastic.resize_request import ResizeRequests
 from trainer.events import Event
+from trainer.run_dir import AttemptDir
 
 ELASTIC = {
     "workers": {"min": 2, "max": 8},
@@ -69,9 +70,9 @@ def test_requests_are_merged_for_the_driver_and_told(api: Api) -> None:
     assert wanted == answer
     assert (wanted["workers"], wanted["drain_hosts"]) == (4, [HOSTS[0], HOSTS[2]])
     assert told(api, job_id) == [
-        ("user", "resize to 4 workers requested"),
-        ("user", f"drain of host {HOSTS[2]} requested"),
-        ("user", f"drain of host {HOSTS[0]} requested"),
+        ("local", "resize to 4 workers requested"),
+        ("local", f"drain of host {HOSTS[2]} requested"),
+        ("local", f"drain of host {HOSTS[0]} requested"),
     ]
     names = [path.name for path in request_path(api, job_id).parent.glob("resize*")]
     assert names == ["resize-request.json"]
@@ -81,7 +82,7 @@ def test_the_driver_understands_a_request(api: Api) -> None:
     job_id = running(api)
     resize(api, job_id, 4)
     drain(api, job_id, HOSTS[2])
-    understood = ResizeRequests(request_path(api, job_id)).poll()
+    understood = ResizeRequests(AttemptDir(request_path(api, job_id).parent)).poll()
     assert (understood.workers, understood.drain_hosts) == (4, frozenset({HOSTS[2]}))
 
 

@@ -22,6 +22,7 @@ from trainer.elastic.stop_request import StopRequest
 from trainer.events import read_record
 from trainer.failures import Failure
 from trainer.outbox import EventWriter
+from trainer.run_dir import AttemptDir
 from trainer.train_run import TrainRun
 
 TWO_TO_SIX = Bounds(group_size=2, least=2, most=6)
@@ -109,8 +110,9 @@ def test_only_the_workers_that_are_meant_see_a_request_to_stop(context: DriverCo
 
 
 def test_the_newest_request_that_can_be_read_counts(tmp_path: Path) -> None:
-    path = tmp_path / "resize-request.json"
-    requests = ResizeRequests(path)
+    files = AttemptDir(tmp_path)
+    path = files.resize_request_path
+    requests = ResizeRequests(files)
     assert requests.poll() == ResizeRequest()
     path.write_text('{"id": "r-1", "workers": 4, "drain_hosts": ["a"]}')
     wish = ResizeRequest(id="r-1", workers=4, drain_hosts=frozenset({"a"}))
@@ -119,6 +121,31 @@ def test_the_newest_request_that_can_be_read_counts(tmp_path: Path) -> None:
     assert requests.poll() == wish
     path.unlink()
     assert requests.poll() == wish
+    files.growth_limit_path.write_text('{"max_workers": 2}')
+    assert requests.poll() == wish.model_copy(update={"growth_limit": 2})
+    files.growth_limit_path.write_text("{")
+    assert requests.poll() == wish
+
+
+@given(st.none() | st.integers(1, 9), st.none() | st.integers(1, 9), st.integers(0, 9))
+def test_a_limit_to_growth_keeps_a_job_small_and_never_makes_it_smaller(
+    workers: int | None, limit: int | None, num_workers: int
+) -> None:
+    wanted = ResizeRequest(workers=workers, growth_limit=limit).wanted_beside(num_workers)
+    if limit is None:
+        assert wanted == workers
+        return
+    assert wanted is not None
+    assert wanted <= max(limit, num_workers)
+    assert wanted >= min(num_workers, workers or num_workers)
+
+
+def test_an_elastic_job_leaves_room_to_those_who_wait_for_it() -> None:
+    hosts = [host("a", 4)]
+    limited = ResizeRequest(growth_limit=2)
+    assert cause_to_stop(TWO_TO_SIX, on("a", 2), hosts, ResizeRequest()) == "room"
+    assert cause_to_stop(TWO_TO_SIX, on("a", 2), hosts, limited) is None
+    assert cause_to_stop(TWO_TO_SIX, on("a", 4), hosts, limited) is None
 
 
 # --- lives

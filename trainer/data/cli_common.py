@@ -54,4 +54,6 @@ def show_summary(folder: object, manifest: Manifest) -> None:
     unit = " (stars)" if manifest.source == "movielens" else ""
     for name, value in manifest.statistics.items():
         table.add_row(f"{name.replace('_', ' ')}{unit}", f"{value:.4f}")
+    for name, count in manifest.counts.items():
+        table.add_row(name.replace("_", " "), str(count))
     Console().print(table)

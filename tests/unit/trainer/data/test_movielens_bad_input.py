@@ -1,0 +1,190 @@
+"""What can be wrong with a MovieLens folder: refused with file and line, or handled as asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+from typer.testing import CliRunner
+
+from trainer.data.cli import app
+from trainer.data.errors import BadValueError, ColumnError, CorruptFileError
+from trainer.data.manifest import load_manifest
+from trainer.data.prepare.movielens import MovieLensOptions, prepare_movielens
+
+OPTIONS = MovieLensOptions(validation_fraction=0.25, min_token_count=1)
+HEADER = "userId,movieId,rating,timestamp\n"
+RATINGS = [
+    *("1,10,5,100", "1,20,1,200", "1,30,3,300", "1,40,4,400"),
+    *("2,10,2,1000", "2,20,4,2000", "2,30,4.5,2000", "2,40,1,3000"),
+]
+MOVIES = [
+    "10,Ocean's Eleven (2001),Crime|Thriller",
+    '20,"Night, The (1961)",Drama',
+    "30,Untitled,(no genres listed)",
+    "40,The Night Return (1999),Drama|Crime",
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Two users and four movies, without tags."""
+    folder = tmp_path / "csv"
+    folder.mkdir()
+    (folder / "movies.csv").write_text("movieId,title,genres\n" + "\n".join(MOVIES) + "\n")
+    write_ratings(folder, RATINGS)
+    return folder
+
+
+def write_ratings(folder: Path, lines: list[str]) -> None:
+    (folder / "ratings.csv").write_text(HEADER + "\n".join(lines) + "\n")
+
+
+def prepare(folder: Path, **options) -> pl.DataFrame:
+    """All prepared rows, by user and time."""
+    out = folder.parent / "out"
+    prepare_movielens(folder, out, options=OPTIONS.model_copy(update=options), overwrite=True)
+    return pl.read_parquet(out / "*" / "part-*.parquet").sort("user_id", "timestamp", "movie_id")
+
+
+def counts(folder: Path) -> dict[str, int]:
+    return load_manifest(folder.parent / "out").counts
+
+
+@pytest.mark.parametrize(("mark", "shown"), [(";", "';'"), ("\t", r"'\\t'"), ("|", r"'\|'")])
+def test_another_delimiter_is_recognised_and_can_be_named(folder, mark, shown):
+    expected = prepare(folder)
+    for name in ("ratings.csv", "movies.csv"):
+        frame = pl.read_csv(folder / name)
+        frame.write_csv(folder / name, separator=mark)
+    with pytest.raises(ColumnError, match=rf"ratings\.csv, line 1: .*split by {shown}.*delimiter"):
+        prepare(folder)
+    assert prepare(folder, delimiter=mark).equals(expected)
+
+
+def test_a_line_with_another_delimiter_is_named(folder):
+    write_ratings(folder, [*RATINGS, "3;10;5;100"])
+    with pytest.raises(
+        BadValueError, match=r"ratings\.csv, line 10, column 'userId': '3;10;5;100'"
+    ):
+        prepare(folder)
+
+
+def test_a_line_with_too_few_cells_is_named(folder):
+    write_ratings(folder, [*RATINGS, "3,10,5"])
+    with pytest.raises(BadValueError, match="line 10, column 'timestamp': None"):
+        prepare(folder)
+
+
+def test_a_line_with_too_many_cells_is_named(folder):
+    write_ratings(folder, [*RATINGS[:3], "3,10,5,100,what", *RATINGS[3:]])
+    with pytest.raises(CorruptFileError, match="line 5: more cells than columns: the header has 4"):
+        prepare(folder)
+
+
+def test_a_title_with_commas_and_no_quotes_is_named(folder):
+    with (folder / "movies.csv").open("a") as file:
+        file.write("50,Good, Bad and Ugly (1966),Western\n")
+    with pytest.raises(CorruptFileError, match=r"movies\.csv, line 6: more cells.*quoted"):
+        prepare(folder)
+
+
+@pytest.mark.parametrize("name", ["ratings.csv", "movies.csv"])
+def test_bytes_that_are_not_utf8_are_named(folder, name):
+    with (folder / name).open("ab") as file:
+        file.write(b"50,Caf\xe9 (1999),Drama\n" if name == "movies.csv" else b"3,1\xff,5,100\n")
+    line = 6 if name == "movies.csv" else 10
+    with pytest.raises(CorruptFileError, match=f"{name}, line {line}, column .* not UTF-8"):
+        prepare(folder)
+
+
+def test_a_movie_rated_twice_by_a_user_is_named_with_both_lines(folder):
+    write_ratings(folder, [*RATINGS, "2,20,1,1500"])
+    with pytest.raises(BadValueError) as raised:
+        prepare(folder)
+    assert raised.value.place == "line 10"
+    assert "line 7 rates it too" in str(raised.value)
+    assert "--on-duplicate last" in str(raised.value)
+
+
+def test_of_duplicate_ratings_the_latest_can_be_kept(folder):
+    write_ratings(folder, ["2,20,0.5,9000", *RATINGS, "2,20,1,1500"])
+    rows = prepare(folder, on_duplicate="last")
+    assert len(rows) == 8
+    assert rows.filter(pl.col("timestamp") == 9000)["rating"].to_list() == [0.5]
+    assert not rows["timestamp"].is_in([1500]).any()
+    assert counts(folder)["duplicates_dropped"] == 2
+
+
+def test_of_duplicates_at_the_same_second_the_later_line_is_kept(folder):
+    write_ratings(folder, [*RATINGS, "2,20,0.5,2000"])
+    rows = prepare(folder, on_duplicate="last")
+    night = rows.filter((pl.col("timestamp") == 2000) & (pl.col("movie_id") == 2))
+    assert night["rating"].to_list() == [0.5]
+
+
+def test_timestamps_out_of_order_change_nothing(folder):
+    expected = prepare(folder)
+    write_ratings(folder, RATINGS[::-1])
+    assert prepare(folder).equals(expected)
+
+
+def test_a_movie_without_metadata_is_kept_without_genres_and_counted(folder):
+    write_ratings(folder, [*RATINGS, "2,99,3,1500", "1,99,3,50"])
+    rows = prepare(folder)
+    unknown = rows.filter(pl.col("timestamp").is_in([50, 1500]))
+    assert unknown["genres"].to_list() == [[], []]
+    assert unknown["tokens"].to_list() == [[], []]
+    assert (unknown["movie_id"] > 0).all()
+    assert unknown["year"].to_list() == [0.0, 0.0]
+    assert counts(folder)["movies_without_metadata"] == 1
+
+
+def test_a_movie_without_metadata_can_be_a_fault(folder):
+    write_ratings(folder, [*RATINGS, "2,99,3,1500"])
+    with pytest.raises(BadValueError, match=r"movies\.csv.*'movieId': 99 is not described"):
+        prepare(folder, on_missing_movie="fail")
+
+
+def test_users_and_movies_of_validation_only_are_unknown_and_lean_on_everybody(folder):
+    write_ratings(folder, [*RATINGS, "7,77,5,9000", "8,10,1,9001"])
+    out = folder.parent / "out"
+    prepare_movielens(folder, out, options=OPTIONS.model_copy(update={"split": "global"}))
+    held_out = pl.read_parquet(out / "validation" / "*.parquet").sort("timestamp")
+    assert held_out["user_id"].to_list() == [0, 0]
+    assert held_out["movie_id"].to_list()[0] == 0
+    overall = load_manifest(out).statistics
+    assert held_out["user_mean"].to_list() == pytest.approx([overall["global_mean"]] * 2)
+    assert held_out["user_scale"].to_list() == pytest.approx([overall["global_std"]] * 2)
+
+
+def test_a_first_rating_has_empty_histories(folder):
+    first = prepare(folder).filter(pl.col("timestamp") == 100).to_dicts()[0]
+    histories = [first[name] for name in first if name.startswith("history_")]
+    assert histories == [[], [], [], []]
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_a_byte_order_mark_and_windows_lines_are_understood(folder, newline):
+    expected = prepare(folder)
+    for name in ("ratings.csv", "movies.csv"):
+        text = (folder / name).read_text().replace("\n", newline)
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert prepare(folder).equals(expected)
+
+
+def test_the_command_takes_the_options_and_shows_what_was_met(folder, tmp_path):
+    write_ratings(folder, [*RATINGS, "2,20,1,2500"])
+    arguments = ["prepare", "movielens", str(folder), str(tmp_path / "o")]
+    arguments += ["--validation-fraction", "0.25"]
+    failed = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert (failed.exit_code, "line 10" in failed.stderr) == (2, True)
+    arguments += ["--on-duplicate", "last", "--user-mean", "training", "--on-missing-movie", "fail"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.stderr
+    assert "duplicates dropped" in done.stdout
+    options = load_manifest(tmp_path / "o").options
+    assert (options["on_duplicate"], options["user_mean"]) == ("last", "training")
+    wrong = CliRunner().invoke(app, [*arguments, "--delimiter", "::"], env={"COLUMNS": "200"})
+    assert (wrong.exit_code, "one character" in wrong.stderr) == (2, True)

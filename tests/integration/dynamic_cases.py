@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchrec import JaggedTensor
 
 from tests.integration.session_cases import make_config, snapshot
 from trainer.parallel.dynamic_ids import sharded_tables
@@ -17,8 +18,8 @@ from trainer.worker import layout_of, train
 NUM_ROWS = 64
 DYNAMIC = (
     "parallelism.sync=null",
-    f"embedding_tables[0]={{name: users, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
-    "dynamic: {eviction: lfu, eviction_interval: 3, num_buckets: 4}}",
+    f"embedding_tables[1]={{name: movies, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
+    "dynamic: {eviction: distance_lfu, eviction_interval: 3, num_buckets: 4}}",
     "training.epochs=1",
     "training.validate_every_steps=1000",
 )
@@ -27,7 +28,7 @@ DYNAMIC = (
 def dynamic_config(
     data: Path, run_dir: Path, size: int, *overrides: str, run_index: int = 0
 ) -> WorkerConfig:
-    """The demo job with a dynamic table of users, one copy over `size` workers."""
+    """The demo job with a dynamic table of movies, one copy over `size` workers."""
     sizes = (f"parallelism.workers={size}", f"parallelism.shard_group_size={size}")
     return make_config(data, run_dir, *sizes, *DYNAMIC, *overrides, run_index=run_index)
 
@@ -51,6 +52,33 @@ def train_dynamic(config: WorkerConfig) -> dict[str, Any]:
     return {**snapshot(session), "ids": ids_of(session), "reports": reports}
 
 
+def replace_ids(config: WorkerConfig) -> dict[str, float]:
+    """Train, then let ids that are new take the place of those that have rows.
+
+    What is left of these: the largest moment and weight of the rows that have new ids, and of those
+    rows before.
+    """
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    train(session)
+    (bags,) = sharded_tables(session.model)
+    ids = bags.ids_of("movies")
+    (shard,) = (each for each in session.model.table_shards() if each.table == "movies")
+    (moments,) = shard.states.values()
+    before, weights = moments.clone(), shard.weight.clone()
+    for _ in range(50):
+        seen = JaggedTensor(values=torch.arange(10**6, 10**6 + 5000), lengths=torch.tensor([5000]))
+        ids.profile(ids.preprocess({"movies": seen}))
+    bags.settle()
+    is_new = (weights != shard.weight).any(dim=1)
+    return {
+        "new": int(is_new.sum()),
+        "moment_before": float(before[is_new].max()),
+        "moment": float(moments[is_new].max()),
+        "weight": float(shard.weight[is_new].abs().max()),
+    }
+
+
 def load_dynamic(config: WorkerConfig) -> dict[str, Any]:
     """Restore from the newest checkpoint only."""
     groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
@@ -62,7 +90,7 @@ def load_dynamic(config: WorkerConfig) -> dict[str, Any]:
 def ids_of(session: Session) -> dict[str, tuple[int, torch.Tensor]]:
     """By name: first place, and what this rank holds of the state of the ids."""
     (bags,) = sharded_tables(session.model)
-    ids = bags.ids_of("users")
+    ids = bags.ids_of("movies")
     assert ids.output_size() * session.world_size == NUM_ROWS
     state = {name: buffer for name, buffer in ids.named_buffers() if not name.startswith("_")}
     return {name: (ids.first_row, buffer.clone()) for name, buffer in state.items()}

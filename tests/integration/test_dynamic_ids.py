@@ -12,6 +12,7 @@ from tests.integration.dynamic_cases import (
     NUM_ROWS,
     dynamic_config,
     load_dynamic,
+    replace_ids,
     train_dynamic,
     whole_ids,
 )
@@ -36,16 +37,19 @@ def test_ids_have_rows_of_their_own_and_are_evicted_when_the_table_is_full(train
     known = state["ids"][state["ids"] != NO_ID]
     assert len(known) == len(known.unique()), "an id has two rows"
     assert sorted(state["rows"].tolist()) == list(range(NUM_ROWS)), "two ids have one row"
-    last = ranks[0]["reports"][-1]
-    assert last["dynamic/users/fill"] > 0.5
-    admitted = sum(r["dynamic/users/admitted"] for r in ranks[0]["reports"])
-    evicted = sum(r["dynamic/users/evicted"] for r in ranks[0]["reports"])
-    assert admitted > len(known) - 1
-    assert 0 <= admitted - evicted <= len(known)
-    assert (
-        ranks[0]["reports"][-1]["dynamic/users/shared"]
-        < ranks[0]["reports"][0]["dynamic/users/shared"]
-    )
+    reports = ranks[0]["reports"]
+    assert reports[-1]["dynamic/movies/fill"] > 0.9
+    assert sum(each["dynamic/movies/evicted"] for each in reports) > 10
+    assert reports[-1]["dynamic/movies/shared"] < reports[0]["dynamic/movies/shared"]
+
+
+def test_a_row_that_has_a_new_id_starts_anew(small_movielens: Path, tmp_path: Path) -> None:
+    config = dynamic_config(small_movielens, tmp_path, 2, *STEPS)
+    for found in run_ranks(replace_ids, 2, config):
+        assert found["new"] > 10
+        assert found["moment_before"] > 0
+        assert found["moment"] == 0
+        assert 0 < found["weight"] <= NUM_ROWS**-0.5
 
 
 def test_a_run_that_was_interrupted_goes_on_bitwise(

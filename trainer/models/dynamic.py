@@ -12,20 +12,21 @@ from torchrec.modules.mc_modules import ManagedCollisionCollection
 from trainer.parallel.dynamic_ids import BucketedIds
 from trainer.spec import DynamicSpec
 
+META = torch.device("meta")
+
 
 def dynamic_bags(
-    configs: Sequence[EmbeddingBagConfig], specs: Sequence[DynamicSpec]
+    configs: Sequence[EmbeddingBagConfig], specs: Sequence[DynamicSpec], device: torch.device = META
 ) -> ManagedCollisionEmbeddingBagCollection:
-    """The tables of `configs` on the meta device, each with the ids of its spec.
+    """The tables of `configs`, each with the ids of its spec; sharding fills those on META.
 
     Called with raw ids it gives (KeyedTensor, None), a collective where it is sharded.
     """
-    meta = torch.device("meta")
     ids = {
-        config.name: BucketedIds(config.num_embeddings, spec, meta)
+        config.name: BucketedIds(config.num_embeddings, spec, device)
         for config, spec in zip(configs, specs, strict=True)
     }
-    bags = EmbeddingBagCollection(tables=list(configs), is_weighted=False, device=meta)
+    bags = EmbeddingBagCollection(tables=list(configs), is_weighted=False, device=device)
     return ManagedCollisionEmbeddingBagCollection(
         bags, ManagedCollisionCollection(ids, bags.embedding_bag_configs())
     )

@@ -29,7 +29,7 @@ from trainer.elastic import checkpoint, faults
 from trainer.elastic.async_save import LivePlanner, Staging, run_beside, run_here
 from trainer.elastic.checkpoint import CheckpointError
 from trainer.elastic.marker import Commit
-from trainer.elastic.protocol import Ledger
+from trainer.elastic.protocol import Ledger, Plateau
 from trainer.elastic.rewind import read_rewind
 from trainer.parallel.groups import MeshGroups
 from trainer.ray_worker import WorkerConfig
@@ -54,12 +54,17 @@ class State:
     best: float | None = None
     commit: int = 0
     rows_skipped: int = 0
+    plateau: Plateau | None = None
 
     @property
     def ledger(self) -> Ledger:
         """What groups go on from."""
         return ledger_of(self.position, self.rows_trained, self.best).model_copy(
-            update={"commit": self.commit, "rows_skipped": self.rows_skipped}
+            update={
+                "commit": self.commit,
+                "rows_skipped": self.rows_skipped,
+                "plateau": self.plateau,
+            }
         )
 
 
@@ -194,6 +199,7 @@ class Checkpoints:
             time=time.time(),
             is_best=is_best,
             best=state.best,
+            plateau=state.plateau,
             moment_scale=self._config.spec.moment_scale,
             metrics=dict(metrics),
             commit=state.commit,
@@ -296,4 +302,5 @@ def state_of(commit: Commit) -> State:
         best=commit.best,
         commit=commit.commit,
         rows_skipped=commit.rows_skipped,
+        plateau=commit.plateau,
     )

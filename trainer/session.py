@@ -23,6 +23,7 @@ from trainer.data.errors import TooFewRowsError
 from trainer.data.inputs import on_this_node
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.data.reader import open_source
+from trainer.early_stopping import after_validation, is_over
 from trainer.elastic import faults
 from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
@@ -83,7 +84,9 @@ class Session:
         self.state = State()
         self.origin = f"seed-{spec.training.seed}"  # what the state came from
         self.model, self.table_plans = build_parallel_model(spec, groups)
-        self.optimizers = Optimizers(self.model, spec.optimizer, spec.moment_scale)
+        self.optimizers = Optimizers(
+            self.model, spec.optimizer, spec.moment_scale, spec.training.clip_norm
+        )
         self._open_data()
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
@@ -186,8 +189,9 @@ class Session:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every planned step is done."""
-        return self.state.step >= self.total_steps
+        """Whether every planned step is done, or validation stands still."""
+        stopped_early = is_over(self.state.plateau, self.spec.training.early_stopping)
+        return self.state.step >= self.total_steps or stopped_early
 
     @property
     def watched_metric(self) -> str:
@@ -239,14 +243,22 @@ class Session:
     def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
-        self.run_step(batch, step, wait_s)
+        self.run_step(batch, step, wait_s, self._is_dense_step(step, position))
         epoch_rows = self.shape.num_rows
         self.state.rows_trained += position.rows_done(epoch_rows)
         self.state.rows_trained -= self.state.position.rows_done(epoch_rows)
         self.state.step = step
         self.state.position = position
 
-    def run_step(self, batch: Batch, step: int, wait_s: float) -> torch.Tensor:
+    def _is_dense_step(self, step: int, position: DataPosition) -> bool:
+        """Whether accumulated gradients are used up at `step`: when due, and as an epoch ends."""
+        every = self.spec.training.accumulate_steps
+        ends_epoch = step_start(position, self.shape).epoch > position.epoch
+        return step % every == 0 or step == self.total_steps or ends_epoch
+
+    def run_step(
+        self, batch: Batch, step: int, wait_s: float, is_dense_step: bool = True
+    ) -> torch.Tensor:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
         self.pulse.begin_step()
         self.tracer.begin_step(step)
@@ -260,7 +272,7 @@ class Session:
         with self.phases.during("backward"):
             loss.backward()
         with self.phases.during("optimizer"):
-            self.optimizers.step()
+            self.optimizers.step(is_dense_step)
         with self.phases.during("sync"):
             self.sync.finish()
         self.train_meter.update(batch, loss, outputs)
@@ -337,7 +349,7 @@ class Session:
         values |= self.lookups.imbalance(self.groups.device)
         values |= self.left_out.report()
         values |= dynamic_ids.read_metrics(self.model, self.groups.device)
-        values |= self.optimizers.learning_rates()
+        values |= self.optimizers.metrics()
         phases = self.phases.read()
         self.pulse.local_s = local_s(phases)
         values |= phase_metrics(phases, self.groups.device)
@@ -386,10 +398,25 @@ class Session:
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
         value = values[f"validation/{self.watched_metric}"]
+        self._watch_plateau(value)
         if not is_better(self.watched_metric, value, self.state.best):
             return False
         self.state.best = value
         return True
+
+    def _watch_plateau(self, value: float) -> None:
+        """Early stopping: what this validation says about the next one."""
+        spec = self.spec.training.early_stopping
+        if spec is None:
+            return
+        plateau = after_validation(self.state.plateau, self.watched_metric, value, spec)
+        self.state.plateau = plateau
+        if is_over(plateau, spec) and self.state.step < self.total_steps:
+            self.note(
+                "info",
+                f"early stopping at step {self.state.step}: {plateau.num_validations} validations "
+                f"without a better validation/{self.watched_metric} than {plateau.best:.5g}",
+            )
 
     def _measure_validation(self) -> dict[str, float]:
         assert self.validation_source is not None
@@ -412,7 +439,7 @@ class Session:
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
         step = self.state.step
-        return step % self.spec.checkpoint.every_steps == 0 or step == self.total_steps
+        return step % self.spec.checkpoint.every_steps == 0 or self.is_finished
 
     def save_checkpoint(self, is_best: bool) -> None:
         """Save model and optimizers. Collective over all ranks.

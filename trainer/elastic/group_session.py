@@ -114,6 +114,10 @@ class GroupSession(Session):
         return self.group.group, self.groups.rank
 
     @property
+    def _accumulate_steps(self) -> int:
+        return self.spec.training.accumulate_steps
+
+    @property
     def num_rows(self) -> int:
         """Rows that the whole run trains."""
         training = self.spec.training
@@ -157,8 +161,8 @@ class GroupSession(Session):
         if not self._leases:
             return
         lease = self._leases.popleft()
-        for batch, wait_s in self._batches_of(lease):
-            self._train_batch(batch, wait_s)
+        for batch, wait_s, is_last in self._batches_of(lease):
+            self._train_batch(batch, wait_s, is_last)
         self._interval.leases, self._interval.num_rows = (lease.id,), lease.num_rows
         if self.spec.training.on_non_finite == "fail" and not self._is_finite():
             raise NonFiniteLoss(
@@ -171,20 +175,22 @@ class GroupSession(Session):
     def _is_finite(self) -> bool:
         return bool(self._interval.loss_sum.isfinite())
 
-    def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, float]]:
-        """The batches of `lease`, which is the next that was submitted, and the waits for them."""
+    def _batches_of(self, lease: Lease) -> Iterator[tuple[Batch, float, bool]]:
+        """Batches of `lease`, the next that was submitted; waits for them; which is the last."""
         waited_s = self._loader.wait_s
         for batch, found, is_last in self.phases.around_each("data_wait", self._loader):
             assert found.id == lease.id, "leases are trained in the order of their submission"
-            yield self.on_device(batch), self._loader.wait_s - waited_s
+            yield self.on_device(batch), self._loader.wait_s - waited_s, is_last
             waited_s = self._loader.wait_s
             if is_last:
                 return
 
-    def _train_batch(self, batch: Batch, wait_s: float) -> None:
+    def _train_batch(self, batch: Batch, wait_s: float, is_last: bool) -> None:
         interval = self._interval
+        # What is accumulated is used up before the groups' dense parts are averaged.
+        is_dense_step = is_last or (interval.num_steps + 1) % self._accumulate_steps == 0
         step = min(self.state.step + interval.num_steps + 1, self.total_steps)
-        loss = self.run_step(batch, step, wait_s)
+        loss = self.run_step(batch, step, wait_s, is_dense_step)
         interval.num_steps += 1
         interval.loss_sum += loss * batch.weight.sum()
         self.tracer.end_step(step)
@@ -244,9 +250,10 @@ class GroupSession(Session):
             best=ledger.best,
             commit=ledger.commit,
             rows_skipped=ledger.rows_skipped,
+            plateau=ledger.plateau,
         )
         # Groups took unequal numbers of steps since the last sync, with equal results.
-        self.optimizers.set_num_steps(self.state.step)
+        self.optimizers.set_num_steps(-(-self.state.step // self._accumulate_steps))
 
     def announce(self) -> None:
         """Tell the control plane who trains; the leader does, when the members change."""
@@ -304,6 +311,7 @@ class GroupSession(Session):
         self._save_for_a_pause()
         self._report = Report(
             best=self.state.best,
+            plateau=self.state.plateau,
             metrics=self.final_metrics,
             checkpoint_commit=self.checkpoints.newest_commit,
             has_finished=self._has_finished,

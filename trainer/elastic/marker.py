@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
-from trainer.elastic.protocol import EpochRows
+from trainer.elastic.protocol import EpochRows, Plateau
 from trainer.run_dir import COMMIT_MARKER
 
 logger = logging.getLogger(__name__)
@@ -37,10 +37,11 @@ class Commit:
     """What a checkpoint holds.
 
     `step`, `epoch` and `row` are the position after the last trained step; `rows_trained` counts
-    all rows ever trained; `best` is the best validation value so far, if any. `moment_scale` is c
-    of the run that wrote it (None: an early version, which did not say). `commit` counts the
-    committed syncs where groups are failure domains, and `open_epochs` has the rows done of each
-    epoch that is not complete (empty: those before `row` of `epoch`).
+    all rows ever trained; `best` is the best validation value so far, if any, and `plateau` what
+    early stopping has seen. `moment_scale` is c of the run that wrote it (None: an early version,
+    which did not say). `commit` counts the committed syncs where groups are failure domains, and
+    `open_epochs` has the rows done of each epoch that is not complete (empty: those before `row`
+    of `epoch`).
     """
 
     # A NaN metric comes back as NaN.
@@ -56,6 +57,7 @@ class Commit:
     time: float
     is_best: bool = False
     best: float | None = None
+    plateau: Plateau | None = None
     moment_scale: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     files: dict[str, FileRecord] = field(default_factory=dict)

@@ -48,6 +48,13 @@ class EpochRows(Message):
     done: tuple[Span, ...] = ()
 
 
+class Plateau(Message):
+    """How long validation has stood still: `num_validations` since one found `best`."""
+
+    best: float
+    num_validations: Count
+
+
 class Ledger(Message):
     """What the committed syncs add up to.
 
@@ -64,6 +71,7 @@ class Ledger(Message):
     rows_trained: Count = 0
     rows_skipped: Count = 0
     best: float | None = None
+    plateau: Plateau | None = None
     metrics: dict[str, float] = {}
     checkpoint_commit: Count = 0
 
@@ -134,6 +142,7 @@ class Report(Message):
     """What the leader tells the others by way of the ledger; fields left None say nothing."""
 
     best: float | None = None
+    plateau: Plateau | None = None
     metrics: dict[str, float] = {}
     checkpoint_commit: Count | None = None
     has_finished: bool = False

@@ -292,6 +292,7 @@ class Syncs(Roll):
             "commit": ended.commit,
             "round": ended.number,
             "best": known.best if report.best is None else report.best,
+            "plateau": report.plateau or known.plateau,
             "metrics": known.metrics | report.metrics | ended.means,
             "checkpoint_commit": known.checkpoint_commit if durable is None else durable,
         }

@@ -47,10 +47,12 @@ _DENSE_OPTIMIZERS = {
 def fused_optimizer_params(spec: SparseOptimizerSpec, moment_scale: float) -> dict[str, Any]:
     """FBGEMM parameters of the sparse optimizer with moment scale c = `moment_scale`."""
     root = math.sqrt(moment_scale)
+    clipping = {"gradient_clipping": True, "max_gradient": spec.max_gradient}
     return {
         "optimizer": _FUSED_OPTIMIZERS[spec.name],
         "learning_rate": spec.lr * root,
         "eps": spec.eps * root,
+        **(clipping if spec.max_gradient is not None else {}),
     }
 
 
@@ -154,10 +156,24 @@ class Optimizers:
     Each step is `begin_step`, forward and backward (which updates the sharded tables), `step`.
     `combined` is the state dict of all for checkpoints: tables under `sparse_`, however they
     are sharded, and the rest under `dense_`; `dense` is the optimizer of that rest.
+
+    The dense part may take its own steps more rarely (gradient accumulation), by the mean of the
+    gradients since the last one. That DDP averages them in every backward pass makes no difference
+    to the sum, because what is there already is equal on all ranks. `clip_norm` bounds the norm of
+    that mean: the dense part is whole on every rank, so its norm is the true one everywhere.
     """
 
-    def __init__(self, model: TwoDParallel, spec: OptimizerSpec, moment_scale: float) -> None:
+    def __init__(
+        self,
+        model: TwoDParallel,
+        spec: OptimizerSpec,
+        moment_scale: float,
+        clip_norm: float | None = None,
+    ) -> None:
         self._spec = spec
+        self._clip_norm = clip_norm
+        self._gradient_norm: torch.Tensor | None = None
+        self._num_accumulated = 0
         self._lr_scale = math.sqrt(moment_scale)
         self._factor = 1.0
         self._fused = model.fused_optimizer
@@ -177,28 +193,52 @@ class Optimizers:
         )
 
     def begin_step(self, step: int, total_steps: int) -> None:
-        """Set the learning rates of `step` (counted from 1), also in FBGEMM, and drop gradients."""
+        """Set the learning rates of `step` (counted from 1), also in FBGEMM, and drop gradients.
+
+        Those of the dense part only where it has taken its step.
+        """
         self._factor = factor(step, total_steps, self._spec.schedule)
         sparse_lr = self._spec.sparse.lr * self._factor * self._lr_scale
         for optimizer in (self._fused, *self._whole):
             _set_lr(optimizer, sparse_lr)
         _set_lr(self.dense, self._spec.dense.lr * self._factor)
         # zero_grad of the fused optimizer is what hands its learning rate to the kernels.
-        self.combined.zero_grad()
+        for optimizer in (self._fused, *self._whole):
+            optimizer.zero_grad()
+        if not self._num_accumulated:
+            self.dense.zero_grad()
 
-    def step(self) -> None:
-        """Update what the backward pass did not: data-parallel tables, dense part, decay."""
+    def step(self, is_dense_step: bool = True) -> None:
+        """Update what the backward pass did not: data-parallel tables, decay, the dense part.
+
+        The latter where `is_dense_step`; else its gradients add up.
+        """
         for optimizer in self._whole:
             optimizer.step()
-        self.dense.step()
+        self._num_accumulated += 1
+        if is_dense_step:
+            self._step_dense()
         self._decay(self._spec.sparse.lr * self._factor)
 
-    def learning_rates(self) -> dict[str, float]:
-        """Rates of the current step as metrics, in the spec's units."""
-        return {
+    def _step_dense(self) -> None:
+        gradients = [p.grad for p in self.dense.params.values() if p.grad is not None]
+        if self._num_accumulated > 1:
+            torch._foreach_div_(gradients, self._num_accumulated)
+        if self._clip_norm is not None:
+            parameters = list(self.dense.params.values())
+            self._gradient_norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
+        self.dense.step()
+        self._num_accumulated = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Rates of the current step in the spec's units; the norm that was clipped last, if any."""
+        values = {
             "optimizer/lr_sparse": self._spec.sparse.lr * self._factor,
             "optimizer/lr_dense": self._spec.dense.lr * self._factor,
         }
+        if self._gradient_norm is not None:
+            values["optimizer/gradient_norm"] = self._gradient_norm.item()
+        return values
 
     def init_state(self) -> None:
         """Create the state that is made at the first step, because DCP fills existing tensors only.

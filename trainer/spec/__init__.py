@@ -30,7 +30,13 @@ from trainer.spec.parallelism import (
 )
 from trainer.spec.problems import FieldProblem, SpecError, problems_of
 from trainer.spec.reading import apply_overrides, check_depth, parse_document, set_values
-from trainer.spec.run import CheckpointSpec, RecoverySpec, TraceSpec, WarmStartSpec
+from trainer.spec.run import (
+    CheckpointSpec,
+    EarlyStoppingSpec,
+    RecoverySpec,
+    TraceSpec,
+    WarmStartSpec,
+)
 from trainer.spec.tables import EmbeddingTableSpec, TableConstraints
 
 __all__ = [
@@ -40,6 +46,7 @@ __all__ = [
     "DenseOptimizerSpec",
     "DivergenceCheckSpec",
     "DynamicSpec",
+    "EarlyStoppingSpec",
     "EmbeddingTableSpec",
     "FeatureSpec",
     "FieldProblem",

@@ -196,6 +196,51 @@ def check_transformer(spec: JobSpec) -> None:
         )
 
 
+def check_accumulation(spec: JobSpec) -> None:
+    """What looks at the dense part comes where its accumulated gradients are used up."""
+    every = spec.training.accumulate_steps
+    fields = {
+        "training.report_every_steps": spec.training.report_every_steps,
+        "training.validate_every_steps": spec.training.validate_every_steps or every,
+        "checkpoint.every_steps": spec.checkpoint.every_steps,
+    }
+    if spec.parallelism.is_resolved and spec.parallelism.dense_policy == "at_sync":
+        fields["parallelism.sync.every_steps"] = spec.parallelism.sync.every_steps
+    for path, steps in fields.items():
+        if steps % every:
+            raise problem(
+                "accumulate_steps",
+                f"must be a multiple of training.accumulate_steps ({every}), which is how often "
+                "the dense part takes a step",
+                path,
+            )
+
+
+def check_early_stopping(spec: JobSpec) -> None:
+    """Early stopping has validations to look at."""
+    if spec.training.early_stopping and spec.data.split.validation is None:
+        raise problem(
+            "no_validation",
+            "it looks at validations, but data.split.validation is null; name that part or "
+            "remove it",
+            "training.early_stopping",
+        )
+
+
+def check_max_gradient(spec: JobSpec) -> None:
+    """FBGEMM clips the tables that it updates, which data-parallel ones are not among."""
+    if spec.optimizer.sparse.max_gradient is None:
+        return
+    for index, table in enumerate(spec.embedding_tables):
+        if "data_parallel" in table.constraints.sharding_types:
+            raise problem(
+                "max_gradient",
+                f"optimizer.sparse.max_gradient does not reach table '{table.name}' where it is "
+                "sharded data_parallel; allow other types only",
+                f"embedding_tables[{index}].constraints.sharding_types",
+            )
+
+
 def check_trace_ranks(spec: JobSpec) -> None:
     """A trace is taken on ranks that exist."""
     trace, world_size = spec.training.trace, spec.parallelism.world_size
@@ -325,6 +370,7 @@ def _too_large(
 # What a layout that was chosen later must be checked for again.
 OF_LAYOUT: tuple[Callable[[JobSpec], None], ...] = (
     check_trace_ranks,
+    check_accumulation,
     check_memory,
     check_dynamic_layout,
 )
@@ -341,6 +387,8 @@ ALL: tuple[Callable[[JobSpec], None], ...] = (
     check_moment_scale,
     check_shapes,
     check_transformer,
+    check_early_stopping,
+    check_max_gradient,
     check_warm_start,
     check_export,
     check_recovery,

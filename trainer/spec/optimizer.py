@@ -14,12 +14,16 @@ class SparseOptimizerSpec(SpecModel):
 
     `weight_decay` shrinks *every* row at each step (w *= 1 - lr * weight_decay), also those that
     the step did not look up, so it costs a pass over the whole tables.
+
+    `max_gradient` clamps each number of the gradient of a looked-up vector to +-max_gradient,
+    before the gradients of the same row are added up (FBGEMM's gradient clipping).
     """
 
     name: Literal["row_wise_adagrad", "adagrad", "sgd"] = "row_wise_adagrad"
     lr: PositiveFloat = 0.05
     eps: PositiveFloat = 1e-8
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_gradient: PositiveFloat | None = None
 
     @property
     def has_moments(self) -> bool:

@@ -20,11 +20,27 @@ class TraceSpec(SpecModel):
     ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
 
 
+class EarlyStoppingSpec(SpecModel):
+    """End the run when validation stands still; the job succeeds.
+
+    That is `patience` validations in a row of which none beat the best before by more than
+    `min_delta`, in the first metric of the first task.
+    """
+
+    patience: PositiveInt
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
 class TrainingSpec(SpecModel):
     """Length of the run and what it reports on the way.
 
     When the loss becomes NaN or infinite the job fails, or with `skip` goes back to the newest good
     state and leaves out the rows that did it.
+
+    The dense part takes a step of its own every `accumulate_steps` steps (one batch a worker each),
+    by the mean of their gradients; tables learn from each batch in its backward pass. `clip_norm`
+    bounds the Euclidean norm of the whole dense gradient; optimizer.sparse.max_gradient is what
+    tables have in its place.
     """
 
     epochs: PositiveInt = 1
@@ -32,6 +48,9 @@ class TrainingSpec(SpecModel):
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     report_every_steps: PositiveInt = 10
     validate_every_steps: PositiveInt | None = None
+    accumulate_steps: PositiveInt = 1
+    clip_norm: PositiveFloat | None = None
+    early_stopping: EarlyStoppingSpec | None = None
     on_non_finite: Literal["fail", "skip"] = "fail"
     trace: TraceSpec | None = None
 

@@ -142,7 +142,8 @@ class Location:
         with _faults_named(self, "written"):
             if self.is_local:
                 self.fs.create_dir(self.parent.path, recursive=True)
-            return self.fs.open_output_stream(self.path)
+            # Left to itself pyarrow would compress what is named `.gz` once more.
+            return self.fs.open_output_stream(self.path, compression=None)
 
     def read_bytes(self) -> bytes:
         """The whole file."""

@@ -1,0 +1,129 @@
+"""Criteo from raw files to a trained model: object stores, a killed preparation, training."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.conftest import REPO
+from tests.integration.gloo import run_ranks
+from tests.integration.object_store import run_object_store
+from trainer.data.cli import app
+from trainer.data.errors import SourceMissingError
+from trainer.data.manifest import load_manifest
+from trainer.data.prepare.criteo import prepare_criteo
+from trainer.data.prepare.generate_criteo import CriteoGeneratorOptions, generate_criteo
+from trainer.data.resolve import resolve_tables
+from trainer.data.storage import Location
+from trainer.parallel.groups import build_groups
+from trainer.ray_worker import WorkerConfig
+from trainer.session import Session
+from trainer.spec import load_spec
+from trainer.worker import layout_of, train
+
+EXAMPLES = REPO / "deploy" / "examples"
+SHORT = (
+    "data.batch_size=256",
+    "parallelism.workers=2",
+    "parallelism.shard_group_size=1",
+    "training.validate_every_steps=1000",
+    "checkpoint.every_steps=1000",
+)
+NUM_KILLED_PARTS = 8
+
+
+def digest(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory) -> Path:
+    """30 000 rows of two days, compressed."""
+    folder = tmp_path_factory.mktemp("criteo") / "raw"
+    options = CriteoGeneratorOptions(
+        num_rows=30_000, format="tsv", max_ids=50, num_days=2, gzip=True
+    )
+    generate_criteo(folder, options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(raw, tmp_path_factory) -> Path:
+    """The raw rows, prepared here in one go."""
+    out = tmp_path_factory.mktemp("criteo") / "prepared"
+    prepare_criteo([raw], out)
+    return out
+
+
+def test_files_of_an_object_store_are_prepared_to_the_same_bytes_there(raw, prepared, tmp_path):
+    with run_object_store() as store:
+        for path in raw.glob("day_*"):
+            Location.parse(store.url(f"raw/{path.name}")).upload(path)
+        prepare_criteo([store.url("raw")], store.url("out"))
+        result = Location.parse(store.url("out"))
+        for file in result.list(recursive=True):
+            target = tmp_path / "copy" / file.relative_to(result)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file.download(target)
+        shown = CliRunner().invoke(app, ["inspect", store.url("out")], env={"COLUMNS": "200"})
+        with pytest.raises(SourceMissingError, match="s3://data/absent is missing"):
+            prepare_criteo([store.url("absent")], tmp_path / "none")
+    assert digest(tmp_path / "copy") == digest(prepared)
+    assert shown.exit_code == 0, shown.output
+    assert "27,000 rows in" in shown.stdout and "OK: " in shown.stdout
+
+
+def test_a_preparation_killed_by_the_system_goes_on_to_the_same_bytes(raw, prepared, tmp_path):
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "service.cli", "data", "prepare", "criteo", raw, out]
+    journal = tmp_path / ".out.partial" / "journal.jsonl"
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    while process.poll() is None and _num_lines(journal) <= NUM_KILLED_PARTS:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not out.exists()
+    begun = {path: path.stat().st_mtime_ns for path in journal.parent.glob("scratch/runs/*.npy")}
+    assert begun
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    assert digest(out) == digest(prepared)
+    assert not journal.parent.exists()
+
+
+def _num_lines(path: Path) -> int:
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:
+    """Train a whole example on one rank of a session; its final metrics."""
+    torch.set_num_threads(1)
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    spec = resolve_tables(load_spec(text, [f"data.path={data}", *SHORT]), load_manifest(data))
+    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=60)
+    return train(Session(WorkerConfig(spec, run_dir, "job-test-a0", 0), groups))
+
+
+@pytest.mark.parametrize("name", ["criteo-dlrm", "criteo-dcn"])
+def test_an_example_learns_what_the_teacher_knows(tmp_path, name):
+    data = tmp_path / "data"
+    options = CriteoGeneratorOptions(num_rows=60_000, max_ids=20, num_partitions=4)
+    teacher = generate_criteo(data, options)["parts"]["validation"]
+    metrics, _ = run_ranks(train_example, 2, name, data, tmp_path / "run", timeout_s=200)
+    assert metrics["validation/logloss"] == pytest.approx(metrics["validation/loss"], rel=1e-5)
+    assert metrics["validation/calibration"] == pytest.approx(1, abs=0.15)
+    # Nobody beats the teacher; most of what it knows is learned.
+    assert teacher["ne"] < metrics["validation/ne"] < teacher["ne"] + 0.35 * (1 - teacher["ne"])
+    assert 0.5 < metrics["validation/auc"] < teacher["auc"]

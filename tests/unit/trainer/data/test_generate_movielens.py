@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+
+import numpy as np
 import polars as pl
 import pytest
 
 from trainer.data.errors import OutputExistsError
 from trainer.data.manifest import load_manifest
-from trainer.data.prepare.generate import generate_movielens
+from trainer.data.prepare import generate
+from trainer.data.prepare.generate import TEACHER_NAME, Sizes, generate_movielens
+from trainer.data.prepare.movielens_teacher import NOISE_STD, TeacherScore, observed_stars
 
 
 @pytest.fixture(scope="module")
@@ -68,3 +73,43 @@ def test_bad_requests_are_refused(tmp_path):
     generate_movielens(tmp_path / "csv", num_ratings=5, seed=0)
     with pytest.raises(OutputExistsError):
         generate_movielens(tmp_path / "csv", num_ratings=5, seed=0)
+
+
+def test_many_chunks_make_one_file_with_all_pairs_distinct(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "_CHUNK_ROWS", 300)
+    generate_movielens(tmp_path / "csv", num_ratings=5000, seed=2)
+    ratings = pl.read_csv(tmp_path / "csv" / "ratings.csv")
+    assert len(ratings) == 5000
+    assert ratings.select("userId", "movieId").is_duplicated().sum() == 0
+    assert ratings["userId"].is_sorted()
+    tags = pl.read_csv(tmp_path / "csv" / "tags.csv")
+    assert len(tags) == Sizes.of(5000).tags
+    assert tags.join(ratings, on=["userId", "movieId"], how="anti").is_empty()
+
+
+def test_sizes_beyond_the_small_set_lead_to_those_of_ml_32m():
+    sizes = Sizes.of(32_000_204)
+    assert sizes.users == pytest.approx(200_948, rel=0.1)
+    assert sizes.movies == pytest.approx(87_585, rel=0.01)
+    assert sizes.tags == pytest.approx(2_000_072, rel=0.05)
+
+
+def test_the_irreducible_error_is_what_is_left_when_the_truth_is_known():
+    rng = np.random.default_rng(0)
+    expected = rng.normal(3.5, 0.8, 2000)
+    score = TeacherScore()
+    score.add(expected, observed_stars(rng, expected))
+    # The best predictor is the mean of the stars that the same truth gives again and again.
+    draws = np.stack([observed_stars(rng, expected) for _ in range(400)])
+    assert score.irreducible_rmse == pytest.approx(np.sqrt(draws.var(0).mean()), rel=0.01)
+    assert score.measured_rmse == pytest.approx(score.irreducible_rmse, rel=0.05)
+    # Clipping hides noise of extreme ratings, rounding adds a little to the others.
+    assert 0.8 * NOISE_STD < score.irreducible_rmse < 1.1 * NOISE_STD
+
+
+def test_the_teacher_is_written_and_below_simple_predictors(csv_folder, prepared):
+    teacher = json.loads((csv_folder / TEACHER_NAME).read_text())
+    assert teacher["sizes"]["ratings"] == 2000
+    assert teacher["measured_rmse"] == pytest.approx(teacher["irreducible_rmse"], rel=0.1)
+    statistics = load_manifest(prepared).statistics
+    assert teacher["irreducible_rmse"] < 0.95 * statistics["baseline_user_movie_bias_rmse"]

@@ -33,6 +33,7 @@ from trainer.cluster import (
 )
 from trainer.data.errors import DataError
 from trainer.elastic.run_lock import hold_run
+from trainer.export.on_success import export_on_success
 from trainer.failures import Failure
 from trainer.outbox import EventWriter, OutboxPoster
 from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
@@ -70,7 +71,10 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
     """Train to the end, restarting workers within the budget where it helps; None if completed."""
     try:
         attempt = open_attempt(context, writer)
-        return run_lives(attempt, lives_of(attempt))
+        failure = run_lives(attempt, lives_of(attempt))
+        if failure is None:
+            export_on_success(attempt.spec, RunDir(context.run_dir), writer.write)
+        return failure
     except SpecError as error:
         return Failure(failures.BAD_SPEC, str(error))
     except DataError as error:
@@ -89,6 +93,8 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     choice = choose_layout(spec, partial(hosts_for, spec, use_gpu), partial(_warn, writer))
     if choice:
         spec = spec.with_layout(choice.layout)
+    # An export years later must not depend on what the data says by then.
+    context.files.resolved_spec_path.write_text(spec.model_dump_json(), encoding="utf-8")
     writer.write(
         events.AttemptStarted(
             time=time.time(),

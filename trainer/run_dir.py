@@ -11,6 +11,7 @@ RUN_DIR/                         one per job
   rewind.json                    the checkpoint that the job went back to: {"checkpoint", ...}
   attempts/ATTEMPT_ID/
     spec.json                    the spec as this attempt runs it
+    resolved-spec.json           the same with sizes and statistics from the data, and the layout
     outbox/STREAM.jsonl          event records; a line's position is its sequence number
     logs/driver.log, rank-0.log  one per process; rank-0@OFFSET.log goes on where a file is full
     trace-request.json           steps that somebody wants traced: {"id", "num_steps", "ranks"}
@@ -50,6 +51,11 @@ class AttemptDir:
     def spec_path(self) -> Path:
         """The spec of this attempt, as JSON."""
         return self.root / "spec.json"
+
+    @property
+    def resolved_spec_path(self) -> Path:
+        """The same with table sizes, statistics and layout, as JSON; the driver writes it."""
+        return self.root / "resolved-spec.json"
 
     @property
     def outbox_dir(self) -> Path:

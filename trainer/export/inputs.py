@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from trainer.data.columns import InputColumn, RowLayout, layout_of
+from trainer.data.columns import InputColumn, RowLayout, check_schema, layout_of
 from trainer.data.decode import decode
 from trainer.data.errors import BadValueError
 from trainer.data.rows import Rows, concat_rows
@@ -29,9 +29,13 @@ _LABEL = InputColumn("label", "__label__")
 _REQUEST = Path("request")
 
 
-def scoring_layout(spec: JobSpec) -> RowLayout:
-    """The columns to read of rows without labels."""
-    layout = layout_of(spec)
+def scoring_layout(spec: JobSpec, vocabularies: Path) -> RowLayout:
+    """The columns to read of rows without labels; `vocabularies` is the export's folder of them.
+
+    Raises a `DataError` where one is missing.
+    """
+    there = spec.data.model_copy(update={"path": str(vocabularies)})
+    layout = layout_of(spec.model_copy(update={"data": there}))
     labels = tuple(replace(each, value=_LABEL, is_binary=False) for each in layout.labels)
     return replace(layout, labels=labels, row_weight=None)
 
@@ -42,10 +46,14 @@ def input_columns(layout: RowLayout) -> dict[str, InputColumn]:
 
 
 def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
-    """Decode a table of rows to score; raises `BadRow` for the first cell that is wrong."""
+    """Decode a table of rows to score.
+
+    Raises `BadRow` for the first cell that is wrong, and `ColumnError` for a type that is.
+    """
     columns = input_columns(layout)
     if missing := [name for name in columns if name not in table.column_names]:
         raise BadRow(0, missing[0], f"there is no such column; needed are {', '.join(columns)}")
+    check_schema(replace(layout, labels=()), table.schema, Path("the table"))
     labels = pa.array(np.zeros(len(table), np.float32))
     table = table.select(list(columns)).append_column(_LABEL.name, labels)
     try:
@@ -56,28 +64,37 @@ def rows_of_table(table: pa.Table, layout: RowLayout) -> Rows:
         raise BadRow(int(error.place.rpartition(" ")[2]), error.column, problem) from error
 
 
-def table_of_dicts(rows: Sequence[Mapping[str, Any]], layout: RowLayout) -> pa.Table:
+def table_of_dicts(
+    rows: Sequence[Mapping[str, Any]], layout: RowLayout, kinds: Mapping[str, str] | None = None
+) -> pa.Table:
     """Rows as an Arrow table; a list that is missing or null is an empty one.
 
-    Raises `BadRow` for a column that nobody reads, one that is missing, or a value of the wrong
-    kind.
+    `kinds` says which columns of raw values were of strings, integers or numbers in training:
+    what is hashed must be of the same type again. Raises `BadRow` for a column that nobody reads,
+    one that is missing, or a value of the wrong kind.
     """
     columns = input_columns(layout)
     for index, row in enumerate(rows):
         if unknown := row.keys() - columns.keys():
             raise BadRow(index, min(unknown), f"is no input; inputs are {', '.join(columns)}")
-    return pa.table({name: _array(rows, column) for name, column in columns.items()})
+    known = kinds or {}
+    return pa.table({name: _array(rows, c, known.get(name)) for name, c in columns.items()})
 
 
-def _array(rows: Sequence[Mapping[str, Any]], column: InputColumn) -> pa.Array:
+def _array(rows: Sequence[Mapping[str, Any]], column: InputColumn, kind: str | None) -> pa.Array:
     values = [_value(row, column) for row in rows]
-    try:
-        return pa.array(values, _type(column))
-    except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        index = next(i for i, value in enumerate(values) if not _fits(value, column))
-        raise BadRow(
-            index, column.name, f"{values[index]!r} is not {wanted_kind(column)}"
-        ) from None
+    types = _types(column, kind)
+    for each in types:
+        if (array := _converted(values, each)) is not None:
+            return array
+    # The first value that is not like those before it, or fits nowhere.
+    index = next(
+        i
+        for i in range(len(values))
+        if all(_converted(values[: i + 1], each) is None for each in types)
+    )
+    problem = f"{values[index]!r} is not {wanted_kind(column, kind)}"
+    raise BadRow(index, column.name, problem)
 
 
 def _value(row: Mapping[str, Any], column: InputColumn) -> Any:
@@ -85,21 +102,42 @@ def _value(row: Mapping[str, Any], column: InputColumn) -> Any:
     return [] if value is None and column.is_list else value
 
 
-def _fits(value: Any, column: InputColumn) -> bool:
+def _converted(values: list[Any], kind: pa.DataType) -> pa.Array | None:
     try:
-        pa.array([value], _type(column))
+        return pa.array(values, kind)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
-        return False
-    return True
+        return None
 
 
-def _type(column: InputColumn) -> pa.DataType:
-    item = pa.int64() if column.num_ids else pa.float64()
-    return pa.list_(item) if column.is_list else item
+_RAW_TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64()}
 
 
-def wanted_kind(column: InputColumn) -> str:
+def _types(column: InputColumn, kind: str | None) -> list[pa.DataType]:
+    """Arrow types that a column may have, the first that fits counts."""
+    if column.encoder is None:
+        items = [pa.int64() if column.num_ids else pa.float64()]
+    elif kind in _RAW_TYPES:
+        items = [_RAW_TYPES[kind]]
+    else:
+        items = [each for each in _RAW_TYPES.values() if column.encoder.accepts(each)]
+    return [pa.list_(item) for item in items] if column.is_list else items
+
+
+def raw_kind(found: pa.DataType) -> str:
+    """Which of the kinds of `table_of_dicts` a column of training data has."""
+    if pa.types.is_list(found) or pa.types.is_large_list(found):
+        found = found.value_type
+    if pa.types.is_integer(found):
+        return "integer"
+    return "number" if pa.types.is_floating(found) else "string"
+
+
+def wanted_kind(column: InputColumn, kind: str | None = None) -> str:
     """What a value of `column` is, in words."""
+    if column.encoder is not None:
+        article = "an" if kind == "integer" else "a"
+        item = f"{article} {kind}" if kind else column.encoder.wanted
+        return f"a list, each {item}" if column.is_list else item
     if column.num_ids:
         return "a list of integers" if column.is_list else "an integer"
     return "a list of numbers" if column.is_list else "a number"

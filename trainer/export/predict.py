@@ -6,6 +6,7 @@ of the model.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,16 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from trainer.data.errors import DataError
 from trainer.data.rows import Rows
-from trainer.export.artifact import PROGRAM, check_files, read_manifest, read_spec
+from trainer.export.artifact import (
+    FEATURES,
+    PROGRAM,
+    VOCABULARIES,
+    check_files,
+    read_manifest,
+    read_spec,
+)
 from trainer.export.errors import ArtifactError
 from trainer.export.inputs import (
     PAD_ROWS,
@@ -40,15 +49,23 @@ class Predictor:
         self.manifest = read_manifest(folder)
         check_files(folder, self.manifest)
         self.spec = read_spec(folder)
-        self.layout = scoring_layout(self.spec)
+        try:
+            self.layout = scoring_layout(self.spec, folder / VOCABULARIES)
+        except DataError as error:
+            raise ArtifactError(f"{folder} lacks a vocabulary: {error}") from error
+        self.features = json.loads((folder / FEATURES).read_text(encoding="utf-8"))
+        self._kinds = {each["name"]: each["kind"] for each in self.features["inputs"]}
         self._program = _load(folder / PROGRAM)
 
     def predict(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Predictions:
         """A float32 array [n] for each task, in the unit of its label (`bce`: a probability).
 
-        `rows` are dicts by column, or a table with at least these columns. Raises `BadRow`.
+        `rows` are dicts by column, or a table with at least these columns. Raises `BadRow`,
+        and of a table whose columns have other types `ColumnError`.
         """
-        table = rows if isinstance(rows, pa.Table) else table_of_dicts(rows, self.layout)
+        table = (
+            rows if isinstance(rows, pa.Table) else table_of_dicts(rows, self.layout, self._kinds)
+        )
         return self.score(rows_of_table(table, self.layout))
 
     def score(self, rows: Rows) -> Predictions:

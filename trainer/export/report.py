@@ -90,13 +90,15 @@ def measure(
     predictor: Predictor,
     trained: nn.Module,
     traced: nn.Module,
+    spec: JobSpec,
     max_rows: int = DEFAULT_ROWS,
 ) -> Report:
     """Compare `predictor` with the `trained` model, and with the model that was `traced`.
 
-    Raises `NotExportable` where the program does not compute what it was traced from.
+    The rows are those of `spec`, whose data is on this host. Raises `NotExportable` where the
+    program does not compute what it was traced from.
     """
-    spec, manifest = predictor.spec, predictor.manifest
+    manifest = predictor.manifest
     report = Report(
         job=manifest.job,
         checkpoint=manifest.checkpoint,
@@ -109,7 +111,7 @@ def measure(
         return report
     try:
         tables = list(_tables(spec, Path(spec.data.path) / split, max_rows))
-        _compare(report, predictor, trained, traced, tables)
+        _compare(report, predictor, trained, traced, spec, tables)
     except DataError as error:
         report.not_measured = str(error)
         return report
@@ -135,9 +137,10 @@ def _compare(
     predictor: Predictor,
     trained: nn.Module,
     traced: nn.Module,
+    spec: JobSpec,
     tables: list[pa.Table],
 ) -> None:
-    spec, layout = predictor.spec, layout_of(predictor.spec)
+    layout = layout_of(spec)
     ours, theirs, labels = [], [], []
     for table in tables:
         rows = _decoded(table, layout)

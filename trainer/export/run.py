@@ -14,12 +14,15 @@ from torch import nn
 
 from trainer.code_archive import PREFIX as CODE_PREFIX
 from trainer.data.errors import DataError
-from trainer.data.manifest import load_manifest
+from trainer.data.inputs import on_this_node, resolve_inputs
+from trainer.data.source import read_schema
+from trainer.data.transforms import vocabulary_path
 from trainer.elastic.checkpoint import CommittedCheckpoint
 from trainer.export import artifact
 from trainer.export.artifact import Manifest, write_manifest
 from trainer.export.describe import features_document, readme
 from trainer.export.errors import ArtifactError, NotExportable
+from trainer.export.inputs import raw_kind, scoring_layout
 from trainer.export.predict import Predictor
 from trainer.export.program import write_program
 from trainer.export.quantize import quantized
@@ -33,7 +36,7 @@ from trainer.export.source import (
 )
 from trainer.export.weights import available_bytes, check_memory, load_model
 from trainer.run_dir import RunDir
-from trainer.spec import JobSpec
+from trainer.spec import FeatureSpec, JobSpec
 from trainer.spec.export import Quantization
 from trainer.versions import installed_versions
 
@@ -65,8 +68,10 @@ def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
     if request.to.exists():
         raise ArtifactError(f"{request.to} exists already; name a folder that does not")
     found = _checkpoint(request)
-    spec = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
-    refuse_what_cannot_be_exported(spec)
+    written = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
+    refuse_what_cannot_be_exported(written)
+    spec, notes = with_data(written)
+    source = _Source(spec, found, tuple(notes))
     check_memory(spec, request.quantize, available_bytes())
     _add_code(request.run_dir, spec)
     tell(f"loading checkpoint {found.path.name}")
@@ -75,7 +80,7 @@ def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     try:
-        report = _write(request, spec, found, trained, staging, tell)
+        report = _write(request, source, trained, staging, tell)
         staging.rename(request.to)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -107,49 +112,80 @@ def _add_code(run_dir: Path, spec: JobSpec) -> None:
         sys.path.insert(0, str(archive / CODE_PREFIX))
 
 
+@dataclass(frozen=True)
+class _Source:
+    """What is exported: the spec with all sizes, its data where that can be had, the checkpoint."""
+
+    spec: JobSpec
+    found: CommittedCheckpoint
+    notes: tuple[str, ...]
+
+
 def _write(
-    request: ExportRequest,
-    spec: JobSpec,
-    found: CommittedCheckpoint,
-    trained: nn.Module,
-    folder: Path,
-    tell: Tell,
+    request: ExportRequest, source: _Source, trained: nn.Module, folder: Path, tell: Tell
 ) -> Report:
+    spec = source.spec
     tell(f"quantising the tables: {request.quantize}")
     traced = quantized(trained, request.quantize)
     tell("tracing the model with torch.export")
     write_program(traced, spec, folder / artifact.PROGRAM)
     _write_json(folder / artifact.SPEC, spec.model_dump(mode="json"))
-    _write_json(folder / artifact.FEATURES, features_document(spec))
-    notes = copy_vocabularies(spec, folder / artifact.VOCABULARIES)
-    _mark(request, spec, found, folder)
+    copy_vocabularies(spec, folder / artifact.VOCABULARIES)
+    layout = scoring_layout(spec, folder / artifact.VOCABULARIES)
+    features = features_document(spec, layout, _kinds(spec))
+    _write_json(folder / artifact.FEATURES, features)
+    _mark(request, source, folder)
     tell("comparing with the trainer's predictions")
-    report = measure(Predictor(folder), trained, traced, request.max_report_rows)
+    report = measure(Predictor(folder), trained, traced, spec, request.max_report_rows)
     report = report.model_copy(
         update={
-            "notes": notes,
-            "recorded_metrics": dict(found.commit.metrics),
+            "notes": list(source.notes),
+            "recorded_metrics": dict(source.found.commit.metrics),
             "program_bytes": (folder / artifact.PROGRAM).stat().st_size,
             "table_bytes": float_table_bytes(spec),
         }
     )
     (folder / artifact.REPORT).write_text(report.model_dump_json(indent=1), encoding="utf-8")
-    (folder / artifact.README).write_text(readme(spec, report), encoding="utf-8")
-    _mark(request, spec, found, folder)
+    (folder / artifact.README).write_text(readme(report, features["example"]), encoding="utf-8")
+    _mark(request, source, folder)
     return report
 
 
-def _mark(
-    request: ExportRequest, spec: JobSpec, found: CommittedCheckpoint, folder: Path
-) -> Manifest:
+def _mark(request: ExportRequest, source: _Source, folder: Path) -> Manifest:
     return write_manifest(
         folder,
-        job=spec.name,
-        checkpoint=found.path.name,
-        step=found.commit.step,
+        job=source.spec.name,
+        checkpoint=source.found.path.name,
+        step=source.found.commit.step,
         quantize=request.quantize,
         versions=installed_versions(),
     )
+
+
+def _kinds(spec: JobSpec) -> dict[str, str]:
+    """Kinds of the training data's columns; none where it is not there any more."""
+    try:
+        schema = read_schema(Path(spec.data.path) / spec.data.split.train)
+    except DataError:
+        return {}
+    return {field.name: raw_kind(field.type) for field in schema}
+
+
+def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """`spec` with its data on this host and what that tells; what to note where it is gone.
+
+    Raises `DataError` where rows could not be scored without it.
+    """
+    try:
+        return on_this_node(resolve_inputs(spec)), []
+    except DataError as error:
+        if [each for each in spec.features if each.vocabulary or _lacks_statistics(each)]:
+            raise
+        return spec, [f"the job's data is not there: {error}"]
+
+
+def _lacks_statistics(feature: FeatureSpec) -> bool:
+    return feature.transform == "standardise" and None in (feature.mean, feature.std)
 
 
 def float_table_bytes(spec: JobSpec) -> int:
@@ -158,17 +194,19 @@ def float_table_bytes(spec: JobSpec) -> int:
     return NUM_BYTES_FLOAT * sum(sizes)
 
 
-def copy_vocabularies(spec: JobSpec, folder: Path) -> list[str]:
-    """Copy the vocabularies of the prepared data into `folder`; what to note where it fails."""
+def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
+    """Copy what makes ids of raw values, as it lies below `data.path`.
+
+    Those of the prepared data come along even where the spec uses none: somebody made the ids by
+    them. Raises OSError, or `DataError` where one that is used is missing.
+    """
     source = Path(spec.data.path)
-    try:
-        entries = load_manifest(source).vocabularies
-        folder.mkdir()
-        for entry in entries.values():
-            shutil.copyfile(source / entry.path, folder / Path(entry.path).name)
-    except (DataError, OSError) as error:
-        return [f"vocabularies were not copied: {error}"]
-    return []
+    used = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
+    folder.mkdir()
+    for path in {*used, *source.glob("vocab/*.parquet")}:
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
 
 
 def _write_json(path: Path, document: object) -> None:

@@ -11,7 +11,6 @@ request and is named in `fields`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -31,8 +30,6 @@ from prometheus_client import (
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
-from trainer.export.artifact import FEATURES
-from trainer.export.describe import example_row
 from trainer.export.errors import BadRow
 from trainer.export.predict import Predictor
 
@@ -122,14 +119,14 @@ def create_scorer(folder: Path) -> FastAPI:
     _add_error_handlers(app)
     _add_measuring(app, metrics)
     _add_predict(app, predictor, served, metrics)
-    _add_facts(app, predictor, served, metrics, folder)
+    _add_facts(app, predictor, served, metrics)
     return app
 
 
 def _add_predict(
     app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics
 ) -> None:
-    example = {"rows": [example_row(predictor.spec)]}
+    example = {"rows": [predictor.features["example"]]}
     body = Body(openapi_examples={"a row": {"summary": "One row", "value": example}})
     answers: dict[int | str, dict[str, Any]] = {
         code: {"model": Problem, "content": {PROBLEM_TYPE: {}}} for code in (413, 422)
@@ -145,18 +142,14 @@ def _add_predict(
         return PredictAnswer(predictions=rows, model=served)
 
 
-def _add_facts(
-    app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics, folder: Path
-) -> None:
-    features = json.loads((folder / FEATURES).read_text(encoding="utf-8"))
-
+def _add_facts(app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics) -> None:
     @app.get("/v1/model", summary="What is served, and what a row holds")
     def model() -> dict[str, Any]:
-        return {"model": served.model_dump(), **features}
+        return {"model": served.model_dump(), **predictor.features}
 
     @app.get("/healthz", summary="Whether it can score")
     def healthz() -> dict[str, str]:
-        predictor.predict([example_row(predictor.spec)])
+        predictor.predict([predictor.features["example"]])
         return {"status": "ok"}
 
     @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)

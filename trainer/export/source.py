@@ -21,7 +21,9 @@ _WEIGHTS = "model."
 
 def read_run_spec(run_dir: RunDir) -> JobSpec:
     """The spec of the newest attempt in a run folder; raises `NoCheckpoint` where there is none."""
-    paths = list(run_dir.root.glob("attempts/*/spec.json"))
+    # As the driver resolved it, rather than as it was submitted.
+    paths = list(run_dir.root.glob("attempts/*/resolved-spec.json"))
+    paths = paths or list(run_dir.root.glob("attempts/*/spec.json"))
     if not paths:
         raise NoCheckpoint(
             f"{run_dir.root} is no folder of a job: there is no attempts/*/spec.json in it; name "

@@ -141,9 +141,96 @@ def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
     return (positives[:, None] > negatives[None, :]).float().mean().item()
 
 
+TASKS = (
+    TaskSpec(name="stars", loss="mse", metrics=("rmse", "auc"), auc_threshold=3.5),
+    TaskSpec(name="click", loss="bce", metrics=("calibration", "logloss", "ne", "auc")),
+)
+
+
+def batch_of_two_tasks(rank: int, step: int) -> tuple[Batch, torch.Tensor]:
+    """Rows that count unequally, labels of an mse and of a bce task, and outputs."""
+    stars, star_outputs = batch_of(rank, step, is_binary=False)
+    clicks, click_outputs = batch_of(rank, step + 100, is_binary=True)
+    weight = stars.weight * torch.linspace(0.5, 3.0, BATCH_SIZE)
+    fields = ("label", "label_offset", "label_scale")
+    both = {name: torch.cat([getattr(stars, name), getattr(clicks, name)], 1) for name in fields}
+    batch = Batch(**{**vars(stars), **both, "weight": weight})
+    return batch, torch.cat([star_outputs, click_outputs], 1)
+
+
+def measure_two_tasks() -> tuple[dict[str, float], dict[str, float]]:
+    """A report, and the same by a meter that goes on from another's state."""
+    rank, direct = torch.distributed.get_rank(), TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
+    before = TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
+    after = TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
+    for step in range(NUM_BATCHES):
+        batch, outputs = batch_of_two_tasks(rank, step)
+        loss = (rank + step) * torch.ones(())
+        direct.update(batch, loss, outputs)
+        (before if step == 0 else after).update(batch, loss, outputs)
+    after.load_state(before.state())
+    return direct.compute("train"), after.compute("train")
+
+
+def test_metrics_of_several_tasks_weigh_rows_and_carry_the_task_in_their_name() -> None:
+    ranks = run_ranks(measure_two_tasks, 2)
+    values, resumed = ranks[0]
+    assert values == ranks[1][0]
+    assert resumed == pytest.approx(values, rel=1e-6)
+    pairs = [batch_of_two_tasks(rank, step) for rank in range(2) for step in range(NUM_BATCHES)]
+    weight = torch.cat([batch.weight for batch, _ in pairs]).double()
+    stars, clicks = torch.cat([batch.label for batch, _ in pairs]).double().unbind(1)
+    guesses, logits = torch.cat([outputs for _, outputs in pairs]).double().unbind(1)
+    shares = weight / weight.sum()
+    rmse = (shares * (0.5 * (guesses - stars)).square()).sum().sqrt()
+    cross = torch.nn.functional.binary_cross_entropy_with_logits(logits, clicks, reduction="none")
+    base = (shares * clicks).sum()
+    entropy = -(base * base.log() + (1 - base) * (1 - base).log())
+    expected = {
+        "train/stars/rmse": rmse,
+        "train/stars/auc": weighted_auc(guesses, stars >= 0, weight),
+        "train/click/calibration": (shares * logits.sigmoid()).sum() / base,
+        "train/click/logloss": (shares * cross).sum(),
+        "train/click/ne": (shares * cross).sum() / entropy,
+        "train/click/auc": weighted_auc(logits, clicks == 1, weight),
+    }
+    assert set(values) == {*expected, "train/loss"}
+    for name, value in expected.items():
+        assert values[name] == pytest.approx(value.item(), abs=1e-5), name
+
+
+def weighted_auc(
+    scores: torch.Tensor, is_positive: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Share of the weight of (positive, negative) pairs that is in the right order."""
+    order = (scores[is_positive][:, None] > scores[~is_positive][None, :]).double()
+    weights = weight[is_positive][:, None] * weight[~is_positive][None, :]
+    return (order * weights).sum() / weights.sum()
+
+
+def measure_label_near_threshold() -> float:
+    """AUC for >= 4 stars of labels that were normalised in float32 and back."""
+    task = TaskSpec(loss="mse", metrics=("auc",), auc_threshold=4.0)
+    meter = TaskMeter([task], 6, window_rows=99)
+    stars = torch.tensor([[4.0], [4.0], [4.5], [3.5], [3.5], [1.0]])
+    offset, scale = torch.full((6, 1), 3.1234567), torch.full((6, 1), 0.7654321)
+    label = (stars - offset) / scale
+    empty = KeyedJaggedTensor(keys=[], values=torch.zeros(0), lengths=torch.zeros(0))
+    batch = Batch(torch.zeros(6, 1), empty, label, offset, scale, torch.ones(6))
+    meter.update(batch, torch.zeros(()), label)
+    return meter.compute("v")["v/auc"]
+
+
+def test_labels_at_the_threshold_are_positive_in_spite_of_rounding() -> None:
+    assert run_ranks(measure_label_near_threshold, 1) == [1.0]
+
+
 def test_better_means_lower_for_errors_and_higher_for_auc() -> None:
     assert is_better("rmse", 0.9, 1.0)
     assert not is_better("rmse", 1.0, 1.0)
     assert is_better("auc", 0.8, 0.7)
     assert is_better("rmse", 5.0, None)
     assert not is_better("rmse", math.nan, None)
+    assert is_better("calibration", 1.01, 0.9)
+    assert not is_better("click/calibration", 0.8, 1.1)
+    assert not is_better("rmse", 0.995, 1.0, min_delta=0.01)

@@ -31,7 +31,7 @@ from trainer.left_out import LeftOutRows
 from trainer.metrics import Speedometer, TaskMeter, is_better
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
-from trainer.parallel import dynamic_ids
+from trainer.parallel import dynamic_tables
 from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
@@ -348,7 +348,7 @@ class Session:
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
         values |= self.left_out.report()
-        values |= dynamic_ids.read_metrics(self.model, self.groups.device)
+        values |= dynamic_tables.read_metrics(self.model, self.groups.device)
         values |= self.optimizers.metrics()
         phases = self.phases.read()
         self.pulse.local_s = local_s(phases)

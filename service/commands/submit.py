@@ -72,8 +72,8 @@ def run(
         job = client.submit(document, secrets=read_secrets(secret or []))
         with detaching(job.id, console()):
             console().print(Text.assemble("submitted ", (job.id, "bold")))
-            code = follow(client, job.id, console())
-    raise typer.Exit(code)
+            exit_code = follow(client, job.id, console())
+    raise typer.Exit(exit_code)
 
 
 def submit(

@@ -9,17 +9,21 @@ import torch
 from torchrec import JaggedTensor
 
 from tests.integration.session_cases import make_config, snapshot
-from trainer.parallel.dynamic_ids import sharded_tables
+from trainer.parallel.dynamic_tables import ids_by_table, settle
 from trainer.parallel.groups import build_groups
 from trainer.ray_worker import WorkerConfig
 from trainer.session import Session
 from trainer.worker import layout_of, train
 
 NUM_ROWS = 64
+# A table of pooled features, and one of a sequence.
 DYNAMIC = (
     "parallelism.sync=null",
     f"embedding_tables[1]={{name: movies, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
     "dynamic: {eviction: distance_lfu, eviction_interval: 3, num_buckets: 4}}",
+    f"embedding_tables[4]={{name: liked_movies, num_embeddings: {NUM_ROWS}, embedding_dim: 16, "
+    "dynamic: {eviction: lru, eviction_interval: 5, num_buckets: 8}}",
+    "features[4].type=sequence",
     "training.epochs=1",
     "training.validate_every_steps=1000",
 )
@@ -61,15 +65,14 @@ def replace_ids(config: WorkerConfig) -> dict[str, float]:
     groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
     session = Session(config, groups)
     train(session)
-    (bags,) = sharded_tables(session.model)
-    ids = bags.ids_of("movies")
+    ids = dict(ids_by_table(session.model))["movies"]
     (shard,) = (each for each in session.model.table_shards() if each.table == "movies")
     (moments,) = shard.states.values()
     before, weights = moments.clone(), shard.weight.clone()
     for _ in range(50):
         seen = JaggedTensor(values=torch.arange(10**6, 10**6 + 5000), lengths=torch.tensor([5000]))
         ids.profile(ids.preprocess({"movies": seen}))
-    bags.settle()
+    settle(session.model)
     is_new = (weights != shard.weight).any(dim=1)
     return {
         "new": int(is_new.sum()),
@@ -89,11 +92,13 @@ def load_dynamic(config: WorkerConfig) -> dict[str, Any]:
 
 def ids_of(session: Session) -> dict[str, tuple[int, torch.Tensor]]:
     """By name: first place, and what this rank holds of the state of the ids."""
-    (bags,) = sharded_tables(session.model)
-    ids = bags.ids_of("movies")
-    assert ids.output_size() * session.world_size == NUM_ROWS
-    state = {name: buffer for name, buffer in ids.named_buffers() if not name.startswith("_")}
-    return {name: (ids.first_row, buffer.clone()) for name, buffer in state.items()}
+    found = {}
+    for table, ids in ids_by_table(session.model):
+        assert ids.output_size() * session.world_size == NUM_ROWS
+        for name, buffer in ids.named_buffers():
+            if not name.startswith("_"):
+                found[f"{table}.{name}"] = (ids.first_row, buffer.clone())
+    return found
 
 
 def whole_ids(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:

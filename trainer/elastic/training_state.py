@@ -32,7 +32,7 @@ from trainer.elastic.column_shards import (
     moments_of,
     stored_columns,
 )
-from trainer.parallel.dynamic_ids import reload, settle
+from trainer.parallel.dynamic_tables import reload, settle
 from trainer.parallel.two_d import TwoDParallel
 
 METERS = "meters"

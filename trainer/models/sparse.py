@@ -17,10 +17,13 @@ from torchrec import (
     KeyedTensor,
     PoolingType,
 )
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
 from torchrec.types import DataType
 
-from trainer.models.dynamic import dynamic_bags
+from trainer.models.dynamic import dynamic_bags, dynamic_lists
 from trainer.models.history import History
 from trainer.spec import EmbeddingTableSpec, FeatureSpec, JobSpec
 
@@ -78,7 +81,8 @@ class SparseArch(nn.Module):
     def __init__(self, spec: JobSpec, device: torch.device, encoded: str | None = None) -> None:
         super().__init__()
         self.embedding_bag_collection = _pooled_tables(spec)
-        self.dynamic_bags = _dynamic_tables(spec)
+        self.dynamic_bags = _dynamic_pooled_tables(spec)
+        self.dynamic_lists = _dynamic_sequence_tables(spec)
         self.embedding_collection = _sequence_tables(spec)
         self._pooled_names = [
             name
@@ -138,9 +142,12 @@ class SparseArch(nn.Module):
         pooled = [bags(sparse)] if bags is not None else []
         if self.dynamic_bags is not None:
             pooled.append(self.dynamic_bags(sparse)[0])
-        if lists is None or sequences is None:
+        if sequences is None:
             return pooled, None
-        return pooled, lists(unweighted(sequences))
+        unpooled = [lists(unweighted(sequences))] if lists is not None else []
+        if self.dynamic_lists is not None:
+            unpooled.append(self.dynamic_lists(unweighted(sequences))[0])
+        return pooled, {name: vectors for each in unpooled for name, vectors in each.items()}
 
     def _vectors(
         self,
@@ -205,12 +212,16 @@ def _pooled_tables(spec: JobSpec) -> EmbeddingBagCollection | None:
     return EmbeddingBagCollection(tables=configs, is_weighted=spec.is_weighted, device=meta)
 
 
-def _dynamic_tables(spec: JobSpec) -> ManagedCollisionEmbeddingBagCollection | None:
-    tables = [table for table in spec.embedding_tables if table.dynamic is not None]
-    if not tables:
-        return None
-    configs = [_bag_config(table, spec) for table in tables]
-    return dynamic_bags(configs, [table.dynamic for table in tables if table.dynamic is not None])
+def _dynamic_pooled_tables(spec: JobSpec) -> ManagedCollisionEmbeddingBagCollection | None:
+    tables = _tables_of(spec.embedding_tables, spec.pooled_features)
+    configs = [_bag_config(table, spec) for table in tables if table.dynamic is not None]
+    return dynamic_bags(configs, spec.dynamic_tables) if configs else None
+
+
+def _dynamic_sequence_tables(spec: JobSpec) -> ManagedCollisionEmbeddingCollection | None:
+    tables = _tables_of(spec.embedding_tables, spec.sequence_features)
+    configs = [_list_config(table, spec) for table in tables if table.dynamic is not None]
+    return dynamic_lists(configs, spec.dynamic_tables) if configs else None
 
 
 def _bag_config(table: EmbeddingTableSpec, spec: JobSpec) -> EmbeddingBagConfig:
@@ -226,17 +237,18 @@ def _bag_config(table: EmbeddingTableSpec, spec: JobSpec) -> EmbeddingBagConfig:
 
 def _sequence_tables(spec: JobSpec) -> EmbeddingCollection | None:
     tables = _tables_of(spec.embedding_tables, spec.sequence_features)
-    configs = [
-        EmbeddingConfig(
-            name=table.name,
-            embedding_dim=table.embedding_dim,
-            num_embeddings=_num_rows(table),
-            feature_names=_names(table, spec.sequence_features),
-            data_type=_DATA_TYPES[table.data_type],
-        )
-        for table in tables
-    ]
+    configs = [_list_config(table, spec) for table in tables if table.dynamic is None]
     return EmbeddingCollection(tables=configs, device=torch.device("meta")) if configs else None
+
+
+def _list_config(table: EmbeddingTableSpec, spec: JobSpec) -> EmbeddingConfig:
+    return EmbeddingConfig(
+        name=table.name,
+        embedding_dim=table.embedding_dim,
+        num_embeddings=_num_rows(table),
+        feature_names=_names(table, spec.sequence_features),
+        data_type=_DATA_TYPES[table.data_type],
+    )
 
 
 def _tables_of(

@@ -18,26 +18,15 @@ that was not.
 
 One copy of the tables only (M = 1): copies would give the same row to different ids. TorchRec's
 HashZch modules have a sync for that, but their kernel trains on CUDA alone ("Expected readonly to
-be true", fbgemm 1.8). Collectives: TorchRec's input and output distribution over the *sharding
-group*; `read_metrics` makes one all-reduce over all ranks.
+be true", fbgemm 1.8). `trainer.parallel.dynamic_tables` shards the tables. No collectives here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
-from torch import nn
 from torchrec import JaggedTensor
-from torchrec.distributed.mc_embeddingbag import (
-    ManagedCollisionEmbeddingBagCollectionSharder,
-    ShardedManagedCollisionEmbeddingBagCollection,
-)
-from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
-from torchrec.distributed.types import ParameterSharding, ShardingEnv
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -263,10 +252,15 @@ class BucketedIds(ManagedCollisionModule):
         """Buckets of the whole table."""
         return self._spec.num_buckets
 
+    @property
+    def num_own_rows(self) -> int:
+        """Rows that an id may have for itself: all but one of each bucket."""
+        return self.output_size() - (self._end - self._first)
+
     def open_slots(self) -> torch.Tensor:
         """Free rows, int64 [1]; the shared ones are none."""
-        num_shared = self._end - self._first
-        return (self.ids == NO_ID).sum().reshape(1) - num_shared
+        num_taken = (self.ids != NO_ID).sum().reshape(1)
+        return self.num_own_rows - num_taken
 
     def validate_state(self) -> None:
         """Take a loaded state for what it is."""
@@ -285,125 +279,3 @@ class BucketedIds(ManagedCollisionModule):
 
 def _with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
     return JaggedTensor(values=values, lengths=feature.lengths(), offsets=feature.offsets_or_none())
-
-
-class ShardedDynamicBags(ShardedManagedCollisionEmbeddingBagCollection):
-    """TorchRec's sharded collection, whose admitted rows start anew on any device.
-
-    TorchRec resets them by a CUDA kernel, and draws their weights from the generator of the
-    process, whose state no checkpoint has.
-    """
-
-    @torch.no_grad()
-    def _evict(self, evictions_per_table: dict[str, torch.Tensor | None]) -> None:
-        for table, rows in evictions_per_table.items():
-            if rows is not None:
-                self._start_anew(table, rows)
-
-    def _start_anew(self, table: str, rows: torch.Tensor) -> None:
-        kernel, index = self._table_to_tbe_and_index[table]
-        weight = kernel.split_embedding_weights()[int(index)]
-        ids = self.ids_of(table)
-        config = self._embedding_module._table_name_to_config[table]
-        first = self._managed_collision_collection._table_to_offset[table]
-        bound = config.num_embeddings**-0.5
-        shares = uniform(rows + first, weight.shape[1], int(ids._current_iter_tensor.item()))
-        weight[rows] = ((2 * shares - 1) * bound).to(weight.dtype)
-        states = kernel.get_optimizer_state()
-        for state in states[int(index)].values() if states else ():
-            state[rows] = 0
-
-    def ids_of(self, table: str) -> BucketedIds:
-        """The ids of this rank's shard of a table."""
-        found = self._managed_collision_collection._managed_collision_modules[table]
-        assert isinstance(found, BucketedIds)
-        return found
-
-    def settle(self) -> None:
-        """Admit what was seen since the last admission."""
-        modules = self._managed_collision_collection._managed_collision_modules
-        for module in modules.values():
-            assert isinstance(module, BucketedIds)
-            module.admit()
-        self._evict(self._managed_collision_collection.evict())
-
-
-def uniform(rows: torch.Tensor, dim: int, step: int) -> torch.Tensor:
-    """float32 [n, dim] in [0, 1), a function of (step, row, column) alone: int64 [n] rows."""
-    columns = torch.arange(dim, device=rows.device)
-    places = mix((rows[:, None] * dim + columns) ^ mix(torch.tensor(step, device=rows.device)))
-    return (places >> 38).float() / 2**24
-
-
-class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
-    """Sharder of dynamic tables, row-wise as TorchRec has it; for spec checks of what fits."""
-
-    def __init__(self, bags: object) -> None:
-        super().__init__(bags, ManagedCollisionCollectionSharder())  # type: ignore[arg-type]
-
-    def shard(
-        self,
-        module: ManagedCollisionEmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> ShardedDynamicBags:
-        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
-        return ShardedDynamicBags(
-            module, params, self._e_sharder, self._mc_sharder, env, device or torch.device("cuda")
-        )
-
-
-def sharded_tables(model: nn.Module) -> Iterator[ShardedDynamicBags]:
-    """Collections of dynamic tables in `model`."""
-    return (each for each in model.modules() if isinstance(each, ShardedDynamicBags))
-
-
-def settle(model: nn.Module) -> None:
-    """Let every dynamic table admit what it has seen: before its ids are saved."""
-    for each in sharded_tables(model):
-        each.settle()
-
-
-def reload(model: nn.Module) -> None:
-    """Take the ids of every dynamic table as they are: after they were loaded."""
-    for each in model.modules():
-        if isinstance(each, BucketedIds):
-            each.reload()
-
-
-def read_metrics(model: nn.Module, device: torch.device) -> dict[str, float]:
-    """How full each dynamic table is, and what happened since the last call, by metric name.
-
-    `fill` is the share of the rows that belong to an id, `shared` that of the lookups by ids
-    without a row; `admitted` and `evicted` count ids. All-reduces over all ranks; none without
-    dynamic tables.
-    """
-    found = [
-        (table, module)
-        for collection in sharded_tables(model)
-        for table, module in _ids_by_table(collection)
-    ]
-    if not found:
-        return {}
-    rows = [
-        [*astuple(ids.tally), ids.output_size() - (ids._end - ids._first), int(ids.open_slots())]
-        for _, ids in found
-    ]
-    totals = torch.tensor(rows, dtype=torch.int64, device=device)
-    dist.all_reduce(totals)
-    values = {}
-    for (table, ids), total in zip(found, totals.tolist(), strict=True):
-        num_lookups, num_shared, num_admitted, num_evicted, num_rows, num_free = total
-        values[f"dynamic/{table}/fill"] = 1 - num_free / num_rows
-        values[f"dynamic/{table}/shared"] = num_shared / max(1, num_lookups)
-        values[f"dynamic/{table}/admitted"] = float(num_admitted)
-        values[f"dynamic/{table}/evicted"] = float(num_evicted)
-        ids.tally = Tally()
-    return values
-
-
-def _ids_by_table(collection: ShardedDynamicBags) -> Iterator[tuple[str, BucketedIds]]:
-    modules = collection._managed_collision_collection._managed_collision_modules
-    return ((table, collection.ids_of(table)) for table in modules)

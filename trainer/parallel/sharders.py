@@ -37,7 +37,7 @@ from torchrec.distributed.types import (
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from trainer.parallel.dynamic_ids import DynamicBagSharder
+from trainer.parallel.dynamic_tables import DynamicBagSharder, DynamicListSharder
 from trainer.spec import AllToAllSpec, JobSpec
 
 POOLED_SHARDING_TYPES = (
@@ -111,7 +111,8 @@ def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[
     """
     codecs = _codecs(spec.parallelism.all_to_all)
     bags = BagSharder(fused_params, codecs)
-    return [bags, SequenceSharder(fused_params, codecs), DynamicBagSharder(bags)]
+    lists = SequenceSharder(fused_params, codecs)
+    return [bags, lists, DynamicBagSharder(bags), DynamicListSharder(lists)]
 
 
 def _codecs(precision: AllToAllSpec) -> dict[str, QuantizedCommCodecs] | None:

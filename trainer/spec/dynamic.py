@@ -90,14 +90,8 @@ def _check_lookups(spec: JobSpec, table: EmbeddingTableSpec) -> None:
     for index, feature in enumerate(spec.features):
         if feature.table != table.name:
             continue
-        if feature.is_sequence:
-            raise problem(
-                "dynamic_sequence",
-                f"table '{table.name}' is dynamic; that is supported for pooled features, not for "
-                f"the sequence '{feature.name}'",
-                f"features[{index}].table",
-            )
-        if feature.weights_column:
+        # The weights of a sequence never travel: they meet its vectors where the rows are.
+        if feature.weights_column and not feature.is_sequence:
             raise problem(
                 "dynamic_weights",
                 "TorchRec's managed collision drops the weights of ids on their way to the shards "

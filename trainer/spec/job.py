@@ -10,6 +10,7 @@ from trainer.spec import checks
 from trainer.spec.base import NAME_PATTERN, Label, SpecModel
 from trainer.spec.data import DataSpec, FeatureSpec
 from trainer.spec.export import ExportSpec
+from trainer.spec.dynamic import DynamicSpec
 from trainer.spec.model import ModelSpec
 from trainer.spec.optimizer import OptimizerSpec
 from trainer.spec.parallelism import ParallelismSpec
@@ -90,6 +91,11 @@ class JobSpec(SpecModel):
     def sequence_tables(self) -> frozenset[str]:
         """Names of the tables that sequences look up."""
         return frozenset(f.table for f in self.features if f.is_sequence and f.table)
+
+    @property
+    def dynamic_tables(self) -> dict[str, DynamicSpec]:
+        """How the tables with ids of their own give them rows, by table name."""
+        return {t.name: t.dynamic for t in self.embedding_tables if t.dynamic is not None}
 
     @property
     def moment_scale(self) -> float:

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from torchrec import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
 
 from trainer.models.dynamic import dynamic_bags
-from trainer.parallel.dynamic_ids import NO_ID, BucketedIds, mix, uniform
+from trainer.parallel.dynamic_ids import NO_ID, BucketedIds, mix
+from trainer.parallel.dynamic_tables import uniform
 from trainer.spec import DynamicSpec
 from trainer.spec.dynamic import MAX_INPUT_HASH_SIZE
 
@@ -158,7 +159,7 @@ def test_an_unsharded_collection_looks_up_the_rows_of_its_ids() -> None:
     config = EmbeddingBagConfig(
         name="users", embedding_dim=4, num_embeddings=64, feature_names=["user"]
     )
-    bags = dynamic_bags([config], [DynamicSpec(eviction_interval=1, num_buckets=4)], CPU)
+    bags = dynamic_bags([config], {"users": DynamicSpec(eviction_interval=1, num_buckets=4)}, CPU)
     weight = bags._embedding_module.embedding_bags["users"].weight
     raw = [5, 2**60, 7]
     keys = KeyedJaggedTensor(

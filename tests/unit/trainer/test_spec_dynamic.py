@@ -68,16 +68,9 @@ def test_a_shard_holds_whole_buckets() -> None:
     assert validate_spec(dynamic(fitting, parallelism=three)).parallelism.group_size == 3
 
 
-@pytest.mark.parametrize(
-    ("feature", "code"),
-    [
-        ({"type": "sequence"}, "dynamic_sequence"),
-        ({"type": "id_list", "weights_column": "w"}, "dynamic_weights"),
-    ],
-)
-def test_lookups_that_managed_collision_cannot_do_are_refused(
-    feature: dict[str, Any], code: str
-) -> None:
+def test_weights_of_pooled_ids_are_refused_as_they_would_be_dropped() -> None:
     document = dynamic()
-    document["features"][0] |= feature
-    assert fault_of(document)[0] == code
+    document["features"][0] |= {"type": "id_list", "weights_column": "w"}
+    assert fault_of(document)[0] == "dynamic_weights"
+    document["features"][0] |= {"type": "sequence"}
+    assert validate_spec(document).has_weighted_sequences

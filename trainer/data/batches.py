@@ -91,8 +91,31 @@ def make_batch(rows: Rows, spec: JobSpec, is_counted: FloatArray | None = None) 
 
     `is_counted` [n] is 0 for rows that only fill up the batch, 1 for others.
     """
-    pooled = [feature.name for feature in spec.pooled_features]
-    sequences = [feature.name for feature in spec.sequence_features]
+    return _wrap(rows, BatchKeys.of(spec), is_counted)
+
+
+@dataclass(frozen=True)
+class BatchKeys:
+    """Names of a spec's sparse features, looked up once and not for each batch."""
+
+    pooled: list[str]
+    sequences: list[str]
+    is_weighted: bool
+    has_weighted_sequences: bool
+
+    @classmethod
+    def of(cls, spec: JobSpec) -> BatchKeys:
+        """Those of `spec`."""
+        return cls(
+            pooled=[feature.name for feature in spec.pooled_features],
+            sequences=[feature.name for feature in spec.sequence_features],
+            is_weighted=spec.is_weighted,
+            has_weighted_sequences=spec.has_weighted_sequences,
+        )
+
+
+def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None) -> Batch:
+    pooled, sequences = keys.pooled, keys.sequences
     # Pooled features are packed before sequences.
     cut = int(rows.starts[len(pooled), 0]) if sequences else len(rows.ids)
     is_pooled, is_sequence = slice(None, cut), slice(cut, None)
@@ -102,7 +125,7 @@ def make_batch(rows: Rows, spec: JobSpec, is_counted: FloatArray | None = None) 
             pooled,
             rows.ids[is_pooled],
             rows.lengths[: len(pooled)],
-            rows.weights[is_pooled] if rows.weights is not None and spec.is_weighted else None,
+            rows.weights[is_pooled] if rows.weights is not None and keys.is_weighted else None,
         ),
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
@@ -115,7 +138,7 @@ def make_batch(rows: Rows, spec: JobSpec, is_counted: FloatArray | None = None) 
             rows.ids[is_sequence],
             rows.lengths[len(pooled) :],
             rows.weights[is_sequence]
-            if rows.weights is not None and spec.has_weighted_sequences
+            if rows.weights is not None and keys.has_weighted_sequences
             else None,
         )
         if sequences
@@ -143,7 +166,8 @@ class BatchMaker:
         """`pin` puts batches into page-locked memory."""
         self._pin = pin
         self._reader = reader
-        self._spec = spec
+        self._keys = BatchKeys.of(spec)
+        self._batch_size = spec.data.batch_size
         self._rank = rank
         self._num_ranks = num_ranks
 
@@ -161,12 +185,12 @@ class BatchMaker:
 
     def _fill(self, rows: Rows, num_counted: int) -> Batch:
         """A full batch, of which the first `num_counted` rows count."""
-        places = np.arange(self._spec.data.batch_size)
+        places = np.arange(self._batch_size)
         if num_counted == len(places):
-            batch = make_batch(rows, self._spec)
+            batch = _wrap(rows, self._keys, None)
         else:
             counted = (places < num_counted).astype(np.float32)
-            batch = make_batch(rows.take(np.minimum(places, len(rows) - 1)), self._spec, counted)
+            batch = _wrap(rows.take(np.minimum(places, len(rows) - 1)), self._keys, counted)
         if rows.faults is None or self._reader.fault_log is None:
             return batch
         return replace(batch, quarantined=self._reader.fault_log.count(rows.faults[:num_counted]))

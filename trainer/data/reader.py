@@ -93,7 +93,7 @@ class RowReader:
         self._epoch = -1
         self._order: EpochOrder
         self._window_number = -1
-        self._window: tuple[Rows, IntArray]
+        self._window: Rows
 
     def read(self, epoch: int, rows: range) -> Rows:
         """Decoded rows `rows` (a non-empty range) of the order of `epoch`; raises `DataError`."""
@@ -102,22 +102,21 @@ class RowReader:
             self._epoch, self._window_number = epoch, -1
         parts = []
         for number, piece in self._order.pieces(rows):
-            decoded, positions = self._open_window(number)
-            parts.append(decoded.take(positions[piece]))
+            parts.append(self._open_window(number).slice(piece.start, piece.stop))
         return concat_rows(parts)
 
     def read_spans(self, epoch: int, spans: Sequence[Span]) -> Rows:
         """As `read`, for several non-empty spans one after the other."""
         return concat_rows([self.read(epoch, range(*span)) for span in spans])
 
-    def _open_window(self, number: int) -> tuple[Rows, IntArray]:
-        """A window's decoded rows, and the positions in them of its rows in order."""
+    def _open_window(self, number: int) -> Rows:
+        """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
         if number != self._window_number:
             window = self._order.window(number)
             if self._keep_all:
-                self._window = self._all_rows(), self._rows_of(window)[window.row_order]
+                self._window = self._all_rows().take(self._rows_of(window)[window.row_order])
             else:
-                self._window = self._decode(window.row_groups), window.row_order
+                self._window = self._decode(window.row_groups).take(window.row_order)
             self._window_number = number
         return self._window
 

@@ -21,7 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.errors import CorruptFileError, ManifestError, SourceMissingError, StorageError
-from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest, sha256_of
+from trainer.data.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    VocabularyEntry,
+    parse_manifest,
+    sha256_of,
+)
 from trainer.data.storage import Location
 
 logger = logging.getLogger(__name__)
@@ -90,8 +97,10 @@ def look_up(location: Location) -> RemoteData:
 
 
 def _files_of(manifest: Manifest) -> tuple[RemoteFile, ...]:
-    rows = [entry for split in manifest.splits.values() for entry in split.files]
-    entries = [*rows, *manifest.vocabularies.values()]
+    entries: list[FileEntry | VocabularyEntry] = [
+        *(entry for split in manifest.splits.values() for entry in split.files),
+        *manifest.vocabularies.values(),
+    ]
     for entry in entries:
         if entry.path.startswith("/") or ".." in entry.path.split("/"):
             raise ManifestError(f"the manifest names {entry.path!r}, which is not below its folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -97,7 +96,7 @@ def prepare_criteo_command(
 
 
 def generate_criteo_command(
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
     rows: Annotated[int, typer.Option(min=10, help="Number of rows.")] = 100_000,
     format: Annotated[
         FormatChoice, typer.Option(help="A prepared folder, or raw files for `prepare criteo`.")
@@ -130,7 +129,7 @@ def generate_criteo_command(
     Console().print(_teacher_table(out, document))
 
 
-def _teacher_table(out: Path, document: dict[str, Any]) -> Table:
+def _teacher_table(out: str, document: dict[str, Any]) -> Table:
     table = Table(
         "part",
         *("rows", "click rate", "log loss", "NE", "AUC"),

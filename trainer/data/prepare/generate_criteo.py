@@ -8,7 +8,8 @@ very rows written: no model can be expected to do better. The teacher itself: `c
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,8 +19,10 @@ import pyarrow as pa
 import pyarrow.csv as pa_csv
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from rich.console import Console
+from rich.progress import Progress
 
-from trainer.data.errors import TooFewRowsError
+from trainer.data.errors import StorageError, TooFewRowsError
 from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
 from trainer.data.prepare.criteo_format import DENSE_NAMES, ID_NAMES, LABEL, MISSING
 from trainer.data.prepare.criteo_ids import hex_texts
@@ -27,6 +30,7 @@ from trainer.data.prepare.criteo_tables import COLUMN_TYPES, SCHEMA
 from trainer.data.prepare.criteo_teacher import ClickRows, Teacher, table_sizes
 from trainer.data.prepare.teacher_score import TeacherScore
 from trainer.data.prepare.writer import staged_folder
+from trainer.data.storage import Location
 
 TEACHER_NAME = "teacher.json"
 _BLOCK_ROWS = 65_536
@@ -60,20 +64,28 @@ class CriteoGeneratorOptions(BaseModel):
 
 
 def generate_criteo(
-    out: Path, options: CriteoGeneratorOptions, *, overwrite: bool = False
+    out: str | Path, options: CriteoGeneratorOptions, *, overwrite: bool = False
 ) -> dict[str, Any]:
-    """Write the folder `out`, all or nothing; gives what `teacher.json` holds.
+    """Write the local folder `out`, all or nothing; gives what `teacher.json` holds.
 
-    Raises `OutputExistsError`, or `TooFewRowsError` where some file would stay empty.
+    Shows progress on stderr where that is a terminal. Raises `OutputExistsError`, `StorageError`
+    for a remote `out`, or `TooFewRowsError` where some file would stay empty.
     """
     if options.num_rows < max(10, options.num_days):
         raise TooFewRowsError(
             f"{options.num_rows} rows are too few; generate at least 10 and a day"
         )
-    teacher = Teacher(table_sizes(options.max_ids), options.zipf_exponent, options.seed)
-    with staged_folder(out, overwrite=overwrite, proof=TEACHER_NAME) as folder:
+    target = Location.parse(out)
+    if not target.is_local:
+        raise StorageError(f"{target} is remote; generate into a local folder, then copy it there")
+    with (
+        staged_folder(target.local_path, overwrite=overwrite, proof=TEACHER_NAME) as folder,
+        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
+    ):
+        task = progress.add_task("generating", total=options.num_rows)
+        rows = _Rows(options, lambda num_rows: progress.advance(task, num_rows))
         write = _write_raw if options.format == "tsv" else _write_prepared
-        scores = write(folder, teacher, options)
+        scores = write(folder, rows, options)
         document = {
             "options": options.model_dump(),
             "parts": {name: score.as_dict() for name, score in scores.items()},
@@ -87,13 +99,24 @@ def _shares(num_rows: int, num_parts: int) -> list[int]:
     return [num_rows * part // num_parts for part in range(num_parts + 1)]
 
 
-def _draw(teacher: Teacher, seed: tuple[int, ...], num_rows: int) -> Iterator[ClickRows]:
-    for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
-        yield teacher.draw(min(_BLOCK_ROWS, num_rows - start), [*seed, block])
+class _Rows:
+    """Draws rows block by block; `on_rows` hears how many."""
+
+    def __init__(self, options: CriteoGeneratorOptions, on_rows: Callable[[int], None]) -> None:
+        sizes = table_sizes(options.max_ids)
+        self._teacher = Teacher(sizes, options.zipf_exponent, options.seed)
+        self._on_rows = on_rows
+
+    def draw(self, seed: tuple[int, ...], num_rows: int) -> Iterator[ClickRows]:
+        """`num_rows` rows, always the same ones for the same `seed`."""
+        for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
+            size = min(_BLOCK_ROWS, num_rows - start)
+            yield self._teacher.draw(size, [*seed, block])
+            self._on_rows(size)
 
 
 def _write_raw(
-    folder: Path, teacher: Teacher, options: CriteoGeneratorOptions
+    folder: Path, source: _Rows, options: CriteoGeneratorOptions
 ) -> dict[str, TeacherScore]:
     """Raw files; scores of all rows, of the last tenth and, where there are several, each file."""
     last_tenth = options.num_rows - int(options.num_rows * _VALIDATION_FRACTION)
@@ -104,7 +127,7 @@ def _write_raw(
         own = scores.setdefault(name, TeacherScore()) if options.num_days > 1 else TeacherScore()
         with _RawFile(folder / (f"{name}.gz" if options.gzip else name)) as file:
             row = start
-            for block, rows in enumerate(_draw(teacher, (options.seed, 2, day), end - start)):
+            for block, rows in enumerate(source.draw((options.seed, 2, day), end - start)):
                 held_out = rows.slice(max(0, last_tenth - row), len(rows))
                 for score, part in ((own, rows), (scores["all"], rows)):
                     _add(score, part)
@@ -162,13 +185,13 @@ def raw_ids(ids: np.ndarray, column: int) -> np.ndarray:
 
 
 def _write_prepared(
-    folder: Path, teacher: Teacher, options: CriteoGeneratorOptions
+    folder: Path, source: _Rows, options: CriteoGeneratorOptions
 ) -> dict[str, TeacherScore]:
     num_validation = int(options.num_rows * _VALIDATION_FRACTION)
     sizes = {"train": options.num_rows - num_validation, "validation": num_validation}
     scores = {name: TeacherScore() for name in sizes}
     splits = {
-        name: _write_split(folder / name, teacher, options, num_rows, scores[name])
+        name: _write_split(folder / name, source, options, num_rows, scores[name])
         for name, num_rows in sizes.items()
     }
     teaching = {
@@ -191,7 +214,7 @@ def _write_prepared(
 
 def _write_split(
     folder: Path,
-    teacher: Teacher,
+    source: _Rows,
     options: CriteoGeneratorOptions,
     num_rows: int,
     score: TeacherScore,
@@ -204,7 +227,7 @@ def _write_split(
         path = folder / f"part-{part:05d}.parquet"
         seed = (options.seed, 4 if folder.name == "train" else 5, part)
         with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
-            for rows in _draw(teacher, seed, end - start):
+            for rows in source.draw(seed, end - start):
                 _add(score, rows)
                 writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
         files.append(describe_file(path, folder.parent))

@@ -35,6 +35,33 @@ def test_generate_prepare_and_inspect_work_in_a_row(tmp_path):
     assert "OK: " in inspected.stdout
 
 
+def test_clicks_are_generated_prepared_and_inspected_in_a_row(tmp_path):
+    generated = invoke(
+        *("generate", "criteo", tmp_path / "raw", "--rows", 2000, "--format", "tsv"),
+        *("--days", 2, "--max-ids", 40, "--gzip"),
+    )
+    assert generated.exit_code == 0
+    assert "what the teacher itself scores" in generated.stdout
+    prepared = invoke(
+        *("prepare", "criteo", tmp_path / "raw" / "day_0.gz", tmp_path / "raw" / "day_1.gz"),
+        *(tmp_path / "out", "--split", "last_file", "--min-count", 2, "--num-partitions", 3),
+    )
+    assert prepared.exit_code == 0
+    assert "26 vocabularies" in prepared.stdout and "stars" not in prepared.stdout
+    manifest = load_manifest(tmp_path / "out")
+    assert manifest.splits["validation"].num_rows == 1000
+    assert (manifest.options["min_count"], manifest.options["num_partitions"]) == (2, 3)
+    assert "OK: 28 files" in invoke("inspect", tmp_path / "out").stdout
+
+
+def test_bad_clicks_exit_with_2_and_say_where(tmp_path):
+    (tmp_path / "day_0").write_text("1,2,3\n" * 20)
+    failed = invoke("prepare", "criteo", tmp_path / "day_0", tmp_path / "out")
+    assert failed.exit_code == 2
+    assert f"{tmp_path / 'day_0'}, line 1: 1 tab-separated columns, not 40" in failed.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_inspect_names_a_damaged_file_unless_told_not_to_verify(prepared, tmp_path):
     folder = shutil.copytree(prepared, tmp_path / "copy")
     part = folder / "train" / "part-00001.parquet"

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainer.data.prepare.generate_criteo as generator
-from trainer.data.errors import OutputExistsError, TooFewRowsError
+from trainer.data.errors import OutputExistsError, StorageError, TooFewRowsError
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.data.prepare.criteo import CriteoOptions, prepare_criteo
 from trainer.data.prepare.criteo_format import MISSING, parse_lines
@@ -143,3 +143,5 @@ def test_an_output_that_is_taken_and_too_few_rows_are_refused(tmp_path):
         generated(tmp_path / "out", format="tsv")
     with pytest.raises(TooFewRowsError, match="20 rows are too few"):
         generated(tmp_path / "few", num_rows=20, num_days=30)
+    with pytest.raises(StorageError, match="s3://bucket/out is remote"):
+        generate_criteo("s3://bucket/out", CriteoGeneratorOptions(**SMALL))

@@ -4,7 +4,7 @@ python -m tests.benchmarks.quality_search peer|ours --log FILE [--trials N] [--s
 
 Both sides get the same number of trials, each drawn from the side's own space with a fixed seed,
 and then the best few again with two more seeds; the best mean over three seeds wins. Every trial
-is a line of the log. The test part is not read.
+is a line of the log, and a search goes on where its log ends. The test part is not read.
 
 The factorisation may stop after any epoch (its rates do not know the end); our learning rates
 decay to the last epoch, so the number of epochs is among what is drawn.
@@ -40,22 +40,22 @@ Settings = dict[str, Any]
 Curve = list[float]
 
 PEER_SPACE: Space = {
-    "num_factors": (8, 16, 32, 64, 128),
-    "lr": (0.01, 0.02, 0.03, 0.04, 0.06),
-    "lr_decay": (1.0, 0.97, 0.93, 0.88, 0.8),
-    "factor_l2": (0.02, 0.035, 0.05, 0.07, 0.1),
-    "bias_l2": (0.001, 0.005, 0.02, 0.05, 0.1),
-    "init_std": (0.001, 0.01, 0.03, 0.06),
-    "batch_size": (32, 64, 128),
+    "num_factors": (128, 256, 512),
+    "lr": (0.02, 0.04, 0.06, 0.09),
+    "lr_decay": (0.93, 0.88, 0.8, 0.7),
+    "factor_l2": (0.01, 0.02, 0.035, 0.05),
+    "bias_l2": (0.0003, 0.001, 0.005),
+    "init_std": (0.01, 0.03, 0.05),
+    "batch_size": (64, 128, 256),
+    "num_epochs": (25,),
 }
 OUR_SPACE: Space = {
-    "training.epochs": (2, 3, 4, 5, 6),
-    "data.label.scale_column": (None, "user_scale"),
-    "optimizer.schedule.decay": ("linear", "constant"),
-    "optimizer.sparse.lr": (0.01, 0.02, 0.03, 0.05, 0.1),
-    "optimizer.sparse.weight_decay": (0.0, 0.1, 0.2, 0.35, 0.5, 1.0),
-    "optimizer.dense.lr": (0.0005, 0.001, 0.002, 0.004),
-    "optimizer.dense.weight_decay": (0.0, 0.0001, 0.001, 0.003),
+    "training.epochs": (3, 4),
+    "model.transformer.dropout": (0.1, 0.2, 0.3),
+    "optimizer.sparse.lr": (0.03, 0.05, 0.08),
+    "optimizer.sparse.weight_decay": (0.2, 0.35, 0.5),
+    "optimizer.dense.lr": (0.001, 0.002),
+    "optimizer.dense.weight_decay": (0.0001, 0.001),
 }
 
 
@@ -99,10 +99,13 @@ SIDES = {
 
 
 class Search:
-    """Trials of one side, written down as they come."""
+    """Trials of one side, written down as they come; what the log has already is not repeated."""
 
     def __init__(self, side: Side, fold: Fold, log_path: Path) -> None:
         self._side, self._fold, self._log_path = side, fold, log_path
+        lines = log_path.read_text().splitlines() if log_path.exists() else []
+        known = [json.loads(line) for line in lines]
+        self._curves: dict[str, Curve] = {_key(t["settings"], t["seed"]): t["curve"] for t in known}
 
     def run(self, num_trials: int) -> tuple[Settings, float, int]:
         """(settings, mean RMSE over seeds, epochs) of the best among the best of one seed."""
@@ -113,12 +116,18 @@ class Search:
         return min(results, key=lambda result: result[1])
 
     def trial(self, settings: Settings, seed: int) -> Curve:
-        """Measure one and log it."""
-        curve = self._side.measure(self._fold, settings, seed)
+        """Held-out RMSE by epoch, measured and logged where the log does not have it."""
+        key = _key(settings, seed)
+        if key not in self._curves:
+            self._curves[key] = self._measure(settings, seed)
+        return self._curves[key]
+
+    def _measure(self, settings: Settings, seed: int) -> Curve:
+        curve = [round(each, 5) for each in self._side.measure(self._fold, settings, seed)]
         rmse, epochs = self._side.best(curve)
-        line = {"side": self._side.name, "seed": seed, "validation_rmse": round(rmse, 5)}
+        line = {"side": self._side.name, "seed": seed, "validation_rmse": rmse, "epochs": epochs}
         with self._log_path.open("a") as file:
-            file.write(json.dumps(line | {"epochs": epochs, "settings": settings}) + "\n")
+            file.write(json.dumps(line | {"settings": settings, "curve": curve}) + "\n")
         log(f"{rmse:.5f} after {epochs} of {len(curve)} epochs, seed {seed}: {settings}")
         return curve
 
@@ -130,13 +139,17 @@ class Search:
         return rmse, epochs
 
 
+def _key(settings: Settings, seed: int) -> str:
+    return json.dumps([settings, seed], sort_keys=True)
+
+
 def main(arguments: list[str]) -> int:
     """Returns the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("side", choices=SIDES)
-    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="appended to")
+    parser.add_argument("--log", type=Path, required=True, metavar="FILE", help="continued")
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--source", type=Path, default=SOURCE, metavar="DIR")
     options = parser.parse_args(arguments)

@@ -7,10 +7,10 @@ from pathlib import Path
 from tests.benchmarks.quality_peers import BiasSettings, FactorSettings
 from trainer.data.prepare.movielens import MovieLensOptions
 
-SPEC = Path(__file__).parents[2] / "deploy" / "examples" / "movielens.yaml"
+SPEC = Path(__file__).parents[2] / "deploy" / "examples" / "movielens-transformer.yaml"
 DATA = MovieLensOptions()
 # What the example does on four ranks of 128 rows, one rank does on 512.
-OURS = ("data.batch_size=512",)
+OURS = ("data.batch_size=512", "data.label.scale_column=null")
 
 BIAS = BiasSettings(user_prior=5, movie_prior=3)
 FACTORS = FactorSettings()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import polars as pl
@@ -28,7 +30,7 @@ from tests.benchmarks.quality_peers import (
     factor_rmse_by_epoch,
     mean_rmse,
 )
-from tests.benchmarks.quality_search import SIDES, draw
+from tests.benchmarks.quality_search import SIDES, Search, Side, draw
 from tests.benchmarks.report import BenchmarkError, is_met
 from trainer.data.prepare.generate import generate_movielens
 from trainer.data.prepare.movielens import MovieLensOptions
@@ -161,3 +163,22 @@ def test_without_the_data_it_says_what_is_missing(tmp_path, capsys):
         read_ratings(tmp_path)
     assert main(["--source", str(tmp_path)]) == 1
     assert "ml-latest-small" in capsys.readouterr().err
+
+
+def test_a_search_goes_on_where_its_log_ends(tmp_path):
+    asked: list[int] = []
+
+    def measure(fold: Fold, settings: dict[str, Any], seed: int) -> list[float]:
+        asked.append(seed)
+        return [0.9, 0.8 + settings["lr"] + 0.01 * seed]
+
+    side = Side("peer", {"lr": (0.01, 0.02, 0.03)}, measure, stops_anywhere=False)
+    log_path = tmp_path / "log.jsonl"
+    chosen = Search(side, made_up_fold(), log_path).run(num_trials=4)
+    trials = [json.loads(line) for line in log_path.read_text().splitlines()]
+    assert chosen[0]["lr"] == min(trial["settings"]["lr"] for trial in trials)
+    assert chosen[1:] == (pytest.approx(0.81 + chosen[0]["lr"]), 2)
+    assert set(asked) == {0, 1, 2}
+    asked.clear()
+    assert Search(side, made_up_fold(), log_path).run(num_trials=4) == chosen
+    assert asked == []

@@ -24,14 +24,19 @@ class ManifestModel(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class FileEntry(ManifestModel):
-    """One Parquet file; `path` is relative to the prepared folder."""
+class StoredFile(ManifestModel):
+    """A file of the prepared folder; `path` is relative to it."""
 
     path: str
-    num_rows: int
-    num_row_groups: int
     size_bytes: int
     sha256: str
+
+
+class FileEntry(StoredFile):
+    """One Parquet file of a split."""
+
+    num_rows: int
+    num_row_groups: int
 
 
 class SplitEntry(ManifestModel):
@@ -41,13 +46,10 @@ class SplitEntry(ManifestModel):
     files: tuple[FileEntry, ...]
 
 
-class VocabularyEntry(ManifestModel):
-    """A vocabulary file; `path` is relative to the prepared folder, `num_values` without id 0."""
+class VocabularyEntry(StoredFile):
+    """A vocabulary file; `num_values` does not count the unknown id 0."""
 
-    path: str
     num_values: int
-    size_bytes: int
-    sha256: str
 
 
 class Manifest(ManifestModel):
@@ -127,7 +129,7 @@ def verify_checksums(folder: Path, manifest: Manifest) -> int:
 
     Raises `CorruptFileError` naming the first file with other contents.
     """
-    entries: list[FileEntry | VocabularyEntry] = [
+    entries: list[StoredFile] = [
         *(entry for split in manifest.splits.values() for entry in split.files),
         *manifest.vocabularies.values(),
     ]

@@ -31,9 +31,11 @@ class Catalogue:
 
 
 def describe_movies(
-    movies: pl.DataFrame, tags: pl.DataFrame, every_id: pl.Series, max_tokens_per_movie: int
+    movies: pl.DataFrame, tag_words: pl.DataFrame, every_id: pl.Series, max_tokens_per_movie: int
 ) -> pl.DataFrame:
     """One row per movie of `every_id` (distinct, ascending), in that order.
+
+    `tag_words` are those of `count_tag_words`.
 
     Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the
     title, then those of its tags, most used first.
@@ -53,7 +55,7 @@ def describe_movies(
         )
     )
     return (
-        described.join(_tag_words(tags), on="movieId", how="left", maintain_order="left")
+        described.join(_most_used_first(tag_words), on="movieId", how="left", maintain_order="left")
         .with_columns(
             pl.concat_list(pl.col("title_words", "tag_words").fill_null([]))
             .list.unique(maintain_order=True)
@@ -68,17 +70,23 @@ def _words(column: pl.Expr) -> pl.Expr:
     return column.str.to_lowercase().str.extract_all(_WORD)
 
 
-def _tag_words(tags: pl.DataFrame) -> pl.DataFrame:
+def count_tag_words(tags: pl.DataFrame) -> pl.DataFrame:
+    """Number of tags of each movie that hold each word: `movieId`, `word`, `len`."""
+    words = tags.select("movieId", _words(pl.col("tag")).alias("word"))
+    return words.explode("word").drop_nulls().group_by("movieId", "word").len()
+
+
+def add_tag_words(one: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """The counts of two sets of tags together."""
+    return pl.concat([one, other]).group_by("movieId", "word").agg(pl.col("len").sum())
+
+
+def _most_used_first(tag_words: pl.DataFrame) -> pl.DataFrame:
     """Words of each movie's tags, those of most tags first: `movieId`, `tag_words`."""
-    words = tags.select("movieId", _words(pl.col("tag")).alias("tag_words"))
     return (
-        words.explode("tag_words")
-        .drop_nulls()
-        .group_by("movieId", "tag_words")
-        .len()
-        .sort(["movieId", "len", "tag_words"], descending=[False, True, False])
+        tag_words.sort(["movieId", "len", "word"], descending=[False, True, False])
         .group_by("movieId", maintain_order=True)
-        .agg("tag_words")
+        .agg(pl.col("word").alias("tag_words"))
     )
 
 

@@ -28,10 +28,10 @@ from trainer.data.prepare.csv_blocks import BlockReader
 from trainer.data.prepare.journal import Facts, Part
 from trainer.data.prepare.movie_past import MovieExchange, cut_movies
 from trainer.data.prepare.movielens_source import (
+    TagWords,
     name_duplicate,
     read_movies,
-    read_tags,
-    training_tags,
+    read_tag_words,
 )
 from trainer.data.prepare.partitions import Partition, cut_partitions, write_partition
 from trainer.data.prepare.progress import Progress, shown_progress
@@ -149,13 +149,14 @@ class _Preparation:
         movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
         units = self._sort(reader, blocks, movie_ids)
         census = self._take_census(units, len(blocks.users), len(movie_ids))
-        tags = training_tags(
-            read_tags(self._source / "tags.csv", self._options.delimiter),
+        tags = read_tag_words(
+            self._source / "tags.csv",
+            self._options.delimiter,
             blocks.users,
             census.begins,
             self._options.split,
         )
-        self._counts["training_tags"] = len(tags)
+        self._counts["training_tags"] = tags.num_tags
         vocabularies, fitted = self._fit(blocks, movies, movie_ids, tags, units, census)
         rows = self._look_back(fitted)
         return self._write(vocabularies, census, rows)
@@ -214,13 +215,13 @@ class _Preparation:
         blocks: Blocks,
         movies: pl.DataFrame,
         movie_ids: IntArray,
-        tags: pl.DataFrame,
+        tags: TagWords,
         units: Units,
         census: Census,
     ) -> tuple[dict[str, Vocabulary], Fitted]:
         options = self._options
         every_id = pl.Series("movieId", movie_ids)
-        described = describe_movies(movies, tags, every_id, options.max_tokens_per_movie)
+        described = describe_movies(movies, tags.counts, every_id, options.max_tokens_per_movie)
         is_known = census.training_rows_of_movie > 0
         seen = described.filter(pl.Series(is_known))
         genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())

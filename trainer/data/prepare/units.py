@@ -60,7 +60,8 @@ class Blocks:
 
 def read_blocks(reader: BlockReader, staging: Staging, advance: Advance) -> Blocks:
     """Put all rows aside, block by block; `advance` is told the bytes that were read."""
-    paths, start, line = [], reader.first, 2
+    paths: list[Path] = []
+    start, line = reader.first, 2
     while start < reader.size_bytes:
 
         def make(path: Path, start: int = start, line: int = line) -> Facts:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.prepare.catalogue import describe_movies, encode_catalogue
+from trainer.data.prepare.catalogue import count_tag_words, describe_movies, encode_catalogue
 from trainer.data.prepare.past import (
     MoviePast,
     Ratings,
@@ -123,7 +123,8 @@ def build(ratings: Ratings) -> pl.DataFrame:
         {"movieId": every_movie, "title": ["A Night (1999)"] * len(every_movie), "genres": "Drama"}
     )
     tags = pl.DataFrame(schema={"movieId": pl.Int64, "tag": pl.String})
-    described = describe_movies(movies, tags, every_movie, max_tokens_per_movie=4)
+    words = count_tag_words(tags)
+    described = describe_movies(movies, words, every_movie, max_tokens_per_movie=4)
     training = ~ratings.is_validation
     users = fit_vocabulary("user_id", pl.Series(ratings.user[training]))
     rated = fit_vocabulary("movie_id", pl.Series(ratings.movie[training]))

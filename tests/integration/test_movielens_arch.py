@@ -1,0 +1,148 @@
+"""Arch `movielens` in whole sessions on gloo ranks: 2D equals 1D, resume, early stopping."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPO
+from tests.integration.elastic_house import ElasticHouse
+from tests.integration.gloo import run_ranks
+from tests.integration.session_cases import assemble, next_run
+from tests.integration.test_sequences_and_weights import train_session
+from trainer.data.manifest import load_manifest
+from trainer.data.resolve import resolve_tables
+from trainer.elastic.checkpoint import list_committed
+from trainer.ray_worker import WorkerConfig
+from trainer.run_dir import RunDir
+from trainer.spec import apply_overrides, parse_document, validate_spec
+
+EXAMPLE = REPO / "deploy" / "examples" / "movielens-transformer.yaml"
+PLAIN_SGD = (
+    "data.batch_size=16",
+    "model.transformer.dropout=0",
+    "optimizer={sparse: {name: sgd, lr: 0.05}, dense: {name: sgd, lr: 0.05}}",
+    "parallelism.sync.every_steps=1",
+    "training.report_every_steps=4",
+    "checkpoint.every_steps=4",
+)
+
+
+def example_config(data: Path, run_dir: Path, *overrides: str) -> WorkerConfig:
+    """The example on small data, with histories of five movies."""
+    document = apply_overrides(parse_document(EXAMPLE.read_text()), [f"data.path={data}"])
+    document["training"].pop("early_stopping", None)
+    (history,) = (f for f in document["features"] if f["type"] == "sequence")
+    history["max_length"] = 5
+    spec = validate_spec(apply_overrides(document, overrides))
+    return WorkerConfig(resolve_tables(spec, load_manifest(data)), run_dir, "job-test-a0", 0)
+
+
+@pytest.fixture(scope="module")
+def halfway(small_movielens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run directory whose newest checkpoint is after 4 steps of 2 x 2."""
+    run_dir = tmp_path_factory.mktemp("halfway")
+    config = example_config(small_movielens, run_dir, *PLAIN_SGD, "training.max_steps=4")
+    run_ranks(train_session, 4, config)
+    return run_dir
+
+
+def go_on(halfway: Path, data: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+    """What four ranks hold after four more steps."""
+    shutil.copytree(halfway, run_dir)
+    wanted = (*PLAIN_SGD, "training.max_steps=8", *overrides)
+    ranks = run_ranks(train_session, 4, next_run(example_config(data, run_dir, *wanted)))
+    assert {rank["resumed_step"] for rank in ranks} == {4}
+    assert {rank["state"].step for rank in ranks} == {8}
+    return ranks
+
+
+def assert_alike(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """All tables and the dense part agree to rounding."""
+    tables, expected = assemble(found), assemble(wanted)
+    assert set(tables) == set(expected)
+    for name, table in tables.items():
+        torch.testing.assert_close(table, expected[name], atol=2e-6, rtol=0, msg=name)
+    for name, value in found[0]["dense"].items():
+        torch.testing.assert_close(value, wanted[0]["dense"][name], atol=2e-6, rtol=0, msg=name)
+
+
+def test_2d_equals_1d_and_a_resumed_run_the_one_without_a_break(
+    small_movielens: Path, halfway: Path, tmp_path: Path
+) -> None:
+    in_2d = go_on(halfway, small_movielens, tmp_path / "2d")
+    moved = set.union(*(rank["moved"] for rank in in_2d))
+    tables = {name.split(".")[0] for name in assemble(in_2d)}
+    assert moved == tables >= {"users", "movies"}, "every table learns"
+    dense = in_2d[0]["dense"]
+    assert any("history_encoder.encoder" in name for name in dense)
+    in_1d = go_on(halfway, small_movielens, tmp_path / "1d", "parallelism.shard_group_size=4")
+    assert_alike(in_1d, in_2d)
+    whole = example_config(small_movielens, tmp_path / "whole", *PLAIN_SGD, "training.max_steps=8")
+    assert_alike(run_ranks(train_session, 4, whole), in_2d)
+    assert in_2d[0]["metrics"]["validation/auc"] == in_2d[3]["metrics"]["validation/auc"]
+
+
+TWO_COPIES = ("parallelism.workers=2", "parallelism.shard_group_size=1")
+STANDING_STILL = (
+    "training.epochs=50",
+    "training.max_steps=null",
+    "training.accumulate_steps=2",
+    "training.clip_norm=0.5",
+    "training.report_every_steps=8",
+    "training.validate_every_steps=8",
+    "training.early_stopping={patience: 2, min_delta: 9}",
+    "checkpoint.every_steps=1000",
+    "checkpoint.keep_best=false",
+)
+
+
+def test_a_run_whose_validation_stands_still_ends_and_stays_ended(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = example_config(small_movielens, tmp_path, *TWO_COPIES, *STANDING_STILL)
+    ranks = run_ranks(train_session, 2, config)
+    assert {rank["state"].step for rank in ranks} == {24}, "the first sets the mark, two follow"
+    assert ranks[0]["metrics"]["train/loss"] > 0
+    (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
+    assert saved.commit.step == 24
+    again = run_ranks(train_session, 2, next_run(config))
+    assert {(rank["resumed_step"], rank["state"].step) for rank in again} == {(24, 24)}
+    patient = ("training.early_stopping={patience: 3, min_delta: 9}",)
+    more = example_config(small_movielens, tmp_path, *TWO_COPIES, *STANDING_STILL, *patient)
+    longer = run_ranks(train_session, 2, replace(more, run_index=2))
+    assert {rank["state"].step for rank in longer} == {32}, "the count came with the checkpoint"
+
+
+def test_independent_groups_accumulate_and_end_early_together(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = example_config(
+        small_movielens,
+        tmp_path / "run",
+        "data.batch_size=16",
+        *TWO_COPIES,
+        "parallelism.placement=inter_host",
+        "recovery.heartbeat_timeout_s=4",
+        "recovery.exchange_timeout_s=4",
+        *STANDING_STILL,
+    )
+    with ElasticHouse(config, tmp_path / "house", 2) as house:
+        house.wait_to_end()
+        committed = house.of("committed")
+    last = max(committed, key=lambda record: record["commit"])
+    assert last["plateau"]["num_validations"] == 2
+    assert last["metrics"]["validation/rmse"] > 0
+    by_commit: dict[int, set[str]] = {}
+    for record in committed:
+        if record["standing"] == "current":
+            by_commit.setdefault(record["commit"], set()).add(record["hash"])
+    assert all(len(hashes) == 1 for hashes in by_commit.values()), "copies are equal"
+    newest = list_committed(RunDir(tmp_path / "run").checkpoints_dir)[-1]
+    assert newest.commit.plateau is not None
+    assert newest.commit.plateau.num_validations == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -69,7 +70,7 @@ def _inspect(sources: list[str]) -> list[DataReport]:
         reports = []
         for data in find_data(sources):
             task = progress.add_task(escape(f"reading {data.title}"), total=None)
-            reports.append(inspect_data(data, lambda rows, task=task: progress.advance(task, rows)))
+            reports.append(inspect_data(data, partial(progress.advance, task)))
     return reports
 
 

@@ -18,7 +18,7 @@ MAX_VALUES = 400_000
 TOP_FRACTION = 0.01
 _FEWEST_FOR_ZIPF = 10
 _MAX_ZIPF_RANK = 1000
-_COUNTS = {"value": pl.UInt64, "count": pl.Int64}
+_COUNTS = pl.Schema({"value": pl.UInt64, "count": pl.Int64})
 
 
 @dataclass(frozen=True)

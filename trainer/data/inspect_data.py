@@ -41,7 +41,7 @@ class DataReport:
         }
 
 
-def inspect_data(data: DataSet, on_rows: Callable[[int], None] = lambda _: None) -> DataReport:
+def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: None) -> DataReport:
     """Read a data set once; `on_rows` hears of every part's rows. Raises a `DataError`."""
     texts = ID_NAMES if data.text and data.text.is_criteo else ()
     sketches = {name: ColumnSketch(name, is_text=name in texts) for name in data.columns}
@@ -59,8 +59,9 @@ def inspect_data(data: DataSet, on_rows: Callable[[int], None] = lambda _: None)
 
 def verify_folder(folder: Location, manifest: Manifest) -> int:
     """As `manifest.verify_checksums`, for a folder anywhere."""
-    entries = [entry for split in manifest.splits.values() for entry in split.files]
-    wanted = {entry.path: entry.sha256 for entry in [*entries, *manifest.vocabularies.values()]}
+    files = (entry for split in manifest.splits.values() for entry in split.files)
+    wanted = {entry.path: entry.sha256 for entry in files}
+    wanted |= {entry.path: entry.sha256 for entry in manifest.vocabularies.values()}
     for path, sha256 in wanted.items():
         file = folder / path
         if (found := _sha256(file)) != sha256:

@@ -15,8 +15,10 @@ reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
-from trainer.data.errors import TooFewRowsError
+from trainer.data.errors import CorruptFileError, TooFewRowsError
 from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry
 from trainer.data.prepare.criteo_format import ID_NAMES, parse_lines
 from trainer.data.prepare.criteo_ids import (
@@ -160,24 +162,32 @@ class _Preparation:
         task = self.progress.add_task("reading", total=num_lines)
         paths: list[Path] = []
         offsets: list[list[int]] = []
+        row = 0
         for file in self.files:
             blocks = read_blocks(file, self.options.block_bytes)
             while first := next(blocks, None):
                 taken = chain([first], islice(blocks, self.options.run_blocks - 1))
-                run = _Run(len(paths), sum(end[-1] for end in offsets), str(file))
+                run = _Run(len(paths), row, str(file))
                 path, facts = self.staging.scratch(
-                    f"runs/{run.number:06d}.npy",
-                    lambda path, run=run, taken=taken: self._write_run(path, run, taken, buckets),
+                    f"runs/{run.number:06d}.npy", partial(self._write_run, run, taken, buckets)
                 )
-                for _ in taken:
-                    """Those of a run that is already there."""
+                # Blocks of a run that is already there are still to be passed over.
+                deque(taken, maxlen=0)
+                row += facts["rows"]
                 paths.append(path)
                 offsets.append(facts["offsets"])
-                self.progress.advance(task, offsets[-1][-1])
+                self.progress.advance(task, facts["rows"])
+            if row > num_lines:
+                break
+        if row != num_lines:
+            raise CorruptFileError(
+                f"{file} changed while it was read: {row} lines so far, {num_lines} were counted "
+                "in all files; wait until it is written, then prepare again"
+            )
         return Runs(paths, np.array(offsets, dtype=np.int64))
 
     def _write_run(
-        self, path: Path, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets
+        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path
     ) -> Facts:
         keep_sign = self.options.negatives == "keep_sign"
         parts = []
@@ -186,7 +196,8 @@ class _Preparation:
             parts.append(pack(clicks, transform_counts(clicks.counts, keep_sign=keep_sign)))
         cells = np.concatenate(parts, axis=1)
         bucket = buckets.place(run.number, run.first_row, cells.shape[1])
-        return {"offsets": write_run(path, cells, bucket, buckets.total)}
+        offsets = write_run(path, cells, bucket, buckets.total)
+        return {"rows": cells.shape[1], "offsets": offsets}
 
     def _encoders(self, runs: Runs, buckets: Buckets) -> Iterator[IdEncoder]:
         options = self.options
@@ -226,7 +237,7 @@ class _Preparation:
         return [
             self.staging.result(
                 f"{split}/part-{number:05d}.parquet",
-                lambda path, start=start: writer.write(path, range(start, min(start + each, end))),
+                partial(writer.write, range(start, min(start + each, end))),
             )
             for number, start in enumerate(self._tracked(starts, f"writing {split}"))
         ]

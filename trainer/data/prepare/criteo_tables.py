@@ -46,7 +46,7 @@ class PartitionWriter:
     encoders: Sequence[IdEncoder]
     row_group_rows: int
 
-    def write(self, path: Path, buckets: Sequence[int]) -> Facts:
+    def write(self, buckets: Sequence[int], path: Path) -> Facts:
         """Write all rows of `buckets`; gives numbers of `rows`, `row_groups`, `clicks`, `unknown`.
 
         Memory is that of one bucket twice.

@@ -308,6 +308,14 @@ def test_a_truncated_gz_file_is_refused(days, tmp_path):
         prepared(tmp_path / "day_0.gz", tmp_path / "out")
 
 
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_that_changes_while_it_is_read_is_refused(days, tmp_path, monkeypatch, change):
+    real = criteo.count_lines
+    monkeypatch.setattr(criteo, "count_lines", lambda *args: real(*args) + change)
+    with pytest.raises(CorruptFileError, match=r"day_\d changed while it was read"):
+        prepared(days, tmp_path / "out")
+
+
 def test_a_missing_file_an_empty_folder_and_too_few_rows_are_refused(tmp_path):
     with pytest.raises(SourceMissingError, match="absent is missing"):
         prepared(tmp_path / "absent", tmp_path / "out")

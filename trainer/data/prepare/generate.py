@@ -18,7 +18,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.prepare import movielens_teacher as teacher
-from trainer.data.prepare.movielens_teacher import FloatArray, TeacherScore
+from trainer.data.prepare.movielens_teacher import FloatArray, StarsScore
 from trainer.data.prepare.progress import Advance, shown_progress
 from trainer.data.prepare.writer import staged_folder
 from trainer.data.ragged import IntArray, offsets_of
@@ -100,7 +100,7 @@ class Sizes:
 
 def generate_movielens(
     out: Path, *, num_ratings: int, seed: int, overwrite: bool = False
-) -> TeacherScore:
+) -> StarsScore:
     """Write ratings.csv, movies.csv, tags.csv and teacher.json to the new folder `out`.
 
     Numbers of users, movies and tags follow from `num_ratings` as in ml-latest-small and ml-32m,
@@ -110,7 +110,7 @@ def generate_movielens(
         raise ValueError(f"num_ratings must be at least 1, got {num_ratings}")
     sizes = Sizes.of(num_ratings)
     movies = _make_movies(np.random.default_rng([seed, 0]), sizes.movies)
-    score = TeacherScore()
+    score = StarsScore()
     with (
         staged_folder(out, overwrite=overwrite, proof="ratings.csv") as folder,
         shown_progress() as progress,
@@ -123,7 +123,7 @@ def generate_movielens(
 
 
 def _write_ratings(
-    folder: Path, sizes: Sizes, seed: int, movies: _Movies, score: TeacherScore, advance: Advance
+    folder: Path, sizes: Sizes, seed: int, movies: _Movies, score: StarsScore, advance: Advance
 ) -> None:
     """Write ratings.csv and tags.csv, one chunk of users after the other."""
     counts = _ratings_per_user(np.random.default_rng([seed, 1]), sizes)
@@ -139,7 +139,7 @@ def _write_ratings(
             advance(after - before)
 
 
-def _write_teacher(path: Path, sizes: Sizes, seed: int, score: TeacherScore) -> None:
+def _write_teacher(path: Path, sizes: Sizes, seed: int, score: StarsScore) -> None:
     document = {
         "formula": "stars = clip(round_to_halves(mean + user_bias + movie_bias + user_factors . "
         "movie_factors * affinity_std / sqrt(num_factors) + noise), 0.5, 5)",
@@ -212,7 +212,7 @@ def _chunks(counts: IntArray) -> Iterator[range]:
 
 
 def _make_ratings(
-    rng: np.random.Generator, users: range, counts: IntArray, movies: _Movies, score: TeacherScore
+    rng: np.random.Generator, users: range, counts: IntArray, movies: _Movies, score: StarsScore
 ) -> pl.DataFrame:
     """The ratings of some users as in ratings.csv, and `movie`, the place in `movies`."""
     user, movie = _draw_pairs(rng, counts[users.start : users.stop], movies)

@@ -53,7 +53,7 @@ def observed_stars(rng: np.random.Generator, expected: FloatArray) -> FloatArray
 
 
 @dataclass
-class TeacherScore:
+class StarsScore:
     """Sums over ratings, to tell how well the truth itself predicts them."""
 
     count: int = 0

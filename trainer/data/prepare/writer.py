@@ -1,20 +1,15 @@
-"""Writing a prepared folder all or nothing, as partitioned Parquet."""
+"""Writing a folder all or nothing."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from trainer.data.errors import OutputExistsError
-from trainer.data.manifest import MANIFEST_NAME, SplitEntry, describe_file
-from trainer.data.ragged import IntArray
+from trainer.data.manifest import MANIFEST_NAME
 
 
 @contextmanager
@@ -49,27 +44,3 @@ def check_replaceable(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME)
         raise OutputExistsError(
             f"{out} holds no {proof}, so it is not ours to overwrite; remove it"
         )
-
-
-def write_split(
-    folder: Path,
-    name: str,
-    rows: IntArray,
-    build: Callable[[IntArray], pa.Table],
-    *,
-    num_partitions: int,
-    row_group_rows: int,
-) -> SplitEntry:
-    """Write `build(part of rows)` to `folder/name/part-NNNNN.parquet`, one part at a time.
-
-    At most `num_partitions` files, fewer where a file would not fill one row group; `rows` is
-    split evenly and in order. Memory is that of one part.
-    """
-    (folder / name).mkdir()
-    num_parts = min(num_partitions, max(1, len(rows) // row_group_rows))
-    files = []
-    for index, part in enumerate(np.array_split(rows, num_parts)):
-        path = folder / name / f"part-{index:05d}.parquet"
-        pq.write_table(build(part), path, compression="zstd", row_group_size=row_group_rows)
-        files.append(describe_file(path, folder))
-    return SplitEntry(num_rows=len(rows), files=tuple(files))

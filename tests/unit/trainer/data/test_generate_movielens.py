@@ -12,7 +12,7 @@ from trainer.data.errors import OutputExistsError
 from trainer.data.manifest import load_manifest
 from trainer.data.prepare import generate
 from trainer.data.prepare.generate import TEACHER_NAME, Sizes, generate_movielens
-from trainer.data.prepare.movielens_teacher import NOISE_STD, TeacherScore, observed_stars
+from trainer.data.prepare.movielens_teacher import NOISE_STD, StarsScore, observed_stars
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_sizes_beyond_the_small_set_lead_to_those_of_ml_32m():
 def test_the_irreducible_error_is_what_is_left_when_the_truth_is_known():
     rng = np.random.default_rng(0)
     expected = rng.normal(3.5, 0.8, 2000)
-    score = TeacherScore()
+    score = StarsScore()
     score.add(expected, observed_stars(rng, expected))
     # The best predictor is the mean of the stars that the same truth gives again and again.
     draws = np.stack([observed_stars(rng, expected) for _ in range(400)])

@@ -103,10 +103,25 @@ def _value(row: Mapping[str, Any], column: InputColumn) -> Any:
 
 
 def _converted(values: list[Any], kind: pa.DataType) -> pa.Array | None:
+    """`values` as `kind`; None where they are of another kind, or not all of one."""
     try:
-        return pa.array(values, kind)
+        # By what they are: asked for integers, Arrow would cut off the decimals.
+        found = pa.array(values)
+        return found.cast(kind) if _is_like(found.type, kind) else None
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return None
+
+
+def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
+    if pa.types.is_null(found):
+        return True
+    if pa.types.is_list(wanted):
+        return pa.types.is_list(found) and _is_like(found.value_type, wanted.value_type)
+    if pa.types.is_floating(wanted):
+        return pa.types.is_integer(found) or pa.types.is_floating(found)
+    if pa.types.is_integer(wanted):
+        return pa.types.is_integer(found)
+    return found == wanted
 
 
 _RAW_TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64()}

@@ -1,0 +1,228 @@
+"""Exports over REST: asked for, made by a process beside the service, downloaded."""
+
+from __future__ import annotations
+
+import io
+import sys
+import tarfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.client import ShardloomClient
+from service.client_errors import ExportFailed
+from service.exports import ExportRunner, environment
+from service.submission import run_dir_of
+from tests.unit.service.api_house import LOOPBACK_URL, Api, problem_in
+from tests.unit.service.builders import batch, checkpoint
+from trainer.export.artifact import write_manifest
+from trainer.export.folder import ExportFolder, ask_for, list_exports
+
+FACTS = {"job": "ratings", "checkpoint": "step-10", "step": 10, "quantize": "int8", "versions": {}}
+
+
+def finish(folder: ExportFolder) -> None:
+    """Let an export be done."""
+    (folder.artifact / "vocabularies").mkdir(parents=True)
+    (folder.artifact / "model.pt2").write_bytes(b"\x01" * 70_000)
+    (folder.artifact / "vocabularies" / "user.parquet").write_bytes(b"v")
+    (folder.artifact / "report.json").write_text('{"num_rows": 3}')
+    write_manifest(folder.artifact, **FACTS)
+
+
+def asked(api: Api, job_id: str, **body: Any) -> Any:
+    return api.http.post(f"/v1/jobs/{job_id}/exports", json=body)
+
+
+@pytest.fixture
+def job_id(api: Api) -> str:
+    """A job with a checkpoint of step 10."""
+    job_id = api.start()
+    api.post_events(f"{job_id}-a0", batch(checkpoint(10)))
+    return job_id
+
+
+def only_export(api: Api, job_id: str) -> ExportFolder:
+    (folder,) = list_exports(run_dir_of(api.settings, job_id))
+    return folder
+
+
+def test_an_export_is_asked_for_and_listed(api: Api, job_id: str) -> None:
+    response = asked(api, job_id, checkpoint="best", quantize="fp16")
+    assert response.status_code == 202
+    body = response.json()
+    assert (body["status"], body["checkpoint"], body["quantize"]) == ("queued", "best", "fp16")
+    assert api.http.get(response.headers["Location"]).json()["id"] == body["id"]
+    assert [each["id"] for each in api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"]] == [
+        body["id"]
+    ]
+
+
+def test_a_finished_export_comes_as_a_tar_with_its_report(api: Api, job_id: str) -> None:
+    export_id = asked(api, job_id).json()["id"]
+    path = f"/v1/jobs/{job_id}/exports/{export_id}"
+    problem_in(api.http.get(f"{path}/archive"), 409, "export_not_ready")
+    folder = only_export(api, job_id)
+    finish(folder)
+    found = api.http.get(path).json()
+    assert (found["status"], found["step"], found["report"]) == ("succeeded", 10, {"num_rows": 3})
+    assert found["size_bytes"] > 70_000
+    response = api.http.get(f"{path}/archive", headers={"Accept-Encoding": "gzip"})
+    assert int(response.headers["Content-Length"]) == len(response.content)
+    with tarfile.open(fileobj=io.BytesIO(response.content)) as tar:
+        names = tar.getnames()
+        model = tar.extractfile("model.pt2")
+        assert model is not None
+        assert model.read() == b"\x01" * 70_000
+    assert names[-1] == "EXPORT.json"
+    assert set(names) == {
+        "EXPORT.json",
+        "model.pt2",
+        "report.json",
+        "vocabularies/user.parquet",
+    }
+
+
+def test_a_link_out_of_an_export_is_not_followed(api: Api, job_id: str, tmp_path: Path) -> None:
+    export_id = asked(api, job_id).json()["id"]
+    folder = only_export(api, job_id)
+    finish(folder)
+    (tmp_path / "secret").write_text("s")
+    (folder.artifact / "report.json").unlink()
+    (folder.artifact / "report.json").symlink_to(tmp_path / "secret")
+    response = api.http.get(f"/v1/jobs/{job_id}/exports/{export_id}/archive")
+    problem_in(response, 503, "storage_unavailable")
+
+
+def test_what_cannot_be_exported_is_refused(api: Api, job_id: str) -> None:
+    problem_in(asked(api, api.submit(name="other")), 404, "checkpoint_not_found")
+    assert (
+        "10"
+        in problem_in(asked(api, job_id, checkpoint="11"), 404, "checkpoint_not_found")["detail"]
+    )
+    problem_in(asked(api, job_id, checkpoint="/etc"), 422, "invalid_request")
+    problem_in(asked(api, job_id, quantize="int4"), 422, "invalid_request")
+    problem_in(api.http.get(f"/v1/jobs/{job_id}/exports/x-00000000"), 404, "export_not_found")
+    assert asked(api, job_id).status_code == 202
+    problem_in(asked(api, job_id), 409, "export_pending")
+    only_export(api, job_id).fail("no")
+    assert asked(api, job_id).status_code == 202
+
+
+def test_a_repeated_request_makes_one_export(api: Api, job_id: str) -> None:
+    path, headers = f"/v1/jobs/{job_id}/exports", {"Idempotency-Key": "once"}
+    answers = [api.http.post(path, json={}, headers=headers) for _ in range(2)]
+    assert answers[0].json() == answers[1].json()
+    assert len(list_exports(run_dir_of(api.settings, job_id))) == 1
+
+
+# ---- the process that makes them
+
+
+class Script:
+    """Stands in for the trainer: runs a line of Python with the folder of the export."""
+
+    def __init__(self, *lines: str) -> None:
+        self.lines = list(lines)
+        self.environments: list[dict[str, str]] = []
+
+    def __call__(self, command: list[str], **options: Any) -> Any:
+        import subprocess
+
+        self.environments.append(options["env"])
+        line = self.lines.pop(0)
+        return subprocess.Popen([sys.executable, "-c", line, *command[1:]], **options)
+
+
+def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def running(api: Api) -> Iterator[Callable[[Script], ExportRunner]]:
+    """Starts runners over the API's storage."""
+    runners: list[ExportRunner] = []
+
+    def start(script: Script) -> ExportRunner:
+        runners.append(ExportRunner(api.settings, script))
+        runners[-1].start()
+        return runners[-1]
+
+    yield start
+    for runner in runners:
+        runner.close()
+
+
+def test_a_process_that_dies_leaves_a_failed_export(
+    api: Api, job_id: str, running: Callable[[Script], ExportRunner]
+) -> None:
+    script = Script("import sys; print('boom'); sys.exit(9)")
+    runner = running(script)
+    folder = ask_for(run_dir_of(api.settings, job_id), "newest", "int8")
+    runner.submit(folder)
+    until(lambda: folder.status == "failed")
+    assert "ended with code 9" in folder.message
+    assert (folder.root / "export.log").read_text() == "boom\n"
+
+
+def test_a_service_that_is_restarted_goes_on_with_what_is_not_done(
+    api: Api, job_id: str, running: Callable[[Script], ExportRunner]
+) -> None:
+    folder = ask_for(run_dir_of(api.settings, job_id), "newest", "int8")
+    started = folder.root / "started"
+    hang = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(600)"
+    runner = running(Script(hang))
+    until(started.exists)
+    runner.close()
+    assert folder.status == "queued"
+    running(Script("import sys; assert sys.argv[1:4] == ['-m', 'trainer.export', '--request']"))
+    until(lambda: folder.status == "failed")
+    assert "code 0" in folder.message
+
+
+def test_the_process_sees_no_secret_of_the_service() -> None:
+    ours = {"PATH": "/bin", "SHARDLOOM_SECRET_KEY": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    assert environment(ours) == {"PATH": "/bin"}
+
+
+def test_user_code_never_runs_beside_a_service_that_asks_for_credentials(
+    api: Api, job_id: str
+) -> None:
+    from service.errors import ExportRefused
+    from service.exports import request_export
+
+    job = api.store.get_job(job_id)
+    model = job.spec.model.model_copy(update={"module": "mine:Net"})
+    theirs = replace(job, spec=job.spec.model_copy(update={"model": model}))
+    guarded = api.settings.model_copy(update={"auth": "required"})
+    with pytest.raises(ExportRefused, match="--run-dir"):
+        request_export(api.store, guarded, theirs, "newest", "int8")
+    assert request_export(api.store, api.settings, theirs, "newest", "int8").status == "queued"
+
+
+# ---- the SDK
+
+
+def test_the_sdk_waits_for_an_export_and_saves_it_whole(
+    api: Api, job_id: str, tmp_path: Path
+) -> None:
+    with ShardloomClient(LOOPBACK_URL, transport=api.http._transport) as client:
+        requested = client.request_export(job_id)
+        finish(only_export(api, job_id))
+        assert client.wait_for_export(job_id, requested.id).step == 10
+        to = client.download_export(job_id, requested.id, tmp_path / "out")
+        assert (to / "vocabularies" / "user.parquet").read_bytes() == b"v"
+        assert sorted(path.name for path in tmp_path.glob("*out*")) == ["out"]
+        with pytest.raises(FileExistsError):
+            client.download_export(job_id, requested.id, to)
+        again = client.request_export(job_id)
+        list_exports(run_dir_of(api.settings, job_id))[-1].fail("no memory")
+        with pytest.raises(ExportFailed, match="no memory"):
+            client.wait_for_export(job_id, again.id)

@@ -1,0 +1,107 @@
+"""Exports as files of a run folder: where each stands, and who may work on it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.trainer.export.export_case import make_spec, spec_document
+from trainer.export.artifact import write_manifest
+from trainer.export.folder import ExportFolder, ask_for, find_export, list_exports
+from trainer.export.on_success import export_on_success
+from trainer.run_dir import RunDir
+from trainer.spec import SpecError, validate_spec
+from trainer.spec.export import ExportSpec
+
+HOLD = """
+import sys, pathlib
+from trainer.export.folder import ExportFolder
+with ExportFolder(pathlib.Path(sys.argv[1])).hold() as is_open:
+    print(is_open, flush=True)
+    sys.stdin.read()
+"""
+
+
+def finish(folder: ExportFolder) -> None:
+    """Let an export be done."""
+    folder.artifact.mkdir()
+    (folder.artifact / "report.json").write_text('{"num_rows": 3}')
+    facts = {"job": "tiny", "checkpoint": "step-7", "step": 7, "quantize": "int8", "versions": {}}
+    write_manifest(folder.artifact, **facts)
+
+
+def test_an_export_is_queued_then_done_or_failed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    first, second = ask_for(run_dir, "best", "int8"), ask_for(run_dir, "7", "none")
+    assert [each.status for each in (first, second)] == ["queued", "queued"]
+    first.tell("loading")
+    assert first.message == "loading"
+    second.fail("too large")
+    assert (second.status, second.message) == ("failed", "too large")
+    assert first.read_report() is None
+    finish(first)
+    assert first.status == "succeeded"
+    assert first.read_report() == {"num_rows": 3}
+    assert [each.id for each in list_exports(run_dir)] == [first.id, second.id]
+    assert find_export(run_dir, second.id) == second
+    assert find_export(run_dir, "../checkpoints") is None
+
+
+def test_what_is_no_request_is_not_listed(tmp_path: Path) -> None:
+    run_dir = RunDir(tmp_path)
+    folder = ask_for(run_dir, "newest", "int8")
+    (folder.root / "request.json").write_text("{")
+    (run_dir.exports_dir / "x-strange").mkdir()
+    (run_dir.exports_dir / "x-strange" / "request.json").write_text("{}")
+    assert list_exports(run_dir) == []
+
+
+def test_one_process_at_a_time_works_on_an_export(tmp_path: Path) -> None:
+    folder = ask_for(RunDir(tmp_path), "newest", "int8")
+    command = [sys.executable, "-c", HOLD, str(folder.root)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as first:  # type: ignore[call-overload]
+        assert first.stdout.readline().strip() == "True"
+        assert folder.status == "running"
+        with subprocess.Popen(command, **pipes) as second:  # type: ignore[call-overload]
+            finish(folder)
+            first.stdin.close()
+            # The one that waited finds nothing left to do.
+            assert second.stdout.readline().strip() == "False"
+            second.stdin.close()
+    assert folder.status == "succeeded"
+
+
+def test_a_job_that_asks_for_no_export_makes_none(tmp_path: Path) -> None:
+    told = []
+    export_on_success(make_spec(tmp_path), RunDir(tmp_path), told.append)
+    assert told == []
+    assert not (tmp_path / "exports").exists()
+
+
+def test_an_export_that_fails_at_the_end_of_a_job_is_told_in_its_timeline(tmp_path: Path) -> None:
+    spec = make_spec(tmp_path, export={"on_success": True, "checkpoint": "best"})
+    told = []
+    export_on_success(spec, RunDir(tmp_path), told.append)
+    assert [note.level for note in told] == ["info", "error"]
+    assert "no checkpoint yet" in told[-1].message
+    (folder,) = list_exports(RunDir(tmp_path))
+    assert (folder.status, folder.wanted.checkpoint) == ("failed", "best")
+
+
+def test_dynamic_tables_refuse_an_export_with_the_spec(tmp_path: Path) -> None:
+    document = spec_document(tmp_path, export={"on_success": True})
+    document["embedding_tables"][0] |= {"dynamic": {}, "num_embeddings": 48}
+    with pytest.raises(SpecError) as caught:
+        validate_spec(document)
+    (found,) = caught.value.problems
+    assert (found.path, found.code) == ("embedding_tables[0].dynamic", "not_exportable")
+
+
+def test_a_spec_says_what_to_export() -> None:
+    assert make_spec(Path("x")).export is None
+    spec = make_spec(Path("x"), export={"quantize": "fp16"})
+    assert spec.export == ExportSpec(on_success=False, checkpoint="newest", quantize="fp16")

@@ -1,0 +1,238 @@
+"""Whole exports of small checkpoints: what they predict, what is refused, what is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.unit.trainer.export.export_case import (
+    make_spec,
+    random_model,
+    rows,
+    spec_document,
+    write_data,
+    write_run,
+)
+from trainer.data.columns import layout_of
+from trainer.data.decode import decode
+from trainer.data.errors import ColumnError
+from trainer.export.artifact import read_manifest
+from trainer.export.errors import (
+    ArtifactError,
+    BadRow,
+    NoCheckpoint,
+    NotEnoughMemory,
+    NotExportable,
+)
+from trainer.export.predict import Predictor, in_own_unit, predict
+from trainer.export.report import outputs_of
+from trainer.export.run import ExportRequest, export
+from trainer.export.source import find_checkpoint, read_run_spec
+from trainer.export.weights import bytes_needed, check_memory
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec, validate_spec
+
+DCN = {
+    "arch": "dcn_v2",
+    "dense_arch": {"layer_sizes": [16, 8]},
+    "over_arch": {"layer_sizes": [8, 2]},
+    "tasks": [
+        {"name": "stars", "loss": "mse"},
+        {"name": "liked", "loss": "bce", "label": {"column": "liked"}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def run_dir(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    return write_run(tmp_path_factory.mktemp("run"), make_spec(data), 7, 20)
+
+
+@pytest.fixture(scope="module")
+def exported(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("exports") / "int8"
+    export(ExportRequest(run_dir.root, folder))
+    return folder
+
+
+def trainers(spec: JobSpec, seed: int) -> dict[str, Any]:
+    """What the trainer's own model predicts for `rows`."""
+    table = rows()
+    decoded = decode(table, layout_of(spec), lambda row: (Path("x"), row)).take(
+        np.arange(len(table))
+    )
+    return in_own_unit(outputs_of(random_model(spec, seed), decoded, spec), decoded, spec)
+
+
+@pytest.mark.parametrize(("quantize", "most"), [("none", 1e-5), ("fp16", 2e-3), ("int8", 3e-2)])
+def test_an_export_predicts_what_the_model_of_the_checkpoint_does(
+    run_dir: RunDir, data: Path, tmp_path: Path, quantize: Any, most: float
+) -> None:
+    report = export(ExportRequest(run_dir.root, tmp_path / "out", quantize=quantize))
+    wanted = trainers(make_spec(data), 20)["stars"]
+    found = predict(tmp_path / "out", rows())["stars"]
+    assert wanted.std() > 0.1
+    error = np.abs(found - wanted).max()
+    assert error <= most
+    assert report.tasks["stars"].max_abs_error == pytest.approx(error, abs=1e-6)
+    assert report.program_error is not None
+    assert report.program_error < 1e-5
+    assert report.num_rows == len(rows())
+
+
+def test_a_row_at_a_time_is_predicted_like_all_at_once(exported: Path) -> None:
+    predictor, table = Predictor(exported), rows()
+    whole = predictor.predict(table)["stars"]
+    names = [each["name"] for each in predictor.features["inputs"]]
+    dicts = table.select(names).to_pylist()
+    alone = [predictor.predict([row])["stars"][0] for row in dicts[:20]]
+    np.testing.assert_allclose(alone, whole[:20], rtol=0, atol=1e-5)
+    assert len(predictor.predict([])["stars"]) == 0
+
+
+def test_several_tasks_of_dcn_v2_come_in_their_own_units(data: Path, tmp_path: Path) -> None:
+    spec = make_spec(data, model=DCN)
+    run_dir = write_run(tmp_path / "run", spec, 3)
+    # The validation rows have no column `liked`: the report says so instead of failing.
+    report = export(ExportRequest(run_dir.root, tmp_path / "out", quantize="none"))
+    assert report.not_measured is not None
+    assert "liked" in report.not_measured
+    found = predict(tmp_path / "out", rows())
+    assert set(found) == {"stars", "liked"}
+    assert ((found["liked"] > 0) & (found["liked"] < 1)).all()
+
+
+def test_the_job_may_be_exported_without_its_data(data: Path, tmp_path: Path) -> None:
+    spec = make_spec(tmp_path / "gone")
+    run_dir = write_run(tmp_path / "run", spec, 3)
+    report = export(ExportRequest(run_dir.root, tmp_path / "out"))
+    assert report.not_measured is not None
+    assert "gone" in report.notes[0]
+    assert len(predict(tmp_path / "out", rows())["stars"]) == len(rows())
+
+
+def test_what_is_missing_from_a_row_is_an_empty_list_an_unknown_value_or_a_fault(
+    exported: Path,
+) -> None:
+    predictor = Predictor(exported)
+    row = {"age": 1.0, "user": 3, "mean": 3.0, "spread": 1.0}
+    full = row | {"price": None, "tags": [], "tag_weights": [], "colour": None, "seen": None}
+    assert predictor.predict([row]) == predictor.predict([full])
+    del row["user"]
+    with pytest.raises(BadRow, match="row 1, 'user': is missing"):
+        predictor.predict([full, row])
+
+
+@pytest.mark.parametrize(
+    ("change", "column"),
+    [
+        ({"user": 40}, "user"),
+        ({"user": -1}, "user"),
+        ({"user": "3"}, "user"),
+        ({"user": 1.5}, "user"),
+        ({"user": True}, "user"),
+        ({"user": 2**64}, "user"),
+        ({"seen": [1, "2"]}, "seen"),
+        ({"seen": [1.5]}, "seen"),
+        ({"tags": 3}, "tags"),
+        ({"tags": [1, 2]}, "tag_weights"),
+        ({"colour": 5}, "colour"),
+        ({"age": "old"}, "age"),
+        ({"age": float("nan")}, "age"),
+        ({"spread": 0}, "spread"),
+        ({"aeg": 1}, "aeg"),
+    ],
+)
+def test_a_bad_value_names_its_row_and_column(
+    exported: Path, change: dict[str, Any], column: str
+) -> None:
+    good = {"age": 1.0, "user": 3, "colour": "red", "mean": 3.0, "spread": 1.0}
+    with pytest.raises(BadRow) as caught:
+        Predictor(exported).predict([good, good | change])
+    assert (caught.value.row, caught.value.column) == (1, column)
+
+
+def test_a_table_with_other_types_is_refused(exported: Path) -> None:
+    table = rows()
+    table = table.set_column(table.column_names.index("user"), "user", table["colour"])
+    with pytest.raises(ColumnError, match="user"):
+        Predictor(exported).predict(table)
+
+
+def test_the_checkpoint_is_the_one_that_was_asked_for(run_dir: RunDir, tmp_path: Path) -> None:
+    assert find_checkpoint(run_dir, "newest").commit.step == 20
+    assert find_checkpoint(run_dir, "7").commit.step == 7
+    # No checkpoint of the run was ever best.
+    assert find_checkpoint(run_dir, "best").commit.step == 20
+    with pytest.raises(NoCheckpoint, match="steps 7, 20"):
+        find_checkpoint(run_dir, "8")
+    with pytest.raises(NoCheckpoint, match="no checkpoint yet"):
+        find_checkpoint(RunDir(tmp_path), "newest")
+
+
+def test_a_damaged_checkpoint_is_never_exported(data: Path, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path, make_spec(data), 7, 20)
+    newest = find_checkpoint(run_dir, "newest").path
+    file = next(newest.glob("*.distcp"))
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert find_checkpoint(run_dir, "newest").commit.step == 7
+    with pytest.raises(NoCheckpoint, match="damaged"):
+        find_checkpoint(run_dir, "20")
+
+
+def test_tables_that_do_not_fit_are_refused_before_anything_is_read(data: Path) -> None:
+    spec = make_spec(data)
+    needed = bytes_needed(spec, "int8")
+    assert needed >= 4 * 8 * (3 * 40 + 16)
+    check_memory(spec, "int8", needed)
+    with pytest.raises(NotEnoughMemory, match="more memory"):
+        check_memory(spec, "int8", needed - 1)
+
+
+def test_a_checkpoint_of_another_model_is_refused(run_dir: RunDir, tmp_path: Path) -> None:
+    document = read_run_spec(run_dir).model_dump(mode="json")
+    document["model"]["over_arch"]["layer_sizes"] = [9, 1]
+    other = write_run(tmp_path / "run", validate_spec(document))
+    other.checkpoints_dir.symlink_to(run_dir.checkpoints_dir)
+    with pytest.raises(NotExportable, match="another model"):
+        export(ExportRequest(other.root, tmp_path / "out"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+
+
+def test_dynamic_tables_are_refused_with_the_reason(data: Path, tmp_path: Path) -> None:
+    document = spec_document(data)
+    document["embedding_tables"][0] |= {"dynamic": {}, "num_embeddings": 48}
+    run_dir = write_run(tmp_path / "run", make_spec(data), 3)
+    path = run_dir.attempt("job-x-a0").spec_path
+    path.write_text(json.dumps(validate_spec(document).model_dump(mode="json")))
+    with pytest.raises(NotExportable, match="managed collision"):
+        export(ExportRequest(run_dir.root, tmp_path / "out"))
+
+
+def test_an_export_replaces_nothing_and_says_what_changed_since(
+    run_dir: RunDir, exported: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(ArtifactError, match="exists already"):
+        export(ExportRequest(run_dir.root, exported))
+    with pytest.raises(ArtifactError, match=r"no EXPORT\.json"):
+        Predictor(tmp_path)
+    manifest = read_manifest(exported)
+    assert (manifest.job, manifest.step, manifest.quantize) == ("tiny", 20, "int8")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in (path for path in exported.iterdir() if path.is_file()):
+        (copy / path.name).write_bytes(path.read_bytes())
+    (copy / "spec.json").write_text("{}")
+    with pytest.raises(ArtifactError, match=r"spec\.json is missing or cut off"):
+        Predictor(copy)

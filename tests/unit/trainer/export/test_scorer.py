@@ -1,0 +1,112 @@
+"""The scorer over a small export, without a socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from tests.unit.trainer.export.export_case import make_spec, rows, write_data, write_run
+from trainer.export.errors import ArtifactError
+from trainer.export.predict import predict
+from trainer.export.run import ExportRequest, export
+from trainer.export.scorer import MAX_BODY_BYTES, MAX_ROWS, create_scorer
+
+GOOD = {"age": 1.0, "user": 3, "colour": "red", "mean": 3.0, "spread": 1.0}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("scorer")
+    run_dir = write_run(root / "run", make_spec(write_data(root / "data")), 7)
+    export(ExportRequest(run_dir.root, root / "out"))
+    return root / "out"
+
+
+@pytest.fixture(scope="module")
+def http(folder: Path) -> TestClient:
+    return TestClient(create_scorer(folder))
+
+
+def problem_in(response: Any, status: int, code: str) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json()
+    assert (problem["status"], problem["code"]) == (status, code)
+    return problem
+
+
+def test_a_batch_is_scored_in_order(http: TestClient, folder: Path) -> None:
+    names = [each["name"] for each in http.get("/v1/model").json()["inputs"]]
+    table = rows(30).select(names)
+    answer = http.post("/v1/predict", json={"rows": table.to_pylist()}).json()
+    wanted = predict(folder, table)["stars"]
+    assert [row["stars"] for row in answer["predictions"]] == pytest.approx(wanted.tolist())
+    assert answer["model"] == {
+        "job": "tiny",
+        "checkpoint": "step-00000007-a0-r0",
+        "step": 7,
+        "quantize": "int8",
+    }
+
+
+def test_a_row_that_cannot_be_scored_is_named(http: TestClient) -> None:
+    response = http.post("/v1/predict", json={"rows": [GOOD, GOOD | {"user": 99}]})
+    (fault,) = problem_in(response, 422, "bad_row")["fields"]
+    assert fault["path"] == "rows[1].user"
+    assert "0 to 39" in fault["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "path"),
+    [
+        ({}, "rows"),
+        ({"rows": []}, "rows"),
+        ({"rows": [3]}, "rows[0]"),
+        ({"rows": [GOOD] * (MAX_ROWS + 1)}, "rows"),
+        ({"rows": [GOOD], "row": 1}, "row"),
+        ([GOOD], "body"),
+    ],
+)
+def test_a_body_of_another_shape_is_refused(http: TestClient, body: Any, path: str) -> None:
+    problem = problem_in(http.post("/v1/predict", json=body), 422, "invalid_request")
+    assert [fault["path"] for fault in problem["fields"]] == [path]
+
+
+def test_what_is_no_json_or_too_large_or_not_there_is_a_problem(http: TestClient) -> None:
+    json_type = {"Content-Type": "application/json"}
+    broken = http.post("/v1/predict", content=b'{"rows": [', headers=json_type)
+    assert problem_in(broken, 422, "invalid_request")["fields"][0]["path"] == "body"
+    large = http.post("/v1/predict", content=b" " * (MAX_BODY_BYTES + 1), headers=json_type)
+    problem_in(large, 413, "body_too_large")
+    endless = http.post("/v1/predict", content=iter([b"{}"]), headers=json_type)
+    problem_in(endless, 411, "length_required")
+    problem_in(http.get("/v1/other"), 404, "http_error")
+    problem_in(http.get("/v1/predict"), 405, "http_error")
+
+
+def test_health_and_metrics(http: TestClient) -> None:
+    assert http.get("/healthz").json() == {"status": "ok"}
+    before = _sample(http, "scorer_rows_total")
+    assert http.post("/v1/predict", json={"rows": [GOOD] * 5}).status_code == 200
+    assert _sample(http, "scorer_rows_total") == before + 5
+    assert _sample(http, 'scorer_requests_total{status="200"}') >= 1
+
+
+def _sample(http: TestClient, name: str) -> float:
+    lines = http.get("/metrics").text.splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+
+
+def test_the_example_in_the_openapi_document_can_be_scored(http: TestClient) -> None:
+    document = http.get("/openapi.json").json()
+    body = document["paths"]["/v1/predict"]["post"]["requestBody"]["content"]["application/json"]
+    (example,) = body["examples"].values()
+    assert http.post("/v1/predict", json=example["value"]).status_code == 200
+
+
+def test_a_folder_without_an_export_is_not_served(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="holds no export"):
+        create_scorer(tmp_path)

@@ -41,6 +41,13 @@ class UserMeanChoice(StrEnum):
     TRAINING = "training"
 
 
+class ValidationPastChoice(StrEnum):
+    """Which of a user's earlier ratings a held-out row may look back at."""
+
+    ALL = "all"
+    TRAINING = "training"
+
+
 class OnDuplicateChoice(StrEnum):
     """What to do with a second rating of a movie by a user."""
 
@@ -73,6 +80,10 @@ def prepare_movielens_command(
         UserMeanChoice,
         typer.Option(help="Labels are relative to a user's earlier, or all training ratings."),
     ] = UserMeanChoice.PAST,
+    validation_past: Annotated[
+        ValidationPastChoice,
+        typer.Option(help="Held-out rows look back at all earlier ratings, or training ones."),
+    ] = ValidationPastChoice.ALL,
     on_duplicate: Annotated[
         OnDuplicateChoice,
         typer.Option(help="A movie rated twice by a user: fail, or keep the latest rating."),
@@ -82,9 +93,8 @@ def prepare_movielens_command(
         typer.Option(help="A rated movie without metadata: keep it without genres, or fail."),
     ] = OnMissingMovieChoice.KEEP,
     delimiter: Annotated[str, typer.Option(help="What splits the cells of the csv files.")] = ",",
-    unit_rows: Annotated[
-        int, typer.Option(min=1000, help="Ratings held in memory at a time.")
-    ] = 1 << 20,
+    unit_rows: Annotated[int, typer.Option(min=1000, help="Ratings held in memory at a time.")] = 1
+    << 20,
     work_dir: Annotated[
         Path | None, typer.Option(help="Folder for working files, if not beside OUT.")
     ] = None,
@@ -106,6 +116,7 @@ def prepare_movielens_command(
         max_tokens=max_tokens,
         num_partitions=num_partitions,
         user_mean=user_mean.value,
+        validation_past=validation_past.value,
         on_duplicate=on_duplicate.value,
         on_missing_movie=on_missing_movie.value,
         delimiter=delimiter,

@@ -39,7 +39,7 @@ from trainer.data.prepare.rating_rows import COLUMN_TYPES, SCHEMA
 from trainer.data.prepare.staging import Staging, staged
 from trainer.data.prepare.statistics import Moments
 from trainer.data.prepare.timeline import Split
-from trainer.data.prepare.unit_rows import Fitted, SplitName, UnitRows, UserMean
+from trainer.data.prepare.unit_rows import Fitted, SplitName, UnitRows, UserMean, ValidationPast
 from trainer.data.prepare.units import (
     RATING_COLUMNS,
     Blocks,
@@ -62,7 +62,9 @@ class MovieLensOptions(BaseModel):
     """How to prepare. `validation_fraction` is of all ratings, or of each user's, by time.
 
     `user_mean`: labels are relative to the mean of the user's earlier ratings (`past`), or of all
-    of the user's training ratings (`training`), which holds the rating itself. `on_duplicate`: a
+    of the user's training ratings (`training`), which holds the rating itself. `validation_past`:
+    held-out rows look back at all of a user's earlier ratings, as one who serves can (`all`), or
+    at those of training only, as static models do that they are compared with. `on_duplicate`: a
     second rating of a movie by a user is a fault, or replaces earlier ones. `unit_rows`: ratings
     that are held, sorted and shuffled at a time; memory follows it.
     """
@@ -72,6 +74,7 @@ class MovieLensOptions(BaseModel):
     split: Split = "per_user"
     validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
     user_mean: UserMean = "past"
+    validation_past: ValidationPast = "all"
     history_length: PositiveInt = 10
     min_token_count: PositiveInt = 2
     max_tokens: PositiveInt = 20_000
@@ -243,6 +246,7 @@ class _Preparation:
             movie_index=rated.encode(every_id),
             user_mean=options.user_mean,
             history_length=options.history_length,
+            validation_past=options.validation_past,
         )
         return {v.name: v for v in (users, rated, genres, tokens)}, fitted
 

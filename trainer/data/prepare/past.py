@@ -41,13 +41,14 @@ class UserPast:
 
     The earlier rows of the same user are `[starts, ends)`, and `user_mean` is the mean of their
     stars, leaning on the global one. `residual` is the rating's own stars minus `user_mean`: a
-    feature of later rows only.
+    feature of later rows only. `is_seen` marks rows that may be part of a later row's past.
     """
 
     starts: IntArray
     ends: IntArray
     user_mean: FloatArray
     residual: FloatArray
+    is_seen: NDArray[np.bool_]
 
     @property
     def user_count(self) -> IntArray:
@@ -67,12 +68,23 @@ class MoviePast:
     mean: FloatArray
 
 
-def look_back_at_users(ratings: Ratings, global_mean: float) -> UserPast:
-    """Gather what each user did before; `global_mean` (stars) stands in for users without past."""
+def look_back_at_users(
+    ratings: Ratings, global_mean: float, *, hide_validation: bool = False
+) -> UserPast:
+    """Gather what each user did before; `global_mean` (stars) stands in for users without past.
+
+    With `hide_validation` no held-out row is part of a past, as when all of them are predicted at
+    the moment training ends; held-out rows must be the last ones of their users.
+    """
     starts, ends = earlier_ranges(ratings.user, ratings.timestamp)
+    is_seen = np.ones(len(ends), dtype=bool)
+    if hide_validation:
+        is_seen = ~ratings.is_validation
+        num_seen_before = np.r_[0, np.cumsum(is_seen)]
+        ends = starts + num_seen_before[ends] - num_seen_before[starts]
     total = range_sums(ratings.stars, starts, ends)
     user_mean = (total + _PRIOR_ROWS * global_mean) / (ends - starts + _PRIOR_ROWS)
-    return UserPast(starts, ends, user_mean, ratings.stars - user_mean)
+    return UserPast(starts, ends, user_mean, ratings.stars - user_mean, is_seen)
 
 
 def scale_of_the_past(ratings: Ratings, past: UserPast, overall: Moments) -> FloatArray:

@@ -28,7 +28,8 @@ def look_back_at_kinds(past: UserPast, timestamp: IntArray, kinds: Ragged) -> Fl
     order = order_by(group)
     by_kind = rows[order]
     starts, ends = earlier_ranges(group[order], timestamp[by_kind])
-    mean = np.empty(len(order))
-    mean[order] = range_sums(past.residual[by_kind], starts, ends) / (ends - starts + _PRIOR_ROWS)
-    total = np.bincount(rows, mean, minlength=len(timestamp))
-    return total / np.maximum(kinds.lengths, 1)
+    is_seen, mean = past.is_seen[by_kind], np.empty(len(order))
+    total = range_sums(past.residual[by_kind] * is_seen, starts, ends)
+    mean[order] = total / (range_sums(is_seen, starts, ends) + _PRIOR_ROWS)
+    sums = np.bincount(rows, mean, minlength=len(timestamp))
+    return sums / np.maximum(kinds.lengths, 1)

@@ -21,6 +21,7 @@ from trainer.data.prepare.statistics import FloatArray, Moments, fit_users
 from trainer.data.ragged import IntArray
 
 UserMean = Literal["past", "training"]
+ValidationPast = Literal["all", "training"]
 SplitName = Literal["train", "validation"]
 
 _SHUFFLE_SEED = 0
@@ -33,7 +34,8 @@ class Fitted:
     """What was fitted on the training part.
 
     `user_index` and `movie_index` map numbers to vocabulary indices; `user_mean` says what the
-    label is taken relative to: the user's earlier ratings, or all of the user's training ratings.
+    label is taken relative to: the user's earlier ratings, or all of the user's training ratings;
+    `validation_past` which of a user's earlier ratings a held-out row may look back at.
     """
 
     units: Units
@@ -43,10 +45,13 @@ class Fitted:
     movie_index: IntArray
     user_mean: UserMean
     history_length: int
+    validation_past: ValidationPast = "all"
 
     def look_back(self, ratings: Ratings) -> UserPast:
         """What each user did before each rating."""
-        return look_back_at_users(ratings, self.census.overall.mean)
+        return look_back_at_users(
+            ratings, self.census.overall.mean, hide_validation=self.validation_past == "training"
+        )
 
     def write_by_movie(self, path: Path, unit: int) -> Facts:
         """Put a unit aside for the exchange; gives moments of its users' dense features."""

@@ -54,6 +54,30 @@ def test_many_units_give_the_rows_of_one(csv_folder, tmp_path, split, user_mean)
         assert_frame_equal(*frames, rel_tol=1e-5, abs_tol=1e-5)
 
 
+@pytest.mark.parametrize("split", ["per_user", "global"])
+def test_held_out_rows_can_be_kept_from_looking_at_one_another(csv_folder, tmp_path, split):
+    options = IN_UNITS.model_copy(update={"split": split, "validation_past": "training"})
+    prepare_movielens(csv_folder, tmp_path / "one", options=options)
+    held_out = rows_of(tmp_path / "one", "validation").select("user_id", "timestamp")
+    source, begins = tmp_path / "csv", held_out.group_by("user_id").agg(pl.col("timestamp").min())
+    names = pl.read_parquet(tmp_path / "one" / "vocab" / "user_id.parquet")
+    later = begins.join(names, left_on="user_id", right_on="index").rename({"value": "userId"})
+    source.mkdir()
+    for name in ("movies.csv", "tags.csv"):
+        (source / name).write_bytes((csv_folder / name).read_bytes())
+    ratings = pl.read_csv(csv_folder / "ratings.csv").join(
+        later.select("userId", begin="timestamp"), on="userId", how="left", maintain_order="left"
+    )
+    # Stars at the moment validation begins stay: they may be of training rows of that second.
+    is_held_out = pl.col("timestamp") > pl.col("begin")
+    turned = pl.when(is_held_out).then(5.5 - pl.col("rating")).otherwise(pl.col("rating"))
+    ratings.with_columns(rating=turned).drop("begin").write_csv(source / "ratings.csv")
+    prepare_movielens(source, tmp_path / "two", options=options)
+    frames = [rows_of(tmp_path / out, "validation") for out in ("one", "two")]
+    assert not frames[0].equals(frames[1])
+    assert frames[0].drop("rating").equals(frames[1].drop("rating"))
+
+
 def test_the_order_of_the_lines_does_not_matter(csv_folder, whole, tmp_path):
     source = tmp_path / "csv"
     source.mkdir()

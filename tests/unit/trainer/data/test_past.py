@@ -108,6 +108,17 @@ def test_the_past_is_what_a_loop_would_find(ratings):
         assert movies.mean[row] == pytest.approx(residuals.sum() / (len(residuals) + 5))
 
 
+@given(ratings_of_all())
+def test_held_out_ratings_can_be_hidden_from_every_past(ratings):
+    past = look_back_at_users(ratings, GLOBAL_MEAN, hide_validation=True)
+    for row, time in enumerate(ratings.timestamp):
+        same_user = ratings.user == ratings.user[row]
+        seen = same_user & (ratings.timestamp < time) & ~ratings.is_validation
+        assert list(range(past.starts[row], past.ends[row])) == np.flatnonzero(seen).tolist()
+        stars = ratings.stars[seen]
+        assert past.user_mean[row] == pytest.approx((stars.sum() + 5 * 3.5) / (len(stars) + 5))
+
+
 def test_a_user_without_a_past_is_as_the_global_mean():
     one = Ratings(*(np.array([value]) for value in (7, 1, 5.0, 100, False)))
     past, movies = look_back(one, GLOBAL_MEAN)

@@ -1,0 +1,106 @@
+"""A job that was trained on real ranks, exported, and served over HTTP: the same predictions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from tests.integration.gloo import free_port, run_ranks
+from tests.integration.session_cases import make_config
+from trainer.data.batches import validation_batches
+from trainer.data.columns import layout_of as columns_of
+from trainer.data.source import ParquetSource
+from trainer.parallel.groups import build_groups
+from trainer.ray_worker import WorkerConfig
+from trainer.run_dir import RunDir
+from trainer.session import Session
+from trainer.worker import layout_of, train
+
+SHORT = ("training.max_steps=20", "checkpoint.every_steps=20", "training.validate_every_steps=20")
+
+
+def train_and_predict(config: WorkerConfig) -> dict[str, Any]:
+    """Train to the end; what this rank's model predicts in stars for its share of the rows."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    metrics = train(session)
+    spec, folder = config.spec, Path(config.spec.data.path) / "validation"
+    source = ParquetSource(folder, [column.name for column in columns_of(spec).columns])
+    found = []
+    session.model.eval()
+    for batch in validation_batches(source, spec, groups.rank, groups.layout.world_size):
+        with torch.no_grad():
+            outputs = session.model(batch)[1]
+        stars = outputs * batch.label_scale + batch.label_offset
+        label = batch.label * batch.label_scale + batch.label_offset
+        rows = torch.cat([stars, label], dim=1)[batch.weight > 0]
+        found.append(rows.numpy())
+    return {"rows": np.concatenate(found), "metrics": metrics}
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "the scorer ended"
+        try:
+            if httpx.get(f"{url}/healthz", timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError("the scorer never answered")
+
+
+def score_over_http(folder: Path, table: pa.Table) -> list[float]:
+    """Predictions of `shardloom serve` for the inputs in `table`, in two batches."""
+    names = [each["name"] for each in json.loads((folder / "features.json").read_text())["inputs"]]
+    rows, port = table.select(names).to_pylist(), free_port()
+    command = [sys.executable, "-m", "service.cli", "serve", str(folder), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until_up(process, url)
+            found = []
+            for part in (rows[:100], rows[100:]):
+                answer = httpx.post(f"{url}/v1/predict", json={"rows": part}, timeout=60)
+                assert answer.status_code == 200, answer.text
+                found += [row["rating"] for row in answer.json()["predictions"]]
+            return found
+        finally:
+            process.terminate()
+
+
+def test_a_trained_job_is_exported_and_served_with_the_same_predictions(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path / "run", *SHORT)
+    ranks = run_ranks(train_and_predict, 4, config)
+    spec_path = RunDir(tmp_path / "run").attempt("job-test-a0").spec_path
+    spec_path.write_text(config.spec.model_dump_json())
+    folder = tmp_path / "out"
+    command = [sys.executable, "-m", "service.cli", "export", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([*command, "--to", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rmse" in done.stdout
+
+    table = pq.read_table(small_movielens / "validation")
+    served = np.array(score_over_http(folder, table))
+    # Ranks took shares of the rows; the label tells which rows are which no better than sorting.
+    trained = np.concatenate([rank["rows"] for rank in ranks])
+    assert len(trained) == len(served) == len(table)
+    np.testing.assert_allclose(np.sort(served), np.sort(trained[:, 0]), rtol=0, atol=2e-3)
+    rmse = float(np.sqrt(np.mean((served - table["rating"].to_numpy()) ** 2)))
+    assert rmse == pytest.approx(ranks[0]["metrics"]["validation/rmse"], abs=2e-4)
+    report = json.loads((folder / "report.json").read_text())
+    assert report["recorded_metrics"]["validation/rmse"] == pytest.approx(rmse, abs=2e-4)
+    assert report["tasks"]["rating"]["max_abs_error"] < 2e-3
+    assert report["num_rows"] == len(table)

@@ -45,9 +45,10 @@ class FaultLog:
     def count(self, faults: FaultArray) -> tuple[QuarantinedRows, ...]:
         """What the marked ones of `faults` [n] are."""
         codes, counts = np.unique(faults[faults > 0], return_counts=True)
+        pairs = [self._pairs[code - 1] for code in codes.tolist()]
         return tuple(
-            QuarantinedRows(*self._pairs[code - 1], num_rows)
-            for code, num_rows in zip(codes.tolist(), counts.tolist(), strict=True)
+            QuarantinedRows(file, reason, num_rows)
+            for (file, reason), num_rows in zip(pairs, counts.tolist(), strict=True)
         )
 
 
@@ -92,7 +93,7 @@ class QuarantineTally:
         """What was counted, the most first and many small ones together; starts anew."""
         listed = self._counts.most_common(_MAX_LISTED)
         rest = self._counts.total() - sum(count for _, count in listed)
-        found = [QuarantinedRows(*pair, count) for pair, count in listed]
+        found = [QuarantinedRows(file, reason, count) for (file, reason), count in listed]
         if rest:
             found.append(QuarantinedRows(OTHERS, OTHERS, rest))
         self._counts.clear()

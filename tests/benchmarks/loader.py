@@ -1,0 +1,171 @@
+"""The loader: rows per second and core from Parquet to KeyedJaggedTensor, and the wait for data.
+
+python -m tests.benchmarks.loader --json FILE
+
+All sides read the same generated rows (Criteo's 26 id columns and 13 dense ones, and a list of 0 to
+20 ids) from the same Parquet files and make the same tensors of them, shuffled, in batches of one
+size; that they are the same is checked by sums over an epoch, which also warms up. Each side runs
+with all its processes on one core. Every peer is measured once; the ratio is against the faster of
+those that do what ours does, in pairs that take turns.
+
+The wait for data is that of a real training session of one rank (DLRM, no Ray): seconds that a step
+waits for its batch, over the seconds of a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from tests.benchmarks import loader_data, loader_session
+from tests.benchmarks.report import (
+    BenchmarkError,
+    BenchmarkReport,
+    Goal,
+    Run,
+    log,
+    main,
+    run_pairs,
+)
+
+NAME = "loader"
+NUM_FILES = 6
+PAIRS = 3
+OURS = "ours"
+# What each peer is called in the table, and whether the ratio may be made of it.
+PEERS = {
+    "ray_data": ("Ray Data iter_torch_batches", True),
+    "pandas_frames": ("DataLoader over pandas frames", True),
+    "ray_data_unshuffled": ("Ray Data, not shuffled", False),
+    "pandas_rows": ("DataLoader over pandas rows", False),
+}
+WAIT_GOAL = Goal("data_wait", "seconds", "s/step", 0.03, "lower", "the whole step")
+_TAIL_CHARACTERS = 3000
+
+
+def speed_goal(peer: str) -> Goal:
+    """The ratio of speeds, against `peer`."""
+    return Goal("rows_per_s", "rows_per_s", "rows/s", 3.0, "higher", PEERS[peer][0])
+
+
+def run(num_pairs: int) -> BenchmarkReport:
+    """Measure all; raises `BenchmarkError` where a side cannot run or makes other tensors."""
+    with TemporaryDirectory(prefix="shardloom-bench-loader-") as temporary:
+        folder = Path(temporary)
+        num_rows = loader_data.write_rows(folder, NUM_FILES)
+        log(f"wrote {num_rows} rows")
+        survey = {side: measure_side(side, folder) for side in (OURS, *PEERS)}
+        check_sums(survey, num_rows)
+        peer = best_peer(survey)
+        log(f"pairs: ours against {PEERS[peer][0]}")
+        speeds = run_pairs(num_pairs, lambda: speed(OURS, folder), lambda: speed(peer, folder), log)
+        waits = [measure_wait(folder) for _ in range(num_pairs)]
+    return BenchmarkReport(
+        NAME,
+        _settings(num_rows),
+        [speed_goal(peer), WAIT_GOAL],
+        with_waits(speeds, waits),
+        rows_of(survey),
+    )
+
+
+def measure_side(side: str, folder: Path) -> dict[str, Any]:
+    """One side's epoch in a process of its own, pinned to the last core."""
+    core = max(os.sched_getaffinity(0))
+    found = _run_child("loader_child", side, str(folder), str(core))
+    log(f"{side}: {found['rows_per_s']:,.0f} rows/s")
+    return found
+
+
+def speed(side: str, folder: Path) -> dict[str, float]:
+    """What a pair compares."""
+    found = measure_side(side, folder)
+    return {name: value for name, value in found.items() if name != "checksum"}
+
+
+def measure_wait(folder: Path) -> dict[str, float]:
+    """Seconds per step, and of them waiting, of a training session in a process of its own."""
+    found = _run_child("loader_session", str(folder))
+    share = found["wait_s"] / found["step_s"]
+    log(f"session: {found['step_s']:.3f} s a step, {share:.2%} of it waiting for data")
+    return found
+
+
+def _run_child(module: str, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"tests.benchmarks.{module}", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    repository = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, cwd=repository, env=environment, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        tail = done.stderr[-_TAIL_CHARACTERS:]
+        raise BenchmarkError(f"{module} {' '.join(arguments)} failed:\n{tail}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def check_sums(survey: Mapping[str, Mapping[str, Any]], num_rows: int) -> None:
+    """Raise `BenchmarkError` where sides that read all rows made other tensors of them."""
+    wanted = survey[OURS]["checksum"]
+    if wanted[0] != num_rows:
+        raise BenchmarkError(f"ours made batches of {wanted[0]} rows, not {num_rows}")
+    for side, found in survey.items():
+        if side != "pandas_rows" and found["checksum"] != wanted:
+            raise BenchmarkError(f"{side} made other tensors than ours: sums {found['checksum']}")
+
+
+def best_peer(survey: Mapping[str, Mapping[str, Any]]) -> str:
+    """The fastest of the peers that the ratio may be made of."""
+    comparable = [side for side, (_, may_count) in PEERS.items() if may_count]
+    return max(comparable, key=lambda side: survey[side]["rows_per_s"])
+
+
+def with_waits(speeds: Sequence[Run], waits: Sequence[Mapping[str, float]]) -> list[Run]:
+    """The runs of the pairs, ours with the wait of a step as `seconds`, the peer's with a step."""
+    seconds = {"ours": "wait_s", "peer": "step_s"}
+    return [
+        Run(each.pair, each.side, {**each.values, "seconds": waits[each.pair][seconds[each.side]]})
+        for each in speeds
+    ]
+
+
+def rows_of(survey: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A line of the table for each side."""
+    names = {OURS: "ours"} | {side: name for side, (name, _) in PEERS.items()}
+    ours = survey[OURS]["rows_per_s"]
+    return [
+        {
+            "side": names[side],
+            "rows_per_s": round(found["rows_per_s"]),
+            "ours is faster": f"{ours / found['rows_per_s']:.2f} times",
+        }
+        for side, found in survey.items()
+    ]
+
+
+def _settings(num_rows: int) -> dict[str, Any]:
+    return {
+        "num_rows": num_rows,
+        "columns": f"{loader_data.NUM_IDS} ids, {loader_data.NUM_DENSE} dense, a list of ids",
+        "batch_size": loader_data.BATCH_SIZE,
+        "rows_per_row_group": loader_data.ROWS_PER_GROUP,
+        "cores": "all processes of a side on one core",
+        "ours": "TrainBatches, shuffled, windows decoded again in each epoch",
+        "session": {
+            "dense_layers": loader_session.DENSE_LAYERS,
+            "over_layers": loader_session.OVER_LAYERS,
+            "embedding_dim": loader_session.EMBEDDING_DIM,
+            "measured_steps": [loader_session.WARMUP_STEPS, loader_session.NUM_STEPS],
+        },
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main(run, default_pairs=PAIRS, description=__doc__))

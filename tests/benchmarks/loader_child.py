@@ -1,0 +1,85 @@
+"""One side of the loader benchmark, in a process of its own on one core; prints JSON.
+
+python -m tests.benchmarks.loader_child SIDE FOLDER CORE
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torchrec import KeyedJaggedTensor
+
+from tests.benchmarks.loader_data import Checksum, spec_over
+
+Item = tuple[torch.Tensor, KeyedJaggedTensor, torch.Tensor]
+Epoch = Callable[[], Iterator[Item]]
+
+
+def ours(folder: Path) -> Epoch:
+    """`TrainBatches`, reading window by window as with data larger than memory."""
+    from trainer.data.batches import TrainBatches
+    from trainer.data.reader import open_source
+
+    spec = spec_over(folder)
+
+    def epoch() -> Iterator[Item]:
+        source = open_source(spec, folder)
+        with TrainBatches(source, spec, 0, 1, cache_bytes=0) as batches:
+            for batch, _ in batches:
+                num_rows = int(batch.weight.sum())
+                assert num_rows == batch.num_rows, "the rows fill whole batches"
+                yield batch.dense, batch.sparse, batch.label
+
+    return epoch
+
+
+def side_of(name: str, folder: Path) -> Epoch:
+    """Everything that a side does before its clock runs: imports, and for Ray the start."""
+    if name == "ours":
+        return ours(folder)
+    if name.startswith("ray_data"):
+        from tests.benchmarks.peers.ray_data_loader import epoch_over
+
+        return epoch_over(folder, shuffle=name == "ray_data")
+    from tests.benchmarks.peers.pandas_loader import epochs_over
+
+    return epochs_over(folder)[name]
+
+
+def measure(epoch: Epoch) -> dict[str, float]:
+    """Rows per second of one epoch, from the request to the last batch."""
+    num_rows = num_batches = 0
+    begun = time.perf_counter()
+    for dense, _, _ in epoch():
+        num_rows += len(dense)
+        num_batches += 1
+    wall_s = time.perf_counter() - begun
+    return {"rows_per_s": num_rows / wall_s, "wall_s": wall_s, "num_batches": num_batches}
+
+
+def checksum(epoch: Epoch) -> list[float]:
+    """What an epoch holds, outside of the clock."""
+    found = Checksum()
+    for item in epoch():
+        found.add(*item)
+    return found.summary()
+
+
+def main() -> None:
+    """Pin to a core, warm up with a checked epoch, measure another."""
+    name, folder, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    os.sched_setaffinity(0, {core})
+    torch.set_num_threads(1)
+    epoch = side_of(name, folder)
+    summary = checksum(epoch)
+    print(json.dumps({"checksum": summary, **measure(epoch)}))
+
+
+if __name__ == "__main__":
+    main()

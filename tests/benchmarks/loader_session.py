@@ -1,0 +1,82 @@
+"""A real training session of one rank, for its wait for data; prints JSON.
+
+python -m tests.benchmarks.loader_session FOLDER
+
+No Ray: the worker's own session and loop on a gloo world of one, from Parquet to optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.distributed as dist
+
+from tests.benchmarks.loader_data import spec_over
+from trainer.events import Metrics, read_record
+from trainer.parallel.groups import build_groups
+from trainer.ray_worker import WorkerConfig
+from trainer.run_dir import RunDir
+from trainer.session import Session
+from trainer.spec import JobSpec, validate_spec
+from trainer.worker import layout_of, prepare_process, train
+
+REPORT_EVERY_STEPS = 20
+NUM_STEPS = 160
+# Reading begins with the first report, whose window also holds the start.
+WARMUP_STEPS = REPORT_EVERY_STEPS
+DENSE_LAYERS = (512, 256, 64)
+OVER_LAYERS = (512, 256, 1)
+EMBEDDING_DIM = 64
+
+
+def model_spec(folder: Path) -> JobSpec:
+    """DLRM of the size that its authors train on Criteo, on the rows in `folder`."""
+    document = spec_over(folder).model_dump(mode="json", exclude_unset=True)
+    for table in document["embedding_tables"]:
+        table["embedding_dim"] = EMBEDDING_DIM
+    document["model"] |= {
+        "dense_arch": {"layer_sizes": DENSE_LAYERS},
+        "over_arch": {"layer_sizes": OVER_LAYERS},
+    }
+    document["training"] = {
+        "epochs": 100,
+        "max_steps": NUM_STEPS,
+        "report_every_steps": REPORT_EVERY_STEPS,
+    }
+    document["checkpoint"] = {"every_steps": NUM_STEPS}
+    return validate_spec(document)
+
+
+def measure(folder: Path, run_dir: Path) -> dict[str, float]:
+    """Train; mean seconds per step and of waiting for data per step, after the warm-up."""
+    config = WorkerConfig(model_spec(folder), run_dir, "job-loader-a0", 0)
+    prepare_process(config)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{run_dir}/rendezvous", rank=0, world_size=1
+    )
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=60)
+    train(Session(config, groups))
+    dist.destroy_process_group()
+    stream = RunDir(run_dir).attempt(config.attempt_id).stream_path(config.stream)
+    records = [read_record(line, 0) for line in stream.read_bytes().splitlines()]
+    reports = [
+        record.values
+        for record in records
+        if isinstance(record, Metrics)
+        and record.step > WARMUP_STEPS
+        and "data/wait_s" in record.values
+    ]
+    return {
+        "step_s": sum(1 / report["speed/steps_per_s"] for report in reports) / len(reports),
+        "wait_s": sum(report["data/wait_s"] for report in reports) / len(reports),
+        "num_reports": len(reports),
+    }
+
+
+if __name__ == "__main__":
+    with TemporaryDirectory(prefix="shardloom-bench-session-") as run_dir:
+        print(json.dumps(measure(Path(sys.argv[1]), Path(run_dir))))

@@ -35,3 +35,18 @@ def workers_started(
         total_steps=session.total_steps,
         resumed_step=session.state.step,
     )
+
+
+def progress(session: Session, rows_per_s: float) -> events.Progress:
+    """How far training has come, and when it will be through at this speed."""
+    step, total_steps = session.state.step, session.total_steps
+    rows_left = (total_steps - step) * session.shape.rows_per_step
+    return events.Progress(
+        time=time.time(),
+        step=step,
+        total_steps=total_steps,
+        epoch=session.state.position.epoch,
+        rows=session.state.rows_trained,
+        rows_per_s=rows_per_s,
+        eta_s=rows_left / rows_per_s if rows_per_s else 0.0,
+    )

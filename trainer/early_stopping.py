@@ -12,10 +12,11 @@ def after_validation(
 ) -> Plateau:
     """Where `value` of `metric` leaves the run: at a new best by more than min_delta, or waiting.
 
-    A NaN is no gain.
+    A NaN is no gain, not even as the first value.
     """
-    if plateau is None or is_better(metric, value, plateau.best, spec.min_delta):
-        return Plateau(best=value, num_validations=0)
+    plateau = plateau or Plateau()
+    if is_better(metric, value, plateau.best, spec.min_delta):
+        return Plateau(best=value)
     return Plateau(best=plateau.best, num_validations=plateau.num_validations + 1)
 
 

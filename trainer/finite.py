@@ -7,6 +7,7 @@ checkpoint and leaves out the rows since the loss was last finite (`training.on_
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 
@@ -22,6 +23,8 @@ from trainer.run_dir import RunDir
 from trainer.spec import JobSpec
 
 _REASON = "the loss became NaN or infinite"
+
+_TRAIN_NE = re.compile(r"train/(\w+/)?ne")
 
 
 class FiniteGuard:
@@ -46,7 +49,9 @@ class FiniteGuard:
 
     def judge(self, values: Mapping[str, float]) -> None:
         """Raise `NonFiniteLoss` where the reported entropy, equal on all ranks, explodes."""
-        decision = self._watch.judge_ne(values.get("train/ne", math.nan))
+        # Of several tasks, the worst: `train/TASK/ne`.
+        found = [value for name, value in values.items() if _TRAIN_NE.fullmatch(name)]
+        decision = self._watch.judge_ne(max(found, default=math.nan))
         if decision.action == "fail":
             raise NonFiniteLoss(
                 f"{decision.cause}: the model unlearns; lower optimizer.sparse.lr or "

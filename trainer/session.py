@@ -16,14 +16,14 @@ from typing import Literal
 import torch
 
 from trainer import events
-from trainer.announcement import workers_started
+from trainer.announcement import progress, workers_started
 from trainer.balance import LookupCounter, phase_metrics
-from trainer.data.batches import Batch, TrainBatches, validation_batches
+from trainer.data.batches import Batch, TrainBatches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.inputs import on_this_node
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
 from trainer.data.reader import open_source
-from trainer.early_stopping import after_validation, is_over
+from trainer.early_stopping import is_over
 from trainer.elastic import faults
 from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
@@ -47,6 +47,7 @@ from trainer.run_dir import AttemptDir, RunDir
 from trainer.saving import Checkpoints, State
 from trainer.spec import JobSpec
 from trainer.trace import Tracer
+from trainer.validation import measure, watch_plateau
 
 logger = logging.getLogger(__name__)
 
@@ -359,19 +360,7 @@ class Session:
         """Send `values` as the metrics of the current step, and how far training has come."""
         step = self.state.step
         self.emit(events.Metrics(time=time.time(), step=step, values=values))
-        rows_per_s = values["speed/rows_per_s"]
-        rows_left = (self.total_steps - step) * self.shape.rows_per_step
-        self.emit(
-            events.Progress(
-                time=time.time(),
-                step=step,
-                total_steps=self.total_steps,
-                epoch=self.state.position.epoch,
-                rows=self.state.rows_trained,
-                rows_per_s=rows_per_s,
-                eta_s=rows_left / rows_per_s if rows_per_s else 0.0,
-            )
-        )
+        self.emit(progress(self, values["speed/rows_per_s"]))
         self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
         logger.info("step %d/%d %s", step, self.total_steps, _format(values))
 
@@ -388,53 +377,18 @@ class Session:
 
     @torch.no_grad()
     def validate(self) -> bool:
-        """Measure all validation rows; True when the result is the best so far. Collective.
-
-        The copies are averaged first, as at any sync, so that all ranks measure one model.
-        """
+        """Measure all validation rows; True when the result is the best so far. Collective."""
         with self.off_the_clock():
-            values = self._measure_validation()
+            values = measure(self)
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
         value = values[f"validation/{self.watched_metric}"]
-        self._watch_plateau(value)
+        watch_plateau(self, value)
         if not is_better(self.watched_metric, value, self.state.best):
             return False
         self.state.best = value
         return True
-
-    def _watch_plateau(self, value: float) -> None:
-        """Early stopping: what this validation says about the next one."""
-        spec = self.spec.training.early_stopping
-        if spec is None:
-            return
-        plateau = after_validation(self.state.plateau, self.watched_metric, value, spec)
-        self.state.plateau = plateau
-        if is_over(plateau, spec) and self.state.step < self.total_steps:
-            self.note(
-                "info",
-                f"early stopping at step {self.state.step}: {plateau.num_validations} validations "
-                f"without a better validation/{self.watched_metric} than {plateau.best:.5g}",
-            )
-
-    def _measure_validation(self) -> dict[str, float]:
-        assert self.validation_source is not None
-        self.synchronise()
-        self.sync.finish()
-        self.model.eval()
-        for batch in validation_batches(
-            self.validation_source,
-            self.spec,
-            rank=self.groups.rank,
-            world_size=self.groups.layout.world_size,
-        ):
-            self.pulse.enter("validation", self.state.step)
-            on_device = self.on_device(batch)
-            self.left_out.add(batch.quarantined)
-            self.validation_meter.update(on_device, *self.model(on_device))
-        self.model.train()
-        return self.validation_meter.compute("validation")
 
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""

@@ -51,8 +51,8 @@ class EpochRows(Message):
 class Plateau(Message):
     """How long validation has stood still: `num_validations` since one found `best`."""
 
-    best: float
-    num_validations: Count
+    best: float | None = None
+    num_validations: Count = 0
 
 
 class Ledger(Message):

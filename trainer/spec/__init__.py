@@ -2,8 +2,8 @@
 
 `load_spec` is the front door: it parses text, applies `--set` overrides and returns a
 frozen `JobSpec`, or raises `SpecError` whose problems each name the path of the field.
-What the design foresees but this version cannot do is refused as "not supported yet";
-it is never silently ignored. Pydantic only: the control plane and the client import this.
+What cannot be done is refused, never silently ignored. Pydantic only: the control plane and the
+client import this.
 """
 
 from __future__ import annotations

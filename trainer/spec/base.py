@@ -1,10 +1,10 @@
-"""What every section of the spec shares: strict models, name patterns, and refusals."""
+"""What every section of the spec shares: strict models and name patterns."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from trainer.spec.problems import problem
 
@@ -32,28 +32,3 @@ class SpecModel(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
     )
-
-
-def _refuse(value: Any) -> Any:
-    if value is None:
-        return None
-    raise problem("not_supported_yet", "not supported yet in this version; remove it")
-
-
-NotYet = Annotated[
-    Any,
-    BeforeValidator(_refuse),
-    Field(deprecated=True, description="Not supported yet: refused when set."),
-]
-
-
-def only(*supported: object) -> AfterValidator:
-    """Accept only what this version can do of what the design allows."""
-
-    def check(value: Any) -> Any:
-        if value in supported:
-            return value
-        choices = " or ".join(repr(choice) for choice in supported)
-        raise problem("not_supported_yet", f"{value!r} is not supported yet; use {choices}")
-
-    return AfterValidator(check)

@@ -9,8 +9,8 @@ from pydantic import Field, ValidationError, ValidationInfo, model_validator
 from trainer.spec import checks
 from trainer.spec.base import NAME_PATTERN, Label, SpecModel
 from trainer.spec.data import DataSpec, FeatureSpec
-from trainer.spec.export import ExportSpec
 from trainer.spec.dynamic import DynamicSpec
+from trainer.spec.export import ExportSpec
 from trainer.spec.model import ModelSpec
 from trainer.spec.optimizer import OptimizerSpec
 from trainer.spec.parallelism import ParallelismSpec

@@ -39,6 +39,12 @@ def test_a_run_that_gets_worse_ends_whichever_way_the_metric_counts() -> None:
     assert stops_at([0.8, 0.9, 1.05, 1.06], spec, "calibration") == 3, "1 is perfect"
 
 
+def test_a_nan_at_the_start_is_not_the_value_to_beat() -> None:
+    spec = EarlyStoppingSpec(patience=2)
+    assert stops_at([math.nan, 0.9, 0.8, 0.7], spec) is None
+    assert stops_at([math.nan, math.nan], spec) == 1
+
+
 def test_without_a_spec_no_run_ends() -> None:
     assert not is_over(Plateau(best=1.0, num_validations=99), None)
     assert not is_over(None, EarlyStoppingSpec(patience=1))
@@ -54,7 +60,7 @@ def test_it_stops_where_patience_values_in_a_row_beat_nothing(
 ) -> None:
     best, waiting, expected = None, 0, None
     for number, value in enumerate(values):
-        gains = number == 0 or is_better("rmse", value, best, min_delta)
+        gains = is_better("rmse", value, best, min_delta)
         best, waiting = (value, 0) if gains else (best, waiting + 1)
         if waiting >= patience:
             expected = number

@@ -49,6 +49,7 @@ class ColumnReport:
     minimum: float | None
     maximum: float | None
     mean: float | None
+    std: float | None
     top_share: float | None
     zipf_exponent: float | None
     lists: ListLengths | None
@@ -69,7 +70,9 @@ class ColumnSketch:
         self._max_values = max_values
         self._num_rows = self._num_nulls = self._num_items = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
-        self._sum = 0.0
+        # Sums of differences to the first number, which stay small, and of their squares.
+        self._origin: float | None = None
+        self._sum = self._sum_squares = 0.0
         self._bounds: tuple[float, float] | None = None
         # What every value so far was; a column is of the first kind that is left.
         self._kinds = ["text"] if is_text else ["integer", "number", "text"]
@@ -97,6 +100,7 @@ class ColumnSketch:
         is_number = kind in ("integer", "number") and self._bounds is not None
         counts = np.sort(self._counts["count"].to_numpy())[::-1]
         num_distinct = self._num_distinct()
+        moments = self._moments()
         return ColumnReport(
             name=self._name,
             kind=kind,
@@ -106,7 +110,8 @@ class ColumnSketch:
             is_estimate=self._level > 0,
             minimum=self._bounds[0] if is_number and self._bounds else None,
             maximum=self._bounds[1] if is_number and self._bounds else None,
-            mean=self._sum / self._num_items if is_number and self._num_items else None,
+            mean=moments[0] if is_number else None,
+            std=moments[1] if is_number else None,
             top_share=_top_share(counts, num_distinct, self._num_items),
             zipf_exponent=_zipf_exponent(counts),
             lists=self._list_lengths(),
@@ -139,7 +144,22 @@ class ColumnSketch:
         low, high = numbers.min(), numbers.max()
         known = self._bounds or (np.inf, -np.inf)
         self._bounds = (min(known[0], _plain(low)), max(known[1], _plain(high)))
-        self._sum += float(numbers.cast(pl.Float64).sum())
+        self._add_moments(numbers.cast(pl.Float64))
+
+    def _add_moments(self, numbers: pl.Series) -> None:
+        if self._origin is None:
+            self._origin = float(numbers[0])
+        differences = numbers - self._origin
+        self._sum += float(differences.sum())
+        self._sum_squares += float((differences * differences).sum())
+
+    def _moments(self) -> tuple[float, float]:
+        """Mean and standard deviation of all items; zeros where there are none."""
+        if self._origin is None or not self._num_items:
+            return 0.0, 0.0
+        shift = self._sum / self._num_items
+        variance = self._sum_squares / self._num_items - shift**2
+        return self._origin + shift, max(0.0, variance) ** 0.5
 
     def _as_numbers(self, values: pl.Series) -> pl.Series | None:
         """The values as numbers, or None where they are none; notes what they are instead."""

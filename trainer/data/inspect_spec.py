@@ -132,11 +132,18 @@ def _dense(column: ColumnReport, *, is_prepared: bool) -> dict[str, Any]:
     feature: dict[str, Any] = {"name": column.name, "type": "dense"}
     if is_prepared:
         return feature
+    missing = 0.0
     if column.kind == "integer":
         feature["transform"] = "log1p"
-    elif column.kind == "number":
-        feature["transform"] = "standardise"
-    return feature | ({"missing": 0.0} if column.num_nulls else {})
+    elif column.std:
+        # Only prepared data has a manifest that would know mean and deviation.
+        missing, std = _rounded(column.mean), _rounded(column.std)
+        feature |= {"transform": "standardise", "mean": missing, "std": std}
+    return feature | ({"missing": missing} if column.num_nulls else {})
+
+
+def _rounded(value: float | None) -> float:
+    return float(f"{value or 0.0:.6g}")
 
 
 def _fills_its_range(column: ColumnReport) -> bool:

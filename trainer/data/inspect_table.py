@@ -36,9 +36,8 @@ def _table(report: DataReport, *, is_wide: bool) -> Table:
         for name in rows[0]
         if (is_wide or name not in _WIDE_ONLY) and (has_lists or name != "lists")
     ]
-    table = Table(
-        box=None, header_style="bold", pad_edge=False, padding=(0, 2 if is_wide else 1, 0, 0)
-    )
+    gap = (0, 2 if is_wide else 1, 0, 0)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=gap)
     for name in shown:
         justify = "right" if name in _RIGHT else "left"
         table.add_column(name, justify=justify, no_wrap=True)

@@ -87,6 +87,14 @@ def test_numbers_and_nulls_are_counted_over_all_parts():
     assert not found.is_estimate and found.zipf_exponent is None
 
 
+@given(st.lists(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20), min_size=1, max_size=4))
+def test_mean_and_deviation_are_those_of_all_values(parts):
+    found = sketch_of(*parts)
+    values = np.concatenate(parts)
+    assert found.mean == pytest.approx(values.mean(), rel=1e-9, abs=1e-6)
+    assert found.std == pytest.approx(values.std(), rel=1e-6, abs=1e-2)
+
+
 def test_nan_counts_as_null():
     found = sketch_of([1.5, math.nan, None, 2.0])
     assert (found.kind, found.num_nulls, found.num_distinct) == ("number", 2, 2)
@@ -206,6 +214,20 @@ def test_compressed_text_and_plain_parquet_are_read(tmp_path):
     (text,) = inspect(tmp_path / "a.csv.gz")
     (parquet,) = inspect(tmp_path / "b.parquet")
     assert (text.num_rows, parquet.num_rows) == (2, 3)
+
+
+def test_raw_numbers_are_standardised_by_what_was_found(tmp_path):
+    frame = pl.DataFrame({"price": [1.5, 2.5, 3.5, None], "y": [0, 1, 1, 0]})
+    frame.write_parquet(tmp_path / "a.parquet")
+    (feature,) = inspect(tmp_path)[0].suggestion.features
+    assert feature == {
+        "name": "price",
+        "type": "dense",
+        "transform": "standardise",
+        "mean": 2.5,
+        "std": pytest.approx(0.816497),
+        "missing": 2.5,
+    }
 
 
 def test_names_that_no_spec_can_hold_are_left_out_with_a_note(tmp_path):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +34,8 @@ from torchrec.modules.mc_embedding_modules import (
 
 from trainer.parallel.dynamic_ids import BucketedIds, Tally, mix
 
-if TYPE_CHECKING:
-    _ShardedCollection = BaseShardedManagedCollisionEmbeddingCollection[Any]
-else:
-    _ShardedCollection = BaseShardedManagedCollisionEmbeddingCollection
 
-
-class _FreshRows(_ShardedCollection):
+class _FreshRows(BaseShardedManagedCollisionEmbeddingCollection):  # type: ignore[type-arg]
     """TorchRec's sharded collections, with admitted rows that start anew on any device.
 
     TorchRec resets them by a CUDA kernel, and draws their weights from the generator of the

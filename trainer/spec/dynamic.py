@@ -41,6 +41,11 @@ class DynamicSpec(SpecModel):
     eviction_interval: Annotated[PositiveInt, Field(le=100_000)] = 10
     num_buckets: Annotated[PositiveInt, Field(le=1024)] = DEFAULT_NUM_BUCKETS
 
+    @property
+    def state_bytes_per_row(self) -> int:
+        """What is kept for each row beside its weights: id, row, and what the policy remembers."""
+        return 8 * (4 if self.eviction == "distance_lfu" else 3)
+
 
 def check_dynamic_tables(spec: JobSpec) -> None:
     """What a dynamic table can be, whatever the layout."""

@@ -68,9 +68,9 @@ class EmbeddingTableSpec(SpecModel):
         return None if self.num_embeddings == "auto" else self.num_embeddings
 
     def size_bytes(self, state_bytes_per_row: int) -> int | None:
-        """Bytes of the weights and optimizer state; None while the number of rows is `auto`."""
+        """Bytes of weights, optimizer state and ids; None while the number of rows is `auto`."""
         if self.num_embeddings == "auto":
             return None
-        return self.num_embeddings * (
-            self.embedding_dim * NUM_BYTES[self.data_type] + state_bytes_per_row
-        )
+        ids_bytes = self.dynamic.state_bytes_per_row if self.dynamic else 0
+        weights_bytes = self.embedding_dim * NUM_BYTES[self.data_type]
+        return self.num_embeddings * (weights_bytes + state_bytes_per_row + ids_bytes)

@@ -31,6 +31,11 @@ def test_a_dynamic_table_takes_any_id_below_its_input_hash_size() -> None:
     assert (table.num_ids, table.num_embeddings) == (1000, 64)
 
 
+def test_the_ids_of_rows_count_as_memory() -> None:
+    table = validate_spec(dynamic()).embedding_tables[0]
+    assert table.size_bytes(4) == 64 * (8 * 4 + 4 + 3 * 8)
+
+
 @pytest.mark.parametrize(
     ("table", "code"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
 from trainer.data.batches import Batch
+from trainer.export.program import write_program
 from trainer.models.dlrm import Recommender, build_model
 from trainer.models.history import History, HistoryEncoder
 from trainer.spec import JobSpec, SpecError, TransformerSpec, validate_spec
@@ -233,3 +235,20 @@ def test_a_model_that_cannot_be_built_is_refused_by_field(
     with pytest.raises(SpecError) as caught:
         validate_spec(document(**model))
     assert [(p.path, p.code) for p in caught.value.problems] == [(path, code)]
+
+
+def test_the_exported_program_predicts_as_the_model_does(tmp_path: Path) -> None:
+    model = make_model().eval()
+    write_program(model, SPEC, tmp_path / "model.pt2")
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    histories = [[2, 5, 9], [], [4], [1, 1, 8, 3]], [[], []]
+    ratings = [[1.0, -0.5, 0.0], [], [2.0], [-1.0, 0.5, 0.25, 1.0]], [[], []]
+    for lists, given_ratings in zip(histories, ratings, strict=True):
+        batch = make_batch(lists, given_ratings, [[3, 4]] * len(lists))
+        sparse, sequences = batch.sparse, batch.sequences
+        assert sequences is not None
+        arrays = (sparse.values(), sparse.lengths(), sequences.values(), sequences.lengths())
+        with torch.no_grad():
+            _, expected = model(batch)
+            found = program(batch.dense, *arrays, sequences.weights())
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)

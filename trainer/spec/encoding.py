@@ -52,9 +52,9 @@ class VocabularySpec(SpecModel):
 
 
 def _ascending(boundaries: tuple[float, ...]) -> tuple[float, ...]:
-    for index, (low, high) in enumerate(pairwise(boundaries)):
+    for low, high in pairwise(boundaries):
         if high <= low:
-            raise problem("not_ascending", f"must ascend, but {high} follows {low}", f"[{index}]")
+            raise problem("not_ascending", f"must ascend, but {high} follows {low}")
     return boundaries
 
 

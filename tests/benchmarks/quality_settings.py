@@ -10,7 +10,16 @@ from trainer.data.prepare.movielens import MovieLensOptions
 SPEC = Path(__file__).parents[2] / "deploy" / "examples" / "movielens-transformer.yaml"
 DATA = MovieLensOptions()
 # What the example does on four ranks of 128 rows, one rank does on 512.
-OURS = ("data.batch_size=512", "data.label.scale_column=null")
+OURS = ("data.batch_size=512",)
 
 BIAS = BiasSettings(user_prior=5, movie_prior=3)
-FACTORS = FactorSettings()
+FACTORS = FactorSettings(
+    num_factors=256,
+    lr=0.06,
+    lr_decay=0.8,
+    factor_l2=0.035,
+    bias_l2=0.001,
+    init_std=0.03,
+    batch_size=128,
+    num_epochs=11,
+)

@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from service.advice import advice_of
+from service.api.export_schemas import ExportOut
 from service.dashboard import formats, views
+from service.dashboard.export_lines import export_lines
 from service.dashboard.groups_view import GroupsView
 from service.dashboard.member_grid import member_grid
 from service.dashboard.sharding_view import sharding_view
@@ -100,6 +102,11 @@ def timeline(job: Job, events: Sequence[TimelineEvent]) -> str:
 def checkpoints(items: Sequence[Checkpoint], now: float) -> str:
     """Table of the checkpoints that exist."""
     return _render("checkpoints.html", lines=views.checkpoint_lines(items, now))
+
+
+def exports(job: Job, items: Sequence[ExportOut], now: float) -> str:
+    """Table of the exports, with links to download those that are done."""
+    return _render("exports.html", lines=export_lines(job, items, now))
 
 
 def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:

@@ -11,6 +11,7 @@ from nicegui import ui
 
 from service.dashboard import charts, fragments
 from service.dashboard.course_panel import CoursePanel
+from service.dashboard.export_panel import ExportPanel, Submit
 from service.dashboard.log_view import LogView
 from service.dashboard.login_guard import may_see
 from service.dashboard.placement_panel import PlacementPanel
@@ -30,13 +31,19 @@ class JobPage:
     """One reader's view of a job, refreshed every second while the browser is connected."""
 
     def __init__(
-        self, store: JobStore, settings: Settings, job_id: str, wake: Callable[[], None]
+        self,
+        store: JobStore,
+        settings: Settings,
+        job_id: str,
+        wake: Callable[[], None],
+        submit: Submit,
     ) -> None:
         self._store = store
         self._settings = settings
         self._run_dir = run_dir_of(settings, job_id)
         self._job_id = job_id
         self._wake = wake
+        self._submit = submit
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -59,6 +66,7 @@ class JobPage:
         """Read the store in a thread and show what changed."""
         snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
         self._show(snapshot)
+        await self._exports.refresh()
         job = snapshot.job
         await self._logs.refresh(job.current_attempt_id, is_final=job.status.is_terminal)
 
@@ -99,6 +107,9 @@ class JobPage:
                     self._logs = LogView(self._run_dir)
                 with ui.tab_panel("Checkpoints"):
                     self._checkpoints = ui.html(sanitize=False)
+                    self._exports = ExportPanel(
+                        self._store, self._settings, self._snapshot, self._submit
+                    )
                 with ui.tab_panel("Traces"):
                     self._traces = TracePanel(
                         self._store, self._run_dir, self._snapshot, self.refresh
@@ -120,6 +131,7 @@ class JobPage:
         self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
         self._traces.show(snapshot, now)
         self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
+        self._exports.show(snapshot)
         self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
         self._course.show(snapshot)
         self._show_charts(snapshot)

@@ -13,6 +13,7 @@ from fastapi.responses import RedirectResponse
 from nicegui import app as nicegui_app
 from nicegui import ui
 
+from service.dashboard.export_panel import Submit
 from service.dashboard.job_page import JobPage
 from service.dashboard.list_page import ListPage
 from service.dashboard.login import add_login
@@ -21,6 +22,7 @@ from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.dashboard.snapshots import ListFeed
 from service.settings import Settings
 from service.store.base import JobStore
+from trainer.export.folder import ExportFolder
 
 
 def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
@@ -33,7 +35,8 @@ def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], 
     context = getattr(app.state, "context", None)
     security = context.security if context is not None else None
     set_rules(is_local=settings.auth == "local", security=security)
-    _register_pages(store, settings, wake)
+    submit = context.exports.submit if context is not None else _forget
+    _register_pages(store, settings, wake, submit)
     if security is not None:
         add_login(app)
 
@@ -59,7 +62,13 @@ def _forget_former_mount() -> None:
     nicegui_app.user_middleware.clear()
 
 
-def _register_pages(store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
+def _forget(folder: ExportFolder) -> None:
+    """Without the API nothing makes exports; a service that starts later will."""
+
+
+def _register_pages(
+    store: JobStore, settings: Settings, wake: Callable[[], None], submit: Submit
+) -> None:
     feed = ListFeed(store)
 
     @ui.page("/")
@@ -68,7 +77,7 @@ def _register_pages(store: JobStore, settings: Settings, wake: Callable[[], None
 
     @ui.page("/jobs/{job_id}")
     async def _job(job_id: str) -> None:
-        await JobPage(store, settings, job_id, wake).build()
+        await JobPage(store, settings, job_id, wake, submit).build()
 
 
 def _unknown_page() -> None:

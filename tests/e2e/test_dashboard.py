@@ -24,6 +24,8 @@ from tests.unit.service.builders import (
     workers_started,
 )
 from trainer.events import Event, Progress
+from trainer.export.artifact import write_manifest
+from trainer.export.folder import list_exports
 from trainer.run_dir import RunDir
 
 LIVE_MS = 8_000
@@ -307,3 +309,24 @@ def test_the_theme_switch_is_remembered(page: Page) -> None:
     expect(page.locator("body.body--dark")).to_be_visible()
     page.reload()
     expect(page.locator("body.body--dark")).to_be_visible()
+
+
+def test_an_export_is_asked_for_and_offered_for_download_when_it_is_done(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    page.get_by_role("tab", name="Checkpoints").click()
+    expect(page.get_by_text("Nothing has been exported yet")).to_be_visible()
+    page.get_by_role("button", name="Export").click()
+    page.get_by_role("dialog").get_by_role("button", name="Export").click()
+    row = page.get_by_role("row", name="queued")
+    expect(row).to_be_visible(timeout=LIVE_MS)
+    (folder,) = list_exports(RunDir(dashboard.runs_dir / running.id))
+    assert (folder.wanted.checkpoint, folder.wanted.quantize) == ("newest", "int8")
+    folder.artifact.mkdir()
+    facts = {"job": "x", "checkpoint": "step-40", "step": 40, "quantize": "int8", "versions": {}}
+    write_manifest(folder.artifact, **facts)
+    link = page.get_by_role("link", name=folder.id)
+    expect(link).to_have_attribute(
+        "href", f"/v1/jobs/{running.id}/exports/{folder.id}/archive", timeout=LIVE_MS
+    )

@@ -54,7 +54,6 @@ class Manifest(BaseModel):
     checkpoint: str
     step: int
     quantize: Quantization
-    num_shards: int = 1
     created: float
     versions: dict[str, str]
     files: dict[str, FileEntry]

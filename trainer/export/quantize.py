@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.inference.modules import quantize_embeddings
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 
 from trainer.spec.export import Quantization
@@ -25,13 +26,27 @@ def quantized(model: nn.Module, quantize: Quantization) -> nn.Module:
     if quantize == "none":
         return model
     shared = _without_copying(model)
-    return quantize_embeddings(
+    swapped = quantize_embeddings(
         shared,
         dtype=_DTYPES[quantize],
         inplace=True,
         additional_qconfig_spec_keys=[EmbeddingCollection],
         additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
     )
+    for module in swapped.modules():
+        _drop_second_names(module)
+    return swapped
+
+
+def _drop_second_names(module: nn.Module) -> None:
+    """Forget the names by table that TorchRec gives to parts of the kernels' weights.
+
+    They are views, for state dicts; torch.export would write each table once more for them.
+    """
+    if isinstance(module, QuantEmbeddingBagCollection):
+        module.embedding_bags = nn.ModuleDict()
+    if isinstance(module, QuantEmbeddingCollection):
+        module.embeddings = nn.ModuleDict()
 
 
 def _without_copying(module: nn.Module) -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field, PositiveInt
 
 from trainer.spec.base import SpecModel
 from trainer.spec.problems import problem
@@ -14,6 +14,17 @@ if TYPE_CHECKING:
 
 Quantization = Literal["int8", "fp16", "none"]
 CheckpointChoice = Literal["newest", "best"]
+
+
+def _one_shard(shards: int) -> int:
+    if shards > 1:
+        raise problem(
+            "not_exportable",
+            "exports are not sharded: TorchRec's inference sharding spreads tables over the GPUs "
+            "of one process; on the CPU its shards share one memory, and torch.export cannot trace "
+            "its kernels. Use 1, and quantize: int8 where memory is short",
+        )
+    return shards
 
 
 class ExportSpec(SpecModel):
@@ -28,6 +39,7 @@ class ExportSpec(SpecModel):
         CheckpointChoice, Field(description="`best` falls back on the newest where none is best.")
     ] = "newest"
     quantize: Quantization = "int8"
+    shards: Annotated[PositiveInt, AfterValidator(_one_shard)] = 1
 
 
 def check_export(spec: JobSpec) -> None:

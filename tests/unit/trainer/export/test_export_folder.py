@@ -101,6 +101,13 @@ def test_dynamic_tables_refuse_an_export_with_the_spec(tmp_path: Path) -> None:
     assert (found.path, found.code) == ("embedding_tables[0].dynamic", "not_exportable")
 
 
+def test_sharded_exports_are_refused_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match="shards share one memory") as caught:
+        make_spec(tmp_path, export={"shards": 2})
+    (found,) = caught.value.problems
+    assert (found.path, found.code) == ("export.shards", "not_exportable")
+
+
 def test_a_spec_says_what_to_export() -> None:
     assert make_spec(Path("x")).export is None
     spec = make_spec(Path("x"), export={"quantize": "fp16"})

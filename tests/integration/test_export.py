@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from fastapi.testclient import TestClient
 
+from service.backends.fake import FakeBackend
+from service.client import ShardloomClient
+from service.main import create_app
+from service.settings import Settings
+from service.store.sql import SqlJobStore
 from tests.integration.gloo import free_port, run_ranks
 from tests.integration.session_cases import make_config
+from tests.unit.service.builders import batch as batch_of
+from tests.unit.service.builders import checkpoint
+from tests.unit.trainer.export.export_case import make_spec, rows, write_data, write_run
 from trainer.data.batches import validation_batches
 from trainer.data.columns import layout_of as columns_of
 from trainer.data.source import ParquetSource
+from trainer.export.predict import predict
 from trainer.parallel.groups import build_groups
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import RunDir
@@ -104,3 +115,33 @@ def test_a_trained_job_is_exported_and_served_with_the_same_predictions(
     assert report["recorded_metrics"]["validation/rmse"] == pytest.approx(rmse, abs=2e-4)
     assert report["tasks"]["rating"]["max_abs_error"] < 2e-3
     assert report["num_rows"] == len(table)
+
+
+def test_an_export_asked_for_over_rest_is_made_beside_the_service_and_downloaded(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(home=tmp_path / "home", backend="fake", dashboard=False)
+    store = SqlJobStore.open(settings.database_url)
+    app = create_app(settings, store, FakeBackend(tmp_path / "cluster"))
+    with TestClient(app, base_url="http://127.0.0.1:8700") as http:
+        spec = make_spec(write_data(tmp_path / "data"))
+        answer = http.post("/v1/jobs", json={"spec": spec.model_dump(mode="json")})
+        job_id = answer.json()["id"]
+        write_run(settings.runs_dir / job_id, spec, 7)
+        wait_for(lambda: bool(store.list_attempts(job_id)))
+        store.append_events(f"{job_id}-a0", batch_of(checkpoint(7)), time.time())
+        with ShardloomClient(str(http.base_url), transport=http._transport) as client:
+            asked = client.request_export(job_id, checkpoint="7", quantize="fp16")
+            done = client.wait_for_export(job_id, asked.id, timeout_s=120)
+            folder = client.download_export(job_id, asked.id, tmp_path / "out")
+    assert done.report is not None
+    assert done.report["tasks"]["stars"]["max_abs_error"] < 2e-3
+    assert len(predict(folder, rows())["stars"]) == done.report["num_rows"]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came")

@@ -24,6 +24,7 @@ be true", fbgemm 1.8). `trainer.parallel.dynamic_tables` shards the tables. No c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torchrec import JaggedTensor
@@ -185,27 +186,27 @@ class BucketedIds(ManagedCollisionModule):
         lengths = torch.tensor([len(values) for _, values in self._seen], device=ids.device)
         steps = torch.tensor([step for step, _ in self._seen], device=ids.device)
         self._seen = []
-        of_bucket = self._buckets_of(ids)
-        last_steps = steps.repeat_interleave(lengths)
-        for bucket in range(self._first, self._end):
-            is_here = of_bucket == bucket
-            if is_here.any():
-                self._admit_to(bucket, ids[is_here], last_steps[is_here])
+        assert self._step is not None, "nothing is seen outside a step"
+        # Sorted by id, and thereby by bucket.
+        unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+        history = {"last_access_iter": steps.repeat_interleave(lengths)}
+        metadata = self._policy.coalesce_history_metadata(self._step, history, counts, inverse)
+        starts = torch.arange(self._first, self._end + 1, device=ids.device)
+        bounds = torch.searchsorted(self._buckets_of(unique), starts).tolist()
+        for bucket, (start, end) in enumerate(pairwise(bounds), self._first):
+            if end > start:
+                of_bucket = {name: each[start:end] for name, each in metadata.items()}
+                self._admit_to(bucket, unique[start:end], counts[start:end], of_bucket)
         self._find_known()
 
-    def _admit_to(self, bucket: int, ids: torch.Tensor, steps: torch.Tensor) -> None:
-        place = slice(
-            (bucket - self._first) * self._bucket_rows,
-            (bucket + 1 - self._first) * self._bucket_rows,
-        )
+    def _admit_to(
+        self, bucket: int, ids: torch.Tensor, counts: torch.Tensor, seen: dict[str, torch.Tensor]
+    ) -> None:
+        start = (bucket - self._first) * self._bucket_rows
+        place = slice(start, start + self._bucket_rows)
         module = self._module_of(bucket, place)
-        unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-        assert self._step is not None, "nothing is seen outside a step"
-        module._current_iter = self._step
-        history = {"last_access_iter": steps}
-        metadata = self._policy.coalesce_history_metadata(self._step, history, counts, inverse)
         num_free = int((self.ids[place] == NO_ID).sum())
-        module._update_and_evict(unique, counts, metadata)
+        module._update_and_evict(ids, counts, seen)
         given = module._evicted_emb_indices
         num_filled = num_free - int((self.ids[place] == NO_ID).sum())
         self.tally.num_admitted += given.numel()
@@ -222,6 +223,7 @@ class BucketedIds(ManagedCollisionModule):
             eviction_interval=self._spec.eviction_interval,
             output_global_offset=bucket * self._bucket_rows,
         )
+        module._current_iter = self._step or 0
         module._mch_sorted_raw_ids = self.ids[place]
         module._mch_remapped_ids_mapping = self.rows[place]
         module._mch_metadata = {name: getattr(self, name)[place] for name in self._remembered}

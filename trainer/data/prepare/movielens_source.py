@@ -16,6 +16,8 @@ from trainer.data.prepare.units import DuplicateRating
 from trainer.data.ragged import IntArray
 from trainer.data.storage import Location
 
+# Taken apart, the words of a block need many times its size.
+_TAG_BLOCK_BYTES = 8 * 1024 * 1024
 _TAG_SCHEMA = {"movieId": pl.Int64, "tag": pl.String}
 _TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), integer("timestamp"))
 
@@ -57,7 +59,7 @@ def read_tag_words(
     total, num_tags = count_tag_words(pl.DataFrame(schema=_TAG_SCHEMA)), 0
     if not location.exists():
         return TagWords(total, num_tags)
-    reader = BlockReader(location, _TAG_COLUMNS, delimiter=delimiter)
+    reader = BlockReader(location, _TAG_COLUMNS, delimiter=delimiter, block_bytes=_TAG_BLOCK_BYTES)
     start, line = reader.first, 2
     while start < reader.size_bytes:
         block, frame = reader.read(start, line)

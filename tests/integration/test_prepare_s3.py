@@ -121,6 +121,12 @@ def test_an_upload_that_fails_leaves_no_manifest_and_is_gone_on_with(
     assert uploaded[-1] == MANIFEST_NAME
 
 
+def test_a_bucket_that_is_not_there_is_named_before_any_work(remote_csv, tmp_path):
+    with pytest.raises(StorageError, match="there is no bucket 'absent'; make it"):
+        prepare_movielens(remote_csv, "s3://absent/out", options=OPTIONS)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_source_that_is_not_there_is_named(store):
     with pytest.raises(SourceMissingError, match="s3://data/nowhere is not a folder"):
         prepare_movielens(store.url("nowhere"), store.url("o"))

@@ -25,6 +25,7 @@ from trainer.data.storage import Location
 
 # Below the working folder: what the result is made of, and what is only needed on the way.
 _RESULT, _SCRATCH = "result", "scratch"
+_PROBE = ".shardloom-probe"
 
 
 class Staging:
@@ -137,10 +138,12 @@ def _check_free(out: Location, *, overwrite: bool) -> None:
     if out.is_local:
         check_replaceable(out.local_path, overwrite=overwrite)
         return
-    if not out.list(recursive=True):
-        return
     if (out / MANIFEST_NAME).exists() and not overwrite:
         raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
+    # A missing bucket or right to write must not come out after hours of work.
+    probe = out / _PROBE
+    probe.write_bytes(b"")
+    probe.delete()
 
 
 @contextmanager

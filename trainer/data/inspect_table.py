@@ -39,8 +39,7 @@ def _table(report: DataReport, *, is_wide: bool) -> Table:
     gap = (0, 2 if is_wide else 1, 0, 0)
     table = Table(box=None, header_style="bold", pad_edge=False, padding=gap)
     for name in shown:
-        justify = "right" if name in _RIGHT else "left"
-        table.add_column(name, justify=justify, no_wrap=True)
+        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
     table.add_column("suggested", no_wrap=True)
     for column, cells in zip(report.columns, rows, strict=True):
         role = roles.get(column.name, "[dim]left out[/]")

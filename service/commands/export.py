@@ -127,11 +127,11 @@ def _export_there(
     if as_json:
         print_json(done)
         return
-    for line in (_comparison(done), f"{to}"):
+    for line in (comparison(done), f"{to}"):
         console().print(line, soft_wrap=True)
 
 
-def _comparison(done: ExportOut) -> str:
+def comparison(done: ExportOut) -> str:
     """What the report says of the predictions, in a line for each task."""
     report = done.report or {}
     if report.get("not_measured"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -24,9 +24,9 @@ from trainer.data.position import (
     step_start,
 )
 from trainer.data.quarantine import FaultLog, QuarantinedRows
-from trainer.data.ragged import IntArray
 from trainer.data.read_ahead import NUM_PREFETCHED, ReadAhead
 from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS, RowReader
+from trainer.data.row_columns import IdColumn, RowColumns
 from trainer.data.rows import FloatArray, Rows
 from trainer.data.source import ParquetSource
 from trainer.data.spans import Span
@@ -61,7 +61,7 @@ class Batch:
     @property
     def num_rows(self) -> int:
         """B, padding included."""
-        return len(self.label)
+        return self.label.shape[0]  # not len(), which torch.export takes for a constant
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         """The same batch on another device."""
@@ -86,12 +86,9 @@ class Batch:
         return {name: part for name, part in parts.items() if part is not None}
 
 
-def make_batch(rows: Rows, spec: JobSpec, is_counted: FloatArray | None = None) -> Batch:
-    """Wrap packed rows (as `Rows.take` gives them) as tensors, without copying them.
-
-    `is_counted` [n] is 0 for rows that only fill up the batch, 1 for others.
-    """
-    return _wrap(rows, BatchKeys.of(spec), is_counted)
+def make_batch(rows: Rows, spec: JobSpec) -> Batch:
+    """Packed rows (as `Rows.take` gives them) as tensors, all of which count."""
+    return _wrap(RowColumns.of(rows), BatchKeys.of(spec))
 
 
 @dataclass(frozen=True)
@@ -114,46 +111,38 @@ class BatchKeys:
         )
 
 
-def _wrap(rows: Rows, keys: BatchKeys, is_counted: FloatArray | None) -> Batch:
-    pooled, sequences = keys.pooled, keys.sequences
-    # Pooled features are packed before sequences.
-    cut = int(rows.starts[len(pooled), 0]) if sequences else len(rows.ids)
-    is_pooled, is_sequence = slice(None, cut), slice(cut, None)
+def _wrap(rows: RowColumns, keys: BatchKeys, is_counted: FloatArray | None = None) -> Batch:
+    """Tensors of rows; `is_counted` [n] is 0 for those that only fill up the batch."""
+    pooled, sequences = rows.features[: len(keys.pooled)], rows.features[len(keys.pooled) :]
+    weight = rows.row_weight if is_counted is None else rows.row_weight * is_counted
     return Batch(
         dense=torch.from_numpy(rows.dense),
-        sparse=_jagged(
-            pooled,
-            rows.ids[is_pooled],
-            rows.lengths[: len(pooled)],
-            rows.weights[is_pooled] if rows.weights is not None and keys.is_weighted else None,
-        ),
+        sparse=_jagged(keys.pooled, pooled, keys.is_weighted),
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
         label_scale=torch.from_numpy(rows.scale),
-        weight=torch.from_numpy(
-            rows.row_weight if is_counted is None else rows.row_weight * is_counted
-        ),
-        sequences=_jagged(
-            sequences,
-            rows.ids[is_sequence],
-            rows.lengths[len(pooled) :],
-            rows.weights[is_sequence]
-            if rows.weights is not None and keys.has_weighted_sequences
-            else None,
-        )
+        weight=torch.from_numpy(weight),
+        sequences=_jagged(keys.sequences, sequences, keys.has_weighted_sequences)
         if sequences
         else None,
     )
 
 
-def _jagged(
-    keys: list[str], ids: IntArray, lengths: IntArray, weights: FloatArray | None = None
-) -> KeyedJaggedTensor:
+def _jagged(keys: list[str], columns: Sequence[IdColumn], is_weighted: bool) -> KeyedJaggedTensor:
+    nothing = np.empty(0, np.int64)
+    ids = np.concatenate([nothing, *(column.ids for column in columns)])
+    lengths = np.ones((len(columns), len(columns[0]) if columns else 0), dtype=np.int32)
+    for taken, column in zip(lengths, columns, strict=True):
+        if column.offsets is not None:
+            np.subtract(column.offsets[1:], column.offsets[:-1], out=taken, casting="unsafe")
+    weights = None
+    if is_weighted:
+        weights = torch.from_numpy(np.concatenate([column.some_weights for column in columns]))
     return KeyedJaggedTensor(
         keys=keys,
         values=torch.from_numpy(ids),
-        lengths=torch.from_numpy(lengths.ravel().astype(np.int32)),
-        weights=None if weights is None else torch.from_numpy(weights),
+        lengths=torch.from_numpy(lengths.ravel()),
+        weights=weights,
     )
 
 
@@ -179,15 +168,15 @@ class BatchMaker:
         """
         share = rank_rows(rows, self._rank, self._num_ranks)
         some_row = rows[0][0]
-        found = self._reader.read_spans(epoch, share or [(some_row, some_row + 1)])
+        found = self._reader.read_columns(epoch, share or [(some_row, some_row + 1)])
         batch = self._fill(found, len(found) if share else 0)
         return batch.pin_memory() if self._pin else batch
 
-    def _fill(self, rows: Rows, num_counted: int) -> Batch:
+    def _fill(self, rows: RowColumns, num_counted: int) -> Batch:
         """A full batch, of which the first `num_counted` rows count."""
         places = np.arange(self._batch_size)
         if num_counted == len(places):
-            batch = _wrap(rows, self._keys, None)
+            batch = _wrap(rows, self._keys)
         else:
             counted = (places < num_counted).astype(np.float32)
             batch = _wrap(rows.take(np.minimum(places, len(rows) - 1)), self._keys, counted)

@@ -34,7 +34,7 @@ FEATURES = "features.json"
 REPORT = "report.json"
 README = "README.md"
 VOCABULARIES = "vocabularies"
-FORMAT = 1
+FORMAT: Literal[1] = 1
 
 
 class FileEntry(BaseModel):

@@ -96,7 +96,7 @@ def in_own_unit(outputs: NDArray[np.float32], rows: Rows, spec: JobSpec) -> Pred
     for index, task in enumerate(spec.model.tasks):
         values = outputs[:, index]
         if task.loss == "bce":
-            values = 1 / (1 + np.exp(-values))
+            values = (1 / (1 + np.exp(-values))).astype(np.float32)
         found[task.name] = values * rows.scale[:, index] + rows.offset[:, index]
     return found
 

@@ -70,7 +70,7 @@ def _no_ids() -> KeyedJaggedTensor:
 def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
     """Trace `model` and write it to `path`; raises `NotExportable`, with the cause."""
     arrays = example_arrays(spec)
-    sizes = {0: torch.export.Dim.AUTO}
+    sizes = {0: torch.export.Dim.DYNAMIC}
     shapes = (sizes, tuple(sizes for _ in arrays[1:]))
     flat = FlatModel(model, spec).eval()
     try:
@@ -82,7 +82,8 @@ def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
         cause = next((line for line in str(error).splitlines() if line.strip()), "")
         raise NotExportable(
             f"the model cannot be traced by torch.export: {type(error).__name__}: {cause}. Its "
-            "forward must not depend on values of tensors (no .item(), no Python loop over rows)"
+            "forward must not depend on values of tensors (no .item(), no Python loop over rows) "
+            "and take sizes from .shape, not from len()"
         ) from error
 
 

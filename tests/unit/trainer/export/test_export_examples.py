@@ -1,0 +1,59 @@
+"""The specs of deploy/examples as exports: a transformer, attention, a module of the user's own."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import EXAMPLE_SPEC
+from tests.unit.trainer.export.export_case import write_run
+from trainer.code_archive import id_of, pack
+from trainer.data.inputs import resolve_inputs
+from trainer.export.run import ExportRequest, export
+from trainer.run_dir import RunDir
+from trainer.spec import JobSpec, load_spec
+
+EXAMPLES = EXAMPLE_SPEC.parent
+CODE = EXAMPLES / "code"
+
+
+def example(name: str, data: Path, *overrides: str) -> JobSpec:
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    return resolve_inputs(load_spec(text, [f"data.path={data}", *overrides]))
+
+
+def exported_error(run_dir: RunDir, folder: Path) -> float:
+    """Largest difference from the trainer's predictions, on validation rows, without quantising."""
+    report = export(ExportRequest(run_dir.root, folder, quantize="none"))
+    (task,) = report.tasks.values()
+    assert report.num_rows > 100
+    assert task.prediction_std > 0.01
+    return task.max_abs_error
+
+
+@pytest.mark.parametrize("name", ["movielens-transformer", "movielens-sequence"])
+def test_an_example_is_exported_with_the_predictions_of_its_model(
+    small_movielens: Path, tmp_path: Path, name: str
+) -> None:
+    run_dir = write_run(tmp_path / "run", example(name, small_movielens), 5)
+    assert exported_error(run_dir, tmp_path / "out") < 1e-5
+
+
+def test_a_module_of_the_users_own_is_exported_from_the_code_that_came_with_the_job(
+    small_movielens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    archive = pack(CODE)
+    spec = example("movielens-module", small_movielens, f"model.code={id_of(archive)}")
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(str(CODE))
+        run_dir = write_run(tmp_path / "run", spec, 5)
+    path = run_dir.code_path(id_of(archive))
+    path.parent.mkdir()
+    path.write_bytes(archive)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "two_towers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert exported_error(run_dir, tmp_path / "out") < 1e-5
+    assert str(path) in str(sys.modules["two_towers"].__file__)

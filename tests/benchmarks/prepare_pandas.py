@@ -24,6 +24,7 @@ import pandas as pd
 Style = Literal["published", "careful"]
 
 _PRIOR_ROWS = 5.0
+_NUM_FOLDS = 5
 _MIN_SCALE_RATIO = 0.25
 _WORD = r"[^\W_]+(?:['\u2019][^\W\d_]+)*"
 _YEAR = r"\((\d{4})\)\s*$"
@@ -151,9 +152,25 @@ def _with_past(frame: pd.DataFrame) -> pd.DataFrame:
     total = worth.groupby(by_time["movieId"]).cumsum() - worth
     frame["movie_popularity"] = np.log1p(count)
     frame["movie_past_mean"] = total / (count + _PRIOR_ROWS)
+    _add_others(frame)
     rated_in = 1970 + frame["timestamp"] / _SECONDS_PER_YEAR
     frame["movie_age"] = np.log1p((rated_in - frame["year"]).clip(lower=0))
     return frame
+
+
+def _add_others(frame: pd.DataFrame) -> None:
+    """What the users of the other folds thought of the movie."""
+    number = frame["userId"].rank(method="dense").astype(int) - 1
+    training = frame[["movieId", "residual"]].assign(fold=number % _NUM_FOLDS)
+    training = training[~frame["is_validation"]]
+    of_movie = training.groupby("movieId")["residual"].agg(["sum", "size"])
+    own = training.groupby(["movieId", "fold"])["residual"].agg(["sum", "size"])
+    whole = frame[["movieId"]].assign(fold=number % _NUM_FOLDS)
+    whole = whole.merge(of_movie, on="movieId", how="left")
+    whole = whole.merge(own, on=["movieId", "fold"], how="left", suffixes=("", "_own")).fillna(0)
+    count = whole["size"] - whole["size_own"]
+    frame["movie_others_mean"] = (whole["sum"] - whole["sum_own"]) / (count + _PRIOR_ROWS)
+    frame["movie_others_count"] = np.log1p(count)
 
 
 def _genre_past_mean(frame: pd.DataFrame) -> pd.Series:
@@ -199,6 +216,7 @@ def _pairs_of(user: pd.DataFrame, style: Style) -> Iterable[tuple[int, float]]:
 
 def _with_standardised(frame: pd.DataFrame) -> pd.DataFrame:
     names = ["year", "movie_age", "movie_popularity", "movie_past_mean"]
+    names += ["movie_others_mean", "movie_others_count"]
     for name in [*names, "user_activity", "user_past_mean", "user_genre_past_mean"]:
         fitted = frame.loc[~frame["is_validation"], name]
         spread = fitted.std(ddof=0)

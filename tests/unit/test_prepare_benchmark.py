@@ -16,6 +16,7 @@ from trainer.data.prepare.movielens import prepare_movielens
 
 LISTS = ["genres", "tokens", "history_movies", "history_liked", "history_disliked"]
 NUMBERS = ["year", "movie_age", "movie_popularity", "movie_past_mean", "user_activity"]
+OTHERS = ["movie_others_mean", "movie_others_count"]
 LABELS = ["user_past_mean", "user_genre_past_mean", "rating", "user_mean", "user_scale"]
 
 
@@ -54,7 +55,7 @@ def test_pandas_makes_the_columns_that_ours_makes(source, ours, tmp_path, style)
         assert (peer[column] == ours[column]).all(), column
     for column in LISTS:
         assert [*map(list, peer[column])] == [*map(list, ours[column])], column
-    for column in NUMBERS + LABELS:
+    for column in NUMBERS + OTHERS + LABELS:
         np.testing.assert_allclose(peer[column], ours[column], atol=2e-4, err_msg=column)
     for mine, theirs in zip(ours["history_ratings"], peer["history_ratings"], strict=True):
         np.testing.assert_allclose(theirs, mine, atol=1e-5)

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.prepare.journal import Facts
+from trainer.data.prepare.movie_folds import fold_of
 from trainer.data.prepare.past import MoviePast, Ratings, UserPast, look_back_at_movies
 from trainer.data.prepare.progress import Advance
 from trainer.data.prepare.rating_rows import dense_of_movies
@@ -34,6 +35,7 @@ def write_by_movie(path: Path, unit: Ratings, past: UserPast) -> None:
             "timestamp": unit.timestamp[order],
             "residual": past.residual[order].astype(np.float32),
             "is_training": (~unit.is_validation[order]).astype(np.uint8),
+            "fold": fold_of(unit.user[order]),
         },
     )
 

@@ -2,7 +2,8 @@
 
 One row per rating. The model learns `(rating - user_mean) / user_scale`. Nothing leaks: what is
 fitted (vocabularies, moments, tags) comes from the training part only, and what a row counts or
-averages (histories, popularity, means) from rows with a strictly smaller timestamp.
+averages (histories, popularity, means) from rows with a strictly smaller timestamp, or, where its
+name says `others`, from training rows of other users alone (`movie_folds.py`).
 
 Ratings stream through files in units of whole users (`units.py`), so that memory does not grow
 with their number; only what there is one of per user, movie or tag stays in memory. Every file on
@@ -26,6 +27,7 @@ from trainer.data.prepare.catalogue import describe_movies, encode_catalogue
 from trainer.data.prepare.census import Census, Units, take_census
 from trainer.data.prepare.csv_blocks import BlockReader
 from trainer.data.prepare.journal import Facts, Part
+from trainer.data.prepare.movie_folds import gather_folds
 from trainer.data.prepare.movie_past import MovieExchange, cut_movies
 from trainer.data.prepare.movielens_source import (
     TagWords,
@@ -54,7 +56,7 @@ from trainer.data.ragged import IntArray
 from trainer.data.storage import Location
 
 # Raised whenever the same input would give other bytes: work of an older version is not resumed.
-_VERSION = 2
+_VERSION = 3
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -268,7 +270,8 @@ class _Preparation:
         exchange = MovieExchange(paths, bounds)
         with self._progress("looking back at movies", float(self._counts["ratings"])) as advance:
             moments |= exchange.answer(self._staging, advance)
-        return UnitRows(fitted, exchange, moments)
+            folds, of_folds = gather_folds(paths, len(fitted.movie_index))
+        return UnitRows(fitted, exchange, folds, moments | of_folds)
 
     def _write(
         self, vocabularies: dict[str, Vocabulary], census: Census, rows: UnitRows

@@ -27,6 +27,8 @@ COLUMN_TYPES = {
     "movie_age": "float32",
     "movie_popularity": "float32",
     "movie_past_mean": "float32",
+    "movie_others_mean": "float32",
+    "movie_others_count": "float32",
     "user_activity": "float32",
     "user_past_mean": "float32",
     "user_genre_past_mean": "float32",

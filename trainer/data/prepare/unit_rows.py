@@ -14,6 +14,7 @@ import pyarrow as pa
 from trainer.data.prepare.catalogue import Catalogue
 from trainer.data.prepare.census import Census, Units
 from trainer.data.prepare.journal import Facts
+from trainer.data.prepare.movie_folds import MovieFolds, fold_of
 from trainer.data.prepare.movie_past import MovieExchange, write_by_movie
 from trainer.data.prepare.past import Ratings, UserPast, look_back_at_users, scale_of_the_past
 from trainer.data.prepare.rating_rows import RowBuilder, dense_of_movies, dense_of_users
@@ -67,11 +68,16 @@ class UnitRows:
     """Prepared rows of any unit, in the order in which they are written."""
 
     def __init__(
-        self, fitted: Fitted, exchange: MovieExchange, moments: Mapping[str, Moments]
+        self,
+        fitted: Fitted,
+        exchange: MovieExchange,
+        folds: MovieFolds,
+        moments: Mapping[str, Moments],
     ) -> None:
         """`moments` are those of each dense feature over the training rows."""
         self._fitted = fitted
         self._exchange = exchange
+        self._folds = folds
         self._moments = moments
         self._builder = lru_cache(_UNITS_IN_MEMORY)(self._make_builder)
         self._order = lru_cache(2 * _UNITS_IN_MEMORY)(self._make_order)
@@ -95,6 +101,7 @@ class UnitRows:
         offset, scale = self._label_units(unit, ratings, past)
         dense = dense_of_users(ratings, past, fitted.catalogue)
         dense |= dense_of_movies(self._exchange.past_of(unit))
+        dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
         return RowBuilder(
             ratings=ratings,
             past=past,

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.prepare.catalogue import count_tag_words, describe_movies, encode_catalogue
+from trainer.data.prepare.movie_folds import MovieFolds, fold_of
 from trainer.data.prepare.past import (
     MoviePast,
     Ratings,
@@ -36,6 +37,8 @@ EVENTS = st.sets(
     st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 3)), min_size=4, max_size=40
 ).map(sorted)
 NOT_FEATURES = {"rating", "user_mean", "user_scale"}
+# What others say of a movie is from all of training (see test_movie_folds.py).
+NOT_OF_THE_PAST = {"movie_others_mean", "movie_others_count"}
 
 
 def look_back(ratings: Ratings, global_mean: float) -> tuple[UserPast, MoviePast]:
@@ -149,6 +152,9 @@ def build(ratings: Ratings) -> pl.DataFrame:
     movie_index = rated.encode(pl.Series(ratings.movie))
     ratings = replace(ratings, movie=position)
     dense = dense_of_users(ratings, past, catalogue) | dense_of_movies(movie_past)
+    folds, fold = MovieFolds.empty(len(every_movie)), fold_of(ratings.user)
+    folds.add(position, fold, past.residual, training)
+    dense |= folds.dense(position, fold)
     builder = RowBuilder(
         ratings=ratings,
         past=past,
@@ -180,7 +186,7 @@ def test_swapping_later_ratings_changes_no_feature_column_of_earlier_rows(rating
     early = ratings.timestamp <= since
     before = build(ratings).filter(early)
     after = build(replace(ratings, stars=stars)).filter(early)
-    for name in COLUMN_TYPES.keys() - NOT_FEATURES:
+    for name in COLUMN_TYPES.keys() - NOT_FEATURES - NOT_OF_THE_PAST:
         if COLUMN_TYPES[name] == "float32":
             one, other = (restandardised(frame[name].to_numpy()) for frame in (before, after))
             assert one == pytest.approx(other, abs=1e-2), name

@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from trainer.data.columns import InputColumn, LabelColumns, RowLayout
 from trainer.data.errors import BadValueError
 from trainer.data.quarantine import FaultMarks
-from trainer.data.ragged import IntArray, last_items, offsets_of, ragged_positions
+from trainer.data.ragged import IntArray, offsets_of, ragged_positions
+from trainer.data.row_columns import IdColumn, RowColumns
 from trainer.data.rows import FloatArray, Rows
 
 Locate = Callable[[int], tuple[Path, int]]
@@ -28,6 +29,13 @@ _BINARY_WANTED = (
 def decode(
     table: pa.Table, layout: RowLayout, locate: Locate, marks: FaultMarks | None = None
 ) -> Rows:
+    """As `decode_columns`, in flat arrays packed feature by feature."""
+    return decode_columns(table, layout, locate, marks).rows()
+
+
+def decode_columns(
+    table: pa.Table, layout: RowLayout, locate: Locate, marks: FaultMarks | None = None
+) -> RowColumns:
     """Decode and check a table; `locate` tells file and row of a row of this table.
 
     Bad are nulls, ids out of range, NaN or infinite numbers, a scale that is not above 0, a row's
@@ -42,11 +50,11 @@ def decode(
     for index, column in enumerate(layout.dense):
         dense[:, index] = columns.numbers(column)
     row_weight = _row_weight(columns, layout, len(table))
-    ids, starts, lengths, weights = _sparse(columns, layout)
+    features = tuple(_feature(columns, column) for column in layout.sparse)
     faults = None if marks is None else marks.faults
     if faults is not None:
         row_weight = np.where(faults > 0, np.float32(0), row_weight)
-    return Rows(dense, label, offset, scale, row_weight, ids, starts, lengths, weights, faults)
+    return RowColumns(dense, label, offset, scale, row_weight, features, faults)
 
 
 def _label(
@@ -75,30 +83,12 @@ def _row_weight(columns: _Columns, layout: RowLayout, num_rows: int) -> FloatArr
     return columns.refuse(weight < 0, weight, layout.row_weight, "a weight of 0 or above")
 
 
-def _sparse(
-    columns: _Columns, layout: RowLayout
-) -> tuple[IntArray, IntArray, IntArray, FloatArray | None]:
-    """Flat ids, starts and lengths [F, n], and weights of the ids of all sparse columns.
-
-    A sequence's lists are cut by where they start; ids before that stay in place unread.
-    """
-    lists = [columns.ids(column) for column in layout.sparse]
-    bases = offsets_of(np.array([len(ids) for ids, _ in lists]))
-    places = [
-        last_items(offsets, column.max_length)
-        for column, (_, offsets) in zip(layout.sparse, lists, strict=True)
-    ]
-    weights = [
-        columns.weights(column, offsets)
-        for column, (_, offsets) in zip(layout.sparse, lists, strict=True)
-        if layout.weights
-    ]
-    return (
-        np.concatenate([ids for ids, _ in lists]),
-        np.stack([starts + base for (starts, _), base in zip(places, bases, strict=False)]),
-        np.stack([lengths for _, lengths in places]),
-        np.concatenate(weights) if weights else None,
-    )
+def _feature(columns: _Columns, column: InputColumn) -> IdColumn:
+    """Ids of one feature and their weights, cut to the last ones where there is a limit."""
+    ids, offsets = columns.ids(column)
+    weights = columns.weights(column, offsets) if column.weights else None
+    found = IdColumn(ids, offsets if column.is_list else None, weights)
+    return found if column.max_length is None else found.last(column.max_length)
 
 
 class _Columns:
@@ -152,10 +142,9 @@ class _Columns:
         return np.where(is_bad, 0, ids), offsets
 
     def weights(self, column: InputColumn, id_offsets: IntArray) -> FloatArray:
-        """A finite weight for each id of `column`, whose lists lie at `id_offsets`; else 1."""
+        """A finite weight for each id of `column`, whose lists lie at `id_offsets`."""
         source = column.weights
-        if source is None:
-            return np.ones(int(id_offsets[-1]), np.float32)
+        assert source is not None
         items, offsets = self._items(source, f"a weight ({source.field})")
         weights = items.cast(pa.float32(), safe=False).to_numpy()
         if (np.diff(offsets) != np.diff(id_offsets)).any():

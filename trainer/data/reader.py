@@ -11,12 +11,13 @@ import numpy as np
 import pyarrow as pa
 
 from trainer.data.columns import RowLayout, check_schema, layout_of
-from trainer.data.decode import decode
+from trainer.data.decode import decode_columns
 from trainer.data.errors import CorruptFileError
 from trainer.data.order import EpochOrder, Window
 from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
-from trainer.data.rows import Rows, concat_rows
+from trainer.data.row_columns import RowColumns, concat_columns
+from trainer.data.rows import Rows
 from trainer.data.source import ParquetSource, read_schema
 from trainer.data.spans import Span
 from trainer.spec import JobSpec
@@ -89,27 +90,29 @@ class RowReader:
             EpochOrder, source.group_rows, window_rows=window_rows, seed=seed, shuffle=shuffle
         )
         self._keep_all = source.decoded_bytes <= cache_bytes
-        self._everything: Rows | None = None
+        self._everything: RowColumns | None = None
         self._epoch = -1
         self._order: EpochOrder
         self._window_number = -1
-        self._window: Rows
+        self._window: RowColumns
 
     def read(self, epoch: int, rows: range) -> Rows:
         """Decoded rows `rows` (a non-empty range) of the order of `epoch`; raises `DataError`."""
+        return self.read_columns(epoch, [(rows.start, rows.stop)]).rows()
+
+    def read_columns(self, epoch: int, spans: Sequence[Span]) -> RowColumns:
+        """As `read`, for several non-empty spans one after the other, feature by feature."""
         if epoch != self._epoch:
             self._order = self._order_of(epoch=epoch)
             self._epoch, self._window_number = epoch, -1
-        parts = []
-        for number, piece in self._order.pieces(rows):
-            parts.append(self._open_window(number).slice(piece.start, piece.stop))
-        return concat_rows(parts)
+        parts = [
+            self._open_window(number).slice(piece.start, piece.stop)
+            for span in spans
+            for number, piece in self._order.pieces(range(*span))
+        ]
+        return concat_columns(parts)
 
-    def read_spans(self, epoch: int, spans: Sequence[Span]) -> Rows:
-        """As `read`, for several non-empty spans one after the other."""
-        return concat_rows([self.read(epoch, range(*span)) for span in spans])
-
-    def _open_window(self, number: int) -> Rows:
+    def _open_window(self, number: int) -> RowColumns:
         """A window's decoded rows in their order; shuffled at once, so that batches are slices."""
         if number != self._window_number:
             window = self._order.window(number)
@@ -120,7 +123,7 @@ class RowReader:
             self._window_number = number
         return self._window
 
-    def _all_rows(self) -> Rows:
+    def _all_rows(self) -> RowColumns:
         if self._everything is None:
             self._everything = self._decode(tuple(range(len(self._source.group_rows))))
         return self._everything
@@ -131,7 +134,7 @@ class RowReader:
         starts = np.array([self._source.group_start(group) for group in groups])
         return ragged_positions(starts, self._source.group_rows[groups])
 
-    def _decode(self, row_groups: tuple[int, ...]) -> Rows:
+    def _decode(self, row_groups: tuple[int, ...]) -> RowColumns:
         bounds = offsets_of(self._source.group_rows[list(row_groups)])
         shifts = np.array([self._source.group_start(group) for group in row_groups]) - bounds[:-1]
 
@@ -142,14 +145,14 @@ class RowReader:
             return self._source.locate(int(over_files(np.array([row]))[0]))
 
         if self.fault_log is None:
-            return decode(self._source.read(row_groups), self._layout, locate)
+            return decode_columns(self._source.read(row_groups), self._layout, locate)
 
         def files_of(rows: IntArray) -> list[tuple[Path, IntArray]]:
             found = self._source.files_of(over_files(rows))
             return [(path, rows[places]) for path, places in found]
 
         marks = FaultMarks(int(bounds[-1]), self.fault_log, files_of)
-        return decode(
+        return decode_columns(
             self._read_what_can_be(row_groups, bounds, marks), self._layout, locate, marks
         )
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,6 @@ from trainer.data.quarantine import FaultArray
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 
 FloatArray = NDArray[np.float32]
-_Values = TypeVar("_Values", IntArray, FloatArray)
 
 
 @dataclass(frozen=True)
@@ -45,67 +43,20 @@ class Rows:
 
     def take(self, rows: IntArray) -> Rows:
         """Gather `rows` in that order; the ids come out packed feature by feature."""
-        lengths = np.empty((len(self.lengths), len(rows)), dtype=np.int64)
-        places = [self._places(feature, rows, taken) for feature, taken in enumerate(lengths)]
+        lengths = self.lengths[:, rows]
+        flat = ragged_positions(self.starts[:, rows].ravel(), lengths.ravel())
         return Rows(
             dense=self.dense[rows],
             label=self.label[rows],
             offset=self.offset[rows],
             scale=self.scale[rows],
             row_weight=self.row_weight[rows],
-            ids=_gather(self.ids, places),
+            ids=self.ids[flat],
             starts=offsets_of(lengths.ravel())[:-1].reshape(lengths.shape),
             lengths=lengths,
-            weights=None if self.weights is None else _gather(self.weights, places),
+            weights=None if self.weights is None else self.weights[flat],
             faults=None if self.faults is None else self.faults[rows],
         )
-
-    def _places(self, feature: int, rows: IntArray, taken: IntArray) -> tuple[int, IntArray]:
-        """Where the ids of one feature of `rows` lie: a start, and places counted from there.
-
-        `taken` [len(rows)] is filled with their numbers.
-        """
-        starts, lengths = self.starts[feature], self.lengths[feature]
-        first = int(starts[0])
-        # One id in each row, one after the other, as most features are: no need to count.
-        if starts[-1] - first == len(starts) - 1 and (lengths == 1).all():
-            taken.fill(1)
-            return first, rows
-        taken[:] = lengths[rows]
-        return first, ragged_positions(starts[rows] - first, taken)
-
-    def slice(self, first: int, stop: int) -> Rows:
-        """Rows `first` to `stop` (excluded, at least one) of packed rows, as `take` gives them."""
-        begins, last = self.starts[:, first], stop - 1
-        ends = self.starts[:, last] + self.lengths[:, last]
-        spans = list(zip(begins.tolist(), ends.tolist(), strict=True))
-        shifts = offsets_of(ends - begins)[:-1] - begins
-        return Rows(
-            dense=self.dense[first:stop],
-            label=self.label[first:stop],
-            offset=self.offset[first:stop],
-            scale=self.scale[first:stop],
-            row_weight=self.row_weight[first:stop],
-            ids=np.concatenate([self.ids[begin:end] for begin, end in spans]),
-            starts=self.starts[:, first:stop] + shifts[:, None],
-            lengths=self.lengths[:, first:stop],
-            weights=None
-            if self.weights is None
-            else np.concatenate([self.weights[begin:end] for begin, end in spans]),
-            faults=None if self.faults is None else self.faults[first:stop],
-        )
-
-
-def _gather(values: _Values, places: Sequence[tuple[int, IntArray]]) -> _Values:
-    """Values at places counted from each start, one after the other."""
-    gathered = np.empty(sum(len(positions) for _, positions in places), dtype=values.dtype)
-    filled = 0
-    for start, positions in places:
-        # Places are within the values, and with "clip" nothing is copied on the way.
-        target = gathered[filled : filled + len(positions)]
-        np.take(values[start:], positions, out=target, mode="clip")
-        filled += len(positions)
-    return gathered
 
 
 def concat_rows(parts: Sequence[Rows]) -> Rows:

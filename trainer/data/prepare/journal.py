@@ -18,6 +18,7 @@ from typing import Any
 from trainer.data.manifest import sha256_of
 
 JOURNAL_NAME = "journal.jsonl"
+UNFINISHED_JOURNAL_NAME = f".{JOURNAL_NAME}.unfinished"
 
 Facts = dict[str, Any]
 
@@ -117,6 +118,6 @@ def _empty(folder: Path) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished = path.with_name(UNFINISHED_JOURNAL_NAME)
     unfinished.write_text(text, encoding="utf-8")
     unfinished.replace(path)

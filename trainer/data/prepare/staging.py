@@ -19,7 +19,13 @@ from typing import Any
 
 from trainer.data.errors import DataError, OutputExistsError, StorageError
 from trainer.data.manifest import MANIFEST_NAME, Manifest, sha256_of, write_manifest
-from trainer.data.prepare.journal import Facts, Journal, Part
+from trainer.data.prepare.journal import (
+    JOURNAL_NAME,
+    UNFINISHED_JOURNAL_NAME,
+    Facts,
+    Journal,
+    Part,
+)
 from trainer.data.prepare.writer import check_replaceable
 from trainer.data.storage import Location
 
@@ -109,13 +115,15 @@ def staged(
 
     A run that was killed left its finished parts: the same work goes on from there, other work
     starts anew. Bad data leaves nothing behind. An existing `out` is replaced only with
-    `overwrite`, and only if it is ours. Raises `OutputExistsError`, also where another process is
+    `overwrite`, and only if it is ours. Working files lie in a folder of their own, inside
+    `work_folder` if one is named. Raises `OutputExistsError`, also where another process is
     preparing the same folder.
     """
     _check_free(out, overwrite=overwrite)
-    folder = work_folder or _working_folder(out)
+    folder = _working_folder(out, work_folder)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
+        _check_ours(folder)
         try:
             yield Staging(out, Journal(folder, {"out": str(out), **work}))
         except StorageError:
@@ -127,11 +135,12 @@ def staged(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _working_folder(out: Location) -> Path:
-    if out.is_local:
+def _working_folder(out: Location, within: Path | None) -> Path:
+    """A folder of our own, the same for every run: what is in it may be removed."""
+    if out.is_local and within is None:
         return out.local_path.with_name(f".{out.name}.partial")
     digest = hashlib.sha256(out.text.encode()).hexdigest()[:16]
-    return Path(tempfile.gettempdir()) / f"shardloom-prepare-{digest}"
+    return (within or Path(tempfile.gettempdir())) / f"shardloom-prepare-{digest}"
 
 
 def _check_free(out: Location, *, overwrite: bool) -> None:
@@ -144,6 +153,18 @@ def _check_free(out: Location, *, overwrite: bool) -> None:
     probe = out / _PROBE
     probe.write_bytes(b"")
     probe.delete()
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise where the folder holds anything that is not made here: it must not be emptied.
+
+    The journal itself may be missing: a kill can come while it is first written or removed.
+    """
+    ours = {_RESULT, _SCRATCH, JOURNAL_NAME, UNFINISHED_JOURNAL_NAME}
+    if strangers := sorted({path.name for path in folder.iterdir()} - ours):
+        raise OutputExistsError(
+            f"{folder} holds '{strangers[0]}', so it is not ours to empty; remove or rename it"
+        )
 
 
 @contextmanager

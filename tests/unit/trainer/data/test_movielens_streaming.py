@@ -10,7 +10,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from trainer.data.errors import OutputExistsError
+from trainer.data.errors import BadValueError, OutputExistsError
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.data.prepare import movielens
 from trainer.data.prepare.journal import JOURNAL_NAME
@@ -192,11 +192,43 @@ def _refusal(source: Path, out: Path) -> str:
     return ""
 
 
-def test_the_working_folder_can_be_elsewhere(csv_folder, whole, tmp_path):
+def test_working_files_can_lie_elsewhere_and_spare_what_is_there(csv_folder, whole, tmp_path):
     work = tmp_path / "fast-disk"
+    work.mkdir()
+    (work / "thesis.txt").write_text("years of work")
     prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS, work_folder=work)
     assert contents(tmp_path / "out") == contents(whole)
-    assert not work.exists()
+    assert [path.name for path in work.iterdir()] == ["thesis.txt"]
+
+
+def test_bad_data_spares_what_lies_beside_the_working_files(tmp_path):
+    work, source = tmp_path / "fast-disk", tmp_path / "csv"
+    for folder in (work, source):
+        folder.mkdir()
+    (work / "thesis.txt").write_text("years of work")
+    (source / "movies.csv").write_text("movieId,title,genres\n1,A (1999),Drama\n")
+    (source / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,1,nine,1\n")
+    with pytest.raises(BadValueError, match="'nine'"):
+        prepare_movielens(source, tmp_path / "out", options=IN_UNITS, work_folder=work)
+    assert [path.name for path in work.iterdir()] == ["thesis.txt"]
+
+
+def test_a_folder_of_the_working_name_that_is_not_ours_is_spared(csv_folder, tmp_path):
+    precious = tmp_path / ".out.partial"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputExistsError, match="not ours to empty"):
+        prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+    assert (precious / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("left", ["scratch/units/00000.arrow", ".journal.jsonl.unfinished"])
+def test_what_a_kill_leaves_without_a_journal_is_cleared(csv_folder, whole, tmp_path, left):
+    path = tmp_path / ".out.partial" / left
+    path.parent.mkdir(parents=True)
+    path.write_text("half")
+    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+    assert contents(tmp_path / "out") == contents(whole)
 
 
 def test_the_manifest_holds_checksums_of_vocabularies_too(whole):

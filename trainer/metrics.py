@@ -83,6 +83,7 @@ class TaskMeter:
         self._kept: list[tuple[torch.Tensor, ...]] = []
         # Sums of weighted losses and of weights that the metrics have taken in.
         self._losses = torch.zeros(2, dtype=torch.float64)
+        self._is_binary = torch.tensor([task.loss == "bce" for task in tasks])
         self._tasks = {
             f"{task.name}/" if len(tasks) > 1 else "": _TaskMetrics(task, batch_size, window_rows)
             for task in tasks
@@ -90,6 +91,7 @@ class TaskMeter:
 
     def to(self, device: torch.device) -> TaskMeter:
         """Move the state to the device of the batches."""
+        self._is_binary = self._is_binary.to(device)
         for task in self._tasks.values():
             task.to(device)
         self._losses = self._losses.to(device)
@@ -101,8 +103,7 @@ class TaskMeter:
         weighted_loss = loss.detach() * batch.weight.sum()
         labels = batch.label * batch.label_scale + batch.label_offset
         values = outputs * batch.label_scale + batch.label_offset
-        is_binary = torch.tensor([task.is_binary for task in self._tasks.values()])
-        predictions = torch.where(is_binary.to(outputs.device), torch.sigmoid(outputs), values)
+        predictions = torch.where(self._is_binary, torch.sigmoid(outputs), values)
         self._kept.append((predictions, labels, batch.weight, weighted_loss[None]))
 
     @torch.no_grad()
@@ -173,7 +174,6 @@ class _TaskMetrics:
     def __init__(self, task: TaskSpec, batch_size: int, window_rows: int) -> None:
         self._name = task.name
         self._threshold = task.auc_threshold
-        self.is_binary = task.loss == "bce"
         self._metrics: dict[str, RecMetric] = {}
         for name in task.metric_names:
             kind, _, options = _METRICS[name]

@@ -18,6 +18,7 @@ import torch
 from trainer import events
 from trainer.announcement import progress, workers_started
 from trainer.balance import LookupCounter, phase_metrics
+from trainer.copies import check_copies, open_guard
 from trainer.data.batches import Batch, TrainBatches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.inputs import on_this_node
@@ -32,7 +33,6 @@ from trainer.metrics import Speedometer, TaskMeter, is_better
 from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel import dynamic_tables
-from trainer.parallel.divergence import DivergenceError, DivergenceGuard
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
 from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of, local_s
@@ -106,22 +106,11 @@ class Session:
             ),
             warn=self._warn_of_sync,
         )
-        self.guard = self._open_guard()
+        self.guard = open_guard(self)
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)
         self._rank_writer.write(events.Note(time=time.time(), level="warning", message=message))
-
-    def _open_guard(self) -> DivergenceGuard | None:
-        parallelism = self.spec.parallelism
-        if parallelism.divergence_check is None:
-            return None
-        return DivergenceGuard(
-            self.model,
-            parallelism.divergence_check,
-            self.optimizers.combined,
-            compare_state=parallelism.sync.optimizer_state == "every",
-        )
 
     def _open_data(self) -> None:
         data, world_size = self.spec.data, self.world_size
@@ -295,26 +284,7 @@ class Session:
             with self.speed.paused():
                 if self.spec.parallelism.sync.overlap:
                     self.sync.flush()
-                self._check_copies(self.guard)
-
-    def _check_copies(self, guard: DivergenceGuard) -> None:
-        """Compare what a sync has made equal. Collective over all ranks."""
-        found = guard.check()
-        for each in found:
-            self.emit(
-                events.Divergence(
-                    time=time.time(),
-                    step=self.state.step,
-                    table=each.table,
-                    shard=each.shard,
-                    ranks=list(each.ranks),
-                    action=guard.action,
-                )
-            )
-        if found and guard.action == "fail":
-            raise DivergenceError(found)
-        if found:
-            self.sync.renew()
+                check_copies(self, self.guard)
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -409,7 +379,7 @@ class Session:
             self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
             self.sync.flush()
             if self.guard:
-                self._check_copies(self.guard)
+                check_copies(self, self.guard)
             self.checkpoints.save(
                 state_to_save(self.model, self.optimizers.combined)
                 | {METERS: pack(self.train_meter.state())},

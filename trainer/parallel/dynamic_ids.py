@@ -65,7 +65,7 @@ class Tally:
     """What happened to the ids of a shard since the last report."""
 
     num_lookups: int = 0
-    num_shared: int = 0
+    num_shared: int | torch.Tensor = 0
     num_admitted: int = 0
     num_evicted: int = 0
 
@@ -161,7 +161,8 @@ class BucketedIds(ManagedCollisionModule):
             found = torch.where(self._known[places] == ids, self._known_rows[places], shared)
         if self.training:
             self.tally.num_lookups += ids.numel()
-            self.tally.num_shared += int((found == shared).sum())
+            # Not brought to the host here: on CUDA each step would wait for it.
+            self.tally.num_shared = self.tally.num_shared + (found == shared).sum()
         return found
 
     def _buckets_of(self, ids: torch.Tensor) -> torch.Tensor:

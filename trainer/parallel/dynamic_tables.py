@@ -35,7 +35,7 @@ from torchrec.modules.mc_embedding_modules import (
 from trainer.parallel.dynamic_ids import BucketedIds, Tally, mix
 
 
-class _FreshRows(BaseShardedManagedCollisionEmbeddingCollection):  # type: ignore[type-arg]
+class _FreshRows(BaseShardedManagedCollisionEmbeddingCollection):
     """TorchRec's sharded collections, with admitted rows that start anew on any device.
 
     TorchRec resets them by a CUDA kernel, and draws their weights from the generator of the
@@ -164,7 +164,9 @@ def read_metrics(model: nn.Module, device: torch.device) -> dict[str, float]:
     found = list(ids_by_table(model))
     if not found:
         return {}
-    rows = [[*astuple(ids.tally), ids.num_own_rows, int(ids.open_slots())] for _, ids in found]
+    rows = [
+        [*map(int, astuple(ids.tally)), ids.num_own_rows, int(ids.open_slots())] for _, ids in found
+    ]
     totals = torch.tensor(rows, dtype=torch.int64, device=device)
     dist.all_reduce(totals)
     values = {}

@@ -18,10 +18,12 @@ from hypothesis import strategies as st
 
 from trainer.data.batches import TrainBatches, validation_batches
 from trainer.data.errors import BadValueError, CorruptFileError
+from trainer.data.lease_batches import LeaseBatches
 from trainer.data.position import DataPosition
 from trainer.data.quarantine import OTHERS, QuarantinedRows, QuarantineTally
 from trainer.data.reader import open_source
 from trainer.data.resolve import size_tables
+from trainer.elastic.protocol import Lease
 from trainer.spec import JobSpec, validate_spec
 
 LABEL = {"column": "rating", "offset_column": "user_mean", "scale_column": "user_scale"}
@@ -183,6 +185,19 @@ def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
         pytest.raises(CorruptFileError, match="part-00001"),
     ):
         list(batches)
+
+
+def test_a_lease_leaves_rows_out_too(spoil, tolerant) -> None:
+    folder = spoil("rating", 77, math.nan)
+    spec = tolerant()
+    source = open_source(spec, folder)
+    found = []
+    for rank in range(2):
+        with LeaseBatches(source, spec, rank, num_ranks=2) as batches:
+            batches.submit(Lease(id=0, epoch=0, start=0, stop=source.num_rows))
+            found += [batch for batch, _, _ in batches]
+    assert tally(found).total() == 1
+    assert sum(batch.weight.sum().item() for batch in found) == source.num_rows - 1
 
 
 def test_validation_leaves_rows_out_too(spoil, tolerant) -> None:

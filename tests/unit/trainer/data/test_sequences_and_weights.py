@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from hypothesis import given
@@ -118,8 +120,12 @@ def test_without_sequences_there_is_none_to_move(spec_of, first_batch) -> None:
 class Part:
     """Stands for a tensor of a batch; keeps the streams that it was told of."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_pinned: bool = False) -> None:
         self.streams: list[str] = []
+        self.is_pinned = is_pinned
+
+    def pin_memory(self) -> Part:
+        return Part(is_pinned=True)
 
     def record_stream(self, stream: str) -> None:
         self.streams.append(stream)
@@ -132,6 +138,12 @@ def test_every_part_of_a_batch_is_kept_for_a_stream(has_sequences) -> None:
     batch.record_stream("copy")
     recorded = [part.streams for part in parts]
     assert recorded == [["copy"]] * 6 + [["copy"] if has_sequences else []]
+
+
+def test_every_part_of_a_batch_is_pinned() -> None:
+    batch = Batch(*[Part() for _ in range(6)]).pin_memory()
+    assert all(part.is_pinned for part in (batch.dense, batch.sparse, batch.label, batch.weight))
+    assert batch.sequences is None
 
 
 @pytest.mark.parametrize("cache_bytes", [0, 2**30])
@@ -248,3 +260,22 @@ def test_an_ill_typed_column_is_named_by_its_spec_field(
     spec = make_spec(features=[YEAR, feature], embedding_tables=tables)
     with pytest.raises(ColumnError, match=r"features\[1\]\." + message):
         open_source(spec, prepared / "train")
+
+
+def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path) -> None:
+    """Not one id in a whole batch, pooled or in sequence, weighted or not."""
+    table = pq.read_table(prepared / "train" / "part-00000.parquet")
+    for name in ("genres", "history_liked", "history_movies", "history_ratings"):
+        index = table.schema.get_field_index(name)
+        empty = pa.array([[]] * len(table), table.schema.field(index).type)
+        table = table.set_column(index, name, empty)
+    pq.write_table(table, tmp_path / "part.parquet", row_group_size=100)
+    spec = spec_of(GENRES, WEIGHTED, SEQUENCE, batch_size=64)
+    source = open_source(spec, tmp_path)
+    with TrainBatches(source, spec, 0, 1, cache_bytes=0) as made:
+        batches = [batch for batch, _ in made]
+    assert sum(batch.weight.sum() for batch in batches) == len(table)
+    for batch in batches:
+        assert batch.sparse.lengths().tolist() == [0] * (2 * 64)
+        assert batch.sequences.lengths().tolist() == [0] * 64
+        assert len(batch.sparse.values()) == len(batch.sparse.weights()) == 0

@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import io
 import stat
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -28,6 +29,19 @@ MAX_PATH_CHARS = 255
 _CHUNK_BYTES = 2**16
 # The least that a zip can date a file: packing must not depend on when files were written.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
+# What zipfile makes of bytes that are no archive, or not any more.
+_DAMAGES = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    EOFError,
+    OSError,
+    NotImplementedError,
+    RuntimeError,
+    ValueError,
+)
+# On the module path the user's code comes before what is installed.
+_OURS = frozenset({"trainer", "service"})
 _LEFT_OUT = frozenset({"__pycache__", "node_modules"})
 
 
@@ -66,6 +80,7 @@ def pack(folder: Path) -> bytes:
             entry = zipfile.ZipInfo(name, date_time=_EPOCH)
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
+            _check_entry(entry)
             archive.writestr(entry, content)
     return buffer.getvalue()
 
@@ -122,7 +137,7 @@ def unpack(data: bytes, code_id: str, into: Path) -> Path:
 def _opened(data: bytes) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(io.BytesIO(data))
-    except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+    except _DAMAGES as error:
         raise CodeError(
             f"not a zip archive ({error}); `shardloom submit --code` makes one"
         ) from None
@@ -159,11 +174,18 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
         raise CodeError(f"the archive has a path of more than {MAX_PATH_CHARS} characters")
     if parts[:1] != (PREFIX,):
         raise CodeError(f"all files of the archive must lie under {PREFIX}/, {name!r} does not")
+    if parts[1:2] and parts[1].removesuffix(".py") in _OURS:
+        raise CodeError(
+            f"{name!r} would take the place of Shardloom's own package '{parts[1]}'; give the "
+            "folder that holds your code alone, or rename it"
+        )
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
         raise CodeError(f"{name!r} is neither a file nor a folder; links are not taken")
     if entry.flag_bits & 0x1:
         raise CodeError(f"{name!r} is encrypted")
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise CodeError(f"{name!r} is packed in a rare way; use stored or deflated")
 
 
 def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room_bytes: int) -> bytes:
@@ -173,7 +195,7 @@ def _content(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, room_bytes: int) 
     try:
         with archive.open(entry) as file:
             content = b"".join(iter(lambda: file.read(_CHUNK_BYTES), b""))
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except _DAMAGES as error:
         raise CodeError(f"{entry.filename!r} cannot be unpacked ({error})") from None
     return content
 

@@ -146,3 +146,17 @@ def test_a_folder_without_code_says_which_to_give(tmp_path: Path) -> None:
         pack(tmp_path)
     with pytest.raises(CodeError, match="not a folder"):
         pack(tmp_path / "missing")
+
+
+@pytest.mark.parametrize("name", ["trainer/worker.py", "service/__init__.py", "trainer.py"])
+def test_code_that_would_take_our_place_is_refused_before_it_is_sent(
+    name: str, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("")
+    with pytest.raises(CodeError, match="Shardloom's own package"):
+        pack(tmp_path)
+    with pytest.raises(CodeError, match="Shardloom's own package"):
+        check(zip_of((f"code/{name}", b"")))
+    assert check(zip_of(("code/mine/trainer.py", b""))).num_files == 1

@@ -37,9 +37,15 @@ def workers_started(
     )
 
 
-def progress(session: Session, rows_per_s: float) -> events.Progress:
-    """How far training has come, and when it will be through at this speed."""
-    step, total_steps = session.state.step, session.total_steps
+def progress(
+    session: Session, rows_per_s: float, total_steps: int | None = None
+) -> events.Progress:
+    """How far training has come, and when it will be through at this speed.
+
+    `total_steps` where these are fewer than planned.
+    """
+    step = session.state.step
+    total_steps = session.total_steps if total_steps is None else total_steps
     rows_left = (total_steps - step) * session.shape.rows_per_step
     return events.Progress(
         time=time.time(),

@@ -91,6 +91,7 @@ class Session:
         self._open_data()
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
+        self.rows_per_s = 0.0  # as last reported
         self._writer = self._open_writer()
         self._rank_writer = self._writer or EventWriter(self._rank_stream)
         trace = spec.training.trace
@@ -234,9 +235,8 @@ class Session:
         """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
         step = self.state.step + 1
         self.run_step(batch, step, wait_s, self._is_dense_step(step, position))
-        epoch_rows = self.shape.num_rows
-        self.state.rows_trained += position.rows_done(epoch_rows)
-        self.state.rows_trained -= self.state.position.rows_done(epoch_rows)
+        rows_before = self.state.position.rows_done(self.shape.num_rows)
+        self.state.rows_trained += position.rows_done(self.shape.num_rows) - rows_before
         self.state.step = step
         self.state.position = position
 
@@ -330,7 +330,8 @@ class Session:
         """Send `values` as the metrics of the current step, and how far training has come."""
         step = self.state.step
         self.emit(events.Metrics(time=time.time(), step=step, values=values))
-        self.emit(progress(self, values["speed/rows_per_s"]))
+        self.rows_per_s = values["speed/rows_per_s"]
+        self.emit(progress(self, self.rows_per_s))
         self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
         logger.info("step %d/%d %s", step, self.total_steps, _format(values))
 
@@ -362,8 +363,7 @@ class Session:
 
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
-        step = self.state.step
-        return step % self.spec.checkpoint.every_steps == 0 or self.is_finished
+        return self.state.step % self.spec.checkpoint.every_steps == 0 or self.is_finished
 
     def save_checkpoint(self, is_best: bool) -> None:
         """Save model and optimizers. Collective over all ranks.

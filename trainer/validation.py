@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trainer.announcement import progress
 from trainer.data.batches import validation_batches
 from trainer.early_stopping import after_validation, is_over
 
@@ -48,3 +49,4 @@ def watch_plateau(session: Session, value: float) -> None:
             f"early stopping at step {state.step}: {plateau.num_validations} validations in a row "
             f"without a better validation/{session.watched_metric} than {best}",
         )
+        session.emit(progress(session, session.rows_per_s, total_steps=state.step))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -111,6 +112,12 @@ def test_a_run_whose_validation_stands_still_ends_and_stays_ended(
     assert ranks[0]["metrics"]["train/loss"] > 0
     (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
     assert saved.commit.step == 24
+    stream = RunDir(tmp_path).attempt(config.attempt_id).stream_path(config.stream)
+    told = [json.loads(line) for line in stream.read_bytes().splitlines()]
+    notes = [event["message"] for event in told if event["kind"] == "note"]
+    assert any("early stopping at step 24: 2 validations in a row" in note for note in notes)
+    progress = [event for event in told if event["kind"] == "progress"][-1]
+    assert (progress["step"], progress["total_steps"]) == (24, 24)
     again = run_ranks(train_session, 2, next_run(config))
     assert {(rank["resumed_step"], rank["state"].step) for rank in again} == {(24, 24)}
     patient = ("training.early_stopping={patience: 3, min_delta: 9}",)

@@ -140,8 +140,9 @@ class ExportRunner:
             is_ended = self._wait(process)
         if is_ended and folder.status in ("queued", "running"):
             folder.fail(
-                f"the process that made the export ended with code {process.returncode}; "
-                f"{_LOG} in {folder.root} says more (too little memory?)"
+                f"the process that made the export ended with code {process.returncode}: "
+                f"{_last_line(folder)} (see {_LOG} in {folder.root}; -9 is too little memory, and "
+                "trainer_python must be a Python with the trainer's packages)"
             )
 
     def _wait(self, process: subprocess.Popen[Any]) -> bool:
@@ -154,6 +155,11 @@ class ExportRunner:
                 break
         _end(process)
         return not self._closing.is_set()
+
+
+def _last_line(folder: ExportFolder) -> str:
+    lines = (folder.root / _LOG).read_text(encoding="utf-8", errors="replace").splitlines()
+    return lines[-1] if lines else "it said nothing"
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

@@ -23,6 +23,8 @@ from service.client import ShardloomClient
 from service.main import create_app
 from service.settings import Settings
 from service.store.sql import SqlJobStore
+from tests.integration.chaos import elastic_config
+from tests.integration.elastic_house import ElasticHouse
 from tests.integration.gloo import free_port, run_ranks
 from tests.integration.session_cases import make_config
 from tests.unit.service.builders import batch as batch_of
@@ -32,6 +34,7 @@ from trainer.data.batches import validation_batches
 from trainer.data.columns import layout_of as columns_of
 from trainer.data.source import ParquetSource
 from trainer.export.predict import predict
+from trainer.export.run import ExportRequest, export
 from trainer.parallel.groups import build_groups
 from trainer.ray_worker import WorkerConfig
 from trainer.run_dir import RunDir
@@ -145,3 +148,19 @@ def wait_for(condition: Callable[[], bool]) -> None:
             return
         time.sleep(0.05)
     raise AssertionError("it never came")
+
+
+def test_a_job_whose_groups_are_failure_domains_is_exported_as_it_was_validated(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    # Two groups of two ranks: tables in shards, copies that meet at syncs.
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 2, "training.epochs=1")
+    with ElasticHouse(config, tmp_path / "house", 2) as house:
+        house.wait_to_end()
+    spec_path = RunDir(tmp_path / "run").attempt(config.attempt_id).spec_path
+    spec_path.write_text(config.spec.model_dump_json())
+    report = export(ExportRequest(tmp_path / "run", tmp_path / "out", quantize="none"))
+    assert config.spec.parallelism.failure_domain == "replica_group"
+    assert report.tasks["rating"].max_abs_error < 1e-4
+    recorded = report.recorded_metrics["validation/rmse"]
+    assert report.tasks["rating"].export_metric == pytest.approx(recorded, abs=1e-4)

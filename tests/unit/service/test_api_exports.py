@@ -168,7 +168,7 @@ def test_a_process_that_dies_leaves_a_failed_export(
     folder = ask_for(run_dir_of(api.settings, job_id), "newest", "int8")
     runner.submit(folder)
     until(lambda: folder.status == "failed")
-    assert "ended with code 9" in folder.message
+    assert "ended with code 9: boom" in folder.message
     assert (folder.root / "export.log").read_text() == "boom\n"
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.trainer.export.export_case import make_spec, spec_document
-from trainer.export.artifact import write_manifest
+from tests.unit.trainer.export.export_case import make_spec, spec_document, write_data, write_run
+from trainer.export.artifact import read_manifest, write_manifest
 from trainer.export.folder import ExportFolder, ask_for, find_export, list_exports
 from trainer.export.on_success import export_on_success
 from trainer.run_dir import RunDir
@@ -90,6 +90,18 @@ def test_an_export_that_fails_at_the_end_of_a_job_is_told_in_its_timeline(tmp_pa
     assert "no checkpoint yet" in told[-1].message
     (folder,) = list_exports(RunDir(tmp_path))
     assert (folder.status, folder.wanted.checkpoint) == ("failed", "best")
+
+
+def test_a_job_that_asks_for_an_export_has_one_when_it_has_ended(tmp_path: Path) -> None:
+    wanted = {"on_success": True, "quantize": "none"}
+    spec = make_spec(write_data(tmp_path / "data"), export=wanted)
+    run_dir = write_run(tmp_path / "run", spec, 3)
+    told = []
+    export_on_success(spec, run_dir, told.append)
+    assert [note.level for note in told] == ["info", "info"]
+    (folder,) = list_exports(run_dir)
+    assert (folder.status, read_manifest(folder.artifact).quantize) == ("succeeded", "none")
+    assert folder.id in told[-1].message
 
 
 def test_dynamic_tables_refuse_an_export_with_the_spec(tmp_path: Path) -> None:

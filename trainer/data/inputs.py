@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.data.errors import SourceMissingError
 from trainer.data.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_manifest
 from trainer.data.remote import local_folder
 from trainer.data.resolve import check_sizes, fill_statistics, size_tables
+from trainer.data.source import mean_and_deviation
 from trainer.data.storage import Location
 from trainer.data.transforms import load_vocabulary, vocabulary_path
 from trainer.spec import JobSpec
@@ -31,7 +33,27 @@ def resolve_inputs(spec: JobSpec) -> JobSpec:
     }
     spec = size_tables(spec, vocab_sizes, read_sizes)
     check_sizes(spec, vocab_sizes, read_sizes)
-    return fill_statistics(spec, manifest.statistics if manifest else {})
+    statistics = manifest.statistics if manifest else {}
+    return fill_statistics(spec, _measured(spec, statistics) | statistics)
+
+
+def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:
+    """Means and deviations that nobody knows, of the training part; local data only."""
+    location = Location.parse(spec.data.path)
+    wanted = {
+        feature.source_column
+        for feature in spec.features
+        if feature.transform == "standardise"
+        and (feature.mean is None or feature.std is None)
+        and f"{feature.source_column}_std" not in known
+    }
+    if not location.is_local:
+        return {}
+    found = {}
+    for column in sorted(wanted):
+        mean, std = mean_and_deviation(location.local_path / spec.data.split.train, column)
+        found |= {f"{column}_mean": mean, f"{column}_std": std}
+    return found
 
 
 def _manifest_in(folder: Path, *, is_whole: bool) -> Manifest | None:

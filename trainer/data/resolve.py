@@ -117,7 +117,7 @@ def _standardised(feature: FeatureSpec, index: int, statistics: Mapping[str, flo
     )
     if mean is None or std is None or std <= 0:
         raise ManifestError(
-            f"features[{index}].transform: the manifest does not tell a mean and a deviation above "
-            f"0 of column '{feature.source_column}'; set features[{index}].mean and std"
+            f"features[{index}].transform: nothing tells a mean and a deviation above 0 of column "
+            f"'{feature.source_column}'; set features[{index}].mean and std"
         )
     return feature.model_copy(update={"mean": mean, "std": std})

@@ -134,3 +134,27 @@ def _parquet_files(folder: Path) -> list[Path]:
     if not (paths := sorted(folder.glob("*.parquet"))):
         raise SourceMissingError(f"{folder} holds no .parquet files; prepare the data again")
     return paths
+
+
+def mean_and_deviation(folder: Path, column: str) -> tuple[float, float]:
+    """Mean and population deviation of a number column; null and NaN are left out.
+
+    One pass over that column, a row group at a time. Raises a `DataError`.
+    """
+    source = ParquetSource(folder, [column])
+    count = total = squares = 0.0
+    shift = None
+    for group in range(len(source.group_rows)):
+        values = source.read_group(group).column(0).cast(pa.float64(), safe=False).to_numpy()
+        values = values[np.isfinite(values)]
+        if not len(values):
+            continue
+        # Sums around a value nearby keep the digits that large numbers would lose.
+        shift = float(values[0]) if shift is None else shift
+        count += len(values)
+        total += float((values - shift).sum())
+        squares += float(np.square(values - shift).sum())
+    if shift is None:
+        raise TooFewRowsError(f"{folder}: column '{column}' holds no number to standardise by")
+    mean = total / count
+    return shift + mean, float(np.sqrt(max(0.0, squares / count - mean**2)))

@@ -70,7 +70,7 @@ class FeatureSpec(SpecModel):
 
     Without `hashing`, `vocabulary` or `bucketize` the column holds ids of the table. Of a dense
     feature `missing` takes the place of null and NaN, then `transform` is applied: `log1p` is
-    sign(x) log(1 + |x|), `standardise` (x - mean) / std, by default those of the manifest.
+    sign(x) log(1 + |x|), `standardise` (x - mean) / std, by default those of the training part.
     """
 
     name: Identifier

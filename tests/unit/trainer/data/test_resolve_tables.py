@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from trainer.data.columns import layout_of
-from trainer.data.errors import DataError, ManifestError, TableTooSmallError
+from trainer.data.errors import (
+    DataError,
+    ManifestError,
+    TableTooSmallError,
+    TooFewRowsError,
+)
 from trainer.data.inputs import resolve_inputs
 from trainer.data.manifest import load_manifest
 from trainer.data.resolve import fill_statistics, resolve_tables
+from trainer.data.source import mean_and_deviation
 from trainer.spec import SpecError, validate_spec
 
 
@@ -140,3 +149,23 @@ def test_means_and_deviations_come_from_the_manifest_or_the_spec(make_spec):
     given = year.model_copy(update={"mean": 1.0, "std": 2.0})
     spec = spec.model_copy(update={"features": (given, *spec.features[1:])})
     assert fill_statistics(spec, {}) == spec
+
+
+def test_means_and_deviations_that_nobody_knows_are_measured(make_spec, prepared):
+    spec = with_features(make_spec(), {}, HASHED)
+    year = spec.features[0].model_copy(update={"transform": "standardise"})
+    spec = spec.model_copy(update={"features": (year, *spec.features[1:])})
+    found = resolve_inputs(spec).features[0]
+    years = pl.read_parquet(prepared / "train" / "*.parquet")["year"].cast(pl.Float64)
+    assert found.mean == pytest.approx(years.mean())
+    assert found.std == pytest.approx(years.std(ddof=0))
+
+
+def test_large_numbers_with_gaps_are_measured_exactly(tmp_path):
+    values = [1e9 + 1, None, 1e9 + 3, float("nan"), 1e9 + 5]
+    pq.write_table(pa.table({"x": values}), tmp_path / "part.parquet", row_group_size=2)
+    mean, std = mean_and_deviation(tmp_path, "x")
+    assert (mean, std) == (1e9 + 3, pytest.approx((8 / 3) ** 0.5))
+    pq.write_table(pa.table({"x": pa.nulls(3, pa.float64())}), tmp_path / "part.parquet")
+    with pytest.raises(TooFewRowsError, match="column 'x' holds no number"):
+        mean_and_deviation(tmp_path, "x")

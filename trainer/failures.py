@@ -49,6 +49,7 @@ _SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
 _MAX_USER_LINES = 40
+_MAX_LINE_CHARS = 300
 
 _PEER_LOST_SIGNS = (
     "connection closed by peer",
@@ -132,7 +133,7 @@ def evidence_of(error: BaseException) -> dict[str, str]:
 
     Of the user's own code `traceback` has the lines instead.
     """
-    evidence = {"exception": " <- ".join(_described(each) for each in _chain(error))}
+    evidence = {"exception": " <- ".join(described(each) for each in _chain(error))}
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
@@ -163,7 +164,8 @@ def user_lines(error: BaseException, root: Path | None, base: Path | None = None
     ending = "".join(told.format_exception_only())
     if base:
         ending = ending.replace(f"{base}/", "")
-    return [*lines, *ending.rstrip().splitlines()][-_MAX_USER_LINES:]
+    told_lines = [*lines, *ending.rstrip().splitlines()][-_MAX_USER_LINES:]
+    return [line[:_MAX_LINE_CHARS] for line in told_lines]
 
 
 def _chain(error: BaseException) -> list[BaseException]:
@@ -180,9 +182,10 @@ def _origin(error: BaseException) -> BaseException | None:
     return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
-def _described(error: BaseException) -> str:
+def described(error: BaseException) -> str:
+    """The type of an error and the first line of its text."""
     first_line = str(error).strip().partition("\n")[0]
-    return f"{type(error).__name__}: {first_line[:300]}"
+    return f"{type(error).__name__}: {first_line[:_MAX_LINE_CHARS]}"
 
 
 def explain(failures: Collection[Failure]) -> Failure:

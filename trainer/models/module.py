@@ -137,7 +137,7 @@ def users_code(module: str) -> Iterator[None]:
             raise  # a lost peer, or no memory: not for the user's code to answer
         lines = user_lines(error, *_code_of(module))
         raise UserCodeError(
-            f"model.module '{module}': {type(error).__name__}: {error}{_at(lines)}", lines
+            f"model.module '{module}': {failures.described(error)}{_at(lines)}", lines
         ) from error
 
 

@@ -240,3 +240,11 @@ def test_the_shipped_example_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> 
     loss.backward()
     assert outputs.shape == (3, 1)
     assert model.network.movie_tower[0].weight.grad is not None
+
+
+def test_an_endless_message_is_cut(write: Callable[[str, str], None]) -> None:
+    write("own_e.py", "raise ValueError('x' * 100_000 + '\\n' + 'y' * 100_000)\n")
+    with pytest.raises(UserCodeError) as caught:
+        build_model(spec_of("own_e:Net"), CPU)
+    assert len(str(caught.value)) < 1000
+    assert sum(map(len, caught.value.lines)) < 2000

@@ -14,12 +14,12 @@ OURS = ("data.batch_size=512",)
 
 BIAS = BiasSettings(user_prior=5, movie_prior=3)
 FACTORS = FactorSettings(
-    num_factors=256,
-    lr=0.06,
-    lr_decay=0.8,
-    factor_l2=0.035,
+    num_factors=512,
+    lr=0.04,
+    lr_decay=0.88,
+    factor_l2=0.02,
     bias_l2=0.001,
-    init_std=0.03,
-    batch_size=128,
-    num_epochs=11,
+    init_std=0.01,
+    batch_size=256,
+    num_epochs=12,
 )

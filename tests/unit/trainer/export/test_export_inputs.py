@@ -1,0 +1,120 @@
+"""What goes into an exported program, and what quantising does to what comes out of a table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
+
+from tests.unit.trainer.export.export_case import NUM_IDS, make_spec, random_model, spec_document
+from trainer.export.inputs import PAD_ROWS, program_arrays, rows_of_table, scoring_layout
+from trainer.export.inputs import table_of_dicts as table_of
+from trainer.export.program import write_program
+from trainer.export.quantize import quantized
+from trainer.spec import validate_spec
+
+SPEC = make_spec(Path("unused"))
+LAYOUT = scoring_layout(SPEC, Path("unused"))
+NUM_TABLE_ROWS, DIM = 50, 8
+
+ids = st.integers(0, NUM_IDS - 1)
+
+
+@st.composite
+def request_rows(draw: st.DrawFn) -> dict[str, Any]:
+    """A row of a request; lists may be empty, sequences longer than counts."""
+    tags = draw(st.lists(ids, max_size=4))
+    return {
+        "age": draw(st.floats(-9, 9)),
+        "user": draw(ids),
+        "tags": tags,
+        "tag_weights": [draw(st.floats(-2, 2, width=32)) for _ in tags],
+        "seen": draw(st.lists(ids, max_size=6)),
+        "mean": 3.0,
+        "spread": 1.0,
+    }
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(request_rows(), max_size=5))
+def test_a_program_gets_every_id_of_every_row_and_sizes_that_are_never_0_or_1(
+    requests: list[dict[str, Any]],
+) -> None:
+    rows = rows_of_table(table_of(requests, LAYOUT), LAYOUT)
+    dense, pooled, lengths, weights, sequences, sequence_lengths = program_arrays(rows, SPEC)
+    num_rows = len(requests) + PAD_ROWS
+    assert dense.shape == (num_rows, 2)
+    assert lengths.shape == (3 * num_rows,)
+    assert sequence_lengths.shape == (num_rows,)
+    assert len(pooled) == len(weights) == lengths.sum() >= 2
+    assert len(sequences) == sequence_lengths.sum() >= 2
+    by_feature = np.split(pooled, np.cumsum(lengths.reshape(3, -1).sum(axis=1))[:-1])
+    pad = [0] * PAD_ROWS
+    assert by_feature[0].tolist() == [row["user"] for row in requests] + pad
+    assert by_feature[1].tolist() == [i for row in requests for i in row["tags"]] + pad
+    # Of a sequence the last three count.
+    assert sequences.tolist() == [i for row in requests for i in row["seen"][-3:]] + pad
+
+
+def tables() -> torch.nn.ModuleDict:
+    """A table of each kind, with rows of very different ranges."""
+    bag = EmbeddingBagConfig(
+        name="a", embedding_dim=DIM, num_embeddings=NUM_TABLE_ROWS, feature_names=["a"]
+    )
+    single = EmbeddingConfig(
+        name="b", embedding_dim=DIM, num_embeddings=NUM_TABLE_ROWS, feature_names=["b"]
+    )
+    model = torch.nn.ModuleDict(
+        {"bags": EmbeddingBagCollection([bag]), "lists": EmbeddingCollection([single])}
+    )
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+        parameter.data *= torch.logspace(-1, 1, NUM_TABLE_ROWS).unsqueeze(1)
+    return model
+
+
+def vectors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Every row of both tables, looked up one by one."""
+    every, ones = torch.arange(NUM_TABLE_ROWS), torch.ones(NUM_TABLE_ROWS, dtype=torch.int32)
+    with torch.no_grad():
+        bags = model["bags"](KeyedJaggedTensor(keys=["a"], values=every, lengths=ones))
+        lists = model["lists"](KeyedJaggedTensor(keys=["b"], values=every, lengths=ones))
+    return {"bags": bags["a"].float(), "lists": lists["b"].values().float()}
+
+
+@pytest.mark.parametrize("kind", ["bags", "lists"])
+def test_int8_is_off_by_at_most_half_a_step_of_its_row(kind: str) -> None:
+    model = tables()
+    wanted = vectors(model)[kind]
+    small = quantized(model, "int8")
+    found = vectors(small)[kind]
+    steps = (wanted.max(dim=1).values - wanted.min(dim=1).values) / 255
+    # Scale and bias are kept in half precision, 11 bits: off by that much of range and offset.
+    rounding = (255 * steps + wanted.abs().max(dim=1).values) * 2**-10
+    assert ((found - wanted).abs() <= (steps / 2 + rounding).unsqueeze(1)).all()
+    assert not torch.equal(found, wanted)
+    # The model that was quantised is as it was.
+    assert torch.equal(vectors(model)[kind], wanted)
+
+
+def test_a_program_holds_each_quantised_table_once(tmp_path: Path) -> None:
+    document = spec_document(tmp_path)
+    document["embedding_tables"][0]["num_embeddings"] = 40_000
+    spec = validate_spec(document)
+    path = tmp_path / "model.pt2"
+    write_program(quantized(random_model(spec), "fp16"), spec, path)
+    table_bytes = 2 * 40_000 * DIM
+    assert table_bytes < path.stat().st_size < 1.7 * table_bytes

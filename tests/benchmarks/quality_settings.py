@@ -1,4 +1,8 @@
-"""What both sides of the quality benchmark were tuned to, by `quality_search`."""
+"""What both sides of the quality benchmark were tuned to, on the validation part.
+
+The trials are in `quality_search_log.jsonl`: those of `quality_search`, and some by hand that went
+on from its best. An empty `settings` there is the example as it was then.
+"""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
         title="Shardloom",
         summary="Elastic 2D-sparse training for recommendation models.",
         version="0.1.0",
-        lifespan=partial(_lifespan, reconciler=reconciler),
+        lifespan=partial(_lifespan, reconciler=reconciler, wal=WalKeeper(store.engine)),
         dependencies=[Depends(authorize)],
     )
     security = Security.open(settings, store, store.engine)
@@ -142,13 +142,12 @@ def _add_middleware(
 
 
 @asynccontextmanager
-async def _lifespan(app: FastAPI, *, reconciler: Reconciler) -> AsyncIterator[None]:
+async def _lifespan(app: FastAPI, *, reconciler: Reconciler, wal: WalKeeper) -> AsyncIterator[None]:
     context: Context = app.state.context
     context.security.forget_orphans()
     sender = WebhookSender(
         context.webhooks, context.security.master, context.settings, context.telemetry
     )
-    wal = WalKeeper(context.store.engine)
     wal.start()
     reconciler.start()
     sender.start()

@@ -26,6 +26,10 @@ def _absolute(path: Path) -> Path:
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
 
 
+RemoteFolder = Annotated[str, Field(pattern=r"^(s3|gs)://[^/?#%]+(/[^?#%]+)*/?$")]
+StorageRoot = Annotated[RemoteFolder | AbsolutePath, Field(union_mode="left_to_right")]
+
+
 def _default_database_url(values: dict[str, Any]) -> str:
     return f"sqlite:///{values['home'] / 'shardloom.db'}"
 
@@ -203,9 +207,10 @@ class Settings(BaseSettings):
         default=None,
         description="CA certificates (PEM), on the cluster's hosts, by which drivers check ours.",
     )
-    storage_roots: list[AbsolutePath] | None = Field(
+    storage_roots: list[StorageRoot] | None = Field(
         default=None,
-        description="Folders below which data and checkpoints may lie; `runs_dir` always may. "
+        description="Folders, or URLs of them, below which data and checkpoints may lie; "
+        "`runs_dir` always may. "
         "By default anywhere in local mode, and nowhere else with `auth=required`.",
     )
     # ---- logs, webhooks, observability

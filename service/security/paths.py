@@ -12,12 +12,13 @@ from trainer.spec import FieldProblem, JobSpec
 
 _TRACKING_URI = "sinks.mlflow.tracking_uri"
 _HTTP = ("http", "https")
+_REMOTE = ("s3://", "gs://")
 # What comes before the path of a file in the path of a URI, by its scheme.
 _PREFIXES = {"": "", "file": "", "sqlite": "/"}
 
 
-def roots_of(settings: Settings) -> tuple[Path, ...] | None:
-    """Folders below which everything lies that jobs may read; None where anything may be."""
+def roots_of(settings: Settings) -> tuple[Path | str, ...] | None:
+    """Folders (paths, or URLs) below which all lies that jobs may read; None: anything may be."""
     if settings.storage_roots is None:
         return None if settings.auth == "local" else (settings.runs_dir,)
     return (settings.runs_dir, *settings.storage_roots)
@@ -67,7 +68,7 @@ def is_unclear(uri: str) -> bool:
     return not (is_as_written and path.startswith("/")) or has_marks or ".." in path.split("/")
 
 
-def outside_roots(spec: JobSpec, roots: Sequence[Path] | None) -> list[FieldProblem]:
+def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[FieldProblem]:
     """A problem for each path of a spec that lies, or might lie, outside of the roots."""
     if roots is None:
         return []
@@ -80,8 +81,7 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path] | None) -> list[FieldProb
             "SHARDLOOM_STORAGE_ROOTS names them",
         )
         for field, path in paths_of(spec).items()
-        # A driver has another working folder, so that we cannot say where it would lie.
-        if not (Path(path).is_absolute() and is_below(Path(path), roots))
+        if not _is_allowed(path, roots)
     ]
     mlflow = spec.sinks.mlflow
     if mlflow is not None and is_unclear(mlflow.tracking_uri):
@@ -91,6 +91,22 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path] | None) -> list[FieldProb
         )
         problems.append(FieldProblem(_TRACKING_URI, "unclear_uri", message))
     return problems
+
+
+def _is_allowed(path: str, roots: Sequence[Path | str]) -> bool:
+    """Whether a path or URL lies below one of the roots."""
+    if path.startswith(_REMOTE):
+        return any(_is_below_url(path, root) for root in roots if isinstance(root, str))
+    folders = [root for root in roots if isinstance(root, Path)]
+    # A driver has another working folder: of a relative path we cannot say where it would lie.
+    return Path(path).is_absolute() and is_below(Path(path), folders)
+
+
+def _is_below_url(url: str, root: str) -> bool:
+    """Whether a URL lies below another one, on the endpoint that the operator chose."""
+    folder = root.rstrip("/")
+    is_plain = not any(mark in url for mark in "%?#") and ".." not in url.split("/")
+    return is_plain and (url == folder or url.startswith(f"{folder}/"))
 
 
 def job_of_path(path: Path, runs_dir: Path) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, model_validator
 
 from trainer.spec.base import Identifier, Label, PathText, SpecModel
 from trainer.spec.encoding import (
@@ -33,11 +33,20 @@ class LabelSpec(SpecModel):
     scale_column: Identifier | None = None
 
 
+def _inside(name: str) -> str:
+    if ".." in name.split("/"):
+        raise problem("outside_data_path", "must be below data.path: leave '..' out")
+    return name
+
+
+Part = Annotated[Label, AfterValidator(_inside)]
+
+
 class SplitSpec(SpecModel):
     """Names of the folders under `data.path` that hold each part; `.` is `data.path` itself."""
 
-    train: Label | Literal["."] = "train"
-    validation: Label | None = "validation"
+    train: Part | Literal["."] = "train"
+    validation: Part | None = "validation"
 
 
 class DataSpec(SpecModel):

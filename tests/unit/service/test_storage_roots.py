@@ -15,7 +15,7 @@ from service.settings import Settings
 from tests.unit.service.api_house import Api
 from tests.unit.service.builders import spec_document
 from tests.unit.service.guarded import guarded
-from trainer.spec import validate_spec
+from trainer.spec import SpecError, validate_spec
 
 
 def test_a_link_out_of_the_roots_is_seen_through(tmp_path: Path) -> None:
@@ -53,6 +53,38 @@ def test_data_outside_of_the_roots_is_refused_by_name(tmp_path: Path, path: str)
     assert (answer.status_code, fault["path"], fault["code"]) == (422, "data.path", "outside_roots")
     assert str(root) in fault["message"]
     house.store.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_allowed"),
+    [
+        ("s3://lake/clicks", True),
+        ("s3://lake/clicks/2026", True),
+        ("s3://lake/clicks-of-others", False),
+        ("s3://lake/clicks/../secret", False),
+        ("s3://lake/clicks/%2e%2e/secret", False),
+        ("s3://lake/clicks?endpoint_override=http://elsewhere", False),
+        ("s3://other/clicks", False),
+        ("gs://lake/clicks", False),
+        ("file:///etc", False),
+        ("http://lake/clicks", False),
+    ],
+)
+def test_remote_folders_are_confined_to_remote_roots(
+    tmp_path: Path, path: str, is_allowed: bool
+) -> None:
+    settings = Settings(home=tmp_path, storage_roots=["s3://lake/clicks/", str(tmp_path)])
+    spec = spec_document()
+    spec["data"]["path"] = path
+    problems = outside_roots(validate_spec(spec), roots_of(settings))
+    assert ([each.path for each in problems] == []) is is_allowed
+
+
+def test_a_split_leads_nowhere_out_of_its_data() -> None:
+    spec = spec_document()
+    spec["data"]["split"] = {"train": "a/../../../etc"}
+    with pytest.raises(SpecError, match=r"below data\.path"):
+        validate_spec(spec)
 
 
 def test_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -52,7 +52,7 @@ def job_spec(path: Path, prepared: Path, overrides: Sequence[str]) -> JobSpec:
 
 
 @contextmanager
-def single_rank():
+def single_rank() -> Iterator[None]:
     """A process group of this process alone, quiet about what its libraries think."""
     warnings.simplefilter("ignore")
     for name in ("torchrec", "torch", "trainer"):

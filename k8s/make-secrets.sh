@@ -13,7 +13,7 @@ KUBECTL=${KUBECTL:-kubectl}
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
 
-random_text() { head -c 32 /dev/urandom | base64 | tr -d '=+/\n'; }
+random_text() { head -c 48 /dev/urandom | base64 | tr -d '=+/\n'; }
 
 # make NAME: a Secret with a key for each file that lies in $folder/NAME.
 make() {

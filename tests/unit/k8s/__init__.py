@@ -1,0 +1,1 @@
+"""The manifests in k8s/: they build, are valid, keep our policies and fit each other."""

@@ -1,0 +1,247 @@
+"""What every pod of ours keeps to, whichever overlay makes it: safety, limits, availability."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+
+import pytest
+
+from tests.unit.k8s.pods import Pod, pods_of, quantity, selects
+from tests.unit.k8s.rendering import (
+    FOLDER,
+    ROOT,
+    Manifest,
+    build,
+    build_folder,
+    every_gpu_variant,
+    every_variant,
+    of_kind,
+    one,
+)
+
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+# Ours by the version of this tree; those of others by a whole version. Either may have a digest,
+# which a cluster's own overlay pins (k8s/README.md).
+_OURS = re.compile(
+    rf"shardloom/(service|trainer):{re.escape(VERSION)}(-cpu)?(@sha256:[0-9a-f]{{64}})?"
+)
+_OTHERS = re.compile(r"[a-z0-9./-]+:\d+\.\d+(\.\d+)?[a-z0-9.-]*(@sha256:[0-9a-f]{64})?")
+_SECRET_NAME = re.compile(r"TOKEN$|PASSWORD|SECRET|_KEY$|ACCESS_KEY|DATABASE_URL|CREDENTIAL")
+
+
+def _pods(variant: str) -> list[Pod]:
+    return pods_of((*build(variant), *build_folder(FOLDER / "bootstrap")))
+
+
+def _containers(variant: str) -> list[tuple[Pod, Manifest]]:
+    return [(pod, each) for pod in _pods(variant) for each in pod.containers]
+
+
+# ---- safety
+
+
+@every_variant
+def test_pods_run_as_nobody_in_a_seccomp_profile(variant: str) -> None:
+    for pod in _pods(variant):
+        context = pod.spec["securityContext"]
+        assert context["runAsNonRoot"] is True, pod.owner
+        assert context["runAsUser"] >= 100 and context["runAsGroup"] >= 100, pod.owner
+        assert context["seccompProfile"] == {"type": "RuntimeDefault"}, pod.owner
+
+
+@every_variant
+def test_pods_share_nothing_with_their_machine(variant: str) -> None:
+    for pod in _pods(variant):
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod.spec), pod.owner
+        for volume in pod.spec.get("volumes", []):
+            assert "hostPath" not in volume, pod.owner
+        for container in pod.containers:
+            assert all("hostPort" not in port for port in container.get("ports", [])), pod.owner
+
+
+@every_variant
+def test_containers_gain_no_privileges_and_write_only_to_volumes(variant: str) -> None:
+    for pod, container in _containers(variant):
+        where = f"{pod.owner}: {container['name']}"
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }, where
+        folders = {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert "/tmp" in folders, where
+
+
+@every_variant
+def test_volumes_in_memory_or_on_the_machine_have_a_limit(variant: str) -> None:
+    for pod in _pods(variant):
+        for volume in pod.spec.get("volumes", []):
+            assert "emptyDir" not in volume or "sizeLimit" in volume["emptyDir"], pod.owner
+
+
+@every_variant
+def test_images_are_pinned_to_a_version(variant: str) -> None:
+    for pod, container in _containers(variant):
+        image = container["image"]
+        pattern = _OURS if image.startswith("shardloom/") else _OTHERS
+        assert pattern.fullmatch(image), f"{pod.owner}: {image}"
+        assert "latest" not in image
+        assert container.get("imagePullPolicy") != "Always"
+
+
+@pytest.mark.parametrize(
+    "image", ["postgres", "postgres:latest", "postgres:17", "shardloom/service:v1"]
+)
+def test_images_without_a_whole_version_would_be_found(image: str) -> None:
+    pattern = _OURS if image.startswith("shardloom/") else _OTHERS
+    assert not pattern.fullmatch(image)
+
+
+@every_variant
+def test_secrets_come_by_reference_only(variant: str) -> None:
+    assert not of_kind(build(variant), "Secret")
+    for pod, container in _containers(variant):
+        for variable in container.get("env", []):
+            if _SECRET_NAME.search(variable["name"]):
+                assert "secretKeyRef" in variable.get("valueFrom", {}), (pod.owner, variable)
+    for config in of_kind(build(variant), "ConfigMap"):
+        assert not [name for name in config["data"] if _SECRET_NAME.search(name)]
+
+
+@every_variant
+def test_only_the_autoscaler_has_a_token_for_kubernetes(variant: str) -> None:
+    with_token = []
+    for pod in _pods(variant):
+        assert pod.spec["automountServiceAccountToken"] is False, pod.owner
+        names = {
+            volume["name"]
+            for volume in pod.spec.get("volumes", [])
+            if any(
+                "serviceAccountToken" in each
+                for each in volume.get("projected", {}).get("sources", [])
+            )
+        }
+        with_token += [
+            container["name"]
+            for container in pod.containers
+            if names & {mount["name"] for mount in container["volumeMounts"]}
+        ]
+    assert with_token == ["autoscaler"]
+
+
+@every_variant
+def test_nobody_is_given_rights_to_change_anything(variant: str) -> None:
+    assert not of_kind(build(variant), "ClusterRole")
+    assert not of_kind(build(variant), "ClusterRoleBinding")
+    for role in of_kind(build(variant), "Role"):
+        for rule in role["rules"]:
+            assert set(rule["verbs"]) <= {"get", "list", "watch"}
+            assert not {"*", "secrets", "pods/exec", "pods/attach"} & set(rule["resources"])
+            assert "*" not in rule["apiGroups"]
+
+
+@every_variant
+def test_kubernetes_itself_refuses_less_careful_pods(variant: str) -> None:
+    labels = one(build(variant), "Namespace", "shardloom")["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "restricted"
+
+
+# ---- limits
+
+
+@every_variant
+def test_containers_state_what_they_need_and_may_use(variant: str) -> None:
+    for pod, container in _containers(variant):
+        resources = container["resources"]
+        for name in ("cpu", "memory"):
+            asked, most = resources["requests"][name], resources["limits"][name]
+            assert 0 < quantity(asked) <= quantity(most), f"{pod.owner}: {container['name']}"
+
+
+@every_gpu_variant
+def test_machines_with_gpus_are_not_overbooked(variant: str) -> None:
+    workers = [each for each in _pods(variant) if each.component == "ray-worker"]
+    assert workers
+    for pod in workers:
+        (container,) = pod.containers
+        resources = container["resources"]
+        assert resources["requests"] == resources["limits"]
+        assert int(resources["limits"]["nvidia.com/gpu"]) >= 1
+        emptied = [each["emptyDir"] for each in pod.spec["volumes"] if "emptyDir" in each]
+        room = sum(quantity(each["sizeLimit"]) for each in emptied)
+        assert room <= quantity(resources["requests"]["ephemeral-storage"])
+
+
+@every_variant
+def test_data_caches_fit_their_volumes(variant: str) -> None:
+    for pod, container in _containers(variant):
+        variables = {each["name"]: each.get("value") for each in container.get("env", [])}
+        if "SHARDLOOM_DATA_CACHE" not in variables:
+            continue
+        folder = variables["SHARDLOOM_DATA_CACHE"]
+        (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == folder]
+        (volume,) = [each for each in pod.spec["volumes"] if each["name"] == mount["name"]]
+        limit = quantity(volume["emptyDir"]["sizeLimit"])
+        assert int(variables["SHARDLOOM_DATA_CACHE_BYTES"]) < limit, pod.owner
+
+
+# ---- availability
+
+
+@every_variant
+def test_containers_that_last_have_all_probes(variant: str) -> None:
+    for pod, container in _containers(variant):
+        if pod.lasts and container["name"] != "autoscaler":  # KubeRay gives that one none
+            assert {"startupProbe", "livenessProbe", "readinessProbe"} <= set(container), pod.owner
+
+
+@every_variant
+def test_replicas_and_the_head_are_kept_during_voluntary_disruptions(variant: str) -> None:
+    budgets = of_kind(build(variant), "PodDisruptionBudget")
+    for pod in _pods(variant):
+        covering = [each for each in budgets if selects(each["spec"]["selector"], pod.labels)]
+        if pod.kind == "Deployment" and pod.replicas > 1:
+            (budget,) = covering
+            assert 1 <= budget["spec"]["minAvailable"] < pod.replicas
+        if pod.component == "ray-head" and variant != "dev":
+            (budget,) = covering
+            assert budget["spec"]["minAvailable"] == 1
+    if variant == "dev":
+        assert not budgets
+
+
+@every_gpu_variant
+def test_two_replicas_of_the_service_are_on_different_machines(variant: str) -> None:
+    (pod,) = [each for each in _pods(variant) if each.component == "service"]
+    assert pod.replicas == 2
+    spread = {each["topologyKey"]: each for each in pod.spec["topologySpreadConstraints"]}
+    assert spread["kubernetes.io/hostname"]["whenUnsatisfiable"] == "DoNotSchedule"
+    assert "topology.kubernetes.io/zone" in spread
+    assert all(selects(each["labelSelector"], pod.labels) for each in spread.values())
+
+
+@every_gpu_variant
+def test_no_two_ray_hosts_are_the_same_machine(variant: str) -> None:
+    # Shardloom tells hosts apart by pod; inter_host placement counts on their failing apart.
+    workers = [each for each in _pods(variant) if each.component == "ray-worker"]
+    for pod in workers:
+        rules = pod.spec["affinity"]["podAntiAffinity"]
+        (rule,) = rules["requiredDuringSchedulingIgnoredDuringExecution"]
+        assert rule["topologyKey"] == "kubernetes.io/hostname"
+        assert all(selects(rule["labelSelector"], other.labels) for other in workers)
+        zones = pod.spec["topologySpreadConstraints"][0]
+        assert zones["topologyKey"] == "topology.kubernetes.io/zone"
+        assert selects(zones["labelSelector"], pod.labels)
+
+
+def test_racks_hold_as_many_hosts_each() -> None:
+    workers = [each for each in _pods("multi-rack") if each.component == "ray-worker"]
+    for pod in workers:
+        (rule,) = [
+            each
+            for each in pod.spec["topologySpreadConstraints"]
+            if each["topologyKey"] == "shardloom.io/rack"
+        ]
+        assert (rule["whenUnsatisfiable"], rule["maxSkew"]) == ("DoNotSchedule", 1)
+        assert selects(rule["labelSelector"], pod.labels)

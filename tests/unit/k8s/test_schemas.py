@@ -1,0 +1,121 @@
+"""Every object that is sent is valid, and has no field that Kubernetes or KubeRay do not know."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import jsonschema
+import kubernetes_validate
+import pytest
+
+from tests.unit.k8s.rendering import (
+    FOLDER,
+    Manifest,
+    build,
+    build_folder,
+    every_variant,
+    ray_cluster,
+)
+from tests.unit.k8s.schemas import (
+    CRDS,
+    NEWEST_KUBERNETES,
+    OLDEST_KUBERNETES,
+    THIRD_PARTY,
+    check_kubernetes,
+    check_ray_cluster,
+    check_third_party,
+    type_of,
+)
+
+_CLUSTER_WIDE = {"Namespace", "ResourceFlavor", "ClusterQueue", "Queue"}
+
+with_crds = pytest.mark.skipif(
+    not CRDS.is_dir(), reason=f"needs the CRDs of KubeRay v1.7.0 in {CRDS}"
+)
+versions = pytest.mark.parametrize("version", [OLDEST_KUBERNETES, NEWEST_KUBERNETES])
+
+
+def _of_kubernetes(manifests: tuple[Manifest, ...]) -> list[Manifest]:
+    return [
+        each
+        for each in manifests
+        if type_of(each) not in THIRD_PARTY and each["kind"] != "RayCluster"
+    ]
+
+
+def _templates(cluster: Manifest) -> Iterator[tuple[str, Manifest]]:
+    spec = cluster["spec"]
+    yield "head", spec["headGroupSpec"]["template"]
+    for group in spec["workerGroupSpecs"]:
+        yield group["groupName"], group["template"]
+
+
+@versions
+@every_variant
+def test_objects_of_kubernetes_are_valid(variant: str, version: str) -> None:
+    for manifest in _of_kubernetes(build(variant)):
+        check_kubernetes(manifest, version)
+
+
+@versions
+def test_the_job_for_the_first_key_is_valid(version: str) -> None:
+    for manifest in build_folder(FOLDER / "bootstrap"):
+        check_kubernetes(manifest, version)
+
+
+@every_variant
+def test_objects_of_other_operators_have_known_fields(variant: str) -> None:
+    for manifest in build(variant):
+        if type_of(manifest) in THIRD_PARTY:
+            check_third_party(manifest)
+
+
+@with_crds
+@every_variant
+def test_ray_cluster_is_valid_by_its_crd(variant: str) -> None:
+    check_ray_cluster(ray_cluster(variant))
+
+
+@versions
+@every_variant
+def test_pods_of_the_ray_cluster_are_valid(variant: str, version: str) -> None:
+    # The CRD leaves the metadata of pods open, which Kubernetes does not.
+    for name, template in _templates(ray_cluster(variant)):
+        metadata = {**template["metadata"], "name": name}
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
+        check_kubernetes(pod, version)
+
+
+@with_crds
+def test_a_misspelt_field_of_the_ray_cluster_is_an_error() -> None:
+    cluster = copy.deepcopy(ray_cluster("gpu"))
+    container = cluster["spec"]["workerGroupSpecs"][0]["template"]["spec"]["containers"][0]
+    container["readinesProbe"] = container.pop("readinessProbe")
+    with pytest.raises(jsonschema.ValidationError, match="readinesProbe"):
+        check_ray_cluster(cluster)
+
+
+def test_a_misspelt_field_of_kubernetes_is_an_error() -> None:
+    (manifest,) = [each for each in build("gpu") if each["kind"] == "Deployment"]
+    manifest = copy.deepcopy(manifest)
+    manifest["spec"]["template"]["spec"]["topologySpreadConstraint"] = []
+    with pytest.raises(kubernetes_validate.ValidationError, match="topologySpreadConstraint"):
+        check_kubernetes(manifest, NEWEST_KUBERNETES)
+
+
+def test_an_unknown_field_of_another_operator_is_an_error() -> None:
+    (manifest,) = [each for each in build("gpu") if each["kind"] == "ServiceMonitor"]
+    manifest = copy.deepcopy(manifest)
+    manifest["spec"]["endpoint"] = manifest["spec"].pop("endpoints")
+    with pytest.raises(jsonschema.ValidationError):
+        check_third_party(manifest)
+
+
+@every_variant
+def test_objects_are_in_the_namespace_and_there_once(variant: str) -> None:
+    names = [(type_of(each), each["metadata"]["name"]) for each in build(variant)]
+    assert len(set(names)) == len(names)
+    for manifest in build(variant):
+        namespace = manifest["metadata"].get("namespace")
+        assert namespace == (None if manifest["kind"] in _CLUSTER_WIDE else "shardloom"), manifest

@@ -1,0 +1,342 @@
+"""What the manifests say of each other, of the service's settings and of Ray, is so."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import warnings
+from functools import cache
+from typing import Any
+
+import pytest
+
+from service.security.hosts import check_address
+from service.settings import Settings
+from tests.unit.k8s.pods import Pod, pods_of, quantity, selects
+from tests.unit.k8s.rendering import (
+    FOLDER,
+    ROOT,
+    Manifest,
+    build,
+    build_folder,
+    every_variant,
+    of_kind,
+    one,
+    ray_cluster,
+    settings_of,
+)
+
+_CLUSTER = "shardloom-ray"
+# What make-secrets.sh and k8s/README.md make, with the keys of each.
+SECRETS = {
+    "shardloom-database": {"url", "password"},
+    "shardloom-service": {"secret_key"},
+    "shardloom-ray-token": {"auth_token"},
+    "shardloom-metrics-key": {"key"},
+}
+
+
+def _pod(variant: str, component: str) -> Pod:
+    (found,) = [each for each in pods_of(build(variant)) if each.component == component]
+    return found
+
+
+def _workers(variant: str) -> list[Pod]:
+    return [each for each in pods_of(build(variant)) if each.component == "ray-worker"]
+
+
+def _references(node: Any, key: str) -> list[Any]:
+    """Every value of a key, wherever it stands."""
+    if isinstance(node, list | tuple):
+        return [found for each in node for found in _references(each, key)]
+    if not isinstance(node, dict):
+        return []
+    own = [node[key]] if key in node else []
+    return own + [found for each in node.values() for found in _references(each, key)]
+
+
+# ---- the service
+
+
+def _settings(variant: str, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    """The settings as a replica would read them, with made-up secrets."""
+    (container,) = _pod(variant, "service").containers
+    variables = settings_of(variant)
+    for each in container["env"]:
+        variables[each["name"]] = each.get("value", "x" * 40)
+    variables["SHARDLOOM_DATABASE_URL"] = "postgresql://user:password@host/database"
+    names = {name.removeprefix("SHARDLOOM_").lower() for name in variables}
+    unknown = {name for name in names if name not in Settings.model_fields} - _OTHERS
+    assert not unknown, f"no settings of the service: {unknown}"
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    return Settings()
+
+
+_OTHERS = {"forwarded_allow_ips", "nicegui_storage_path"}
+
+
+@every_variant
+def test_the_service_takes_its_settings(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _settings(variant, monkeypatch)
+    check_address(settings, has_credentials=True)
+    assert settings.auth == "required"
+    assert settings.replica_id == "x" * 40
+    (container,) = _pod(variant, "service").containers
+    assert [port["containerPort"] for port in container["ports"]] == [settings.port]
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    roots = [str(root) for root in settings.storage_roots or []]
+    assert {str(settings.home), str(settings.runs_dir), *roots} <= mounts
+    # Open requests are given up before Kubernetes does so.
+    grace_s = _pod(variant, "service").spec["terminationGracePeriodSeconds"]
+    pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    assert pause_s + settings.shutdown_timeout_s < grace_s
+
+
+@every_variant
+def test_service_and_ray_find_each_other(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = _settings(variant, monkeypatch)
+    service = one(build(variant), "Service", "shardloom")
+    (port,) = service["spec"]["ports"]
+    assert settings.service_url == f"http://shardloom.shardloom.svc:{port['port']}"
+    assert selects({"matchLabels": service["spec"]["selector"]}, _pod(variant, "service").labels)
+    assert ray_cluster(variant)["metadata"]["name"] == _CLUSTER
+    # The name that KubeRay gives to the Service of a head.
+    assert settings.ray_address == f"http://{_CLUSTER}-head-svc.shardloom.svc:8265"
+
+
+@every_variant
+def test_service_and_ray_share_run_storage_and_the_token(variant: str) -> None:
+    for pod in (_pod(variant, "service"), _pod(variant, "ray-head"), *_workers(variant)):
+        claims = {
+            mount["mountPath"]: volume["persistentVolumeClaim"]["claimName"]
+            for mount in pod.containers[0]["volumeMounts"]
+            for volume in pod.spec["volumes"]
+            if volume["name"] == mount["name"] and "persistentVolumeClaim" in volume
+        }
+        assert claims == {
+            settings_of(variant)["SHARDLOOM_RUNS_DIR"]: "shardloom-runs",
+            "/var/lib/shardloom/data": "shardloom-data",
+        }
+        user = pod.spec["securityContext"]
+        assert (user["runAsUser"], user["fsGroup"]) == (1000, 1000), "files are of one user"
+    (container,) = _pod(variant, "service").containers
+    (token,) = [each for each in container["env"] if each["name"] == "SHARDLOOM_RAY_AUTH_TOKEN"]
+    auth = ray_cluster(variant)["spec"]["authOptions"]
+    # KubeRay wants the key of that name.
+    wanted = {"name": auth["secretName"], "key": "auth_token"}
+    assert (auth["mode"], token["valueFrom"]["secretKeyRef"]) == ("token", wanted)
+
+
+@every_variant
+def test_the_queue_counts_on_as_many_workers_as_the_groups_can_hold(variant: str) -> None:
+    most = 0.0
+    for pod in _workers(variant):
+        limits = pod.containers[0]["resources"]["limits"]
+        most += pod.replicas * quantity(limits.get("nvidia.com/gpu", limits["cpu"]))
+    assert int(settings_of(variant)["SHARDLOOM_CLUSTER_MAX_WORKERS"]) == most
+
+
+# ---- references
+
+
+@every_variant
+def test_everything_that_is_referred_to_is_there(variant: str) -> None:
+    manifests = build(variant)
+    names = {(each["kind"], each["metadata"]["name"]) for each in manifests}
+    for pod in pods_of(manifests):
+        volumes = {volume["name"] for volume in pod.spec.get("volumes", [])}
+        if pod.kind == "StatefulSet":
+            volumes.add("data")
+        for container in pod.containers:
+            assert {each["name"] for each in container["volumeMounts"]} <= volumes, pod.owner
+        account = pod.spec.get("serviceAccountName")
+        assert account is None or ("ServiceAccount", account) in names
+    claims = _references(manifests, "persistentVolumeClaim")
+    assert len(claims) >= 6
+    for claim in claims:
+        assert ("PersistentVolumeClaim", claim["claimName"]) in names
+    (config,) = _references(manifests, "configMapRef")
+    assert ("ConfigMap", config["name"]) in names
+    for backend in _references(of_kind(manifests, "Ingress"), "backend"):
+        assert ("Service", backend["service"]["name"]) in names
+
+
+@every_variant
+def test_secrets_that_are_referred_to_are_those_that_the_guide_makes(variant: str) -> None:
+    manifests = (*build(variant), *build_folder(FOLDER / "bootstrap"))
+    found = _references(manifests, "secretKeyRef") + _references(manifests, "credentials")
+    assert {each["name"] for each in found} >= set(SECRETS) - {"shardloom-metrics-key"}
+    for reference in found:
+        assert reference["key"] in SECRETS[reference["name"]]
+        assert not reference.get("optional")
+    whole = {each["name"]: each["optional"] for each in _references(manifests, "secretRef")}
+    assert whole == {"shardloom-object-store": True}
+    guide = (FOLDER / "README.md").read_text() + (FOLDER / "make-secrets.sh").read_text()
+    assert all(name in guide for name in (*SECRETS, "shardloom-object-store"))
+
+
+def test_monitors_find_what_they_watch() -> None:
+    manifests = build("gpu")
+    (monitor,) = of_kind(manifests, "ServiceMonitor")
+    service = one(manifests, "Service", "shardloom")
+    assert selects(monitor["spec"]["selector"], service["metadata"]["labels"])
+    assert monitor["spec"]["endpoints"][0]["port"] == service["spec"]["ports"][0]["name"]
+    (monitor,) = of_kind(manifests, "PodMonitor")
+    for pod in (_pod("gpu", "ray-head"), *_workers("gpu")):
+        assert selects(monitor["spec"]["selector"], pod.labels)
+        assert "metrics" in [port["name"] for port in pod.containers[0]["ports"]]
+    assert not selects(monitor["spec"]["selector"], _pod("gpu", "service").labels)
+
+
+# ---- Ray
+
+
+@cache
+def _options_of(command: str) -> set[str]:
+    """Options of a command of `ray`."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray Serve's about itself, which comes along
+        from ray.scripts import scripts
+    return {option for each in getattr(scripts, command).params for option in each.opts}
+
+
+def _drain_reasons() -> set[str]:
+    from ray.core.generated import autoscaler_pb2
+
+    return {name for name, _ in autoscaler_pb2.DrainNodeReason.items()}
+
+
+@every_variant
+def test_ray_is_the_version_that_we_are_built_for(variant: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["optional-dependencies"]["trainer-gpu"]
+    version = ray_cluster(variant)["spec"]["rayVersion"]
+    assert f"ray[default,train]=={version}" in wanted
+
+
+@every_variant
+def test_ray_knows_the_parameters_that_it_is_started_with(variant: str) -> None:
+    options = _options_of("start")
+    spec = ray_cluster(variant)["spec"]
+    for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"]):
+        for name, value in group["rayStartParams"].items():
+            assert f"--{name}" in options and isinstance(value, str)
+    assert spec["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+@every_variant
+def test_workers_drain_before_they_are_killed(variant: str) -> None:
+    options = _options_of("drain_node")
+    for pod in _workers(variant):
+        (script,) = pod.containers[0]["lifecycle"]["preStop"]["exec"]["command"][2:]
+        assert set(re.findall(r"--[a-z-]+", script)) <= options
+        found = re.fullmatch(
+            r"ray drain-node --reason (\w+) --reason-message \"[^\"]+\" "
+            r"--deadline-remaining-seconds (\d+) && sleep (\d+)",
+            script,
+        )
+        assert found is not None, script
+        assert found[1] in _drain_reasons()
+        assert int(found[2]) == int(found[3]) < pod.spec["terminationGracePeriodSeconds"]
+
+
+@every_variant
+def test_the_cluster_grows_and_shrinks_by_itself(variant: str) -> None:
+    spec = ray_cluster(variant)["spec"]
+    assert spec["enableInTreeAutoscaling"] and spec["autoscalerOptions"]["version"] == "v2"
+    for group in spec["workerGroupSpecs"]:
+        assert 0 <= group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+        # Autoscaler v2 makes a new pod, and has KubeRay set this to Never.
+        assert "restartPolicy" not in group["template"]["spec"]
+
+
+def test_a_head_that_is_lost_comes_back_with_its_state() -> None:
+    for variant in ("base", "gpu", "spot", "multi-rack"):
+        assert ray_cluster(variant)["spec"]["gcsFaultToleranceOptions"]["backend"] == "rocksdb"
+    assert "gcsFaultToleranceOptions" not in ray_cluster("dev")["spec"]
+
+
+@pytest.mark.parametrize(
+    ("variant", "groups"),
+    [
+        ("base", {"gpu": "on-demand", "gpu-spot": "spot"}),
+        ("gpu", {"gpu": "on-demand"}),
+        ("spot", {"gpu": "on-demand", "gpu-spot": "spot"}),
+        ("multi-rack", {"gpu": "on-demand"}),
+        ("dev", {"cpu": None}),
+    ],
+)
+def test_worker_groups_are_those_of_the_overlay(variant: str, groups: dict[str, str]) -> None:
+    found = {
+        each["groupName"]: each["template"]["spec"]
+        .get("nodeSelector", {})
+        .get("shardloom.io/capacity")
+        for each in ray_cluster(variant)["spec"]["workerGroupSpecs"]
+    }
+    assert found == groups
+
+
+def test_racks_talk_over_rdma() -> None:
+    for pod in _workers("multi-rack"):
+        (container,) = pod.containers
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        assert variables["NCCL_IB_DISABLE"] == "0"
+        assert variables["NCCL_IB_HCA"] and variables["NCCL_SOCKET_IFNAME"]
+        assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == "1"
+    for pod in _workers("gpu"):
+        assert not [each for each in pod.containers[0]["env"] if each["name"].startswith("NCCL_IB")]
+
+
+# ---- queues of the platform
+
+
+def _needs(cluster: Manifest, capacity: str | None) -> dict[str, float]:
+    """Most that the pods of one capacity may ask for; None: the head."""
+    found: dict[str, float] = {}
+    for pod in pods_of((cluster,)):
+        if pod.spec.get("nodeSelector", {}).get("shardloom.io/capacity") == capacity:
+            for container in pod.containers:
+                for name, amount in container["resources"]["requests"].items():
+                    found[name] = found.get(name, 0) + pod.replicas * quantity(amount)
+    return found
+
+
+@pytest.mark.parametrize("variant", ["gpu+kueue", "spot+kueue"])
+def test_the_kueue_quota_has_room_for_the_cluster(variant: str) -> None:
+    cluster = ray_cluster(variant)
+    queue = cluster["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    local = one(build(variant), "LocalQueue", queue)
+    whole = one(build(variant), "ClusterQueue", local["spec"]["clusterQueue"])
+    (group,) = whole["spec"]["resourceGroups"]
+    for flavor in group["flavors"]:
+        labels = one(build(variant), "ResourceFlavor", flavor["name"]).get("spec", {})
+        capacity = labels.get("nodeLabels", {}).get("shardloom.io/capacity")
+        quota = {each["name"]: quantity(each["nominalQuota"]) for each in flavor["resources"]}
+        assert set(quota) == set(group["coveredResources"])
+        assert all(quota[name] >= most for name, most in _needs(cluster, capacity).items())
+    # Without it Kueue would suspend the whole cluster whenever a host is added.
+    assert cluster["metadata"]["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
+
+
+def test_the_volcano_queue_has_room_for_the_cluster() -> None:
+    cluster = ray_cluster("spot+volcano")
+    queue = one(
+        build("spot+volcano"), "Queue", cluster["metadata"]["labels"]["volcano.sh/queue-name"]
+    )
+    for name, most in queue["spec"]["capability"].items():
+        asked = [_needs(cluster, each).get(name, 0) for each in (None, "on-demand", "spot")]
+        assert quantity(most) >= sum(asked)
+
+
+def test_the_readme_names_every_folder_that_can_be_applied() -> None:
+    guide = (FOLDER / "README.md").read_text()
+    folders = [path.parent.relative_to(FOLDER) for path in FOLDER.rglob("kustomization.yaml")]
+    assert len(folders) == 8
+    assert [str(each) for each in folders if str(each) not in guide] == []
+
+
+def test_no_file_of_ours_is_left_out_of_the_builds() -> None:
+    used = " ".join(path.read_text() for path in FOLDER.rglob("kustomization.yaml"))
+    names = {path.name for path in FOLDER.rglob("*.yaml")} - {"kustomization.yaml"}
+    assert not [name for name in names if name not in used]

@@ -86,8 +86,10 @@ def _row_weight(columns: _Columns, layout: RowLayout, num_rows: int) -> FloatArr
 def _feature(columns: _Columns, column: InputColumn) -> IdColumn:
     """Ids of one feature and their weights, cut to the last ones where there is a limit."""
     ids, offsets = columns.ids(column)
+    if offsets is None:
+        return IdColumn(ids)
     weights = columns.weights(column, offsets) if column.weights else None
-    found = IdColumn(ids, offsets if column.is_list else None, weights)
+    found = IdColumn(ids, offsets, weights)
     return found if column.max_length is None else found.last(column.max_length)
 
 
@@ -126,8 +128,8 @@ class _Columns:
             return values
         return self.refuse(is_bad, values, column, "a finite number")
 
-    def ids(self, column: InputColumn) -> tuple[IntArray, IntArray]:
-        """Flat ids and offsets [n + 1] of an id or id list column, every id within its table."""
+    def ids(self, column: InputColumn) -> tuple[IntArray, IntArray | None]:
+        """Flat ids, every one within its table, and offsets [n + 1] of lists; None for one each."""
         if column.encoder is not None:
             items, offsets = self._items(column, None)
             return column.encoder.encode(items), offsets
@@ -146,6 +148,7 @@ class _Columns:
         source = column.weights
         assert source is not None
         items, offsets = self._items(source, f"a weight ({source.field})")
+        assert offsets is not None, "weights are lists"
         weights = items.cast(pa.float32(), safe=False).to_numpy()
         if (np.diff(offsets) != np.diff(id_offsets)).any():
             weights = self._weights_that_fit(column, weights, offsets, id_offsets)
@@ -177,18 +180,17 @@ class _Columns:
         ]
         return filled
 
-    def _items(self, column: InputColumn, wanted: str | None) -> tuple[pa.Array, IntArray]:
-        """Flat items and offsets [n + 1]; a scalar is a list of one.
+    def _items(self, column: InputColumn, wanted: str | None) -> tuple[pa.Array, IntArray | None]:
+        """Flat items, and offsets [n + 1] of lists; None where each row has one.
 
         Null items are bad where something is `wanted`.
         """
         array = self._array(column, may_be_null=wanted is None and not column.is_list)
+        items, offsets = array, None
         if column.is_list:
             offsets = array.offsets.to_numpy().astype(np.int64)
             items = array.values.slice(offsets[0], offsets[-1] - offsets[0])
             offsets = offsets - offsets[0]
-        else:
-            items, offsets = array, np.arange(len(array) + 1, dtype=np.int64)
         if items.null_count and wanted is not None:
             is_null = items.is_null().to_numpy(zero_copy_only=False)
             owners = _owners(offsets, np.flatnonzero(is_null))
@@ -200,7 +202,7 @@ class _Columns:
         self,
         is_bad: _BoolArray,
         items: NDArray,
-        offsets: IntArray,
+        offsets: IntArray | None,
         column: InputColumn,
         wanted: str,
     ) -> None:
@@ -230,6 +232,8 @@ class _Columns:
         self._marks.add(rows, f"column '{column.name}' is not {short or wanted}")
 
 
-def _owners(offsets: IntArray, positions: IntArray) -> IntArray:
-    """Lists that the items at `positions` are in."""
+def _owners(offsets: IntArray | None, positions: IntArray) -> IntArray:
+    """Rows that the items at `positions` are of."""
+    if offsets is None:
+        return positions
     return np.searchsorted(offsets, positions, side="right") - 1

@@ -49,7 +49,7 @@ def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:
     }
     if not location.is_local:
         return {}
-    found = {}
+    found: dict[str, float] = {}
     for column in sorted(wanted):
         mean, std = mean_and_deviation(location.local_path / spec.data.split.train, column)
         found |= {f"{column}_mean": mean, f"{column}_std": std}

@@ -24,7 +24,9 @@ def ragged_positions(starts: IntArray, lengths: IntArray) -> IntArray:
     """
     offsets = offsets_of(lengths)
     shifts = starts - offsets[:-1]
-    return np.repeat(shifts, lengths) + np.arange(offsets[-1], dtype=np.int64)
+    positions = np.repeat(shifts, lengths)
+    positions += np.arange(len(positions), dtype=np.int64)
+    return positions
 
 
 def last_items(offsets: IntArray, limit: int | None) -> tuple[IntArray, IntArray]:

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,17 +60,17 @@ def test_the_loop_survives_whatever_a_look_raises(
     house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     house.settings = house.settings.model_copy(update={"reconcile_interval_s": 0.01})
-    list_live_jobs = SqlJobStore.list_live_jobs
+    claim_live_jobs = SqlJobStore.claim_live_jobs
     errors = [RuntimeError("a bug"), StoreUnavailable("a lock")]
     looked = threading.Event()
 
-    def fail_twice(store: SqlJobStore) -> object:
+    def fail_twice(store: SqlJobStore, *args: Any, **kwargs: Any) -> object:
         if errors:
             raise errors.pop()
         looked.set()
-        return list_live_jobs(store)
+        return claim_live_jobs(store, *args, **kwargs)
 
-    monkeypatch.setattr(SqlJobStore, "list_live_jobs", fail_twice)
+    monkeypatch.setattr(SqlJobStore, "claim_live_jobs", fail_twice)
     reconciler = house.reconciler()
     assert not reconciler.has_died
     reconciler.start()

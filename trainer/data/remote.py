@@ -139,7 +139,7 @@ class DataCache:
                 _download(data.location / file.path, folder / file.path, file)
             folder.mkdir(exist_ok=True)
             if data.manifest is not None:
-                (folder / MANIFEST_NAME).write_bytes(data.manifest)
+                _place_manifest(folder / MANIFEST_NAME, data.manifest)
             if missing:
                 took_s = time.perf_counter() - begun
                 logger.info("fetched %d files of %s in %.1f s", len(missing), data.location, took_s)
@@ -197,6 +197,15 @@ class DataCache:
                 shutil.rmtree(folder)
                 return True
         return False
+
+
+def _place_manifest(target: Path, content: bytes) -> None:
+    """Write it whole and once: those who came before may be reading it."""
+    if target.exists():
+        return
+    unfinished = target.with_name(f".{target.name}.part")
+    unfinished.write_bytes(content)
+    unfinished.replace(target)
 
 
 def _download(source: Location, target: Path, file: RemoteFile) -> None:

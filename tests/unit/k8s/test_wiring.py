@@ -185,7 +185,8 @@ def test_monitors_find_what_they_watch() -> None:
     (monitor,) = of_kind(manifests, "PodMonitor")
     for pod in (_pod("gpu", "ray-head"), *_workers("gpu")):
         assert selects(monitor["spec"]["selector"], pod.labels)
-        assert "metrics" in [port["name"] for port in pod.containers[0]["ports"]]
+        ports = [port["name"] for port in pod.containers[0]["ports"]]
+        assert monitor["spec"]["podMetricsEndpoints"][0]["port"] in ports
     assert not selects(monitor["spec"]["selector"], _pod("gpu", "service").labels)
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,10 +30,12 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from trainer import failures
 from trainer.data.batches import Batch
 from trainer.failures import UserCodeError, user_lines
+from trainer.parallel.dynamic_ids import BucketedIds
 from trainer.spec import JobSpec, TaskSpec
 from trainer.spec.module import split_path
 
@@ -171,19 +174,36 @@ def _find(top: str) -> Any:
 
 def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
     """The tables that the network holds are those of the spec, which sharding is planned for."""
-    held = {
+    held = Counter(
         (config.name, config.num_embeddings, config.embedding_dim)
         for each in network.modules()
         for config in _configs(each)
-    }
-    wanted = {(t.name, t.num_embeddings, t.embedding_dim) for t in spec.embedding_tables}
+    )
+    wanted = Counter((t.name, t.num_embeddings, t.embedding_dim) for t in spec.embedding_tables)
     if held != wanted:
         missing, unknown = sorted(wanted - held, key=str), sorted(held - wanted, key=str)
         raise UserCodeError(
             f"model.module '{module}': the tables of the network must be embedding_tables of the "
-            f"spec (name, rows, dimension); missing: {missing or 'none'}, unknown: "
+            f"spec, each once (name, rows, dimension); missing: {missing or 'none'}, unknown: "
             f"{unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds them all"
         )
+    if plain := sorted(spec.dynamic_tables.keys() - _dynamic_names(network)):
+        raise UserCodeError(
+            f"model.module '{module}': the tables {', '.join(map(repr, plain))} (dynamic) must lie "
+            "in a collection of trainer.models.dynamic, as a plain one takes raw ids for rows. "
+            "trainer.models.sparse.SparseArch(spec, device) holds them all"
+        )
+
+
+def _dynamic_names(network: nn.Module) -> set[str]:
+    """Tables of the network whose ids get rows as they turn up."""
+    return {
+        table
+        for each in network.modules()
+        if isinstance(each, BaseManagedCollisionEmbeddingCollection)
+        for table, ids in each._managed_collision_collection._managed_collision_modules.items()
+        if isinstance(ids, BucketedIds)
+    }
 
 
 def _configs(module: nn.Module) -> list[Any]:

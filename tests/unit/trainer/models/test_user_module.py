@@ -18,7 +18,7 @@ from trainer.data.batches import Batch
 from trainer.failures import UserCodeError, WorkerFailure
 from trainer.models.dlrm import build_model
 from trainer.models.module import UserRecommender, load_class
-from trainer.spec import JobSpec, TaskSpec, load_spec
+from trainer.spec import DynamicSpec, JobSpec, TaskSpec, load_spec
 from trainer.worker import named_failures
 
 EXAMPLES = Path(__file__).parents[4] / "deploy" / "examples"
@@ -209,6 +209,60 @@ def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], 
     )
     with pytest.raises(UserCodeError, match=r"missing: \[\('tags', 11, 4\), \('users', 11, 4\)\]"):
         build_model(spec_of("own_d:Net"), CPU)
+
+
+BAGS = """
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+def bags(spec):
+    configs = [
+        EmbeddingBagConfig(
+            name=table.name,
+            num_embeddings=table.num_embeddings,
+            embedding_dim=table.embedding_dim,
+            feature_names=[f.name for f in spec.features if f.table == table.name],
+        )
+        for table in spec.embedding_tables
+    ]
+    return EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+
+class Net(nn.Module):
+    def __init__(self, spec, device):
+        super().__init__()
+        self.bags = bags(spec)
+
+class Twice(Net):
+    def __init__(self, spec, device):
+        super().__init__(spec, device)
+        self.more = bags(spec)
+"""
+
+
+def with_dynamic_ids(spec: JobSpec) -> JobSpec:
+    tables = tuple(
+        table.model_copy(update={"num_embeddings": 64, "dynamic": DynamicSpec(num_buckets=4)})
+        for table in spec.embedding_tables
+    )
+    return spec.model_copy(update={"embedding_tables": tables})
+
+
+def test_a_table_held_twice_is_refused(write: Callable[[str, str], None]) -> None:
+    write("own_f.py", BAGS)
+    build_model(spec_of("own_f:Net"), CPU)
+    with pytest.raises(UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4\), "):
+        build_model(spec_of("own_f:Twice"), CPU)
+
+
+def test_a_dynamic_table_in_a_plain_collection_is_refused(
+    write: Callable[[str, str], None],
+) -> None:
+    write("own_g.py", BAGS)
+    with pytest.raises(UserCodeError, match=r"'tags', 'users' \(dynamic\) must lie in"):
+        build_model(with_dynamic_ids(spec_of("own_g:Net")), CPU)
+    write("own_h.py", SOURCE)
+    build_model(with_dynamic_ids(spec_of("own_h:Net")), CPU)
 
 
 def test_a_user_failure_is_never_retried() -> None:

@@ -121,6 +121,58 @@ def test_an_upload_that_fails_leaves_no_manifest_and_is_gone_on_with(
     assert uploaded[-1] == MANIFEST_NAME
 
 
+def test_what_is_not_ours_below_the_output_is_never_written_over_or_deleted(store, remote_csv):
+    out = Location.parse(store.url("shared"))
+    (out / "checkpoints/best.bin").write_bytes(b"precious")
+    with pytest.raises(OutputExistsError, match=r"checkpoints/best.bin and no manifest"):
+        prepare_movielens(remote_csv, out, options=OPTIONS)
+    (out / MANIFEST_NAME).write_bytes(b'{"name": "somebody\'s web page"}')
+    with pytest.raises(OutputExistsError, match="no manifest of ours"):
+        prepare_movielens(remote_csv, out, options=OPTIONS, overwrite=True)
+    assert set(contents(out)) == {"checkpoints/best.bin", MANIFEST_NAME}
+
+
+def test_a_prepared_folder_is_replaced_but_not_what_others_put_there(store, remote_csv, expected):
+    out = Location.parse(store.url("guests"))
+    fewer = OPTIONS.model_copy(update={"num_partitions": 2})
+    prepare_movielens(remote_csv, out, options=OPTIONS)
+    (out / "train/notes.md").write_bytes(b"precious")
+    prepare_movielens(remote_csv, out, options=fewer, overwrite=True)
+    found = contents(out)
+    assert found.pop("train/notes.md") == b"precious"
+    assert sum(name.startswith("train/") for name in found) == 2, "older parts are gone"
+
+
+def test_other_work_at_the_same_place_removes_what_the_interrupted_one_uploaded(
+    store, remote_csv, expected, monkeypatch
+):
+    out = Location.parse(store.url("changed"))
+    upload = Location.upload
+
+    def refuse_manifest(self: Location, source: Path) -> None:
+        if self.name == MANIFEST_NAME:
+            raise StorageError(f"{self} cannot be written")
+        upload(self, source)
+
+    more = OPTIONS.model_copy(update={"num_partitions": 6})
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(Location, "upload", refuse_manifest)
+        prepare_movielens(remote_csv, out, options=more)
+    assert "train/part-00005.parquet" in contents(out)
+    prepare_movielens(remote_csv, out, options=OPTIONS)
+    assert contents(out) == expected
+
+
+def test_a_whole_bucket_and_a_folder_that_holds_the_source_are_refused(
+    store, remote_csv, csv_folder
+):
+    with pytest.raises(OutputExistsError, match="is a whole bucket; choose a folder in it"):
+        prepare_movielens(csv_folder, f"s3://{store.bucket}", options=OPTIONS)
+    with pytest.raises(OutputExistsError, match="which is read; choose another folder"):
+        prepare_movielens(remote_csv, remote_csv, options=OPTIONS, overwrite=True)
+    assert (remote_csv / "ratings.csv").exists()
+
+
 def test_a_bucket_that_is_not_there_is_named_before_any_work(remote_csv, tmp_path):
     with pytest.raises(StorageError, match="there is no bucket 'absent'; make it"):
         prepare_movielens(remote_csv, "s3://absent/out", options=OPTIONS)

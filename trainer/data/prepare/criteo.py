@@ -91,7 +91,7 @@ def prepare_criteo(
     where that is a terminal. Raises a `DataError` that names file and line of a fault.
     """
     options = options or CriteoOptions()
-    files = find_sources([str(source) for source in sources])
+    target, files = Location.parse(out), find_sources([str(source) for source in sources])
     work = {
         "command": f"prepare criteo, method {_METHOD}",
         "options": options.model_dump(),
@@ -99,7 +99,7 @@ def prepare_criteo(
         "libraries": [np.__version__, pl.__version__, pa.__version__],
     }
     with (
-        staged(Location.parse(out), work, overwrite=overwrite) as staging,
+        staged(target, work, overwrite=overwrite, sources=files) as staging,
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
     ):
         manifest = _Preparation(files, options, staging, progress).run()

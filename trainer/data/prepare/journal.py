@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,19 @@ class Part:
 class Journal:
     """The finished parts of one piece of work in `folder`."""
 
-    def __init__(self, folder: Path, work: Mapping[str, Any]) -> None:
-        """Open the journal of `work` (JSON values), or empty the folder and begin one."""
+    def __init__(
+        self, folder: Path, work: Mapping[str, Any], *, keep: Collection[str] = ()
+    ) -> None:
+        """Open the journal of `work` (JSON values), or empty the folder and begin one.
+
+        Files of the folder named in `keep` are left there either way.
+        """
         self.folder = folder
         self._path = folder / JOURNAL_NAME
         header = json.dumps(dict(work))
         known = _read(self._path, header)
         if known is None:
-            _empty(folder)
+            _empty(folder, keep)
         self._parts = known or {}
         self.num_resumed = len(self._parts)
         # Written again so that a line cut by a kill does not spoil the next one.
@@ -109,8 +114,10 @@ def _parse(line: str) -> Part | None:
         return None
 
 
-def _empty(folder: Path) -> None:
+def _empty(folder: Path, keep: Collection[str]) -> None:
     for path in folder.iterdir():
+        if path.name in keep:
+            continue
         if path.is_dir():
             shutil.rmtree(path)
         else:

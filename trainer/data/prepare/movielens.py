@@ -111,7 +111,9 @@ def prepare_movielens(
         )
     out, work = Location.parse(out), _describe_work(source, options)
     with (
-        staged(out, work, overwrite=overwrite, work_folder=work_folder) as staging,
+        staged(
+            out, work, overwrite=overwrite, sources=[source], work_folder=work_folder
+        ) as staging,
         shown_progress() as progress,
     ):
         manifest = _Preparation(source, options, staging, progress).run()

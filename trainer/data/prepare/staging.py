@@ -2,7 +2,8 @@
 
 Local: everything is written to `.NAME.partial` beside the folder, which takes its name at the end.
 Remote: finished files are uploaded one by one from a working folder on this machine, and the
-manifest last; a folder without a manifest was never finished.
+manifest last; a folder without a manifest was never finished. What is not known to be ours, by the
+manifest of an older folder or by the list of what was uploaded, is never deleted.
 """
 
 from __future__ import annotations
@@ -12,13 +13,19 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainer.data.errors import DataError, OutputExistsError, StorageError
-from trainer.data.manifest import MANIFEST_NAME, Manifest, sha256_of, write_manifest
+from trainer.data.errors import DataError, ManifestError, OutputExistsError, StorageError
+from trainer.data.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    parse_manifest,
+    sha256_of,
+    write_manifest,
+)
 from trainer.data.prepare.journal import (
     JOURNAL_NAME,
     UNFINISHED_JOURNAL_NAME,
@@ -26,6 +33,7 @@ from trainer.data.prepare.journal import (
     Journal,
     Part,
 )
+from trainer.data.prepare.uploads import UPLOADS_NAMES, Uploads
 from trainer.data.prepare.writer import check_replaceable
 from trainer.data.storage import Location
 
@@ -43,6 +51,7 @@ class Staging:
     def __init__(self, out: Location, journal: Journal) -> None:
         self._out = out
         self._journal = journal
+        self._uploads = Uploads(journal.folder)
         self._is_begun = False
 
     @property
@@ -67,6 +76,7 @@ class Staging:
         facts = make(path) or {}
         part = Part(name, path.stat().st_size, sha256_of(path), facts)
         self._begin_upload()
+        self._uploads.add([name.removeprefix(f"{_RESULT}/")])
         self._uploaded(name).upload(path)
         self._journal.record(part)
         path.unlink()
@@ -88,14 +98,19 @@ class Staging:
             _take_name(folder, self._out.local_path)
             return
         wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.names()}
+        stale = self._uploads.names() - wanted
         for file in self._out.list(recursive=True):
-            if file.relative_to(self._out) not in wanted:
+            if file.relative_to(self._out) in stale:
                 file.delete()
         (self._out / MANIFEST_NAME).upload(folder / MANIFEST_NAME)
 
     def _begin_upload(self) -> None:
-        """Before the first file of an older folder is replaced, its manifest must go."""
+        """Before the first file of an older folder is replaced, its manifest must go.
+
+        The files that it names are noted first: without it nothing else says that they are ours.
+        """
         if not self._is_begun:
+            self._uploads.add(_old_files(self._out))
             (self._out / MANIFEST_NAME).delete()
             self._is_begun = True
 
@@ -109,28 +124,37 @@ class Staging:
 
 @contextmanager
 def staged(
-    out: Location, work: Mapping[str, Any], *, overwrite: bool, work_folder: Path | None = None
+    out: Location,
+    work: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    sources: Sequence[Location] = (),
+    work_folder: Path | None = None,
 ) -> Iterator[Staging]:
     """Yield the `Staging` of the folder `out`; `work` (JSON values) says what it will hold.
 
     A run that was killed left its finished parts: the same work goes on from there, other work
     starts anew. Bad data leaves nothing behind. An existing `out` is replaced only with
-    `overwrite`, and only if it is ours. Working files lie in a folder of their own, inside
-    `work_folder` if one is named. Raises `OutputExistsError`, also where another process is
-    preparing the same folder.
+    `overwrite`, and only if it is ours; it must not hold any of `sources`. Working files lie in a
+    folder of their own, inside `work_folder` if one is named. Raises `OutputExistsError`, also
+    where another process is preparing the same folder.
     """
-    _check_free(out, overwrite=overwrite)
+    _check_apart(out, sources)
     folder = _working_folder(out, work_folder)
+    _check_free(out, Uploads(folder).names(), overwrite=overwrite)
     folder.mkdir(parents=True, exist_ok=True)
     with _alone_in(folder):
         _check_ours(folder)
         try:
-            yield Staging(out, Journal(folder, {"out": str(out), **work}))
+            journal = Journal(folder, {"out": str(out), **work}, keep=UPLOADS_NAMES)
+            yield Staging(out, journal)
         except StorageError:
             # The network's fault, not the data's: what is done stays for the next run.
             raise
         except DataError:
-            shutil.rmtree(folder, ignore_errors=True)
+            # What was uploaded must still be known as ours.
+            if not Uploads(folder).names():
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -143,16 +167,56 @@ def _working_folder(out: Location, within: Path | None) -> Path:
     return (within or Path(tempfile.gettempdir())) / f"shardloom-prepare-{digest}"
 
 
-def _check_free(out: Location, *, overwrite: bool) -> None:
+def _check_apart(out: Location, sources: Sequence[Location]) -> None:
+    """Raise where the folder to write is, or holds, something that is to be read."""
+    for source in sources:
+        if source.root == out.root and f"{source.path}/".startswith(f"{out.path}/"):
+            raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
+
+
+def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> None:
+    """Raise unless `out` is free or ours; `uploaded` are files below it that we put there."""
     if out.is_local:
         check_replaceable(out.local_path, overwrite=overwrite)
         return
-    if (out / MANIFEST_NAME).exists() and not overwrite:
+    if "/" not in out.path:
+        raise OutputExistsError(
+            f"{out} is a whole bucket; choose a folder in it, such as {out}/mine"
+        )
+    if not (out / MANIFEST_NAME).exists():
+        _check_no_strangers(out, uploaded)
+    elif not overwrite:
         raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
+    else:
+        _old_files(out)
     # A missing bucket or right to write must not come out after hours of work.
     probe = out / _PROBE
     probe.write_bytes(b"")
     probe.delete()
+
+
+def _check_no_strangers(out: Location, uploaded: frozenset[str]) -> None:
+    for file in out.list(recursive=True):
+        if file.relative_to(out) not in {*uploaded, _PROBE}:
+            raise OutputExistsError(
+                f"{out} holds {file} and no {MANIFEST_NAME}, so it is not ours to write to; choose "
+                "another folder, or delete it if an unfinished preparation from elsewhere left it"
+            )
+
+
+def _old_files(out: Location) -> list[str]:
+    """The files of the prepared folder that is at `out`; raises where its manifest is not ours."""
+    path = out / MANIFEST_NAME
+    if not path.exists():
+        return []
+    try:
+        manifest = parse_manifest(path.read_bytes(), str(path))
+    except ManifestError as error:
+        raise OutputExistsError(
+            f"{path} is no manifest of ours ({error}); choose another folder, or delete this one"
+        ) from None
+    files = [file.path for split in manifest.splits.values() for file in split.files]
+    return files + [vocabulary.path for vocabulary in manifest.vocabularies.values()]
 
 
 def _check_ours(folder: Path) -> None:
@@ -160,7 +224,7 @@ def _check_ours(folder: Path) -> None:
 
     The journal itself may be missing: a kill can come while it is first written or removed.
     """
-    ours = {_RESULT, _SCRATCH, JOURNAL_NAME, UNFINISHED_JOURNAL_NAME}
+    ours = {_RESULT, _SCRATCH, JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, *UPLOADS_NAMES}
     if strangers := sorted({path.name for path in folder.iterdir()} - ours):
         raise OutputExistsError(
             f"{folder} holds '{strangers[0]}', so it is not ours to empty; remove or rename it"

@@ -68,6 +68,9 @@ class QueueKeeper:
         live, now = self.store.list_live_jobs(), self.clock()
         queued = _waiting(live)
         running = [job for job in live if job.status not in (JobStatus.QUEUED, JobStatus.PAUSED)]
+        if not queued:
+            self._limit_growth(running, {})
+            return
         try:
             capacity = self._capacity()
         except BackendUnreachable as error:

@@ -62,7 +62,8 @@ def snapshot(session: Session) -> dict[str, Any]:
 
 
 def _sharded(session: Session) -> dict[str, Any]:
-    tables = {k: v for k, v in session.model.state_dict().items() if "embedding_bags" in k}
+    state = session.model.state_dict()
+    tables = {k: v for k, v in state.items() if {"embedding_bags", "embeddings"} & {*k.split(".")}}
     states = session.model.fused_optimizer.state_dict()["state"]
     return tables | {key: value for state in states.values() for key, value in state.items()}
 

@@ -75,6 +75,16 @@ def test_a_checkpoint_fits_any_number_of_shards_that_divides_the_buckets(
     assert_same(ranks, run_ranks(load_dynamic, size, config))
 
 
+def test_a_checkpoint_of_another_number_of_buckets_is_refused(
+    trained: Any, small_movielens: Path
+) -> None:
+    run_dir, _ = trained
+    fewer = "embedding_tables[4].dynamic.num_buckets=4"
+    config = dynamic_config(small_movielens, run_dir, 2, *STEPS, fewer, run_index=1)
+    with pytest.raises(AssertionError, match=r"liked_movies were written with another dynamic"):
+        run_ranks(load_dynamic, 2, config)
+
+
 def assert_same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
     """Tables, moments and the ids of rows are bitwise the same."""
     ours, theirs = whole_ids(one) | assemble(one), whole_ids(other) | assemble(other)

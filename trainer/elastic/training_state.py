@@ -32,7 +32,7 @@ from trainer.elastic.column_shards import (
     moments_of,
     stored_columns,
 )
-from trainer.parallel.dynamic_tables import reload, settle
+from trainer.parallel.dynamic_tables import misfits, reload, settle
 from trainer.parallel.two_d import TwoDParallel
 
 METERS = "meters"
@@ -105,8 +105,8 @@ def load_state(
     """Fill `part` of `model` and `optimizer` in place from the checkpoint in `folder`. Collective.
 
     State that a first step would create must exist where it is in `part`. Raises
-    `CheckpointMisfit` on every rank when the checkpoint holds other tables, shapes or optimizer
-    state.
+    `CheckpointMisfit` on every rank when the checkpoint holds other tables, shapes, buckets of
+    dynamic ids or optimizer state.
     """
     state, moments = _named_state(model, optimizer)
     state = {key: value for key, value in state.items() if part.has(key)}
@@ -119,6 +119,7 @@ def load_state(
     for each, stored in sources:
         if each.columns not in stored:
             each.values.copy_(moments_of(each.columns, stored))
+    _refuse(folder, misfits(model))
     reload(model)
 
 

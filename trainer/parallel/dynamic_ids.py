@@ -118,6 +118,22 @@ class BucketedIds(ManagedCollisionModule):
         self._step: int | None = None
         self._find_known()
 
+    def has_sound_places(self) -> bool:
+        """Whether the buffers are what buckets of this size hold; other buckets write others.
+
+        In each bucket the ids are its own and sorted, and so are the rows its own; the last place
+        is free, for the ids that have no row.
+        """
+        ids, rows = (each.view(-1, self._bucket_rows) for each in (self.ids, self.rows))
+        buckets = torch.arange(self._first, self._end, device=ids.device)[:, None]
+        own_ids = (ids == NO_ID) | (self._buckets_of(ids) == buckets)
+        is_sorted = ids.diff(dim=1) >= 0
+        start = buckets * self._bucket_rows
+        places = torch.arange(self._bucket_rows, device=ids.device)
+        own_rows = rows.sort(dim=1).values == start + places
+        has_shared = (ids[:, -1] == NO_ID) & (rows[:, -1] == start[:, 0] + self._bucket_rows - 1)
+        return all(bool(each.all()) for each in (own_ids, is_sorted, own_rows, has_shared))
+
     def _find_known(self) -> None:
         if self.device.type == "meta":
             return

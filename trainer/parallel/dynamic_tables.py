@@ -1,7 +1,7 @@
 """Dynamic tables sharded: TorchRec's collections over `trainer.parallel.dynamic_ids`.
 
 Collectives: TorchRec's input and output distribution over the *sharding group* at each lookup;
-`read_metrics` makes one all-reduce over all ranks. `settle` and `reload` make none.
+`read_metrics` makes one all-reduce over all ranks. The others make none.
 """
 
 from __future__ import annotations
@@ -145,6 +145,16 @@ def settle(model: nn.Module) -> None:
     """Let every dynamic table admit what it has seen: before its ids are saved."""
     for each in sharded_tables(model):
         each.settle()
+
+
+def misfits(model: nn.Module) -> list[str]:
+    """What keeps the ids that this rank has loaded from being used, in words."""
+    return [
+        f"the ids of table {table} were written with another dynamic.num_buckets than "
+        f"{ids.buckets()}, or are damaged"
+        for table, ids in ids_by_table(model)
+        if not ids.has_sound_places()
+    ]
 
 
 def reload(model: nn.Module) -> None:

@@ -147,6 +147,26 @@ def test_a_state_that_was_loaded_knows_the_same_ids() -> None:
     assert look_up(other.eval(), raw) == look_up(ids.eval(), raw)
 
 
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu"])
+def test_the_state_of_another_number_of_buckets_is_found_out(eviction: str) -> None:
+    ids = made(48, eviction=eviction)
+    for raw in (range(20), range(10, 60)):
+        look_up(ids, list(raw))
+        assert ids.has_sound_places()
+    for num_buckets in (2, 3, 4, 6, 8):
+        other = made(48, eviction=eviction, num_buckets=num_buckets)
+        assert other.has_sound_places()
+        other.load_state_dict(ids.state_dict())
+        assert other.has_sound_places() == (num_buckets == 4)
+
+
+def test_a_damaged_state_is_found_out() -> None:
+    ids = made()
+    look_up(ids, list(range(20)))
+    ids.rows[0] = ids.rows[1]
+    assert not ids.has_sound_places()
+
+
 def test_new_weights_depend_on_step_and_row_alone() -> None:
     rows = torch.arange(1000)
     shares = uniform(rows, 16, step=7)

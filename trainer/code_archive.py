@@ -16,6 +16,7 @@ import hashlib
 import io
 import stat
 import struct
+import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -40,8 +41,14 @@ _DAMAGES = (
     RuntimeError,
     ValueError,
 )
-# On the module path the user's code comes before what is installed.
-_OURS = frozenset({"trainer", "service"})
+# On the module path the user's code comes before what is installed: a name of these would break
+# every process of the job before any code of ours runs.
+_TAKEN = sys.stdlib_module_names | {
+    *("trainer", "service", "sitecustomize", "usercustomize"),
+    *("torch", "torchrec", "fbgemm_gpu", "tensordict", "triton", "numpy", "ray", "pyarrow"),
+    *("polars", "pydantic", "pydantic_core", "typing_extensions", "yaml", "psutil", "grpc"),
+}
+_MODULE_SUFFIXES = frozenset({".py", ".pyc", ".so", ".pyd"})
 _LEFT_OUT = frozenset({"__pycache__", "node_modules"})
 
 
@@ -174,10 +181,12 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
         raise CodeError(f"the archive has a path of more than {MAX_PATH_CHARS} characters")
     if parts[:1] != (PREFIX,):
         raise CodeError(f"all files of the archive must lie under {PREFIX}/, {name!r} does not")
-    if parts[1:2] and parts[1].removesuffix(".py") in _OURS:
+    top = parts[1].partition(".")[0] if parts[1:] else ""
+    is_module = len(parts) > 2 or PurePosixPath(name).suffix in _MODULE_SUFFIXES
+    if top in _TAKEN and is_module:
         raise CodeError(
-            f"{name!r} would take the place of Shardloom's own package '{parts[1]}'; give the "
-            "folder that holds your code alone, or rename it"
+            f"{name!r} would take the place of the module '{top}', which Shardloom or Python needs "
+            "itself; give the folder that holds your code alone, or rename it"
         )
     kind = stat.S_IFMT(entry.external_attr >> 16)
     if kind not in (0, stat.S_IFREG, stat.S_IFDIR):

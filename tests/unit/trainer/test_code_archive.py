@@ -148,15 +148,29 @@ def test_a_folder_without_code_says_which_to_give(tmp_path: Path) -> None:
         pack(tmp_path / "missing")
 
 
-@pytest.mark.parametrize("name", ["trainer/worker.py", "service/__init__.py", "trainer.py"])
-def test_code_that_would_take_our_place_is_refused_before_it_is_sent(
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer/worker.py",
+        "service/__init__.py",
+        "trainer.py",
+        "trainer.abi3.so",
+        "random.py",
+        "types.py",
+        "logging/__init__.py",
+        "torch/__init__.py",
+        "ray.py",
+        "sitecustomize.py",
+    ],
+)
+def test_code_that_would_take_the_place_of_what_is_there_is_refused_before_it_is_sent(
     name: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_text("")
-    with pytest.raises(CodeError, match="Shardloom's own package"):
+    with pytest.raises(CodeError, match="take the place of the module"):
         pack(tmp_path)
-    with pytest.raises(CodeError, match="Shardloom's own package"):
+    with pytest.raises(CodeError, match="take the place of the module"):
         check(zip_of((f"code/{name}", b"")))
-    assert check(zip_of(("code/mine/trainer.py", b""))).num_files == 1
+    assert check(zip_of((f"code/mine/{name}", b""), ("code/random.txt", b""))).num_files == 2

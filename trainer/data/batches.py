@@ -276,6 +276,7 @@ def train_reader(
         cache_bytes=cache_bytes,
         window_rows=window_rows,
         fault_log=_fault_log(spec),
+        max_bad_share=spec.data.max_bad_share,
     )
 
 
@@ -291,7 +292,13 @@ def validation_batches(
     What is missing at the end is filled with repeated rows of weight 0. Raises `DataError`.
     """
     shape = BatchShape(source.num_rows, world_size, spec.data.batch_size)
-    reader = RowReader(source, layout_of(spec), shuffle=False, fault_log=_fault_log(spec))
+    reader = RowReader(
+        source,
+        layout_of(spec),
+        shuffle=False,
+        fault_log=_fault_log(spec),
+        max_bad_share=spec.data.max_bad_share,
+    )
     maker = BatchMaker(reader, spec, rank, world_size)
     position = START
     for _ in range(shape.steps_per_epoch):

@@ -8,6 +8,7 @@ DataError
 ├── TooFewRowsError         nothing to train or validate on
 ├── TableTooSmallError      the data holds more ids than a table has rows
 ├── CorruptFileError        a file cannot be read, or is not what the manifest says
+├── TooManyBadRowsError     more rows cannot be used than may be left out
 ├── StorageError            a file system or object store refused: credentials, endpoint, bucket
 └── ManifestError           the manifest is missing, unreadable or lacks something
 """
@@ -59,8 +60,20 @@ class CorruptFileError(DataError):
     """A file cannot be read, or is not what the manifest says."""
 
 
+class TooManyBadRowsError(DataError):
+    """More rows cannot be used than `data.max_bad_share` lets be left out."""
+
+
 class StorageError(DataError):
     """A file system or object store refused; the message names URL, likely cause and mend."""
+
+
+def is_storage_fault(error: Exception) -> bool:
+    """Whether reading failed by the system's refusal and not by what a file holds.
+
+    Arrow says "corrupt" by an OSError too, but by one without a number.
+    """
+    return isinstance(error, OSError) and error.errno is not None
 
 
 class ManifestError(DataError):

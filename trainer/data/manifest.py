@@ -13,7 +13,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from trainer.data.errors import CorruptFileError, ManifestError, SourceMissingError
+from trainer.data.errors import (
+    CorruptFileError,
+    ManifestError,
+    SourceMissingError,
+    StorageError,
+    is_storage_fault,
+)
 
 MANIFEST_NAME = "manifest.json"
 
@@ -99,6 +105,10 @@ def read_footer(path: Path) -> pq.FileMetaData:
     try:
         return pq.read_metadata(path)
     except (pa.ArrowException, OSError) as error:
+        if is_storage_fault(error) and not isinstance(error, FileNotFoundError):
+            raise StorageError(
+                f"{path} cannot be read: {error}; check its rights, and its disk or mount"
+            ) from None
         raise CorruptFileError(
             f"{path} is not a whole Parquet file ({error}); was it truncated? "
             "Prepare or copy the data again"

@@ -14,7 +14,7 @@ from trainer.data.columns import RowLayout, check_schema, layout_of
 from trainer.data.decode import decode_columns
 from trainer.data.errors import CorruptFileError
 from trainer.data.order import EpochOrder, Window
-from trainer.data.quarantine import FaultLog, FaultMarks
+from trainer.data.quarantine import BadRowLimit, FaultLog, FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
 from trainer.data.row_columns import RowColumns, concat_columns
 from trainer.data.rows import Rows
@@ -68,7 +68,8 @@ class RowReader:
 
     A split of at most `cache_bytes` (decoded) is decoded once and kept; a larger one is decoded
     window by window, and only the newest window is kept. The order is the same either way. With a
-    `fault_log` bad rows are marked in `Rows.faults` instead of raising.
+    `fault_log` bad rows are marked in `Rows.faults` instead of raising, up to `max_bad_share` of
+    an epoch's; more are `TooManyBadRowsError`.
     """
 
     def __init__(
@@ -81,8 +82,10 @@ class RowReader:
         cache_bytes: int = DEFAULT_CACHE_BYTES,
         window_rows: int = DEFAULT_WINDOW_ROWS,
         fault_log: FaultLog | None = None,
+        max_bad_share: float = 1.0,
     ) -> None:
         self.fault_log = fault_log
+        self._limit = BadRowLimit(source.num_rows, max_bad_share)
         check_schema(layout, source.schema, source.folder)
         self._source = source
         self._layout = layout
@@ -105,6 +108,7 @@ class RowReader:
         if epoch != self._epoch:
             self._order = self._order_of(epoch=epoch)
             self._epoch, self._window_number = epoch, -1
+            self._limit.restart()
         parts = [
             self._open_window(number).slice(piece.start, piece.stop)
             for span in spans
@@ -120,6 +124,8 @@ class RowReader:
                 self._window = self._all_rows().take(self._rows_of(window)[window.row_order])
             else:
                 self._window = self._decode(window.row_groups).take(window.row_order)
+            if self.fault_log is not None:
+                self._limit.count(number, self._window.faults, self.fault_log)
             self._window_number = number
         return self._window
 

@@ -9,7 +9,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trainer.data.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.data.errors import (
+    ColumnError,
+    CorruptFileError,
+    SourceMissingError,
+    StorageError,
+    TooFewRowsError,
+    is_storage_fault,
+)
 from trainer.data.manifest import read_footer
 from trainer.data.ragged import IntArray, offsets_of
 
@@ -70,7 +77,11 @@ class ParquetSource:
         return pa.concat_tables([self.read_group(number) for number in row_groups])
 
     def read_group(self, number: int) -> pa.Table:
-        """Read one row group; raises `CorruptFileError` where it is not as it was at the start."""
+        """Read one row group; raises `CorruptFileError` where it is not as it was at the start.
+
+        Raises `StorageError` where the file is gone or the disk or mount fails, which says nothing
+        about its rows.
+        """
         place, group = self._groups[number]
         path = self._paths[place]
         try:
@@ -78,7 +89,14 @@ class ParquetSource:
                 # One prefetching thread per rank is enough; more would crowd out the trainers.
                 table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
                 table = table.select(self.columns)
+        except MemoryError:  # also pyarrow's, which is an ArrowException
+            raise
         except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+            if is_storage_fault(error):
+                raise StorageError(
+                    f"{path} cannot be read: {error}; is the folder of data.path mounted on this "
+                    "host, and are its disk and limits (open files) in order?"
+                ) from None
             raise _unreadable(path, group, str(error)) from None
         if table.schema.types != self.schema.types:
             raise _unreadable(path, group, "its columns have other types now")

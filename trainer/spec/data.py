@@ -54,7 +54,8 @@ class DataSpec(SpecModel):
 
     `shardloom data prepare` writes such folders; any other Parquet will do where tables have sizes.
     `weight_column` says how much each row counts in the loss and in the metrics (0 or above).
-    Rows that cannot be used end the job, or are left out and counted (`on_bad_rows: quarantine`).
+    Rows that cannot be used end the job, or are left out and counted (`on_bad_rows: quarantine`),
+    up to `max_bad_share` of a split.
     """
 
     format: Literal["parquet"] = "parquet"
@@ -65,6 +66,10 @@ class DataSpec(SpecModel):
     batch_size: Annotated[PositiveInt, Field(description="Rows per rank and step.")] = 256
     shuffle: bool = True
     on_bad_rows: Literal["fail", "quarantine"] = "fail"
+    max_bad_share: Annotated[
+        float,
+        Field(gt=0, le=1, description="Share of a split's rows that quarantine may leave out."),
+    ] = 0.05
 
 
 class FeatureSpec(SpecModel):

@@ -17,7 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.batches import TrainBatches, validation_batches
-from trainer.data.errors import BadValueError, CorruptFileError
+from trainer.data.errors import (
+    BadValueError,
+    CorruptFileError,
+    StorageError,
+    TooManyBadRowsError,
+)
 from trainer.data.lease_batches import LeaseBatches
 from trainer.data.position import DataPosition
 from trainer.data.quarantine import OTHERS, QuarantinedRows, QuarantineTally
@@ -33,13 +38,16 @@ LABEL = {"column": "rating", "offset_column": "user_mean", "scale_column": "user
 def tolerant(prepared, make_spec):
     """A function that makes a spec which leaves bad rows out."""
 
-    def make(batch_size: int = 16, shuffle: bool = True, **document: Any) -> JobSpec:
+    def make(
+        batch_size: int = 16, shuffle: bool = True, max_bad_share: float = 1.0, **document: Any
+    ) -> JobSpec:
         data = {
             "path": str(prepared),
             "batch_size": batch_size,
             "shuffle": shuffle,
             "label": LABEL,
             "on_bad_rows": "quarantine",
+            "max_bad_share": max_bad_share,
         }
         return make_spec(data=data, **document)
 
@@ -160,7 +168,7 @@ def with_fewer_rows(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [truncated, with_another_type, without_a_column, with_fewer_rows, Path.unlink]
+    "damage", [truncated, with_another_type, without_a_column, with_fewer_rows]
 )
 @pytest.mark.parametrize("cache_bytes", [0, 2**30])
 def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
@@ -185,6 +193,64 @@ def test_a_file_that_changes_while_the_job_runs_is_left_out_or_named(
         pytest.raises(CorruptFileError, match="part-00001"),
     ):
         list(batches)
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError(2, "gone"), OSError(116, "Stale file handle")])
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_storage_that_fails_ends_the_job_and_leaves_no_row_out(
+    three_files, tolerant, monkeypatch, error, cache_bytes
+) -> None:
+    source = open_source(tolerant(), three_files)
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(pq, "ParquetFile", fail)
+    with (
+        TrainBatches(source, tolerant(), 0, 1, cache_bytes=cache_bytes) as batches,
+        pytest.raises(StorageError, match=r"part-0000\d\.parquet cannot be read.*mounted"),
+    ):
+        list(batches)
+
+
+def test_a_folder_that_vanishes_while_the_job_runs_is_no_bad_data(three_files, tolerant) -> None:
+    source = open_source(tolerant(), three_files)
+    shutil.rmtree(three_files)
+    with TrainBatches(source, tolerant(), 0, 1) as batches, pytest.raises(StorageError):
+        list(batches)
+
+
+def test_want_of_memory_is_no_bad_data(three_files, tolerant, monkeypatch) -> None:
+    source = open_source(tolerant(), three_files)
+
+    def fail(*_: object, **__: object) -> None:
+        raise pa.ArrowMemoryError("malloc failed")
+
+    monkeypatch.setattr(pq, "ParquetFile", fail)
+    with TrainBatches(source, tolerant(), 0, 1) as batches, pytest.raises(MemoryError):
+        list(batches)
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_more_bad_rows_than_the_share_end_the_job(three_files, tolerant, cache_bytes) -> None:
+    spec = tolerant(max_bad_share=0.1)
+    source = open_source(spec, three_files)
+    truncated(three_files / "part-00001.parquet")
+    with (
+        TrainBatches(source, spec, 0, 1, cache_bytes=cache_bytes) as batches,
+        pytest.raises(TooManyBadRowsError, match=r"part-00001.*data\.max_bad_share"),
+    ):
+        list(batches)
+    with pytest.raises(TooManyBadRowsError):
+        list(validation_batches(source, spec, 0, 1))
+
+
+def test_the_share_of_bad_rows_is_that_of_one_epoch(spoil, tolerant) -> None:
+    folder = spoil("rating", 77, math.nan)
+    source = open_source(tolerant(), folder)
+    spec = tolerant(max_bad_share=1.5 / source.num_rows, training={"epochs": 3, "seed": 3})
+    with TrainBatches(source, spec, 0, 1, cache_bytes=0) as batches:
+        assert tally(batch for batch, _ in batches).total() == 3
 
 
 def test_a_lease_leaves_rows_out_too(spoil, tolerant) -> None:

@@ -40,7 +40,13 @@ from trainer.data.prepare.criteo_ids import (
     frequent_values,
 )
 from trainer.data.prepare.criteo_runs import Buckets, Runs, pack, write_run
-from trainer.data.prepare.criteo_source import LineBlock, count_lines, find_sources, read_blocks
+from trainer.data.prepare.criteo_source import (
+    LineBlock,
+    check_distinct,
+    count_lines,
+    find_sources,
+    read_blocks,
+)
 from trainer.data.prepare.criteo_tables import COLUMN_TYPES, PartitionWriter, transform_counts
 from trainer.data.prepare.journal import Facts, Part
 from trainer.data.prepare.staging import Staging, staged
@@ -92,6 +98,7 @@ def prepare_criteo(
     """
     options = options or CriteoOptions()
     target, files = Location.parse(out), find_sources([str(source) for source in sources])
+    check_distinct(files)
     work = {
         "command": f"prepare criteo, method {_METHOD}",
         "options": options.model_dump(),

@@ -28,15 +28,21 @@ _PATTERNS = {
     "a whole number": re.compile(r"\d{1,18}"),
     "a number": re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?"),
 }
+# 2100-01-01 UTC.
+_YEAR_2100_S = 4_102_444_800
 
 
 @dataclass(frozen=True)
 class CsvColumn:
-    """A column to read; a number lies in `bounds`, of which the lower one is exclusive."""
+    """A column to read; a number lies in `bounds`, of which the lower one is exclusive.
+
+    `rule` says in words what is wanted, where kind and bounds do not say it well.
+    """
 
     name: str
     kind: str = "text"
     bounds: tuple[float, float] | None = None
+    rule: str | None = None
 
     @property
     def dtype(self) -> type[pl.DataType]:
@@ -47,6 +53,8 @@ class CsvColumn:
     @property
     def wanted(self) -> str:
         """The rule in words."""
+        if self.rule is not None:
+            return self.rule
         if self.bounds is None:
             return self.kind
         return f"{self.kind} above {self.bounds[0]:g} and at most {self.bounds[1]:g}"
@@ -84,6 +92,12 @@ def number(name: str, *, above: float, at_most: float) -> CsvColumn:
     return CsvColumn(name, "a number", (above, at_most))
 
 
+def timestamp(name: str) -> CsvColumn:
+    """A column of whole seconds since 1970; what lies after the year 2100 is no such time."""
+    rule = "a time in whole seconds since 1970, before the year 2100; is it in milliseconds?"
+    return CsvColumn(name, "a whole number", (-1, _YEAR_2100_S), rule)
+
+
 def read_csv(
     path: Path | Location, columns: Sequence[CsvColumn], *, delimiter: str = ","
 ) -> pl.DataFrame:
@@ -93,7 +107,7 @@ def read_csv(
     is empty or cannot be parsed at all.
     """
     location = Location.parse(path)
-    content = read_file(location)
+    content = without_blank_end(read_file(location))
     check_header(location, content, columns, delimiter)
     frame = parse_csv(location, content, columns, delimiter)
     if frame.is_empty():
@@ -110,6 +124,13 @@ def read_file(location: Location) -> bytes:
     if not (content := location.read_bytes()):
         raise CorruptFileError(f"{location} is empty; was the download cut short?")
     return content
+
+
+def without_blank_end(content: bytes) -> bytes:
+    """The text without blank lines at its end; its last line keeps its own end."""
+    text = content.rstrip(b"\r\n")
+    end = content[len(text) :].find(b"\n") + 1
+    return content[: len(text) + end] if end else content
 
 
 def parse_csv(
@@ -133,9 +154,8 @@ def parse_csv(
             separator=delimiter,
         )
     except pl.exceptions.PolarsError as error:
-        raise _locate_fault(location, content, columns, delimiter, line_offset, str(error)) from (
-            None
-        )
+        cause = str(error).splitlines()[0]
+        raise _locate_fault(location, content, columns, delimiter, line_offset, cause) from None
     if any(frame.select(column.fault()).item(0, 0) for column in columns if len(frame)):
         cause = "a value is missing or out of bounds"
         raise _locate_fault(location, content, columns, delimiter, line_offset, cause)
@@ -173,30 +193,49 @@ def _locate_fault(
     line_offset: int,
     cause: str,
 ) -> DataError:
-    """Find the first bad cell, line by line: slow, and only used to name a known fault."""
+    """Find the first bad record: slow, and only used to name a known fault."""
     file = io.TextIOWrapper(
         io.BytesIO(content), encoding="utf-8-sig", errors="surrogateescape", newline=""
     )
-    reader = csv.DictReader(file, delimiter=delimiter)
+    reader = csv.reader(file, delimiter=delimiter)
+    header = next(reader, [])
+    line = 1 + reader.line_num + line_offset
     try:
         for record in reader:
-            line = reader.line_num + line_offset
-            if fault := _fault_of(location, line, record, columns, reader.fieldnames or ()):
+            if fault := _fault_of(location, line, record, columns, header):
                 return fault
+            line = 1 + reader.line_num + line_offset
     except csv.Error as error:
-        return CorruptFileError(f"{location}, line {reader.line_num + line_offset}: {error}")
-    return CorruptFileError(f"{location} cannot be read: {cause}")
+        # The reader has gone on to where it gave up; the record began where the last one ended.
+        return CorruptFileError(f"{location}, line {line}: {error}; is a quote left open?")
+    return _stray_quote(location, content, line_offset) or CorruptFileError(
+        f"{location} cannot be read between lines {2 + line_offset} and {line - 1}: {cause}"
+    )
+
+
+def _stray_quote(location: Location, content: bytes, line_offset: int) -> DataError | None:
+    """Name the first line with an odd number of quotes, as a quote inside a cell without quotes."""
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if line.count(b'"') % 2:
+            return CorruptFileError(
+                f"{location}, line {number + line_offset}: a quote is left open; a cell that holds "
+                'a quote is quoted itself, and the quote doubled, as in "5"" disk"'
+            )
+    return None
 
 
 def _fault_of(
     location: Location,
     line: int,
-    record: dict,
+    record: Sequence[str],
     columns: Sequence[CsvColumn],
     header: Sequence[str],
 ) -> DataError | None:
+    if not record:
+        return CorruptFileError(f"{location}, line {line}: the line is blank; remove it")
+    cells = dict(zip(header, record, strict=False))
     for column in columns:
-        cell = record.get(column.name)
+        cell = cells.get(column.name)
         if cell is not None and not _is_utf8(cell):
             return CorruptFileError(
                 f"{location}, line {line}, column '{column.name}': bytes that are not UTF-8 "
@@ -204,7 +243,7 @@ def _fault_of(
             )
         if not column.accepts(cell):
             return BadValueError(str(location), f"line {line}", column.name, cell, column.wanted)
-    if None in record:
+    if len(record) > len(header):
         return CorruptFileError(
             f"{location}, line {line}: more cells than columns: the header has {len(header)}; "
             "is the delimiter right, and is text with delimiters in it quoted?"

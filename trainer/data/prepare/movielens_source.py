@@ -10,7 +10,7 @@ from trainer.data.errors import BadValueError
 from trainer.data.prepare.catalogue import add_tag_words, count_tag_words
 from trainer.data.prepare.census import NEVER
 from trainer.data.prepare.csv_blocks import BlockReader
-from trainer.data.prepare.csv_reader import integer, read_csv, text
+from trainer.data.prepare.csv_reader import integer, read_csv, text, timestamp
 from trainer.data.prepare.timeline import Split
 from trainer.data.prepare.units import DuplicateRating
 from trainer.data.ragged import IntArray
@@ -19,7 +19,7 @@ from trainer.data.storage import Location
 # Taken apart, the words of a block need many times its size.
 _TAG_BLOCK_BYTES = 8 * 1024 * 1024
 _TAG_SCHEMA = {"movieId": pl.Int64, "tag": pl.String}
-_TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), integer("timestamp"))
+_TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), timestamp("timestamp"))
 
 
 def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
@@ -59,7 +59,13 @@ def read_tag_words(
     total, num_tags = count_tag_words(pl.DataFrame(schema=_TAG_SCHEMA)), 0
     if not location.exists():
         return TagWords(total, num_tags)
-    reader = BlockReader(location, _TAG_COLUMNS, delimiter=delimiter, block_bytes=_TAG_BLOCK_BYTES)
+    reader = BlockReader(
+        location,
+        _TAG_COLUMNS,
+        delimiter=delimiter,
+        block_bytes=_TAG_BLOCK_BYTES,
+        may_lack_rows=True,
+    )
     start, line = reader.first, 2
     while start < reader.size_bytes:
         block, frame = reader.read(start, line)

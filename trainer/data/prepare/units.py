@@ -17,7 +17,7 @@ import polars as pl
 from numpy.typing import NDArray
 
 from trainer.data.prepare.csv_blocks import BlockReader
-from trainer.data.prepare.csv_reader import integer, number
+from trainer.data.prepare.csv_reader import integer, number, timestamp
 from trainer.data.prepare.journal import Facts
 from trainer.data.prepare.progress import Advance
 from trainer.data.prepare.spill import Columns, map_columns, write_columns
@@ -30,7 +30,7 @@ RATING_COLUMNS = (
     integer("userId"),
     integer("movieId"),
     number("rating", above=0, at_most=5),
-    integer("timestamp"),
+    timestamp("timestamp"),
 )
 _LARGEST_TABLE = 1 << 22
 
@@ -128,7 +128,8 @@ def write_unit(
     repeated = _repeated(user, movie, len(movie_ids))
     if repeated.any() and on_duplicate == "fail":
         first = int(repeated.argmax())
-        raise DuplicateRating(int(blocks.users[users.start + user[first]]), movie_ids[movie[first]])
+        own = int(blocks.users[users.start + user[first]])
+        raise DuplicateRating(own, int(movie_ids[movie[first]]))
     kept = ~repeated
     columns = {
         "user": (user + users.start).astype(np.int32),

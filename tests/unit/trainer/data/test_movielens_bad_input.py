@@ -188,3 +188,67 @@ def test_the_command_takes_the_options_and_shows_what_was_met(folder, tmp_path):
     assert (options["on_duplicate"], options["user_mean"]) == ("last", "training")
     wrong = CliRunner().invoke(app, [*arguments, "--delimiter", "::"], env={"COLUMNS": "200"})
     assert (wrong.exit_code, "one character" in wrong.stderr) == (2, True)
+
+
+def write_tags(folder: Path, lines: list[str]) -> None:
+    (folder / "tags.csv").write_text("userId,movieId,tag,timestamp\n" + "".join(lines))
+
+
+def test_tags_with_a_header_alone_are_no_tags(folder):
+    expected = prepare(folder)
+    write_tags(folder, [])
+    assert prepare(folder).equals(expected)
+    assert counts(folder)["training_tags"] == 0
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n\n", "\r\n\r\n", ""])
+@pytest.mark.parametrize("name", ["ratings.csv", "movies.csv"])
+def test_blank_lines_at_the_end_are_nothing(folder, name, end):
+    expected = prepare(folder)
+    path = folder / name
+    path.write_bytes(path.read_bytes().rstrip(b"\n") + end.encode())
+    assert prepare(folder).equals(expected)
+
+
+def test_a_header_and_blank_lines_are_no_ratings(folder):
+    write_ratings(folder, ["", ""])
+    with pytest.raises(CorruptFileError, match=r"ratings\.csv has a header but no rows"):
+        prepare(folder)
+
+
+def test_a_blank_line_between_ratings_is_named(folder):
+    write_ratings(folder, [*RATINGS[:3], "", *RATINGS[3:]])
+    with pytest.raises(CorruptFileError, match=r"ratings\.csv, line 5: the line is blank"):
+        prepare(folder)
+
+
+@pytest.mark.parametrize("title", ['"Never closed', '5" disk'])
+def test_a_stray_quote_is_named_with_its_line_and_without_a_libraries_advice(folder, title):
+    with (folder / "movies.csv").open("a") as file:
+        file.write(f"50,{title},Western\n60,Other,Drama\n")
+    with pytest.raises(CorruptFileError, match=r"movies\.csv, line 6: a quote is left") as raised:
+        prepare(folder)
+    assert "infer_schema" not in str(raised.value)
+    assert "malformed" not in str(raised.value)
+
+
+def test_a_quote_inside_a_tag_is_named(folder):
+    write_tags(folder, ["1,10,fine,100\n", '1,20,5" disk,100\n', '2,20,7" disk,100\n'])
+    with pytest.raises(CorruptFileError, match=r"tags\.csv, line 3: a quote is left open"):
+        prepare(folder)
+
+
+def test_a_duplicate_is_told_in_plain_numbers(folder):
+    write_ratings(folder, [*RATINGS, "2,20,1,1500"])
+    with pytest.raises(BadValueError, match="column 'movieId': 20 is not rated once"):
+        prepare(folder)
+
+
+@pytest.mark.parametrize("name", ["ratings.csv", "tags.csv"])
+def test_a_time_in_milliseconds_is_named(folder, name):
+    if name == "tags.csv":
+        write_tags(folder, ["1,10,fine,100\n", "1,20,fine,1700000000000\n"])
+    else:
+        write_ratings(folder, [RATINGS[0], "1,20,1,1700000000000", *RATINGS[2:]])
+    with pytest.raises(BadValueError, match=rf"{name}, line 3, .*whole seconds.*milliseconds\?"):
+        prepare(folder)

@@ -24,6 +24,10 @@ from trainer.spec import FieldProblem, JobSpec, SpecError
 _FOLDER = ".code"
 
 
+class CodeGone(Exception):
+    """The code that a job names is nowhere any more."""
+
+
 def keep_code(settings: Settings, data: bytes) -> CodeSummary:
     """Check an uploaded archive and keep it; raises `InvalidRequest`, OSError."""
     try:
@@ -36,22 +40,32 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
     return summary
 
 
-def check_code(settings: Settings, spec: JobSpec) -> None:
-    """Raise `SpecError` where a spec names code that was not uploaded."""
+def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) -> None:
+    """Raise `SpecError` where a spec names code that was not uploaded.
+
+    What was, but is gone since, comes back from `source`, the run folder of a job that has it.
+    Raises OSError where that fails.
+    """
     code = spec.model.code
     if code is None or _upload_path(settings, code).is_file():
         return
-    message = (
+    data = _read(source.code_path(code), code) if source else None
+    if data is None:
+        raise SpecError([FieldProblem("model.code", "unknown_code", _unknown(code))])
+    _write(_upload_path(settings, code), data)
+
+
+def _unknown(code: str) -> str:
+    return (
         f"no code {code[:12]}... was uploaded here; submit with `shardloom submit --code DIR`, or "
         "POST the archive to /v1/code"
     )
-    raise SpecError([FieldProblem("model.code", "unknown_code", message)])
 
 
 def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None:
     """The archive of a job's code in its run folder, copied there if it is not; None without code.
 
-    Raises OSError where neither the job nor the uploads have it whole.
+    Raises `CodeGone` where neither the job nor the uploads have it whole, and OSError.
     """
     code = spec.model.code
     if code is None:
@@ -60,7 +74,10 @@ def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None
     if _read(path, code) is None:
         data = _read(_upload_path(settings, code), code)
         if data is None:
-            raise OSError(f"the code {code[:12]}... of the job is gone or damaged; upload it again")
+            raise CodeGone(
+                f"the code {code[:12]}... of the job is gone from run storage, or damaged; submit "
+                "again with `shardloom submit --code DIR`"
+            )
         _write(path, data)
     return path
 

@@ -20,6 +20,7 @@ from dataclasses import replace
 from functools import partial
 
 from service.backends.base import Backend
+from service.code_store import CodeGone
 from service.domain import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
 from service.errors import (
     BackendUnreachable,
@@ -324,6 +325,8 @@ class Reconciler:
             return submission_unanswered(job, attempt, str(error))
         except SubmissionRefused as error:
             reason, message = EndReason.SUBMISSION_REFUSED, str(error)
+        except CodeGone as error:
+            reason, message = EndReason.BAD_SPEC, str(error)
         except OSError as error:
             reason = EndReason.STORAGE_ERROR
             message = f"cannot write the spec to run storage ({error}); check SHARDLOOM_RUNS_DIR"

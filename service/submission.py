@@ -98,7 +98,7 @@ def _tracing(job: Job, settings: Settings) -> dict[str, str]:
 def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> Path:
     """Write the spec that an attempt will run, whole or not at all, and the code that it names.
 
-    Raises OSError.
+    Raises `CodeGone`, and OSError.
     """
     run_dir = run_dir_of(settings, attempt.job_id)
     give_code(settings, spec, run_dir)

@@ -13,8 +13,11 @@ from service.api.lifecycle_schemas import CloneJob, RestartJob
 from service.api.schemas import JobDetail
 from service.api.secrets import keep_secrets
 from service.api.versions import VersionDep, tagged
+from service.code_store import check_code
+from service.errors import StorageUnavailable
 from service.job_changes import cloned_spec, delete_job, pause_job, restart_job, resume_job
 from service.jobs import submit_job
+from service.run_files import run_dir_of
 from service.security.principal import Role
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -67,6 +70,10 @@ def clone(
     spec = cloned_spec(job, body.set, body.patch, body.name)
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
+    try:
+        check_code(context.settings, spec, run_dir_of(context.settings, job.id))
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
     made = submit_job(
         context.store,
         spec,

@@ -119,8 +119,30 @@ def test_damaged_code_is_never_handed_to_the_cluster(api: Api, archive: bytes) -
     path.write_bytes(archive[:-1])
     api.look()
     job = api.store.get_job(job_id)
-    assert (job.status, job.reason) == (JobStatus.FAILED, "storage_error")
-    assert "upload it again" in job.message
+    assert (job.status, job.reason) == (JobStatus.FAILED, "bad_spec")
+    assert "submit again with `shardloom submit --code DIR`" in job.message
+
+
+def test_a_clone_names_code_that_somebody_sent(api: Api, archive: bytes) -> None:
+    code = upload(api, archive).json()["id"]
+    job_id = api.http.post("/v1/jobs", json={"spec": module_spec(code)}).json()["id"]
+    body = {"set": {"model.code": "ab" * 32}}
+    problem = problem_in(api.http.post(f"/v1/jobs/{job_id}:clone", json=body), 422, "invalid_spec")
+    assert problem["fields"][0]["code"] == "unknown_code"
+    assert len(api.http.get("/v1/jobs").json()["items"]) == 1
+
+
+def test_a_clone_takes_the_code_of_its_job_where_the_upload_is_gone(
+    api: Api, archive: bytes
+) -> None:
+    code = upload(api, archive).json()["id"]
+    job_id = api.http.post("/v1/jobs", json={"spec": module_spec(code)}).json()["id"]
+    api.look()
+    (kept,) = (api.settings.runs_dir / ".code").iterdir()
+    kept.unlink()
+    answer = api.http.post(f"/v1/jobs/{job_id}:clone", json={})
+    assert answer.status_code == 201, answer.text
+    assert kept.read_bytes() == archive
 
 
 def test_the_roles_that_may_submit_may_upload_and_the_audit_log_says_who(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import stat
 import struct
 import sys
@@ -72,15 +73,16 @@ def pack(folder: Path) -> bytes:
     """
     if not folder.is_dir():
         raise CodeError(f"{folder} is not a folder; give the one that holds your package")
-    buffer, num_bytes, paths = io.BytesIO(), 0, list(_files(folder))
+    # No more are looked at than it takes to refuse them, nor is anything read before its size.
+    paths = list(itertools.islice(_files(folder), MAX_FILES + 1))
+    buffer, num_bytes = io.BytesIO(), 0
     if not paths:
         raise CodeError(f"{folder} has no files; give the one that holds your package")
     if len(paths) > MAX_FILES:
         raise CodeError(f"{folder} has more than {MAX_FILES} files; give a smaller one, code only")
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as archive:
         for path in paths:
-            content = path.read_bytes()
-            num_bytes += len(content)
+            num_bytes += path.stat().st_size
             if num_bytes > MAX_UNPACKED_BYTES:
                 raise _too_large(str(folder))
             name = f"{PREFIX}/{path.relative_to(folder).as_posix()}"
@@ -88,7 +90,7 @@ def pack(folder: Path) -> bytes:
             entry.compress_type = zipfile.ZIP_DEFLATED
             entry.external_attr = 0o644 << 16
             _check_entry(entry)
-            archive.writestr(entry, content)
+            archive.writestr(entry, path.read_bytes())
     return buffer.getvalue()
 
 

@@ -148,6 +148,19 @@ def test_a_folder_without_code_says_which_to_give(tmp_path: Path) -> None:
         pack(tmp_path / "missing")
 
 
+def test_a_folder_with_data_in_it_is_refused_without_reading_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (folder / "data.bin").open("wb") as file:
+        file.truncate(100 * 2**30)
+    with pytest.raises(CodeError, match="more than 64 MiB"):
+        pack(folder)
+    (folder / "data.bin").unlink()
+    monkeypatch.setattr(code_archive, "MAX_FILES", 1)
+    with pytest.raises(CodeError, match="more than 1 files"):
+        pack(folder)
+
+
 @pytest.mark.parametrize(
     "name",
     [

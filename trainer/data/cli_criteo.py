@@ -139,5 +139,10 @@ def _teacher_table(out: str, document: dict[str, Any]) -> Table:
         column.justify = "right"
     for name, part in document["parts"].items():
         scores = (part[key] for key in ("click_rate", "logloss", "ne", "auc"))
-        table.add_row(name, f"{part['rows']:,}", *(f"{score:.4f}" for score in scores))
+        table.add_row(name, f"{part['rows']:,}", *map(_score_text, scores))
     return table
+
+
+def _score_text(score: float | None) -> str:
+    """A part with clicks only, or none, has no NE and no AUC."""
+    return "none" if score is None else f"{score:.4f}"

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from trainer.data.errors import (
     CorruptFileError,
@@ -72,7 +72,7 @@ class Manifest(ManifestModel):
     columns: dict[str, str]
     vocab_sizes: dict[str, Annotated[int, Field(ge=1)]]
     options: dict[str, Any]
-    statistics: dict[str, float]
+    statistics: dict[str, FiniteFloat]
     vocabularies: dict[str, VocabularyEntry] = {}
     counts: dict[str, int] = {}
 

@@ -197,7 +197,7 @@ def _write_prepared(
     teaching = {
         f"teacher_{key}": value
         for key, value in scores["validation"].as_dict().items()
-        if key != "rows"
+        if key != "rows" and value is not None
     }
     vocab_sizes = [size + 1 for size in table_sizes(options.max_ids)]
     manifest = Manifest(

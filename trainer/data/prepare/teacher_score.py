@@ -29,17 +29,18 @@ class TeacherScore:
         self._views += np.bincount(bins, minlength=_NUM_BINS)
         self._clicks += np.bincount(bins, label, minlength=_NUM_BINS).astype(np.int64)
 
-    def as_dict(self) -> dict[str, float]:
-        """`rows`, `click_rate`, `logloss`, `ne`, `auc`; NaN where clicks or others are lacking."""
+    def as_dict(self) -> dict[str, float | None]:
+        """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None where clicks or others are lacking."""
         rows, clicks = int(self._views.sum()), int(self._clicks.sum())
-        rate = clicks / rows if rows else float("nan")
-        logloss = self._loss / rows if rows else float("nan")
+        rate = clicks / rows if rows else None
+        logloss = self._loss / rows if rows else None
+        has_both = 0 < clicks < rows
         return {
             "rows": rows,
             "click_rate": rate,
             "logloss": logloss,
-            "ne": logloss / entropy(rate) if 0 < clicks < rows else float("nan"),
-            "auc": self._auc() if 0 < clicks < rows else float("nan"),
+            "ne": self._loss / rows / entropy(clicks / rows) if has_both else None,
+            "auc": self._auc() if has_both else None,
         }
 
     def _auc(self) -> float:

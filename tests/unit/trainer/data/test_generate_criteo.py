@@ -145,3 +145,12 @@ def test_an_output_that_is_taken_and_too_few_rows_are_refused(tmp_path):
         generated(tmp_path / "few", num_rows=20, num_days=30)
     with pytest.raises(StorageError, match="s3://bucket/out is remote"):
         generate_criteo("s3://bucket/out", CriteoGeneratorOptions(**SMALL))
+
+
+def test_a_part_without_clicks_has_no_scores_but_can_be_read(tmp_path):
+    out = tmp_path / "out"
+    document = generate_criteo(out, CriteoGeneratorOptions(num_rows=10, max_ids=20))
+    assert document["parts"]["validation"]["auc"] is None, "one row cannot be of both kinds"
+    assert "teacher_auc" not in load_manifest(out).statistics
+    text = (out / "teacher.json").read_text()
+    assert json.loads(text, parse_constant=pytest.fail) == document

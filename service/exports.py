@@ -1,8 +1,9 @@
 """Exports of jobs: asked for over REST, made one at a time by a process of the trainer's Python.
 
 What was asked for lies on run storage (`trainer.export.folder`), and is made there: a service that
-is restarted goes on with what is not done, and the store knows nothing of it. The process imports
-torch, which this one never does, and gets none of this one's secrets.
+is restarted goes on with what is not done, and the store knows nothing of it. Jobs write to run
+storage, too: what a service asked for bears its seal, and nothing else is made here. The process
+imports torch, which this one never does, and gets none of this one's secrets.
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ from service.errors import (
     ExportNotReady,
     ExportPending,
     ExportRefused,
+    JobNotFound,
+    JobUnreadable,
+    ServiceError,
     StorageUnavailable,
 )
 from service.run_files import run_dir_of
+from service.security.master_keys import master_keys_of
 from service.settings import Settings
 from service.store.base import JobStore
 from trainer.export.folder import ExportFolder, ask_for, find_export, list_exports
@@ -64,16 +69,46 @@ def request_export(
     steps = [found.step for found in store.list_checkpoints(job.id)]
     if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
         raise CheckpointNotFound(job.id, checkpoint, steps)
-    if job.spec.model.module is not None and settings.auth != "local":
+    if job.spec.model.module is not None and not _may_run_code(settings):
         raise ExportRefused(job.id)
     run_dir = run_dir_of(settings, job.id)
     for each in list_exports(run_dir):
-        if each.status in ("queued", "running"):
+        if is_pending(settings, each):
             raise ExportPending(job.id, each.id)
     try:
-        return ask_for(run_dir, checkpoint, quantize)
+        return ask_for(run_dir, checkpoint, quantize, master_keys_of(settings).export_seal)
     except OSError as error:
         raise StorageUnavailable(str(error)) from error
+
+
+def _may_run_code(settings: Settings) -> bool:
+    """Whether code of jobs may run on this host: where all who submit are its own user."""
+    return settings.auth == "local"
+
+
+def is_sealed(settings: Settings, folder: ExportFolder) -> bool:
+    """Whether a service with our keys asked for the export as it stands on run storage."""
+    wanted = folder.wanted
+    return master_keys_of(settings).is_export_seal(wanted.text_of(folder), wanted.seal)
+
+
+def is_pending(settings: Settings, folder: ExportFolder) -> bool:
+    """Whether somebody makes the export or will; what a killed driver left queued, nobody does."""
+    status = folder.status
+    return status == "running" or (status == "queued" and is_sealed(settings, folder))
+
+
+def may_be_made(store: JobStore, settings: Settings, folder: ExportFolder) -> bool:
+    """Whether the export of a job that is there was asked for by a service, and runs no user code.
+
+    Raises `StoreUnavailable`.
+    """
+    try:
+        job = store.get_job(folder.run_dir.name)
+        is_ours = is_sealed(settings, folder)
+    except (JobNotFound, JobUnreadable, OSError, ValueError):
+        return False
+    return is_ours and (job.spec.model.module is None or _may_run_code(settings))
 
 
 def get_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:
@@ -95,7 +130,10 @@ def get_finished_export(settings: Settings, job_id: str, export_id: str) -> Expo
 class ExportRunner:
     """Makes what is asked for, one after another: an export takes a copy of all tables."""
 
-    def __init__(self, settings: Settings, start: StartProcess = subprocess.Popen) -> None:
+    def __init__(
+        self, store: JobStore, settings: Settings, start: StartProcess = subprocess.Popen
+    ) -> None:
+        self._store = store
         self._settings = settings
         self._start_process = start
         self._queue: queue.Queue[ExportFolder | None] = queue.Queue()
@@ -124,11 +162,17 @@ class ExportRunner:
         while (folder := self._queue.get()) is not None and not self._closing.is_set():
             try:
                 self._make(folder)
-            except OSError as error:  # the job may have been deleted meanwhile
+            except (OSError, ServiceError) as error:  # the job may have been deleted meanwhile
                 logger.warning("export %s cannot be made: %s", folder.root, error)
 
     def _make(self, folder: ExportFolder) -> None:
+        if not may_be_made(self._store, self._settings, folder):
+            logger.warning("%s was not asked for here, or may not run here", folder.root)
+            return
         command = [self._settings.trainer_python, "-m", "trainer.export"]
+        if not _may_run_code(self._settings):
+            # The process reads the spec from run storage, where it may be another one.
+            command.append("--no-user-code")
         with (folder.root / _LOG).open("ab") as log:
             process = self._start_process(
                 [*command, "--request", str(folder.root)],
@@ -177,10 +221,10 @@ def environment(ours: Mapping[str, str]) -> dict[str, str]:
 
 
 def unfinished(settings: Settings) -> list[ExportFolder]:
-    """Exports that were asked for and are neither done nor failed."""
+    """Exports that a service asked for and that are neither done nor failed."""
     found = []
     for path in settings.runs_dir.glob("*/exports"):
         for folder in list_exports(RunDir(path.parent)):
-            if folder.status in ("queued", "running"):
+            if folder.status in ("queued", "running") and is_sealed(settings, folder):
                 found.append(folder)
     return found

@@ -102,7 +102,7 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
         WebhookStore(store.engine),
         tracing,
         ProjectStore(store.engine),
-        ExportRunner(settings),
+        ExportRunner(store, settings),
     )
     add_error_handlers(app)
     for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, webhooks, system):

@@ -38,6 +38,7 @@ class MasterKeys:
         self._box = MultiFernet(fernets)
         self._token_keys = [_derive(master, "attempt-tokens") for master in masters]
         self._csrf_key = _derive(masters[0], "csrf-tokens")
+        self._export_keys = [_derive(master, "export-seals") for master in masters]
 
     def seal(self, text: str) -> str:
         """Text that only these keys can read."""
@@ -67,6 +68,20 @@ class MasterKeys:
     def csrf_token(self, session_token: str) -> str:
         """What a page of a session must send along with whatever changes something."""
         return hmac.new(self._csrf_key, session_token.encode(), hashlib.sha256).hexdigest()
+
+    def export_seal(self, text: str) -> str:
+        """By which the service knows on run storage, where jobs write, what it asked for itself."""
+        return _hex_mac(self._export_keys[0], text)
+
+    def is_export_seal(self, text: str, seal: str) -> bool:
+        """Whether `export_seal` made a seal of a text, under any of the keys."""
+        made = [_hex_mac(key, text) for key in self._export_keys]
+        fits = [hmac.compare_digest(each.encode(), seal.encode()) for each in made]
+        return any(fits)
+
+
+def _hex_mac(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def _derive(master: str, purpose: str) -> bytes:

@@ -1,5 +1,5 @@
 """python -m trainer.export --run-dir DIR --to DIR [--checkpoint newest|best|STEP] [--quantize ...]
-python -m trainer.export --request RUN_DIR/exports/x-ID
+python -m trainer.export --request RUN_DIR/exports/x-ID [--no-user-code]
 
 Exits with 0 when the export is there, 1 when it was refused (the reason is the last line).
 """
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     _silence_libraries()
     if options.request:
-        return _run_requested(ExportFolder(options.request))
+        return _run_requested(ExportFolder(options.request), not options.no_user_code)
     if not (options.run_dir and options.to):
         parser.error("give --run-dir and --to, or --request")
     request = ExportRequest(
@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         checkpoint=options.checkpoint,
         quantize=options.quantize,
         max_report_rows=options.report_rows,
+        may_run_code=not options.no_user_code,
     )
     failure = _attempt(request, _print)
     if failure is not None:
@@ -56,13 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if failure is None else 1
 
 
-def _run_requested(folder: ExportFolder) -> int:
+def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
     """Run what a request folder asks for, unless that is done."""
     with folder.hold() as is_open:
         if is_open:
             wanted = folder.wanted
             request = ExportRequest(
-                folder.run_dir, folder.artifact, wanted.checkpoint, wanted.quantize
+                folder.run_dir,
+                folder.artifact,
+                wanted.checkpoint,
+                wanted.quantize,
+                may_run_code=may_run_code,
             )
             failure = _attempt(request, folder.tell)
             if failure is not None:
@@ -104,6 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", default="newest", help="newest, best, a step, or a folder")
     parser.add_argument("--quantize", choices=("int8", "fp16", "none"), default="int8")
     parser.add_argument("--report-rows", type=int, default=DEFAULT_ROWS, metavar="N")
+    parser.add_argument(
+        "--no-user-code", action="store_true", help="refuse a model that is a module of the user"
+    )
     return parser
 
 

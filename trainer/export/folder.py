@@ -21,10 +21,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from trainer.export.artifact import MARKER, REPORT
 from trainer.run_dir import RunDir
@@ -33,15 +33,26 @@ from trainer.spec.export import Quantization
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 
 _ID = re.compile(r"x-[0-9a-f]{8}")
+_CHECKPOINT = re.compile(r"newest|best|[0-9]{1,18}")
+_SEAL = re.compile(r"[0-9a-f]*")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What was asked for: `checkpoint` is `newest`, `best` or a step; `created` Unix seconds."""
+    """What was asked for: `checkpoint` is `newest`, `best` or a step; `created` Unix seconds.
+
+    `seal` is by whom: a service's, over `text_of`, or none where a driver asked.
+    """
 
     checkpoint: str
     quantize: Quantization
     created: float
+    seal: str = ""
+
+    def text_of(self, folder: ExportFolder) -> str:
+        """What a seal is over: all that was asked for, and where."""
+        place = f"{folder.run_dir.name}/{folder.id}"
+        return f"{place} {self.checkpoint} {self.quantize} {self.created!r}"
 
 
 @dataclass(frozen=True)
@@ -69,7 +80,10 @@ class ExportFolder:
     def wanted(self) -> Wanted:
         """What was asked for; raises OSError or ValueError where that cannot be read."""
         document = json.loads((self.root / "request.json").read_text(encoding="utf-8"))
-        return Wanted(str(document["checkpoint"]), document["quantize"], float(document["created"]))
+        try:
+            return _checked(Wanted(**document))
+        except TypeError as error:
+            raise ValueError(f"{self.root}/request.json is none: {error}") from error
 
     @property
     def status(self) -> ExportStatus:
@@ -136,11 +150,27 @@ class ExportFolder:
         return self.root / "failure.json"
 
 
-def ask_for(run_dir: RunDir, checkpoint: str, quantize: Quantization) -> ExportFolder:
-    """A new export of a job, that nobody works on yet; raises OSError."""
+def _checked(wanted: Wanted) -> Wanted:
+    """Others than those who ask may have written the file."""
+    is_known = _CHECKPOINT.fullmatch(wanted.checkpoint) and _SEAL.fullmatch(wanted.seal)
+    is_known = is_known and wanted.quantize in get_args(Quantization)
+    if not is_known or not isinstance(wanted.created, float):
+        raise ValueError(f"there is no export of {wanted}")
+    return wanted
+
+
+def ask_for(
+    run_dir: RunDir,
+    checkpoint: str,
+    quantize: Quantization,
+    seal: Callable[[str], str] | None = None,
+) -> ExportFolder:
+    """A new export of a job, that nobody works on yet, sealed if asked to be; raises OSError."""
     folder = ExportFolder(run_dir.exports_dir / f"x-{secrets.token_hex(4)}")
     folder.root.mkdir(parents=True)
     wanted = Wanted(checkpoint, quantize, time.time())
+    if seal is not None:
+        wanted = replace(wanted, seal=seal(wanted.text_of(folder)))
     partial = folder.root / ".request.partial"
     partial.write_text(json.dumps(asdict(wanted)), encoding="utf-8")
     partial.replace(folder.root / "request.json")
@@ -154,7 +184,7 @@ def list_exports(run_dir: RunDir) -> list[ExportFolder]:
     dated = []
     for folder in known:
         # What is damaged, or being deleted, is not there.
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, ValueError):
             dated.append((folder.wanted.created, folder.id, folder))
     return [folder for *_, folder in sorted(dated)]
 

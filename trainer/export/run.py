@@ -50,7 +50,8 @@ Tell = Callable[[str], None]
 class ExportRequest:
     """What to export where: a checkpoint of the job in `run_dir`, into the new folder `to`.
 
-    `checkpoint` is `newest`, `best`, a step, or the path of a checkpoint's folder.
+    `checkpoint` is `newest`, `best`, a step, or the path of a checkpoint's folder. Without
+    `may_run_code` a model that is a module of the user's own is refused.
     """
 
     run_dir: Path
@@ -58,6 +59,7 @@ class ExportRequest:
     checkpoint: str = "newest"
     quantize: Quantization = "int8"
     max_report_rows: int = DEFAULT_ROWS
+    may_run_code: bool = True
 
 
 def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
@@ -70,6 +72,11 @@ def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
     found = _checkpoint(request)
     written = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
     refuse_what_cannot_be_exported(written)
+    if written.model.module is not None and not request.may_run_code:
+        raise NotExportable(
+            f"the model is the user's own module {written.model.module}, and no user code may run "
+            "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
+        )
     spec, notes = with_data(written)
     source = _Source(spec, found, tuple(notes))
     check_memory(spec, request.quantize, available_bytes())

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from trainer.elastic.checkpoint import CommittedCheckpoint, list_committed
 from trainer.elastic.marker import file_record, read_commit
@@ -17,6 +20,24 @@ from trainer.run_dir import RunDir
 from trainer.spec import JobSpec
 
 _WEIGHTS = "model."
+# What the description of a checkpoint is made of, by module.
+_DESCRIBING = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath"},
+    "collections": {"OrderedDict"},
+}
 
 
 def read_run_spec(run_dir: RunDir) -> JobSpec:
@@ -94,9 +115,46 @@ def damaged_file(found: CommittedCheckpoint) -> str | None:
     return None
 
 
+class TensorReader(FileSystemReader):
+    """Reads the tensors of a checkpoint and nothing else.
+
+    PyTorch unpickles a checkpoint's description, and its objects that are no tensors, without a
+    look, which runs whatever somebody wrote there: here user code may have, and the host may not
+    be its own.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's description, without what is no tensor; raises `NoCheckpoint`."""
+        path = Path(self.path) / ".metadata"
+        try:
+            with path.open("rb") as file:
+                found = _Unpickler(file).load()
+            tensors = {
+                key: value
+                for key, value in found.state_dict_metadata.items()
+                if isinstance(value, TensorStorageMetadata)
+            }
+        except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError) as error:
+            raise NoCheckpoint(
+                f"{path} is no description of a checkpoint: {error}; name another checkpoint"
+            ) from error
+        found.state_dict_metadata = tensors
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _DESCRIBING.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
 def stored_weights(folder: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every weight of the model in a checkpoint, by its name in the model."""
-    stored = FileSystemReader(folder).read_metadata().state_dict_metadata
+    stored = TensorReader(folder).read_metadata().state_dict_metadata
     return {
         key.removeprefix(_WEIGHTS): tuple(value.size)
         for key, value in stored.items()

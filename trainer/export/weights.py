@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from trainer.export.errors import NotEnoughMemory, NotExportable
-from trainer.export.source import stored_weights
+from trainer.export.source import TensorReader, stored_weights
 from trainer.models.dlrm import build_model
 from trainer.spec import JobSpec
 from trainer.spec.export import Quantization
@@ -33,7 +33,7 @@ def load_model(spec: JobSpec, folder: Path) -> nn.Module:
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     _check_shapes(folder, model)
     try:
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+        dcp.load(state, storage_reader=TensorReader(folder), no_dist=True)
     except (CheckpointException, OSError) as error:
         raise NotExportable(f"checkpoint {folder.name} cannot be loaded: {error}") from error
     return model.eval()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import sys
 import tarfile
 import time
@@ -15,7 +16,9 @@ import pytest
 
 from service.client import ShardloomClient
 from service.client_errors import ExportFailed
-from service.exports import ExportRunner, environment
+from service.errors import ExportRefused
+from service.exports import ExportRunner, environment, request_export, unfinished
+from service.settings import Settings
 from service.submission import run_dir_of
 from tests.unit.service.api_house import LOOPBACK_URL, Api, problem_in
 from tests.unit.service.builders import batch, checkpoint
@@ -123,6 +126,11 @@ def test_a_repeated_request_makes_one_export(api: Api, job_id: str) -> None:
 # ---- the process that makes them
 
 
+def wanted(api: Api, job_id: str) -> ExportFolder:
+    """An export that was asked for, as the API does."""
+    return request_export(api.store, api.settings, api.store.get_job(job_id), "newest", "int8")
+
+
 class Script:
     """Stands in for the trainer: runs a line of Python with the folder of the export."""
 
@@ -150,8 +158,8 @@ def running(api: Api) -> Iterator[Callable[[Script], ExportRunner]]:
     """Starts runners over the API's storage."""
     runners: list[ExportRunner] = []
 
-    def start(script: Script) -> ExportRunner:
-        runners.append(ExportRunner(api.settings, script))
+    def start(script: Script, settings: Settings | None = None) -> ExportRunner:
+        runners.append(ExportRunner(api.store, settings or api.settings, script))
         runners[-1].start()
         return runners[-1]
 
@@ -165,7 +173,7 @@ def test_a_process_that_dies_leaves_a_failed_export(
 ) -> None:
     script = Script("import sys; print('boom'); sys.exit(9)")
     runner = running(script)
-    folder = ask_for(run_dir_of(api.settings, job_id), "newest", "int8")
+    folder = wanted(api, job_id)
     runner.submit(folder)
     until(lambda: folder.status == "failed")
     assert "ended with code 9: boom" in folder.message
@@ -175,7 +183,7 @@ def test_a_process_that_dies_leaves_a_failed_export(
 def test_a_service_that_is_restarted_goes_on_with_what_is_not_done(
     api: Api, job_id: str, running: Callable[[Script], ExportRunner]
 ) -> None:
-    folder = ask_for(run_dir_of(api.settings, job_id), "newest", "int8")
+    folder = wanted(api, job_id)
     started = folder.root / "started"
     hang = f"import pathlib, time; pathlib.Path({str(started)!r}).touch(); time.sleep(600)"
     runner = running(Script(hang))
@@ -187,6 +195,51 @@ def test_a_service_that_is_restarted_goes_on_with_what_is_not_done(
     assert "code 0" in folder.message
 
 
+def test_only_what_a_service_asked_for_is_made(
+    api: Api, job_id: str, running: Callable[[Script], ExportRunner]
+) -> None:
+    run_dir = run_dir_of(api.settings, job_id)
+    by_driver = ask_for(run_dir, "newest", "int8")
+    folder = wanted(api, job_id)  # nobody will make the other one: it does not stand in the way
+    altered = json.loads((folder.root / "request.json").read_text()) | {"checkpoint": "best"}
+    copied = run_dir.exports_dir / "x-0000000a"
+    copied.mkdir()
+    (copied / "request.json").write_text((folder.root / "request.json").read_text())
+    (folder.root / "request.json").write_text(json.dumps(altered))
+    assert unfinished(api.settings) == []
+    script = Script()
+    runner = running(script)
+    for each in (by_driver, ExportFolder(copied), folder):
+        runner.submit(each)
+    until(lambda: runner._queue.empty())
+    runner.close()
+    assert script.environments == []
+
+
+def test_a_buried_job_is_not_exported(
+    api: Api, job_id: str, running: Callable[[Script], ExportRunner]
+) -> None:
+    wanted(api, job_id)
+    root = run_dir_of(api.settings, job_id).root
+    root.rename(root.with_name(f"{job_id}.deleted-1"))
+    assert unfinished(api.settings) == []
+
+
+@pytest.mark.parametrize(("auth", "is_refused"), [("local", False), ("required", True)])
+def test_the_process_refuses_user_code_where_many_submit(
+    api: Api,
+    job_id: str,
+    running: Callable[[Script], ExportRunner],
+    auth: str,
+    is_refused: bool,
+) -> None:
+    folder = wanted(api, job_id)
+    script = Script("import sys; print('--no-user-code' in sys.argv)")
+    running(script, api.settings.model_copy(update={"auth": auth}))
+    until(lambda: folder.status == "failed")
+    assert f"code 0: {is_refused}" in folder.message
+
+
 def test_the_process_sees_no_secret_of_the_service() -> None:
     ours = {"PATH": "/bin", "SHARDLOOM_SECRET_KEY": "k", "AWS_SECRET_ACCESS_KEY": "s"}
     assert environment(ours) == {"PATH": "/bin"}
@@ -195,9 +248,6 @@ def test_the_process_sees_no_secret_of_the_service() -> None:
 def test_user_code_never_runs_beside_a_service_that_asks_for_credentials(
     api: Api, job_id: str
 ) -> None:
-    from service.errors import ExportRefused
-    from service.exports import request_export
-
     job = api.store.get_job(job_id)
     model = job.spec.model.model_copy(update={"module": "mine:Net"})
     theirs = replace(job, spec=job.spec.model_copy(update={"model": model}))

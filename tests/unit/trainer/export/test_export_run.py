@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from trainer.export.errors import (
 from trainer.export.predict import Predictor, in_own_unit, predict
 from trainer.export.report import outputs_of
 from trainer.export.run import ExportRequest, export
-from trainer.export.source import find_checkpoint, read_run_spec
+from trainer.export.source import find_checkpoint, read_run_spec, stored_weights
 from trainer.export.weights import bytes_needed, check_memory
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec, validate_spec
@@ -236,3 +237,32 @@ def test_an_export_replaces_nothing_and_says_what_changed_since(
     (copy / "spec.json").write_text("{}")
     with pytest.raises(ArtifactError, match=r"spec\.json is missing or cut off"):
         Predictor(copy)
+
+
+def test_user_code_is_refused_where_it_may_not_run(data: Path, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(data), 3)
+    path = run_dir.attempt("job-x-a0").spec_path
+    document = json.loads(path.read_text())
+    document["model"]["module"] = "mine:Net"
+    path.write_text(json.dumps(document))
+    with pytest.raises(NotExportable, match="no user code may run here"):
+        export(ExportRequest(run_dir.root, tmp_path / "out", may_run_code=False))
+
+
+class Hostile:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (self.path,))
+
+
+def test_a_checkpoints_description_runs_nothing(data: Path, tmp_path: Path) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(data), 3)
+    (folder,) = run_dir.checkpoints_dir.iterdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
+    with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
+        stored_weights(folder)
+    assert not (tmp_path / "ran").exists()

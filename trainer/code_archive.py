@@ -27,8 +27,10 @@ from pathlib import Path, PurePosixPath
 PREFIX = "code"
 MAX_FILES = 2000
 MAX_UNPACKED_BYTES = 64 * 2**20
-MAX_PATH_CHARS = 255
+MAX_PATH_BYTES = 255
 _CHUNK_BYTES = 2**16
+# With which each entry of a zip's directory begins.
+_ENTRY_MARK = b"PK\x01\x02"
 # The least that a zip can date a file: packing must not depend on when files were written.
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 # What zipfile makes of bytes that are no archive, or not any more.
@@ -144,6 +146,9 @@ def unpack(data: bytes, code_id: str, into: Path) -> Path:
 
 
 def _opened(data: bytes) -> zipfile.ZipFile:
+    # Counted before zipfile makes an object of each, whatever number the archive states.
+    if data.count(_ENTRY_MARK) > MAX_FILES:
+        raise CodeError(f"the archive has too many entries; at most {MAX_FILES} are taken")
     try:
         return zipfile.ZipFile(io.BytesIO(data))
     except _DAMAGES as error:
@@ -153,13 +158,12 @@ def _opened(data: bytes) -> zipfile.ZipFile:
 
 
 def _checked_files(archive: zipfile.ZipFile) -> Iterator[tuple[zipfile.ZipInfo, bytes]]:
-    entries = archive.infolist()
-    if len(entries) > MAX_FILES:
-        raise CodeError(f"the archive has {len(entries)} entries; at most {MAX_FILES} are taken")
-    num_bytes, names = 0, set[str]()
-    for entry in entries:
+    num_bytes, names, folders = 0, set[str](), set[str]()
+    for entry in archive.infolist():
         _check_entry(entry)
+        folders.update(map(str, PurePosixPath(entry.filename).parents))
         if entry.is_dir():
+            folders.add(entry.filename.removesuffix("/"))
             continue
         if entry.filename in names:
             raise CodeError(f"the archive has {entry.filename!r} twice")
@@ -167,9 +171,8 @@ def _checked_files(archive: zipfile.ZipFile) -> Iterator[tuple[zipfile.ZipInfo, 
         content = _content(archive, entry, MAX_UNPACKED_BYTES - num_bytes)
         num_bytes += len(content)
         yield entry, content
-    for name in names:
-        if found := next((up for up in map(str, PurePosixPath(name).parents) if up in names), None):
-            raise CodeError(f"in the archive {found!r} is a file and the folder of {name!r}")
+    if both := sorted(names & folders):
+        raise CodeError(f"in the archive {both[0]!r} is a file and a folder")
 
 
 def _check_entry(entry: zipfile.ZipInfo) -> None:
@@ -178,10 +181,12 @@ def _check_entry(entry: zipfile.ZipInfo) -> None:
     parts = PurePosixPath(name).parts
     is_odd = "\\" in name or "\x00" in entry.orig_filename or not name.isprintable()
     if is_odd or ".." in parts or name.startswith("/") or ":" in name:
-        raise CodeError(f"the archive has an unsafe path: {name[:MAX_PATH_CHARS]!r}")
-    if len(name) > MAX_PATH_CHARS:
-        raise CodeError(f"the archive has a path of more than {MAX_PATH_CHARS} characters")
-    if parts[:1] != (PREFIX,):
+        raise CodeError(f"the archive has an unsafe path: {name[:MAX_PATH_BYTES]!r}")
+    if len(name.encode()) > MAX_PATH_BYTES:
+        raise CodeError(f"the archive has a path of more than {MAX_PATH_BYTES} bytes")
+    if name.removesuffix("/") != "/".join(parts):
+        raise CodeError(f"the archive has a path that is written in a rare way: {name!r}")
+    if parts[:1] != (PREFIX,) or name == PREFIX:
         raise CodeError(f"all files of the archive must lie under {PREFIX}/, {name!r} does not")
     top = parts[1].partition(".")[0] if parts[1:] else ""
     is_module = len(parts) > 2 or PurePosixPath(name).suffix in _MODULE_SUFFIXES

@@ -71,6 +71,10 @@ def test_what_is_packed_comes_out_again_without_caches_links_and_hidden_files(
         "codes/evil.py",
         "code/bell\x07.py",
         "code/" + "a" * 300,
+        "code/" + "é" * 150 + ".py",
+        "code/./ok.py",
+        "code//ok.py",
+        "code",
     ],
 )
 def test_a_path_that_could_leave_the_folder_is_refused(name: str, tmp_path: Path) -> None:
@@ -88,8 +92,9 @@ def test_links_and_devices_are_refused(kind: int) -> None:
 
 
 def test_a_file_that_is_also_a_folder_or_there_twice_is_refused() -> None:
-    with pytest.raises(CodeError, match="is a file and the folder of"):
-        check(zip_of(("code/a", b""), ("code/a/b.py", b"")))
+    for other in ("code/a/b.py", "code/a/", "code/a/b/"):
+        with pytest.raises(CodeError, match="'code/a' is a file and a folder"):
+            check(zip_of(("code/a", b""), (other, b"")))
     with pytest.warns(UserWarning, match="Duplicate"):
         data = zip_of(("code/a.py", b"1"), ("code/a.py", b"2"))
     with pytest.raises(CodeError, match="twice"):
@@ -113,6 +118,17 @@ def test_more_files_than_code_has_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(code_archive, "MAX_FILES", 2)
     with pytest.raises(CodeError, match="at most 2"):
         check(zip_of(*((f"code/{i}.py", b"") for i in range(3))))
+
+
+def test_an_archive_that_lies_about_its_number_of_entries_is_refused_before_it_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = bytearray(zip_of(*((f"code/{i}.py", b"") for i in range(code_archive.MAX_FILES + 1))))
+    end = data.rindex(b"PK\x05\x06")
+    data[end + 8 : end + 12] = (1).to_bytes(2, "little") * 2
+    monkeypatch.delattr(zipfile, "ZipFile")
+    with pytest.raises(CodeError, match="too many entries; at most 2000"):
+        check(bytes(data))
 
 
 def test_bytes_that_changed_on_the_way_are_not_unpacked(folder: Path, tmp_path: Path) -> None:

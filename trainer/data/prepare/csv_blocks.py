@@ -57,7 +57,10 @@ class BlockReader:
         self._columns = columns
         self._delimiter = delimiter
         self._block_bytes = block_bytes
-        self.size_bytes = self._size_without_blank_end()
+        end = self._read_end()
+        self.size_bytes = location.size_bytes() - len(end) + len(without_blank_end(end))
+        # A file that was cut short may still end in a number, of which digits are missing.
+        self.has_line_end = end.endswith(b"\n")
         self._header = self._read_header()
         if not self._header.strip():
             raise CorruptFileError(f"{location} is empty; was the download cut short?")
@@ -86,12 +89,10 @@ class BlockReader:
         )
         return block, frame
 
-    def _size_without_blank_end(self) -> int:
-        size_bytes = self._location.size_bytes()
-        start = max(0, size_bytes - _END_BYTES)
+    def _read_end(self) -> bytes:
         with self._location.open_input() as file:
-            file.seek(start)
-            return start + len(without_blank_end(file.read(_END_BYTES)))
+            file.seek(max(0, self._location.size_bytes() - _END_BYTES))
+            return file.read(_END_BYTES)
 
     def _read_header(self) -> bytes:
         with self._location.open_input() as file:

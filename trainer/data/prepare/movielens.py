@@ -56,7 +56,7 @@ from trainer.data.ragged import IntArray
 from trainer.data.storage import Location
 
 # Raised whenever the same input would give other bytes: work of an older version is not resumed.
-_VERSION = 3
+_VERSION = 4
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -151,6 +151,7 @@ class _Preparation:
             self._source / "ratings.csv", RATING_COLUMNS, delimiter=self._options.delimiter
         )
         movies = read_movies(self._source / "movies.csv", self._options.delimiter)
+        self._counts["ratings_last_line_unfinished"] = int(not reader.has_line_end)
         blocks = self._read(reader)
         self._check_movies(movies, blocks.movies)
         movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())

@@ -210,6 +210,15 @@ def test_blank_lines_at_the_end_are_nothing(folder, name, end):
     assert prepare(folder).equals(expected)
 
 
+def test_ratings_that_end_without_a_line_end_are_told_as_a_download_may_be_cut(folder):
+    prepare(folder)
+    assert counts(folder)["ratings_last_line_unfinished"] == 0
+    path = folder / "ratings.csv"
+    path.write_bytes(path.read_bytes()[:-3])
+    prepare(folder)
+    assert counts(folder)["ratings_last_line_unfinished"] == 1
+
+
 def test_a_header_and_blank_lines_are_no_ratings(folder):
     write_ratings(folder, ["", ""])
     with pytest.raises(CorruptFileError, match=r"ratings\.csv has a header but no rows"):

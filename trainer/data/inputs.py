@@ -83,4 +83,4 @@ def on_this_node(spec: JobSpec) -> JobSpec:
 def _vocabulary_parts(spec: JobSpec) -> set[str]:
     """What of `data.path` holds vocabularies."""
     paths = [feature.vocabulary.path for feature in spec.features if feature.vocabulary]
-    return {"vocab"} | {path.split("/")[0] for path in paths if path}
+    return {"vocab"} | {path for path in paths if path}

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import logging
 import os
+import posixpath
 import shutil
 import tempfile
 import time
@@ -68,7 +69,8 @@ class RemoteData:
 def local_folder(path: str, parts: Collection[str] | None = None) -> Path:
     """The local folder with the data of `data.path`, fetched first where that is a URL.
 
-    `parts` are the folders below it that are wanted (None: all); the manifest always is. Raises a
+    `parts` are the folders (`train`, `2024/train`) and files below it that are wanted (None: all);
+    the manifest always is. Raises a
     `DataError`.
     """
     location = Location.parse(path)
@@ -129,7 +131,7 @@ class DataCache:
         self._open_root()
         folder = self.root / data.folder_name
         self._use(folder)
-        wanted = [f for f in data.files if parts is None or f.path.split("/")[0] in parts]
+        wanted = [file for file in data.files if parts is None or _is_below(file.path, parts)]
         with _lock(self._beside(folder, "fetch")):
             missing = [file for file in wanted if not _is_there(folder / file.path, file)]
             if missing:
@@ -224,6 +226,12 @@ def _download(source: Location, target: Path, file: RemoteFile) -> None:
             "upload or prepare the data again"
         )
     unfinished.replace(target)
+
+
+def _is_below(path: str, parts: Collection[str]) -> bool:
+    """Whether a file is one of `parts`, or lies in one, at whatever depth."""
+    wanted = (posixpath.normpath(part) for part in parts)
+    return any(path == part or path.startswith(f"{part}/") for part in wanted)
 
 
 def _is_there(path: Path, file: RemoteFile) -> bool:

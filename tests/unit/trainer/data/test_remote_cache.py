@@ -9,15 +9,18 @@ import logging
 import multiprocessing
 import os
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
-from trainer.data import remote
+from trainer.data import inputs, remote
 from trainer.data.errors import CorruptFileError, ManifestError, StorageError
 from trainer.data.manifest import load_manifest, verify_checksums, write_manifest
+from trainer.data.reader import open_source
 from trainer.data.remote import DataCache, RemoteData, look_up
 from trainer.data.storage import Location
+from trainer.spec.data import SplitSpec
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +73,32 @@ def test_only_the_parts_that_are_wanted_are_fetched(uploaded, tmp_path):
     assert cache.fetch(data_in(uploaded), ("vocab", "train")) == folder
     assert "train/part-00000.parquet" in files_in(folder)
     assert not (folder / "validation").exists()
+
+
+def test_a_split_in_a_folder_of_a_folder_is_fetched_and_its_neighbours_are_not(uploaded, tmp_path):
+    (uploaded / "manifest.json").unlink()
+    for name in ("2024/train", "2024/train-old", "2024/validation"):
+        shutil.copytree(uploaded / "train", uploaded / name)
+    parts = ("2024/train", "2024/validation", "vocab/title.parquet")
+    folder = DataCache(tmp_path / "cache").fetch(data_in(uploaded), parts)
+    found = {path.rpartition("/")[0] for path in files_in(folder)}
+    assert found - {"vocab"} == {"2024/train", "2024/validation"}
+
+
+def test_a_job_with_a_nested_split_finds_it_on_its_node(uploaded, tmp_path, make_spec, monkeypatch):
+    (uploaded / "manifest.json").unlink()
+    shutil.copytree(uploaded / "train", uploaded / "2024" / "train")
+
+    def fetched(path: str, parts: Collection[str] | None = None) -> Path:
+        assert path == "s3://bucket/data"
+        return DataCache(tmp_path / "cache").fetch(data_in(uploaded), parts)
+
+    monkeypatch.setattr(inputs, "local_folder", fetched)
+    split = {"train": "2024/train", "validation": None}
+    spec = make_spec()
+    data = spec.data.model_copy(update={"path": "s3://bucket/data", "split": SplitSpec(**split)})
+    here = inputs.on_this_node(spec.model_copy(update={"data": data}))
+    assert open_source(here, Path(here.data.path) / "2024/train").num_rows > 0
 
 
 def test_plain_parquet_is_fetched_without_a_manifest(uploaded, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
@@ -26,12 +27,20 @@ Overwrite = Annotated[
 
 @contextmanager
 def data_errors_shown() -> Iterator[None]:
-    """Turn a `DataError` into a message on stderr and exit code 2."""
+    """Turn a `DataError`, or a disk that refuses, into a message on stderr and exit code 2."""
     try:
         yield
-    except DataError as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", soft_wrap=True)
+    except (DataError, OSError) as error:
+        text = str(error) if isinstance(error, DataError) else _disk_text(error)
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(text)}", soft_wrap=True)
         raise typer.Exit(EXIT_BAD_DATA) from None
+
+
+def _disk_text(error: OSError) -> str:
+    """What a disk refused; numpy names no cause where it could not write all of an array."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.errno is None
+    mend = "is the disk full? Make room" if is_full else "check the path and your rights to it"
+    return f"a file cannot be read or written: {error}; {mend}, then run the same command again"
 
 
 def _vocabulary_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:

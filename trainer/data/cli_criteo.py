@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -59,7 +60,7 @@ def prepare_criteo_command(
         int, typer.Option(min=1, help="Largest vocabulary of a column.")
     ] = 10_000_000,
     num_hash_buckets: Annotated[
-        int, typer.Option(min=2, help="Ids of a column with --ids hashing.")
+        int, typer.Option(min=2, max=2**31, help="Ids of a column with --ids hashing.")
     ] = 1_000_000,
     negatives: Annotated[
         NegativesChoice, typer.Option(help="Negative counts: 0, or -log(1 - count).")
@@ -70,6 +71,13 @@ def prepare_criteo_command(
     validation_fraction: Annotated[float, typer.Option(min=0.00001, max=0.999)] = 0.1,
     num_partitions: Annotated[int, typer.Option(min=1, help="Files per split.")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of training rows.")] = 0,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for working files, 164 bytes a row; if not named, beside a local OUT, "
+            "else in the folder for temporary files."
+        ),
+    ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Prepare Criteo click logs (Kaggle's train.txt, Terabyte's day_*) for training.
@@ -91,7 +99,9 @@ def prepare_criteo_command(
         seed=seed,
     )
     with data_errors_shown():
-        manifest = prepare_criteo(sources, out, options=options, overwrite=overwrite)
+        manifest = prepare_criteo(
+            sources, out, options=options, overwrite=overwrite, work_folder=work_dir
+        )
     show_summary(out, manifest)
 
 

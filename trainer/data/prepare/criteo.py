@@ -56,6 +56,7 @@ from trainer.data.storage import Location
 _TRAIN, _VALIDATION = "train", "validation"
 # Raised when the same options would give other bytes than before.
 _METHOD = 1
+_WORK_BYTES_PER_ROW = 164
 
 
 class CriteoOptions(BaseModel):
@@ -90,11 +91,13 @@ def prepare_criteo(
     *,
     options: CriteoOptions | None = None,
     overwrite: bool = False,
+    work_folder: Path | None = None,
 ) -> Manifest:
     """Read files and folders `sources` in time order and write the prepared folder `out`.
 
-    Either may be local or remote, files may end in .gz, .zst or .bz2. Shows progress on stderr
-    where that is a terminal. Raises a `DataError` that names file and line of a fault.
+    Either may be local or remote, files may end in .gz, .zst or .bz2. Working files lie in
+    `work_folder`, else beside a local `out` or in the folder for temporary files. Shows progress
+    on stderr where that is a terminal. Raises a `DataError` that names file and line of a fault.
     """
     options = options or CriteoOptions()
     target, files = Location.parse(out), find_sources([str(source) for source in sources])
@@ -106,7 +109,9 @@ def prepare_criteo(
         "libraries": [np.__version__, pl.__version__, pa.__version__],
     }
     with (
-        staged(target, work, overwrite=overwrite, sources=files) as staging,
+        staged(
+            target, work, overwrite=overwrite, sources=files, work_folder=work_folder
+        ) as staging,
         Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
     ):
         manifest = _Preparation(files, options, staging, progress).run()
@@ -131,6 +136,7 @@ class _Preparation:
     def run(self) -> Manifest:
         lines = list(self._counted_lines())
         buckets = plan_buckets(lines, self.options, [str(file) for file in self.files])
+        self.staging.check_space("runs", sum(lines) * _WORK_BYTES_PER_ROW)
         runs = self._read(buckets, sum(lines))
         encoders = dict(zip(ID_NAMES, self._encoders(runs, buckets), strict=True))
         writer = PartitionWriter(

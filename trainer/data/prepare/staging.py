@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -82,6 +83,21 @@ class Staging:
         path.unlink()
         return part
 
+    def check_space(self, name: str, num_bytes: int) -> None:
+        """Raise `StorageError` where the disk cannot hold `num_bytes` in the scratch folder `name`.
+
+        What an earlier run wrote there counts as part of them.
+        """
+        folder = self._journal.folder
+        held = sum(path.stat().st_size for path in (folder / _SCRATCH / name).glob("*"))
+        free = shutil.disk_usage(folder).free
+        if held + free < num_bytes:
+            raise StorageError(
+                f"{folder}: working files need {num_bytes / 1e9:.1f} GB, {held / 1e9:.1f} GB are "
+                f"there and {free / 1e9:.1f} GB free; make room or name a folder on another disk "
+                "with --work-dir"
+            )
+
     def drop_scratch(self, name: str) -> None:
         """Remove a working file or folder that nothing needs any more."""
         path = self._journal.folder / _SCRATCH / name
@@ -141,8 +157,10 @@ def staged(
     """
     _check_apart(out, sources)
     folder = _working_folder(out, work_folder)
+    if out.is_local:
+        _drop_leftovers(folder, out.local_path)
     _check_free(out, Uploads(folder).names(), overwrite=overwrite)
-    folder.mkdir(parents=True, exist_ok=True)
+    _make_private(folder)
     with _alone_in(folder):
         _check_ours(folder)
         try:
@@ -165,6 +183,32 @@ def _working_folder(out: Location, within: Path | None) -> Path:
         return out.local_path.with_name(f".{out.name}.partial")
     digest = hashlib.sha256(out.text.encode()).hexdigest()[:16]
     return (within or Path(tempfile.gettempdir())) / f"shardloom-prepare-{digest}"
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder for this user only; where everybody can write it may be another's."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    is_own = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+    if folder.parent == Path(tempfile.gettempdir()) and not is_own:
+        raise OutputExistsError(
+            f"{folder} belongs to another user; name a folder of your own with --work-dir"
+        )
+
+
+def _drop_leftovers(folder: Path, out: Path) -> None:
+    """Remove what a run left that was killed after its result took its name.
+
+    Its journal tells of results that have moved away; a run that goes on still has its own.
+    """
+    if not out.exists() or not folder.is_dir() or (folder / _RESULT).exists():
+        return
+    journal = folder / JOURNAL_NAME
+    with _alone_in(folder):
+        _check_ours(folder)
+        if not journal.is_file() or f'"name": "{_RESULT}/' in journal.read_text("utf-8"):
+            shutil.rmtree(folder)
+            _drop_retired(out)
 
 
 def _check_apart(out: Location, sources: Sequence[Location]) -> None:
@@ -249,8 +293,26 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 def _take_name(folder: Path, out: Path) -> None:
     """Put the finished folder in the place of `out`."""
-    retired = out.with_name(f".{out.name}.old-{os.getpid()}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = _on_disk_of(out, folder)
     if out.exists():
-        out.rename(retired)
+        out.rename(out.with_name(f".{out.name}.old-{os.getpid()}"))
     folder.rename(out)
-    shutil.rmtree(retired, ignore_errors=True)
+    _drop_retired(out)
+
+
+def _on_disk_of(out: Path, folder: Path) -> Path:
+    """The folder, or a copy beside `out` where it lies on another disk: only then can it move."""
+    if folder.stat().st_dev == out.parent.stat().st_dev:
+        return folder
+    copy = out.with_name(f".{out.name}.copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    return copy
+
+
+def _drop_retired(out: Path) -> None:
+    """Remove older folders that were moved aside, those of a killed run included."""
+    for path in out.parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(out.name)}\.old-\d+", path.name):
+            shutil.rmtree(path, ignore_errors=True)

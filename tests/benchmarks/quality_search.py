@@ -2,9 +2,11 @@
 
 python -m tests.benchmarks.quality_search peer|ours --log FILE [--trials N] [--source DIR]
 
-Both sides get the same number of trials, each drawn from the side's own space with a fixed seed,
-and then the best few again with two more seeds; the best mean over three seeds wins. Every trial
-is a line of the log, and a search goes on where its log ends. The test part is not read.
+A search draws trials from the side's own space with a fixed seed, and then tries the best few again
+with two more seeds; the best mean over three seeds wins. Every trial is a line of the log, and a
+search goes on where its log ends; the log's first line says of which side, spec and data it is, and
+another search refuses it. The test part is not read. How the settings in use were found, which was
+not by one such search alone, is told in `quality_settings` and deploy/modelling.md.
 
 The factorisation may stop after any epoch (its rates do not know the end); our learning rates
 decay to the last epoch, so the number of epochs is among what is drawn.
@@ -13,6 +15,7 @@ decay to the last epoch, so the number of epochs is among what is drawn.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
@@ -30,6 +33,7 @@ from tests.benchmarks.quality_ours import job_spec, rmse_by_epoch, single_rank
 from tests.benchmarks.quality_peers import FactorSettings, factor_rmse_by_epoch
 from tests.benchmarks.quality_settings import DATA, OURS, SPEC
 from tests.benchmarks.report import BenchmarkError, end_on_signal, log
+from trainer.data.prepare.movielens import VERSION as PREPARE_VERSION
 
 _SEED = 0
 _NUM_FINALISTS = 5
@@ -103,8 +107,7 @@ class Search:
 
     def __init__(self, side: Side, fold: Fold, log_path: Path) -> None:
         self._side, self._fold, self._log_path = side, fold, log_path
-        lines = log_path.read_text().splitlines() if log_path.exists() else []
-        known = [json.loads(line) for line in lines]
+        known = read_log(log_path, header_of(side.name))
         self._curves: dict[str, Curve] = {_key(t["settings"], t["seed"]): t["curve"] for t in known}
 
     def run(self, num_trials: int) -> tuple[Settings, float, int]:
@@ -137,6 +140,33 @@ class Search:
         rmse, epochs = self._side.best([fmean(values) for values in zip(*curves, strict=True)])
         log(f"mean over seeds {rmse:.5f} after {epochs} epochs: {settings}")
         return rmse, epochs
+
+
+def header_of(side: str) -> dict[str, Any]:
+    """What a trial's result depends on besides its settings and seed."""
+    return {
+        "side": side,
+        "spec_sha256": hashlib.sha256(SPEC.read_bytes()).hexdigest(),
+        "overrides": list(OURS),
+        "data": DATA.model_dump(),
+        "prepare_version": PREPARE_VERSION,
+    }
+
+
+def read_log(path: Path, header: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The trials of a log that begins with `header`; a new log is begun with it.
+
+    Raises `BenchmarkError` where the log is of another search.
+    """
+    lines = path.read_text().splitlines() if path.exists() else []
+    if not lines:
+        path.write_text(json.dumps(header) + "\n")
+        return []
+    if json.loads(lines[0]) != header:
+        raise BenchmarkError(
+            f"{path} is of another side, spec, data or version of prepare; name a new --log"
+        )
+    return [json.loads(line) for line in lines[1:]]
 
 
 def _key(settings: Settings, seed: int) -> str:

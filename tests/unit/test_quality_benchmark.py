@@ -30,7 +30,7 @@ from tests.benchmarks.quality_peers import (
     factor_rmse_by_epoch,
     mean_rmse,
 )
-from tests.benchmarks.quality_search import SIDES, Search, Side, draw
+from tests.benchmarks.quality_search import SIDES, Search, Side, draw, header_of, read_log
 from tests.benchmarks.report import BenchmarkError, is_met
 from trainer.data.prepare.generate import generate_movielens
 from trainer.data.prepare.movielens import MovieLensOptions
@@ -175,10 +175,28 @@ def test_a_search_goes_on_where_its_log_ends(tmp_path):
     side = Side("peer", {"lr": (0.01, 0.02, 0.03)}, measure, stops_anywhere=False)
     log_path = tmp_path / "log.jsonl"
     chosen = Search(side, made_up_fold(), log_path).run(num_trials=4)
-    trials = [json.loads(line) for line in log_path.read_text().splitlines()]
+    trials = [json.loads(line) for line in log_path.read_text().splitlines()[1:]]
     assert chosen[0]["lr"] == min(trial["settings"]["lr"] for trial in trials)
     assert chosen[1:] == (pytest.approx(0.81 + chosen[0]["lr"]), 2)
     assert set(asked) == {0, 1, 2}
     asked.clear()
     assert Search(side, made_up_fold(), log_path).run(num_trials=4) == chosen
     assert asked == []
+
+
+def test_a_log_of_another_search_is_refused(tmp_path):
+    log_path = tmp_path / "log.jsonl"
+    header = header_of("ours")
+    assert read_log(log_path, header) == []
+    assert read_log(log_path, header) == []
+    others = [header_of("peer"), header | {"spec_sha256": "0"}, header | {"prepare_version": 0}]
+    for other in others:
+        with pytest.raises(BenchmarkError, match="another side, spec, data"):
+            read_log(log_path, other)
+
+
+def test_the_record_of_the_past_is_not_gone_on_from():
+    record = Path(__file__).parents[1] / "benchmarks" / "quality_search_log.jsonl"
+    for side in SIDES:
+        with pytest.raises(BenchmarkError, match="another side, spec, data"):
+            read_log(record, header_of(side))

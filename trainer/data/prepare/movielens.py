@@ -56,7 +56,7 @@ from trainer.data.ragged import IntArray
 from trainer.data.storage import Location
 
 # Raised whenever the same input would give other bytes: work of an older version is not resumed.
-_VERSION = 4
+VERSION = 4
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
 
 
@@ -125,7 +125,7 @@ def _describe_work(source: Location, options: MovieLensOptions) -> dict[str, Any
     """What the result's bytes depend on; unfinished work is resumed only where all is equal."""
     return {
         "kind": "movielens",
-        "version": _VERSION,
+        "version": VERSION,
         "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
         "source": str(source),
         "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},

@@ -39,7 +39,6 @@ from trainer.spec.export import Quantization
 
 logger = logging.getLogger(__name__)
 
-_LOG = "export.log"
 # What the process may see of our environment: secrets of the service are not among it.
 _PASSED = (
     "PATH",
@@ -173,7 +172,7 @@ class ExportRunner:
         if not _may_run_code(self._settings):
             # The process reads the spec from run storage, where it may be another one.
             command.append("--no-user-code")
-        with (folder.root / _LOG).open("ab") as log:
+        with folder.open_log() as log:
             process = self._start_process(
                 [*command, "--request", str(folder.root)],
                 stdin=subprocess.DEVNULL,
@@ -185,8 +184,9 @@ class ExportRunner:
         if is_ended and folder.status in ("queued", "running"):
             folder.fail(
                 f"the process that made the export ended with code {process.returncode}: "
-                f"{_last_line(folder)} (see {_LOG} in {folder.root}; -9 is too little memory, and "
-                "trainer_python must be a Python with the trainer's packages)"
+                f"{folder.last_output or 'it said nothing'} (see export.log in {folder.root}; -9 "
+                "is too little memory, and trainer_python must be a Python with the trainer's "
+                "packages)"
             )
 
     def _wait(self, process: subprocess.Popen[Any]) -> bool:
@@ -199,11 +199,6 @@ class ExportRunner:
                 break
         _end(process)
         return not self._closing.is_set()
-
-
-def _last_line(folder: ExportFolder) -> str:
-    lines = (folder.root / _LOG).read_text(encoding="utf-8", errors="replace").splitlines()
-    return lines[-1] if lines else "it said nothing"
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

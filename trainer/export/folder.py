@@ -6,10 +6,12 @@ RUN_DIR/exports/x-ID/
   progress.txt     what that process does, a line each
   failure.json     why there is none: {"message"}
   artifact/        the export, moved here whole (`trainer.export.artifact`)
+  export.log       output of the process
 
 Whoever runs `python -m trainer.export --request DIR` takes the lock first and does nothing where
 the export is done: a service that was restarted may run it again without knowing how far it came.
-No torch here: the service imports it.
+Jobs write to run storage: no link is followed out of the job's folder, lest a service shows files
+of its host, or writes to them. No torch here: the service imports it.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import IO, Any, Literal, get_args
 
 from trainer.export.artifact import MARKER, REPORT
 from trainer.run_dir import RunDir
@@ -34,6 +36,7 @@ ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 
 _ID = re.compile(r"x-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"newest|best|[0-9]{1,18}")
+_MAX_BYTES = 2**22
 _SEAL = re.compile(r"[0-9a-f]*")
 
 
@@ -79,7 +82,7 @@ class ExportFolder:
     @property
     def wanted(self) -> Wanted:
         """What was asked for; raises OSError or ValueError where that cannot be read."""
-        document = json.loads((self.root / "request.json").read_text(encoding="utf-8"))
+        document = json.loads(self._read("request.json"))
         try:
             return _checked(Wanted(**document))
         except TypeError as error:
@@ -88,7 +91,7 @@ class ExportFolder:
     @property
     def status(self) -> ExportStatus:
         """Where it stands now."""
-        if (self.artifact / MARKER).is_file():
+        if (self.artifact / MARKER).is_file() and self._is_own(self.artifact / MARKER):
             return "succeeded"
         if self._failure_path.is_file():
             return "failed"
@@ -98,43 +101,53 @@ class ExportFolder:
     def message(self) -> str:
         """Why it failed, or what was done last."""
         try:
-            return str(json.loads(self._failure_path.read_text(encoding="utf-8"))["message"])
-        except (OSError, ValueError, KeyError):
-            pass
+            return str(json.loads(self._read("failure.json"))["message"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self._last_line("progress.txt")
+
+    @property
+    def last_output(self) -> str:
+        """The last line that the process said, empty if there is none."""
+        return self._last_line("export.log")
+
+    def _last_line(self, name: str) -> str:
         try:
-            lines = (self.root / "progress.txt").read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError):
+            lines = self._read(name).splitlines()
+        except OSError:
             lines = []
         return lines[-1] if lines else ""
 
     def read_report(self) -> dict[str, Any] | None:
         """What was measured; None until the export is done."""
         try:
-            return json.loads((self.artifact / REPORT).read_text(encoding="utf-8"))
+            report = json.loads(self._read(f"{self.artifact.name}/{REPORT}"))
         except (OSError, ValueError):
             return None
+        return report if isinstance(report, dict) else None
+
+    def open_log(self) -> IO[bytes]:
+        """The file for the output of the process, to append to; raises OSError."""
+        return self._open("export.log", "ab")
 
     def tell(self, line: str) -> None:
         """Say what is done now."""
-        with (self.root / "progress.txt").open("a", encoding="utf-8") as file:
-            file.write(f"{line}\n")
+        with self._open("progress.txt", "ab") as file:
+            file.write(f"{line}\n".encode())
 
     def fail(self, message: str) -> None:
         """Say why there is no export; nothing runs it again."""
-        partial = self.root / ".failure.partial"
-        partial.write_text(json.dumps({"message": message}), encoding="utf-8")
-        partial.replace(self._failure_path)
+        self._write("failure.json", {"message": message})
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[bool]:
         """Wait until nobody else works on it; whether there is still something to do."""
-        with (self.root / "lock").open("a") as file:
+        with self._open("lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield self.status in ("running", "queued")
 
     def _is_locked(self) -> bool:
         try:
-            descriptor = os.open(self.root / "lock", os.O_RDONLY)
+            descriptor = _no_link(str(self.root / "lock"), os.O_RDONLY)
         except OSError:
             return False
         try:
@@ -148,6 +161,33 @@ class ExportFolder:
     @property
     def _failure_path(self) -> Path:
         return self.root / "failure.json"
+
+    def _read(self, name: str) -> str:
+        with self._open(name, "rb") as file:
+            return file.read(_MAX_BYTES).decode(errors="replace")
+
+    def _write(self, name: str, document: object) -> None:
+        """Put a JSON file in place, whole or not at all."""
+        partial = f".{name}.partial"
+        (self.root / partial).unlink(missing_ok=True)
+        with self._open(partial, "xb") as file:
+            file.write(json.dumps(document).encode())
+        (self.root / partial).replace(self.root / name)
+
+    def _open(self, name: str, mode: str) -> IO[bytes]:
+        path = self.root / name
+        if not self._is_own(path):
+            raise PermissionError(f"{path} leads out of the job's folder")
+        return open(path, mode, opener=_no_link)  # type: ignore[return-value]
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether a path, all links resolved, lies in the job's folder."""
+        return os.path.realpath(path).startswith(os.path.realpath(self.run_dir) + os.sep)
+
+
+def _no_link(path: str, flags: int) -> int:
+    # Without waiting: a pipe would hold up whoever reads it.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
 def _checked(wanted: Wanted) -> Wanted:
@@ -167,13 +207,14 @@ def ask_for(
 ) -> ExportFolder:
     """A new export of a job, that nobody works on yet, sealed if asked to be; raises OSError."""
     folder = ExportFolder(run_dir.exports_dir / f"x-{secrets.token_hex(4)}")
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    if not folder._is_own(folder.root):
+        raise PermissionError(f"{run_dir.exports_dir} leads out of the job's folder")
     folder.root.mkdir(parents=True)
     wanted = Wanted(checkpoint, quantize, time.time())
     if seal is not None:
         wanted = replace(wanted, seal=seal(wanted.text_of(folder)))
-    partial = folder.root / ".request.partial"
-    partial.write_text(json.dumps(asdict(wanted)), encoding="utf-8")
-    partial.replace(folder.root / "request.json")
+    folder._write("request.json", asdict(wanted))
     return folder
 
 

@@ -41,7 +41,7 @@ def export_on_success(spec: JobSpec, run_dir: RunDir, write: Callable[[Event], N
 
 def _run(folder: ExportFolder) -> None:
     command = [sys.executable, "-m", "trainer.export", "--request", str(folder.root)]
-    with (folder.root / "export.log").open("ab") as log:
+    with folder.open_log() as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
     if folder.status in ("queued", "running"):
         folder.fail(f"the process that made it ended with code {code}; export.log says more")

@@ -101,6 +101,38 @@ def test_a_link_out_of_an_export_is_not_followed(api: Api, job_id: str, tmp_path
     problem_in(response, 503, "storage_unavailable")
 
 
+@pytest.mark.parametrize("name", ["progress.txt", "failure.json", "artifact", "export.log"])
+def test_a_link_shows_no_file_of_the_host(
+    api: Api, job_id: str, tmp_path: Path, name: str, running: Callable[[Script], ExportRunner]
+) -> None:
+    export_id = asked(api, job_id).json()["id"]
+    folder = only_export(api, job_id)
+    outside = tmp_path / "outside"
+    if name == "artifact":
+        outside.mkdir()
+        (outside / "report.json").write_text('{"secret": 1}')
+        write_manifest(outside, **FACTS)
+    else:
+        outside.write_text('{"message": "secret"}')
+    before = outside.stat()
+    (folder.root / name).symlink_to(outside)
+    found = api.http.get(f"/v1/jobs/{job_id}/exports/{export_id}")
+    assert found.json()["status"] != "succeeded"
+    assert "secret" not in found.text
+    runner = running(Script("print('written')"))
+    runner.close()
+    assert outside.stat().st_size == before.st_size
+
+
+def test_an_export_that_is_a_link_is_not_there(api: Api, job_id: str, tmp_path: Path) -> None:
+    export_id = asked(api, job_id).json()["id"]
+    folder = only_export(api, job_id)
+    folder.root.rename(tmp_path / "outside")
+    folder.root.symlink_to(tmp_path / "outside")
+    response = api.http.get(f"/v1/jobs/{job_id}/exports/{export_id}")
+    problem_in(response, 404, "export_not_found")
+
+
 def test_what_cannot_be_exported_is_refused(api: Api, job_id: str) -> None:
     problem_in(asked(api, api.submit(name="other")), 404, "checkpoint_not_found")
     assert (

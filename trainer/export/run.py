@@ -6,13 +6,15 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from torch import nn
 
-from trainer.code_archive import PREFIX as CODE_PREFIX
+from trainer.code_archive import CodeError, unpack
 from trainer.data.errors import DataError
 from trainer.data.inputs import on_this_node, resolve_inputs
 from trainer.data.source import read_schema
@@ -80,18 +82,10 @@ def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
     spec, notes = with_data(written)
     source = _Source(spec, found, tuple(notes))
     check_memory(spec, request.quantize, available_bytes())
-    _add_code(request.run_dir, spec)
-    tell(f"loading checkpoint {found.path.name}")
-    trained = load_model(spec, found.path)
-    staging = request.to.with_name(f".{request.to.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        report = _write(request, source, trained, staging, tell)
-        staging.rename(request.to)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return report
+    with _users_code(RunDir(request.run_dir), spec.model.code):
+        tell(f"loading checkpoint {found.path.name}")
+        trained = load_model(spec, found.path)
+        return _write_whole(request, source, trained, tell)
 
 
 def refuse_what_cannot_be_exported(spec: JobSpec) -> None:
@@ -112,11 +106,25 @@ def _checkpoint(request: ExportRequest) -> CommittedCheckpoint:
     return find_checkpoint(RunDir(request.run_dir), request.checkpoint)
 
 
-def _add_code(run_dir: Path, spec: JobSpec) -> None:
-    """Put the user's own code on the module path, where the job came with some."""
-    if spec.model.code is not None:
-        archive = RunDir(run_dir).code_path(spec.model.code)
-        sys.path.insert(0, str(archive / CODE_PREFIX))
+@contextmanager
+def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
+    """The user's own code on the module path, where the job came with some.
+
+    Unpacked, as in training: it may read files that lie beside it.
+    """
+    if code is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="shardloom-code-") as folder:
+        try:
+            path = unpack(run_dir.code_path(code).read_bytes(), code, Path(folder) / "unpacked")
+        except (CodeError, OSError) as error:
+            raise NotExportable(f"the code of the job cannot be had: {error}") from None
+        sys.path.insert(0, str(path))
+        try:
+            yield
+        finally:
+            sys.path.remove(str(path))
 
 
 @dataclass(frozen=True)
@@ -126,6 +134,18 @@ class _Source:
     spec: JobSpec
     found: CommittedCheckpoint
     notes: tuple[str, ...]
+
+
+def _write_whole(request: ExportRequest, source: _Source, trained: nn.Module, tell: Tell) -> Report:
+    staging = request.to.with_name(f".{request.to.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        report = _write(request, source, trained, staging, tell)
+        staging.rename(request.to)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return report
 
 
 def _write(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from tests.conftest import EXAMPLE_SPEC
 from tests.unit.trainer.export.export_case import write_run
 from trainer.code_archive import id_of, pack
 from trainer.data.inputs import resolve_inputs
+from trainer.export.errors import NotExportable
 from trainer.export.run import ExportRequest, export
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec, load_spec
@@ -41,19 +44,47 @@ def test_an_example_is_exported_with_the_predictions_of_its_model(
     assert exported_error(run_dir, tmp_path / "out") < 1e-5
 
 
-def test_a_module_of_the_users_own_is_exported_from_the_code_that_came_with_the_job(
+@pytest.fixture
+def with_code(
     small_movielens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    archive = pack(CODE)
+) -> Iterator[tuple[RunDir, Path]]:
+    """A run of code that reads a file beside it, and the archive of that code in its folder."""
+    source = shutil.copytree(CODE, tmp_path / "src")
+    (source / "two_towers" / "words.txt").write_text("red")
+    with (source / "two_towers" / "__init__.py").open("a") as file:
+        file.write("import pathlib\n(pathlib.Path(__file__).parent / 'words.txt').read_text()\n")
+    archive = pack(source)
     spec = example("movielens-module", small_movielens, f"model.code={id_of(archive)}")
     with monkeypatch.context() as patch:
-        patch.syspath_prepend(str(CODE))
+        patch.syspath_prepend(str(source))
         run_dir = write_run(tmp_path / "run", spec, 5)
     path = run_dir.code_path(id_of(archive))
     path.parent.mkdir()
     path.write_bytes(archive)
     for name in [name for name in sys.modules if name.partition(".")[0] == "two_towers"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    assert exported_error(run_dir, tmp_path / "out") < 1e-5
-    assert str(path) in str(sys.modules["two_towers"].__file__)
+    yield run_dir, path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "two_towers"]:
+        del sys.modules[name]
+
+
+def test_a_module_of_the_users_own_is_exported_from_the_code_that_came_with_the_job(
+    with_code: tuple[RunDir, Path], tmp_path: Path
+) -> None:
+    before = list(sys.path)
+    assert exported_error(with_code[0], tmp_path / "out") < 1e-5
+    assert "shardloom-code-" in str(sys.modules["two_towers"].__file__)
+    assert sys.path == before
+
+
+def test_code_that_was_changed_since_is_not_run(
+    with_code: tuple[RunDir, Path], tmp_path: Path
+) -> None:
+    run_dir, path = with_code
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(NotExportable, match="changed or cut short since it was uploaded"):
+        export(ExportRequest(run_dir.root, tmp_path / "out"))
+    assert "two_towers" not in sys.modules
+    path.unlink()
+    with pytest.raises(NotExportable, match="the code of the job cannot be had"):
+        export(ExportRequest(run_dir.root, tmp_path / "out"))

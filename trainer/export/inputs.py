@@ -6,6 +6,7 @@ for; what a label was normalised by is, because predictions are given in the lab
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,14 +88,21 @@ def _array(rows: Sequence[Mapping[str, Any]], column: InputColumn, kind: str | N
     for each in types:
         if (array := _converted(values, each)) is not None:
             return array
-    # The first value that is not like those before it, or fits nowhere.
-    index = next(
-        i
-        for i in range(len(values))
-        if all(_converted(values[: i + 1], each) is None for each in types)
-    )
+    index = _first_misfit(values, types)
     problem = f"{values[index]!r} is not {wanted_kind(column, kind)}"
     raise BadRow(index, column.name, problem)
+
+
+def _first_misfit(values: list[Any], types: list[pa.DataType]) -> int:
+    """Index of the first value that is not like those before it, or fits nowhere.
+
+    No longer prefix of the values fits where one does not.
+    """
+
+    def fits(num_values: int) -> bool:
+        return any(_converted(values[:num_values], each) is not None for each in types)
+
+    return bisect.bisect_left(range(1, len(values)), True, key=lambda num: not fits(num))
 
 
 def _value(row: Mapping[str, Any], column: InputColumn) -> Any:

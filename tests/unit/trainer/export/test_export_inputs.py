@@ -19,6 +19,8 @@ from torchrec import (
 )
 
 from tests.unit.trainer.export.export_case import NUM_IDS, make_spec, random_model, spec_document
+from trainer.export import inputs
+from trainer.export.errors import BadRow
 from trainer.export.inputs import PAD_ROWS, program_arrays, rows_of_table, scoring_layout
 from trainer.export.inputs import table_of_dicts as table_of
 from trainer.export.program import write_program
@@ -27,6 +29,7 @@ from trainer.spec import validate_spec
 
 SPEC = make_spec(Path("unused"))
 LAYOUT = scoring_layout(SPEC, Path("unused"))
+SEEN = inputs.input_columns(LAYOUT)["seen"]
 NUM_TABLE_ROWS, DIM = 50, 8
 
 ids = st.integers(0, NUM_IDS - 1)
@@ -66,6 +69,31 @@ def test_a_program_gets_every_id_of_every_row_and_sizes_that_are_never_0_or_1(
     assert by_feature[1].tolist() == [i for row in requests for i in row["tags"]] + pad
     # Of a sequence the last three count.
     assert sequences.tolist() == [i for row in requests for i in row["seen"][-3:]] + pad
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from([[1], [], None, ["x"], 7, [None], [1.5]]), min_size=1))
+def test_the_first_value_that_does_not_fit_is_named(values: list[Any]) -> None:
+    row = {"age": 1.0, "user": 1, "mean": 3.0, "spread": 1.0}
+    rows = [row | {"seen": value} for value in values]
+    fits = [value is None or value in ([1], [], [None]) for value in values]
+    if all(fits):
+        table_of(rows, LAYOUT)
+        return
+    with pytest.raises(BadRow) as caught:
+        table_of(rows, LAYOUT)
+    assert (caught.value.row, caught.value.column) == (fits.index(False), "seen")
+
+
+def test_a_bad_value_is_found_in_a_few_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    converted = inputs._converted
+    monkeypatch.setattr(
+        inputs, "_converted", lambda values, kind: (looks.append(1), converted(values, kind))[1]
+    )
+    with pytest.raises(BadRow):
+        inputs._array([{"seen": [1]}] * 4095 + [{"seen": ["x"]}], SEEN, None)
+    assert len(looks) <= 14
 
 
 def tables() -> torch.nn.ModuleDict:

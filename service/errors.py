@@ -328,6 +328,7 @@ class ExportPending(Conflict):
     code = "export_pending"
 
     def __init__(self, job_id: str, export_id: str) -> None:
+        self.export_id = export_id
         super().__init__(
             f"export {export_id} of job {job_id} is not done yet; wait for it, then ask again"
         )

@@ -12,10 +12,12 @@ import contextlib
 import logging
 import os
 import queue
+import signal
 import subprocess
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 from service.domain import Job
 from service.errors import (
@@ -53,7 +55,10 @@ _PASSED = (
 _STOP_WAIT_S = 5.0
 _POLL_S = 0.5
 _LONGEST_S = 6 * 3600.0
+# When storage fails, an export is tried again after these; then whoever asks again has it made.
+_RETRY_AFTER_S = (5.0, 30.0, 120.0)
 
+_End = Literal["ended", "late", "closed"]
 StartProcess = Callable[..., "subprocess.Popen[Any]"]
 
 
@@ -136,6 +141,8 @@ class ExportRunner:
         self._settings = settings
         self._start_process = start
         self._queue: queue.Queue[ExportFolder | None] = queue.Queue()
+        self._known: set[Path] = set()
+        self._lock = threading.Lock()
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
 
@@ -147,7 +154,11 @@ class ExportRunner:
         self._thread.start()
 
     def submit(self, folder: ExportFolder) -> None:
-        """Make an export as soon as those before it are done."""
+        """Make an export as soon as those before it are done; one that waits stays where it is."""
+        with self._lock:
+            if folder.root in self._known:
+                return
+            self._known.add(folder.root)
         self._queue.put(folder)
 
     def close(self) -> None:
@@ -159,10 +170,21 @@ class ExportRunner:
 
     def _work(self) -> None:
         while (folder := self._queue.get()) is not None and not self._closing.is_set():
+            self._make_or_retry(folder)
+            with self._lock:
+                self._known.discard(folder.root)
+
+    def _make_or_retry(self, folder: ExportFolder) -> None:
+        """Make an export, again where storage or the store fails, unless the job was deleted."""
+        for delay_s in (*_RETRY_AFTER_S, None):
             try:
                 self._make(folder)
-            except (OSError, ServiceError) as error:  # the job may have been deleted meanwhile
+            except (OSError, ServiceError) as error:
                 logger.warning("export %s cannot be made: %s", folder.root, error)
+            else:
+                return
+            if delay_s is None or not folder.root.exists() or self._closing.wait(delay_s):
+                return
 
     def _make(self, folder: ExportFolder) -> None:
         if not may_be_made(self._store, self._settings, folder):
@@ -179,9 +201,16 @@ class ExportRunner:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment(os.environ),
+                # Ctrl-C is for the service, which ends the process in its own time.
+                start_new_session=True,
             )
-            is_ended = self._wait(process)
-        if is_ended and folder.status in ("queued", "running"):
+            end = self._wait(process)
+        # One that runs is in the hands of another replica, whose process waited for ours.
+        if end == "closed" or folder.status != "queued":
+            return
+        if end == "late":
+            folder.fail(f"it took longer than {_LONGEST_S / 3600:.0f} h and was ended")
+        else:
             folder.fail(
                 f"the process that made the export ended with code {process.returncode}: "
                 f"{folder.last_output or 'it said nothing'} (see export.log in {folder.root}; -9 "
@@ -189,16 +218,19 @@ class ExportRunner:
                 "packages)"
             )
 
-    def _wait(self, process: subprocess.Popen[Any]) -> bool:
-        """Whether the process ended by itself or was too slow, and was not ended by `close`."""
+    def _wait(self, process: subprocess.Popen[Any]) -> _End:
+        """How the process ended: by itself, because it was too slow, or with the service."""
         for _ in range(int(_LONGEST_S / _POLL_S)):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_POLL_S)
-                return True
+                code = process.wait(_POLL_S)
+                # Whoever stops a host or a unit signals all of its processes, in any order.
+                is_stopped = code in (-signal.SIGINT, -signal.SIGTERM)
+                return "closed" if is_stopped and self._closing.wait(_STOP_WAIT_S) else "ended"
             if self._closing.is_set():
-                break
+                _end(process)
+                return "closed"
         _end(process)
-        return not self._closing.is_set()
+        return "late"
 
 
 def _end(process: subprocess.Popen[Any]) -> None:

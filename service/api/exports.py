@@ -8,7 +8,7 @@ from fastapi.responses import StreamingResponse
 from service.api.context import ContextDep, JobDep
 from service.api.export_schemas import ExportOut, RequestExport
 from service.api.schemas import Page
-from service.errors import ExportNotReady
+from service.errors import ExportNotReady, ExportPending
 from service.export_archive import archive
 from service.exports import get_export, get_finished_export, request_export
 from service.run_files import run_dir_of
@@ -27,7 +27,14 @@ def request(body: RequestExport, job: JobDep, context: ContextDep, response: Res
 
     404 if the job has no such checkpoint, 409 while another export of the job is not done.
     """
-    folder = request_export(context.store, context.settings, job, body.checkpoint, body.quantize)
+    try:
+        folder = request_export(
+            context.store, context.settings, job, body.checkpoint, body.quantize
+        )
+    except ExportPending as error:
+        # Storage may have failed for so long that nobody here tries it any more.
+        context.exports.submit(get_export(context.settings, job.id, error.export_id))
+        raise
     context.exports.submit(folder)
     response.headers["Location"] = f"/v1/jobs/{job.id}/exports/{folder.id}"
     return describe(folder)

@@ -272,6 +272,66 @@ def test_the_process_refuses_user_code_where_many_submit(
     assert f"code 0: {is_refused}" in folder.message
 
 
+def test_an_export_is_made_again_when_storage_is_back(
+    api: Api,
+    job_id: str,
+    running: Callable[..., ExportRunner],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.exports._RETRY_AFTER_S", (0.01,))
+    fail, faults = ExportFolder.fail, iter([OSError(28, "No space left on device")])
+
+    def full_at_first(folder: ExportFolder, message: str) -> None:
+        if (fault := next(faults, None)) is not None:
+            raise fault
+        fail(folder, message)
+
+    monkeypatch.setattr(ExportFolder, "fail", full_at_first)
+    folder = wanted(api, job_id)
+    running(Script("print('first')", "print('second')"))
+    until(lambda: folder.status == "failed")
+    assert "code 0: second" in folder.message
+
+
+def test_asking_again_wakes_an_export_that_nobody_tries_any_more(
+    api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = wanted(api, job_id)
+    submitted: list[ExportFolder] = []
+    monkeypatch.setattr(api.http.app.state.context.exports, "submit", submitted.append)
+    problem_in(asked(api, job_id), 409, "export_pending")
+    assert submitted == [folder]
+
+
+def test_a_process_that_is_stopped_with_the_service_leaves_its_export_queued(
+    api: Api, job_id: str, running: Callable[..., ExportRunner]
+) -> None:
+    folder = wanted(api, job_id)
+    ready = folder.root / "ready"
+    line = (
+        f"import pathlib, os, signal; own = os.getpgid(0) == os.getpid(); print(own, flush=True); "
+        f"pathlib.Path({str(ready)!r}).touch(); os.kill(os.getpid(), signal.SIGTERM)"
+    )
+    runner = running(Script(line))
+    until(ready.exists)
+    runner.close()
+    assert folder.last_output == "True"
+    assert folder.status == "queued"
+
+
+def test_one_that_takes_too_long_says_so(
+    api: Api,
+    job_id: str,
+    running: Callable[..., ExportRunner],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.exports._LONGEST_S", 0.5)
+    folder = wanted(api, job_id)
+    running(Script("import time; time.sleep(600)"))
+    until(lambda: folder.status == "failed")
+    assert "it took longer than" in folder.message
+
+
 def test_the_process_sees_no_secret_of_the_service() -> None:
     ours = {"PATH": "/bin", "SHARDLOOM_SECRET_KEY": "k", "AWS_SECRET_ACCESS_KEY": "s"}
     assert environment(ours) == {"PATH": "/bin"}

@@ -3,7 +3,8 @@
 The cache is a folder (SHARDLOOM_DATA_CACHE) with a folder for each version of each data set; a
 version is the checksum of the manifest, or of the list of files where there is none. Ranks that
 come while one fetches wait for it on a file lock. What no process uses is deleted, the longest
-unused first, when room is needed (SHARDLOOM_DATA_CACHE_BYTES).
+unused first, when room is needed (SHARDLOOM_DATA_CACHE_BYTES, and what the disk has free). Room for
+what is being fetched is reserved in a file, whose lock ends with the process that fetches.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import posixpath
 import shutil
 import tempfile
 import time
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from trainer.data.errors import CorruptFileError, ManifestError, SourceMissingError, StorageError
 from trainer.data.manifest import (
@@ -30,6 +32,7 @@ from trainer.data.manifest import (
     parse_manifest,
     sha256_of,
 )
+from trainer.data.source import is_data_file
 from trainer.data.storage import Location
 
 logger = logging.getLogger(__name__)
@@ -88,14 +91,23 @@ def look_up(location: Location) -> RemoteData:
         content = (location / MANIFEST_NAME).read_bytes()
         manifest = parse_manifest(content, f"{location}/{MANIFEST_NAME}")
         return RemoteData(location, _digest(content), _files_of(manifest), content)
-    found = [each for each in location.list(recursive=True) if each.name.endswith(".parquet")]
+    found = [each for each in location.list(recursive=True) if is_data_file(each.name)]
     if not found:
         raise SourceMissingError(
             f"{location} holds no {MANIFEST_NAME} and no Parquet; check bucket and key in data.path"
         )
-    files = tuple(RemoteFile(each.relative_to(location), each.size_bytes()) for each in found)
-    listing = "\n".join(f"{file.path} {file.size_bytes}" for file in files)
+    marks = [(each.relative_to(location), *_size_and_time(each)) for each in found]
+    files = tuple(RemoteFile(path, size_bytes) for path, size_bytes, _ in marks)
+    # The time too: corrected labels may take up as many bytes as the wrong ones did.
+    listing = "\n".join(" ".join(map(str, mark)) for mark in marks)
     return RemoteData(location, _digest(listing.encode()), files, None)
+
+
+def _size_and_time(file: Location) -> tuple[int, int]:
+    found = file.fingerprint()
+    if found is None:
+        raise SourceMissingError(f"{file} went away while its folder was listed; start again")
+    return found
 
 
 def _files_of(manifest: Manifest) -> tuple[RemoteFile, ...]:
@@ -135,17 +147,22 @@ class DataCache:
         with _lock(self._beside(folder, "fetch")):
             missing = [file for file in wanted if not _is_there(folder / file.path, file)]
             if missing:
-                self._make_room(sum(file.size_bytes for file in missing), data)
-            begun = time.perf_counter()
-            for file in missing:
-                _download(data.location / file.path, folder / file.path, file)
+                self._fetch_missing(missing, data)
             folder.mkdir(exist_ok=True)
             if data.manifest is not None:
                 _place_manifest(folder / MANIFEST_NAME, data.manifest)
-            if missing:
-                took_s = time.perf_counter() - begun
-                logger.info("fetched %d files of %s in %.1f s", len(missing), data.location, took_s)
         return folder
+
+    def _fetch_missing(self, missing: Sequence[RemoteFile], data: RemoteData) -> None:
+        folder = self.root / data.folder_name
+        begun = time.perf_counter()
+        with self._beside(folder, "reserved").open("w") as reservation:
+            self._reserve(sum(file.size_bytes for file in missing), data, reservation)
+            for place, file in enumerate(missing, start=1):
+                _download(data.location / file.path, folder / file.path, file)
+                _note_bytes(reservation, sum(later.size_bytes for later in missing[place:]))
+        took_s = time.perf_counter() - begun
+        logger.info("fetched %d files of %s in %.1f s", len(missing), data.location, took_s)
 
     def _open_root(self) -> None:
         try:
@@ -173,16 +190,29 @@ class DataCache:
             fcntl.flock(_in_use[path], fcntl.LOCK_SH)
         os.utime(path)
 
-    def _make_room(self, num_bytes: int, data: RemoteData) -> None:
-        """Delete unused data until `num_bytes` more fit; raises `StorageError`."""
+    def _reserve(self, num_bytes: int, data: RemoteData, reservation: IO[str]) -> None:
+        """Delete unused data until `num_bytes` more fit, and keep others from taking that room.
+
+        Raises `StorageError` where nothing unused is left to delete.
+        """
         with _lock(self.root / "room"):
-            while (used := _size_of(self.root)) + num_bytes > self.max_bytes:
+            while refusal := self._refusal(num_bytes):
                 if not self._delete_oldest():
                     raise StorageError(
-                        f"{data.location} needs {num_bytes:,} bytes more, but the cache "
-                        f"{self.root} holds {used:,} that are in use, of {self.max_bytes:,}; "
+                        f"{data.location} needs {num_bytes:,} bytes more, but {refusal}; "
                         f"raise {MAX_BYTES_VARIABLE} or set {CACHE_VARIABLE} to a larger disk"
                     )
+            fcntl.flock(reservation, fcntl.LOCK_EX)
+            _note_bytes(reservation, num_bytes)
+
+    def _refusal(self, num_bytes: int) -> str | None:
+        """Why `num_bytes` more do not fit now; None where they do."""
+        reserved = sum(map(_reserved_bytes, self.root.glob("*.reserved")))
+        used = _size_of(self.root) + reserved
+        if used + num_bytes > self.max_bytes:
+            return f"the cache {self.root} holds {used:,} that are in use, of {self.max_bytes:,}"
+        free = shutil.disk_usage(self.root).free - reserved
+        return f"the disk of {self.root} has only {free:,} free" if num_bytes > free else None
 
     def _delete_oldest(self) -> bool:
         """Delete the longest unused folder that nobody uses; False where there is none."""
@@ -211,9 +241,25 @@ def _place_manifest(target: Path, content: bytes) -> None:
 
 
 def _download(source: Location, target: Path, file: RemoteFile) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
+    """Put a checked copy at `target`, whole or not at all; raises a `DataError`."""
     unfinished = target.with_name(f".{target.name}.part")
-    source.download(unfinished)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        source.download(unfinished)
+        _check(unfinished, source, file)
+        unfinished.replace(target)
+    except OSError as error:
+        raise StorageError(
+            f"the cache of remote data cannot hold {target} ({error}); make room on its disk, or "
+            f"set {CACHE_VARIABLE} to a larger one"
+        ) from None
+    finally:
+        with suppress(OSError):
+            unfinished.unlink()
+
+
+def _check(unfinished: Path, source: Location, file: RemoteFile) -> None:
+    """Raise `CorruptFileError` where a copy is not what it should be."""
     size_bytes = unfinished.stat().st_size
     if size_bytes != file.size_bytes:
         raise CorruptFileError(
@@ -225,7 +271,6 @@ def _download(source: Location, target: Path, file: RemoteFile) -> None:
             f"{source} is damaged: its sha256 is {found}, not {file.sha256} as in the manifest; "
             "upload or prepare the data again"
         )
-    unfinished.replace(target)
 
 
 def _is_below(path: str, parts: Collection[str]) -> bool:
@@ -247,7 +292,32 @@ def _lock(path: Path) -> Iterator[None]:
 
 
 def _size_of(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Size of all files, but those that others rename or delete meanwhile and unfinished ones.
+
+    Unfinished ones are counted by their reservation.
+    """
+    total = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            if not name.endswith(".part"):
+                with suppress(FileNotFoundError):
+                    total += Path(place, name).stat().st_size
+    return total
+
+
+def _note_bytes(reservation: IO[str], num_bytes: int) -> None:
+    # Always equally long, and in one write: others read it meanwhile.
+    os.pwrite(reservation.fileno(), f"{num_bytes:020d}".encode(), 0)
+
+
+def _reserved_bytes(path: Path) -> int:
+    """Bytes that are still to come; 0 once nobody holds the reservation."""
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return int(file.read() or 0)
+    return 0
 
 
 def _digest(content: bytes) -> str:

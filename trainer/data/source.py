@@ -53,6 +53,11 @@ class ParquetSource:
             raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
 
     @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of the files, in the order in which their rows are numbered."""
+        return tuple(path.name for path in self._paths)
+
+    @property
     def decoded_bytes(self) -> int:
         """Estimated size in memory of all columns of all rows."""
         widest_value_bytes = 8
@@ -144,12 +149,17 @@ def read_schema(folder: Path) -> pa.Schema:
     return read_footer(_parquet_files(folder)[0]).schema.to_arrow_schema()
 
 
+def is_data_file(name: str) -> bool:
+    """Whether a file of this name holds rows; a hidden one is what some tool has not finished."""
+    return name.endswith(".parquet") and not name.startswith((".", "_"))
+
+
 def _parquet_files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise SourceMissingError(
             f"{folder} does not exist; check data.path and data.split, or prepare the data"
         )
-    if not (paths := sorted(folder.glob("*.parquet"))):
+    if not (paths := sorted(path for path in folder.iterdir() if is_data_file(path.name))):
         raise SourceMissingError(f"{folder} holds no .parquet files; prepare the data again")
     return paths
 

@@ -156,9 +156,17 @@ class Location:
             file.write(content)
 
     def download(self, target: Path) -> None:
-        """Copy the file to a local path, whose folder must exist."""
-        with _faults_named(self, "read"), self.open_input() as source, target.open("wb") as file:
-            _copy(source, file)
+        """Copy the file to a local path, whose folder must exist.
+
+        Raises OSError where `target` cannot be written, which is no fault of what is read.
+        """
+        with target.open("wb") as file, self.open_input() as source:
+            while chunk := self._read(source):
+                file.write(chunk)
+
+    def _read(self, source: pa.NativeFile) -> bytes:
+        with _faults_named(self, "read"):
+            return source.read(_COPY_CHUNK_BYTES)
 
     def upload(self, source: Path) -> None:
         """Copy a local file here; an object store shows it whole or not at all."""

@@ -45,6 +45,13 @@ def test_empty_files_are_passed_over(tmp_path):
     assert source.locate(0) == (folder / "b.parquet", 0)
 
 
+def test_hidden_files_are_passed_over(tmp_path):
+    folder = write(tmp_path / "d", **{"a": numbers(5), ".a": numbers(6), "_part": numbers(7)})
+    source = ParquetSource(folder, ["a"])
+    assert source.read([0]).column("a").to_pylist() == [5]
+    assert source.num_rows == 1
+
+
 def test_a_truncated_file_is_named(prepared, tmp_path):
     folder = shutil.copytree(prepared / "train", tmp_path / "train")
     part = folder / "part-00001.parquet"

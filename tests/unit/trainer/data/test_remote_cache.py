@@ -5,6 +5,7 @@ A local folder stands for the remote one; tests/integration/test_remote_data.py 
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -164,6 +165,84 @@ def test_unused_data_makes_room_and_used_data_stays(uploaded, tmp_path):
     with pytest.raises(StorageError):
         cache.fetch(data_in(copies[3]))
     assert first.exists()
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_room_for_what_is_on_its_way_is_not_given_away(uploaded, tmp_path, monkeypatch):
+    size = size_of(uploaded)
+    other = shutil.copytree(uploaded, tmp_path / "other")
+    cache = DataCache(tmp_path / "cache", max_bytes=int(1.5 * size))
+    download, refusals = remote._download, []
+
+    def fetch_another_meanwhile(*arguments) -> None:
+        monkeypatch.setattr(remote, "_download", download)
+        with pytest.raises(StorageError, match="SHARDLOOM_DATA_CACHE_BYTES") as refused:
+            cache.fetch(data_in(other))
+        refusals.append(str(refused.value))
+        download(*arguments)
+
+    monkeypatch.setattr(remote, "_download", fetch_another_meanwhile)
+    cache.fetch(data_in(uploaded))
+    assert len(refusals) == 1
+    assert size_of(cache.root) <= cache.max_bytes
+    forget_uses()
+    cache.fetch(data_in(other))
+    assert size_of(cache.root) <= cache.max_bytes
+
+
+def test_a_disk_with_less_room_than_the_limit_is_asked_first(uploaded, tmp_path, monkeypatch):
+    full = shutil._ntuple_diskusage(10**12, 10**12 - 1000, 1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
+    with pytest.raises(StorageError, match=r"the disk of .* has only 1,000 free"):
+        DataCache(tmp_path / "cache").fetch(data_in(uploaded))
+
+
+def test_a_disk_that_fills_up_is_named_and_nothing_half_done_stays(uploaded, tmp_path, monkeypatch):
+    def fill_up(location: Location, target: Path) -> None:
+        target.write_bytes(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Location, "download", fill_up)
+    with pytest.raises(StorageError, match=r"No space left.*SHARDLOOM_DATA_CACHE") as full:
+        DataCache(tmp_path / "cache").fetch(data_in(uploaded))
+    assert "AWS_" not in str(full.value)
+    assert not list((tmp_path / "cache").rglob("*.part"))
+
+
+def test_files_that_are_renamed_while_the_cache_is_measured_do_not_matter(tmp_path, monkeypatch):
+    for name in ("here", "gone"):
+        (tmp_path / name).write_bytes(b"12345")
+    stat = Path.stat
+
+    def stat_or_gone(path: Path, **options):
+        if path.name == "gone":
+            raise FileNotFoundError(errno.ENOENT, "renamed", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", stat_or_gone)
+    assert remote._size_of(tmp_path) == 5
+
+
+def test_hidden_files_are_not_fetched(uploaded, tmp_path):
+    (uploaded / "manifest.json").unlink()
+    whole = files_in(uploaded)
+    for name in (".part-0.parquet", "_part-0.parquet"):
+        shutil.copy(uploaded / "train" / "part-00000.parquet", uploaded / "train" / name)
+    assert files_in(DataCache(tmp_path / "cache").fetch(data_in(uploaded))) == whole
+
+
+def test_a_file_that_was_replaced_by_one_of_equal_size_is_fetched_again(uploaded, tmp_path):
+    (uploaded / "manifest.json").unlink()
+    cache, part = DataCache(tmp_path / "cache"), uploaded / "train" / "part-00000.parquet"
+    cache.fetch(data_in(uploaded))
+    corrected = part.read_bytes()[::-1]
+    part.write_bytes(corrected)
+    os.utime(part, ns=(1, 1))
+    folder = cache.fetch(data_in(uploaded))
+    assert (folder / "train" / "part-00000.parquet").read_bytes() == corrected
 
 
 def fetch_and_count(source: Path, root: Path, begin, counts) -> None:

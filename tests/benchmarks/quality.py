@@ -4,10 +4,11 @@ python -m tests.benchmarks.quality --json FILE [--seeds N] [--source DIR]
 
 Everybody fits the same ratings (each user's first nine tenths by time) and predicts the same held
 out ones. What both sides are tuned to (`quality_settings`) was found on the fitted ratings only,
-but the held-out ones were looked at three times: after the first look two feature columns were added
-on the evidence of the fitted ratings, after the second the peer got more factors (see
+but the held-out ones were looked at three times: after the first look two feature columns were
+added on the evidence of the fitted ratings, after the second the peer got more factors (see
 deploy/modelling.md). `rmse_gain` is how many stars our RMSE lies below that of the best peer, both
-means over the seeds; its spread is that of single seeds.
+means over the seeds; its spread is that of single seeds. Beside it stands how far it may be chance
+of which users there are (`quality_bootstrap`), which says nothing of the three looks.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from tests.benchmarks.quality_data import SOURCE, Fold, make_fold, read_ratings
-from tests.benchmarks.quality_ours import job_spec, rmse_by_epoch, single_rank
-from tests.benchmarks.quality_peers import bias_rmse, factor_rmse_by_epoch, mean_rmse
+from tests.benchmarks.quality_bootstrap import LEVEL, gain_interval, rmse_of, squares_by_user
+from tests.benchmarks.quality_data import SOURCE, FloatArray, Fold, make_fold, read_ratings
+from tests.benchmarks.quality_ours import held_out_errors, job_spec, single_rank
+from tests.benchmarks.quality_peers import bias_errors, factor_errors, mean_errors
 from tests.benchmarks.quality_settings import BIAS, DATA, FACTORS, OURS, SPEC
 from tests.benchmarks.report import (
     BenchmarkError,
@@ -37,32 +40,54 @@ from tests.benchmarks.report import (
     table_of,
     write_json,
 )
+from trainer.data.ragged import IntArray
 
 NAME = "quality"
 OUR_NAME = "ours"
 GOAL_STARS = 0.01
 
 Results = Mapping[str, Sequence[float]]
+Squares = Mapping[str, Sequence[FloatArray]]
 
 
-def measure(fold: Fold, num_seeds: int) -> dict[str, list[float]]:
-    """Held-out RMSE in stars by model, one for each seed. Needs `single_rank`."""
-    results: dict[str, list[float]] = {
-        "global mean": [mean_rmse(fold)] * num_seeds,
-        "user + movie bias": [bias_rmse(fold, BIAS)] * num_seeds,
+def measure(fold: Fold, num_seeds: int) -> dict[str, list[FloatArray]]:
+    """Squared held-out errors summed by user, of each model and seed. Needs `single_rank`."""
+    held_out = fold.held_out.user
+
+    def by_user(errors: FloatArray, user: IntArray = held_out) -> FloatArray:
+        return squares_by_user(user, errors, fold.num_users)
+
+    squares: dict[str, list[FloatArray]] = {
+        "global mean": [by_user(mean_errors(fold))] * num_seeds,
+        "user + movie bias": [by_user(bias_errors(fold, BIAS))] * num_seeds,
         "matrix factorisation": [],
         OUR_NAME: [],
     }
     for seed in range(num_seeds):
-        results["matrix factorisation"].append([*factor_rmse_by_epoch(fold, FACTORS, seed)][-1])
+        squares["matrix factorisation"].append(by_user(factor_errors(fold, FACTORS, seed)))
         spec = job_spec(SPEC, fold.prepared, [*OURS, f"training.seed={seed}"])
-        results[OUR_NAME].append(rmse_by_epoch(spec)[-1])
-        log(f"seed {seed + 1}/{num_seeds}: " + _line_of(results, seed))
-    return results
+        user, errors = held_out_errors(spec)
+        if not np.array_equal(np.sort(user), np.sort(held_out)):
+            raise BenchmarkError("the session held out ratings of other users than the peers")
+        squares[OUR_NAME].append(by_user(errors, user))
+        done = {name: [values[seed]] for name, values in squares.items()}
+        log(f"seed {seed + 1}/{num_seeds}: " + _line_of(rmse_by_model(done, fold)))
+    return squares
 
 
-def _line_of(results: Results, seed: int) -> str:
-    return ", ".join(f"{name} {values[seed]:.4f}" for name, values in results.items())
+def rows_by_user(fold: Fold) -> IntArray:
+    """Number of held-out ratings of each user."""
+    return np.bincount(fold.held_out.user, minlength=fold.num_users)
+
+
+def rmse_by_model(squares: Squares, fold: Fold) -> dict[str, list[float]]:
+    """Held-out RMSE in stars by model, one for each seed."""
+    num_rows = rows_by_user(fold)
+    return {name: [rmse_of(each, num_rows) for each in own] for name, own in squares.items()}
+
+
+def _line_of(results: Results) -> str:
+    return ", ".join(f"{name} {values[0]:.4f}" for name, values in results.items())
 
 
 def gain_of(results: Results) -> Ratio:
@@ -84,14 +109,18 @@ def gain_of(results: Results) -> Ratio:
 
 
 def document_of(
-    results: Results, settings: Mapping[str, Any], machine: Mapping[str, Any]
+    results: Results,
+    interval: Sequence[float],
+    settings: Mapping[str, Any],
+    machine: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The report as the JSON file holds it."""
+    """The report as the JSON file holds it; `interval` is that of `rmse_gain`."""
     return {
         "benchmark": NAME,
         "machine": dict(machine),
         "settings": dict(settings),
         "ratios": {"rmse_gain": gain_of(results)},
+        "user_bootstrap": {"rmse_gain": list(interval), "level": LEVEL},
         "runs": [
             {"seed": seed, "model": name, "rmse": value}
             for name, values in results.items()
@@ -125,7 +154,7 @@ def main(arguments: list[str]) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder, single_rank():
             fold = make_fold(options.source, read_ratings(options.source), Path(folder), DATA)
-            results = measure(fold, options.seeds)
+            squares = measure(fold, options.seeds)
     except BenchmarkError as error:
         log(f"the benchmark failed: {error}")
         return 1
@@ -139,11 +168,16 @@ def main(arguments: list[str]) -> int:
         "num_held_out": len(fold.held_out),
         "num_seeds": options.seeds,
     }
-    document = document_of(results, settings, machine)
+    results = rmse_by_model(squares, fold)
+    best = gain_of(results)["peer_name"]
+    interval = gain_interval(squares[best], squares[OUR_NAME], rows_by_user(fold))
+    document = document_of(results, interval, settings, machine)
     if options.json:
         write_json(options.json, document)
     Console().print(results_table(results))
     Console().print(table_of(document))
+    low, high = interval
+    Console().print(f"rmse_gain over users drawn anew: {low:.4f} to {high:.4f} ({LEVEL:.0%})")
     return 0
 
 

@@ -15,10 +15,16 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
 import torch
 import torch.distributed as dist
 
+from tests.benchmarks.quality_data import FloatArray
+from tests.benchmarks.report import BenchmarkError
+from trainer.data.batches import Batch
 from trainer.data.manifest import load_manifest
+from trainer.data.ragged import IntArray
 from trainer.data.resolve import resolve_tables
 from trainer.parallel.groups import build_groups
 from trainer.ray_worker import WorkerConfig
@@ -74,22 +80,60 @@ def single_rank() -> Iterator[None]:
 
 def rmse_by_epoch(spec: JobSpec) -> list[float]:
     """Held-out RMSE in stars after each epoch of training `spec`. Needs `single_rank`."""
+    return _trained(spec).held_out_rmse
+
+
+def held_out_errors(spec: JobSpec) -> tuple[IntArray, FloatArray]:
+    """(user, error in stars) of each held-out rating after training `spec`. Needs `single_rank`.
+
+    A user is its place among all users in ascending order, as every user has fitted ratings.
+    """
+    session = _trained(spec)
+    files = sorted((Path(spec.data.path) / spec.data.split.validation).glob("*.parquet"))
+    rows = pq.ParquetDataset(files).read(["user_id", "rating"])
+    if not np.allclose(rows["rating"].to_numpy(), session.labels, atol=1e-4):
+        raise BenchmarkError("the session validated in another order than that of the files")
+    return rows["user_id"].to_numpy() - 1, session.errors
+
+
+def _trained(spec: JobSpec) -> _Measured:
     with tempfile.TemporaryDirectory(prefix="shardloom-quality-") as folder:
         config = WorkerConfig(spec, Path(folder), "quality-a0", 0)
         groups = build_groups(layout_of(spec), torch.device("cpu"), _GROUP_TIMEOUT_S)
         session = _Measured(config, groups)
         train(session)
-    return session.held_out_rmse
+    return session
 
 
 class _Measured(Session):
-    """A session that remembers what each validation found."""
+    """A session that remembers what each validation found, and the rows of the last one."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         self.held_out_rmse: list[float] = []
+        self._rows: list[torch.Tensor] = []
+        self._take_in = self.validation_meter.update
+        self.validation_meter.update = self._keep
 
     def validate(self) -> bool:
+        self._rows.clear()
         is_best = super().validate()
         self.held_out_rmse.append(self.final_metrics["validation/rmse"])
         return is_best
+
+    def _keep(self, batch: Batch, loss: torch.Tensor, outputs: torch.Tensor) -> None:
+        self._take_in(batch, loss, outputs)
+        real = batch.weight > 0
+        labels = batch.label * batch.label_scale + batch.label_offset
+        errors = (batch.label - outputs.detach()) * batch.label_scale
+        self._rows.append(torch.stack([labels[real, 0], errors[real, 0]]))
+
+    @property
+    def labels(self) -> FloatArray:
+        """Stars of the held-out ratings, in the order of validation."""
+        return torch.cat(self._rows, dim=1)[0].double().numpy()
+
+    @property
+    def errors(self) -> FloatArray:
+        """Stars less what was predicted, in the order of validation."""
+        return torch.cat(self._rows, dim=1)[1].double().numpy()

@@ -55,13 +55,23 @@ def rmse(errors: FloatArray) -> float:
     return float(np.sqrt(np.mean(errors**2)))
 
 
+def mean_errors(fold: Fold) -> FloatArray:
+    """Errors of the fitted ratings' mean, one for each held-out rating."""
+    return fold.held_out.stars - fold.fit.stars.mean()
+
+
 def mean_rmse(fold: Fold) -> float:
     """Held-out RMSE of the fitted ratings' mean."""
-    return rmse(fold.held_out.stars - fold.fit.stars.mean())
+    return rmse(mean_errors(fold))
 
 
 def bias_rmse(fold: Fold, settings: BiasSettings) -> float:
     """Held-out RMSE of mean, user bias and movie bias."""
+    return rmse(bias_errors(fold, settings))
+
+
+def bias_errors(fold: Fold, settings: BiasSettings) -> FloatArray:
+    """Errors of mean, user bias and movie bias, one for each held-out rating."""
     fit, held_out = fold.fit, fold.held_out
     mean = fit.stars.mean()
     of_user, of_movie = np.zeros(fold.num_users), np.zeros(fold.num_movies)
@@ -70,7 +80,7 @@ def bias_rmse(fold: Fold, settings: BiasSettings) -> float:
         of_movie = _damped_means(fit.movie, rest, fold.num_movies, settings.movie_prior)
         rest = fit.stars - mean - of_movie[fit.movie]
         of_user = _damped_means(fit.user, rest, fold.num_users, settings.user_prior)
-    return _clipped_rmse(held_out, mean + of_user[held_out.user] + of_movie[held_out.movie])
+    return _clipped_errors(held_out, mean + of_user[held_out.user] + of_movie[held_out.movie])
 
 
 def _damped_means(group: IntArray, values: FloatArray, num_groups: int, prior: float) -> FloatArray:
@@ -83,7 +93,15 @@ def factor_rmse_by_epoch(fold: Fold, settings: FactorSettings, seed: int) -> Ite
     model = _Factorisation(fold, settings, seed)
     for _ in range(settings.num_epochs):
         model.train_epoch()
-        yield model.held_out_rmse()
+        yield rmse(model.held_out_errors())
+
+
+def factor_errors(fold: Fold, settings: FactorSettings, seed: int) -> FloatArray:
+    """Errors of the factorisation after its last epoch, one for each held-out rating."""
+    model = _Factorisation(fold, settings, seed)
+    for _ in range(settings.num_epochs):
+        model.train_epoch()
+    return model.held_out_errors()
 
 
 class _Factorisation:
@@ -131,15 +149,15 @@ class _Factorisation:
     def _predict(self, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return self._mean + p[:, 0] + q[:, 0] + (p[:, 1:] * q[:, 1:]).sum(dim=1)
 
-    def held_out_rmse(self) -> float:
-        """RMSE over the held-out ratings; unknown movies get no bias and no factors."""
+    def held_out_errors(self) -> FloatArray:
+        """Errors on the held-out ratings; unknown movies get no bias and no factors."""
         held_out = self._fold.held_out
         predicted = self._predict(
             self._users[torch.from_numpy(held_out.user)],
             self._movies[torch.from_numpy(held_out.movie)],
         )
-        return _clipped_rmse(held_out, predicted.numpy())
+        return _clipped_errors(held_out, predicted.numpy())
 
 
-def _clipped_rmse(held_out: Stars, predicted: FloatArray) -> float:
-    return rmse(held_out.stars - np.clip(predicted, _MIN_STARS, _MAX_STARS))
+def _clipped_errors(held_out: Stars, predicted: FloatArray) -> FloatArray:
+    return held_out.stars - np.clip(predicted, _MIN_STARS, _MAX_STARS)

@@ -26,4 +26,6 @@ def test_it_measures_every_model_on_the_same_rows(tmp_path):
     gain = document["ratios"]["rmse_gain"]
     best = min(value for name, value in rmse.items() if name != OUR_NAME)
     assert gain["value"] == pytest.approx(best - rmse[OUR_NAME])
+    low, high = document["user_bootstrap"]["rmse_gain"]
+    assert low < gain["value"] < high
     assert document["settings"]["num_held_out"] < document["settings"]["num_fitted"] / 5

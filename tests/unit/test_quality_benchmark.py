@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.benchmarks.quality import OUR_NAME, document_of, gain_of, main
+from tests.benchmarks.quality_bootstrap import gain_interval, rmse_of, squares_by_user
 from tests.benchmarks.quality_data import (
     Fold,
     Stars,
@@ -142,7 +143,43 @@ def test_the_gain_is_over_the_best_peer_and_keeps_its_sign():
     worse = gain_of({"factors": [0.88], OUR_NAME: [0.89]})
     assert worse["value"] == pytest.approx(-0.01)
     assert not is_met(worse)
-    assert len(document_of(results, {}, {})["runs"]) == 6
+    document = document_of(results, [0.01, 0.02], {}, {})
+    assert len(document["runs"]) == 6
+    assert document["user_bootstrap"]["rmse_gain"] == [0.01, 0.02]
+
+
+def errors_of_users(num_users: int, spread: float) -> tuple[np.ndarray, np.ndarray]:
+    """Squared errors by user of a peer and of ours, which is better by 0.1 but for `spread`."""
+    rng = np.random.default_rng(1)
+    ours = 1 + spread * rng.random(num_users)
+    return (ours.mean() + 0.1) ** 2 * np.full(num_users, 4.0), ours**2 * 4
+
+
+def test_the_interval_holds_the_gain_and_narrows_with_more_users():
+    widths = []
+    for num_users in (50, 5000):
+        peer, ours = errors_of_users(num_users, spread=1.0)
+        num_rows = np.full(num_users, 4)
+        low, high = gain_interval([peer], [ours], num_rows)
+        gain = rmse_of(peer, num_rows) - rmse_of(ours, num_rows)
+        assert low < gain < high
+        widths.append(high - low)
+    assert 5 < widths[0] / widths[1] < 20
+
+
+def test_the_interval_is_paired_what_is_hard_for_both_sides_cancels():
+    hard = np.random.default_rng(2).random(200) * 3 + 0.5
+    num_rows = np.full(200, 4)
+    low, high = gain_interval([4 * (1.1 * hard) ** 2], [4 * hard**2], num_rows)
+    alone, other = gain_interval([4 * (1.1 * hard) ** 2], [4 * hard[::-1] ** 2], num_rows)
+    assert high - low < (other - alone) / 5
+    assert low > 0
+
+
+def test_errors_are_summed_by_user():
+    squares = squares_by_user(np.array([0, 2, 2]), np.array([1.0, -2.0, 1.0]), 3)
+    assert squares.tolist() == [1, 0, 5]
+    assert rmse_of(squares, np.array([1, 0, 2])) == pytest.approx(np.sqrt(2))
 
 
 def test_a_search_draws_the_same_settings_each_time():

@@ -10,7 +10,7 @@ from trainer.elastic.skipped_rows import SkippedRows, without
 from trainer.elastic.training_state import METERS, load_packed, load_state
 from trainer.elastic.warm_start import warm_start
 from trainer.run_dir import RunDir
-from trainer.saving import state_of
+from trainer.saving import resumed_state
 
 if TYPE_CHECKING:
     from trainer.session import Session
@@ -32,13 +32,14 @@ def restore(session: Session) -> None:
 
 
 def _resume(session: Session, found: CommittedCheckpoint) -> None:
+    state = resumed_state(found.commit, session.row_order)
     session.optimizers.init_state()
     load_state(found.path, session.model, session.optimizers.combined)
     written_scale = found.commit.moment_scale or session.spec.moment_scale
     session.optimizers.rescale_moments(session.spec.moment_scale / written_scale)
     session.train_meter.load_state(load_packed(found.path, METERS))
     session.sync.reset()
-    session.state = state_of(found.commit)
+    session.state = state
     session.origin = found.path.name
     session.final_metrics = dict(found.commit.metrics)
     logger.info("resumed from %s at step %d", found.path.name, session.state.step)

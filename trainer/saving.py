@@ -24,11 +24,11 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer import events
-from trainer.data.position import DataPosition, ledger_of, position_of
+from trainer.data.position import BatchShape, DataPosition, ledger_of, position_of, step_start
 from trainer.elastic import checkpoint, faults
 from trainer.elastic.async_save import LivePlanner, Staging, run_beside, run_here
-from trainer.elastic.checkpoint import CheckpointError
-from trainer.elastic.marker import Commit
+from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
+from trainer.elastic.marker import Commit, RowOrder
 from trainer.elastic.protocol import Ledger, Plateau
 from trainer.elastic.rewind import read_rewind
 from trainer.parallel.groups import MeshGroups
@@ -81,13 +81,19 @@ class Checkpoints:
     """The checkpoints of one job, as one rank of one worker group run sees them.
 
     `newest_commit` is the committed sync that the newest durable checkpoint of this life holds,
-    None before there is any. Building it is collective over all ranks.
+    None before there is any. `row_order` is of the rows that positions count. Building it is
+    collective over all ranks.
     """
 
     def __init__(
-        self, config: WorkerConfig, groups: MeshGroups, emit: Callable[[events.Event], None]
+        self,
+        config: WorkerConfig,
+        groups: MeshGroups,
+        emit: Callable[[events.Event], None],
+        row_order: RowOrder | None = None,
     ) -> None:
         self._config = config
+        self._row_order = row_order
         self._groups = groups
         self._emit = emit
         self._folder = RunDir(config.run_dir).checkpoints_dir
@@ -205,6 +211,7 @@ class Checkpoints:
             commit=state.commit,
             rows_skipped=state.rows_skipped,
             open_epochs=state.ledger.open_epochs,
+            row_order=self._row_order,
         )
 
     def _publish(self, folder: Path, commit: Commit, duration_s: float) -> None:
@@ -304,3 +311,24 @@ def state_of(commit: Commit) -> State:
         rows_skipped=commit.rows_skipped,
         plateau=commit.plateau,
     )
+
+
+def resumed_state(commit: Commit, row_order: RowOrder) -> State:
+    """Where a run that reads rows in `row_order` goes on from `commit`.
+
+    Raises `CheckpointMisfit` where the commit lies inside an epoch of other rows: numbers of rows
+    would stand for others now, so that some would be trained twice and some never. Between epochs
+    other data harm nobody.
+    """
+    state, written = state_of(commit), commit.row_order
+    if written is None or written == row_order:
+        return state
+    start = step_start(state.position, BatchShape(written.num_rows, 1, 1))
+    if start.num_rows or start.later:
+        raise CheckpointMisfit(
+            f"the training data has changed since the checkpoint at step {commit.step} (files, row "
+            f"groups or order; {written.num_rows:,} rows then, {row_order.num_rows:,} now), and "
+            f"epoch {start.epoch} is half done: some of its rows would be trained twice and others "
+            "never. Put the data back as it was, or submit a new job with checkpoint.warm_start"
+        )
+    return replace(state, position=start)

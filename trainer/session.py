@@ -23,9 +23,10 @@ from trainer.data.batches import Batch, TrainBatches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.inputs import on_this_node
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
-from trainer.data.reader import open_source
+from trainer.data.reader import open_source, order_digest
 from trainer.early_stopping import is_over
 from trainer.elastic import faults
+from trainer.elastic.marker import RowOrder
 from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
 from trainer.left_out import LeftOutRows
@@ -96,7 +97,7 @@ class Session:
         self._rank_writer = self._writer or EventWriter(self._rank_stream)
         trace = spec.training.trace
         self.tracer = Tracer(self._files, self.rank, trace, self.speed, self._rank_writer.write)
-        self.checkpoints = Checkpoints(config, groups, self.emit)
+        self.checkpoints = Checkpoints(config, groups, self.emit, self.row_order)
         run_dir, num_rows = RunDir(config.run_dir), self.shape.num_rows
         self.finite = FiniteGuard(spec, run_dir, num_rows, groups.device, self.emit)
         self.sync = build_sync(
@@ -125,6 +126,7 @@ class Session:
                 f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
                 f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
             )
+        self.row_order = RowOrder(self.shape.num_rows, order_digest(self.train_source, self.spec))
         self.total_steps = self.planned_steps()
 
     def planned_steps(self) -> int:

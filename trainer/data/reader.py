@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -61,6 +63,18 @@ def _window_bounds(
 ) -> tuple[int, ...]:
     order = EpochOrder(group_rows, window_rows=window_rows, seed=seed, epoch=epoch, shuffle=shuffle)
     return order.bounds
+
+
+def order_digest(source: ParquetSource, spec: JobSpec) -> str:
+    """A checksum of all that decides which row has which number in a training epoch."""
+    decisive = [
+        source.file_names,
+        source.group_rows.tolist(),
+        DEFAULT_WINDOW_ROWS,
+        spec.training.seed,
+        spec.data.shuffle,
+    ]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
 class RowReader:

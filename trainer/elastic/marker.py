@@ -33,6 +33,17 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class RowOrder:
+    """Which rows stand where in an epoch, in short: equal digests are equal orders.
+
+    `digest` is of all that decides the order: names of files, rows of row groups, seed, shuffling.
+    """
+
+    num_rows: int
+    digest: str
+
+
+@dataclass(frozen=True)
 class Commit:
     """What a checkpoint holds.
 
@@ -41,7 +52,7 @@ class Commit:
     early stopping has seen. `moment_scale` is c of the run that wrote it (None: an early version,
     which did not say). `commit` counts the committed syncs where groups are failure domains, and
     `open_epochs` has the rows done of each epoch that is not complete (empty: those before `row`
-    of `epoch`).
+    of `epoch`). `row_order` says what rows those numbers stand for (None: an early version).
     """
 
     # A NaN metric comes back as NaN.
@@ -64,6 +75,7 @@ class Commit:
     commit: int = 0
     rows_skipped: int = 0
     open_epochs: tuple[EpochRows, ...] = ()
+    row_order: RowOrder | None = None
 
     @property
     def size_bytes(self) -> int:

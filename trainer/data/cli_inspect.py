@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -39,15 +39,17 @@ def inspect_command(
     """Show counts, cardinalities, skew and nulls of data, and suggest features and tables."""
     with data_errors_shown():
         reports = _inspect(sources)
+        if not (as_json or spec):
+            for report in reports:
+                _show(report)
+        verified = _verify(sources) if verify else {}
         if as_json:
-            print(json.dumps([report.as_json() for report in reports], indent=2))
+            print(json.dumps([_as_json(report, verified) for report in reports], indent=2))
         elif spec:
             print("\n".join(report.suggestion.yaml() for report in reports), end="")
         else:
-            for report in reports:
-                _show(report)
-        if verify and not (as_json or spec):
-            _verify(sources)
+            for number in verified.values():
+                Console().print(f"[green]OK:[/] {number} files have the sha256 of the manifest")
 
 
 def _inspect(sources: list[str]) -> list[DataReport]:
@@ -70,23 +72,33 @@ def _inspect(sources: list[str]) -> list[DataReport]:
     return reports
 
 
-def _verify(sources: list[str]) -> None:
-    """Check the sums of those sources that are prepared folders."""
+def _as_json(report: DataReport, verified: dict[str, int]) -> dict[str, Any]:
+    """The report and how many files have their sums: null where nobody looked."""
+    return report.as_json() | {"num_verified_files": verified.get(_folder(report))}
+
+
+def _folder(report: DataReport) -> str:
+    """What the report is about, without the name of its part."""
+    return report.data.title.rsplit(", part ", 1)[0]
+
+
+def _verify(sources: list[str]) -> dict[str, int]:
+    """Check the sums of those sources that are prepared folders; gives their numbers of files."""
     from trainer.data.inspect_data import verify_folder
     from trainer.data.inspect_source import find_manifest
     from trainer.data.storage import Location
 
-    for source in sources:
-        folder = Location.parse(source)
+    found = {}
+    for folder in map(Location.parse, sources):
         if (manifest := find_manifest(folder)) is not None:
-            number = verify_folder(folder, manifest)
-            Console().print(f"[green]OK:[/] {number} files have the sha256 of the manifest")
+            found[str(folder)] = verify_folder(folder, manifest)
+    return found
 
 
 def _show(report: DataReport) -> None:
     data = report.data
     if data.manifest is not None:
-        show_summary(data.title.rsplit(", part ", 1)[0], data.manifest)
+        show_summary(_folder(report), data.manifest)
     kind = data.text.text if data.text else "Parquet"
     files = "1 file" if len(data.files) == 1 else f"{len(data.files)} files"
     size_mb = data.size_bytes / 1e6

@@ -7,6 +7,7 @@ number of the latter, scaled up, estimates the cardinality within about half a p
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,8 @@ class ColumnReport:
     `kind`: integer, number, text, or other; text that is all integers or numbers counts as such.
     `top_share` is the share of the values that the most frequent hundredth of the distinct ones
     make up; `zipf_exponent` is minus the slope of log count over log rank, None for few values.
-    `is_estimate` marks `num_distinct` and both of these. NaN counts as null.
+    `is_estimate` marks `num_distinct` and both of these. NaN counts as null; infinite numbers are
+    counted in `num_infinite` and left out of range, mean and deviation.
     """
 
     name: str
@@ -53,6 +55,7 @@ class ColumnReport:
     top_share: float | None
     zipf_exponent: float | None
     lists: ListLengths | None
+    num_infinite: int = 0
 
     @property
     def is_binary(self) -> bool:
@@ -68,7 +71,7 @@ class ColumnSketch:
         """`is_text` says that text is not to be taken for numbers even where all of it could be."""
         self._name = name
         self._max_values = max_values
-        self._num_rows = self._num_nulls = self._num_items = 0
+        self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
         self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
         # Sums of differences to the first number, which stay small, and of their squares.
         self._origin: float | None = None
@@ -115,6 +118,7 @@ class ColumnSketch:
             top_share=_top_share(counts, num_distinct, self._num_items),
             zipf_exponent=_zipf_exponent(counts),
             lists=self._list_lengths(),
+            num_infinite=self._num_infinite if is_number else 0,
         )
 
     def _unpack(self, lists: pl.Series) -> pl.Series:
@@ -141,6 +145,12 @@ class ColumnSketch:
             return
         if "integer" in self._kinds and not _are_whole(numbers):
             self._kinds.remove("integer")
+        if numbers.dtype.is_float():
+            finite = numbers.filter(numbers.is_finite())
+            self._num_infinite += len(numbers) - len(finite)
+            numbers = finite
+        if not len(numbers):
+            return
         low, high = numbers.min(), numbers.max()
         known = self._bounds or (np.inf, -np.inf)
         self._bounds = (min(known[0], _plain(low)), max(known[1], _plain(high)))
@@ -153,13 +163,16 @@ class ColumnSketch:
         self._sum += float(differences.sum())
         self._sum_squares += float((differences * differences).sum())
 
-    def _moments(self) -> tuple[float, float]:
+    def _moments(self) -> tuple[float, float | None]:
         """Mean and standard deviation of all items; zeros where there are none."""
-        if self._origin is None or not self._num_items:
+        num_finite = self._num_items - self._num_infinite
+        if self._origin is None or not num_finite:
             return 0.0, 0.0
-        shift = self._sum / self._num_items
-        variance = self._sum_squares / self._num_items - shift**2
-        return self._origin + shift, max(0.0, variance) ** 0.5
+        shift = self._sum / num_finite
+        variance = self._sum_squares / num_finite - shift * shift
+        # Squares of numbers beyond 1e154 are too large to be added up.
+        std = max(0.0, variance) ** 0.5 if math.isfinite(variance) else None
+        return self._origin + shift, std
 
     def _as_numbers(self, values: pl.Series) -> pl.Series | None:
         """The values as numbers, or None where they are none; notes what they are instead."""

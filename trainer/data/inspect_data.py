@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -28,8 +29,8 @@ class DataReport:
     suggestion: Suggestion
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values for `--json`."""
-        return {
+        """Plain values for `--json`; None for numbers that JSON does not know."""
+        document = {
             "title": self.data.title,
             "format": self.data.text.text if self.data.text else "parquet",
             "num_files": len(self.data.files),
@@ -39,6 +40,17 @@ class DataReport:
             "manifest": self.data.manifest.model_dump() if self.data.manifest else None,
             "suggested": asdict(self.suggestion),
         }
+        plain: dict[str, Any] = _without_non_finite(document)
+        return plain
+
+
+def _without_non_finite(value: Any) -> Any:
+    """The value with None for infinities and NaN, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: None) -> DataReport:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import polars as pl
@@ -17,11 +17,12 @@ import pyarrow.parquet as pq
 from trainer.data.errors import CorruptFileError, SourceMissingError
 from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
 from trainer.data.prepare.criteo_format import NUM_COLUMNS, SCHEMA
-from trainer.data.prepare.criteo_source import find_sources, read_blocks
+from trainer.data.prepare.criteo_source import LineBlock, find_sources, read_blocks
 from trainer.data.storage import Location
 
 _BATCH_ROWS = 131_072
 _BLOCK_BYTES = 8 * 1024 * 1024
+_MAX_CELL_BYTES = 4 * _BLOCK_BYTES
 _DELIMITERS = "\t,;|"
 _DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
 
@@ -39,6 +40,11 @@ class TextFormat:
         """In words."""
         header = "with a header" if self.has_header else "without a header"
         return f"text separated by {_DELIMITER_NAMES[self.delimiter]}, {header}"
+
+    @property
+    def has_quotes(self) -> bool:
+        """Whether quoted cells may hold delimiters and line feeds."""
+        return self.delimiter == ","
 
     @property
     def is_criteo(self) -> bool:
@@ -143,23 +149,26 @@ def sniff_text(file: Location) -> TextFormat:
     cells = next(csv.reader([first], delimiter=delimiter), [""])
     if len(cells) == NUM_COLUMNS and delimiter == "\t" and cells[0] in ("0", "1"):
         return TextFormat(delimiter, False, tuple(SCHEMA))
-    names = [cell.strip() for cell in cells]
-    if len(set(names)) == len(names) and not any(map(_is_value, names)):
-        return TextFormat(delimiter, True, tuple(names))
-    return TextFormat(delimiter, False, tuple(f"column_{i}" for i in range(1, len(cells) + 1)))
+    made_up = tuple(f"column_{number}" for number in range(1, len(cells) + 1))
+    # A column without a name, as that of pandas' row numbers, is given one.
+    names = tuple(cell.strip() or own for cell, own in zip(cells, made_up, strict=True))
+    are_names = names != made_up and len(set(names)) == len(names)
+    if are_names and not any(map(_is_number, cells)):
+        return TextFormat(delimiter, True, names)
+    return TextFormat(delimiter, False, made_up)
 
 
-def _is_value(cell: str) -> bool:
-    """Whether a cell of the first line is no name."""
+def _is_number(cell: str) -> bool:
     try:
-        float(cell or "0")
+        float(cell)
     except ValueError:
         return False
     return True
 
 
 def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
-    for block in read_blocks(file, _BLOCK_BYTES):
+    blocks = read_blocks(file, _BLOCK_BYTES)
+    for block in _whole_rows(blocks) if text.has_quotes else blocks:
         lines = block.lines
         if text.has_header and block.first_line == 1:
             lines = lines.split(b"\n", 1)[1]
@@ -171,7 +180,7 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
                 separator=text.delimiter,
                 has_header=False,
                 schema=dict.fromkeys(text.columns, pl.String),
-                quote_char='"' if text.delimiter == "," else None,
+                quote_char='"' if text.has_quotes else None,
             )
         except pl.exceptions.PolarsError as error:
             last = block.first_line + block.num_lines - 1
@@ -179,6 +188,37 @@ def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
                 f"{file}, between lines {block.first_line} and {last}: cannot be read as "
                 f"{text.text}, {len(text.columns)} columns: {str(error).splitlines()[0]}"
             ) from None
+
+
+def _whole_rows(blocks: Iterable[LineBlock]) -> Iterator[LineBlock]:
+    """The same lines in blocks that end where a row does: after an even number of quotes.
+
+    Where a quote opens and no other follows for long, it is not meant as one: then, as ever, rows
+    end with lines.
+    """
+    rest = LineBlock(b"", 1)
+    for block in blocks:
+        lines = rest.lines + block.lines
+        end = _end_of_rows(lines)
+        if not end and len(lines) > _MAX_CELL_BYTES:
+            end = len(lines)
+        if end:
+            yield LineBlock(lines[:end], rest.first_line)
+        num_lines = lines.count(b"\n", 0, end)
+        rest = LineBlock(lines[end:], rest.first_line + num_lines)
+    if rest.lines:
+        yield rest
+
+
+def _end_of_rows(lines: bytes) -> int:
+    """The end of the last line after which no quote is open; 0 where there is none."""
+    num_quotes = lines.count(b'"')
+    end = len(lines)
+    while num_quotes % 2:
+        before = lines.rfind(b"\n", 0, end - 1) + 1
+        num_quotes -= lines.count(b'"', before, end)
+        end = before
+    return end
 
 
 def _open_parquet(file: Location) -> pq.ParquetFile:
@@ -194,7 +234,8 @@ def _parquet_batches(file: Location) -> Iterator[pl.DataFrame]:
     parquet = _open_parquet(file)
     try:
         for batch in parquet.iter_batches(_BATCH_ROWS):
-            yield pl.DataFrame(pa.table(batch))
+            categories = pl.col(pl.Categorical, pl.Enum)
+            yield pl.DataFrame(pa.table(batch)).with_columns(categories.cast(pl.String))
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(
             f"{file} cannot be read to its end ({error}); was it damaged? Copy it again"

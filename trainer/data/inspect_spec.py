@@ -64,6 +64,11 @@ def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Sugge
         if reason := _unusable(column):
             notes.append(f"{column.name}: left out, {reason}")
             continue
+        if column.num_infinite:
+            notes.append(
+                f"{column.name}: {column.num_infinite} infinite values, which training refuses: "
+                "mend them, or set data.on_bad_rows to quarantine"
+            )
         feature, num_rows = _feature(column, sizes)
         features.append(feature)
         if num_rows is not None:

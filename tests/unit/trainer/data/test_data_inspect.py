@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from trainer.data import inspect_source
 from trainer.data.cli import app
 from trainer.data.errors import CorruptFileError, SourceMissingError, TooFewRowsError
 from trainer.data.inspect_columns import ColumnReport, ColumnSketch
@@ -22,6 +24,7 @@ from trainer.data.inspect_data import DataReport, inspect_data
 from trainer.data.inspect_source import find_data
 from trainer.data.manifest import load_manifest
 from trainer.data.prepare.criteo_format import DENSE_NAMES, ID_NAMES
+from trainer.data.prepare.criteo_source import LineBlock
 from trainer.data.prepare.generate_criteo import CriteoGeneratorOptions, generate_criteo
 from trainer.spec import validate_spec
 
@@ -115,6 +118,13 @@ def test_text_of_numbers_is_taken_for_numbers(parts, kind):
     assert sketch_of(*parts).kind == kind
 
 
+@pytest.mark.parametrize("parts", [[[1.0, math.inf], [3.0, -math.inf]], [["1.0", "inf"], ["3"]]])
+def test_infinite_numbers_are_counted_apart(parts):
+    found = sketch_of(*parts)
+    assert found.num_infinite == sum("inf" in str(value) for part in parts for value in part)
+    assert (found.minimum, found.maximum, found.mean, found.std) == (1, 3, 2, 1)
+
+
 def test_lists_have_lengths_and_their_items_are_counted():
     found = sketch_of([[1, 2, 2], [], None], [[5], [2, 9]])
     assert found.lists is not None
@@ -199,13 +209,34 @@ def test_files_with_other_columns_are_other_data_sets(csv_folder):
         ("1,2\n3,4\n", ["column_1", "column_2"]),
         ("a|b|c\r\n1|2|3\r\n", ["a", "b", "c"]),
         ('"user, id",x\n"1,5",2\n', ["user, id", "x"]),
+        (",user_id,click\n0,7,1\n", ["column_1", "user_id", "click"]),
+        (",1,2\n3,4,5\n", ["column_1", "column_2", "column_3"]),
     ],
 )
 def test_delimiter_and_header_are_found(tmp_path, content, columns):
     (tmp_path / "file.csv").write_bytes(content.encode())
     (report,) = inspect(tmp_path / "file.csv")
     assert [found.name for found in report.columns] == columns
-    assert report.num_rows == content.count("\n") - (columns[0] != "column_1")
+    assert report.num_rows == content.count("\n") - ("column_2" not in columns)
+
+
+def test_quoted_line_feeds_are_read_wherever_a_block_ends(tmp_path, monkeypatch):
+    rows = [(number, f'a\n"{number}"\n,b') for number in range(300)]
+    pl.DataFrame(rows, schema=["id", "text"], orient="row").write_csv(tmp_path / "a.csv")
+    for block_bytes in (64, 100, 1000):
+        monkeypatch.setattr(inspect_source, "_BLOCK_BYTES", block_bytes)
+        (report,) = inspect(tmp_path / "a.csv")
+        assert (report.num_rows, column(report, "text").num_distinct) == (300, 300)
+
+
+def test_a_quote_that_nothing_closes_holds_no_more_than_a_long_cell(monkeypatch):
+    monkeypatch.setattr(inspect_source, "_MAX_CELL_BYTES", 1000)
+    lines = [b'a,"b\n', *[b"c,d\n"] * 2000]
+    blocks = [LineBlock(line, number) for number, line in enumerate(lines, start=1)]
+    found = list(inspect_source._whole_rows(blocks))
+    assert b"".join(block.lines for block in found) == b"".join(lines)
+    assert max(len(block.lines) for block in found) <= 1004
+    assert [found[1].first_line, found[-1].first_line] == [found[0].num_lines + 1, 2001]
 
 
 def test_compressed_text_and_plain_parquet_are_read(tmp_path):
@@ -275,3 +306,34 @@ def test_the_command_shows_tables_json_and_a_spec(clicks, tmp_path):
 def test_the_command_checks_the_sums_of_prepared_folders(clicks):
     assert "OK: " in invoke(clicks[1]).stdout
     assert "OK: " not in invoke(clicks[1], "--no-verify").stdout
+
+
+def test_damage_is_found_whatever_is_printed(clicks, tmp_path):
+    folder = shutil.copytree(clicks[1], tmp_path / "copy")
+    assert json.loads(invoke(folder, "--json").stdout)[0]["num_verified_files"] == 2
+    unread = json.loads(invoke(folder, "--json", "--no-verify").stdout)[0]
+    assert unread["num_verified_files"] is None
+    (folder / "validation/part-00000.parquet").write_bytes(b"damaged")
+    for option in ("--json", "--spec"):
+        failed = invoke(folder, option)
+        assert failed.exit_code == 2 and "part-00000.parquet is damaged" in failed.stderr
+        assert not failed.stdout
+
+
+def test_json_holds_no_infinities_and_a_note_says_that_data_does(tmp_path):
+    frame = pl.DataFrame({"price": [1.0, math.inf, 2.0, 1e200], "y": [0, 1, 1, 0]})
+    frame.write_parquet(tmp_path / "a.parquet")
+    text = invoke(tmp_path, "--json").stdout
+    (document,) = json.loads(text, parse_constant=pytest.fail)
+    assert document["columns"][0]["num_infinite"] == 1
+    assert document["suggested"]["notes"] == [
+        "price: 1 infinite values, which training refuses: mend them, or set data.on_bad_rows "
+        "to quarantine"
+    ]
+
+
+def test_a_category_of_pandas_is_text(tmp_path):
+    colours = pl.Series("colour", ["red", "blue", "red"], dtype=pl.Categorical)
+    pl.DataFrame([colours]).write_parquet(tmp_path / "a.parquet")
+    (report,) = inspect(tmp_path)
+    assert (report.columns[0].kind, report.columns[0].num_distinct) == ("text", 2)

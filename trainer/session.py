@@ -23,10 +23,9 @@ from trainer.data.batches import Batch, TrainBatches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.inputs import on_this_node
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
-from trainer.data.reader import open_source, order_digest
+from trainer.data.reader import open_source
 from trainer.early_stopping import is_over
 from trainer.elastic import faults
-from trainer.elastic.marker import RowOrder
 from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
 from trainer.left_out import LeftOutRows
@@ -46,6 +45,7 @@ from trainer.ray_worker import WorkerConfig
 from trainer.resume import restore
 from trainer.run_dir import AttemptDir, RunDir
 from trainer.saving import Checkpoints, State
+from trainer.shares import RankShares
 from trainer.spec import JobSpec
 from trainer.trace import Tracer
 from trainer.validation import measure, watch_plateau
@@ -97,7 +97,7 @@ class Session:
         self._rank_writer = self._writer or EventWriter(self._rank_stream)
         trace = spec.training.trace
         self.tracer = Tracer(self._files, self.rank, trace, self.speed, self._rank_writer.write)
-        self.checkpoints = Checkpoints(config, groups, self.emit, self.row_order)
+        self.checkpoints = Checkpoints(config, groups, self.emit)
         run_dir, num_rows = RunDir(config.run_dir), self.shape.num_rows
         self.finite = FiniteGuard(spec, run_dir, num_rows, groups.device, self.emit)
         self.sync = build_sync(
@@ -109,6 +109,7 @@ class Session:
             warn=self._warn_of_sync,
         )
         self.guard = open_guard(self)
+        self.shares = RankShares(spec, groups.global_group)
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)
@@ -126,7 +127,6 @@ class Session:
                 f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
                 f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
             )
-        self.row_order = RowOrder(self.shape.num_rows, order_digest(self.train_source, self.spec))
         self.total_steps = self.planned_steps()
 
     def planned_steps(self) -> int:
@@ -256,13 +256,14 @@ class Session:
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
+        self.shares.begin(batch)
         faults.point("lookup", *self.site, step)
         with self.phases.during("dense"):
             loss, outputs = self.model(batch)
         loss = faults.poison(loss, *self.site, step)
         faults.point("backward", *self.site, step)
         with self.phases.during("backward"):
-            loss.backward()
+            self.shares.scaled(loss).backward()
         with self.phases.during("optimizer"):
             self.optimizers.step(is_dense_step)
         with self.phases.during("sync"):

@@ -40,10 +40,12 @@ from trainer.spec import SyncSpec
 class Interval:
     """What this rank trained since the last committed sync.
 
-    `loss_sum` is the sum over its rows, float64 [] on the device.
+    `loss_sum` is the sum over its rows, `weight_sum` that of the weights of the whole group's rows
+    where they are not all alike: float64 [] on the device.
     """
 
     loss_sum: torch.Tensor
+    weight_sum: torch.Tensor
     leases: tuple[int, ...] = ()
     num_rows: int = 0
     num_steps: int = 0
@@ -96,7 +98,8 @@ class GroupSession(Session):
         )
 
     def _new_interval(self) -> Interval:
-        return Interval(torch.zeros((), dtype=torch.float64, device=self.groups.device))
+        loss_sum, weight_sum = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
+        return Interval(loss_sum, weight_sum)
 
     @property
     def world_size(self) -> int:
@@ -193,6 +196,8 @@ class GroupSession(Session):
         loss = self.run_step(batch, step, wait_s, is_dense_step)
         interval.num_steps += 1
         interval.loss_sum += loss * batch.weight.sum()
+        if self.shares.is_on:
+            interval.weight_sum += self.shares.total
         self.tracer.end_step(step)
 
     def sync_groups(self) -> Verdict:
@@ -214,6 +219,7 @@ class GroupSession(Session):
             commit=self.ledger.commit,
             leases=interval.leases,
             num_rows=interval.num_rows,
+            weight=interval.weight_sum.item() if self.shares.is_on else None,
             is_poisoned=not self._is_finite(),
             report=self._report if self.groups.rank == 0 else None,
             sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},

@@ -5,8 +5,9 @@ tells the coordinator whether it holds the averages, and only when all ranks of 
 they applied: a sync happens everywhere or nowhere. A round that fails changes nothing: rows stay
 touched, what was trained stays trained, and the next round covers it, with whoever is left.
 
-Copies weigh as many rows as they were trained on since the last sync. A group that only listens, or
-whose loss became NaN, weighs nothing, and nothing of it gets into the means.
+Copies weigh as many rows as they were trained on since the last sync, or the sum of those rows'
+weights where rows do not all count alike. A group that only listens, or whose loss became NaN,
+weighs nothing, and nothing of it gets into the means.
 """
 
 from __future__ import annotations

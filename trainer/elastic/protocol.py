@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 Count = Annotated[int, Field(ge=0)]
+# Copies trained on rows of weight 0 alone must become equal again: decay and moments moved them.
+_LEAST_ROW_WEIGHT = 1e-9
 Span = tuple[Count, Count]
 """Rows [start, stop) of an epoch's order."""
 
@@ -151,9 +153,10 @@ class Report(Message):
 class Arrive(Message):
     """A rank is ready for the next sync, having trained `leases` (ids, whole ones) since the last.
 
-    `num_rows` is the weight of its copy. `has_copied` says that a listener's copy is complete;
-    `is_poisoned` that this group's loss became NaN or infinite, so its interval must not count.
-    `sums` are summed over ranks (loss x rows and the like) and become means in the ledger.
+    Its copy weighs `weight`, the sum of its rows' weights, or `num_rows` where None. `has_copied`
+    says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
+    infinite, so its interval must not count. `sums` are summed over ranks (loss x weight and the
+    like) and become means in the ledger.
     """
 
     kind: Literal["arrive"] = "arrive"
@@ -161,6 +164,7 @@ class Arrive(Message):
     commit: Count
     leases: tuple[Count, ...] = ()
     num_rows: Count = 0
+    weight: Annotated[float, Field(ge=0)] | None = None
     has_copied: bool = False
     is_poisoned: bool = False
     is_leaving: bool = False
@@ -168,13 +172,20 @@ class Arrive(Message):
     sums: dict[str, float] = {}
     copied_bytes: Count = Field(default=0, description="What a listener's rank copied so far.")
 
+    @property
+    def copy_weight(self) -> float:
+        """How much its copy counts: never nothing where rows were trained, as it has changed."""
+        if self.weight is None:
+            return float(self.num_rows)
+        return max(self.weight, _LEAST_ROW_WEIGHT * self.num_rows)
+
 
 class RoundMember(Message):
     """One group in a round, by its place in the replica groups; weight 0 hears without counting."""
 
     group: Count
     incarnation: Count
-    weight: Count
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     standing: Standing
     hosts: tuple[str, ...] = Field(default=(), description="Host of each rank.")
 

@@ -106,7 +106,7 @@ class Group:
 
     def as_member(self) -> RoundMember:
         """Its place in the next round, by what its ranks arrived with."""
-        weight = self.arrivals[0].num_rows if self.is_current else 0
+        weight = self.arrivals[0].copy_weight if self.is_current else 0.0
         return RoundMember(
             group=self.group,
             incarnation=self.incarnation,

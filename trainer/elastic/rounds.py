@@ -36,8 +36,8 @@ class OpenRound:
         return frozenset(member.group for member in self.members)
 
     @property
-    def num_rows(self) -> int:
-        """Rows that the copies which count were trained on."""
+    def weight(self) -> float:
+        """Of all copies: the rows that those which count were trained on, by their weights."""
         return sum(member.weight for member in self.members)
 
     @property
@@ -47,10 +47,10 @@ class OpenRound:
 
     @property
     def means(self) -> dict[str, float]:
-        """The sums, per row."""
-        if not self.num_rows:
+        """The sums, per row by its weight."""
+        if not self.weight:
             return {}
-        return {name: total / self.num_rows for name, total in self.sums.items()}
+        return {name: total / self.weight for name, total in self.sums.items()}
 
 
 def form_round(

@@ -178,7 +178,7 @@ class Syncs(Roll):
             generation=opened.generation,
             members=opened.members,
             commit=opened.commit,
-            is_idle=not opened.num_rows,
+            is_idle=not opened.weight,
             donor=donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None,
         )
 
@@ -272,7 +272,7 @@ class Syncs(Roll):
         }
         for ids in ended.leases.values():
             self._book.commit(ids)
-        if ended.num_rows:
+        if ended.weight:
             self._losses.judge_loss(0.0)
         self._ledger = self._book.entered_in(self._next_ledger(ended))
         skipped, self._skipped_untold = self._skipped_untold, []

@@ -22,7 +22,7 @@ import torch.distributed as dist
 _CHUNK_BYTES = {"cpu": 4 * 2**20, "cuda": 32 * 2**20}
 
 
-def pairwise_mean(parts: torch.Tensor, weights: Sequence[int] | None = None) -> torch.Tensor:
+def pairwise_mean(parts: torch.Tensor, weights: Sequence[float] | None = None) -> torch.Tensor:
     """Mean over the first dimension of [M, n], as float [n], in at least fp32.
 
     Neighbours are added first, then neighbouring sums, and so on. For M a power of two the sum of
@@ -143,7 +143,7 @@ class ReplicaCollectives:
     """
 
     def __init__(
-        self, group: ReplicaGroup, device: torch.device, weights: Sequence[int] | None = None
+        self, group: ReplicaGroup, device: torch.device, weights: Sequence[float] | None = None
     ) -> None:
         self._group = group
         self._weights = weights

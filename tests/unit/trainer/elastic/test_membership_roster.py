@@ -7,6 +7,7 @@ import pytest
 from trainer.elastic.chronicle import Chronicle
 from trainer.elastic.protocol import Arrive, Hello, Ledger
 from trainer.elastic.roster import Group, choose_donor, choose_start, copies_alive, disagreement
+from trainer.elastic.rounds import form_round
 
 
 def group(number: int, *hosts: str, origin: str = "seed-0", commit: int = 0) -> Group:
@@ -68,6 +69,26 @@ def test_ranks_of_a_group_must_come_with_the_same():
     assert disagreement(pair) is None
     pair.ranks[1].request = Arrive(standing="current", commit=1, leases=(2,), num_rows=4)
     assert "different leases" in (disagreement(pair) or "")
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected", "loss"),
+    [
+        ((None, None), [4.0, 12.0], 2.0),
+        ((30.0, 2.0), [30.0, 2.0], 1.0),
+        # Both trained, if on rows that do not count: their copies must become equal again.
+        ((0.0, 0.0), [4e-9, 12e-9], 32.0 / 16e-9),
+    ],
+)
+def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss):
+    groups = [group(0), group(1)]
+    for each, num_rows, weight in zip(groups, (4, 12), weights, strict=True):
+        each.ranks[0].request = Arrive(
+            standing="current", commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0}
+        )
+    opened = form_round(1, 1, 2, groups, [])
+    assert [member.weight for member in opened.members] == pytest.approx(expected)
+    assert opened.means == pytest.approx({"loss": loss})
 
 
 def test_a_pause_is_what_a_recovery_took_beyond_the_usual():

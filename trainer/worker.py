@@ -15,6 +15,7 @@ from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
 from trainer.elastic.member import CoordinatorLost, Refused
 from trainer.elastic.stop_request import is_due
 from trainer.elastic.watched import watched
+from trainer.models.module import users_error
 from trainer.parallel.divergence import DivergenceError
 from trainer.parallel.groups import MeshGroups, build_groups
 from trainer.parallel.layout import Layout, LayoutError
@@ -81,7 +82,7 @@ def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float
 
     Raises `WorkerFailure` with a reason that the control plane knows.
     """
-    with named_failures(), watched(config, host) as pulse:
+    with named_failures(config.spec.model.module), watched(config, host) as pulse:
         prepare_process(config)
         return train(Session(config, groups_of(config, layout_of(config.spec), host), pulse))
 
@@ -99,10 +100,14 @@ def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGro
 
 
 @contextmanager
-def named_failures() -> Iterator[None]:
-    """Raise whatever goes wrong inside as a `WorkerFailure` with its reason."""
+def named_failures(module: str | None = None) -> Iterator[None]:
+    """Raise whatever goes wrong inside as a `WorkerFailure` with its reason.
+
+    What comes out of the code of the user's own `module` is the user's.
+    """
     try:
-        yield
+        with _users_named(module):
+            yield
     except tuple(_REASONS) as error:
         logger.error("%s", error)
         raise _worker_failure(_reason(error), error) from None
@@ -112,6 +117,19 @@ def named_failures() -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         logger.exception("the worker fails")
         raise _worker_failure(failures.reason_of(error), error) from error
+
+
+@contextmanager
+def _users_named(module: str | None) -> Iterator[None]:
+    try:
+        yield
+    except tuple(_REASONS):
+        raise
+    except Exception as error:
+        found = users_error(error, module) if module else None
+        if found is None:
+            raise
+        raise found from error
 
 
 def _reason(error: Exception) -> str:

@@ -39,7 +39,7 @@ def run_group(config: WorkerConfig, member: Member, host: str | None = None) -> 
     Raises `WorkerFailure` with a reason that the control plane knows.
     """
     size = config.spec.parallelism.group_size
-    with named_failures():
+    with named_failures(config.spec.model.module):
         prepare_process(config)
         groups = groups_of(config, Layout(size, size, "inter_host"), host)
         return train_group(GroupSession(config, groups, member))

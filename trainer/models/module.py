@@ -21,6 +21,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
@@ -38,6 +40,10 @@ from trainer.failures import UserCodeError, user_lines
 from trainer.parallel.dynamic_ids import BucketedIds
 from trainer.spec import JobSpec, TaskSpec
 from trainer.spec.module import split_path
+
+_TORCH = Path(torch.__file__).parent
+# Who speaks in an error of a collective.
+_COLLECTIVES = ("gloo", "nccl", "c10d")
 
 
 class UserRecommender(nn.Module):
@@ -135,13 +141,50 @@ def users_code(module: str) -> Iterator[None]:
         yield
     except UserCodeError:
         raise
-    except Exception as error:
-        if failures.reason_of(error) != failures.TRAINING_ERROR:
-            raise  # a lost peer, or no memory: not for the user's code to answer
-        lines = user_lines(error, *_code_of(module))
-        raise UserCodeError(
-            f"model.module '{module}': {failures.described(error)}{_at(lines)}", lines
-        ) from error
+    except (Exception, SystemExit) as error:
+        if _only_passes(error):
+            raise
+        raise _told(error, module) from error
+
+
+def users_error(error: Exception, module: str) -> UserCodeError | None:
+    """`error` as the fault of the code of `module`; None where it did not come through that code.
+
+    For what runs without `users_code`: the user's part of a backward pass, or of a hook.
+    """
+    root = _code_of(module)[0]
+    is_theirs = root and any(Path(file).is_relative_to(root) for file in _files_of(error))
+    return _told(error, module) if is_theirs and not _only_passes(error) else None
+
+
+def _only_passes(error: BaseException) -> bool:
+    """A lost peer, or no memory: not for the user's code to answer, though it lies on the way.
+
+    What a collective says comes from PyTorch; the user's own connections may fail in like words.
+    """
+    reason = failures.reason_of(error)
+    if reason != failures.WORKERS_LOST:
+        return reason != failures.TRAINING_ERROR
+    if not isinstance(error, RuntimeError):
+        return False
+    is_named = any(each in str(error).lower() for each in _COLLECTIVES)
+    return is_named or isinstance(error, dist.DistError) or _is_of_torch(error)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether PyTorch or TorchRec raised it, and not who called them."""
+    deepest = Path(_files_of(error)[-1])
+    return any(deepest.is_relative_to(_TORCH.with_name(name)) for name in ("torch", "torchrec"))
+
+
+def _told(error: BaseException, module: str) -> UserCodeError:
+    lines = user_lines(error, *_code_of(module))
+    return UserCodeError(f"model.module '{module}': {failures.described(error)}{_at(lines)}", lines)
+
+
+def _files_of(error: BaseException) -> list[str]:
+    """Files that the traceback of an error goes through, the deepest one last."""
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _at(lines: list[str]) -> str:
@@ -153,7 +196,7 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
     """(what counts as the user's code, the folder that holds it).
 
     The first is the top-level package of `module`, or where that is a file by itself, all beside
-    it: what was shipped together.
+    it: what was shipped together. A file among the installed packages is alone.
     """
     top = split_path(module)[0].partition(".")[0]
     spec = getattr(sys.modules.get(top), "__spec__", None) or _find(top)
@@ -162,7 +205,8 @@ def _code_of(module: str) -> tuple[Path | None, Path | None]:
     if spec.submodule_search_locations:
         package = Path(next(iter(spec.submodule_search_locations)))
         return package, package.parent
-    return Path(spec.origin).parent, Path(spec.origin).parent
+    file = Path(spec.origin)
+    return (file if _TORCH.is_relative_to(file.parent) else file.parent), file.parent
 
 
 def _find(top: str) -> Any:

@@ -201,6 +201,86 @@ def test_a_lost_peer_inside_the_users_forward_is_no_fault_of_the_user() -> None:
     assert caught.value.reason == failures.WORKERS_LOST
 
 
+def reason_for(error: BaseException) -> str:
+    """Why a job ends whose forward raises `error` by itself."""
+
+    class Failing(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            raise error
+
+    batch = make_batch(make_spec(POOLED[:1]))
+    with pytest.raises(WorkerFailure) as caught, named_failures("own:Failing"):
+        UserRecommender(Failing(), "own:Failing", (TASK,))(batch)
+    return caught.value.reason
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), failures.USER_CODE),
+        (FileNotFoundError(2, "No such file"), failures.USER_CODE),
+        (RuntimeError("timed out waiting for my feature server"), failures.USER_CODE),
+        (SystemExit(2), failures.USER_CODE),
+        (RuntimeError("[c10d] Timed out waiting for 2 ranks"), failures.WORKERS_LOST),
+        (MemoryError("std::bad_alloc"), failures.HOST_OOM),
+    ],
+)
+def test_the_users_own_connections_and_exits_are_no_loss_of_a_peer(
+    error: BaseException, reason: str
+) -> None:
+    assert reason_for(error) == reason
+
+
+def test_a_collective_that_ends_below_the_users_forward_is_a_lost_peer() -> None:
+    # Words without a name, raised where PyTorch's own code ends.
+    code = compile(
+        "def raising():\n    raise RuntimeError('Broken pipe')\n", torch.__file__, "exec"
+    )
+    names: dict[str, Any] = {}
+    exec(code, names)
+
+    class Calling(nn.Module):
+        def forward(self, batch: Any) -> Any:
+            names["raising"]()
+
+    batch = make_batch(make_spec(POOLED[:1]))
+    with pytest.raises(WorkerFailure) as caught, named_failures("own:Calling"):
+        UserRecommender(Calling(), "own:Calling", (TASK,))(batch)
+    assert caught.value.reason == failures.WORKERS_LOST
+
+
+def test_a_script_that_exits_when_it_is_imported_is_the_users_failure(
+    write: Callable[[str, str], None],
+) -> None:
+    write("own_i.py", "import argparse\nargparse.ArgumentParser().parse_args(['--odd'])\n")
+    with pytest.raises(UserCodeError, match=r"SystemExit: 2 \(at \"own_i.py\", line 2"):
+        load_class("own_i:Net")
+
+
+def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(
+    write: Callable[[str, str], None],
+) -> None:
+    write(
+        "own_j.py",
+        "import torch\n\nclass Twice(torch.autograd.Function):\n"
+        "    @staticmethod\n    def forward(ctx, x):\n        return 2 * x\n"
+        "    @staticmethod\n    def backward(ctx, grad):\n        return {}['gamma']\n"
+        "\nclass Net(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.weight = torch.nn.Parameter(torch.ones(1))\n"
+        "    def forward(self, batch):\n"
+        "        return Twice.apply(self.weight).sum(), torch.zeros(3, 1)\n",
+    )
+    model = UserRecommender(load_class("own_j:Net")(), "own_j:Net", (TASK,))
+    loss, _ = model(make_batch(make_spec(POOLED[:1])))
+    with pytest.raises(WorkerFailure) as caught, named_failures("own_j:Net"):
+        loss.backward()
+    assert caught.value.reason == failures.USER_CODE
+    assert "KeyError: 'gamma' (at \"own_j.py\", line 9, in backward)" in caught.value.message
+    with pytest.raises(WorkerFailure) as caught, named_failures("own_j:Net"):
+        raise OSError("No space left on device")
+    assert caught.value.reason == failures.STORAGE_ERROR
+
+
 def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], None]) -> None:
     write(
         "own_d.py",

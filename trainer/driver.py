@@ -88,7 +88,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
 
     Raises SpecError, DataError or NoLayout.
     """
-    spec = prepare_spec(context)
+    spec = prepare_spec(context, partial(_warn, writer))
     use_gpu = wants_gpu(spec)
     choice = choose_layout(spec, partial(hosts_for, spec, use_gpu), partial(_warn, writer))
     if choice:

@@ -17,10 +17,13 @@ from trainer.spec import JobSpec, load_spec
 _POLL_S = 1.0
 
 
-def prepare_spec(context: DriverContext) -> JobSpec:
-    """The attempt's spec with table sizes taken from the data; raises SpecError or DataError."""
+def prepare_spec(context: DriverContext, warn: Callable[[str], None]) -> JobSpec:
+    """The attempt's spec with table sizes taken from the data; raises SpecError or DataError.
+
+    `warn` is told what the data lacks, though the attempt can do without.
+    """
     spec = load_spec(context.files.spec_path.read_text())
-    return resolve_inputs(spec)
+    return resolve_inputs(spec, warn)
 
 
 class NoLayout(Exception):

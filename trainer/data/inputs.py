@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainer.data.errors import SourceMissingError
 from trainer.data.manifest import MANIFEST_NAME, Manifest, load_manifest, parse_manifest
 from trainer.data.remote import local_folder
-from trainer.data.resolve import check_sizes, fill_statistics, size_tables
+from trainer.data.resolve import check_sizes, fill_statistics, short_histories, size_tables
 from trainer.data.source import mean_and_deviation
 from trainer.data.storage import Location
 from trainer.data.transforms import load_vocabulary, vocabulary_path
 from trainer.spec import JobSpec
 
+logger = logging.getLogger(__name__)
 
-def resolve_inputs(spec: JobSpec) -> JobSpec:
+
+def resolve_inputs(spec: JobSpec, warn: Callable[[str], None] = logger.warning) -> JobSpec:
     """The spec with table sizes and statistics from the manifest and the vocabularies.
 
     A folder of plain Parquet without a manifest will do where nothing is left to it. Raises a
@@ -33,6 +36,8 @@ def resolve_inputs(spec: JobSpec) -> JobSpec:
     }
     spec = size_tables(spec, vocab_sizes, read_sizes)
     check_sizes(spec, vocab_sizes, read_sizes)
+    for warning in short_histories(spec, manifest.options if manifest else {}):
+        warn(warning)
     statistics = manifest.statistics if manifest else {}
     return fill_statistics(spec, _measured(spec, statistics) | statistics)
 

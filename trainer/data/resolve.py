@@ -97,6 +97,24 @@ def check_sizes(
             )
 
 
+def short_histories(spec: JobSpec, options: Mapping[str, object]) -> list[str]:
+    """Warnings of sequences that may be longer than the histories that prepare kept.
+
+    `options` are those of the manifest; only MovieLens folders have a `history_length`.
+    """
+    kept = options.get("history_length")
+    return [
+        f"features[{index}].max_length is {feature.max_length}, but '{feature.source_column}' was "
+        f"prepared with at most {kept} movies; prepare with --history-length {feature.max_length} "
+        "or lower max_length"
+        for index, feature in enumerate(spec.features)
+        if isinstance(kept, int)
+        and feature.type == "sequence"
+        and feature.source_column.startswith("history_")
+        and (feature.max_length or 0) > kept
+    ]
+
+
 def fill_statistics(spec: JobSpec, statistics: Mapping[str, float]) -> JobSpec:
     """Give features to be standardised the mean and deviation of their column.
 

@@ -169,3 +169,20 @@ def test_large_numbers_with_gaps_are_measured_exactly(tmp_path):
     pq.write_table(pa.table({"x": pa.nulls(3, pa.float64())}), tmp_path / "part.parquet")
     with pytest.raises(TooFewRowsError, match="column 'x' holds no number"):
         mean_and_deviation(tmp_path, "x")
+
+
+@pytest.mark.parametrize(("max_length", "num_warnings"), [(10, 0), (11, 1)])
+def test_a_sequence_longer_than_the_prepared_histories_is_warned_of(
+    make_spec, max_length, num_warnings
+):
+    history = {"name": "seen", "type": "sequence", "column": "history_movies", "table": "seen"}
+    document = make_spec().model_dump(mode="json", exclude_unset=True)
+    document["features"] = [*document["features"], history | {"max_length": max_length}]
+    document["embedding_tables"] = [
+        *document["embedding_tables"],
+        {"name": "seen", "embedding_dim": 4},
+    ]
+    told: list[str] = []
+    resolve_inputs(validate_spec(document), told.append)
+    assert len(told) == num_warnings
+    assert all("max_length is 11" in each and "at most 10 movies" in each for each in told)

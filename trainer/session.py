@@ -7,6 +7,7 @@ of one rank; each method is one step of the loop and says which collectives it r
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,9 +24,11 @@ from trainer.data.batches import Batch, TrainBatches
 from trainer.data.errors import TooFewRowsError
 from trainer.data.inputs import on_this_node
 from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
-from trainer.data.reader import open_source
+from trainer.data.reader import open_source, order_digest
+from trainer.draws import draws_at_random, seed_step
 from trainer.early_stopping import is_over
 from trainer.elastic import faults
+from trainer.elastic.marker import RowOrder
 from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
 from trainer.left_out import LeftOutRows
@@ -97,7 +100,7 @@ class Session:
         self._rank_writer = self._writer or EventWriter(self._rank_stream)
         trace = spec.training.trace
         self.tracer = Tracer(self._files, self.rank, trace, self.speed, self._rank_writer.write)
-        self.checkpoints = Checkpoints(config, groups, self.emit)
+        self.checkpoints = Checkpoints(config, groups, self.emit, self.row_order)
         run_dir, num_rows = RunDir(config.run_dir), self.shape.num_rows
         self.finite = FiniteGuard(spec, run_dir, num_rows, groups.device, self.emit)
         self.sync = build_sync(
@@ -110,6 +113,7 @@ class Session:
         )
         self.guard = open_guard(self)
         self.shares = RankShares(spec, groups.global_group)
+        self._draws_at_random = draws_at_random(spec)
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)
@@ -127,6 +131,7 @@ class Session:
                 f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
                 f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
             )
+        self.row_order = RowOrder(self.shape.num_rows, order_digest(self.train_source, self.spec))
         self.total_steps = self.planned_steps()
 
     def planned_steps(self) -> int:
@@ -256,6 +261,8 @@ class Session:
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
+        if self._draws_at_random:
+            seed_step(self.spec.training.seed, self.state.commit, step, self.rank)
         self.shares.begin(batch)
         faults.point("lookup", *self.site, step)
         with self.phases.during("dense"):
@@ -357,7 +364,7 @@ class Session:
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
-        value = values[f"validation/{self.watched_metric}"]
+        value = values.get(f"validation/{self.watched_metric}", math.nan)
         watch_plateau(self, value)
         if not is_better(self.watched_metric, value, self.state.best):
             return False

@@ -25,7 +25,7 @@ from trainer.spec import apply_overrides, parse_document, validate_spec
 EXAMPLE = REPO / "deploy" / "examples" / "movielens-transformer.yaml"
 PLAIN_SGD = (
     "data.batch_size=16",
-    "model.transformer.dropout=0",
+    "model.transformer.dropout=0.2",
     "optimizer={sparse: {name: sgd, lr: 0.05}, dense: {name: sgd, lr: 0.05}}",
     "parallelism.sync.every_steps=1",
     "training.report_every_steps=4",

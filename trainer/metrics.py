@@ -108,14 +108,25 @@ class TaskMeter:
 
     @torch.no_grad()
     def compute(self, prefix: str) -> dict[str, float]:
-        """Values since the last call, named `PREFIX/NAME`, and start over. Collective."""
+        """Values since the last call, named `PREFIX/NAME`, and start over. Collective.
+
+        No values where no row that counts came in: an error of 0 would look like a perfect model.
+        """
         self._hand_over()
         _all_reduce(list(self._sums().values()))
+        if not self._losses[1]:
+            self._start_over()
+            return {}
         values = {f"{prefix}/loss": (self._losses[0] / self._losses[1]).item()}
         for name, task in self._tasks.items():
             values |= {f"{prefix}/{name}{key}": value for key, value in task.compute().items()}
         self._losses.zero_()
         return values
+
+    def _start_over(self) -> None:
+        self._losses.zero_()
+        for task in self._tasks.values():
+            task.reset()
 
     @torch.no_grad()
     def state(self) -> dict[str, torch.Tensor]:
@@ -232,6 +243,11 @@ class _TaskMetrics:
             values[name] = found[key].item() * _UNITS.get(name, 1.0)
             metric.reset()
         return values
+
+    def reset(self) -> None:
+        """Start over."""
+        for metric in self._metrics.values():
+            metric.reset()
 
     def sums(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state that is a sum over rows, by `METRIC.STATE`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,6 +78,25 @@ def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, f
             batch, outputs = batch_of(rank, 2 * NUM_BATCHES - 1, loss == "bce")
             meter.update(batch, loss_of(batch, outputs), outputs)
     return meter.compute("train"), came_along
+
+
+def measure_nothing() -> list[dict[str, float]]:
+    """Reports before any batch, after one without a row that counts, and after one with rows."""
+    meter = TaskMeter([TaskSpec(name="t", loss="bce")], BATCH_SIZE, window_rows=999)
+    reports = [meter.compute("train")]
+    batch, outputs = batch_of(torch.distributed.get_rank(), 0, is_binary=True)
+    empty = replace(batch, weight=torch.zeros(BATCH_SIZE))
+    meter.update(empty, torch.zeros(()), outputs)
+    reports.append(meter.compute("train"))
+    _take_in(meter, 0, "bce")
+    return [*reports, meter.compute("train")]
+
+
+def test_without_a_row_that_counts_there_are_no_metrics() -> None:
+    for before, without, after in run_ranks(measure_nothing, 2):
+        assert (before, without) == ({}, {})
+        assert {"train/loss", "train/ne", "train/auc"} <= set(after)
+        assert all(math.isfinite(value) for value in after.values())
 
 
 def _take_in(meter: TaskMeter, seed: int, loss: str) -> None:

@@ -93,6 +93,8 @@ def held_out_errors(spec: JobSpec) -> tuple[IntArray, FloatArray]:
     rows = pq.ParquetDataset(files).read(["user_id", "rating"])
     if not np.allclose(rows["rating"].to_numpy(), session.labels, atol=1e-4):
         raise BenchmarkError("the session validated in another order than that of the files")
+    if not np.isclose(np.sqrt(np.mean(session.errors**2)), session.held_out_rmse[-1], rtol=1e-4):
+        raise BenchmarkError("the errors that were kept are not those that the session measured")
     return rows["user_id"].to_numpy() - 1, session.errors
 
 

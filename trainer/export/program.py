@@ -8,9 +8,11 @@ N may be any from 2 on (torch.export takes sizes 0 and 1 for constants), see `PA
 
 from __future__ import annotations
 
+import io
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +70,7 @@ def _no_ids() -> KeyedJaggedTensor:
 
 
 def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
-    """Trace `model` and write it to `path`; raises `NotExportable`, with the cause."""
+    """Trace `model` and write it to `path`; raises `NotExportable` with the cause, and OSError."""
     arrays = example_arrays(spec)
     sizes = {0: torch.export.Dim.DYNAMIC}
     shapes = (sizes, tuple(sizes for _ in arrays[1:]))
@@ -77,7 +79,8 @@ def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(flat, arrays, dynamic_shapes=shapes, strict=False)
-            torch.export.save(program, path)
+            with _Sink(path) as sink:
+                torch.export.save(program, sink)
     except Exception as error:  # the tracer raises whatever the model makes it raise
         cause = next((line for line in str(error).splitlines() if line.strip()), "")
         raise NotExportable(
@@ -85,6 +88,27 @@ def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
             "forward must not depend on values of tensors (no .item(), no Python loop over rows) "
             "and take sizes from .shape, not from len()"
         ) from error
+    if sink.fault is not None:
+        raise OSError(sink.fault.errno, sink.fault.strerror, str(path)) from sink.fault
+
+
+class _Sink(io.FileIO):
+    """A file to write whose first fault is kept: torch's writer ends the process by one."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, "w")
+        self.fault: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Write all of `data`, or what follows a fault nowhere; its size in bytes."""
+        left = memoryview(data).cast("B")
+        size = len(left)
+        try:
+            while self.fault is None and len(left):
+                left = left[super().write(left) :]
+        except OSError as error:
+            self.fault = error
+        return size
 
 
 def example_arrays(spec: JobSpec) -> tuple[torch.Tensor, ...]:

@@ -138,6 +138,11 @@ def test_int8_is_off_by_at_most_half_a_step_of_its_row(kind: str) -> None:
     assert torch.equal(vectors(model)[kind], wanted)
 
 
+def test_a_full_disk_is_no_fault_of_the_model() -> None:
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        write_program(random_model(SPEC), SPEC, Path("/dev/full"))
+
+
 def test_a_program_holds_each_quantised_table_once(tmp_path: Path) -> None:
     document = spec_document(tmp_path)
     document["embedding_tables"][0]["num_embeddings"] = 40_000

@@ -14,7 +14,7 @@ from service.exports import get_export, get_finished_export, request_export
 from service.run_files import run_dir_of
 from trainer.export.artifact import read_manifest
 from trainer.export.errors import ArtifactError
-from trainer.export.folder import ExportFolder, list_exports
+from trainer.export.folder import ExportFolder, ExportStatus, list_exports
 
 router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])
 
@@ -44,7 +44,7 @@ def request(body: RequestExport, job: JobDep, context: ContextDep, response: Res
 def list_all(job: JobDep, context: ContextDep) -> Page[ExportOut]:
     """Exports in the order of asking, all on one page."""
     found = list_exports(run_dir_of(context.settings, job.id))
-    return Page(items=[describe(folder) for folder in found])
+    return Page(items=[describe_or_fail(folder) for folder in found])
 
 
 @router.get("/{export_id}", summary="An export of a job")
@@ -72,17 +72,18 @@ def download(export_id: str, job: JobDep, context: ContextDep) -> StreamingRespo
     return StreamingResponse(chunks, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
 
 
+def describe_or_fail(folder: ExportFolder) -> ExportOut:
+    """The same as `describe`, where others are told of, too: one that was damaged has failed."""
+    try:
+        return describe(folder)
+    except ExportNotReady as error:
+        return _shown(folder, "failed", str(error))
+
+
 def describe(folder: ExportFolder) -> ExportOut:
-    """What a client is told of an export."""
-    wanted, found_status = folder.wanted, folder.status
-    shown = ExportOut(
-        id=folder.id,
-        checkpoint=wanted.checkpoint,
-        quantize=wanted.quantize,
-        status=found_status,
-        message=folder.message,
-        created=wanted.created,
-    )
+    """What a client is told of an export; raises `ExportNotReady` where it was damaged."""
+    found_status = folder.status
+    shown = _shown(folder, found_status, folder.message)
     if found_status != "succeeded":
         return shown
     try:
@@ -91,3 +92,15 @@ def describe(folder: ExportFolder) -> ExportOut:
         raise ExportNotReady(folder.id, "damaged", str(error)) from error
     facts = {"step": manifest.step, "size_bytes": manifest.size_bytes}
     return shown.model_copy(update={**facts, "report": folder.read_report()})
+
+
+def _shown(folder: ExportFolder, found_status: ExportStatus, message: str) -> ExportOut:
+    wanted = folder.wanted
+    return ExportOut(
+        id=folder.id,
+        checkpoint=wanted.checkpoint,
+        quantize=wanted.quantize,
+        status=found_status,
+        message=message,
+        created=wanted.created,
+    )

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from nicegui import ui
 
 from service.api.export_schemas import ExportOut
-from service.api.exports import describe
+from service.api.exports import describe_or_fail
 from service.dashboard import fragments
 from service.dashboard.login_guard import check_change
 from service.dashboard.snapshots import JobSnapshot
@@ -59,9 +59,9 @@ class ExportPanel:
         found = []
         for folder in reversed(folders):
             try:
-                found.append(describe(folder))
+                found.append(describe_or_fail(folder))
             except (ServiceError, OSError, ValueError):
-                continue  # it is being deleted, or damaged; the API says more
+                continue  # it is being deleted
         return found
 
     def _build_dialog(self) -> ui.dialog:

@@ -133,6 +133,19 @@ def test_an_export_that_is_a_link_is_not_there(api: Api, job_id: str, tmp_path: 
     problem_in(response, 404, "export_not_found")
 
 
+def test_a_damaged_export_hides_no_other(api: Api, job_id: str) -> None:
+    damaged = asked(api, job_id).json()["id"]
+    folder = only_export(api, job_id)
+    finish(folder)
+    (folder.artifact / "EXPORT.json").write_text("{")
+    whole = asked(api, job_id).json()["id"]
+    path = f"/v1/jobs/{job_id}/exports"
+    items = {each["id"]: each for each in api.http.get(path).json()["items"]}
+    assert (items[damaged]["status"], items[whole]["status"]) == ("failed", "queued")
+    assert "EXPORT.json cannot be read" in items[damaged]["message"]
+    problem_in(api.http.get(f"{path}/{damaged}"), 409, "export_not_ready")
+
+
 def test_what_cannot_be_exported_is_refused(api: Api, job_id: str) -> None:
     problem_in(asked(api, api.submit(name="other")), 404, "checkpoint_not_found")
     assert (

@@ -11,14 +11,16 @@ request and is named in `fields`.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 from fastapi import Body, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from prometheus_client import (
     CONTENT_TYPE_LATEST,
     CollectorRegistry,
@@ -31,7 +33,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from trainer.export.errors import BadRow
-from trainer.export.predict import Predictor
+from trainer.export.predict import Predictions, Predictor
 
 MAX_ROWS = 4096
 MAX_BODY_BYTES = 16 * 2**20
@@ -136,10 +138,19 @@ def _add_predict(
     @app.post("/v1/predict", summary="Score rows", responses=answers)
     def predict(request: PredictRequest = body) -> PredictAnswer:
         found = predictor.predict(request.rows)
+        _refuse_overflow(found)
         metrics.rows.inc(len(request.rows))
         columns = [values.tolist() for values in found.values()]
         rows = [dict(zip(found, row, strict=True)) for row in zip(*columns, strict=True)]
         return PredictAnswer(predictions=rows, model=served)
+
+
+def _refuse_overflow(found: Predictions) -> None:
+    """Raise `BadRow` for the first prediction that is no number, which JSON could not say."""
+    for task, values in found.items():
+        if not (is_finite := np.isfinite(values)).all():
+            row = int(is_finite.argmin())
+            raise BadRow(row, task, f"the prediction is {values[row]}; values are too large")
 
 
 def _add_facts(app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics) -> None:
@@ -181,14 +192,14 @@ def _add_measuring(app: FastAPI, metrics: ScorerMetrics) -> None:
 
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BadRow)
-    async def bad_row(request: Request, error: BadRow) -> JSONResponse:
+    async def bad_row(request: Request, error: BadRow) -> Response:
         fault = FieldProblem(
             path=f"rows[{error.row}].{error.column}", code="bad_value", message=error.problem
         )
         return _refuse(422, "bad_row", str(error), [fault])
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
         faults = [
             FieldProblem(path=_path_of(fault["loc"]), code=fault["type"], message=fault["msg"])
             for fault in error.errors()
@@ -197,7 +208,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return _refuse(422, "invalid_request", detail, faults)
 
     @app.exception_handler(HTTPException)
-    async def refused(request: Request, error: HTTPException) -> JSONResponse:
+    async def refused(request: Request, error: HTTPException) -> Response:
         return _refuse(error.status_code, "http_error", str(error.detail))
 
 
@@ -214,7 +225,9 @@ _TITLES = {404: "Not found", 405: "Method not allowed", 411: "Length required", 
 
 def _refuse(
     status: int, code: str, detail: str, fields: list[FieldProblem] | None = None
-) -> JSONResponse:
+) -> Response:
     title = _TITLES.get(status, "Rows cannot be scored" if status == 422 else "Refused")
     problem = Problem(title=title, status=status, code=code, detail=detail, fields=fields or [])
-    return JSONResponse(problem.model_dump(), status_code=status, media_type=PROBLEM_TYPE)
+    # A name in the request may hold half a character, which UTF-8 has no bytes for.
+    text = json.dumps(problem.model_dump(), ensure_ascii=True)
+    return Response(text, status_code=status, media_type=PROBLEM_TYPE)

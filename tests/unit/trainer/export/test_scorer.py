@@ -110,3 +110,19 @@ def test_the_example_in_the_openapi_document_can_be_scored(http: TestClient) -> 
 def test_a_folder_without_an_export_is_not_served(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="holds no export"):
         create_scorer(tmp_path)
+
+
+def test_a_name_that_is_no_text_is_refused_as_any_other(http: TestClient) -> None:
+    content = '{"rows": [{"\\ud800": 1}]}'
+    response = http.post(
+        "/v1/predict", content=content, headers={"Content-Type": "application/json"}
+    )
+    (fault,) = problem_in(response, 422, "bad_row")["fields"]
+    assert "is no input" in fault["message"]
+
+
+def test_a_prediction_that_is_no_number_is_refused_with_its_row(http: TestClient) -> None:
+    large = GOOD | {"spread": 3e38, "mean": 3e38, "age": 3e38}
+    response = http.post("/v1/predict", json={"rows": [GOOD, large]})
+    (fault,) = problem_in(response, 422, "bad_row")["fields"]
+    assert fault["path"] == "rows[1].stars"

@@ -222,6 +222,7 @@ def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> 
     """Raise unless `out` is free or ours; `uploaded` are files below it that we put there."""
     if out.is_local:
         check_replaceable(out.local_path, overwrite=overwrite)
+        _old_files(out)
         return
     if "/" not in out.path:
         raise OutputExistsError(

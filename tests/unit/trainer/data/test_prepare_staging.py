@@ -70,6 +70,15 @@ def test_unfinished_work_that_is_to_replace_a_folder_is_no_leftover(tmp_path, mo
     assert (tmp_path / ".out.partial/scratch/work.txt").exists()
 
 
+def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
+    out = tmp_path / "website"
+    out.mkdir()
+    (out / MANIFEST_NAME).write_text('{"name": "a web page", "icons": []}')
+    with pytest.raises(OutputExistsError, match=r"manifest\.json is no manifest of ours"):
+        prepare(out, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == [out, out / MANIFEST_NAME]
+
+
 @pytest.mark.skipif(
     not Path("/dev/shm").is_dir() or Path("/dev/shm").stat().st_dev == Path("/tmp").stat().st_dev,
     reason="needs a second disk",

@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 
 from service.api.schemas import FieldFault
-from service.errors import InvalidRequest
+from service.errors import CodeStoreFull, InvalidRequest
 from service.settings import Settings
 from trainer.code_archive import CodeError, CodeSummary, check, id_of
 from trainer.run_dir import RunDir
 from trainer.spec import FieldProblem, JobSpec, SpecError
 
 _FOLDER = ".code"
+_DAY_S = 86400.0
 
 
 class CodeGone(Exception):
@@ -29,15 +31,48 @@ class CodeGone(Exception):
 
 
 def keep_code(settings: Settings, data: bytes) -> CodeSummary:
-    """Check an uploaded archive and keep it; raises `InvalidRequest`, OSError."""
+    """Check an uploaded archive and keep it; raises `InvalidRequest`, `CodeStoreFull`, OSError."""
     try:
         summary = check(data)
     except CodeError as error:
         raise InvalidRequest([FieldFault(path="body", code="code", message=str(error))]) from None
     path = _upload_path(settings, summary.id)
     if _read(path, summary.id) is None:
+        _check_room(settings, len(data))
         _write(path, data)
+    _renewed(path)
     return summary
+
+
+def _check_room(settings: Settings, num_bytes: int) -> None:
+    kept = sum(path.stat().st_size for path in _uploads(settings))
+    if kept + num_bytes > settings.code_max_bytes:
+        raise CodeStoreFull(
+            f"uploads of code take {kept} bytes, and {settings.code_max_bytes} is the most that "
+            "is kept; raise SHARDLOOM_CODE_MAX_BYTES, or lower SHARDLOOM_CODE_RETENTION_DAYS"
+        )
+
+
+def remove_old_code(settings: Settings, now: float, read_named: Callable[[], set[str]]) -> int:
+    """Remove uploads that nobody has sent or named for the time that the settings keep them.
+
+    `read_named` gives the ids that living jobs may still need; their uploads stay. How many were
+    removed; raises OSError.
+    """
+    before = now - settings.code_retention_days * _DAY_S
+    old = [path for path in _uploads(settings) if path.stat().st_mtime < before]
+    if not old or not settings.code_retention_days:
+        return 0
+    named = read_named()
+    # Looked at again: one of them may have been named since.
+    gone = [p for p in old if p.stem not in named and p.stat().st_mtime < before]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return len(gone)
+
+
+def _uploads(settings: Settings) -> list[Path]:
+    return list((settings.runs_dir / _FOLDER).glob("*.zip"))
 
 
 def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) -> None:
@@ -47,7 +82,9 @@ def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) 
     Raises OSError where that fails.
     """
     code = spec.model.code
-    if code is None or _upload_path(settings, code).is_file():
+    if code is None:
+        return
+    if _renewed(_upload_path(settings, code)):
         return
     data = _read(source.code_path(code), code) if source else None
     if data is None:
@@ -84,6 +121,15 @@ def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None
 
 def _upload_path(settings: Settings, code: str) -> Path:
     return settings.runs_dir / _FOLDER / f"{code}.zip"
+
+
+def _renewed(path: Path) -> bool:
+    """Whether an upload is there; it is as new as its last use then, and not removed for now."""
+    try:
+        os.utime(path)
+    except OSError:
+        return path.is_file()
+    return True
 
 
 def _read(path: Path, code: str) -> bytes | None:

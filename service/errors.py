@@ -38,6 +38,7 @@
     │   └── BackendUnreachable        503     backend_unreachable
     ├── StoreUnavailable              503     store_unavailable
     ├── StorageUnavailable            503     storage_unavailable
+    ├── CodeStoreFull                 507     code_store_full
     ├── ReconcilerDied                503     reconciler_died
     └── PortInUse                     (start) port_in_use
 
@@ -464,6 +465,14 @@ class StoreUnavailable(ServiceError):
     status = 503
     code = "store_unavailable"
     title = "Store unavailable"
+
+
+class CodeStoreFull(ServiceError):
+    """No more uploads of code are kept."""
+
+    status = 507
+    code = "code_store_full"
+    title = "Code store full"
 
 
 class StorageUnavailable(ServiceError):

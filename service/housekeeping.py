@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
+from service.code_store import remove_old_code
 from service.errors import StoreUnavailable
 from service.settings import Settings
 from service.store.base import JobStore
@@ -17,10 +18,14 @@ _INTERVAL_S = 60.0
 
 
 class Housekeeper:
-    """Deletes metric points that the settings do not keep; `clock` gives Unix seconds."""
+    """Deletes what the settings do not keep: metric points, and code that was uploaded.
+
+    `clock` gives Unix seconds.
+    """
 
     def __init__(self, store: JobStore, settings: Settings, clock: Callable[[], float]) -> None:
         self._store = store
+        self._settings = settings
         self._clock = clock
         self._retention = Retention(
             settings.metric_retention_days, settings.metric_max_points_per_series
@@ -38,6 +43,7 @@ class Housekeeper:
         """Tidy up once; what cannot be done now is left for the next time."""
         try:
             self._prune()
+            self._remove_code()
         finally:
             self._next_at = self._clock() + _INTERVAL_S
 
@@ -49,3 +55,16 @@ class Housekeeper:
             return
         if num_deleted:
             logger.info("deleted %d metric points that the retention does not keep", num_deleted)
+
+    def _remove_code(self) -> None:
+        try:
+            num_removed = remove_old_code(self._settings, self._clock(), self._named_code)
+        except (StoreUnavailable, OSError) as error:
+            logger.warning("cannot remove old uploads of code, trying again: %s", error)
+            return
+        if num_removed:
+            logger.info("removed %d uploads of code that the retention does not keep", num_removed)
+
+    def _named_code(self) -> set[str]:
+        codes = (job.spec.model.code for job in self._store.list_live_jobs())
+        return {code for code in codes if code is not None}

@@ -187,6 +187,15 @@ class Settings(BaseSettings):
     max_body_bytes: int = Field(
         default=16 * 2**20, ge=1024, description="Largest body of a request."
     )
+    code_retention_days: float = Field(
+        default=30.0,
+        ge=0,
+        description="Age at which uploads of code are deleted that no living job names (jobs that "
+        "have run have copies); 0 keeps them.",
+    )
+    code_max_bytes: int = Field(
+        default=10 * 2**30, ge=2**20, description="Most bytes of uploaded code that are kept."
+    )
     rate_limit_per_s: PositiveFloat = Field(
         default=50.0, description="Requests per second of one principal; local ones have no limit."
     )

@@ -29,7 +29,8 @@ MEDIA_TYPE = "application/zip"
 async def upload(request: Request, context: ContextDep) -> CodeOut:
     """Keep a zip archive whose files all lie under `code/`; its id is the SHA-256 of its bytes.
 
-    The same archive sent again has the same id. 422 for what could not be unpacked safely.
+    The same archive sent again has the same id. 422 for what could not be unpacked safely,
+    507 where as much is kept as the settings allow.
     """
     data = await request.body()
     try:

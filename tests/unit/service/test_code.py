@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,11 @@ from typing import Any
 import pytest
 
 from service.api.schemas import CodeOut
+from service.code_store import keep_code
 from service.domain import JobStatus
+from service.errors import CodeStoreFull
+from service.housekeeping import Housekeeper
+from service.settings import Settings
 from service.submission import plan_attempt, run_dir_of, submission_of
 from tests.unit.service.api_house import Api, problem_in
 from tests.unit.service.builders import spec_document
@@ -53,6 +59,49 @@ def test_a_damaged_copy_is_mended_by_the_next_upload(api: Api, archive: bytes) -
     path.write_bytes(archive[:-1])
     upload(api, archive)
     assert path.read_bytes() == archive
+
+
+def test_uploads_are_removed_when_they_are_old_and_no_living_job_names_them(
+    api: Api, archive: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "src" / "towers" / "more.py").write_text("")
+    other = pack(tmp_path / "src")
+    named, unnamed = (upload(api, each).json()["id"] for each in (archive, other))
+    api.http.post("/v1/jobs", json={"spec": module_spec(named)})
+    folder = api.settings.runs_dir / ".code"
+    keeper = Housekeeper(api.store, api.settings, time.time)
+    keeper.run()
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 29 * 86400,) * 2)
+    keeper.run()
+    assert {path.stem for path in folder.iterdir()} == {named, unnamed}
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 31 * 86400,) * 2)
+    keeper.run()
+    assert {path.stem for path in folder.iterdir()} == {named}
+
+
+def test_what_is_sent_or_named_again_is_as_new(api: Api, archive: bytes) -> None:
+    code = upload(api, archive).json()["id"]
+    (path,) = (api.settings.runs_dir / ".code").iterdir()
+    os.utime(path, (0, 0))
+    upload(api, archive)
+    assert path.stat().st_mtime > 1e9
+    os.utime(path, (0, 0))
+    api.http.post("/v1/jobs", json={"spec": module_spec(code)})
+    assert path.stat().st_mtime > 1e9
+
+
+def test_uploads_end_where_the_settings_say(tmp_path: Path, archive: bytes) -> None:
+    settings = Settings(runs_dir=tmp_path, code_max_bytes=2**20)
+    kept = tmp_path / ".code" / f"{'ab' * 32}.zip"
+    kept.parent.mkdir()
+    kept.write_bytes(b"x" * (2**20 - len(archive) + 1))
+    with pytest.raises(CodeStoreFull, match="SHARDLOOM_CODE_MAX_BYTES"):
+        keep_code(settings, archive)
+    kept.write_bytes(b"x" * (2**20 - len(archive)))
+    assert keep_code(settings, archive).id == id_of(archive)
+    assert keep_code(settings, archive).id == id_of(archive)
 
 
 @pytest.mark.parametrize("name", ["../evil.py", "/evil.py", "code/../../evil.py", "loose.py"])

@@ -41,7 +41,8 @@ from trainer.spec.export import Quantization
 
 logger = logging.getLogger(__name__)
 
-# What the process may see of our environment: secrets of the service are not among it.
+# What the process may see of our environment: secrets of the service are not among it, but the
+# credentials of the storage that jobs read, without which vocabularies cannot be had.
 _PASSED = (
     "PATH",
     "HOME",
@@ -51,6 +52,23 @@ _PASSED = (
     "VIRTUAL_ENV",
     "PYTHONPATH",
     "OMP_NUM_THREADS",
+    # Storage of jobs' data (`trainer.data.storage`), and where it is cached.
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_ENDPOINT_URL",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_EC2_METADATA_DISABLED",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "STORAGE_EMULATOR_HOST",
+    "SHARDLOOM_DATA_CACHE",
+    "SHARDLOOM_DATA_CACHE_BYTES",
 )
 _STOP_WAIT_S = 5.0
 _POLL_S = 0.5

@@ -346,8 +346,16 @@ def test_one_that_takes_too_long_says_so(
 
 
 def test_the_process_sees_no_secret_of_the_service() -> None:
-    ours = {"PATH": "/bin", "SHARDLOOM_SECRET_KEY": "k", "AWS_SECRET_ACCESS_KEY": "s"}
+    ours = {"PATH": "/bin", "SHARDLOOM_SECRET_KEY": "k", "SHARDLOOM_DATABASE_URL": "s"}
     assert environment(ours) == {"PATH": "/bin"}
+
+
+def test_the_process_can_read_the_storage_that_jobs_read() -> None:
+    from trainer.data.remote import CACHE_VARIABLE, MAX_BYTES_VARIABLE
+
+    ours = dict.fromkeys(["AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"], "s")
+    ours |= {CACHE_VARIABLE: "/cache", MAX_BYTES_VARIABLE: "9"}
+    assert environment(ours) == ours
 
 
 def test_user_code_never_runs_beside_a_service_that_asks_for_credentials(

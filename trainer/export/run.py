@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import shutil
@@ -191,11 +192,13 @@ def _mark(request: ExportRequest, source: _Source, folder: Path) -> Manifest:
 
 def _kinds(spec: JobSpec) -> dict[str, str]:
     """Kinds of the training data's columns; none where it is not there any more."""
-    try:
-        schema = read_schema(Path(spec.data.path) / spec.data.split.train)
-    except DataError:
-        return {}
-    return {field.name: raw_kind(field.type) for field in schema}
+    split = spec.data.split
+    for part in (split.train, split.validation):
+        with contextlib.suppress(DataError):
+            schema = read_schema(Path(spec.data.path) / part) if part is not None else []
+            if schema:
+                return {field.name: raw_kind(field.type) for field in schema}
+    return {}
 
 
 def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
@@ -204,11 +207,24 @@ def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
     Raises `DataError` where rows could not be scored without it.
     """
     try:
-        return on_this_node(resolve_inputs(spec)), []
+        return _fetched(resolve_inputs(spec)), []
     except DataError as error:
         if [each for each in spec.features if each.vocabulary or _lacks_statistics(each)]:
             raise
         return spec, [f"the job's data is not there: {error}"]
+
+
+def _fetched(spec: JobSpec) -> JobSpec:
+    """`spec` with the path of its data on this host: of what is remote, only what is needed.
+
+    An export compares validation rows; of training rows it wants the types, which both share.
+    """
+    split = spec.data.split
+    compared = split.model_copy(update={"train": split.validation or split.train})
+    data = spec.data.model_copy(update={"split": compared})
+    here = on_this_node(spec.model_copy(update={"data": data}))
+    found = spec.data.model_copy(update={"path": here.data.path})
+    return spec.model_copy(update={"data": found})
 
 
 def _lacks_statistics(feature: FeatureSpec) -> bool:

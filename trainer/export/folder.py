@@ -178,7 +178,7 @@ class ExportFolder:
         path = self.root / name
         if not self._is_own(path):
             raise PermissionError(f"{path} leads out of the job's folder")
-        return open(path, mode, opener=_no_link)  # type: ignore[return-value]
+        return open(path, mode, opener=_no_link)
 
     def _is_own(self, path: Path) -> bool:
         """Whether a path, all links resolved, lies in the job's folder."""
@@ -192,7 +192,8 @@ def _no_link(path: str, flags: int) -> int:
 
 def _checked(wanted: Wanted) -> Wanted:
     """Others than those who ask may have written the file."""
-    is_known = _CHECKPOINT.fullmatch(wanted.checkpoint) and _SEAL.fullmatch(wanted.seal)
+    texts = ((_CHECKPOINT, wanted.checkpoint), (_SEAL, wanted.seal))
+    is_known = all(pattern.fullmatch(text) for pattern, text in texts)
     is_known = is_known and wanted.quantize in get_args(Quantization)
     if not is_known or not isinstance(wanted.created, float):
         raise ValueError(f"there is no export of {wanted}")

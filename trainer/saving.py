@@ -29,7 +29,7 @@ from trainer.elastic import checkpoint, faults
 from trainer.elastic.async_save import LivePlanner, Staging, run_beside, run_here
 from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
 from trainer.elastic.marker import Commit, RowOrder
-from trainer.elastic.protocol import Ledger, Plateau
+from trainer.elastic.protocol import Led, Ledger, Plateau
 from trainer.elastic.rewind import read_rewind
 from trainer.parallel.groups import MeshGroups
 from trainer.ray_worker import WorkerConfig
@@ -64,6 +64,7 @@ class State:
                 "commit": self.commit,
                 "rows_skipped": self.rows_skipped,
                 "plateau": self.plateau,
+                "led": Led(step=self.step, epoch=self.position.epoch),
             }
         )
 

@@ -24,7 +24,7 @@ from trainer.data.position import position_of
 from trainer.elastic import stop_request
 from trainer.elastic.group_sync import GroupSync
 from trainer.elastic.member import Member
-from trainer.elastic.protocol import Arrive, Lease, Ledger, Report, Standing, Verdict
+from trainer.elastic.protocol import Arrive, Lease, Led, Ledger, Report, Standing, Verdict
 from trainer.failures import NonFiniteLoss
 from trainer.parallel.groups import MeshGroups
 from trainer.parallel.layout import Layout
@@ -283,7 +283,8 @@ class GroupSession(Session):
 
     def is_report_due(self) -> bool:
         """Whether metrics go out now: a multiple of `report_every_steps` was passed."""
-        return self._has_passed(self.spec.training.report_every_steps)
+        every = self.spec.training.report_every_steps
+        return self.state.step // every > self._before.step // every
 
     def is_validation_step(self) -> bool:
         """Whether the leader validates now: as asked, else at each epoch's end, and at the end."""
@@ -293,17 +294,18 @@ class GroupSession(Session):
             return not self._has_finished
         every = self.spec.training.validate_every_steps
         if every:
-            return self._has_passed(every)
-        return self.state.position.epoch > self._before.position.epoch
+            return self._is_due(every)
+        return self.state.position.epoch > self.ledger.led.epoch
 
     def is_checkpoint_step(self) -> bool:
         """Whether the leader saves now, whatever validation says."""
         if self.is_finished:
             return not self._has_finished
-        return self._has_passed(self.spec.checkpoint.every_steps)
+        return self._is_due(self.spec.checkpoint.every_steps)
 
-    def _has_passed(self, every: int) -> bool:
-        return self.state.step // every > self._before.step // every
+    def _is_due(self, every: int) -> bool:
+        """Whether a multiple of `every` was passed that no leader has seen to."""
+        return self.state.step // every > self.ledger.led.step // every
 
     def lead(self) -> None:
         """What one group does for all: validate and save where that is due, and end the run.
@@ -320,6 +322,7 @@ class GroupSession(Session):
             plateau=self.state.plateau,
             metrics=self.final_metrics,
             checkpoint_commit=self.checkpoints.newest_commit,
+            led=Led(step=self.state.step, epoch=self.state.position.epoch),
             has_finished=self._has_finished,
         )
 

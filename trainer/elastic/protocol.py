@@ -57,13 +57,22 @@ class Plateau(Message):
     num_validations: Count = 0
 
 
+class Led(Message):
+    """Up to which step and epoch a leader has done what it does for all groups."""
+
+    step: Count = 0
+    epoch: Count = 0
+
+
 class Ledger(Message):
     """What the committed syncs add up to.
 
     `commit` counts them. Epochs below `epoch` are complete; `open_epochs` holds those begun from
     there on. `rows_trained` counts rows trained by committed syncs, `rows_skipped` rows left out on
     purpose. `checkpoint_commit` is the commit that the newest durable checkpoint holds. `round` is
-    the round that made `commit`: a number of commits alone does not say which try it was.
+    the round that made `commit`: a number of commits alone does not say which try it was. `led`
+    says up to where some leader has validated and saved what was due: what a leader was lost over
+    stays due for the next.
     """
 
     commit: Count = 0
@@ -76,6 +85,7 @@ class Ledger(Message):
     plateau: Plateau | None = None
     metrics: dict[str, float] = {}
     checkpoint_commit: Count = 0
+    led: Led = Led()
 
 
 Standing = Literal["initial", "listening", "current"]
@@ -147,6 +157,7 @@ class Report(Message):
     plateau: Plateau | None = None
     metrics: dict[str, float] = {}
     checkpoint_commit: Count | None = None
+    led: Led | None = None
     has_finished: bool = False
 
 

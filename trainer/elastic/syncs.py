@@ -295,6 +295,7 @@ class Syncs(Roll):
             "plateau": report.plateau or known.plateau,
             "metrics": known.metrics | report.metrics | ended.means,
             "checkpoint_commit": known.checkpoint_commit if durable is None else durable,
+            "led": report.led or known.led,
         }
         return known.model_copy(update=news)
 

@@ -15,8 +15,8 @@ _ADVICE: dict[EndReason, str] = {
     EndReason.BAD_SPEC: "Correct the field that the message names and submit the job again.",
     EndReason.DATA_ERROR: "Correct the data that the message names, or prepare it again with "
     "`shardloom data prepare`.",
-    EndReason.STORAGE_ERROR: "Check that run storage (SHARDLOOM_RUNS_DIR) is mounted on every "
-    "host, can be written and has room.",
+    EndReason.STORAGE_ERROR: "Check that run storage (SHARDLOOM_RUNS_DIR) and data.path are "
+    "mounted or answer on every host, that credentials are set, and that disks have room.",
     EndReason.TRAINING_ERROR: "Read the end of the log of the rank that the message names.",
     EndReason.USER_CODE: "Mend the code of model.module where the traceback shows it, and submit "
     "the job again with --code.",

@@ -22,7 +22,7 @@ class Kind(StrEnum):
     END = "end"
     """Training is over, or somebody asked."""
     FAULT = "fault"
-    """Of the spec, the data, the code or the storage: it would only come back."""
+    """Of the spec, the data or the code: it would only come back."""
     LOSS = "loss"
     """Something broke that may not break again."""
     SHORTAGE = "shortage"
@@ -90,7 +90,8 @@ RULES: dict[EndReason, RetryRule] = {
     EndReason.SUBMISSION_REFUSED: _FAULT,
     EndReason.BAD_SPEC: _FAULT,
     EndReason.DATA_ERROR: _FAULT,
-    EndReason.STORAGE_ERROR: _FAULT,
+    # A mount or an endpoint that is away is often back in minutes; a full disk is soon given up.
+    EndReason.STORAGE_ERROR: replace(_LOSS, first_backoff_s=30.0),
     EndReason.TRAINING_ERROR: _FAULT,
     EndReason.USER_CODE: _FAULT,
     EndReason.VERSION_MISMATCH: _FAULT,

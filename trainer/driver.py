@@ -31,7 +31,7 @@ from trainer.cluster import (
     read_hosts,
     wants_gpu,
 )
-from trainer.data.errors import DataError
+from trainer.data.errors import DataError, StorageError
 from trainer.elastic.run_lock import hold_run
 from trainer.export.on_success import export_on_success
 from trainer.failures import Failure
@@ -77,6 +77,8 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
         return failure
     except SpecError as error:
         return Failure(failures.BAD_SPEC, str(error))
+    except StorageError as error:
+        return Failure(failures.STORAGE_ERROR, str(error))
     except DataError as error:
         return Failure(failures.DATA_ERROR, str(error))
     except NoLayout as error:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 
 from trainer import failures
-from trainer.data.errors import DataError
+from trainer.data.errors import DataError, StorageError
 from trainer.elastic import faults
 from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
 from trainer.elastic.member import CoordinatorLost, Refused
@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 # What a worker can say of its own end; the message tells the rest.
 _REASONS: dict[type[Exception], str] = {
+    # Before its kin: storage that is away comes back, bad data do not get better.
+    StorageError: failures.STORAGE_ERROR,
     DataError: failures.DATA_ERROR,
     CheckpointMisfit: failures.BAD_SPEC,
     CheckpointError: failures.STORAGE_ERROR,
@@ -69,6 +71,8 @@ def take_steps(session: Session) -> None:
         if session.is_report_step(session.state.step):
             session.report()
         is_best = session.validate() if session.is_validation_step() else False
+        if session.is_finished and not session.is_report_step(session.state.step):
+            session.report()  # validation ended the run between two reports
         must_stop = is_due(session.config, session.is_report_step(session.state.step))
         is_worth_keeping = is_best and session.spec.checkpoint.keep_best
         if session.is_checkpoint_step() or is_worth_keeping or must_stop:

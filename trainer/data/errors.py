@@ -19,7 +19,7 @@ from pathlib import Path
 
 
 class DataError(Exception):
-    """Base of every fault in data; never worth a retry before somebody mends the data."""
+    """Base of every fault in data; but for `StorageError` no retry helps before data are mended."""
 
 
 class SourceMissingError(DataError):

@@ -184,13 +184,26 @@ def test_a_refused_submission_fails_the_job_with_its_cause(house: House) -> None
     assert (ended.status, ended.message) == (JobStatus.FAILED, "no such runtime_env")
 
 
-def test_a_full_run_storage_fails_the_job_with_its_cause(house: House) -> None:
+def test_run_storage_that_stays_away_fails_the_job_with_its_cause(house: House) -> None:
     job = house.submit()
     house.settings.runs_dir.write_text("a file where the folder should be")
     house.look()
+    assert house.store.get_job(job.id).status is JobStatus.QUEUED
+    house.look(2 * job.spec.retry.max_failures + 2, every_s=400.0)
     ended = house.store.get_job(job.id)
-    assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.STORAGE_ERROR)
+    assert (ended.status, ended.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
     assert "SHARDLOOM_RUNS_DIR" in ended.message
+    reasons = {attempt.end_reason for attempt in house.store.list_attempts(job.id)}
+    assert reasons == {EndReason.STORAGE_ERROR}
+
+
+def test_run_storage_that_comes_back_costs_the_job_nothing_but_time(house: House) -> None:
+    job = house.submit()
+    house.settings.runs_dir.write_text("a file where the folder should be")
+    house.look()
+    house.settings.runs_dir.unlink()
+    house.look(2, every_s=400.0)
+    assert house.store.get_job(job.id).status in (JobStatus.STARTING, JobStatus.RUNNING)
 
 
 def test_records_left_in_the_outbox_are_taken_before_the_end_is_decided(house: House) -> None:

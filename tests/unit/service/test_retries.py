@@ -68,6 +68,19 @@ def test_an_attempt_that_should_have_ended_has_half_a_minute_to_leave_the_run_fo
     assert 24.0 <= again.retry_at - NOW <= 36.0
 
 
+def test_storage_that_is_away_gets_minutes_to_come_back_on_the_users_budget() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.STORAGE_ERROR, "the endpoint does not answer", NOW)
+    failed = replace(attempt, reported_end=report)
+    again = decide(job, failed, FAILED, NOW).job
+    assert (again.status, again.num_failures) == (JobStatus.QUEUED, 1)
+    assert 24.0 <= again.retry_at - NOW <= 36.0
+    spent = replace(job, num_failures=job.spec.retry.max_failures)
+    given_up = decide(spent, failed, FAILED, NOW).job
+    assert (given_up.status, given_up.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
+    assert "the endpoint does not answer" in given_up.message
+
+
 def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
     job, attempt = _live()
     report = ReportedEnd(EndReason.NO_ROOM, "2 of 3 hosts", NOW)
@@ -95,6 +108,7 @@ def test_only_what_may_pass_is_retried(reason: EndReason) -> None:
         EndReason.NO_ROOM,
         EndReason.ROWS_SKIPPED,
         EndReason.RUN_IN_USE,
+        EndReason.STORAGE_ERROR,
     }
     assert RULES[reason].is_retried == (reason in passing)
 

@@ -99,9 +99,10 @@ class VocabularyEncoder:
     def _ids(self, distinct: pa.Array) -> IntArray:
         if self.values.is_empty():
             return np.full(len(distinct), MISSING_ID, dtype=np.int64)
-        wanted = pl.Series(distinct).cast(self.values.dtype)
+        # What the vocabulary's type cannot hold becomes null, which equals nothing in it.
+        wanted = pl.Series(distinct).cast(self.values.dtype, strict=False)
         places = np.minimum(self.values.search_sorted(wanted).to_numpy(), len(self.values) - 1)
-        is_known = (self.values.gather(places) == wanted).to_numpy()
+        is_known = (self.values.gather(places) == wanted).fill_null(False).to_numpy()
         return np.where(is_known, self.ids[places], MISSING_ID)
 
 
@@ -162,6 +163,8 @@ def load_vocabulary(path: Path, min_count: int = 1) -> VocabularyEncoder:
             f"{path} is missing; `shardloom data prepare` writes vocabularies, or set "
             "features[].vocabulary.path"
         ) from None
+    except pl.exceptions.PolarsError as error:
+        raise ColumnError(f"{path}: 'value' or 'index' holds what it cannot: {error}") from None
     except (pa.ArrowException, OSError) as error:
         raise CorruptFileError(
             f"{path} is no vocabulary that can be read ({error}); copy or prepare it again"
@@ -180,16 +183,23 @@ def _load(path: Path, modified_ns: int, min_count: int) -> VocabularyEncoder:
         raise ColumnError(f"{path}: column 'value' is {kind}, neither a string nor an integer")
     if min_count > 1:
         table = table.filter(pc.greater_equal(table["count"], min_count))
-    frame = pl.DataFrame(
-        {
-            "value": pl.Series(table["value"]).cast(pl.String if _is_string(kind) else pl.Int64),
-            "id": pl.Series(table["index"]).cast(pl.Int64),
-        }
-    ).sort("value")
+    known = pl.Series(table["value"]).cast(_vocabulary_type(kind))
+    frame = pl.DataFrame({"value": known, "id": pl.Series(table["index"]).cast(pl.Int64)})
+    # A null is what has no value; it has id 0 whatever the vocabulary says.
+    frame = frame.drop_nulls("value").sort("value")
+    if frame["id"].null_count():
+        raise ColumnError(f"{path}: column 'index' holds a null; each value has an id from 1 on")
     ids = frame["id"].to_numpy()
     if len(ids) and ids.min() < 1:
         raise ColumnError(f"{path}: column 'index' holds {ids.min()}; ids of values begin with 1")
     return VocabularyEncoder(frame["value"], ids, int(ids.max(initial=0)) + 1)
+
+
+def _vocabulary_type(kind: pa.DataType) -> type[pl.DataType]:
+    """The type in which values are compared: hashes of 64 bits need all of an uint64."""
+    if _is_string(kind):
+        return pl.String
+    return pl.UInt64 if pa.types.is_uint64(kind) else pl.Int64
 
 
 @dataclass(frozen=True)

@@ -186,3 +186,35 @@ def test_large_numbers_keep_their_differences_when_standardised():
 def test_ids_without_an_encoding_stay_as_they_are():
     found = apply(feature(), pa.array([3, 0], pa.int32()))
     assert (found.tolist(), found.dtype) == ([3, 0], np.int64)
+
+
+BIG = 2**64 - 5
+
+
+@pytest.mark.parametrize("held", [pa.uint64(), pa.int64()])
+@pytest.mark.parametrize("sent", [pa.uint64(), pa.int64()])
+def test_ids_of_64_bits_are_looked_up_whatever_type_holds_them(tmp_path, held, sent) -> None:
+    known = [7, BIG] if held == pa.uint64() else [7, -5]
+    table = pa.table({"value": pa.array(known, held), "index": [1, 2]})
+    pq.write_table(table, tmp_path / "v.parquet")
+    encoder = load_vocabulary(tmp_path / "v.parquet")
+    values = [7, BIG, None, 8] if sent == pa.uint64() else [7, -5, None, 8]
+    # -5 is another number than 2**64 - 5, though their bits are equal.
+    second = 2 if held == sent else 0
+    assert encoder.encode(pa.array(values, sent)).tolist() == [1, second, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("index", "message"), [([1, None], "holds a null"), (["one", "two"], "holds what it cannot")]
+)
+def test_a_vocabulary_with_unusable_ids_is_named(tmp_path, index, message) -> None:
+    pq.write_table(pa.table({"value": ["a", "b"], "index": index}), tmp_path / "v.parquet")
+    with pytest.raises(ColumnError, match=rf"v\.parquet.*{message}"):
+        load_vocabulary(tmp_path / "v.parquet")
+
+
+def test_a_null_in_a_vocabulary_names_nothing(tmp_path) -> None:
+    table = pa.table({"value": ["b", None, "a"], "index": [1, 2, 3]})
+    pq.write_table(table, tmp_path / "v.parquet")
+    encoder = load_vocabulary(tmp_path / "v.parquet")
+    assert encoder.encode(pa.array(["a", None, "b"])).tolist() == [3, 0, 1]

@@ -23,6 +23,7 @@ be true", fbgemm 1.8). `trainer.parallel.dynamic_tables` shards the tables. No c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -40,6 +41,7 @@ from torchrec.modules.mc_modules import (
 from trainer.spec.dynamic import MAX_INPUT_HASH_SIZE, DynamicSpec
 
 NO_ID = torch.iinfo(torch.int64).max
+_MAX_SEEN = 2**20
 _MASK = MAX_INPUT_HASH_SIZE - 1
 _POLICIES: dict[str, type[MCHEvictionPolicy]] = {
     "lru": LRU_EvictionPolicy,
@@ -68,6 +70,24 @@ class Tally:
     num_shared: int | torch.Tensor = 0
     num_admitted: int = 0
     num_evicted: int = 0
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """Ids, how often each was looked up, and the step of the last time: int64 [n] each."""
+
+    ids: torch.Tensor
+    counts: torch.Tensor
+    steps: torch.Tensor
+
+
+def _folded(seen: Sequence[_Seen]) -> _Seen:
+    """The same with each id once, sorted."""
+    ids, inverse = torch.unique(torch.cat([each.ids for each in seen]), return_inverse=True)
+    counts, steps = torch.zeros_like(ids), torch.zeros_like(ids)
+    counts.scatter_add_(0, inverse, torch.cat([each.counts for each in seen]))
+    steps.scatter_reduce_(0, inverse, torch.cat([each.steps for each in seen]), reduce="amax")
+    return _Seen(ids, counts, steps)
 
 
 class BucketedIds(ManagedCollisionModule):
@@ -114,7 +134,8 @@ class BucketedIds(ManagedCollisionModule):
 
     def reload(self) -> None:
         """Take the buffers as they are: after a load, or after they have changed."""
-        self._seen: list[tuple[int, torch.Tensor]] = []
+        self._seen: list[_Seen] = []
+        self._num_seen, self._num_folded = 0, 0
         self._step: int | None = None
         self._find_known()
 
@@ -154,10 +175,19 @@ class BucketedIds(ManagedCollisionModule):
                 self._step = int(self._current_iter_tensor.item())
             self._step += 1
             self._current_iter_tensor.fill_(self._step)
-            self._seen += [(self._step, each.values()) for each in features.values()]
+            for each in features.values():
+                self._see(each.values(), self._step)
             if self._step % self._spec.eviction_interval == 0:
                 self.admit()
         return features
+
+    def _see(self, ids: torch.Tensor, step: int) -> None:
+        self._seen.append(_Seen(ids, torch.ones_like(ids), torch.full_like(ids, step)))
+        self._num_seen += ids.numel()
+        # Admissions may be far apart; what is held then is twice the distinct ids at most.
+        if self._num_seen > max(_MAX_SEEN, 2 * self._num_folded):
+            self._seen = [_folded(self._seen)]
+            self._num_seen = self._num_folded = self._seen[0].ids.numel()
 
     def remap(
         self,
@@ -199,16 +229,15 @@ class BucketedIds(ManagedCollisionModule):
         """Give rows to what was seen since the last time, by the policy."""
         if not self._seen:
             return
-        ids = torch.cat([values for _, values in self._seen])
-        lengths = torch.tensor([len(values) for _, values in self._seen], device=ids.device)
-        steps = torch.tensor([step for step, _ in self._seen], device=ids.device)
-        self._seen = []
+        seen = _folded(self._seen)
+        self._seen, self._num_seen, self._num_folded = [], 0, 0
         assert self._step is not None, "nothing is seen outside a step"
         # Sorted by id, and thereby by bucket.
-        unique, inverse, counts = torch.unique(ids, return_inverse=True, return_counts=True)
-        history = {"last_access_iter": steps.repeat_interleave(lengths)}
+        unique, counts = seen.ids, seen.counts
+        inverse = torch.arange(unique.numel(), device=unique.device)
+        history = {"last_access_iter": seen.steps}
         metadata = self._policy.coalesce_history_metadata(self._step, history, counts, inverse)
-        starts = torch.arange(self._first, self._end + 1, device=ids.device)
+        starts = torch.arange(self._first, self._end + 1, device=unique.device)
         bounds = torch.searchsorted(self._buckets_of(unique), starts).tolist()
         for bucket, (start, end) in enumerate(pairwise(bounds), self._first):
             if end > start:

@@ -11,6 +11,7 @@ from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from trainer.models.dynamic import dynamic_bags
+from trainer.parallel import dynamic_ids
 from trainer.parallel.dynamic_ids import NO_ID, BucketedIds, mix
 from trainer.parallel.dynamic_tables import uniform
 from trainer.spec import DynamicSpec
@@ -145,6 +146,25 @@ def test_a_state_that_was_loaded_knows_the_same_ids() -> None:
     look_up(ids, raw)
     other.load_state_dict(ids.state_dict())
     assert look_up(other.eval(), raw) == look_up(ids.eval(), raw)
+
+
+@pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu"])
+def test_ids_that_come_again_are_held_once_until_they_are_admitted(
+    eviction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = torch.randint(0, 150, (29, 100), generator=torch.Generator().manual_seed(2)).tolist()
+    states = []
+    for most in (2**20, 50):
+        monkeypatch.setattr(dynamic_ids, "_MAX_SEEN", most)
+        ids = made(eviction=eviction, eviction_interval=30)
+        for raw in drawn:
+            look_up(ids, raw)
+        held = sum(each.ids.numel() for each in ids._seen)
+        assert held == 2900 if most > 2900 else held <= 2 * 150
+        look_up(ids, [1, 2, 3])
+        states.append(ids.state_dict())
+    one, other = states
+    assert [name for name in one if not torch.equal(one[name], other[name])] == []
 
 
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "distance_lfu"])

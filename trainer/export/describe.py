@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from trainer.data.columns import InputColumn, RowLayout
 from trainer.data.transforms import IdEncoder
-from trainer.export.inputs import input_columns, wanted_kind
+from trainer.export.inputs import FLOAT32, input_columns, wanted_kind
 from trainer.export.report import Report
 from trainer.spec import JobSpec
 
@@ -46,6 +46,8 @@ def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]
 def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
     bounds = {"num_ids": column.num_ids} if column.num_ids else {}
     stated = kind if column.encoder else "integer" if column.num_ids else "number"
+    if stated == FLOAT32:
+        stated, bounds["precision"] = "number", FLOAT32  # type: ignore[assignment]
     if column.max_length:
         bounds["max_length"] = column.max_length
     if column.weights:

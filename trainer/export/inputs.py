@@ -115,9 +115,16 @@ def _converted(values: list[Any], kind: pa.DataType) -> pa.Array | None:
     try:
         # By what they are: asked for integers, Arrow would cut off the decimals.
         found = pa.array(values)
-        return found.cast(kind) if _is_like(found.type, kind) else None
+        return _cast(found, kind) if _is_like(found.type, kind) else None
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return None
+
+
+def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
+    if kind in _WIDER:
+        # Integers that float32 rounds are no fault: training's file had them rounded, too.
+        array = array.cast(_WIDER[kind])
+    return array.cast(kind)
 
 
 def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
@@ -133,14 +140,18 @@ def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
 
 
 _RAW_TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64()}
+# A number of this kind falls into other buckets before it is rounded: float32(3.3) < 3.3.
+FLOAT32 = "float32"
+_KNOWN_TYPES = _RAW_TYPES | {FLOAT32: pa.float32()}
+_WIDER = {pa.float32(): pa.float64(), pa.list_(pa.float32()): pa.list_(pa.float64())}
 
 
 def _types(column: InputColumn, kind: str | None) -> list[pa.DataType]:
     """Arrow types that a column may have, the first that fits counts."""
     if column.encoder is None:
         items = [pa.int64() if column.num_ids else pa.float64()]
-    elif kind in _RAW_TYPES:
-        items = [_RAW_TYPES[kind]]
+    elif kind in _KNOWN_TYPES:
+        items = [_KNOWN_TYPES[kind]]
     else:
         items = [each for each in _RAW_TYPES.values() if column.encoder.accepts(each)]
     return [pa.list_(item) for item in items] if column.is_list else items
@@ -152,12 +163,15 @@ def raw_kind(found: pa.DataType) -> str:
         found = found.value_type
     if pa.types.is_integer(found):
         return "integer"
+    if pa.types.is_float32(found):
+        return FLOAT32
     return "number" if pa.types.is_floating(found) else "string"
 
 
 def wanted_kind(column: InputColumn, kind: str | None = None) -> str:
     """What a value of `column` is, in words."""
     if column.encoder is not None:
+        kind = "number" if kind == FLOAT32 else kind
         article = "an" if kind == "integer" else "a"
         item = f"{article} {kind}" if kind else column.encoder.wanted
         return f"a list, each {item}" if column.is_list else item

@@ -54,7 +54,9 @@ class Predictor:
         except DataError as error:
             raise ArtifactError(f"{folder} lacks a vocabulary: {error}") from error
         self.features = json.loads((folder / FEATURES).read_text(encoding="utf-8"))
-        self._kinds = {each["name"]: each["kind"] for each in self.features["inputs"]}
+        self._kinds = {
+            each["name"]: each.get("precision", each["kind"]) for each in self.features["inputs"]
+        }
         self._program = _load(folder / PROGRAM)
 
     def predict(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Predictions:

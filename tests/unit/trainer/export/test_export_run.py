@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from tests.unit.trainer.export.export_case import (
@@ -290,3 +292,27 @@ def test_of_remote_data_only_what_is_compared_is_fetched(
     features = json.loads((tmp_path / "out" / "features.json").read_text())
     kinds = {each["name"]: each["kind"] for each in features["inputs"]}
     assert kinds["colour"] == "string"
+
+
+def test_a_number_sent_as_json_falls_into_the_bucket_of_training(tmp_path: Path) -> None:
+    values = pa.array([3.3, 0.7, 2.0, 3.4] * 10, pa.float32())
+    table = rows(len(values)).append_column("score", values)
+    for part in ("train", "validation"):
+        (tmp_path / "data" / part).mkdir(parents=True)
+        pq.write_table(table, tmp_path / "data" / part / "part-0.parquet")
+    document = spec_document(tmp_path / "data")
+    bucketize = {"boundaries": [0.7, 3.3]}
+    document["features"].append(
+        {"name": "score", "type": "id", "table": "users", "bucketize": bucketize}
+    )
+    run_dir = write_run(tmp_path / "run", validate_spec(document), 3)
+    export(ExportRequest(run_dir.root, tmp_path / "out", quantize="none"))
+    predictor = Predictor(tmp_path / "out")
+    names = [each["name"] for each in predictor.features["inputs"]]
+    dicts = table.select(names).to_pylist()
+    for row, sent in zip(dicts, [3.3, 0.7, 2, 3.4] * 10, strict=True):
+        row["score"] = sent
+    as_json = predictor.predict(dicts)["stars"]
+    np.testing.assert_allclose(as_json, predictor.predict(table)["stars"], rtol=0, atol=1e-5)
+    (score,) = [each for each in predictor.features["inputs"] if each["name"] == "score"]
+    assert (score["kind"], score["wanted"], score["precision"]) == ("number", "a number", "float32")

@@ -24,6 +24,7 @@ from trainer.spec.data import FeatureSpec
 from trainer.spec.encoding import DenseTransform, VocabularySpec
 
 MISSING_ID = 0
+_SLICE_BYTES = 2**18  # of text; what is made of it then fits into a processor's cache
 _WordArray = NDArray[np.uint64]
 
 
@@ -258,13 +259,29 @@ def splitmix64(words: _WordArray) -> _WordArray:
 
 
 def _string_words(texts: pa.Array) -> _WordArray:
-    """A number of 64 bits for each string; all bytes of all strings are mixed at once."""
+    """A number of 64 bits for each string, many strings at once.
+
+    Mixing makes several words of 8 bytes of each byte, so that it goes through the text in slices.
+    """
     if not len(texts):
         return np.empty(0, dtype=np.uint64)
     binary = texts.cast(pa.large_binary())
     _, starts, content = binary.buffers()
     offsets = np.frombuffer(starts, dtype=np.int64)[binary.offset : binary.offset + len(binary) + 1]
-    codes = np.frombuffer(content or b"", dtype=np.uint8)[offsets[0] : offsets[-1]]
+    codes = np.frombuffer(content or b"", dtype=np.uint8)
+    words = np.empty(len(binary), dtype=np.uint64)
+    first = 0
+    while first < len(words):
+        end = np.searchsorted(offsets, offsets[first] + _SLICE_BYTES, side="right") - 1
+        last = max(first + 1, int(end))
+        words[first:last] = _words_of(codes, offsets[first : last + 1])
+        first = last
+    return words
+
+
+def _words_of(codes: NDArray[np.uint8], offsets: IntArray) -> _WordArray:
+    """Of the strings that lie between `offsets` in `codes`."""
+    codes = codes[offsets[0] : offsets[-1]]
     offsets = offsets - offsets[0]
     lengths = np.diff(offsets)
     places = np.arange(len(codes), dtype=np.int64) - np.repeat(offsets[:-1], lengths)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 
 import numpy as np
 import pyarrow as pa
@@ -11,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.data import transforms
 from trainer.data.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.data.transforms import HashEncoder, apply, load_vocabulary
 from trainer.spec.data import FeatureSpec
@@ -218,3 +220,22 @@ def test_a_null_in_a_vocabulary_names_nothing(tmp_path) -> None:
     pq.write_table(table, tmp_path / "v.parquet")
     encoder = load_vocabulary(tmp_path / "v.parquet")
     assert encoder.encode(pa.array(["a", None, "b"])).tolist() == [3, 0, 1]
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 7, 64])
+def test_strings_hash_alike_in_slices_of_any_size(monkeypatch, slice_bytes) -> None:
+    texts = pa.array(["", "a", "", "long enough to need a slice of its own", "é", "b" * 7, "", ""])
+    whole = HashEncoder(1000, 3).encode(texts.slice(1))
+    monkeypatch.setattr(transforms, "_SLICE_BYTES", slice_bytes)
+    assert HashEncoder(1000, 3).encode(texts.slice(1)).tolist() == whole.tolist()
+
+
+def test_hashing_strings_takes_no_multiple_of_the_text() -> None:
+    texts = pa.array([f"{number:0200d}" for number in range(50_000)])
+    tracemalloc.start()
+    try:
+        HashEncoder(1000, 0).encode(texts)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 2 * texts.nbytes

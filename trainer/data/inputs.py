@@ -56,7 +56,11 @@ def _measured(spec: JobSpec, known: Mapping[str, float]) -> dict[str, float]:
         return {}
     found: dict[str, float] = {}
     for column in sorted(wanted):
-        mean, std = mean_and_deviation(location.local_path / spec.data.split.train, column)
+        mean, std = mean_and_deviation(
+            location.local_path / spec.data.split.train,
+            column,
+            skip_unreadable=spec.data.on_bad_rows == "quarantine",
+        )
         found |= {f"{column}_mean": mean, f"{column}_std": std}
     return found
 

@@ -133,6 +133,12 @@ def _standardised(feature: FeatureSpec, index: int, statistics: Mapping[str, flo
         given if given is not None else statistics.get(f"{feature.source_column}_{name}")
         for name, given in (("mean", feature.mean), ("std", feature.std))
     )
+    if std == 0:
+        raise ManifestError(
+            f"features[{index}].transform: column '{feature.source_column}' is {mean} everywhere, "
+            "so that it cannot be standardised and tells a model nothing; remove the feature, or "
+            f"set features[{index}].std"
+        )
     if mean is None or std is None or std <= 0:
         raise ManifestError(
             f"features[{index}].transform: nothing tells a mean and a deviation above 0 of column "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from trainer.data.errors import (
 )
 from trainer.data.manifest import read_footer
 from trainer.data.ragged import IntArray, offsets_of
+
+logger = logging.getLogger(__name__)
 
 
 class ParquetSource:
@@ -164,16 +167,25 @@ def _parquet_files(folder: Path) -> list[Path]:
     return paths
 
 
-def mean_and_deviation(folder: Path, column: str) -> tuple[float, float]:
+def mean_and_deviation(
+    folder: Path, column: str, *, skip_unreadable: bool = False
+) -> tuple[float, float]:
     """Mean and population deviation of a number column; null and NaN are left out.
 
-    One pass over that column, a row group at a time. Raises a `DataError`.
+    One pass over that column, a row group at a time; with `skip_unreadable` without those that are
+    damaged. Raises a `DataError`.
     """
     source = ParquetSource(folder, [column])
     count = total = squares = 0.0
     shift = None
     for group in range(len(source.group_rows)):
-        values = source.read_group(group).column(0).cast(pa.float64(), safe=False).to_numpy()
+        try:
+            values = source.read_group(group).column(0).cast(pa.float64(), safe=False).to_numpy()
+        except CorruptFileError as error:
+            if not skip_unreadable:
+                raise
+            logger.warning("%s", error)
+            continue
         values = values[np.isfinite(values)]
         if not len(values):
             continue

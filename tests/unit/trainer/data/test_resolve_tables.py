@@ -9,6 +9,7 @@ import pytest
 
 from trainer.data.columns import layout_of
 from trainer.data.errors import (
+    CorruptFileError,
     DataError,
     ManifestError,
     TableTooSmallError,
@@ -19,6 +20,7 @@ from trainer.data.manifest import load_manifest
 from trainer.data.resolve import fill_statistics, resolve_tables
 from trainer.data.source import mean_and_deviation
 from trainer.spec import SpecError, validate_spec
+from trainer.spec.data import FeatureSpec
 
 
 def sizes(spec) -> dict[str, int]:
@@ -145,6 +147,8 @@ def test_means_and_deviations_come_from_the_manifest_or_the_spec(make_spec):
     filled = fill_statistics(spec, {"year_mean": 1990.5, "year_std": 8.0}).features[0]
     assert (filled.mean, filled.std) == (1990.5, 8.0)
     with pytest.raises(ManifestError, match=r"features\[0\]\.transform.*column 'year'"):
+        fill_statistics(spec, {"year_mean": 1990.5})
+    with pytest.raises(ManifestError, match=r"'year' is 1990\.5 everywhere.*remove"):
         fill_statistics(spec, {"year_mean": 1990.5, "year_std": 0.0})
     given = year.model_copy(update={"mean": 1.0, "std": 2.0})
     spec = spec.model_copy(update={"features": (given, *spec.features[1:])})
@@ -186,3 +190,28 @@ def test_a_sequence_longer_than_the_prepared_histories_is_warned_of(
     resolve_inputs(validate_spec(document), told.append)
     assert len(told) == num_warnings
     assert all("max_length is 11" in each and "at most 10 movies" in each for each in told)
+
+
+@pytest.mark.parametrize("on_bad_rows", ["fail", "quarantine"])
+def test_a_damaged_row_group_is_left_out_of_means_where_its_rows_are(
+    make_spec, tmp_path, on_bad_rows
+) -> None:
+    folder = tmp_path / "train"
+    folder.mkdir()
+    table = pa.table({"x": [1.0, 3.0, 500.0, 900.0]})
+    pq.write_table(table, folder / "p.parquet", row_group_size=2, compression="none")
+    last = pq.read_metadata(folder / "p.parquet").row_group(1).column(0)
+    content = bytearray((folder / "p.parquet").read_bytes())
+    begin = last.dictionary_page_offset or last.data_page_offset
+    content[begin : begin + last.total_compressed_size] = b"\xff" * last.total_compressed_size
+    (folder / "p.parquet").write_bytes(content)
+    spec = with_features(make_spec(), {}, HASHED)
+    x = FeatureSpec(name="x", type="dense", transform="standardise")
+    data = spec.data.model_copy(update={"path": str(tmp_path), "on_bad_rows": on_bad_rows})
+    spec = spec.model_copy(update={"features": (x, *spec.features[1:]), "data": data})
+    if on_bad_rows == "fail":
+        with pytest.raises(CorruptFileError, match="row group 1"):
+            resolve_inputs(spec)
+    else:
+        found = resolve_inputs(spec).features[0]
+        assert (found.mean, found.std) == (2.0, 1.0)

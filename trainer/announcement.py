@@ -37,15 +37,13 @@ def workers_started(
     )
 
 
-def progress(
-    session: Session, rows_per_s: float, total_steps: int | None = None
-) -> events.Progress:
+def progress(session: Session, rows_per_s: float) -> events.Progress:
     """How far training has come, and when it will be through at this speed.
 
-    `total_steps` where these are fewer than planned.
+    A run that has ended early ends at its last step.
     """
     step = session.state.step
-    total_steps = session.total_steps if total_steps is None else total_steps
+    total_steps = step if session.is_finished else session.total_steps
     rows_left = (total_steps - step) * session.shape.rows_per_step
     return events.Progress(
         time=time.time(),

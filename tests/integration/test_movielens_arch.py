@@ -96,7 +96,7 @@ STANDING_STILL = (
     "training.max_steps=null",
     "training.accumulate_steps=2",
     "training.clip_norm=0.5",
-    "training.report_every_steps=8",
+    "training.report_every_steps=20",
     "training.validate_every_steps=8",
     "training.early_stopping={patience: 2, min_delta: 9}",
     "checkpoint.every_steps=1000",
@@ -119,6 +119,9 @@ def test_a_run_whose_validation_stands_still_ends_and_stays_ended(
     assert any("early stopping at step 24: 2 validations in a row" in note for note in notes)
     progress = [event for event in told if event["kind"] == "progress"][-1]
     assert (progress["step"], progress["total_steps"]) == (24, 24)
+    metrics = [event for event in told if event["kind"] == "metrics"]
+    reported = [event["step"] for event in metrics if "train/loss" in event["values"]]
+    assert reported == [20, 24], "also what came after the last report that was due"
     again = run_ranks(train_session, 2, next_run(config))
     assert {(rank["resumed_step"], rank["state"].step) for rank in again} == {(24, 24)}
     patient = ("training.early_stopping={patience: 3, min_delta: 9}",)

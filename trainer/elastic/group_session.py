@@ -313,6 +313,8 @@ class GroupSession(Session):
         Collective over the group. The others train on, and wait for it at the next sync.
         """
         is_best = self.validate() if self.is_validation_step() else False
+        if self.is_finished and not (self._has_finished or self.is_report_due()):
+            self.report()  # the run ends between two reports
         if self.is_checkpoint_step() or (is_best and self.spec.checkpoint.keep_best):
             self.save_checkpoint(is_best)
         self._has_finished |= self.is_finished

@@ -25,10 +25,20 @@ class LeftOutRows:
         self._device = device
         self._emit = emit
         self._tally = QuarantineTally()
+        self._has_validated = False
 
     def add(self, found: Iterable[QuarantinedRows]) -> None:
         """Count what a batch left out."""
         self._tally.add(found)
+
+    def add_held_out(self, found: Iterable[QuarantinedRows]) -> None:
+        """Count what a batch of a validation left out: all read the same rows, the first counts."""
+        if not self._has_validated:
+            self.add(found)
+
+    def end_validation(self) -> None:
+        """All held-out rows were read."""
+        self._has_validated = True
 
     def report(self) -> dict[str, float]:
         """Rows left out since the last call, over all ranks; an event for each file and reason.

@@ -29,8 +29,9 @@ def measure(session: Session) -> dict[str, float]:
     ):
         session.pulse.enter("validation", session.state.step)
         on_device = session.on_device(batch)
-        session.left_out.add(batch.quarantined)
+        session.left_out.add_held_out(batch.quarantined)
         session.validation_meter.update(on_device, *session.model(on_device))
+    session.left_out.end_validation()
     session.model.train()
     return session.validation_meter.compute("validation")
 
@@ -49,4 +50,4 @@ def watch_plateau(session: Session, value: float) -> None:
             f"early stopping at step {state.step}: {plateau.num_validations} validations in a row "
             f"without a better validation/{session.watched_metric} than {best}",
         )
-        session.emit(progress(session, session.rows_per_s, total_steps=state.step))
+        session.emit(progress(session, session.rows_per_s))

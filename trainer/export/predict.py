@@ -65,10 +65,14 @@ class Predictor:
         `rows` are dicts by column, or a table with at least these columns. Raises `BadRow`,
         and of a table whose columns have other types `ColumnError`.
         """
+        return self.score(self.decode(rows))
+
+    def decode(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Rows:
+        """Rows to score as the trainer has them; raises as `predict` does."""
         table = (
             rows if isinstance(rows, pa.Table) else table_of_dicts(rows, self.layout, self._kinds)
         )
-        return self.score(rows_of_table(table, self.layout))
+        return rows_of_table(table, self.layout)
 
     def score(self, rows: Rows) -> Predictions:
         """The same of decoded rows."""

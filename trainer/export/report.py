@@ -21,7 +21,8 @@ from torch import nn
 from trainer.data.batches import make_batch
 from trainer.data.columns import RowLayout, layout_of
 from trainer.data.decode import decode
-from trainer.data.errors import DataError
+from trainer.data.errors import DataError, SourceMissingError
+from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
 from trainer.data.source import ParquetSource
 from trainer.export.errors import NotExportable
@@ -30,9 +31,11 @@ from trainer.spec import JobSpec
 from trainer.spec.export import Quantization
 
 DEFAULT_ROWS = 100_000
+_VALIDATION = Path("validation")
 # Two ways of computing the same in float32, sums in another order.
 _ROUNDING = 1e-4
 _BATCH_ROWS = 4096
+_NUM_SAMPLES = 3
 
 
 class TaskError(BaseModel):
@@ -106,30 +109,42 @@ def measure(
         quantize=manifest.quantize,
     )
     split = spec.data.split.validation
-    if split is None:
-        report.not_measured = "the spec has no validation rows (data.split.validation)"
-        return report
     try:
+        if split is None:
+            raise SourceMissingError("the spec has no validation rows (data.split.validation)")
         tables = list(_tables(spec, Path(spec.data.path) / split, max_rows))
         _compare(report, predictor, trained, traced, spec, tables)
     except DataError as error:
         report.not_measured = str(error)
+        # The program can be wrong all the same.
+        sample = predictor.decode([predictor.features["example"]] * _NUM_SAMPLES)
+        report.program_error = _program_error(predictor, traced, sample)
         return report
     report.rows_from = f"{spec.data.path}/{split}"
     return report
 
 
 def _tables(spec: JobSpec, folder: Path, max_rows: int) -> Iterator[pa.Table]:
-    """The first `max_rows` rows in pieces."""
+    """The first `max_rows` rows in pieces, without those that training leaves out."""
     source = ParquetSource(folder, [column.name for column in layout_of(spec).columns])
     num_left = max_rows
     for number in range(len(source.group_rows)):
         table = source.read_group(number).slice(0, num_left)
         for start in range(0, len(table), _BATCH_ROWS):
-            yield table.slice(start, _BATCH_ROWS)
+            if len(usable := _usable(table.slice(start, _BATCH_ROWS), spec)):
+                yield usable
         num_left -= len(table)
         if not num_left:
             return
+
+
+def _usable(table: pa.Table, spec: JobSpec) -> pa.Table:
+    """The rows of a table that training uses; all of them where a bad one ends the job."""
+    if spec.data.on_bad_rows != "quarantine":
+        return table
+    marks = FaultMarks(len(table), FaultLog(), lambda rows: [(_VALIDATION, rows)])
+    decode(table, layout_of(spec), lambda row: (_VALIDATION, row), marks)
+    return table.filter(pa.array(marks.faults == 0))
 
 
 def _compare(
@@ -140,6 +155,8 @@ def _compare(
     spec: JobSpec,
     tables: list[pa.Table],
 ) -> None:
+    if not tables:
+        raise SourceMissingError("there is no validation row that can be used")
     layout = layout_of(spec)
     ours, theirs, labels = [], [], []
     for table in tables:
@@ -158,7 +175,7 @@ def _compare(
 
 
 def _decoded(table: pa.Table, layout: RowLayout) -> Rows:
-    rows = decode(table, layout, lambda row: (Path("validation"), row))
+    rows = decode(table, layout, lambda row: (_VALIDATION, row))
     return rows.take(np.arange(len(rows)))
 
 

@@ -316,3 +316,31 @@ def test_a_number_sent_as_json_falls_into_the_bucket_of_training(tmp_path: Path)
     np.testing.assert_allclose(as_json, predictor.predict(table)["stars"], rtol=0, atol=1e-5)
     (score,) = [each for each in predictor.features["inputs"] if each["name"] == "score"]
     assert (score["kind"], score["wanted"], score["precision"]) == ("number", "a number", "float32")
+
+
+def data_with_a_bad_row(folder: Path) -> Path:
+    write_data(folder)
+    table = rows()
+    ids = table["user"].to_numpy().copy()
+    ids[3] = 10**6
+    table = table.set_column(table.column_names.index("user"), "user", pa.array(ids))
+    pq.write_table(table, folder / "validation" / "part-0.parquet", row_group_size=50)
+    return folder
+
+
+def test_rows_that_training_leaves_out_are_not_compared(tmp_path: Path) -> None:
+    document = spec_document(data_with_a_bad_row(tmp_path / "data"))
+    document["data"]["on_bad_rows"] = "quarantine"
+    run_dir = write_run(tmp_path / "run", validate_spec(document), 3)
+    report = export(ExportRequest(run_dir.root, tmp_path / "out", quantize="none"))
+    assert (report.not_measured, report.num_rows) == (None, len(rows()) - 1)
+    assert report.tasks["stars"].max_abs_error < 1e-5
+
+
+def test_the_program_is_checked_where_no_row_can_be_compared(tmp_path: Path) -> None:
+    spec = make_spec(data_with_a_bad_row(tmp_path / "data"))
+    run_dir = write_run(tmp_path / "run", spec, 3)
+    report = export(ExportRequest(run_dir.root, tmp_path / "out"))
+    assert report.not_measured is not None
+    assert report.program_error is not None
+    assert report.program_error < 1e-5

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,7 @@ from trainer.export.inputs import (
     scoring_layout,
     table_of_dicts,
 )
+from trainer.export.raw_values import with_ids
 from trainer.spec import JobSpec
 
 Predictions = dict[str, NDArray[np.float32]]
@@ -58,13 +60,23 @@ class Predictor:
             each["name"]: each.get("precision", each["kind"]) for each in self.features["inputs"]
         }
         self._program = _load(folder / PROGRAM)
+        self._vocabularies = folder / VOCABULARIES
 
-    def predict(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Predictions:
+    def predict(
+        self,
+        rows: Sequence[Mapping[str, Any]] | pa.Table,
+        raw: Mapping[str, str] = MappingProxyType({}),
+    ) -> Predictions:
         """A float32 array [n] for each task, in the unit of its label (`bce`: a probability).
 
-        `rows` are dicts by column, or a table with at least these columns. Raises `BadRow`,
-        and of a table whose columns have other types `ColumnError`.
+        `rows` are dicts by column, or a table with at least these columns. `raw` names columns
+        that hold values of the raw data, each with the vocabulary that makes them ids, as in
+        `{"movie_id": "movie_id", "history_movies": "movie_id"}`. Raises `BadRow`, and of a table
+        whose columns have other types `ColumnError`.
         """
+        if raw:
+            found = rows.to_pylist() if isinstance(rows, pa.Table) else rows
+            rows = with_ids(found, raw, self._vocabularies)
         return self.score(self.decode(rows))
 
     def decode(self, rows: Sequence[Mapping[str, Any]] | pa.Table) -> Rows:
@@ -103,7 +115,8 @@ def in_own_unit(outputs: NDArray[np.float32], rows: Rows, spec: JobSpec) -> Pred
         values = outputs[:, index]
         if task.loss == "bce":
             values = (1 / (1 + np.exp(-values))).astype(np.float32)
-        found[task.name] = values * rows.scale[:, index] + rows.offset[:, index]
+        with np.errstate(over="ignore"):  # infinite then, which whoever asked has to look at
+            found[task.name] = values * rows.scale[:, index] + rows.offset[:, index]
     return found
 
 

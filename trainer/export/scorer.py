@@ -41,11 +41,15 @@ PROBLEM_TYPE = "application/problem+json"
 
 
 class PredictRequest(BaseModel):
-    """Rows to score, each a value by column as `/v1/model` names them."""
+    """Rows to score, each a value by column as `/v1/model` names them.
+
+    `raw` says which columns hold values of the raw data, and which vocabulary makes them ids.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     rows: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ROWS)]
+    raw: Annotated[dict[str, str], Field(examples=[{"movie_id": "movie_id"}])] = {}
 
 
 class Served(BaseModel):
@@ -137,7 +141,7 @@ def _add_predict(
     # Not async: scoring takes the CPU, and would hold up every other request.
     @app.post("/v1/predict", summary="Score rows", responses=answers)
     def predict(request: PredictRequest = body) -> PredictAnswer:
-        found = predictor.predict(request.rows)
+        found = predictor.predict(request.rows, request.raw)
         _refuse_overflow(found)
         metrics.rows.inc(len(request.rows))
         columns = [values.tolist() for values in found.values()]

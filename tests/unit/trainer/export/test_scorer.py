@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from fastapi.testclient import TestClient
 
@@ -20,7 +22,11 @@ GOOD = {"age": 1.0, "user": 3, "colour": "red", "mean": 3.0, "spread": 1.0}
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("scorer")
-    run_dir = write_run(root / "run", make_spec(write_data(root / "data")), 7)
+    data = write_data(root / "data")
+    (data / "vocab").mkdir()
+    names = {"value": ["ann", "bob", "cid"], "index": [1, 2, 3]}
+    pq.write_table(pa.table(names), data / "vocab" / "user.parquet")
+    run_dir = write_run(root / "run", make_spec(data), 7)
     export(ExportRequest(run_dir.root, root / "out"))
     return root / "out"
 
@@ -50,6 +56,33 @@ def test_a_batch_is_scored_in_order(http: TestClient, folder: Path) -> None:
         "step": 7,
         "quantize": "int8",
     }
+
+
+def test_raw_values_are_made_ids_by_the_vocabularies_of_the_data(http: TestClient) -> None:
+    by_id = [GOOD | {"user": 3}, GOOD | {"user": 0}, GOOD | {"user": 1, "seen": [2, 0]}]
+    raw = [GOOD | {"user": "cid"}, GOOD | {"user": "zoe"}, GOOD | {"user": "ann"}]
+    raw[2]["seen"] = ["bob", "zoe"]
+    columns = {"user": "user", "seen": "user"}
+    answer = http.post("/v1/predict", json={"rows": raw, "raw": columns}).json()
+    wanted = http.post("/v1/predict", json={"rows": by_id}).json()
+    assert answer["predictions"] == wanted["predictions"]
+
+
+@pytest.mark.parametrize(
+    ("row", "raw", "message"),
+    [
+        ({"user": "ann"}, {"user": "movie"}, "there are: user"),
+        ({"user": 3}, {"user": "user"}, "not a string"),
+        ({"seen": ["ann", 3]}, {"seen": "user"}, "several kinds"),
+        ({"user": "ann"}, {"user": "../../user"}, "no vocabulary"),
+    ],
+)
+def test_raw_values_that_no_vocabulary_fits_are_refused(
+    http: TestClient, row: dict[str, Any], raw: dict[str, str], message: str
+) -> None:
+    response = http.post("/v1/predict", json={"rows": [GOOD | row], "raw": raw})
+    (fault,) = problem_in(response, 422, "bad_row")["fields"]
+    assert message in fault["message"]
 
 
 def test_a_row_that_cannot_be_scored_is_named(http: TestClient) -> None:

@@ -40,7 +40,8 @@ from tests.benchmarks.report import (
     run_pairs,
 )
 from tests.conftest import EXAMPLE_SPEC
-from tests.integration.service_process import ServiceProcess, free_port
+from tests.integration.ports import free_port
+from tests.integration.service_process import ServiceProcess
 from trainer.events import Event, EventBatch, Metrics, Note
 
 NAME = "control_plane"

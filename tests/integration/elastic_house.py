@@ -22,7 +22,7 @@ from typing import Any, Self
 from tests.benchmarks.emulated_hosts import EmulatedHosts
 from tests.integration.elastic_coordinator import JOURNAL, serve
 from tests.integration.elastic_ranks import Control, RankLife, live
-from tests.integration.gloo import free_port
+from tests.integration.ports import free_port
 from trainer.elastic.faults import FAULTS, Fault
 from trainer.ray_worker import GroupConfig, WorkerConfig
 

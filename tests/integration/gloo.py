@@ -5,22 +5,16 @@ from __future__ import annotations
 import io
 import multiprocessing
 import os
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from queue import Empty
 from typing import Any
 
+from tests.integration.ports import free_port
+
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["trainer.worker"])
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120):

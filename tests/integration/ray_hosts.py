@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from service.local_ray import ray_executable
-from tests.integration.gloo import free_port
+from tests.integration.ports import free_port
 from tests.integration.stack import wait_for
 from trainer import events
 from trainer.attempt import DriverContext

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -21,13 +20,6 @@ from trainer.run_dir import AttemptDir, RunDir
 START_TIMEOUT_S = 60.0
 # Far above what a shutdown takes, so that one which waits for somebody is told from a slow one.
 SHUTDOWN_TIMEOUT_S = 60
-
-
-def free_port() -> int:
-    """A loopback port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class ServiceProcess:

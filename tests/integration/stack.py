@@ -17,7 +17,7 @@ from service.client import ShardloomClient
 from service.local import LocalStack
 from service.local_state import StackHome
 from tests.conftest import EXAMPLE_SPEC
-from tests.integration.gloo import free_port
+from tests.integration.ports import free_port
 from trainer.run_dir import AttemptDir, RunDir
 from trainer.spec import apply_overrides
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import sys
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from service.local import LocalStack
 from service.local_process import ProcessId, family, is_alive, process_table
 from service.local_state import StackHome, StackState
+from tests.integration.ports import free_port
 
 # Answers /healthz, so that this test is about Ray alone.
 SERVICE_STAND_IN = """
@@ -38,12 +38,6 @@ def stack(tmp_path_factory):
     stack.down(lambda line: None)
     # Ray's folder lies outside the test's own: it has to have a short path.
     shutil.rmtree(stack.home.ray_dir)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def everybody(state: StackState) -> set[ProcessId]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import yaml
 
 from service.local_process import is_alive
 from service.local_state import StackHome
+from tests.integration.ports import free_port
 from tests.unit.service.api_samples import spec_document
 
 
@@ -57,12 +57,6 @@ class Shell:
         with self.start(*arguments) as process:
             stdout, stderr = process.communicate(timeout=60)
         return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import coordinator_cases as cases
-from tests.integration.gloo import free_port
+from tests.integration.ports import free_port
 from trainer.elastic.member import Identity, Member
 from trainer.elastic.protocol import Arrive, Ledger, Vote
 from trainer.events import EVENT_ADAPTER, Event

@@ -25,7 +25,8 @@ from service.settings import Settings
 from service.store.sql import SqlJobStore
 from tests.integration.chaos import elastic_config
 from tests.integration.elastic_house import ElasticHouse
-from tests.integration.gloo import free_port, run_ranks
+from tests.integration.gloo import run_ranks
+from tests.integration.ports import free_port
 from tests.integration.session_cases import make_config
 from tests.unit.service.builders import batch as batch_of
 from tests.unit.service.builders import checkpoint

@@ -19,7 +19,8 @@ import pytest
 from service.backends.fake import Script
 from service.client import RetryPolicy, ShardloomClient
 from service.domain import JobStatus
-from tests.integration.service_process import ServiceProcess, free_port
+from tests.integration.ports import free_port
+from tests.integration.service_process import ServiceProcess
 from tests.unit.service.builders import attempt_ended, metrics, spec_document, workers_started
 from trainer.outbox import EventWriter, OutboxPoster
 from trainer.run_dir import AttemptDir

@@ -15,7 +15,8 @@ import pytest
 from service.backends.fake import Script
 from service.client import RetryPolicy, ShardloomClient
 from service.domain import JobStatus
-from tests.integration.service_process import SHUTDOWN_TIMEOUT_S, ServiceProcess, free_port
+from tests.integration.ports import free_port
+from tests.integration.service_process import SHUTDOWN_TIMEOUT_S, ServiceProcess
 from tests.unit.service.builders import (
     attempt_ended,
     batch,

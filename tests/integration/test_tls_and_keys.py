@@ -22,7 +22,8 @@ from cryptography.x509.oid import NameOID
 
 from service.client import RetryPolicy, ShardloomClient
 from service.client_errors import NotSignedIn, ServiceUnreachable
-from tests.integration.service_process import ServiceProcess, free_port
+from tests.integration.ports import free_port
+from tests.integration.service_process import ServiceProcess
 from tests.unit.service.builders import spec_document
 from trainer import events
 from trainer.attempt import DriverContext

@@ -13,7 +13,8 @@ import httpx
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from tests.integration.http_stub import HttpStub, http_stub, wait_for
-from tests.integration.service_process import ServiceProcess, free_port
+from tests.integration.ports import free_port
+from tests.integration.service_process import ServiceProcess
 from tests.unit.service.builders import spec_document
 from trainer.events import AttemptEnded, AttemptStarted, EventBatch
 from trainer.outbox import EventWriter

@@ -8,8 +8,9 @@ from pathlib import Path
 from service.backends.fake import Script
 from service.client import ShardloomClient
 from service.domain import JobStatus
+from tests.integration.ports import free_port
 from tests.integration.postgresql import PostgresqlServer
-from tests.integration.service_process import ServiceProcess, free_port
+from tests.integration.service_process import ServiceProcess
 from tests.unit.service.builders import spec_document
 
 NUM_JOBS = 12

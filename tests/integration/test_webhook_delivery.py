@@ -14,7 +14,8 @@ import httpx
 import pytest
 
 from tests.integration.http_stub import HttpStub, http_stub, wait_for
-from tests.integration.service_process import ServiceProcess, free_port
+from tests.integration.ports import free_port
+from tests.integration.service_process import ServiceProcess
 from tests.unit.service.builders import spec_document
 
 

@@ -33,6 +33,7 @@ SERVICE_COMMAND = (sys.executable, "-m", "service.main")
 DEFAULT_PORT = 8700
 START_TIMEOUT_S = 90.0
 POLL_S = 0.1
+_PORT_PATIENCE_S = 10.0
 # The service gives open requests 5 s before it closes them.
 SERVICE_GRACE_S = 8.0
 RAY_GRACE_S = 5.0
@@ -82,6 +83,8 @@ class LocalStack:
                 return state
             before = self._end_leftovers(report)
             port = port or self._default_port(before)
+            if before is not None:
+                _wait_for_port(port)
             self._check_can_start(port, starts_ray=self._starts_ray and before is None)
             with ExitStack() as undo:
                 undo.callback(self._undo_start, before)
@@ -291,6 +294,22 @@ class LocalStack:
                 report(f"{name} ended after {time.monotonic() - started:.1f} s")
             ended = ended or was_alive
         return ended
+
+
+def _wait_for_port(port: int) -> None:
+    """Give a service that was killed the time to be gone altogether.
+
+    It has died when its first thread has, but keeps its port until the last one is back from the
+    disk.
+    """
+    deadline = time.monotonic() + _PORT_PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            check_port_free(port)
+        except StackError:
+            time.sleep(POLL_S)
+        else:
+            return
 
 
 def check_port_free(port: int) -> None:

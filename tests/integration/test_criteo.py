@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import subprocess
@@ -17,6 +16,7 @@ import yaml
 from typer.testing import CliRunner
 
 from tests.conftest import REPO
+from tests.folders import digest
 from tests.integration.gloo import run_ranks
 from tests.integration.object_store import run_object_store
 from trainer.data.cli import app
@@ -44,14 +44,6 @@ SHORT = (
     "checkpoint.every_steps=1000",
 )
 NUM_KILLED_PARTS = 8
-
-
-def digest(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import json
 import math
 from pathlib import Path
@@ -13,6 +12,7 @@ import polars as pl
 import pytest
 
 import trainer.data.prepare.criteo as criteo
+from tests.folders import digest
 from trainer.data.errors import (
     BadValueError,
     CorruptFileError,
@@ -47,14 +47,6 @@ def prepared(path: Path, out: Path, **options: object) -> Path:
 
 def rows_of(folder: Path, split: str) -> pl.DataFrame:
     return pl.concat([pl.read_parquet(path) for path in sorted((folder / split).iterdir())])
-
-
-def digest(folder: Path) -> dict[str, str]:
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in files
-    }
 
 
 @pytest.fixture(scope="module")

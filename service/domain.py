@@ -107,7 +107,11 @@ class ReportedEnd:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job has come; `rows` counts rows trained by all ranks."""
+    """How far a job has come; `rows` counts rows trained by all ranks.
+
+    `advanced_at` is when it was last heard to get further (its workers started, or its step rose),
+    `checkpoint_at` when a checkpoint was last committed: Unix seconds, by the service's clock.
+    """
 
     step: int = 0
     total_steps: int = 0
@@ -115,6 +119,8 @@ class Progress:
     rows: int = 0
     rows_per_s: float = 0.0
     eta_s: float | None = None
+    advanced_at: float | None = None
+    checkpoint_at: float | None = None
 
 
 @dataclass(frozen=True)
@@ -183,7 +189,8 @@ class Membership:
     `world_size` is the number of workers that it should have now, 0 while unknown, and `sized_at`
     when another one was told. `changed_at` is the time of the newest membership, 0 before the
     first; `copies_alive` and `host_copies_alive` are those of the shard with the fewest. What
-    happened is counted over the attempt.
+    happened is counted over the attempt; `recovery_pause_s` is
+    what its recoveries took in all.
     """
 
     attempt_id: str
@@ -199,6 +206,8 @@ class Membership:
     gone: tuple[GoneGroup, ...] = ()
     num_losses: int = 0
     num_recoveries: int = 0
+    recovery_pause_s: float = 0.0
+    num_divergences: int = 0
     last_recovery: Recovery | None = None
     excluded_hosts: tuple[ExcludedHost, ...] = ()
 

@@ -17,6 +17,7 @@ from service.domain import (
     Recovery,
 )
 from trainer.events import (
+    Divergence,
     Event,
     GroupJoined,
     GroupLeft,
@@ -115,8 +116,16 @@ def _take_recovery(membership: Membership, event: Recovered) -> Membership:
         event.syncs_lost,
         event.num_tries,
     )
-    num_recoveries = membership.num_recoveries + 1
-    return replace(membership, last_recovery=recovery, num_recoveries=num_recoveries)
+    return replace(
+        membership,
+        last_recovery=recovery,
+        num_recoveries=membership.num_recoveries + 1,
+        recovery_pause_s=membership.recovery_pause_s + event.pause_s,
+    )
+
+
+def _take_divergence(membership: Membership, event: Divergence) -> Membership:
+    return replace(membership, num_divergences=membership.num_divergences + 1)
 
 
 def _take_resized(membership: Membership, event: Resized) -> Membership:
@@ -138,6 +147,7 @@ _TAKERS: dict[type, Callable[[Membership, Any], Membership]] = {
     Recovered: _take_recovery,
     Resized: _take_resized,
     HostExcluded: _take_excluded,
+    Divergence: _take_divergence,
 }
 
 

@@ -18,7 +18,6 @@ from service.domain import (
     ReportedEnd,
     TimelineEvent,
 )
-from service.domain import Progress as JobProgress
 from service.membership import after
 from service.retries import spends_budget
 from service.sentences import describe, level_of
@@ -76,6 +75,8 @@ def _apply(intake: Intake, event: Event) -> None:
     match event:
         case CheckpointCommitted() | CheckpointDeleted():
             intake.checkpoints.append(event)
+            if isinstance(event, CheckpointCommitted):
+                _take_commit(intake)
         case WorkersStarted() | WorkersLost() | AttemptEnded() if intake.steers:
             _steer(intake, event)
         case _ if intake.steers:
@@ -92,7 +93,17 @@ def _take_metrics(intake: Intake, event: Metrics) -> None:
 
 def _take_progress(intake: Intake, event: Progress) -> None:
     if intake.steers:
-        progress = JobProgress(**event.model_dump(exclude={"kind", "time"}))
+        before = intake.job.progress
+        told = event.model_dump(exclude={"kind", "time"})
+        has_advanced = (event.step, event.rows) != (before.step, before.rows)
+        advanced_at = intake.now if has_advanced else before.advanced_at
+        progress = replace(before, **told, advanced_at=advanced_at)
+        intake.job = replace(intake.job, progress=progress)
+
+
+def _take_commit(intake: Intake) -> None:
+    if intake.steers:
+        progress = replace(intake.job.progress, checkpoint_at=intake.now)
         intake.job = replace(intake.job, progress=progress)
 
 
@@ -117,7 +128,7 @@ def _steer(intake: Intake, event: WorkersStarted | WorkersLost | AttemptEnded) -
 
 
 def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
-    progress = replace(job.progress, total_steps=event.total_steps)
+    progress = replace(job.progress, total_steps=event.total_steps, advanced_at=now)
     is_starting = job.status is JobStatus.STARTING
     return replace(
         job,

@@ -74,6 +74,8 @@ def progress_values(job: Job) -> dict[str, Any]:
         "eta_s": _null_if_nan(progress.eta_s),
         "latest_metrics": job.latest_metrics,
         "membership": asdict(job.membership) if job.membership else None,
+        "advanced_at": progress.advanced_at,
+        "checkpoint_at": progress.checkpoint_at,
     }
 
 
@@ -143,6 +145,8 @@ def _progress_of(row: RowMapping) -> Progress:
         rows=row["rows"],
         rows_per_s=row["rows_per_s"],
         eta_s=row["eta_s"],
+        advanced_at=row["advanced_at"],
+        checkpoint_at=row["checkpoint_at"],
     )
 
 

@@ -130,6 +130,8 @@ job_progress = Table(
     Column("latest_metrics", JsonText, nullable=False),
     # Null until an attempt told of its groups.
     Column("membership", JsonText),
+    Column("advanced_at", Float),
+    Column("checkpoint_at", Float),
 )
 
 idempotency_keys = Table(

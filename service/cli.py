@@ -20,6 +20,7 @@ from service.commands import (
     keys,
     lifecycle,
     logs,
+    migrate,
     projects,
     queue,
     resizing,
@@ -73,6 +74,7 @@ def build_app() -> typer.Typer:
         app.command(rich_help_panel=ACCESS_PANEL)(command)
     app.add_typer(keys.app, name="keys", rich_help_panel=ACCESS_PANEL)
     app.add_typer(projects.app, name="projects", rich_help_panel=ACCESS_PANEL)
+    app.command(rich_help_panel=TOOL_PANEL)(migrate.migrate)
     app.command(rich_help_panel=TOOL_PANEL)(lifecycle.recover)
     app.add_typer(webhooks.app, name="webhooks", rich_help_panel=TOOL_PANEL)
     app.add_typer(spec.app, name="spec", rich_help_panel=TOOL_PANEL)

@@ -1,7 +1,7 @@
 """Exit codes of the CLI.
 
     0    done; for `run`, `submit --wait` and `follow`: the job succeeded
-    1    the job failed
+    1    the job failed; `migrate --check`: the database is behind
     2    the request was refused: wrong usage, a faulty spec, no such job; or a trace never came
     3    no service could be reached, or the local stack did not start
     4    detached by Ctrl-C: the job goes on

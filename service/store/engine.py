@@ -120,16 +120,19 @@ def migration_config(connection: Connection | None = None) -> Config:
     return config
 
 
-def migrate(engine: Engine, revision: str = "head") -> None:
+def migrate(engine: Engine, revision: str = "head") -> str | None:
     """Bring the schema to `revision`; raises `StoreUnavailable` if it cannot be opened.
 
-    All steps are one transaction. Replicas that start together wait for the first of them: on
-    SQLite for its write lock, on PostgreSQL for an advisory lock.
+    Returns the revision that it was at, None for a database without tables. All steps are one
+    transaction. Replicas that start together wait for the first of them: on SQLite for its write
+    lock, on PostgreSQL for an advisory lock.
     """
     try:
         with engine.connect().execution_options(is_write=True) as connection, connection.begin():
             _wait_for_other_migrations(connection)
+            found = stored_revision(connection)
             command.upgrade(migration_config(connection), revision)
+            return found
     except CommandError as error:
         raise StoreUnavailable(
             f"the database {engine.url.render_as_string()} is of another version of the service "
@@ -153,6 +156,12 @@ def _wait_for_other_migrations(connection: Connection) -> None:
 def newest_revision() -> str | None:
     """The revision that this version of the service was written for."""
     return ScriptDirectory.from_config(migration_config()).get_current_head()
+
+
+def knows_revision(revision: str) -> bool:
+    """Whether this version of the service can tell what a database at `revision` looks like."""
+    known = ScriptDirectory.from_config(migration_config()).walk_revisions()
+    return revision in {each.revision for each in known}
 
 
 def stored_revision(connection: Connection) -> str | None:

@@ -15,6 +15,7 @@ from service.store.sql import SqlJobStore
 from tests.integration.postgresql import PostgresqlServer
 from tests.unit.service import (
     test_keys,
+    test_migrate,
     test_migrations,
     test_queue_keeper,
     test_reconciler,
@@ -24,6 +25,7 @@ from tests.unit.service import (
 )
 from tests.unit.service.conftest import app_settings, house  # noqa: F401
 from tests.unit.service.test_keys import clock, keys  # noqa: F401
+from tests.unit.service.test_migrate import configured  # noqa: F401
 from tests.unit.service.test_webhooks import outbox  # noqa: F401
 
 # By which fixtures the tests of a module ask for a database.
@@ -31,6 +33,7 @@ _TAKEN = {
     test_store: {"store", "database_url"},
     test_store_queries: {"store", "database_url"},
     test_migrations: {"database_url"},
+    test_migrate: {"database_url", "configured"},
     test_reconciler: {"house"},
     test_queue_keeper: {"house"},
     test_keys: {"keys"},

@@ -85,10 +85,11 @@ class ObservedState(StrEnum):
 
 @dataclass(frozen=True)
 class Observation:
-    """One look at a submission."""
+    """One look at a submission; `reason` is why it FAILED, where the backend knows."""
 
     state: ObservedState
     message: str = ""
+    reason: EndReason | None = None
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,8 @@ def _implied_end(observation: Observation) -> _End:
             return _End(EndReason.CANCELLED, f"stopped on the cluster, not by the service{detail}")
         case ObservedState.NOT_FOUND:
             return _End(EndReason.FORGOTTEN, "the cluster knows no such submission any more")
+        case _ if observation.reason is not None:
+            return _End(observation.reason, observation.message)
         case _:
             return _End(EndReason.DRIVER_LOST, f"the driver ended without a report{detail}")
 
@@ -390,6 +392,6 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
 
 
 def _with_contact(job: Job, observation: Observation) -> Job:
-    """The job with a message that says whether its cluster answers."""
-    is_away = observation.state is ObservedState.UNREACHABLE
-    return replace(job, message=observation.message if is_away else "")
+    """The job with a message that says why its cluster does not answer, or does not start it."""
+    is_told = observation.state in (ObservedState.UNREACHABLE, ObservedState.PENDING)
+    return replace(job, message=observation.message if is_told else "")

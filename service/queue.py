@@ -10,6 +10,9 @@ way for it; and any job while the blocked one has waited less than `PASS_WINDOW_
 cannot fit even into an empty cluster, or that its project's quota holds, delays nobody outside its
 project. Where pausing preemptible jobs of a lower priority makes enough room, they are paused, the
 lowest priority and the latest start first; until they have gone nothing else starts.
+
+A job with a cluster of its own takes and waits for quotas only: whether there is room for that
+cluster, and what makes way, is decided where clusters are made.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.backends.base import HostFacts
+from service.clusters import has_own_cluster
 from service.domain import Job, JobStatus, QueueNote
 from service.projects import Project
 from service.sizes import sizes_of_job
@@ -272,6 +276,8 @@ class _Turn:
         self._used += self._use_of(held)
 
     def _use_of(self, held: Held) -> Use:
+        if has_own_cluster(held.job):
+            return Use()
         return self.capacity.use_of(held.job, held.workers)
 
     def growth_limits(self) -> dict[str, int]:
@@ -284,6 +290,7 @@ class _Turn:
             and each.workers < each.most
             and each.job.status is not JobStatus.QUEUED
             and each.job.priority <= blocked.priority
+            and not has_own_cluster(each.job)
         }
 
     def consider(self, job: Job) -> None:
@@ -297,7 +304,7 @@ class _Turn:
     def _start(self, job: Job) -> None:
         sizes, limit = sizes_of_job(job), self._quota_left(job)
         most = sizes.world_size if limit is None else min(sizes.world_size, limit)
-        free = self.capacity.num_free(job, self._used)
+        free = None if has_own_cluster(job) else self.capacity.num_free(job, self._used)
         workers = most if free is None else min(most, free)
         step = sizes.shard_group_size or 1
         workers = max(sizes.min_workers, workers // step * step)
@@ -339,6 +346,8 @@ class _Turn:
 
     def _room_reason(self, job: Job) -> str:
         """Why the cluster has no room for a job now; empty where it has."""
+        if has_own_cluster(job):
+            return ""
         least = sizes_of_job(job).min_workers
         total, free = self.capacity.num_workers(job), self.capacity.num_free(job, self._used)
         if total is None or free is None:
@@ -357,8 +366,9 @@ class _Turn:
         """Let jobs of a lower priority pause where that is enough; what is said of it."""
         if self._is_making_room:
             return ""
-        staying = [each for each in self.held if not _leaves(each.job)]
-        num_leaving = len(self.held) - len(staying)
+        here = [each for each in self.held if not has_own_cluster(each.job)]
+        staying = [each for each in here if not _leaves(each.job)]
+        num_leaving = len(here) - len(staying)
         used = sum((self._use_of(each) for each in staying), Use())
         victims: list[Held] = []
         for each in sorted((held for held in staying if _yields(held, job)), key=_cheapest_first):
@@ -383,7 +393,7 @@ class _Turn:
         ahead = self._blocked_of.get(job.project)
         if ahead is not None and not self._may_pass(ahead, job):
             return f"behind {ahead.named_for(job)}"
-        if self._blocked is None:
+        if self._blocked is None or has_own_cluster(job):
             return ""
         if self._is_making_room or not self._may_pass(self._blocked, job):
             return f"behind {self._blocked.named_for(job)}, which waits for workers"

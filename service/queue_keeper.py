@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from service.backends.base import Backend
+from service.clusters import has_own_cluster
 from service.domain import Job, JobStatus, QueueNote
 from service.errors import BackendUnreachable, ServiceError, StaleVersion, StoreUnavailable
 from service.lifecycle import Decision, line, start
@@ -41,7 +42,8 @@ _CAPACITY_AGE_S = 3.0
 class QueueKeeper:
     """The queue of `store` on `backend`; `clock` gives Unix seconds.
 
-    `before_start` is called with a job that is about to get another attempt.
+    `before_start` is called with a job that is about to get another attempt, `note_answer` with
+    whether the backend answered.
     """
 
     store: JobStore
@@ -51,6 +53,7 @@ class QueueKeeper:
     settings: Settings
     clock: Callable[[], float]
     before_start: Callable[[Job], None] = lambda job: None
+    note_answer: Callable[[bool], None] = lambda has_answered: None
 
     def __post_init__(self) -> None:
         self._seen: tuple[float, Capacity] | None = None
@@ -71,13 +74,17 @@ class QueueKeeper:
         if not queued:
             self._limit_growth(running, {})
             return
-        try:
-            capacity = self._capacity()
-        except BackendUnreachable as error:
-            silent = [Place(job, None, "the cluster does not answer") for job in queued]
-            self._note_all(silent, str(error))
-            return
         quotas = {project.name: project for project in self.projects.list()}
+        own = [job for job in queued if has_own_cluster(job)]
+        try:
+            capacity = self._capacity() if len(own) < len(queued) else Capacity()
+        except BackendUnreachable as error:
+            self.note_answer(False)
+            shared = [job for job in queued if not has_own_cluster(job)]
+            silent = [Place(job, None, "the cluster does not answer") for job in shared]
+            self._note_all(silent, str(error))
+            self._carry_out(admit(own, running, quotas, Capacity(), now), now)
+            return
         admission = admit(queued, running, quotas, capacity, now)
         self._carry_out(admission, now)
         self._limit_growth(running, admission.growth_limits)
@@ -98,6 +105,7 @@ class QueueKeeper:
         if self._seen is None or not 0.0 <= self.clock() - self._seen[0] < _CAPACITY_AGE_S:
             self._seen = None
             self._seen = (self.clock(), capacity_of(self.settings, self.backend))
+            self.note_answer(True)
         return self._seen[1]
 
     def _carry_out(self, admission: Admission, now: float) -> None:

@@ -98,6 +98,7 @@ class Reconciler:
             settings,
             clock,
             before_start=self._collect_last,
+            note_answer=telemetry.backend_asked,
         )
         self._is_reachable = True
         self._lane = Lane()
@@ -263,14 +264,13 @@ class Reconciler:
             with self._lane.aside():
                 tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
             parts = [part for part in (observation.message, tail) if part]
-            return Observation(observation.state, "\n".join(parts))
+            return replace(observation, message="\n".join(parts))
         return observation
 
     def _note_reachability(self, observation: Observation) -> None:
         """Log when the backend goes away and when it is back, not every look in between."""
         is_reachable = observation.state is not ObservedState.UNREACHABLE
-        if not is_reachable:
-            self._telemetry.backend_was_unreachable()
+        self._telemetry.backend_asked(is_reachable)
         if is_reachable != self._is_reachable:
             self._is_reachable = is_reachable
             news = "answers again" if is_reachable else observation.message
@@ -285,6 +285,7 @@ class Reconciler:
         )
         for line in decision.timeline:
             logger.info("job %s: %s", job.id, line.message)
+        self._telemetry.attempt_stored(attempt, decision.attempt)
         if stored.status.is_terminal and not job.status.is_terminal:
             self._telemetry.job_ended(stored)
             note_course(stored, self._settings)
@@ -335,7 +336,7 @@ class Reconciler:
         return submission_failed(job, attempt, reason, message, self._clock())
 
     def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
-        self._telemetry.backend_was_unreachable()
+        self._telemetry.backend_asked(False)
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
 
 

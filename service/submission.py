@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from service.backends.base import Submission
+from service.clusters import need_of
 from service.code_store import give_code
 from service.domain import Attempt, Job, QueueNote
 from service.lifecycle import remaining_failures
@@ -76,6 +77,7 @@ def submission_of(
         },
         metadata={"shardloom_job_id": job.id, "shardloom_job_name": job.name},
         code_uris=(code_path.as_uri(),) if code_path else (),
+        cluster=need_of(following.spec),
     )
 
 

@@ -15,10 +15,9 @@ from service.api.schemas import AttemptOut, JobDetail, JobPlan, JobSummary, Page
 from service.api.secrets import keep_secrets
 from service.api.versions import VersionDep, tagged
 from service.api.views import attempt_view, summary_of
-from service.backends.base import Backend, HostFacts
+from service.clusters import check_cluster, hosts_for
 from service.code_store import check_code
 from service.domain import JobStatus
-from service.errors import BackendUnreachable
 from service.job_changes import cancel_job
 from service.jobs import check_data, submit_job, with_table_sizes
 from service.planning import plan_of
@@ -65,10 +64,11 @@ def submit(
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
     check_code(context.settings, spec)
+    check_cluster(context.backend, spec)
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK
-        return plan_of(with_table_sizes(spec), _hosts(context.backend))
+        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec))
     began_at = time.time()
     job = submit_job(
         context.store,
@@ -81,14 +81,6 @@ def submit(
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{job.id}"
     return tagged(job, context.settings, response)
-
-
-def _hosts(backend: Backend) -> tuple[HostFacts, ...]:
-    """Hosts of the cluster, as far as it answers: a plan can do without."""
-    try:
-        return backend.hosts() or ()
-    except BackendUnreachable:
-        return ()
 
 
 @router.get("", summary="List jobs, newest first")

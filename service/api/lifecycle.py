@@ -13,6 +13,7 @@ from service.api.lifecycle_schemas import CloneJob, RestartJob
 from service.api.schemas import JobDetail
 from service.api.secrets import keep_secrets
 from service.api.versions import VersionDep, tagged
+from service.clusters import check_cluster
 from service.code_store import check_code
 from service.errors import StorageUnavailable
 from service.job_changes import cloned_spec, delete_job, pause_job, restart_job, resume_job
@@ -70,6 +71,7 @@ def clone(
     spec = cloned_spec(job, body.set, body.patch, body.name)
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
+    check_cluster(context.backend, spec)
     try:
         check_code(context.settings, spec, run_dir_of(context.settings, job.id))
     except OSError as error:

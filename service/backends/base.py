@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 from service.domain import Observation
+
+
+@dataclass(frozen=True)
+class ClusterNeed:
+    """What a cluster must hold for a job; only backends that make clusters look at it.
+
+    It must hold `min_workers` and may grow to `max_workers`, in groups of `group_size` (None:
+    not decided yet), on at least `num_hosts` hosts. Each worker takes `cpus_per_worker` CPUs, and a
+    GPU unless `device` says otherwise. `queue` and `deadline_s` are those of `resources`.
+    """
+
+    is_own: bool = False
+    queue: str | None = None
+    deadline_s: int | None = None
+    min_workers: int = 1
+    max_workers: int = 1
+    group_size: int | None = None
+    num_hosts: int = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpus_per_worker: float = 1.0
+    job_name: str = ""
+    project: str = ""
+    priority: int = 0
 
 
 @dataclass(frozen=True)
@@ -21,6 +44,7 @@ class Submission:
     env: dict[str, str] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     code_uris: tuple[str, ...] = ()
+    cluster: ClusterNeed = ClusterNeed()
 
 
 @dataclass(frozen=True)
@@ -34,10 +58,14 @@ class HostFacts:
 
 
 class Backend(Protocol):
-    """Runs submissions. Methods raise `BackendUnreachable` when nobody answers in time."""
+    """Runs submissions. Methods raise `BackendUnreachable` when nobody answers in time.
+
+    `makes_clusters` says whether a job may ask for a cluster of its own.
+    """
 
     name: str
     address: str
+    makes_clusters: bool
 
     def submit(self, submission: Submission) -> None:
         """Start an attempt; a known id is accepted without effect.
@@ -60,6 +88,12 @@ class Backend(Protocol):
 
     def hosts(self) -> tuple[HostFacts, ...] | None:
         """Live hosts of the cluster; None if it does not tell them. Raises `BackendUnreachable`."""
+
+    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
+        """Hosts that a cluster of a job's own would have at most; None where there are none such.
+
+        Raises `SubmissionRefused` where no worker would fit, and `BackendUnreachable`.
+        """
 
     def close(self) -> None:
         """Release connections."""

@@ -15,7 +15,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from service.backends.base import HostFacts, Submission
+from service.backends.base import ClusterNeed, HostFacts, Submission
 from service.domain import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
@@ -54,6 +54,7 @@ class FakeBackend:
     """A scripted cluster whose state lives under `state_dir`."""
 
     name = "fake"
+    makes_clusters = False
 
     def __init__(self, state_dir: Path) -> None:
         self.address = str(state_dir)
@@ -147,6 +148,10 @@ class FakeBackend:
         if not self._hosts.exists():
             return None
         return tuple(HostFacts(**host) for host in json.loads(self._hosts.read_text()))
+
+    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
+        """It makes no clusters."""
+        return None
 
     def _check_up(self) -> None:
         if self._down.exists():

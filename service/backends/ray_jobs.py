@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 
-from service.backends.base import HostFacts, Submission
+from service.backends.base import ClusterNeed, HostFacts, Submission
 from service.domain import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
@@ -32,6 +32,7 @@ class RayJobsBackend:
     """A Ray cluster behind its Jobs API at `address`, as in `http://127.0.0.1:8265`."""
 
     name = "ray_jobs"
+    makes_clusters = False
 
     def __init__(
         self,
@@ -126,6 +127,10 @@ class RayJobsBackend:
             return _hosts_of((str(node["node_ip"]), node["resources_total"]) for node in alive)
         except (KeyError, TypeError, ValueError):
             raise BackendUnreachable(self._strange(response)) from None
+
+    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
+        """It makes no clusters."""
+        return None
 
     def _send(self, method: str, path: str, **options: Any) -> httpx.Response:
         try:

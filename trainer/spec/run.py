@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from trainer.spec.base import Identifier, PathText, SpecModel
+from trainer.spec.problems import problem
+
+# As Kubernetes names what has a name in a namespace.
+QUEUE_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
 
 
 class TraceSpec(SpecModel):
@@ -110,10 +114,12 @@ class RecoverySpec(SpecModel):
 
 
 class ResourcesSpec(SpecModel):
-    """What each worker asks of the Ray cluster.
+    """What each worker asks of the Ray cluster, and which cluster that is.
 
     `memory_bytes_per_worker` is what the planner may fill; by default the memory of the GPU, or
-    an equal share of the host's.
+    an equal share of the host's. With `cluster: own` every attempt gets a cluster for itself
+    (KubeRay only), admitted by Kueue's LocalQueue `queue` if given, and is ended once its cluster
+    is `deadline_s` old; the next one goes on from the newest checkpoint.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -121,3 +127,14 @@ class ResourcesSpec(SpecModel):
     threads_per_worker: PositiveInt = 1
     collective_timeout_s: PositiveFloat = 60.0
     memory_bytes_per_worker: PositiveInt | None = None
+    cluster: Literal["shared", "own"] = "shared"
+    queue: Annotated[str, Field(pattern=QUEUE_PATTERN)] | None = None
+    deadline_s: Annotated[PositiveInt, Field(lt=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        for name in ("queue", "deadline_s"):
+            if self.cluster == "shared" and getattr(self, name) is not None:
+                message = f"the shared cluster has no {name}; set resources.cluster to own"
+                raise problem("shared_cluster", message, name)
+        return self

@@ -80,7 +80,8 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
 
     Starting the app starts the reconciler; stopping it closes reconciler, store and backend.
     """
-    telemetry, tracing = Telemetry(), Tracing.from_settings(settings)
+    telemetry = Telemetry(max_jobs=settings.metrics_max_jobs)
+    tracing = Tracing.from_settings(settings)
     telemetry.watch(store.engine)
     reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
     app = FastAPI(

@@ -87,6 +87,10 @@ class Settings(BaseSettings):
     ray_auth_token: SecretStr | None = Field(
         default=None, description="Bearer token of the Ray cluster, if it wants one."
     )
+    gcs_address: str | None = Field(
+        default=None,
+        description="HOST:PORT at which machines join this Ray; set by `shardloom up --head`.",
+    )
     service_url: str = Field(
         default_factory=_default_service_url,
         description="URL under which drivers reach this service to post their records.",
@@ -196,6 +200,11 @@ class Settings(BaseSettings):
     code_max_bytes: int = Field(
         default=10 * 2**30, ge=2**20, description="Most bytes of uploaded code that are kept."
     )
+    export_retention_days: float = Field(
+        default=0.0,
+        ge=0,
+        description="Age at which exports of jobs are deleted that nobody is making; 0 keeps them.",
+    )
     rate_limit_per_s: PositiveFloat = Field(
         default=50.0, description="Requests per second of one principal; local ones have no limit."
     )
@@ -238,6 +247,12 @@ class Settings(BaseSettings):
             "otlp_endpoint", "SHARDLOOM_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
         ),
         description="OTLP/HTTP collector that takes traces, as in http://127.0.0.1:4318.",
+    )
+    metrics_max_jobs: int = Field(
+        default=1000,
+        ge=0,
+        description="Live jobs that have series of their own in /metrics, about 30 lines each; "
+        "`shardloom_hidden_jobs` counts the others.",
     )
     webhook_allowed_networks: list[IPvAnyNetwork] = Field(
         default=[],

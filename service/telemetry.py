@@ -1,17 +1,23 @@
-"""What the service says of itself to Prometheus. One registry per app, so tests do not mix."""
+"""What the service says of itself to Prometheus. One registry per app, so tests do not mix.
+
+Several replicas on one database: what one replica did (requests, ends that it wrote, records that
+it took) adds up, `sum`; what all of them see in the store (live jobs, waits, the series of each
+job) does not, `max`. `deploy/observability/rules` does it so.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from sqlalchemy import Connection, Engine, event
 
-from service.domain import Job, JobStatus
+from service.domain import Attempt, EndReason, Job, JobStatus
+from service.job_telemetry import JobCollector
 from trainer.events import Event, Metrics
 
 _WAIT_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 24 * 3600)
@@ -24,13 +30,19 @@ Result = TypeVar("Result")
 
 
 class Telemetry:
-    """Counters and gauges of one service; `clock` gives Unix seconds."""
+    """Counters and gauges of one service; `clock` gives Unix seconds.
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    At most `max_jobs` live jobs have series of their own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, max_jobs: int = 1000) -> None:
         self.registry = CollectorRegistry()
         self._clock = clock
         self._waits = Waits()
+        self._live = JobCollector(clock, max_jobs, self._waits.queued_since)
+        self.registry.register(self._live)
         self._add_jobs()
+        self._add_ends()
         self._add_loop()
         self._add_ingest()
         self._add_requests()
@@ -38,12 +50,6 @@ class Telemetry:
     def _add_jobs(self) -> None:
         self._live_jobs = Gauge(
             "shardloom_live_jobs", "Jobs that have not ended.", ["status"], registry=self.registry
-        )
-        self._ended_jobs = Counter(
-            "shardloom_ended_jobs",
-            "Jobs that ended since the service started.",
-            ["status", "reason"],
-            registry=self.registry,
         )
         self._queue_wait_s = Histogram(
             "shardloom_queue_wait_seconds",
@@ -57,6 +63,31 @@ class Telemetry:
             buckets=_WAIT_BUCKETS,
             registry=self.registry,
         )
+
+    def _add_ends(self) -> None:
+        self._ended_jobs = Counter(
+            "shardloom_ended_jobs",
+            "Jobs whose end this replica stored.",
+            ["status", "reason"],
+            registry=self.registry,
+        )
+        self._ended_attempts = Counter(
+            "shardloom_ended_attempts",
+            "Attempts whose end this replica stored.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._submitted_attempts = Counter(
+            "shardloom_submitted_attempts",
+            "Attempts that the backend took from this replica.",
+            registry=self.registry,
+        )
+        # An increase from nothing to 1 is none to Prometheus: each series is there from the start.
+        for reason in EndReason:
+            self._ended_attempts.labels(reason.value)
+            self._ended_jobs.labels(JobStatus.FAILED.value, reason.value)
+        self._ended_jobs.labels(JobStatus.SUCCEEDED.value, EndReason.COMPLETED.value)
+        self._ended_jobs.labels(JobStatus.CANCELLED.value, EndReason.CANCELLED.value)
 
     def _add_loop(self) -> None:
         self._looked_at = self._clock()
@@ -80,6 +111,16 @@ class Telemetry:
         self._unreachable = Counter(
             "shardloom_backend_unreachable",
             "Requests that the backend did not answer.",
+            registry=self.registry,
+        )
+        self._answered_at = Gauge(
+            "shardloom_backend_answered_timestamp_seconds",
+            "When the backend last answered this replica; 0 before it was asked.",
+            registry=self.registry,
+        )
+        self._unanswered_at = Gauge(
+            "shardloom_backend_unanswered_timestamp_seconds",
+            "When the backend last left a request of this replica unanswered; 0 if it never did.",
             registry=self.registry,
         )
 
@@ -136,12 +177,22 @@ class Telemetry:
         for job in jobs:
             self._note_waits(job)
         self._waits.keep({job.id for job in jobs})
+        self._live.saw(jobs)
 
     def job_ended(self, job: Job) -> None:
         """Count a job that just ended."""
         self._note_waits(job)
         reason = job.reason.value if job.reason else ""
         self._ended_jobs.labels(job.status.value, reason).inc()
+
+    def attempt_stored(self, before: Attempt | None, after: Attempt | None) -> None:
+        """Count an attempt that was taken or that ended with what was just stored."""
+        if after is None or (before is not None and before.id != after.id):
+            return
+        if after.submitted_at is not None and (before is None or before.submitted_at is None):
+            self._submitted_attempts.inc()
+        if after.end_reason is not None and (before is None or before.end_reason is None):
+            self._ended_attempts.labels(after.end_reason.value).inc()
 
     def _note_waits(self, job: Job) -> None:
         queued_s, unstarted_s = self._waits.after(job, self._clock())
@@ -162,9 +213,13 @@ class Telemetry:
 
         return _begin
 
-    def backend_was_unreachable(self) -> None:
-        """Count a request that was not answered."""
-        self._unreachable.inc()
+    def backend_asked(self, has_answered: bool) -> None:
+        """Note whether the backend answered a request, and count it if not."""
+        if has_answered:
+            self._answered_at.set(self._clock())
+        else:
+            self._unreachable.inc()
+            self._unanswered_at.set(self._clock())
 
     # ---- ingest and webhooks
 
@@ -219,7 +274,8 @@ class Telemetry:
 class Waits:
     """Who waits for what, to tell how long once it is over.
 
-    Jobs that were there when the service started and wait no more say nothing.
+    Jobs that were there when the service started and wait no more say nothing. One that waits
+    again after an attempt keeps its place (`Job.waits_since`), but its wait begins anew.
     """
 
     def __init__(self) -> None:
@@ -229,7 +285,7 @@ class Waits:
 
     def after(self, job: Job, now: float) -> tuple[float | None, float | None]:
         """Seconds in the queue, and from submission to running, of waits that are over now."""
-        self._note_begin(job)
+        self._note_begin(job, now)
         queued_at = created_at = None
         if job.status is not JobStatus.QUEUED:
             queued_at = self._queued.pop(job.id, None)
@@ -242,13 +298,19 @@ class Waits:
             max(0.0, (job.started_at or 0.0) - (created_at or 0.0)) if has_run else None,
         )
 
-    def _note_begin(self, job: Job) -> None:
+    @property
+    def queued_since(self) -> Mapping[str, float]:
+        """Since when each job in the queue waits, by its id (Unix seconds)."""
+        return self._queued
+
+    def _note_begin(self, job: Job, now: float) -> None:
         # One that is new here may have left the queue since the last look already.
         is_new = self._live is not None and job.id not in self._live
-        queued_at = job.created_at if job.queued_at is None else job.queued_at
-        if job.status is JobStatus.QUEUED or is_new:
-            self._queued[job.id] = queued_at
-        if job.started_at is None or (is_new and job.started_at >= queued_at):
+        if job.status is JobStatus.QUEUED and job.num_attempts:
+            self._queued.setdefault(job.id, max(now, job.retry_at or now))
+        elif job.status is JobStatus.QUEUED or is_new:
+            self._queued[job.id] = job.waits_since
+        if job.started_at is None or (is_new and job.started_at >= job.waits_since):
             self._unstarted[job.id] = job.created_at
 
     def keep(self, live: Set[str]) -> None:

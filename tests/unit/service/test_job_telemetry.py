@@ -1,0 +1,292 @@
+"""What each live job says of itself to Prometheus, and what the loop adds to it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.domain import Attempt, EndReason, Job, JobStatus, Membership, Progress
+from service.job_telemetry import STALE_AFTER_S, shown_of
+from service.membership import after
+from service.store.intake import fold
+from service.telemetry import Telemetry
+from tests.unit.service.builders import (
+    NOW,
+    attempt_of,
+    checkpoint,
+    divergence,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
+    queued_job,
+    recovered,
+    workers_started,
+)
+from tests.unit.service.house import House
+from trainer.events import Progress as ProgressRecord
+
+_SURVIVE = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 1}}
+
+
+def _running(**changes: object) -> Job:
+    job = replace(queued_job(), status=JobStatus.RUNNING, started_at=NOW - 50)
+    return replace(job, **{"current_attempt_id": f"{job.id}-a0", **changes})
+
+
+def _grouped(*events: object) -> Job:
+    job = replace(queued_job(parallelism=_SURVIVE), status=JobStatus.RUNNING, started_at=NOW)
+    attempt = f"{job.id}-a0"
+    membership: Membership | None = None
+    for event in (layout_chosen(), membership_changed(), *events):
+        membership = after(membership, attempt, event)
+    return replace(job, current_attempt_id=attempt, membership=membership)
+
+
+def _telemetry(*jobs: Job, max_jobs: int = 1000, now: float = NOW) -> Telemetry:
+    telemetry = Telemetry(lambda: now, max_jobs)
+    telemetry.saw_live_jobs(jobs)
+    return telemetry
+
+
+def _read(telemetry: Telemetry, job: Job, metric: str, **labels: str) -> float | None:
+    owned = {"job_id": job.id, "project": job.project, **labels}
+    return telemetry.registry.get_sample_value(f"shardloom_job_{metric}", owned)
+
+
+# ---- one job
+
+
+def test_a_running_job_tells_how_far_it_is_and_when_it_last_got_further() -> None:
+    progress = Progress(
+        step=40, total_steps=100, rows=9, rows_per_s=7.5, advanced_at=NOW - 5, checkpoint_at=NOW - 9
+    )
+    job = _running(progress=progress)
+    telemetry = _telemetry(job)
+    assert _read(telemetry, job, "status", status="RUNNING") == 1
+    assert _read(telemetry, job, "info", name="tiny", failure_domain="job") == 1
+    assert _read(telemetry, job, "steps") == 40
+    assert _read(telemetry, job, "wanted_steps") == 100
+    assert _read(telemetry, job, "rows") == 9
+    assert _read(telemetry, job, "rows_per_second") == 7.5
+    assert _read(telemetry, job, "advanced_timestamp_seconds") == NOW - 5
+    assert _read(telemetry, job, "checkpoint_timestamp_seconds") == NOW - 9
+    assert _read(telemetry, job, "workers") == 4
+    assert _read(telemetry, job, "attempts") == 1
+
+
+def test_a_job_without_a_checkpoint_counts_from_when_it_first_ran() -> None:
+    job = _running()
+    assert _read(_telemetry(job), job, "checkpoint_timestamp_seconds") == NOW - 50
+
+
+def test_a_job_at_rest_is_neither_late_nor_slow() -> None:
+    progress = Progress(step=40, rows_per_s=7.5, advanced_at=NOW - 5)
+    job = _running(
+        progress=progress, status=JobStatus.PAUSED, latest_metrics={"goodput/share": 0.1}
+    )
+    telemetry = _telemetry(job)
+    for name in ("advanced_timestamp_seconds", "checkpoint_timestamp_seconds", "goodput_ratio"):
+        assert _read(telemetry, job, name) is None, name
+    assert _read(telemetry, job, "workers") == 0
+    assert _read(telemetry, job, "steps") == 40
+
+
+def test_goodput_and_what_time_was_lost_to_are_told() -> None:
+    latest = {"goodput/share": 0.8, "goodput/lost_s/recovery": 12.0, "risk/steps_undurable": 30.0}
+    job = _running(latest_metrics=latest)
+    telemetry = _telemetry(job)
+    assert _read(telemetry, job, "goodput_ratio") == 0.8
+    assert _read(telemetry, job, "lost_seconds", cause="recovery") == 12
+    assert _read(telemetry, job, "undurable_steps") == 30
+
+
+def test_copies_and_groups_are_told_where_groups_are_failure_domains() -> None:
+    whole, single = _grouped(), _running()
+    lost = _grouped(
+        group_lost(1), membership_changed(group_member(0), generation=2, time=NOW + 1), recovered()
+    )
+    telemetry = _telemetry(whole, single, lost)
+    assert _read(telemetry, whole, "alive_host_copies") == 3
+    assert _read(telemetry, whole, "needed_host_copies") == 2
+    assert _read(telemetry, lost, "alive_copies") == 1
+    assert _read(telemetry, lost, "alive_host_copies") == 1
+    assert _read(telemetry, lost, "current_groups") == 1
+    assert _read(telemetry, lost, "wanted_groups") == 3
+    assert _read(telemetry, lost, "lost_groups") == 1
+    assert _read(telemetry, lost, "recoveries") == 1
+    assert _read(telemetry, lost, "recovery_pause_seconds") == pytest.approx(0.31)
+    assert _read(telemetry, single, "alive_host_copies") is None
+    assert _read(telemetry, single, "needed_host_copies") is None
+
+
+def test_divergences_count_from_0_in_each_attempt() -> None:
+    job = _grouped()
+    assert _read(_telemetry(job), job, "divergences") == 0
+    diverged = replace(job, membership=after(job.membership, f"{job.id}-a0", divergence()))
+    assert _read(_telemetry(diverged), diverged, "divergences") == 1
+    again = replace(diverged, current_attempt_id=f"{job.id}-a1")
+    assert _read(_telemetry(again), again, "divergences") == 0
+
+
+# ---- which jobs
+
+
+def test_an_ended_job_is_gone_at_the_next_look() -> None:
+    job = _running()
+    telemetry = _telemetry(job)
+    telemetry.saw_live_jobs([])
+    assert job.id.encode() not in telemetry.render()
+
+
+def test_a_replica_that_has_not_looked_for_a_minute_shows_no_job() -> None:
+    now, job = [NOW], _running()
+    telemetry = Telemetry(lambda: now[0])
+    telemetry.saw_live_jobs([job])
+    now[0] += STALE_AFTER_S
+    assert _read(telemetry, job, "steps") == 0
+    now[0] += 1
+    assert _read(telemetry, job, "steps") is None
+
+
+def test_too_many_jobs_are_counted_and_those_that_run_come_first() -> None:
+    queued = [replace(queued_job(), created_at=NOW - 10 + num) for num in range(3)]
+    running = _running(created_at=NOW)
+    assert shown_of([*queued, running], 2) == [running, queued[0]]
+    telemetry = _telemetry(*queued, running, max_jobs=2)
+    assert _read(telemetry, running, "attempts") == 1
+    assert _read(telemetry, queued[1], "attempts") is None
+    assert telemetry.registry.get_sample_value("shardloom_hidden_jobs") == 2
+    assert telemetry.registry.get_sample_value("shardloom_live_jobs", {"status": "QUEUED"}) == 3
+
+
+# ---- the queue
+
+
+def _oldest(telemetry: Telemetry, project: str = "default") -> float | None:
+    name = "shardloom_queue_oldest_wait_seconds"
+    return telemetry.registry.get_sample_value(name, {"project": project})
+
+
+def test_the_longest_wait_is_told_by_project() -> None:
+    old, young = (replace(queued_job(), created_at=NOW - wait_s) for wait_s in (90, 30))
+    other = replace(queued_job(), project="ads", created_at=NOW - 5)
+    telemetry = _telemetry(old, young, other, _running())
+    assert _oldest(telemetry) == 90
+    assert _oldest(telemetry, "ads") == 5
+
+
+def test_a_retry_waits_from_when_it_may_start_not_from_when_the_job_first_waited() -> None:
+    now = [NOW]
+    telemetry = Telemetry(lambda: now[0])
+    job = replace(_running(), status=JobStatus.QUEUED, created_at=NOW - 9000, retry_at=NOW + 20)
+    telemetry.saw_live_jobs([job])
+    assert _oldest(telemetry) == 0
+    now[0] += 50
+    telemetry.saw_live_jobs([job])
+    assert _oldest(telemetry) == 30
+    started = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a1")
+    telemetry.saw_live_jobs([started])
+    assert telemetry.registry.get_sample_value("shardloom_queue_wait_seconds_sum") == 30
+    assert _oldest(telemetry) == 0
+
+
+# ---- attempts, ends and the backend
+
+
+def _count(telemetry: Telemetry, name: str, **labels: str) -> float | None:
+    return telemetry.registry.get_sample_value(f"shardloom_{name}_total", labels)
+
+
+def test_every_end_is_there_at_0_before_it_happens() -> None:
+    telemetry = Telemetry()
+    for reason in EndReason:
+        assert _count(telemetry, "ended_attempts", reason=reason.value) == 0
+    assert _count(telemetry, "ended_jobs", status="FAILED", reason="hang") == 0
+
+
+def test_an_attempt_is_counted_when_it_is_taken_and_when_it_ends() -> None:
+    telemetry, made = Telemetry(), attempt_of(queued_job())
+    taken = replace(made, submitted_at=NOW)
+    ended = replace(taken, end_reason=EndReason.HANG)
+    stored: list[tuple[Attempt | None, Attempt | None]] = [
+        (made, made),
+        (made, taken),
+        (taken, taken),
+        (taken, ended),
+        (ended, ended),
+        (ended, None),
+    ]
+    for before, now in stored:
+        telemetry.attempt_stored(before, now)
+    assert _count(telemetry, "submitted_attempts") == 1
+    assert _count(telemetry, "ended_attempts", reason="hang") == 1
+
+
+def test_the_loop_tells_attempts_and_whether_the_backend_answers(house: House) -> None:
+    reconciler = house.reconciler()
+    telemetry = reconciler._telemetry
+    job = house.submit("running", "failed", max_failures=0)
+    reconciler.run_once()
+    assert _count(telemetry, "submitted_attempts") == 1
+    answered_at, unanswered_at = (
+        telemetry.registry.get_sample_value(f"shardloom_backend_{name}_timestamp_seconds")
+        for name in ("answered", "unanswered")
+    )
+    assert answered_at and not unanswered_at
+    house.backend.set_down(True)
+    reconciler.run_once()
+    name = "shardloom_backend_unanswered_timestamp_seconds"
+    assert telemetry.registry.get_sample_value(name)
+    house.backend.set_down(False)
+    for _ in range(10):
+        house.now += 30
+        reconciler.run_once()
+    assert house.status(job) is JobStatus.FAILED
+    assert _count(telemetry, "ended_attempts", reason="driver_lost") == 1
+    reconciler.close()
+
+
+# ---- what is stored for it
+
+
+def _progress(step: int) -> ProgressRecord:
+    return ProgressRecord(
+        time=NOW, step=step, total_steps=100, epoch=0, rows=step * 8, rows_per_s=5.0, eta_s=1.0
+    )
+
+
+def test_a_report_that_got_no_further_does_not_count_as_progress() -> None:
+    job = _running()
+    attempt = attempt_of(job)
+    began = fold(job, attempt, [workers_started()], NOW).job
+    assert began.progress.advanced_at == NOW
+    stepped = fold(began, attempt, [_progress(5)], NOW + 10).job
+    assert stepped.progress.advanced_at == NOW + 10
+    idle = fold(stepped, attempt, [_progress(5)], NOW + 20).job
+    assert idle.progress.advanced_at == NOW + 10
+    assert idle.progress.total_steps == 100
+
+
+def test_a_commit_is_dated_by_the_services_clock_and_outlives_later_reports() -> None:
+    job = _running()
+    attempt = attempt_of(job)
+    saved = fold(job, attempt, [checkpoint(5), _progress(6)], NOW + 7).job
+    assert saved.progress.checkpoint_at == NOW + 7
+    again = fold(saved, attempt, [workers_started(), _progress(6)], NOW + 30).job
+    assert again.progress.checkpoint_at == NOW + 7
+
+
+def test_the_times_survive_the_store(house: House) -> None:
+    job = house.submit("running")
+    reconciler = house.reconciler()
+    reconciler.run_once()
+    house.leave(job, workers_started(), _progress(3), checkpoint(3), divergence())
+    reconciler._outboxes.collect(job.id, 0)
+    stored = house.store.get_job(job.id)
+    assert stored.progress.advanced_at == house.now
+    assert stored.progress.checkpoint_at == house.now
+    assert stored.membership is not None
+    assert stored.membership.num_divergences == 1
+    reconciler.close()

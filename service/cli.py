@@ -20,6 +20,7 @@ from service.commands import (
     keys,
     lifecycle,
     logs,
+    machines,
     migrate,
     projects,
     queue,
@@ -53,6 +54,8 @@ def build_app() -> typer.Typer:
     app.callback()(_root)
     command: Callable[..., None]
     for command in (stack.up, stack.down, stack.status, cluster.cluster):
+        app.command(rich_help_panel=STACK_PANEL)(command)
+    for command in (machines.join, machines.leave):
         app.command(rich_help_panel=STACK_PANEL)(command)
     app.add_typer(hosts.app, name="host", rich_help_panel=STACK_PANEL)
     for command in (submit.run, submit.submit, submit.plan, submit.cancel, jobs.ps):

@@ -12,6 +12,7 @@
     │   ├── CheckpointNotFound                checkpoint_not_found
     │   ├── TraceNotFound                     trace_not_found
     │   ├── ExportNotFound                    export_not_found
+    │   ├── NotAHead                          not_a_head
     │   ├── WebhookNotFound                   webhook_not_found
     │   └── DeliveryNotFound                  delivery_not_found
     ├── Conflict                      409
@@ -215,6 +216,19 @@ class DeliveryNotFound(NotFound):
         super().__init__(
             f"webhook {webhook_id} has no delivery {delivery_id}; "
             f"GET /v1/webhooks/{webhook_id}/deliveries lists them"
+        )
+
+
+class NotAHead(NotFound):
+    """The Ray of this service is not one that machines can join."""
+
+    code = "not_a_head"
+    title = "Not a head"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "machines cannot join the cluster of this service: it was not started by "
+            "`shardloom up --head`"
         )
 
 

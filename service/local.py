@@ -9,14 +9,13 @@ SHARDLOOM_BACKEND=fake there is no cluster at all.
 
 from __future__ import annotations
 
-import errno
 import importlib.util
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,8 @@ from service import local_ray
 from service.addresses import local_url
 from service.local_process import ProcessId, end_family, identify, is_alive
 from service.local_state import StackError, StackHome, StackState, boot_id
+from service.machine_ray import MachineHead
+from service.network import port_fault
 from trainer.versions import check_versions
 
 SERVICE_COMMAND = (sys.executable, "-m", "service.main")
@@ -60,8 +61,11 @@ class LocalStack:
         home: StackHome,
         environment: Mapping[str, str] = os.environ,
         service_command: Sequence[str] = SERVICE_COMMAND,
+        head: MachineHead | None = None,
     ) -> None:
+        """With `head` its Ray is one that other machines can join, and the service is there too."""
         self.home = home
+        self._head = head
         self._environment = dict(environment)
         self._service_command = list(service_command)
         self._started: list[ProcessId] = []
@@ -70,7 +74,7 @@ class LocalStack:
 
     def running(self) -> StackState | None:
         """State of the stack if all of it runs, else None."""
-        state = self.home.read_state()
+        state = self._own_state()
         return state if state is not None and state.is_running else None
 
     def up(self, *, port: int | None = None, report: Report) -> StackState:
@@ -99,7 +103,7 @@ class LocalStack:
         With `only` a stack that others started in place of that one is left alone.
         """
         with self.home.lock():
-            state = self.home.read_state()
+            state = self._own_state()
             if state is None or (only is not None and not state.has_processes_of(only)):
                 return False
             ended = self._end(state, report)
@@ -111,9 +115,28 @@ class LocalStack:
         while state.is_running:
             time.sleep(POLL_S * 5)
         name = "ray" if state.service is not None and is_alive(state.service) else "service"
-        return f"{name} has ended by itself; {self._log_tail(name)}"
+        return f"{name} has ended by itself; {self.log_tail(name)}"
 
     # ---- before
+
+    def _own_state(self) -> StackState | None:
+        """The state of this machine's stack; raises `StackError` for that of another machine."""
+        state = self.home.read_state()
+        if state is not None and state.machine not in ("", socket.gethostname()):
+            raise StackError(
+                f"the stack of {self.home.root} runs on {state.machine}, and can be started and "
+                "stopped there only; for one of this machine name another SHARDLOOM_HOME"
+            )
+        return state
+
+    @property
+    def _head_address(self) -> str | None:
+        return self._head.node.address if self._head is not None else None
+
+    @property
+    def _host(self) -> str:
+        """Address that the service listens on."""
+        return self._environment.get("SHARDLOOM_HOST") or self._head_address or "127.0.0.1"
 
     @property
     def _starts_ray(self) -> bool:
@@ -132,11 +155,12 @@ class LocalStack:
 
     def _end_leftovers(self, report: Report) -> StackState | None:
         """End a half-dead stack; returns its state if its Ray lives and can be used again."""
-        state = self.home.read_state()
+        state = self._own_state()
         if state is None or state.boot_id != boot_id():
             self.home.forget_state()
             return None
-        if state.ray is not None and is_alive(state.ray) and self._starts_ray:
+        keeps_ray = self._starts_ray and state.head_address == self._head_address
+        if state.ray is not None and is_alive(state.ray) and keeps_ray:
             report("the service had ended; its Ray still runs and is kept")
             if state.service is not None:
                 end_family(state.service, grace_s=0.0)
@@ -159,18 +183,23 @@ class LocalStack:
             )
         if starts_ray and (mismatches := check_versions()):
             raise StackError("\n".join(mismatch.message for mismatch in mismatches))
-        check_port_free(port)
+        check_port_free(port, self._head_address or "127.0.0.1")
+        if starts_ray and self._head is not None:
+            check_node_ports_free(self._head.node.address, self._head.fixed_ports)
 
     # ---- start
 
     def _launch(self, port: int, before: StackState | None) -> tuple[StackState, list[Part]]:
         scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
-        url = local_url(self._environment.get("SHARDLOOM_HOST") or "127.0.0.1", port, scheme)
+        # Other machines see it by the head's address, even where it listens on every one.
+        url = local_url(self._head_address or self._host, port, scheme)
         state = before or StackState(
             url=url,
             boot_id=boot_id(),
             started_at=time.time(),
             ray_address=self._environment.get("SHARDLOOM_RAY_ADDRESS"),
+            machine=socket.gethostname(),
+            head_address=self._head_address,
         )
         parts = []
         if self._starts_ray and state.ray is None:
@@ -189,13 +218,17 @@ class LocalStack:
         ports = local_ray.choose_ports()
         self.home.token()
         local_ray.make_temp_dir(self.home.ray_dir)
-        process = self.spawn(
-            "ray",
-            local_ray.head_command(executable, ports, self.home.ray_dir, os.cpu_count() or 1),
-            local_ray.head_environment(self._environment, ports, self.home.token_path),
-        )
-        address = f"http://127.0.0.1:{ports.dashboard}"
-        gcs_address = f"{local_ray.NODE_IP}:{ports.gcs}"
+        head, folder, token_path = self._head, self.home.ray_dir, self.home.token_path
+        if head is not None:
+            command = head.command(executable, folder)
+            environment = head.environment(self._environment, ports, token_path)
+            address, gcs_address = head.ray_address, head.gcs_address
+        else:
+            command = local_ray.head_command(executable, ports, folder, os.cpu_count() or 1)
+            environment = local_ray.head_environment(self._environment, ports, token_path)
+            address = f"http://127.0.0.1:{ports.dashboard}"
+            gcs_address = f"{local_ray.NODE_IP}:{ports.gcs}"
+        process = self.spawn("ray", command, environment)
         started = {"ray": process, "ray_address": address, "gcs_address": gcs_address}
         return self._remember(state.model_copy(update=started))
 
@@ -204,6 +237,12 @@ class LocalStack:
         if state.ray is not None and state.ray_address is not None:
             settings["SHARDLOOM_RAY_ADDRESS"] = state.ray_address
             settings["SHARDLOOM_RAY_AUTH_TOKEN"] = self.home.token()
+        if self._head is not None and state.gcs_address is not None:
+            settings["SHARDLOOM_HOST"] = self._host
+            settings["SHARDLOOM_GCS_ADDRESS"] = state.gcs_address
+            settings["SHARDLOOM_SERVICE_URL"] = (
+                self._environment.get("SHARDLOOM_SERVICE_URL") or state.url
+            )
         process = self.spawn("service", self._service_command, self._environment | settings)
         return self._remember(state.model_copy(update={"service": process}))
 
@@ -247,15 +286,16 @@ class LocalStack:
                         waiting.remove(part)
                         report(f"{part.name} ready after {elapsed_s:.1f} s")
                     elif not is_alive(part.process):
-                        raise StackError(f"{part.name} did not start; {self._log_tail(part.name)}")
+                        raise StackError(f"{part.name} did not start; {self.log_tail(part.name)}")
                     elif elapsed_s > START_TIMEOUT_S:
                         raise StackError(
                             f"{part.name} runs but does not answer at {part.url} after "
-                            f"{elapsed_s:.0f} s; {self._log_tail(part.name)}"
+                            f"{elapsed_s:.0f} s; {self.log_tail(part.name)}"
                         )
                 time.sleep(POLL_S)
 
-    def _log_tail(self, name: str) -> str:
+    def log_tail(self, name: str) -> str:
+        """The last lines of a log, with its path."""
         path = self.home.log_path(name)
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
         tail = "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:])
@@ -312,22 +352,23 @@ def _wait_for_port(port: int) -> None:
             return
 
 
-def check_port_free(port: int) -> None:
+def check_port_free(port: int, host: str = "127.0.0.1") -> None:
     """Raise `StackError`, naming the port and the way out, if something listens on it."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
-                raise
-            why = "is in use by another program"
-            if error.errno == errno.EACCES:
-                why = "needs privileges that you lack"
+    if fault := port_fault(host, port):
+        raise StackError(
+            f"{fault}; choose another one: `shardloom up --port {port + 1}` "
+            f"or SHARDLOOM_PORT={port + 1}"
+        )
+
+
+def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
+    """Raise `StackError` if something listens on one of the ports of a machine's Ray."""
+    for port in ports:
+        if fault := port_fault(address, port):
             raise StackError(
-                f"port {port} {why}; choose another one: `shardloom up --port {port + 1}` "
-                f"or SHARDLOOM_PORT={port + 1}"
-            ) from None
+                f"{fault}: is another Ray here? --node-port (six ports from there on), --ray-port "
+                "and --ray-dashboard-port name others"
+            )
 
 
 def _answers(http: httpx.Client, part: Part) -> bool:

@@ -43,6 +43,10 @@ class LocalHosts:
         """
         with self.stack.home.lock():
             state = self._state()
+            if state.head_address is not None:
+                raise StackError(
+                    f"other machines join this head, by `shardloom join {state.head_address}` there"
+                )
             address = address or self._next_address(state)
             if address in self.running() or address == local_ray.NODE_IP:
                 raise StackError(f"host {address} is there already; `shardloom host ls` shows all")

@@ -2,9 +2,11 @@
 
 HOME/                    $SHARDLOOM_HOME, ~/.shardloom by default
   stack.json             processes and addresses of the running stack (mode 0600)
+  joined-HOSTNAME.json   node by which this machine has joined the cluster of another one
   stack.lock             held while a stack starts or stops
-  ray-token              bearer token of the private Ray cluster (mode 0600)
-  logs/service.log, ray.log, host-ADDRESS.log
+  ray-token              bearer token of the Ray cluster that is headed here (mode 0600)
+  cluster-token          the same of the cluster that this machine has joined (mode 0600)
+  logs/service.log, ray.log, host-ADDRESS.log, node-ADDRESS.log
 /tmp/shardloom-HASH/     Ray's own folder; short, because a socket's path has 107 bytes at most
 """
 
@@ -14,10 +16,12 @@ import fcntl
 import hashlib
 import os
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,6 +39,8 @@ class StackState(BaseModel):
     """The stack that was started last. Processes are None where they were not ours to start.
 
     `hosts` are Ray nodes beside the head, by the loopback address that each has to itself.
+    `machine` is the name of the one that it runs on, `head_address` the address at which other
+    machines can join; None where none can.
     """
 
     url: str
@@ -45,6 +51,8 @@ class StackState(BaseModel):
     ray_address: str | None = None
     gcs_address: str | None = None
     hosts: dict[str, ProcessId] = {}
+    machine: str = ""
+    head_address: str | None = None
 
     @property
     def is_running(self) -> bool:
@@ -59,6 +67,26 @@ class StackState(BaseModel):
     def has_processes_of(self, other: StackState) -> bool:
         """Whether both states are about the same running stack."""
         return (self.service, self.ray) == (other.service, other.ray)
+
+
+class JoinedState(BaseModel):
+    """The node by which this machine has joined the cluster of another one."""
+
+    address: str
+    head_url: str
+    ray_address: str
+    gcs_address: str
+    boot_id: str
+    started_at: float
+    node: ProcessId
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the node still runs (since the same boot)."""
+        return self.boot_id == boot_id() and is_alive(self.node)
+
+
+State = TypeVar("State", bound=BaseModel)
 
 
 @dataclass(frozen=True)
@@ -78,9 +106,19 @@ class StackHome:
         return self.root / "stack.json"
 
     @property
+    def joined_path(self) -> Path:
+        """File of the `JoinedState`: one a machine, as a home may lie on shared storage."""
+        return self.root / f"joined-{socket.gethostname()}.json"
+
+    @property
     def token_path(self) -> Path:
         """File of the Ray cluster's token."""
         return self.root / "ray-token"
+
+    @property
+    def cluster_token_path(self) -> Path:
+        """File of the token of the cluster that this machine has joined."""
+        return self.root / "cluster-token"
 
     @property
     def ray_dir(self) -> Path:
@@ -94,17 +132,35 @@ class StackHome:
 
     def read_state(self) -> StackState | None:
         """The stored state, whether or not its processes live; None if there is none."""
+        return self._read(self.state_path, StackState)
+
+    def write_state(self, state: StackState) -> None:
+        """Store the state, atomically."""
+        self._write(self.state_path, state)
+
+    def read_joined(self) -> JoinedState | None:
+        """By what node this machine has joined, whether or not it lives; None if it has not."""
+        return self._read(self.joined_path, JoinedState)
+
+    def write_joined(self, state: JoinedState) -> None:
+        """Store it, atomically."""
+        self._write(self.joined_path, state)
+
+    def forget_joined(self) -> None:
+        """Remove it."""
+        self.joined_path.unlink(missing_ok=True)
+
+    def _read(self, path: Path, kind: type[State]) -> State | None:
         try:
-            return StackState.model_validate_json(self.state_path.read_bytes())
+            return kind.model_validate_json(path.read_bytes())
         except (FileNotFoundError, NotADirectoryError, ValidationError):
             return None
         except OSError as error:
             raise self._unusable(error) from error
 
-    def write_state(self, state: StackState) -> None:
-        """Store the state, atomically."""
+    def _write(self, path: Path, state: BaseModel) -> None:
         try:
-            write_private(self.state_path, state.model_dump_json(indent=2))
+            write_private(path, state.model_dump_json(indent=2))
         except OSError as error:
             raise self._unusable(error) from error
 
@@ -117,6 +173,13 @@ class StackHome:
         if not self.token_path.exists():
             write_private(self.token_path, secrets.token_hex(32))
         return self.token_path.read_text().strip()
+
+    def keep_cluster_token(self, token: str) -> None:
+        """Store the token of a cluster that another machine heads."""
+        try:
+            write_private(self.cluster_token_path, token)
+        except OSError as error:
+            raise self._unusable(error) from error
 
     @contextmanager
     def lock(self) -> Iterator[None]:

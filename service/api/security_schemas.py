@@ -17,7 +17,7 @@ class WhoAmI(ApiModel):
     """Who asks, and the roles held by project (`*` stands for all)."""
 
     name: str = Field(examples=["key:ci"])
-    kind: Literal["local", "key", "oidc", "session", "attempt"]
+    kind: Literal["local", "key", "oidc", "session", "attempt", "machine"]
     roles: dict[str, RoleName] = Field(examples=[{"default": "submitter"}])
     auth: Literal["local", "required"] = Field(description="What the service asks for.")
 

@@ -10,7 +10,8 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from service.api.context import ContextDep
 from service.api.schemas import ClusterOut, HostOut
 from service.backends.base import HostFacts
-from service.errors import BackendUnreachable, ReconcilerDied
+from service.errors import BackendUnreachable, NotAHead, ReconcilerDied, StorageUnavailable
+from service.machines import HeadFacts, storage_id, versions_here
 
 router = APIRouter(tags=["service"])
 
@@ -31,6 +32,25 @@ def get_cluster(context: ContextDep) -> ClusterOut:
         address=backend.address,
         message=message,
         hosts=[HostOut.model_validate(host) for host in hosts],
+    )
+
+
+@router.get("/v1/cluster/head", summary="What a machine must know to join the cluster")
+def get_head(context: ContextDep) -> HeadFacts:
+    """For `shardloom join`: answers to Ray's token, and on a head that others can join only."""
+    settings = context.settings
+    if settings.gcs_address is None:
+        raise NotAHead
+    try:
+        storage = storage_id(settings.runs_dir)
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+    return HeadFacts(
+        gcs_address=settings.gcs_address,
+        ray_address=settings.ray_address,
+        runs_dir=str(settings.runs_dir),
+        storage_id=storage,
+        versions=versions_here(),
     )
 
 

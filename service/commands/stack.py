@@ -16,13 +16,16 @@ from rich.text import Text
 from service.api.schemas import ClusterOut
 from service.client import ShardloomClient
 from service.client_errors import ShardloomError
-from service.commands import context
+from service.commands import context, machines
 from service.commands.context import JsonOption, UrlOption, console, error_console, print_json
 from service.commands.exits import UNAVAILABLE
 from service.commands.formats import human_age
+from service.commands.machines import HeadOptions
+from service.join import JoinedMachine
 from service.local import LocalStack, Report
 from service.local_hosts import LocalHosts
-from service.local_state import StackHome, StackState
+from service.local_state import StackError, StackHome, StackState
+from service.machine_ray import NODE_PORT, RAY_DASHBOARD_PORT, RAY_PORT, WORKER_PORTS
 
 
 def up(
@@ -35,13 +38,34 @@ def up(
     hosts: Annotated[
         int, typer.Option(min=1, max=16, help="Hosts that the local Ray has, the head included.")
     ] = 1,
+    head: Annotated[
+        bool, typer.Option("--head", help="Let other machines join, and users call with a key.")
+    ] = False,
+    host: Annotated[
+        str | None,
+        typer.Option(help="With --head: address of this machine that the others reach."),
+    ] = None,
+    cpus: machines.CpusOption = None,
+    gpus: machines.GpusOption = None,
+    ray_port: machines.RayPortOption = RAY_PORT,
+    ray_dashboard_port: machines.DashboardPortOption = RAY_DASHBOARD_PORT,
+    node_port: machines.NodePortOption = NODE_PORT,
+    worker_ports: machines.WorkerPortsOption = WORKER_PORTS,
 ) -> None:
     """Start the service and a local Ray; without --detach Ctrl-C stops them again.
 
     SHARDLOOM_HOME names the folder of everything it keeps (default ~/.shardloom), and
-    SHARDLOOM_RAY_ADDRESS a Ray cluster to use instead of a local one.
+    SHARDLOOM_RAY_ADDRESS a Ray cluster to use instead of a local one. With --head other machines
+    can join (`shardloom join`); the options from --host on are for that only.
     """
-    stack = LocalStack(StackHome.from_environment())
+    home = StackHome.from_environment()
+    if head:
+        options = HeadOptions(
+            host, cpus, gpus, node_port, worker_ports, ray_port, ray_dashboard_port
+        )
+        _up_head(home, options, port, detach=detach)
+        return
+    stack = LocalStack(home)
     if state := stack.running():
         console().print("Shardloom is already up")
         console().print(_addresses(stack.home, state))
@@ -50,6 +74,28 @@ def up(
     for _ in range(hosts - 1):
         console().print(Text(f"host {LocalHosts(stack).add()} joined", style="dim"))
     console().print(_addresses(stack.home, state))
+    _detach_or_stay(stack, state, detach=detach)
+
+
+def _up_head(home: StackHome, options: HeadOptions, port: int | None, *, detach: bool) -> None:
+    stack = LocalStack(home, head=(head := options.head()))
+    if (state := stack.running()) and state.head_address is None:
+        raise StackError(
+            "a stack that others cannot join runs here; `shardloom down` ends it, and the jobs on "
+            "it go on at the next start"
+        )
+    if state is not None:
+        console().print("Shardloom is already up")
+        key = None
+    else:
+        key = machines.first_key(head, port)
+        state = _start(stack, port, console())
+    console().print(_addresses(home, state))
+    console().print(machines.how_to_join(home, state, key))
+    _detach_or_stay(stack, state, detach=detach)
+
+
+def _detach_or_stay(stack: LocalStack, state: StackState, *, detach: bool) -> None:
     if detach:
         console().print(Text("`shardloom down` stops it", style="dim"))
     else:
@@ -57,9 +103,14 @@ def up(
 
 
 def down() -> None:
-    """Stop the local service and its Ray; jobs that run go on at the next start."""
-    stack = LocalStack(StackHome.from_environment())
-    if not stack.down(lambda line: console().print(line)):
+    """Stop the local service and its Ray; jobs that run go on at the next start.
+
+    On a machine that has joined another one, end its node without asking the jobs to leave first.
+    """
+    home = StackHome.from_environment()
+    say: Report = console().print
+    has_left = JoinedMachine(home).leave(0, say)
+    if not LocalStack(home).down(say) and not has_left:
         console().print("nothing was running")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import threading
 import time
 from collections.abc import Callable
@@ -39,7 +40,10 @@ class Credentials:
 
 
 class Authenticator:
-    """Tells who asks. `is_local`: whoever asks without an attempt's token is `LOCAL`."""
+    """Tells who asks. `is_local`: whoever asks without an attempt's token is `LOCAL`.
+
+    Who has the `machine_token` is a machine of the cluster.
+    """
 
     def __init__(
         self,
@@ -49,6 +53,7 @@ class Authenticator:
         *,
         is_local: bool,
         session_ttl_s: float,
+        machine_token: str | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._keys = keys
@@ -56,6 +61,7 @@ class Authenticator:
         self._verifier = verifier
         self._is_local = is_local
         self._session_ttl_s = session_ttl_s
+        self._machine_token = machine_token
         self._clock = clock
         self._lock = threading.Lock()
         self._cache: dict[str, tuple[float, ApiKey, str]] = {}
@@ -117,6 +123,10 @@ class Authenticator:
     def _bearer(self, bearer: str) -> Principal:
         if bearer.startswith(KEY_PREFIX):
             return principal_of(self._key(bearer))
+        if self._machine_token and hmac.compare_digest(
+            bearer.encode(), self._machine_token.encode()
+        ):
+            return Principal("machine", "machine")
         if self._verifier is None:
             raise NotSignedIn("the bearer token is not an API key of this service")
         return self._verifier.principal_of(bearer)

@@ -40,6 +40,7 @@ class Security:
             TokenVerifier(provider) if provider else None,
             is_local=settings.auth == "local",
             session_ttl_s=settings.session_ttl_s,
+            machine_token=token.get_secret_value() if (token := settings.ray_auth_token) else None,
         )
         return cls(keys, master, authenticator, AuditWriter(keys), AttemptRights(store))
 

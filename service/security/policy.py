@@ -30,6 +30,8 @@ class Scope(Enum):
     """In all projects."""
     ATTEMPT = "attempt"
     """None: only the attempt that the path names may, by its own token."""
+    MACHINE = "machine"
+    """In all projects; machines of the cluster may as well, by Ray's token."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("GET", "/metrics"): Rule(Scope.EVERYTHING),
     ("GET", "/v1/whoami"): _SIGNED_IN,
     ("GET", "/v1/cluster"): _SEE_SOME,
+    ("GET", "/v1/cluster/head"): Rule(Scope.MACHINE, Role.ADMIN),
     ("GET", "/v1/queue"): _SEE_SOME,
     ("GET", "/v1/jobs"): _SEE_SOME,
     ("POST", "/v1/jobs"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
@@ -97,6 +100,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
     ("POST", f"{_JOB}/drain"): _CHANGE_JOB,
     ("POST", f"{_JOB}/traces"): _CHANGE_JOB,
     ("POST", f"{_JOB}/exports"): _CHANGE_JOB,
+    ("DELETE", f"{_JOB}/exports/{{export_id}}"): _CHANGE_JOB,
     **{("POST", f"{_JOB}:{change}"): _CHANGE_JOB for change in _CHANGES},
     **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
     ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,
@@ -151,6 +155,8 @@ def _holds(rule: Rule, principal: Principal, path_params: Mapping[str, str]) -> 
     if rule.scope is Scope.ATTEMPT:
         is_own = principal.kind == "attempt" and principal.name == path_params.get("attempt_id")
         return is_own or (principal.kind == "local" and not rule.is_secret)
+    if principal.kind == "machine":
+        return rule.scope is Scope.MACHINE
     if principal.kind == "attempt":
         return False
     match rule.scope:
@@ -158,7 +164,7 @@ def _holds(rule: Rule, principal: Principal, path_params: Mapping[str, str]) -> 
             return True
         case Scope.PROJECT:
             return principal.may(rule.role, path_params.get("name", ""))
-        case Scope.EVERYTHING:
+        case Scope.EVERYTHING | Scope.MACHINE:
             return principal.may(rule.role, ALL_PROJECTS)
         case _:
             return principal.may_somewhere(rule.role)

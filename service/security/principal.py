@@ -9,7 +9,7 @@ from typing import Literal
 
 ALL_PROJECTS = "*"
 
-PrincipalKind = Literal["local", "key", "oidc", "session", "attempt"]
+PrincipalKind = Literal["local", "key", "oidc", "session", "attempt", "machine"]
 
 
 class Role(IntEnum):

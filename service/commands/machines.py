@@ -1,0 +1,213 @@
+"""Commands for several machines: join, leave; and what `up --head` needs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from service import credentials
+from service.addresses import local_url
+from service.commands.context import console, error_console
+from service.commands.exits import UNAVAILABLE
+from service.commands.formats import human_bytes
+from service.join import JoinedMachine, JoinRequest, head_url, read_token
+from service.local import DEFAULT_PORT
+from service.local_state import JoinedState, StackError, StackHome, StackState
+from service.machine_ray import (
+    NODE_PORT,
+    RAY_DASHBOARD_PORT,
+    RAY_PORT,
+    WORKER_PORTS,
+    MachineHead,
+    MachineNode,
+    NodePorts,
+    RayNode,
+    parse_ports,
+)
+from service.network import NoAddress, address_towards, interface_of
+
+GRACE_S = 120
+
+CpusOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="CPUs that jobs may use on this machine (default: all)."),
+]
+GpusOption = Annotated[
+    int | None, typer.Option(min=0, help="GPUs that jobs may use here (default: all).")
+]
+NodePortOption = Annotated[
+    int,
+    typer.Option(
+        min=1024, max=65530, envvar="SHARDLOOM_NODE_PORT", help="First of six ports of the node."
+    ),
+]
+WorkerPortsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FIRST-LAST", envvar="SHARDLOOM_WORKER_PORTS", help="Ports of Ray's workers."
+    ),
+]
+RayPortOption = Annotated[
+    int,
+    typer.Option(min=1024, max=65535, envvar="SHARDLOOM_RAY_PORT", help="Where machines join."),
+]
+DashboardPortOption = Annotated[
+    int,
+    typer.Option(
+        min=1024, max=65535, envvar="SHARDLOOM_RAY_DASHBOARD_PORT", help="Ray's Jobs API."
+    ),
+]
+GraceOption = Annotated[
+    int,
+    typer.Option(
+        "--grace-s", min=0, help="Longest wait, in seconds, for jobs to leave; 0 asks nobody."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Options of `up --head`."""
+
+    host: str | None = None
+    num_cpus: int | None = None
+    num_gpus: int | None = None
+    node_port: int = NODE_PORT
+    worker_ports: str = WORKER_PORTS
+    ray_port: int = RAY_PORT
+    dashboard_port: int = RAY_DASHBOARD_PORT
+
+    def head(self) -> MachineHead:
+        """The head that they describe; raises `StackError`."""
+        try:
+            address = self.host or address_towards()
+            interface = interface_of(address)
+        except NoAddress as error:
+            raise StackError(f"{error}; --host names the one that the others reach") from None
+        ports = _ports(self.node_port, self.worker_ports)
+        node = MachineNode(address, interface, _cpus(self.num_cpus), self.num_gpus, ports)
+        return MachineHead(node, self.ray_port, self.dashboard_port)
+
+
+def first_key(head: MachineHead, port: int | None) -> str | None:
+    """Make the first API key, keep it for this user, and return it; None where there is one."""
+    # Imported late: only a machine that has the service's database has what they need.
+    from service.security.bootstrap import create_first_key, has_no_key
+
+    if os.environ.get("SHARDLOOM_OIDC_ISSUER") or not has_no_key():
+        return None
+    made = create_first_key("head", {"*": "admin"}, None)
+    scheme = "https" if os.environ.get("SHARDLOOM_SSL_CERTFILE") else "http"
+    port = port or int(os.environ.get("SHARDLOOM_PORT") or DEFAULT_PORT)
+    credentials.keep_key(local_url(head.node.address, port, scheme), made.key)
+    return made.key
+
+
+def how_to_join(home: StackHome, state: StackState, key: str | None) -> Text:
+    """What the head says once it is up: the key, once, and how others join."""
+    lines = Text()
+    if key is not None:
+        lines.append(f"API key of an administrator, shown this once: {key}\n", "bold")
+        lines.append("`shardloom` on this machine knows it already\n", "dim")
+    where = state.url if "https:" in state.url else state.url.removeprefix("http://")
+    lines.append("On each other machine, with a copy of ", "dim")
+    lines.append(str(home.token_path))
+    lines.append(" (0600):\n", "dim")
+    lines.append(f"  shardloom join {where} --token-file COPY")
+    return lines
+
+
+def join(
+    head: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADDRESS", help="The head's: ADDRESS, ADDRESS:PORT or https://ADDRESS:PORT."
+        ),
+    ],
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SHARDLOOM_TOKEN_FILE",
+            help="Copy of the head's file ray-token (default: that of the last time).",
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of this machine (default: the one that leads to the head)."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
+    ] = False,
+    grace_s: GraceOption = GRACE_S,
+    cpus: CpusOption = None,
+    gpus: GpusOption = None,
+    node_port: NodePortOption = NODE_PORT,
+    worker_ports: WorkerPortsOption = WORKER_PORTS,
+) -> None:
+    """Make this machine a host of the cluster of another one; Ctrl-C leaves it again.
+
+    Both machines must have the same versions and see the same run storage; what differs is said.
+    """
+    machine = JoinedMachine(StackHome.from_environment())
+    token = read_token(token_file or machine.home.cluster_token_path)
+    request = JoinRequest(
+        head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
+    )
+    state, node = machine.join(request, _say)
+    console().print(_joined(state, node))
+    if detach:
+        console().print(Text("`shardloom leave` ends it", style="dim"))
+    else:
+        _stay(machine, state, grace_s)
+
+
+def leave(grace_s: GraceOption = GRACE_S) -> None:
+    """Let the jobs leave this machine, then end what `shardloom join` started."""
+    if not JoinedMachine(StackHome.from_environment()).leave(grace_s, _say):
+        console().print("this machine is in no cluster")
+
+
+def _stay(machine: JoinedMachine, state: JoinedState, grace_s: int) -> None:
+    # A supervisor's SIGTERM and a closed terminal end it as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        console().print(Text("Ctrl-C leaves it", style="dim"))
+        message = machine.wait_until_ended(state)
+    except KeyboardInterrupt:
+        console().print("leaving")
+        machine.leave(grace_s, _say)
+        return
+    if message is not None:
+        machine.leave(0, _say)
+        error_console().print(message)
+        raise typer.Exit(UNAVAILABLE)
+
+
+def _joined(state: JoinedState, node: RayNode) -> Text:
+    memory = human_bytes(node.memory_bytes)
+    return Text(
+        f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
+        f"{node.num_gpus:g} GPUs, {memory}"
+    )
+
+
+def _say(line: str) -> None:
+    console().print(Text(line, style="dim"))
+
+
+def _cpus(number: int | None) -> int:
+    return (os.cpu_count() or 1) if number is None else number
+
+
+def _ports(first: int, workers: str) -> NodePorts:
+    try:
+        return parse_ports(first, workers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

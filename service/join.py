@@ -1,0 +1,317 @@
+"""`shardloom join` and `leave`: this machine as a node of the cluster that another one heads.
+
+What is wrong is said before anything starts: head and token, versions, run storage, address and
+ports. `joined-HOSTNAME.json` remembers the node, and only that and what it started is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from service import local_ray, machine_ray
+from service.credentials import tls_context
+from service.local import DEFAULT_PORT, RAY_GRACE_S, LocalStack, Report, check_node_ports_free
+from service.local_process import ProcessId, end_family, is_alive
+from service.local_state import JoinedState, StackError, StackHome, boot_id
+from service.machine_ray import MachineNode, NodePorts, RayNode, RayState
+from service.machines import HeadFacts, differences, storage_fault, versions_here
+from service.network import NoAddress, address_towards, interface_of
+from trainer.versions import check_versions
+
+_ASK_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
+_JOIN_TIMEOUT_S = 120.0
+_DRAIN_TIMEOUT_S = 30.0
+_MAX_TRIES = 3
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a machine joins with: see the options of `shardloom join`."""
+
+    head_url: str
+    token: str
+    address: str | None = None
+    num_cpus: int = field(default_factory=lambda: os.cpu_count() or 1)
+    num_gpus: int | None = None
+    ports: NodePorts = field(default_factory=NodePorts)
+
+
+@dataclass
+class JoinedMachine:
+    """This machine beside its head."""
+
+    home: StackHome
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def running(self) -> JoinedState | None:
+        """The node of this machine if it runs, else None."""
+        state = self.home.read_joined()
+        return state if state is not None and state.is_running else None
+
+    def join(self, request: JoinRequest, report: Report) -> tuple[JoinedState, RayNode]:
+        """Start the node and wait until the head counts it; raises `StackError`.
+
+        `report` gets a line per milestone. Nothing is left running after an error.
+        """
+        with self.home.lock():
+            self._check_is_free()
+            facts = ask_head(request.head_url, request.token)
+            node = _node_towards(facts, request)
+            for fault in check_facts(facts):
+                raise StackError(fault)
+            _check_reaches(facts.gcs_address)
+            check_node_ports_free(node.address, node.ports.fixed)
+            self.home.keep_cluster_token(request.token)
+            report(f"the head's versions and run storage {facts.runs_dir} are here, too")
+            return self._start(node, facts, request)
+
+    def leave(self, grace_s: int, report: Report) -> bool:
+        """Let jobs leave this machine for at most `grace_s`, then end its node.
+
+        False if it has not joined. Raises `StackError` if a process does not end.
+        """
+        with self.home.lock():
+            state = self.home.read_joined()
+            if state is None:
+                return False
+            was_running = state.is_running
+            if was_running and grace_s > 0:
+                self._drain(state, grace_s, report)
+            if state.boot_id == boot_id():
+                _end(state.node)
+            self.home.forget_joined()
+            if was_running:
+                report(f"the node at {state.address} has ended")
+            return was_running
+
+    def wait_until_ended(self, state: JoinedState) -> str | None:
+        """Block while the node runs; why it ended, with its last lines; None after a `leave`."""
+        while is_alive(state.node):
+            time.sleep(_POLL_S)
+        with self.home.lock():  # a `leave` that is at it forgets the node as its last act
+            left = self.home.read_joined() != state
+        if left:
+            return None
+        return f"the node has ended by itself; {self._stack.log_tail(_log(state.address))}"
+
+    @property
+    def _stack(self) -> LocalStack:
+        return LocalStack(self.home, self.environment)
+
+    def _check_is_free(self) -> None:
+        """Raise `StackError` where this machine is part of a cluster already."""
+        if state := self.running():
+            raise StackError(
+                f"this machine has joined {state.head_url} already, as {state.address}; "
+                "`shardloom leave` ends that"
+            )
+        stack = self.home.read_state()
+        if stack is not None and stack.is_running and stack.machine == socket.gethostname():
+            raise StackError(
+                f"a stack of {self.home.root} runs on this machine, which cannot join another "
+                "one; `shardloom down` ends it"
+            )
+        if mismatches := check_versions():
+            raise StackError("\n".join(mismatch.message for mismatch in mismatches))
+
+    def _start(
+        self, node: MachineNode, facts: HeadFacts, request: JoinRequest
+    ) -> tuple[JoinedState, RayNode]:
+        executable = local_ray.ray_executable()
+        if executable is None:
+            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-gpu]'")
+        ray = RayState(facts.ray_address, request.token)
+        folder = self.home.ray_dir
+        command = machine_ray.join_command(executable, node, facts.gcs_address, folder)
+        environment = node.environment(self.environment, self.home.cluster_token_path)
+        # One of before a crash or a cut link may not be given up yet.
+        known = {node.node_id for node in ray.live_nodes() or ()}
+        for _ in range(_MAX_TRIES):
+            local_ray.make_temp_dir(folder)
+            process = self._stack.spawn(_log(node.address), command, environment)
+            state = _state_of(node, facts, request, process)
+            self.home.write_joined(state)
+            found = _wait_until_joined(node.address, process, ray, known)
+            if found is not None:
+                return state, found
+            # On a busy machine a node's agent may be later than Ray's patience with it.
+            _end(process)
+        self.home.forget_joined()
+        raise StackError(
+            f"{node.address} did not join {facts.gcs_address} in {_MAX_TRIES} tries; "
+            f"{self._stack.log_tail(_log(node.address))}"
+        )
+
+    def _drain(self, state: JoinedState, grace_s: int, report: Report) -> None:
+        """Tell the jobs that the machine goes, and wait until none has a worker here."""
+        ray = RayState(state.ray_address, read_token(self.home.cluster_token_path))
+        nodes = ray.live_nodes()
+        if nodes is None:
+            report("the head does not answer: the node ends without a word to its jobs")
+            return
+        node_ids = [node.node_id for node in nodes if node.address == state.address]
+        if not node_ids or not self._ask_to_drain(state, node_ids[0], grace_s, report):
+            return
+        started = time.monotonic()
+        while (num_actors := ray.num_actors_on(node_ids[0])) and is_alive(state.node):
+            if time.monotonic() - started > grace_s:
+                report(f"{num_actors} processes of jobs are still here after {grace_s} s")
+                return
+            time.sleep(_POLL_S)
+        report(f"no job is on this machine any more, after {time.monotonic() - started:.1f} s")
+
+    def _ask_to_drain(self, state: JoinedState, node_id: str, grace_s: int, report: Report) -> bool:
+        executable = local_ray.ray_executable()
+        assert executable is not None  # it has started the node
+        environment = local_ray.node_environment(self.environment, self.home.cluster_token_path)
+        try:
+            done = subprocess.run(
+                machine_ray.drain_command(executable, state.gcs_address, node_id, grace_s),
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=_DRAIN_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            report(f"Ray did not take the drain within {_DRAIN_TIMEOUT_S:.0f} s")
+            return False
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no reason given"]
+            report(f"Ray refused the drain: {lines[-1]}")
+        return done.returncode == 0
+
+
+def head_url(address: str) -> str:
+    """URL of the head's service from what `join` is given: ADDRESS, ADDRESS:PORT or a URL."""
+    if "://" in address:
+        return address.rstrip("/")
+    _, _, port = address.rpartition(":")
+    return f"http://{address}" if port.isdecimal() else f"http://{address}:{DEFAULT_PORT}"
+
+
+def read_token(path: Path) -> str:
+    """The Ray token in a file that only its owner can read; raises `StackError`."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise StackError(f"{path} can be read by others: chmod 600 {path}")
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise StackError(
+            f"no token in {path} ({reason}): copy the file `ray-token` from the head's "
+            "SHARDLOOM_HOME, as by scp, and name the copy with --token-file"
+        ) from None
+    if not token.isalnum():
+        raise StackError(f"{path} holds no token: it is a copy of the head's file `ray-token`")
+    return token
+
+
+def ask_head(url: str, token: str) -> HeadFacts:
+    """What the head says of itself; raises `StackError`."""
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        with httpx.Client(trust_env=False, timeout=_ASK_TIMEOUT_S, verify=tls_context()) as http:
+            answer = http.get(f"{url}/v1/cluster/head", headers=headers)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise StackError(
+            f"no head answers at {url} ({error or type(error).__name__}): is `shardloom up --head` "
+            "running there, and its port open?"
+        ) from None
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise StackError(
+            f"the head at {url} knows another token: copy its file `ray-token` again; it changes "
+            "when the head's SHARDLOOM_HOME is made anew"
+        )
+    try:
+        return HeadFacts.model_validate_json(answer.raise_for_status().content)
+    except (httpx.HTTPStatusError, ValueError):
+        raise StackError(
+            f"what answers at {url} is not a head that machines can join (HTTP "
+            f"{answer.status_code}): start it there by `shardloom up --head`"
+        ) from None
+
+
+def check_facts(facts: HeadFacts) -> list[str]:
+    """What keeps this machine from working with a head: versions, then the run storage."""
+    faults = []
+    if unlike := differences(facts.versions, versions_here()):
+        rows = "\n".join(f"  {line}" for line in unlike)
+        faults.append(f"head and machine must have the same versions; they differ:\n{rows}")
+    if fault := storage_fault(Path(facts.runs_dir), facts.storage_id):
+        faults.append(fault)
+    return faults
+
+
+def _node_towards(facts: HeadFacts, request: JoinRequest) -> MachineNode:
+    """This machine as the head will see it; raises `StackError`."""
+    host = facts.gcs_address.rpartition(":")[0]
+    try:
+        address = request.address or address_towards(host)
+        interface = interface_of(address)
+    except NoAddress as error:
+        raise StackError(f"{error}; --address names the one by which the head sees it") from None
+    if address == host:
+        raise StackError(f"{address} is the head itself, which has workers without joining")
+    return MachineNode(address, interface, request.num_cpus, request.num_gpus, request.ports)
+
+
+def _check_reaches(gcs_address: str) -> None:
+    """Raise `StackError` where Ray's own port of the head is closed to us."""
+    host, _, port = gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or "no answer"
+        raise StackError(
+            f"Ray of the head cannot be reached at {gcs_address} ({reason}): open its ports "
+            "between the machines (deploy/machines.md lists them)"
+        ) from None
+
+
+def _state_of(
+    node: MachineNode, facts: HeadFacts, request: JoinRequest, process: ProcessId
+) -> JoinedState:
+    return JoinedState(
+        address=node.address,
+        head_url=request.head_url,
+        ray_address=facts.ray_address,
+        gcs_address=facts.gcs_address,
+        boot_id=boot_id(),
+        started_at=time.time(),
+        node=process,
+    )
+
+
+def _wait_until_joined(
+    address: str, process: ProcessId, ray: RayState, known: Collection[str]
+) -> RayNode | None:
+    """The new node as the head counts it; None if it gives up or two minutes have passed."""
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while is_alive(process) and time.monotonic() < deadline:
+        for node in ray.live_nodes() or ():
+            if node.address == address and node.node_id not in known:
+                return node
+        time.sleep(_POLL_S)
+    return None
+
+
+def _end(process: ProcessId) -> None:
+    """End a node and all that it started; raises `StackError`."""
+    if survivors := end_family(process, grace_s=RAY_GRACE_S):
+        pids = ", ".join(str(survivor.pid) for survivor in survivors)
+        raise StackError(f"processes {pids} of the node do not end, even by SIGKILL")
+
+
+def _log(address: str) -> str:
+    return f"node-{address}"

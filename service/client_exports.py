@@ -20,7 +20,7 @@ EXPORT_TIMEOUT_S = 6 * 3600.0
 
 
 class ExportCalls(Connection):
-    """Ask for exports, wait for them, download them."""
+    """Ask for exports, wait for them, download them, delete them."""
 
     def request_export(
         self,
@@ -87,6 +87,10 @@ class ExportCalls(Connection):
         finally:
             tar.unlink(missing_ok=True)
             shutil.rmtree(staging, ignore_errors=True)
+
+    def delete_export(self, job: str, export_id: str) -> None:
+        """Delete an export, done or not; one that is being made is given up. Raises `NotFound`."""
+        self._once(lambda: self._http.delete(_path(job, export_id)))
 
 
 def _path(job: str, rest: str = "") -> str:

@@ -1,10 +1,17 @@
-"""An export as one tar stream: its size is known before it begins, nothing is written to disk."""
+"""An export as one tar stream: its size is known before it begins, nothing is written to disk.
+
+All files are open before the first byte is sent: an export that is deleted meanwhile still comes
+whole.
+"""
 
 from __future__ import annotations
 
+import os
 import tarfile
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 from service.errors import StorageUnavailable
 from service.security.files import is_below
@@ -21,12 +28,16 @@ def archive(folder: Path) -> tuple[int, Iterator[bytes]]:
     Files that are not below `folder` (a link may lead anywhere) are no part of an export.
     """
     try:
-        paths = _paths(folder, read_manifest(folder))
-        headers = [_header(folder, path) for path in paths]
+        with ExitStack() as opened:
+            paths = _paths(folder, read_manifest(folder))
+            files = [opened.enter_context(path.open("rb")) for path in paths]
+            headers = [_header(folder, file) for file in files]
+            chunks = _stream(files, headers, opened.pop_all())
     except (ArtifactError, OSError) as error:
         raise StorageUnavailable(str(error)) from error
+    next(chunks)
     size = sum(len(header) + _padded(info.size) for info, header in headers) + 2 * _BLOCK
-    return size, _stream(paths, headers)
+    return size, chunks
 
 
 def _paths(folder: Path, manifest: Manifest) -> list[Path]:
@@ -37,9 +48,9 @@ def _paths(folder: Path, manifest: Manifest) -> list[Path]:
     return paths
 
 
-def _header(folder: Path, path: Path) -> tuple[tarfile.TarInfo, bytes]:
-    info = tarfile.TarInfo(path.relative_to(folder).as_posix())
-    status = path.stat()
+def _header(folder: Path, file: IO[bytes]) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(Path(file.name).relative_to(folder).as_posix())
+    status = os.fstat(file.fileno())
     info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), 0o644
     return info, info.tobuf(tarfile.PAX_FORMAT)
 
@@ -48,15 +59,18 @@ def _padded(size: int) -> int:
     return -(-size // _BLOCK) * _BLOCK
 
 
-def _stream(paths: list[Path], headers: list[tuple[tarfile.TarInfo, bytes]]) -> Iterator[bytes]:
-    for path, (info, header) in zip(paths, headers, strict=True):
-        yield header
-        num_left = info.size
-        with path.open("rb") as file:
+def _stream(
+    files: list[IO[bytes]], headers: list[tuple[tarfile.TarInfo, bytes]], opened: ExitStack
+) -> Iterator[bytes]:
+    with opened:
+        yield b""  # begun: whoever drops us from here on closes the files
+        for file, (info, header) in zip(files, headers, strict=True):
+            yield header
+            num_left = info.size
             while num_left and (chunk := file.read(min(_CHUNK_BYTES, num_left))):
                 num_left -= len(chunk)
                 yield chunk
-        if num_left:
-            raise OSError(f"{path} became shorter while it was sent")
-        yield bytes(_padded(info.size) - info.size)
-    yield bytes(2 * _BLOCK)
+            if num_left:
+                raise OSError(f"{file.name} became shorter while it was sent")
+            yield bytes(_padded(info.size) - info.size)
+        yield bytes(2 * _BLOCK)

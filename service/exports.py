@@ -31,11 +31,18 @@ from service.errors import (
     ServiceError,
     StorageUnavailable,
 )
+from service.export_removal import remove_all_deleted
 from service.run_files import run_dir_of
 from service.security.master_keys import master_keys_of
 from service.settings import Settings
 from service.store.base import JobStore
-from trainer.export.folder import ExportFolder, ask_for, find_export, list_exports
+from trainer.export.folder import (
+    ExportFolder,
+    ask_for,
+    find_export,
+    list_exports,
+    remove_deleted,
+)
 from trainer.run_dir import RunDir
 from trainer.spec.export import Quantization
 
@@ -76,7 +83,7 @@ _LONGEST_S = 6 * 3600.0
 # When storage fails, an export is tried again after these; then whoever asks again has it made.
 _RETRY_AFTER_S = (5.0, 30.0, 120.0)
 
-_End = Literal["ended", "late", "closed"]
+_End = Literal["ended", "late", "closed", "deleted"]
 StartProcess = Callable[..., "subprocess.Popen[Any]"]
 
 
@@ -166,6 +173,7 @@ class ExportRunner:
 
     def start(self) -> None:
         """Begin, with what an earlier life of the service left undone."""
+        remove_all_deleted(self._settings)
         for folder in unfinished(self._settings):
             logger.info("export %s of %s is not done; going on", folder.id, folder.run_dir.name)
             self.submit(folder)
@@ -222,7 +230,10 @@ class ExportRunner:
                 # Ctrl-C is for the service, which ends the process in its own time.
                 start_new_session=True,
             )
-            end = self._wait(process)
+            end = self._wait(process, folder)
+        if folder.is_deleted:
+            remove_deleted(RunDir(folder.run_dir))
+            return
         # One that runs is in the hands of another replica, whose process waited for ours.
         if end == "closed" or folder.status != "queued":
             return
@@ -236,17 +247,17 @@ class ExportRunner:
                 "packages)"
             )
 
-    def _wait(self, process: subprocess.Popen[Any]) -> _End:
-        """How the process ended: by itself, because it was too slow, or with the service."""
+    def _wait(self, process: subprocess.Popen[Any], folder: ExportFolder) -> _End:
+        """How the process ended: by itself, too slow, with the service, or with its export."""
         for _ in range(int(_LONGEST_S / _POLL_S)):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 code = process.wait(_POLL_S)
                 # Whoever stops a host or a unit signals all of its processes, in any order.
                 is_stopped = code in (-signal.SIGINT, -signal.SIGTERM)
                 return "closed" if is_stopped and self._closing.wait(_STOP_WAIT_S) else "ended"
-            if self._closing.is_set():
+            if self._closing.is_set() or folder.is_deleted:
                 _end(process)
-                return "closed"
+                return "closed" if self._closing.is_set() else "deleted"
         _end(process)
         return "late"
 

@@ -7,7 +7,8 @@ import math
 from collections.abc import Callable
 
 from service.code_store import remove_old_code
-from service.errors import StoreUnavailable
+from service.errors import StorageUnavailable, StoreUnavailable
+from service.export_removal import remove_all_deleted, remove_old_exports
 from service.settings import Settings
 from service.store.base import JobStore
 from service.store.retention import Retention
@@ -18,7 +19,7 @@ _INTERVAL_S = 60.0
 
 
 class Housekeeper:
-    """Deletes what the settings do not keep: metric points, and code that was uploaded.
+    """Deletes what the settings do not keep: metric points, uploads of code, exports.
 
     `clock` gives Unix seconds.
     """
@@ -44,6 +45,7 @@ class Housekeeper:
         try:
             self._prune()
             self._remove_code()
+            self._remove_exports()
         finally:
             self._next_at = self._clock() + _INTERVAL_S
 
@@ -64,6 +66,16 @@ class Housekeeper:
             return
         if num_removed:
             logger.info("removed %d uploads of code that the retention does not keep", num_removed)
+
+    def _remove_exports(self) -> None:
+        try:
+            num_deleted = remove_old_exports(self._settings, self._clock())
+            remove_all_deleted(self._settings)
+        except (StorageUnavailable, OSError) as error:
+            logger.warning("cannot remove old exports, trying again: %s", error)
+            return
+        if num_deleted:
+            logger.info("deleted %d exports that the retention does not keep", num_deleted)
 
     def _named_code(self) -> set[str]:
         codes = (job.spec.model.code for job in self._store.list_live_jobs())

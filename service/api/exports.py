@@ -1,4 +1,4 @@
-"""Exports of a job: ask for one, look at them, download one."""
+"""Exports of a job: ask for one, look at them, download or delete one."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from service.api.export_schemas import ExportOut, RequestExport
 from service.api.schemas import Page
 from service.errors import ExportNotReady, ExportPending
 from service.export_archive import archive
+from service.export_removal import delete_export
 from service.exports import get_export, get_finished_export, request_export
 from service.run_files import run_dir_of
 from trainer.export.artifact import read_manifest
@@ -51,6 +52,15 @@ def list_all(job: JobDep, context: ContextDep) -> Page[ExportOut]:
 def get(export_id: str, job: JobDep, context: ContextDep) -> ExportOut:
     """Where it stands, and its report once it is done."""
     return describe(get_export(context.settings, job.id, export_id))
+
+
+@router.delete("/{export_id}", summary="Delete an export", status_code=status.HTTP_204_NO_CONTENT)
+def delete(export_id: str, job: JobDep, context: ContextDep) -> None:
+    """It is gone at once, done or not; one that is being made is given up.
+
+    Downloads that have begun go on to their end, later ones are 404.
+    """
+    delete_export(get_export(context.settings, job.id, export_id))
 
 
 @router.get(

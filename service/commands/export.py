@@ -70,9 +70,21 @@ def export(
         _export_there(client, job, to, checkpoint, quantize, as_json=as_json)
 
 
-def exports(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """List the exports of a job."""
+def exports(
+    job: JobArgument,
+    delete: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Delete this one instead; one being made is given up."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the exports of a job, or delete one."""
     with context.open_client(url) as client:
+        if delete is not None:
+            _delete(client, job, delete, yes=yes, as_json=as_json)
+            return
         found = client.exports(job)
     if as_json:
         print_json(found)
@@ -80,6 +92,19 @@ def exports(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False
         console().print(f"no exports yet; `shardloom export {job} --to DIR` makes one")
     else:
         console().print(exports_table(found, time.time()))
+
+
+def _delete(client: ShardloomClient, job: str, export_id: str, *, yes: bool, as_json: bool) -> None:
+    if not yes:
+        # From the list, which tells of damaged ones, too.
+        found = next((each for each in client.exports(job) if each.id == export_id), None)
+        what = "" if found is None else f" ({found.checkpoint}, {found.quantize}, {found.status})"
+        typer.confirm(f"delete export {export_id} of {job}{what}?", abort=True, err=True)
+    client.delete_export(job, export_id)
+    if as_json:
+        print_json({"id": export_id, "deleted": True})
+    else:
+        typer.echo(f"export {export_id} of {job} is deleted")
 
 
 def serve(

@@ -317,7 +317,7 @@ def test_an_export_is_asked_for_and_offered_for_download_when_it_is_done(
     open_job(page, running)
     page.get_by_role("tab", name="Checkpoints").click()
     expect(page.get_by_text("Nothing has been exported yet")).to_be_visible()
-    page.get_by_role("button", name="Export").click()
+    page.get_by_role("button", name="Export", exact=True).click()
     page.get_by_role("dialog").get_by_role("button", name="Export").click()
     row = page.get_by_role("row", name="queued")
     expect(row).to_be_visible(timeout=LIVE_MS)
@@ -330,3 +330,9 @@ def test_an_export_is_asked_for_and_offered_for_download_when_it_is_done(
     expect(link).to_have_attribute(
         "href", f"/v1/jobs/{running.id}/exports/{folder.id}/archive", timeout=LIVE_MS
     )
+    page.get_by_role("button", name="Delete an export").click()
+    page.get_by_role("combobox", name="Export").click()
+    page.get_by_role("option", name=folder.id).click()
+    page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    expect(page.get_by_text("Nothing has been exported yet")).to_be_visible(timeout=LIVE_MS)
+    assert not folder.root.exists()

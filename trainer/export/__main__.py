@@ -6,11 +6,14 @@ Exits with 0 when the export is there, 1 when it was refused (the reason is the 
 
 from __future__ import annotations
 
+import _thread
 import argparse
+import contextlib
 import logging
 import sys
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,6 +35,7 @@ _REFUSALS = (
     OSError,
     MemoryError,
 )
+_LOOK_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,8 +62,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
-    """Run what a request folder asks for, unless that is done."""
-    with folder.hold() as is_open:
+    """Run what a request folder asks for, unless that is done or deleted."""
+    if folder.is_deleted:
+        return 1
+    with folder.hold() as is_open, _ended_when_deleted(folder):
         if is_open:
             wanted = folder.wanted
             request = ExportRequest(
@@ -72,7 +78,28 @@ def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
             failure = _attempt(request, folder.tell)
             if failure is not None:
                 folder.fail(failure)
-        return 0 if folder.status == "succeeded" else 1
+    return 0 if folder.status == "succeeded" else 1
+
+
+@contextlib.contextmanager
+def _ended_when_deleted(folder: ExportFolder) -> Iterator[None]:
+    """Interrupt the work within, as Ctrl-C would, once nobody wants the export any more."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(_LOOK_S):
+            if folder.is_deleted:
+                _thread.interrupt_main()
+                return
+
+    threading.Thread(target=watch, name="deleted", daemon=True).start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        if not folder.is_deleted:
+            raise
+    finally:
+        done.set()
 
 
 def _attempt(request: ExportRequest, tell: Tell) -> str | None:

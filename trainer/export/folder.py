@@ -7,9 +7,12 @@ RUN_DIR/exports/x-ID/
   failure.json     why there is none: {"message"}
   artifact/        the export, moved here whole (`trainer.export.artifact`)
   export.log       output of the process
+  deleting         it is to be deleted: no longer told of, its process ends, then its files go
 
 Whoever runs `python -m trainer.export --request DIR` takes the lock first and does nothing where
 the export is done: a service that was restarted may run it again without knowing how far it came.
+Whoever deletes marks first, and removes with the lock in hand: renamed to `.x-ID.gone`, then file
+by file. What is cut off between these steps is found again by its name (`remove_deleted`).
 Jobs write to run storage: no link is followed out of the job's folder, lest a service shows files
 of its host, or writes to them. No torch here: the service imports it.
 """
@@ -22,6 +25,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -37,6 +41,7 @@ ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 _ID = re.compile(r"x-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"newest|best|[0-9]{1,18}")
 _MAX_BYTES = 2**22
+_DELETING = "deleting"
 _SEAL = re.compile(r"[0-9a-f]*")
 
 
@@ -143,7 +148,38 @@ class ExportFolder:
         """Wait until nobody else works on it; whether there is still something to do."""
         with self._open("lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            yield self.status in ("running", "queued")
+            yield not self.is_deleted and self.status in ("running", "queued")
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether it was deleted, its files gone or not."""
+        return (self.root / _DELETING).exists() or not self.root.exists()
+
+    def mark_deleted(self) -> None:
+        """Let nobody have it any more, whatever happens next; raises OSError."""
+        self._open(_DELETING, "ab").close()
+        descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> bool:
+        """Remove the files of one that was marked; False while somebody works on it.
+
+        Raises OSError; what is left then is found by `remove_deleted`.
+        """
+        gone = self.root.with_name(f".{self.id}.gone")
+        try:
+            with self._open("lock", "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.root.rename(gone)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            return True  # somebody else was faster
+        _remove_tree(gone)
+        return True
 
     def _is_locked(self) -> bool:
         try:
@@ -227,8 +263,28 @@ def list_exports(run_dir: RunDir) -> list[ExportFolder]:
     for folder in known:
         # What is damaged, or being deleted, is not there.
         with contextlib.suppress(OSError, ValueError):
-            dated.append((folder.wanted.created, folder.id, folder))
+            if not folder.is_deleted:
+                dated.append((folder.wanted.created, folder.id, folder))
     return [folder for *_, folder in sorted(dated)]
+
+
+def remove_deleted(run_dir: RunDir) -> int:
+    """Remove what a job still has of deleted exports, but for those that somebody works on.
+
+    How many were removed; raises OSError.
+    """
+    marked = [path.parent for path in run_dir.exports_dir.glob(f"x-*/{_DELETING}")]
+    removed = [ExportFolder(path).remove() for path in marked if _ID.fullmatch(path.name)]
+    halves = list(run_dir.exports_dir.glob(".x-*.gone"))
+    for path in halves:
+        _remove_tree(path)
+    return sum(removed) + len(halves)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder; others may do the same in this moment."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
 
 
 def find_export(run_dir: RunDir, export_id: str) -> ExportFolder | None:

@@ -33,7 +33,9 @@ def export_on_success(spec: JobSpec, run_dir: RunDir, write: Callable[[Event], N
     except OSError as error:
         _tell(write, "error", f"the model was not exported: {error}")
         return
-    if folder.status == "succeeded":
+    if folder.is_deleted:
+        _tell(write, "info", f"export {folder.id} was deleted before it was done")
+    elif folder.status == "succeeded":
         _tell(write, "info", f"export {folder.id}: {folder.message}")
     else:
         _tell(write, "error", f"export {folder.id} {folder.status}: {folder.message}")
@@ -43,7 +45,7 @@ def _run(folder: ExportFolder) -> None:
     command = [sys.executable, "-m", "trainer.export", "--request", str(folder.root)]
     with folder.open_log() as log:
         code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    if folder.status in ("queued", "running"):
+    if not folder.is_deleted and folder.status in ("queued", "running"):
         folder.fail(f"the process that made it ended with code {code}; export.log says more")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 import tarfile
 import time
@@ -17,11 +18,15 @@ import pytest
 from service.client import ShardloomClient
 from service.client_errors import ExportFailed
 from service.errors import ExportRefused
+from service.export_archive import archive
+from service.export_removal import delete_export, remove_all_deleted, remove_old_exports
 from service.exports import ExportRunner, environment, request_export, unfinished
+from service.housekeeping import Housekeeper
 from service.settings import Settings
 from service.submission import run_dir_of
 from tests.unit.service.api_house import LOOPBACK_URL, Api, problem_in
 from tests.unit.service.builders import batch, checkpoint
+from tests.unit.service.fake_service import shardloom
 from trainer.export.artifact import write_manifest
 from trainer.export.folder import ExportFolder, ask_for, list_exports
 
@@ -370,7 +375,156 @@ def test_user_code_never_runs_beside_a_service_that_asks_for_credentials(
     assert request_export(api.store, api.settings, theirs, "newest", "int8").status == "queued"
 
 
+# ---- deletion
+
+
+def files_of(folder: ExportFolder) -> list[Path]:
+    return [path for path in folder.root.parent.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("state", ["succeeded", "failed", "queued", "damaged"])
+def test_a_deleted_export_is_gone_with_its_files(api: Api, job_id: str, state: str) -> None:
+    export_id = asked(api, job_id).json()["id"]
+    folder = only_export(api, job_id)
+    if state == "failed":
+        folder.fail("no")
+    elif state != "queued":
+        finish(folder)
+    if state == "damaged":
+        (folder.artifact / "EXPORT.json").write_text("{")
+    path = f"/v1/jobs/{job_id}/exports/{export_id}"
+    answer = api.http.delete(path)
+    assert (answer.status_code, answer.content) == (204, b"")
+    assert files_of(folder) == []
+    for gone in (api.http.get(path), api.http.get(f"{path}/archive"), api.http.delete(path)):
+        problem_in(gone, 404, "export_not_found")
+    assert asked(api, job_id).status_code == 202  # what was queued stands in nobody's way
+
+
+def test_a_download_that_has_begun_goes_on_to_its_end(api: Api, job_id: str) -> None:
+    asked(api, job_id)
+    folder = only_export(api, job_id)
+    finish(folder)
+    size, chunks = archive(folder.artifact)
+    delete_export(folder)
+    assert not folder.root.exists()
+    content = b"".join(chunks)
+    assert len(content) == size
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        assert tar.getnames()[-1] == "EXPORT.json"
+
+
+def test_a_download_that_nobody_reads_keeps_no_file_open(api: Api, job_id: str) -> None:
+    asked(api, job_id)
+    folder = only_export(api, job_id)
+    finish(folder)
+
+    def is_open() -> bool:
+        links = [os.path.realpath(path) for path in Path("/proc/self/fd").iterdir()]
+        return any(link.startswith(str(folder.root)) for link in links)
+
+    _, chunks = archive(folder.artifact)
+    assert is_open()
+    chunks.close()  # type: ignore[attr-defined]
+    assert not is_open()
+
+
+def test_deleting_an_export_that_is_made_ends_its_process(
+    api: Api, job_id: str, running: Callable[[Script], ExportRunner]
+) -> None:
+    folder = wanted(api, job_id)
+    pid_path = api.settings.runs_dir / "pid"
+    hang = (
+        f"import fcntl, os, pathlib, sys, time; folder = pathlib.Path(sys.argv[4]); "
+        f"file = open(folder / 'lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX); "
+        f"path = pathlib.Path({str(pid_path)!r}); path.with_suffix('.p').write_text("
+        f"str(os.getpid())); path.with_suffix('.p').rename(path); time.sleep(600)"
+    )
+    running(Script(hang))
+    until(pid_path.exists)
+    assert folder.status == "running"
+    assert api.http.delete(f"/v1/jobs/{job_id}/exports/{folder.id}").status_code == 204
+    assert api.http.get(f"/v1/jobs/{job_id}/exports").json()["items"] == []
+    until(lambda: not folder.root.exists())
+    assert files_of(folder) == []
+    until(lambda: not Path(f"/proc/{pid_path.read_text()}").exists())
+
+
+@pytest.mark.parametrize("cut_off", ["marked", "renamed", "half_removed"])
+def test_a_deletion_that_was_cut_off_is_finished_at_the_next_start(
+    api: Api, job_id: str, running: Callable[[Script], ExportRunner], cut_off: str
+) -> None:
+    asked(api, job_id)
+    folder = only_export(api, job_id)
+    finish(folder)
+    folder.mark_deleted()
+    if cut_off != "marked":
+        gone = folder.root.rename(folder.root.with_name(f".{folder.id}.gone"))
+    if cut_off == "half_removed":
+        (gone / "deleting").unlink()
+    assert list_exports(run_dir_of(api.settings, job_id)) == []
+    running(Script())
+    assert files_of(folder) == []
+    assert list(folder.root.parent.iterdir()) == []
+
+
+def test_exports_are_kept_for_as_long_as_the_settings_say(api: Api, job_id: str) -> None:
+    old = wanted(api, job_id)
+    finish(old)
+    made = wanted(api, job_id)
+    until(lambda: made.wanted.created > old.wanted.created)
+    now = old.wanted.created + 2 * 86400.0
+    kept = api.settings.model_copy(update={"export_retention_days": 0.0})
+    short = api.settings.model_copy(update={"export_retention_days": 2.0})
+    assert remove_old_exports(kept, now + 1e9) == 0
+    assert remove_old_exports(short, now) == 0
+    with made.hold():  # somebody makes it
+        assert remove_old_exports(short, now + 10) == 1
+    assert [each.id for each in list_exports(run_dir_of(api.settings, job_id))] == [made.id]
+    assert not old.root.exists()
+
+
+def test_housekeeping_deletes_old_exports(api: Api, job_id: str) -> None:
+    folder = wanted(api, job_id)
+    settings = api.settings.model_copy(update={"export_retention_days": 1.0})
+    now = folder.wanted.created + 86401.0
+    Housekeeper(api.store, settings, lambda: now).run()
+    assert not folder.root.exists()
+
+
+def test_what_a_link_leads_to_is_never_deleted(api: Api, job_id: str, tmp_path: Path) -> None:
+    asked(api, job_id)
+    folder = only_export(api, job_id)
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "kept").write_text("k")
+    (folder.root / "artifact").symlink_to(tmp_path / "theirs")
+    (folder.root.parent / ".x-0000000a.gone").symlink_to(tmp_path / "theirs")
+    delete_export(folder)
+    remove_all_deleted(api.settings)
+    assert not folder.root.exists()
+    assert (tmp_path / "theirs" / "kept").read_text() == "k"
+
+
 # ---- the SDK
+
+
+def test_the_sdk_and_the_command_line_delete_exports(
+    api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_client(_url: str | None) -> ShardloomClient:
+        return ShardloomClient(LOOPBACK_URL, transport=api.http._transport)
+
+    monkeypatch.setattr("service.commands.context.open_client", open_client)
+    export_id = asked(api, job_id).json()["id"]
+    refused = shardloom("exports", job_id, "--delete", export_id, stdin="n\n")
+    assert refused.exit_code == 1
+    assert "(newest, int8, queued)" in refused.stderr
+    assert only_export(api, job_id).id == export_id
+    done = shardloom("exports", job_id, "--delete", export_id, "--yes")
+    assert done.stdout == f"export {export_id} of {job_id} is deleted\n"
+    again = shardloom("exports", job_id, "--delete", export_id, "--yes")
+    assert again.exit_code == 2
+    assert "has no export" in again.stderr
 
 
 def test_the_sdk_waits_for_an_export_and_saves_it_whole(

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.unit.trainer.export.export_case import make_spec, spec_document, write_data, write_run
+from trainer.export.__main__ import main
 from trainer.export.artifact import read_manifest, write_manifest
-from trainer.export.folder import ExportFolder, ask_for, find_export, list_exports
+from trainer.export.folder import (
+    ExportFolder,
+    ask_for,
+    find_export,
+    list_exports,
+    remove_deleted,
+)
 from trainer.export.on_success import export_on_success
 from trainer.run_dir import RunDir
 from trainer.spec import SpecError, validate_spec
@@ -124,3 +132,34 @@ def test_a_spec_says_what_to_export() -> None:
     assert make_spec(Path("x")).export is None
     spec = make_spec(Path("x"), export={"quantize": "fp16"})
     assert spec.export == ExportSpec(on_success=False, checkpoint="newest", quantize="fp16")
+
+
+def test_the_process_ends_when_its_export_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = ask_for(RunDir(tmp_path), "newest", "int8")
+
+    def never_ends(_request: object, _tell: object) -> None:
+        folder.mark_deleted()
+        assert not folder.remove()  # its process holds the lock
+        threading.Event().wait(60)
+        pytest.fail("it worked on")
+
+    monkeypatch.setattr("trainer.export.__main__.export", never_ends)
+    monkeypatch.setattr("trainer.export.__main__._LOOK_S", 0.02)
+    assert main(["--request", str(folder.root)]) == 1
+    assert list_exports(RunDir(tmp_path)) == []
+    assert remove_deleted(RunDir(tmp_path)) == 1
+    assert list((tmp_path / "exports").iterdir()) == []
+    assert main(["--request", str(folder.root)]) == 1
+
+
+def test_a_job_whose_export_is_deleted_meanwhile_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.export.on_success._run", ExportFolder.mark_deleted)
+    spec = make_spec(tmp_path, export={"on_success": True})
+    told = []
+    export_on_success(spec, RunDir(tmp_path), told.append)
+    assert [note.level for note in told] == ["info", "info"]
+    assert "was deleted before it was done" in told[-1].message

@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Engine, event
 
 from service.domain import Attempt, EndReason, Job, JobStatus
 from service.job_telemetry import JobCollector
+from service.webhooks import DeliveryState
 from trainer.events import Event, Metrics
 
 _WAIT_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 24 * 3600)
@@ -144,6 +145,8 @@ class Telemetry:
             ["state"],
             registry=self.registry,
         )
+        for state in DeliveryState:
+            self._webhook_tries.labels(state.value)
 
     def _add_requests(self) -> None:
         self._request_s = Histogram(

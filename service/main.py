@@ -177,13 +177,45 @@ def build_app(settings: Settings) -> FastAPI:
 def _backend_of(settings: Settings) -> Backend:
     if settings.backend == "fake":
         return FakeBackend(settings.home / "fake-cluster")
+    if settings.backend == "kuberay":
+        return _kuberay(settings)
+    return _ray_jobs(settings, settings.ray_address)
+
+
+def _ray_jobs(settings: Settings, address: str) -> RayJobsBackend:
     token = settings.ray_auth_token
     return RayJobsBackend(
-        settings.ray_address,
+        address,
         auth_token=token.get_secret_value() if token else None,
         timeout_s=settings.backend_timeout_s,
         submit_timeout_s=settings.submit_timeout_s,
     )
+
+
+def _kuberay(settings: Settings) -> Backend:
+    # Imported here because the client of Kubernetes is large, and most services need none.
+    from service.backends.kuberay import KubeRayBackend
+    from service.backends.kuberay_api import KubeApi
+    from service.backends.kuberay_manifest import ClusterOptions
+    from service.backends.kuberay_template import FileTemplate, LiveTemplate
+
+    namespace, path = settings.kuberay_namespace, settings.kuberay_template_file
+    options = ClusterOptions(
+        namespace,
+        settings.kuberay_submission_mode,
+        settings.kuberay_ttl_s,
+        settings.kuberay_queue,
+    )
+    api = KubeApi.open(settings.kubeconfig, namespace, settings.backend_timeout_s)
+    backend = KubeRayBackend(
+        api,
+        _ray_jobs(settings, settings.ray_address) if settings.ray_address else None,
+        FileTemplate(path) if path else LiveTemplate(api, settings.kuberay_template_cluster),
+        options,
+        partial(_ray_jobs, settings),
+    )
+    backend.start()
+    return backend
 
 
 class _Server(uvicorn.Server):

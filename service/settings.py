@@ -78,11 +78,15 @@ class Settings(BaseSettings):
         default_factory=_default_runs_dir,
         description="Run storage: one folder per job, shared with the cluster.",
     )
-    backend: Literal["ray_jobs", "fake"] = Field(
-        default="ray_jobs", description="Where attempts run; `fake` plays scripts for tests."
+    backend: Literal["ray_jobs", "kuberay", "fake"] = Field(
+        default="ray_jobs",
+        description="Where attempts run: on a Ray cluster; there or, by KubeRay, on clusters of "
+        "their own; `fake` plays scripts for tests.",
     )
     ray_address: str = Field(
-        default="http://127.0.0.1:8265", description="URL of the Ray Jobs API (the Ray dashboard)."
+        default="http://127.0.0.1:8265",
+        description="URL of the Ray Jobs API (the Ray dashboard) of the cluster that jobs share; "
+        "with `backend=kuberay` empty if there is none.",
     )
     ray_auth_token: SecretStr | None = Field(
         default=None, description="Bearer token of the Ray cluster, if it wants one."
@@ -90,6 +94,34 @@ class Settings(BaseSettings):
     gcs_address: str | None = Field(
         default=None,
         description="HOST:PORT at which machines join this Ray; set by `shardloom up --head`.",
+    )
+    kubeconfig: AbsolutePath | None = Field(
+        default=None,
+        validation_alias=AliasChoices("kubeconfig", "SHARDLOOM_KUBECONFIG", "KUBECONFIG"),
+        description="How to reach Kubernetes (`backend=kuberay`); by default as the pod that the "
+        "service runs in.",
+    )
+    kuberay_namespace: str = Field(
+        default="shardloom", min_length=1, description="Namespace of the clusters of jobs' own."
+    )
+    kuberay_template_cluster: str = Field(
+        default="shardloom-ray",
+        min_length=1,
+        description="RayCluster of that namespace after which they are made.",
+    )
+    kuberay_template_file: AbsolutePath | None = Field(
+        default=None, description="YAML file with a RayCluster to use in its place."
+    )
+    kuberay_submission_mode: Literal["HTTPMode", "SidecarMode"] = Field(
+        default="HTTPMode",
+        description="How a driver is started on them: by KubeRay over HTTP, or by a container "
+        "beside the head where the operator cannot reach heads.",
+    )
+    kuberay_ttl_s: int = Field(
+        default=60, ge=0, description="Seconds for which a cluster outlives its job."
+    )
+    kuberay_queue: str | None = Field(
+        default=None, description="Kueue LocalQueue of jobs that name none in `resources.queue`."
     )
     service_url: str = Field(
         default_factory=_default_service_url,

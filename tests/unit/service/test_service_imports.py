@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +30,11 @@ FROM_TRAINER = {
     "trainer.data.resolve",
     "trainer.versions",
 }
-CONCRETE_BACKENDS = {"service.backends.ray_jobs", "service.backends.fake"}
+CONCRETE_BACKENDS = {
+    "service.backends.ray_jobs",
+    "service.backends.kuberay",
+    "service.backends.fake",
+}
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -65,4 +71,12 @@ def test_domain_and_lifecycle_import_only_each_other_and_the_spec(name: str) -> 
 
 def test_only_main_knows_the_concrete_backends() -> None:
     users = {path for path, module in _by_file() if module in CONCRETE_BACKENDS}
-    assert users == {"main.py"}
+    # One backend is made of another: the shared cluster beside those of jobs' own.
+    assert users == {"main.py", "backends/kuberay.py"}
+
+
+def test_the_client_of_kubernetes_is_loaded_for_its_backend_only() -> None:
+    users = {path for path, module in _by_file() if module.partition(".")[0] == "kubernetes"}
+    assert users == {"backends/kuberay_api.py"}
+    program = "import service.main, sys; sys.exit('kubernetes' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 0

@@ -1,0 +1,367 @@
+"""Runs attempts on Kubernetes: on the shared Ray cluster, or on clusters of their own (KubeRay).
+
+Shared jobs go through Ray's Jobs API (`service.backends.ray_jobs`). A job with `cluster: own` is a
+RayJob, whose operator makes the cluster, starts the driver and takes the cluster down. Nothing is
+remembered here that cannot be found again: a RayJob by its name, the rest by asking Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, closing, suppress
+from typing import Any
+
+from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.backends.kuberay_api import EVENTS, PODS, RAYJOBS, SECRETS, KubeApi, KubeRefused
+from service.backends.kuberay_manifest import (
+    SELECTOR,
+    ClusterOptions,
+    attempt_of,
+    is_submitted,
+    name_of,
+    rayjob_of,
+    release_of,
+    secret_of,
+)
+from service.backends.kuberay_size import Manifest, hosts_of, size_of
+from service.backends.kuberay_status import (
+    is_evicted,
+    is_over,
+    is_pending,
+    is_suspended,
+    observation_of,
+    obstacle_in,
+)
+from service.backends.kuberay_sweep import is_garbage
+from service.backends.kuberay_template import Template
+from service.backends.kuberay_watch import WATCH_S, RayJobWatch
+from service.backends.ray_jobs import RayJobsBackend
+from service.domain import Observation, ObservedState
+from service.errors import BackendUnreachable, SubmissionRefused
+
+logger = logging.getLogger(__name__)
+
+STOP_FAILED_AT = "shardloom.io/stop-failed-at"
+# A head that cannot be asked to stop its driver for this long goes with its cluster.
+STOP_GRACE_S = 30.0
+_SUBMITTER = "ray-job-submitter"
+_OBSTACLE_AGE_S = 5.0
+_MAX_REMEMBERED = 10_000
+_LOG_LINES = 200
+
+
+class KubeRayBackend:
+    """A namespace of Kubernetes with KubeRay, and the Ray cluster there that jobs share (if any).
+
+    `open_head` gives the Jobs API behind an address, for the heads of other clusters.
+    """
+
+    name = "kuberay"
+    makes_clusters = True
+
+    def __init__(
+        self,
+        api: KubeApi,
+        shared: RayJobsBackend | None,
+        template: Template,
+        options: ClusterOptions,
+        open_head: Callable[[str], RayJobsBackend],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.address = f"{api.address} (namespace {options.namespace})"
+        self._api = api
+        self._shared = shared
+        self._template = template
+        self._options = options
+        self._open_head = open_head
+        self._clock = clock
+        self._watch = RayJobWatch(_RayJobs(api), self._sweep)
+        # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
+        self._is_own: dict[str, bool] = {}
+        self._obstacles: dict[str, tuple[float, str]] = {}
+
+    def start(self) -> None:
+        """Begin to watch RayJobs; without, every look asks for its own."""
+        self._watch.start()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._watch.close()
+        self._api.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    # ---- submit
+
+    def submit(self, submission: Submission) -> None:
+        """Start an attempt where its job wants to run; a known id is accepted without effect."""
+        self._remember(submission.attempt_id, is_own=submission.cluster.is_own)
+        if not submission.cluster.is_own:
+            self._shared_or_refuse().submit(submission)
+            return
+        rayjob = self._create_rayjob(submission)
+        if is_submitted(rayjob):
+            return
+        try:
+            self._create_secret(submission, rayjob)
+            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], release_of(rayjob))
+        except KubeRefused as error:
+            self._delete(rayjob)
+            raise self._refusal(error) from error
+
+    def _create_rayjob(self, submission: Submission) -> Manifest:
+        """The RayJob of an attempt, made now or before."""
+        manifest = rayjob_of(submission, self._template.read(), self._options)
+        try:
+            return self._api.create(RAYJOBS, manifest)
+        except KubeRefused as error:
+            if not error.is_conflict:
+                raise self._refusal(error) from error
+        found = self._get(submission.attempt_id)
+        if found is None or "deletionTimestamp" in found["metadata"]:
+            name = name_of(submission.attempt_id)
+            raise BackendUnreachable(f"RayJob {name} of an earlier try is just being deleted")
+        if attempt_of(found) != submission.attempt_id:
+            raise SubmissionRefused(
+                f"namespace {self._options.namespace} has another RayJob with the name "
+                f"{found['metadata']['name']}; delete it, or use a namespace of your own"
+            )
+        return found
+
+    def _create_secret(self, submission: Submission, rayjob: Manifest) -> None:
+        try:
+            self._api.create(SECRETS, secret_of(submission, rayjob, self._options))
+        except KubeRefused as error:
+            if not error.is_conflict:
+                raise
+
+    def _refusal(self, error: KubeRefused) -> SubmissionRefused | BackendUnreachable:
+        if error.is_conflict or error.is_missing:
+            # Somebody else wrote, or deleted, at the same moment.
+            return BackendUnreachable(f"a conflict in Kubernetes, trying again: {error}")
+        return SubmissionRefused(
+            f"Kubernetes refuses the RayJob (HTTP {error.status}): {error}; compare the cluster "
+            "template with what KubeRay and the policies of the cluster allow"
+        )
+
+    def _shared_or_refuse(self) -> RayJobsBackend:
+        if self._shared is None:
+            raise SubmissionRefused(
+                "there is no shared cluster (SHARDLOOM_RAY_ADDRESS is empty); set "
+                "resources.cluster to own"
+            )
+        return self._shared
+
+    # ---- observe
+
+    def observe(self, attempt_id: str) -> Observation:
+        """Say what is known of an attempt; never raises."""
+        try:
+            rayjob = self._find(attempt_id)
+            if rayjob is not None:
+                return self._observed(rayjob)
+        except (BackendUnreachable, KubeRefused) as error:
+            away = Observation(ObservedState.UNREACHABLE, str(error))
+            return self._unless_shared(attempt_id, away)
+        gone = Observation(ObservedState.NOT_FOUND, "there is no RayJob of this attempt")
+        return self._unless_shared(attempt_id, gone)
+
+    def _find(self, attempt_id: str) -> Manifest | None:
+        """The RayJob of an attempt, from the watch or by asking; None where there is none."""
+        if self._is_own.get(attempt_id) is False:
+            return None
+        found = self._watch.find(name_of(attempt_id)) or self._get(attempt_id)
+        return found if found is not None and attempt_of(found) == attempt_id else None
+
+    def _get(self, attempt_id: str) -> Manifest | None:
+        try:
+            return self._api.get(RAYJOBS, name_of(attempt_id))
+        except KubeRefused as error:
+            if error.is_missing:
+                return None
+            raise
+
+    def _unless_shared(self, attempt_id: str, otherwise: Observation) -> Observation:
+        """What the shared cluster knows, if it may be one of its attempts."""
+        is_own = self._is_own.get(attempt_id)
+        if is_own or self._shared is None:
+            return otherwise
+        found = self._shared.observe(attempt_id)
+        if found.state not in (ObservedState.NOT_FOUND, ObservedState.UNREACHABLE):
+            self._remember(attempt_id, is_own=False)
+            return found
+        is_settled = is_own is False or otherwise.state is ObservedState.NOT_FOUND
+        return found if is_settled else otherwise
+
+    def _observed(self, rayjob: Manifest) -> Observation:
+        self._remember(str(attempt_of(rayjob)), is_own=True)
+        if is_suspended(rayjob) and not is_submitted(rayjob):
+            # Submitted again, it is carried through.
+            return Observation(ObservedState.NOT_FOUND, "its submission was cut off")
+        if is_evicted(rayjob):
+            self._delete(rayjob)
+        elif is_pending(rayjob):
+            return observation_of(rayjob, self._obstacle(rayjob))
+        return observation_of(rayjob)
+
+    def _obstacle(self, rayjob: Manifest) -> str:
+        """What keeps the pods of a RayJob from running; asked for every few seconds."""
+        name, cluster = rayjob["metadata"]["name"], _cluster_of(rayjob)
+        if is_suspended(rayjob) or not cluster:
+            return ""
+        asked_at, known = self._obstacles.get(name, (0.0, ""))
+        if 0.0 <= self._clock() - asked_at < _OBSTACLE_AGE_S:
+            return known
+        self._forget_many(self._obstacles)
+        found = ""
+        # It is a courtesy: the job is pending whether we are told why or not.
+        with suppress(BackendUnreachable, KubeRefused):
+            found = obstacle_in(self._pods(cluster)) or obstacle_in((), self._warnings(cluster))
+        self._obstacles[name] = (self._clock(), found)
+        return found
+
+    def _pods(self, cluster: str) -> list[Manifest]:
+        found = self._api.list(PODS, label_selector=f"ray.io/cluster={cluster}")
+        return list(found.get("items") or [])
+
+    def _warnings(self, cluster: str) -> list[Manifest]:
+        found = self._api.list(EVENTS, field_selector=f"involvedObject.name={cluster}")
+        return list(found.get("items") or [])
+
+    # ---- stop
+
+    def stop(self, attempt_id: str) -> None:
+        """Ask an attempt to end; an ended or unknown one is left alone.
+
+        A driver that runs is asked by its head, and saves; before, the RayJob is deleted.
+        """
+        try:
+            rayjob = None if self._is_own.get(attempt_id) is False else self._get(attempt_id)
+            if rayjob is not None and attempt_of(rayjob) == attempt_id:
+                self._stop_own(rayjob)
+                return
+        except KubeRefused as error:
+            raise BackendUnreachable(f"cannot stop {attempt_id}: {error}") from error
+        if self._shared is not None and not self._is_own.get(attempt_id):
+            self._shared.stop(attempt_id)
+
+    def _stop_own(self, rayjob: Manifest) -> None:
+        if is_over(rayjob) or "deletionTimestamp" in rayjob["metadata"]:
+            return
+        if is_pending(rayjob) or is_evicted(rayjob):
+            self._delete(rayjob)
+            return
+        try:
+            with closing(self._head_of(rayjob)) as head:
+                head.stop(str(attempt_of(rayjob)))
+        except BackendUnreachable:
+            self._stop_without_head(rayjob)
+
+    def _stop_without_head(self, rayjob: Manifest) -> None:
+        """Delete a cluster whose head does not answer; not for the first silence.
+
+        When it was silent first is kept with the RayJob, where every replica finds it.
+        """
+        metadata, now = rayjob["metadata"], self._clock()
+        since = (metadata.get("annotations") or {}).get(STOP_FAILED_AT)
+        if since is not None and now - float(since) >= STOP_GRACE_S:
+            logger.warning("RayJob %s: no answer from its head, deleting it", metadata["name"])
+            self._delete(rayjob)
+            return
+        if since is None:
+            noted = {"metadata": {"annotations": {STOP_FAILED_AT: f"{now:.0f}"}}}
+            self._api.patch(RAYJOBS, metadata["name"], noted)
+        raise BackendUnreachable(
+            f"the head of RayJob {metadata['name']} does not answer; its cluster is deleted if it "
+            f"does not within {STOP_GRACE_S:g} s"
+        )
+
+    def _delete(self, rayjob: Manifest) -> None:
+        """Delete a RayJob, and by its owner references all that was made for it."""
+        metadata = rayjob["metadata"]
+        # A conflict says that another object has the name now: ours is gone.
+        with suppress(KubeRefused):
+            self._api.delete(RAYJOBS, metadata["name"], uid=metadata["uid"])
+
+    def _sweep(self, rayjobs: list[Manifest]) -> None:
+        """Delete RayJobs that nobody needs any more."""
+        for rayjob in rayjobs:
+            if is_garbage(rayjob, self._clock()):
+                logger.info("RayJob %s is over, deleting it", rayjob["metadata"]["name"])
+                self._delete(rayjob)
+
+    # ---- what else is asked
+
+    def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
+        """End of the driver's output; empty when not to be had."""
+        try:
+            rayjob = self._find(attempt_id)
+            if rayjob is not None:
+                return self._own_log(rayjob, attempt_id, num_chars)
+        except (BackendUnreachable, KubeRefused):
+            return ""
+        return self._shared.tail_driver_log(attempt_id, num_chars) if self._shared else ""
+
+    def _own_log(self, rayjob: Manifest, attempt_id: str, num_chars: int) -> str:
+        if not (rayjob.get("status") or {}).get("dashboardURL"):
+            return ""
+        with closing(self._head_of(rayjob)) as head:
+            found = head.tail_driver_log(attempt_id, num_chars)
+        if found or rayjob["spec"].get("submissionMode") != "SidecarMode":
+            return found
+        for pod in self._pods(_cluster_of(rayjob)):
+            if pod["metadata"].get("labels", {}).get("ray.io/node-type") == "head":
+                name = pod["metadata"]["name"]
+                return self._api.read_log(name, _SUBMITTER, _LOG_LINES)[-num_chars:]
+        return ""
+
+    def check(self) -> str:
+        """Say what answers; raises `BackendUnreachable`."""
+        version = self._api.version()
+        if not self._api.serves(RAYJOBS):
+            raise BackendUnreachable(
+                f"Kubernetes {version} does not know RayJobs: the CRD {RAYJOBS.crd} is missing; "
+                "install KubeRay v1.7.0"
+            )
+        shared = self._shared.check() if self._shared else "none"
+        return f"Kubernetes {version} with ray.io/v1; shared cluster: {shared}"
+
+    def hosts(self) -> tuple[HostFacts, ...] | None:
+        """Live hosts of the shared cluster; None where there is none."""
+        return self._shared.hosts() if self._shared else None
+
+    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
+        """Hosts that a cluster of a job's own would have at most."""
+        groups = (self._template.read().get("spec") or {}).get("workerGroupSpecs") or []
+        return hosts_of(size_of(need, groups))
+
+    def _head_of(self, rayjob: Manifest) -> RayJobsBackend:
+        return self._open_head(f"http://{rayjob['status']['dashboardURL']}")
+
+    def _remember(self, attempt_id: str, *, is_own: bool) -> None:
+        self._forget_many(self._is_own)
+        self._is_own[attempt_id] = is_own
+
+    @staticmethod
+    def _forget_many(remembered: dict[str, Any]) -> None:
+        if len(remembered) > _MAX_REMEMBERED:
+            remembered.clear()
+
+
+class _RayJobs:
+    """The RayJobs that Shardloom made, as the watch wants them."""
+
+    def __init__(self, api: KubeApi) -> None:
+        self._api = api
+
+    def list(self) -> Manifest:
+        return self._api.list(RAYJOBS, label_selector=SELECTOR)
+
+    def watch(self, version: str) -> AbstractContextManager[Iterator[Manifest]]:
+        return self._api.watch(RAYJOBS, version, SELECTOR, WATCH_S)
+
+
+def _cluster_of(rayjob: Manifest) -> str:
+    return str((rayjob.get("status") or {}).get("rayClusterName") or "")

@@ -1,0 +1,260 @@
+"""What is sent to Kubernetes for an attempt with a cluster of its own: a RayJob and a Secret. Pure.
+
+    RayJob  NAME         the template's cluster, sized for the job, and the driver's command
+    Secret  NAME-env     the driver's environment, tokens included; goes with the RayJob
+
+NAME follows from the attempt's id, so that a repeated submission finds what an earlier one made.
+The RayJob comes first and suspended, then the Secret that it owns, then the RayJob is let go: a
+submission that is cut off leaves nothing that is not found again by the RayJob's labels, and no pod
+starts without its environment. KubeRay retries nothing (`backoffLimit: 0`): the service counts.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import yaml
+
+from service.backends.base import ClusterNeed, Submission
+from service.backends.kuberay_size import ClusterSize, Manifest, shape_of, size_of
+from service.errors import SubmissionRefused
+
+GROUP, VERSION = "ray.io", "v1"
+MANAGER = "shardloom"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+ATTEMPT = "shardloom.io/attempt"
+JOB = "shardloom.io/job"
+PROJECT = "shardloom.io/project"
+JOB_NAME = "shardloom.io/job-name"
+PRIORITY = "shardloom.io/priority"
+SUBMITTED = "shardloom.io/submitted"
+SELECTOR = f"{MANAGED_BY}={MANAGER}"
+QUEUE = "kueue.x-k8s.io/queue-name"
+ELASTIC = "kueue.x-k8s.io/elastic-job"
+
+SubmissionMode = Literal["HTTPMode", "SidecarMode"]
+
+# KubeRay: a RayJob's name is a DNS-1035 label of no more than this.
+_MAX_NAME_CHARS = 47
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+# In SidecarMode KubeRay puts metadata between double quotes of a shell script.
+_SHELL_SAFE = re.compile(r"[^$`\\!]*")
+# Of one cluster's life, not of how clusters are made.
+_OF_CLUSTER = ("managedBy", "suspend", "upgradeStrategy")
+_OF_GROUP = ("scaleStrategy", "suspend")
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What the service's settings say of clusters that it makes.
+
+    A cluster goes `ttl_s` seconds after its job has ended. `queue` is the Kueue queue of jobs that
+    name none.
+    """
+
+    namespace: str
+    mode: SubmissionMode = "HTTPMode"
+    ttl_s: int = 60
+    queue: str | None = None
+
+
+def name_of(attempt_id: str) -> str:
+    """The name of an attempt's RayJob."""
+    if len(attempt_id) <= _MAX_NAME_CHARS and _NAME.fullmatch(attempt_id):
+        return attempt_id
+    return f"{MANAGER}-{hashlib.sha256(attempt_id.encode()).hexdigest()[:24]}"
+
+
+def secret_name_of(attempt_id: str) -> str:
+    """The name of the Secret with an attempt's environment."""
+    return f"{name_of(attempt_id)}-env"
+
+
+def attempt_of(manifest: Mapping[str, Any]) -> str | None:
+    """The attempt that an object was made for; None where it is none of ours."""
+    metadata = manifest.get("metadata", {})
+    if (metadata.get("labels") or {}).get(MANAGED_BY) != MANAGER:
+        return None
+    found = (metadata.get("annotations") or {}).get(ATTEMPT)
+    return None if found is None else str(found)
+
+
+def secret_of(
+    submission: Submission, rayjob: Mapping[str, Any], options: ClusterOptions
+) -> Manifest:
+    """The environment of the driver and its workers, to be deleted with the RayJob."""
+    owner = {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "RayJob",
+        "name": rayjob["metadata"]["name"],
+        "uid": rayjob["metadata"]["uid"],
+    }
+    metadata = _metadata(submission, options, secret_name_of(submission.attempt_id))
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**metadata, "ownerReferences": [owner]},
+        "type": "Opaque",
+        "stringData": dict(submission.env),
+    }
+
+
+def release_of(rayjob: Mapping[str, Any]) -> Manifest:
+    """The change that ends a submission: what Kueue does not hold back may start."""
+    change: Manifest = {"metadata": {"annotations": {SUBMITTED: "true"}}}
+    if QUEUE not in rayjob["metadata"].get("labels", {}):
+        change["spec"] = {"suspend": False}
+    return change
+
+
+def is_submitted(rayjob: Mapping[str, Any]) -> bool:
+    """Whether a submission was carried through."""
+    annotations = rayjob["metadata"].get("annotations") or {}
+    return annotations.get(SUBMITTED) == "true"
+
+
+def rayjob_of(
+    submission: Submission, template: Mapping[str, Any], options: ClusterOptions
+) -> Manifest:
+    """The RayJob of an attempt, from the manifest of a RayCluster.
+
+    Raises `SubmissionRefused` where the template holds none of the job's workers, or is none.
+    """
+    try:
+        spec = _cluster_spec(submission, template["spec"], options)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise SubmissionRefused(
+            f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
+            "compare it with k8s/base/raycluster.yaml"
+        ) from error
+    need, queue = submission.cluster, queue_of(submission.cluster, options)
+    metadata = _metadata(submission, options, name_of(submission.attempt_id))
+    if queue:
+        metadata["labels"][QUEUE] = queue
+        if spec["enableInTreeAutoscaling"]:
+            metadata["annotations"][ELASTIC] = "true"
+    job = {
+        "entrypoint": submission.entrypoint,
+        "jobId": submission.attempt_id,
+        "metadata": _job_metadata(submission.metadata, options.mode),
+        "submissionMode": options.mode,
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": options.ttl_s,
+        "backoffLimit": 0,
+        "suspend": True,
+        "rayClusterSpec": spec,
+    }
+    if need.deadline_s:
+        job["activeDeadlineSeconds"] = need.deadline_s
+    if submission.code_uris:
+        job["runtimeEnvYAML"] = yaml.safe_dump({"py_modules": list(submission.code_uris)})
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "RayJob",
+        "metadata": metadata,
+        "spec": job,
+    }
+
+
+def queue_of(need: ClusterNeed, options: ClusterOptions) -> str | None:
+    """The Kueue queue that admits a cluster, if any."""
+    return need.queue or options.queue
+
+
+def _metadata(submission: Submission, options: ClusterOptions, name: str) -> Manifest:
+    need = submission.cluster
+    return {
+        "name": name,
+        "namespace": options.namespace,
+        "labels": {
+            "app.kubernetes.io/part-of": MANAGER,
+            MANAGED_BY: MANAGER,
+            **_own_labels(submission),
+        },
+        # What need not fit a label, in full.
+        "annotations": {
+            ATTEMPT: submission.attempt_id,
+            JOB_NAME: need.job_name,
+            PRIORITY: str(need.priority),
+        },
+    }
+
+
+def _own_labels(submission: Submission) -> dict[str, str]:
+    return {
+        JOB: label_value(submission.job_id),
+        ATTEMPT: label_value(submission.attempt_id),
+        PROJECT: label_value(submission.cluster.project or "default"),
+    }
+
+
+def label_value(text: str) -> str:
+    """A text as the value of a label: itself, or its hash where that is not allowed."""
+    if _LABEL_VALUE.fullmatch(text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _job_metadata(metadata: Mapping[str, str], mode: SubmissionMode) -> dict[str, str]:
+    if mode == "HTTPMode":
+        return dict(metadata)
+    return {key: value for key, value in metadata.items() if _SHELL_SAFE.fullmatch(value)}
+
+
+# ---- the cluster
+
+
+def _cluster_spec(
+    submission: Submission, template: Mapping[str, Any], options: ClusterOptions
+) -> Manifest:
+    spec: Manifest = copy.deepcopy({**template})
+    for name in _OF_CLUSTER:
+        spec.pop(name, None)
+    size = size_of(submission.cluster, spec["workerGroupSpecs"])
+    spec["workerGroupSpecs"] = _groups(spec["workerGroupSpecs"], size, submission.cluster)
+    # A cluster of one size is kept at it by the operator.
+    spec["enableInTreeAutoscaling"] = size.is_elastic
+    if not size.is_elastic:
+        spec.pop("autoscalerOptions", None)
+    source = {"secretRef": {"name": secret_name_of(submission.attempt_id)}}
+    for pod in (spec["headGroupSpec"]["template"], *_templates(spec["workerGroupSpecs"])):
+        labels = pod.setdefault("metadata", {}).setdefault("labels", {})
+        labels |= _own_labels(submission)
+        container = pod["spec"]["containers"][0]
+        container["envFrom"] = [*container.get("envFrom", []), source]
+    return spec
+
+
+def _templates(groups: list[Manifest]) -> list[Manifest]:
+    return [group["template"] for group in groups]
+
+
+def _groups(groups: list[Manifest], size: ClusterSize, need: ClusterNeed) -> list[Manifest]:
+    """The group that holds the fewest workers, and those of its kind that may add more."""
+    kept = []
+    for group in groups:
+        if group["groupName"] == size.shape.name:
+            kept.append(_resized(group, size.min_pods, size.max_pods, size))
+        elif size.is_elastic and kept and _is_alike(group, size, need):
+            kept.append(_resized(group, 0, size.max_pods - size.min_pods, size))
+    return kept
+
+
+def _is_alike(group: Manifest, size: ClusterSize, need: ClusterNeed) -> bool:
+    """Whether as many workers fit its pods, on the same device."""
+    shape = shape_of(group)
+    is_same_device = shape.gives_gpus(need) == size.shape.gives_gpus(need)
+    return is_same_device and shape.num_fitting(need) == size.num_fitting
+
+
+def _resized(group: Manifest, least: int, most: int, size: ClusterSize) -> Manifest:
+    resized = {name: value for name, value in group.items() if name not in _OF_GROUP}
+    if not size.is_elastic:
+        resized.pop("idleTimeoutSeconds", None)
+    return {**resized, "replicas": least, "minReplicas": least, "maxReplicas": most}

@@ -1,0 +1,175 @@
+"""Our RayJobs as they are now, told by a watch, so that a look costs no request.
+
+A list comes first; the watch goes on from its version and, when it ends or breaks, from the newest
+version seen. A server that does not keep that version any more (410) is asked for a list again. As
+long as nothing has answered for a while `find` gives nothing at all: the caller then asks itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from service.backends.kuberay_api import KubeRefused
+from service.backends.kuberay_size import Manifest
+from service.errors import BackendUnreachable
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 45
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 30.0
+_GONE = 410
+
+
+class Source(Protocol):
+    """Where the objects are."""
+
+    def list(self) -> Manifest:
+        """All of them, with `metadata.resourceVersion`."""
+
+    def watch(self, version: str) -> AbstractContextManager[Iterator[Manifest]]:
+        """Events after a version."""
+
+
+class WatchExpired(Exception):
+    """The server does not keep what happened after a version: a list must come first."""
+
+
+@dataclass
+class Copy:
+    """What is known of the objects, by name. Pure; `version` is None before the first list."""
+
+    objects: dict[str, Manifest] = field(default_factory=dict)
+    version: str | None = None
+
+    def replace(self, listed: Mapping[str, object]) -> None:
+        """Take over a list."""
+        items: list[Manifest] = listed.get("items") or []  # type: ignore[assignment]
+        self.objects = {item["metadata"]["name"]: item for item in items}
+        self.version = str(listed["metadata"]["resourceVersion"])  # type: ignore[index]
+
+    def apply(self, event: Manifest) -> None:
+        """Take over an event; raises `WatchExpired`, and `BackendUnreachable` for other errors."""
+        kind, found = event["type"], event["object"]
+        if kind == "ERROR":
+            self._fail(found)
+        metadata = found["metadata"]
+        if kind in ("ADDED", "MODIFIED"):
+            self.objects[metadata["name"]] = found
+        elif kind == "DELETED":
+            self.objects.pop(metadata["name"], None)
+        # A bookmark has nothing but its version.
+        self.version = str(metadata["resourceVersion"])
+
+    def _fail(self, status: Manifest) -> None:
+        if status.get("code") == _GONE:
+            raise WatchExpired
+        raise BackendUnreachable(f"the watch of RayJobs broke: {status.get('message')}")
+
+
+class RayJobWatch:
+    """A thread that keeps a `Copy` of what `source` has.
+
+    `on_turn` gets all objects after each list and each watch, which is about once a minute.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        on_turn: Callable[[list[Manifest]], None] = lambda objects: None,
+        pause: Callable[[float], object] | None = None,
+    ) -> None:
+        self._source = source
+        self._on_turn = on_turn
+        self._copy = Copy()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._pause = pause or self._closing.wait
+        self._is_live = False
+        self._thread = threading.Thread(target=self._run, name="rayjobs", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more; a stream that is open ends by itself."""
+        self._closing.set()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether what is known here is what the server says now."""
+        return self._is_live
+
+    def find(self, name: str) -> Manifest | None:
+        """An object as it is now; None where it is not known, or nothing is."""
+        with self._lock:
+            return self._copy.objects.get(name) if self._is_live else None
+
+    def all(self) -> list[Manifest]:
+        """Every object that is known."""
+        with self._lock:
+            return list(self._copy.objects.values())
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            began = time.monotonic()
+            if self.follow():
+                failures = 0
+                continue
+            is_first = time.monotonic() - began > _MAX_PAUSE_S
+            failures = 1 if is_first else failures + 1
+            self._pause(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1)))
+
+    def follow(self) -> bool:
+        """List if that is needed, then watch until the stream ends; whether it ended well."""
+        try:
+            if self._copy.version is None:
+                self._relist()
+            assert self._copy.version is not None
+            with self._source.watch(self._copy.version) as events:
+                self._is_live = True
+                for event in events:
+                    self._take(event)
+                    if self._closing.is_set():
+                        return True
+            self._on_turn(self.all())
+        except WatchExpired:
+            self._lose(is_expired=True)
+        except KubeRefused as error:
+            self._lose(is_expired=error.status == _GONE)
+            if error.status != _GONE:
+                logger.warning("cannot watch RayJobs, asking for each of them: %s", error)
+                return False
+        except BackendUnreachable as error:
+            self._lose(is_expired=False)
+            logger.info("the watch of RayJobs broke: %s", error)
+            return False
+        except Exception:
+            # Whatever came was no event: nothing of what is known may be relied on.
+            self._lose(is_expired=True)
+            logger.exception("the watch of RayJobs broke")
+            return False
+        return True
+
+    def _relist(self) -> None:
+        listed = self._source.list()
+        with self._lock:
+            self._copy.replace(listed)
+
+    def _take(self, event: Manifest) -> None:
+        with self._lock:
+            self._copy.apply(event)
+
+    def _lose(self, *, is_expired: bool) -> None:
+        with self._lock:
+            self._is_live = False
+            if is_expired:
+                self._copy.version = None

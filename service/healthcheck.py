@@ -1,0 +1,44 @@
+"""Whether the service on this host answers: `python -m service.healthcheck`, for its image.
+
+It asks by the service's own settings, TLS included, and imports nothing else of it: a container
+engine runs it every few seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+import sys
+import urllib.error
+import urllib.request
+
+_TIMEOUT_S = 4.0
+
+
+def health_url() -> str:
+    """Where the service of this environment says whether it answers."""
+    scheme = "https" if os.environ.get("SHARDLOOM_SSL_CERTFILE") else "http"
+    host = os.environ.get("SHARDLOOM_HOST", "127.0.0.1")
+    # Of all addresses that it listens on, the one of this host.
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
+    return f"{scheme}://{host}:{os.environ.get('SHARDLOOM_PORT', '8700')}/healthz"
+
+
+def main() -> int:
+    """0 if it answers, else 1 and why not."""
+    url = health_url()
+    context = ssl.create_default_context()
+    # Its certificate is for the name that others call it by, not for this host's own address.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    handlers = (urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))
+    try:
+        with urllib.request.build_opener(*handlers).open(url, timeout=_TIMEOUT_S):
+            return 0
+    except (urllib.error.URLError, OSError) as error:
+        print(f"{url} does not answer: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

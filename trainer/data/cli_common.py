@@ -32,7 +32,10 @@ def data_errors_shown() -> Iterator[None]:
         yield
     except (DataError, OSError) as error:
         text = str(error) if isinstance(error, DataError) else _disk_text(error)
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(text)}", soft_wrap=True)
+        console = Console(stderr=True)
+        console.print(f"[bold red]Error:[/] {escape(text)}", soft_wrap=True)
+        for note in getattr(error, "__notes__", ()):
+            console.print(escape(note), soft_wrap=True)
         raise typer.Exit(EXIT_BAD_DATA) from None
 
 
@@ -65,4 +68,7 @@ def show_summary(folder: object, manifest: Manifest) -> None:
         table.add_row(f"{name.replace('_', ' ')}{unit}", f"{value:.4f}")
     for name, count in manifest.counts.items():
         table.add_row(name.replace("_", " "), str(count))
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    for line in manifest.bad_lines:
+        console.print(f"left out: {escape(line)}", soft_wrap=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -69,6 +69,17 @@ def prepare_criteo_command(
         CriteoSplitChoice, typer.Option(help="Validate on the last rows or the last file (day).")
     ] = CriteoSplitChoice.LAST_FRACTION,
     validation_fraction: Annotated[float, typer.Option(min=0.00001, max=0.999)] = 0.1,
+    on_bad_line: Annotated[
+        Literal["fail", "skip"],
+        typer.Option(help="A line that cannot be read ends it all, or is left out and counted."),
+    ] = "fail",
+    max_bad_lines: Annotated[
+        float,
+        typer.Option(
+            min=1e-9,
+            help="Most lines to skip: below 1 a share of each file's lines, else a number.",
+        ),
+    ] = 0.01,
     num_partitions: Annotated[int, typer.Option(min=1, help="Files per split.")] = 32,
     seed: Annotated[int, typer.Option(min=0, help="Of the order of training rows.")] = 0,
     work_dir: Annotated[
@@ -85,7 +96,8 @@ def prepare_criteo_command(
     Bounded memory, shuffled, the same bytes for the same options. Killed, it goes on where it was
     when the same command runs again.
     """
-    from trainer.data.prepare.criteo import CriteoOptions, prepare_criteo
+    from trainer.data.prepare.criteo import prepare_criteo
+    from trainer.data.prepare.criteo_plan import CriteoOptions
 
     options = CriteoOptions(
         ids=ids.value,
@@ -95,6 +107,8 @@ def prepare_criteo_command(
         negatives=negatives.value,
         split=split.value,
         validation_fraction=validation_fraction,
+        on_bad_line=on_bad_line,
+        max_bad_lines=max_bad_lines,
         num_partitions=num_partitions,
         seed=seed,
     )

@@ -63,7 +63,8 @@ class Manifest(ManifestModel):
 
     `columns` maps each column to its type (`int64`, `float32`, `list<int64>`, ...); `vocab_sizes`
     maps each id column to the number of ids it may hold, the unknown id 0 included. `counts` says
-    what was met on the way (duplicates, movies without metadata, ...).
+    what was met on the way (duplicates, movies without metadata, ...), `bad_lines` names the first
+    few lines that were left out.
     """
 
     schema_version: Literal[1] = 1
@@ -75,6 +76,7 @@ class Manifest(ManifestModel):
     statistics: dict[str, FiniteFloat]
     vocabularies: dict[str, VocabularyEntry] = {}
     counts: dict[str, int] = {}
+    bad_lines: tuple[str, ...] = ()
 
 
 def describe_file(path: Path, folder: Path) -> FileEntry:

@@ -7,6 +7,10 @@
 
 Every finished file is noted in a journal, so that a killed preparation goes on where it was; the
 result is the same to the byte. Until it is done the disk needs 164 bytes a row besides the result.
+A line that cannot be read ends it, and what was read before stays: once the file is mended, the
+same command reads that file's lines alone anew (all lines, if the file has more or fewer than
+before, as each row's place depends on their number). Or such lines are left out
+(`criteo_bad_lines`).
 
 Counts become log(1 + count), where nothing given is 0. A negative count is 0 too, as in the DLRM
 reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
@@ -14,31 +18,38 @@ reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import numpy as np
 import polars as pl
 import pyarrow as pa
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from rich.console import Console
 from rich.progress import Progress
 
-from trainer.data.errors import CorruptFileError, TooFewRowsError
+from trainer.data.errors import (
+    BadValueError,
+    CorruptFileError,
+    DataError,
+    TooManyBadRowsError,
+)
 from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry
-from trainer.data.prepare.criteo_format import ID_NAMES, parse_lines
+from trainer.data.prepare.criteo_bad_lines import BadLines, check_bound, parse_good_lines
+from trainer.data.prepare.criteo_format import ID_NAMES, RawClicks, parse_lines
 from trainer.data.prepare.criteo_ids import (
     HashedIds,
     IdEncoder,
     KnownIds,
     frequent_values,
 )
+from trainer.data.prepare.criteo_plan import CriteoOptions, check_rows_left, plan_buckets
 from trainer.data.prepare.criteo_runs import Buckets, Runs, pack, write_run
 from trainer.data.prepare.criteo_source import (
     LineBlock,
@@ -51,38 +62,13 @@ from trainer.data.prepare.criteo_tables import COLUMN_TYPES, PartitionWriter, tr
 from trainer.data.prepare.journal import Facts, Part
 from trainer.data.prepare.staging import Staging, staged
 from trainer.data.prepare.teacher_score import entropy
+from trainer.data.ragged import IntArray
 from trainer.data.storage import Location
 
 _TRAIN, _VALIDATION = "train", "validation"
 # Raised when the same options would give other bytes than before.
 _METHOD = 1
 _WORK_BYTES_PER_ROW = 164
-
-
-class CriteoOptions(BaseModel):
-    """How to prepare Criteo files; recorded in the manifest.
-
-    `ids`: `vocabulary` gives each value seen `min_count` times in training an id of its own, at
-    most `max_ids` a column; `hashing` maps values to `num_hash_buckets` ids. `split`: validation is
-    the last `validation_fraction` of all rows, or the whole last file (the last day).
-    The last three bound memory: bytes of text read at a time, blocks in a run, rows in a bucket.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    ids: Literal["vocabulary", "hashing"] = "vocabulary"
-    min_count: PositiveInt = 10
-    max_ids: PositiveInt = 10_000_000
-    num_hash_buckets: Annotated[int, Field(ge=2, le=2**31)] = 1_000_000
-    negatives: Literal["zero", "keep_sign"] = "zero"
-    split: Literal["last_fraction", "last_file"] = "last_fraction"
-    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    num_partitions: PositiveInt = 32
-    row_group_rows: PositiveInt = 8192
-    seed: Annotated[int, Field(ge=0)] = 0
-    block_bytes: PositiveInt = 32 * 1024 * 1024
-    run_blocks: PositiveInt = 8
-    bucket_rows: PositiveInt = 2_000_000
 
 
 def prepare_criteo(
@@ -104,8 +90,9 @@ def prepare_criteo(
     check_distinct(files)
     work = {
         "command": f"prepare criteo, method {_METHOD}",
-        "options": options.model_dump(),
-        "files": [[str(file), *_version(file)] for file in files],
+        # What was read is the same whatever is done about lines that cannot be.
+        "options": options.model_dump(exclude={"on_bad_line", "max_bad_lines"}),
+        "files": [str(file) for file in files],
         "libraries": [np.__version__, pl.__version__, pa.__version__],
     }
     with (
@@ -119,9 +106,9 @@ def prepare_criteo(
     return manifest
 
 
-def _version(file: Location) -> tuple[int, int]:
+def _version(file: Location) -> str:
     """What changes when a file does: size in bytes, time of change in nanoseconds."""
-    return file.size_bytes(), file.fs.get_file_info(file.path).mtime_ns or 0
+    return f"{file} {file.size_bytes()} {file.fs.get_file_info(file.path).mtime_ns or 0}"
 
 
 @dataclass(frozen=True)
@@ -132,12 +119,17 @@ class _Preparation:
     options: CriteoOptions
     staging: Staging
     progress: Progress
+    bad: BadLines = field(default_factory=BadLines)
+    # What each run was made of: what comes after is made of all of them.
+    origins: list[str] = field(default_factory=list)
 
     def run(self) -> Manifest:
-        lines = list(self._counted_lines())
+        versions = [_version(file) for file in self.files]
+        lines = list(self._counted_lines(versions))
         buckets = plan_buckets(lines, self.options, [str(file) for file in self.files])
         self.staging.check_space("runs", sum(lines) * _WORK_BYTES_PER_ROW)
-        runs = self._read(buckets, sum(lines))
+        runs = self._read(buckets, lines, versions)
+        check_rows_left(runs, buckets)
         encoders = dict(zip(ID_NAMES, self._encoders(runs, buckets), strict=True))
         writer = PartitionWriter(
             runs, buckets, tuple(encoders.values()), self.options.row_group_rows
@@ -153,6 +145,8 @@ class _Preparation:
             vocab_sizes={name: encoder.size for name, encoder in encoders.items()},
             options=self.options.model_dump(),
             statistics=_statistics(parts),
+            counts=self._bad_counts(),
+            bad_lines=tuple(self.bad.shown),
             vocabularies={
                 name: self._vocabulary_entry(name, encoder)
                 for name, encoder in encoders.items()
@@ -160,7 +154,14 @@ class _Preparation:
             },
         )
 
-    def _counted_lines(self) -> Iterator[int]:
+    def _bad_counts(self) -> dict[str, int]:
+        """Lines that were left out, by the kind of their fault; none where a fault ends it all."""
+        if self.options.on_bad_line == "fail":
+            return {}
+        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.bad.num_of_kind.items())}
+        return {"bad_lines": self.bad.total, **kinds}
+
+    def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
         for number, file in enumerate(self._tracked(self.files, "counting lines")):
 
             def count(path: Path, file: Location = file) -> Facts:
@@ -168,49 +169,98 @@ class _Preparation:
                 path.write_text(f"{num_lines}\n", "utf-8")
                 return {"lines": num_lines}
 
-            yield self.staging.scratch(f"lines/{number:05d}.txt", count)[1]["lines"]
+            _, facts = self.staging.scratch(f"lines/{number:05d}.txt", count, versions[number])
+            yield facts["lines"]
 
-    def _read(self, buckets: Buckets, num_lines: int) -> Runs:
+    def _read(self, buckets: Buckets, lines: Sequence[int], versions: Sequence[str]) -> Runs:
         """Parse every file into runs; those of an earlier try are only skipped over."""
-        task = self.progress.add_task("reading", total=num_lines)
+        task = self.progress.add_task("reading", total=sum(lines))
         paths: list[Path] = []
         offsets: list[list[int]] = []
-        row = 0
-        for file in self.files:
+        line = 0
+        for file, num_lines, version in zip(self.files, lines, versions, strict=True):
             blocks = read_blocks(file, self.options.block_bytes)
+            bad = BadLines()
             while first := next(blocks, None):
                 taken = chain([first], islice(blocks, self.options.run_blocks - 1))
-                run = _Run(len(paths), row, str(file))
-                path, facts = self.staging.scratch(
-                    f"runs/{run.number:06d}.npy", partial(self._write_run, run, taken, buckets)
-                )
+                run = _Run(len(paths), line, str(file), version)
+                path, facts = self._finished_run(run, taken, buckets)
+                bad.merge(facts["bad"])
+                self._check_bad(run, num_lines, bad)
                 # Blocks of a run that is already there are still to be passed over.
                 deque(taken, maxlen=0)
-                row += facts["rows"]
+                line += facts["lines"]
                 paths.append(path)
                 offsets.append(facts["offsets"])
-                self.progress.advance(task, facts["rows"])
-            if row > num_lines:
+                self.progress.advance(task, facts["lines"])
+            self.bad.merge(bad.facts())
+            if line > sum(lines):
                 break
-        if row != num_lines:
+        if line != sum(lines):
             raise CorruptFileError(
-                f"{file} changed while it was read: {row} lines so far, {num_lines} were counted "
+                f"{file} changed while it was read: {line} lines so far, {sum(lines)} were counted "
                 "in all files; wait until it is written, then prepare again"
             )
         return Runs(paths, np.array(offsets, dtype=np.int64))
+
+    def _finished_run(
+        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets
+    ) -> tuple[Path, Facts]:
+        """The file of a run; where a line ends the preparation, earlier runs stay."""
+        self.origins.append(f"{run} {buckets}")
+        name, make = f"runs/{run.number:06d}.npy", partial(self._write_run, run, blocks, buckets)
+        try:
+            return self.staging.scratch(name, make, self.origins[-1])
+        except (BadValueError, CorruptFileError) as error:
+            self._keep_work(run, error)
+            raise
+
+    def _check_bad(self, run: _Run, num_lines: int, bad: BadLines) -> None:
+        """Raise where lines were left out that may not be, be it by an earlier, laxer try."""
+        if not bad.total:
+            return
+        try:
+            if self.options.on_bad_line == "fail":
+                raise CorruptFileError(bad.shown[0])
+            check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
+        except (CorruptFileError, TooManyBadRowsError) as error:
+            self._keep_work(run, error)
+            raise
+
+    def _keep_work(self, run: _Run, error: DataError) -> None:
+        if run.number:
+            error.add_note(
+                f"What was read before stays in {self.staging.keep_work()}: mend the file and run "
+                "the same command again, or leave such lines out with --on-bad-line skip"
+            )
 
     def _write_run(
         self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path
     ) -> Facts:
         keep_sign = self.options.negatives == "keep_sign"
-        parts = []
+        parts, lines = [], []
+        bad, num_lines = BadLines(), 0
         for block in blocks:
-            clicks = parse_lines(block.lines, run.source, block.first_line)
+            clicks, line = self._parse(block, run.source, bad)
             parts.append(pack(clicks, transform_counts(clicks.counts, keep_sign=keep_sign)))
+            lines.append(line + num_lines)
+            num_lines += block.num_lines
         cells = np.concatenate(parts, axis=1)
-        bucket = buckets.place(run.number, run.first_row, cells.shape[1])
+        bucket = buckets.place(run.number, run.first_line + np.concatenate(lines))
         offsets = write_run(path, cells, bucket, buckets.total)
-        return {"rows": cells.shape[1], "offsets": offsets}
+        return {"lines": num_lines, "offsets": offsets, "bad": bad.facts()}
+
+    def _parse(self, block: LineBlock, source: str, bad: BadLines) -> tuple[RawClicks, IntArray]:
+        """The rows of a block, and which of its lines they are."""
+        if self.options.on_bad_line == "skip":
+            return parse_good_lines(block.lines, source, block.first_line, bad)
+        clicks = parse_lines(block.lines, source, block.first_line)
+        return clicks, np.arange(len(clicks))
+
+    @cached_property
+    def _origin(self) -> str:
+        """What all files that are made of all runs are made of."""
+        return hashlib.sha256("\n".join(self.origins).encode()).hexdigest()
 
     def _encoders(self, runs: Runs, buckets: Buckets) -> Iterator[IdEncoder]:
         options = self.options
@@ -230,12 +280,12 @@ class _Preparation:
             with path.open("wb") as file:
                 np.save(file, np.stack([found.values, found.counts]))
 
-        path, _ = self.staging.scratch(f"vocab/{name}.npy", fit)
+        path, _ = self.staging.scratch(f"vocab/{name}.npy", fit, self._origin)
         return KnownIds(*np.load(path))
 
     def _vocabulary_entry(self, name: str, encoder: KnownIds) -> VocabularyEntry:
         path = f"vocab/{name}.parquet"
-        part = self.staging.result(path, encoder.write)
+        part = self.staging.result(path, encoder.write, self._origin)
         return VocabularyEntry(
             path=path,
             num_values=len(encoder.values),
@@ -251,6 +301,7 @@ class _Preparation:
             self.staging.result(
                 f"{split}/part-{number:05d}.parquet",
                 partial(writer.write, range(start, min(start + each, end))),
+                self._origin,
             )
             for number, start in enumerate(self._tracked(starts, f"writing {split}"))
         ]
@@ -261,46 +312,12 @@ class _Preparation:
 
 @dataclass(frozen=True)
 class _Run:
-    """A stretch of a file's rows; `number` and `first_row` count over all files."""
+    """A stretch of a file's lines; `number` and `first_line` (from 0) count over all files."""
 
     number: int
-    first_row: int
+    first_line: int
     source: str
-
-
-def plan_buckets(lines: Sequence[int], options: CriteoOptions, names: Sequence[str]) -> Buckets:
-    """Where validation begins and how many buckets there are, from the files' numbers of lines.
-
-    Every partition has the same number of buckets. Raises `TooFewRowsError`.
-    """
-    total = sum(lines)
-    if options.split == "last_file":
-        if len(lines) < 2:
-            raise TooFewRowsError(
-                f"{names[0]}: the only file cannot be the validation part; name more files or "
-                "choose --split last_fraction"
-            )
-        num_validation = lines[-1]
-    else:
-        num_validation = int(total * options.validation_fraction)
-    if not 0 < num_validation < total:
-        raise TooFewRowsError(
-            f"{', '.join(names)}: {total} rows leave no validation or no training rows with "
-            f"fraction {options.validation_fraction:g}; use more rows or another fraction"
-        )
-    return Buckets(
-        num_training=total - num_validation,
-        num_validation=num_validation,
-        training_buckets=_num_buckets(total - num_validation, options),
-        validation_buckets=_num_buckets(num_validation, options),
-        seed=options.seed,
-    )
-
-
-def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
-    """Files are no smaller than a row group and of equally many buckets, none of them too large."""
-    num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
-    return num_parts * -(-num_rows // (num_parts * options.bucket_rows))
+    version: str
 
 
 def _split_entry(parts: Sequence[Part]) -> SplitEntry:

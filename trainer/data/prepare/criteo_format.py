@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import polars as pl
@@ -30,7 +31,7 @@ SCHEMA: dict[str, type[pl.DataType]] = {
 # A raw id that was not given. It sorts before every other and is counted like any other.
 MISSING = -1
 MAX_RAW_ID = 0xFFFF_FFFF
-_COUNT = ("an integer of 64 bits or empty", re.compile(r"([+-]?\d{1,18})?"))
+_COUNT = ("an integer of 64 bits or empty", re.compile(r"([+-]?[0-9]{1,18})?"))
 _ID = ("a hexadecimal id of 1 to 8 digits or empty", re.compile(r"([0-9a-fA-F]{1,8})?"))
 _WANTED = {
     LABEL: ("0 or 1", re.compile(r"[01]")),
@@ -60,20 +61,31 @@ def parse_lines(block: bytes, source: str, first_line: int) -> RawClicks:
 
     Raises `BadValueError`, or `CorruptFileError` where a line has another number of columns.
     """
-    block = block.replace(b"\r\n", b"\n") if b"\r" in block else block
+    block = with_plain_ends(block)
+    found = try_parse(block)
+    if isinstance(found, str):
+        raise locate_fault(block, source, first_line, found)
+    return found
+
+
+def with_plain_ends(block: bytes) -> bytes:
+    """The lines without the carriage returns of Windows."""
+    return block.replace(b"\r\n", b"\n") if b"\r" in block else block
+
+
+def try_parse(block: bytes) -> RawClicks | str:
+    """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
     num_lines = block.count(b"\n") + (not block.endswith(b"\n"))
     if not block.isascii() or block.count(b"\t") != num_lines * (NUM_COLUMNS - 1):
-        raise locate_fault(block, source, first_line)
+        return "other bytes or columns than wanted"
     try:
         frame = pl.read_csv(
             io.BytesIO(block), separator="\t", has_header=False, quote_char=None, schema=SCHEMA
         )
     except pl.exceptions.PolarsError as error:
-        raise locate_fault(block, source, first_line, str(error)) from None
+        return str(error)
     clicks = _clicks_of(frame) if len(frame) == num_lines else None
-    if clicks is None:
-        raise locate_fault(block, source, first_line)
-    return clicks
+    return "other lines or values than wanted" if clicks is None else clicks
 
 
 def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
@@ -94,29 +106,50 @@ def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
 def locate_fault(block: bytes, source: str, first_line: int, cause: str = "") -> DataError:
     """The first fault of a block, line by line: slow, and only used to name a known fault."""
     for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first_line):
-        if (fault := _line_fault(line, source, number)) is not None:
-            return fault
+        if (fault := line_fault(line, source, number)) is not None:
+            return fault.error
     return CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {cause}")
 
 
-def _line_fault(line: bytes, source: str, number: int) -> DataError | None:
+Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
+
+
+@dataclass(frozen=True)
+class LineFault:
+    """What is wrong with a line, in a word and in the words of an error."""
+
+    kind: Kind
+    error: DataError
+
+
+def line_fault(line: bytes, source: str, number: int) -> LineFault | None:
+    """The first fault of a line without its end; None where it is good."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        return CorruptFileError(
+        cause = (
             f"{source}, line {number}: byte {error.start + 1} of the line "
             f"(0x{line[error.start]:02x}) is not UTF-8; is this a text file, and was it copied "
             "in binary mode?"
         )
+        return LineFault("encoding", CorruptFileError(cause))
     cells = text.split("\t")
     if len(cells) != NUM_COLUMNS:
-        return CorruptFileError(f"{source}, line {number}: {_column_fault(text, len(cells))}")
+        cause = f"{source}, line {number}: {_column_fault(text, len(cells))}"
+        return LineFault("columns" if text.strip() else "empty", CorruptFileError(cause))
     for cell, (name, (wanted, pattern)) in zip(cells, _WANTED.items(), strict=True):
         if not pattern.fullmatch(cell):
             if number == 1 and name == LABEL and cell and not cell.isdigit():
                 wanted += "; Criteo's files have no header: remove the first line"
-            return BadValueError(source, f"line {number}", name, cell, wanted)
+            fault = BadValueError(source, f"line {number}", name, cell, wanted)
+            return LineFault(_kind_of(name), fault)
     return None
+
+
+def _kind_of(column: str) -> Kind:
+    if column == LABEL:
+        return "label"
+    return "count" if column in DENSE_NAMES else "id"
 
 
 def _column_fault(text: str, num_cells: int) -> str:

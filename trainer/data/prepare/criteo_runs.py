@@ -27,7 +27,7 @@ _NUM_CELLS = _MISSING_BITS + 1
 
 @dataclass(frozen=True)
 class Buckets:
-    """Where rows go: the first `num_training` rows to random buckets, later ones in order.
+    """Where rows go: of the first `num_training` lines to random buckets, of later ones in order.
 
     Training buckets come first. A run's draws depend on `seed` and the run's number alone.
     """
@@ -43,14 +43,13 @@ class Buckets:
         """Number of buckets."""
         return self.training_buckets + self.validation_buckets
 
-    def place(self, run: int, first_row: int, num_rows: int) -> IntArray:
-        """Bucket [n] of the rows from `first_row` on."""
-        row = np.arange(first_row, first_row + num_rows, dtype=np.int64)
+    def place(self, run: int, line: IntArray) -> IntArray:
+        """Bucket [n] of the rows of a run, whose lines are `line` [n], counted over all files."""
         drawn = np.random.default_rng([self.seed, 0, run]).integers(
-            0, self.training_buckets, num_rows
+            0, self.training_buckets, len(line)
         )
-        later = (row - self.num_training) * self.validation_buckets // self.num_validation
-        return np.where(row < self.num_training, drawn, self.training_buckets + later)
+        later = (line - self.num_training) * self.validation_buckets // self.num_validation
+        return np.where(line < self.num_training, drawn, self.training_buckets + later)
 
 
 def pack(clicks: RawClicks, dense: NDArray[np.float32]) -> Cells:

@@ -2,7 +2,8 @@
 
 A part is a file. It is written under another name, measured, renamed, and only then recorded in
 `journal.jsonl`, one line per part with size, sha256 and the facts found on the way. The journal's
-first line says what the work is (options, inputs, versions); other work starts anew.
+first line says what the work is (options, inputs, versions); other work starts anew. A part may say
+by itself what it is made of: it alone is done again where that has changed.
 """
 
 from __future__ import annotations
@@ -25,12 +26,16 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """A finished part: `name` is its path in the working folder; `facts` are JSON values."""
+    """A finished part: `name` is its path in the working folder; `facts` are JSON values.
+
+    `made_of` is any text that changes with what the part was made of, beside the work itself.
+    """
 
     name: str
     size_bytes: int
     sha256: str
     facts: Facts
+    made_of: str = ""
 
 
 class Journal:
@@ -50,31 +55,39 @@ class Journal:
         if known is None:
             _empty(folder, keep)
         self._parts = known or {}
+        self._used: set[str] = set()
         self.num_resumed = len(self._parts)
         # Written again so that a line cut by a kill does not spoil the next one.
         lines = [header, *(json.dumps(asdict(part)) for part in self._parts.values())]
         _replace(self._path, "\n".join(lines) + "\n")
 
-    def find(self, name: str) -> Part | None:
-        """The part of that name, if it was recorded."""
-        return self._parts.get(name)
+    def find(self, name: str, made_of: str = "") -> Part | None:
+        """The part of that name, if it was recorded and made of the same."""
+        self._used.add(name)
+        found = self._parts.get(name)
+        return found if found is not None and found.made_of == made_of else None
+
+    @property
+    def used(self) -> frozenset[str]:
+        """The names that were asked for since it was opened: what else is recorded is stale."""
+        return frozenset(self._used)
 
     def names(self) -> tuple[str, ...]:
         """The names of all finished parts."""
         return tuple(self._parts)
 
-    def part(self, name: str, make: Callable[[Path], Facts | None]) -> Part:
+    def part(self, name: str, make: Callable[[Path], Facts | None], made_of: str = "") -> Part:
         """The finished part `name`; `make` writes its file where it is not there and whole.
 
         `make` is given the path to write and returns facts to keep with the part.
         """
         path = self.folder / name
-        if (known := self.find(name)) and is_whole(path, known):
+        if (known := self.find(name, made_of)) and is_whole(path, known):
             return known
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f".{path.name}.unfinished")
         facts = make(unfinished) or {}
-        part = Part(name, unfinished.stat().st_size, sha256_of(unfinished), facts)
+        part = Part(name, unfinished.stat().st_size, sha256_of(unfinished), facts, made_of)
         unfinished.rename(path)
         self.record(part)
         return part

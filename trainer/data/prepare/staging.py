@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,28 +54,36 @@ class Staging:
         self._journal = journal
         self._uploads = Uploads(journal.folder)
         self._is_begun = False
+        self.is_work_kept = False
 
     @property
     def num_resumed(self) -> int:
         """Number of parts that an earlier run finished."""
         return self._journal.num_resumed
 
-    def scratch(self, name: str, make: Callable[[Path], Facts | None]) -> tuple[Path, Facts]:
+    def keep_work(self) -> str:
+        """Let finished parts stay though data are bad, for when they are mended; gives where."""
+        self.is_work_kept = True
+        return str(self._journal.folder)
+
+    def scratch(
+        self, name: str, make: Callable[[Path], Facts | None], made_of: str = ""
+    ) -> tuple[Path, Facts]:
         """A working file by name and the facts found while `make` wrote it."""
-        part = self._journal.part(f"{_SCRATCH}/{name}", make)
+        part = self._journal.part(f"{_SCRATCH}/{name}", make, made_of)
         return self._journal.folder / part.name, part.facts
 
-    def result(self, name: str, make: Callable[[Path], Facts | None]) -> Part:
+    def result(self, name: str, make: Callable[[Path], Facts | None], made_of: str = "") -> Part:
         """A file of the prepared folder; an object store has it when this returns."""
         name = f"{_RESULT}/{name}"
         if self._out.is_local:
-            return self._journal.part(name, make)
-        if (known := self._journal.find(name)) and self._is_uploaded(known):
+            return self._journal.part(name, make, made_of)
+        if (known := self._journal.find(name, made_of)) and self._is_uploaded(known):
             return known
         path = self._journal.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         facts = make(path) or {}
-        part = Part(name, path.stat().st_size, sha256_of(path), facts)
+        part = Part(name, path.stat().st_size, sha256_of(path), facts, made_of)
         self._begin_upload()
         self._uploads.add([name.removeprefix(f"{_RESULT}/")])
         self._uploaded(name).upload(path)
@@ -110,10 +118,11 @@ class Staging:
         """Write the manifest and let the folder take its name."""
         folder = self._journal.folder / _RESULT
         write_manifest(folder, manifest)
+        wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.used}
         if self._out.is_local:
+            _drop_others(folder, wanted | {MANIFEST_NAME})
             _take_name(folder, self._out.local_path)
             return
-        wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.names()}
         stale = self._uploads.names() - wanted
         for file in self._out.list(recursive=True):
             if file.relative_to(self._out) in stale:
@@ -138,6 +147,13 @@ class Staging:
         return file.exists() and file.size_bytes() == part.size_bytes
 
 
+def _drop_others(folder: Path, wanted: Set[str]) -> None:
+    """Remove results of an earlier try, which the input that was mended since has no more."""
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        if path.relative_to(folder).as_posix() not in wanted:
+            path.unlink()
+
+
 @contextmanager
 def staged(
     out: Location,
@@ -150,10 +166,10 @@ def staged(
     """Yield the `Staging` of the folder `out`; `work` (JSON values) says what it will hold.
 
     A run that was killed left its finished parts: the same work goes on from there, other work
-    starts anew. Bad data leaves nothing behind. An existing `out` is replaced only with
-    `overwrite`, and only if it is ours; it must not hold any of `sources`. Working files lie in a
-    folder of their own, inside `work_folder` if one is named. Raises `OutputExistsError`, also
-    where another process is preparing the same folder.
+    starts anew. Bad data leaves nothing behind, unless `keep_work` was called. An existing `out` is
+    replaced only with `overwrite`, and only if it is ours; it must not hold any of `sources`.
+    Working files lie in a folder of their own, inside `work_folder` if one is named. Raises
+    `OutputExistsError`, also where another process is preparing the same folder.
     """
     _check_apart(out, sources)
     folder = _working_folder(out, work_folder)
@@ -163,15 +179,16 @@ def staged(
     _make_private(folder)
     with _alone_in(folder):
         _check_ours(folder)
+        journal = Journal(folder, {"out": str(out), **work}, keep=UPLOADS_NAMES)
+        staging = Staging(out, journal)
         try:
-            journal = Journal(folder, {"out": str(out), **work}, keep=UPLOADS_NAMES)
-            yield Staging(out, journal)
+            yield staging
         except StorageError:
             # The network's fault, not the data's: what is done stays for the next run.
             raise
         except DataError:
             # What was uploaded must still be known as ours.
-            if not Uploads(folder).names():
+            if not staging.is_work_kept and not Uploads(folder).names():
                 shutil.rmtree(folder, ignore_errors=True)
             raise
         shutil.rmtree(folder, ignore_errors=True)

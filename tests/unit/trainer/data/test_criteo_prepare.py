@@ -21,9 +21,10 @@ from trainer.data.errors import (
     TooFewRowsError,
 )
 from trainer.data.manifest import load_manifest, verify_checksums
-from trainer.data.prepare.criteo import CriteoOptions, plan_buckets, prepare_criteo
+from trainer.data.prepare.criteo import prepare_criteo
 from trainer.data.prepare.criteo_format import DENSE_NAMES, ID_NAMES
 from trainer.data.prepare.criteo_ids import HashedIds, frequent_values
+from trainer.data.prepare.criteo_plan import CriteoOptions, plan_buckets
 from trainer.data.prepare.generate_criteo import CriteoGeneratorOptions, generate_criteo
 
 SMALL = {"block_bytes": 16_384, "run_blocks": 2, "bucket_rows": 100, "row_group_rows": 64}

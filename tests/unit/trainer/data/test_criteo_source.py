@@ -11,7 +11,8 @@ from pyarrow import fs
 
 from trainer.data.errors import CorruptFileError, SourceMissingError, StorageError
 from trainer.data.prepare import criteo, criteo_source
-from trainer.data.prepare.criteo import CriteoOptions, prepare_criteo
+from trainer.data.prepare.criteo import prepare_criteo
+from trainer.data.prepare.criteo_plan import CriteoOptions
 from trainer.data.prepare.criteo_source import check_distinct, find_sources, read_blocks
 from trainer.data.prepare.generate_criteo import CriteoGeneratorOptions, generate_criteo
 from trainer.data.storage import Location

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 import trainer.data.prepare.generate_criteo as generator
 from trainer.data.errors import OutputExistsError, StorageError, TooFewRowsError
 from trainer.data.manifest import load_manifest, verify_checksums
-from trainer.data.prepare.criteo import CriteoOptions, prepare_criteo
+from trainer.data.prepare.criteo import prepare_criteo
 from trainer.data.prepare.criteo_format import MISSING, parse_lines
 from trainer.data.prepare.criteo_ids import hex_texts
+from trainer.data.prepare.criteo_plan import CriteoOptions
 from trainer.data.prepare.criteo_teacher import Teacher, table_sizes
 from trainer.data.prepare.generate_criteo import (
     CriteoGeneratorOptions,

@@ -15,7 +15,8 @@ from trainer.data.cli import app
 from trainer.data.errors import OutputExistsError, StorageError
 from trainer.data.manifest import MANIFEST_NAME, Manifest
 from trainer.data.prepare import staging as module
-from trainer.data.prepare.criteo import CriteoOptions, prepare_criteo
+from trainer.data.prepare.criteo import prepare_criteo
+from trainer.data.prepare.criteo_plan import CriteoOptions
 from trainer.data.prepare.generate_criteo import CriteoGeneratorOptions, generate_criteo
 from trainer.data.prepare.staging import staged
 from trainer.data.storage import Location

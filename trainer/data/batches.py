@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -26,10 +26,11 @@ from trainer.data.position import (
 from trainer.data.quarantine import FaultLog, QuarantinedRows
 from trainer.data.read_ahead import NUM_PREFETCHED, ReadAhead
 from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS, RowReader
-from trainer.data.row_columns import IdColumn, RowColumns
+from trainer.data.row_columns import RowColumns
 from trainer.data.rows import FloatArray, Rows
 from trainer.data.source import ParquetSource
 from trainer.data.spans import Span
+from trainer.data.sparse_ids import SparseIds
 from trainer.spec import JobSpec
 
 
@@ -113,36 +114,29 @@ class BatchKeys:
 
 def _wrap(rows: RowColumns, keys: BatchKeys, is_counted: FloatArray | None = None) -> Batch:
     """Tensors of rows; `is_counted` [n] is 0 for those that only fill up the batch."""
-    pooled, sequences = rows.features[: len(keys.pooled)], rows.features[len(keys.pooled) :]
+    num_pooled = len(keys.pooled)
     weight = rows.row_weight if is_counted is None else rows.row_weight * is_counted
     return Batch(
         dense=torch.from_numpy(rows.dense),
-        sparse=_jagged(keys.pooled, pooled, keys.is_weighted),
+        sparse=_jagged(keys.pooled, rows.sparse.first(num_pooled), keys.is_weighted),
         label=torch.from_numpy(rows.label),
         label_offset=torch.from_numpy(rows.offset),
         label_scale=torch.from_numpy(rows.scale),
         weight=torch.from_numpy(weight),
-        sequences=_jagged(keys.sequences, sequences, keys.has_weighted_sequences)
-        if sequences
+        sequences=_jagged(
+            keys.sequences, rows.sparse.after(num_pooled), keys.has_weighted_sequences
+        )
+        if keys.sequences
         else None,
     )
 
 
-def _jagged(keys: list[str], columns: Sequence[IdColumn], is_weighted: bool) -> KeyedJaggedTensor:
-    nothing = np.empty(0, np.int64)
-    ids = np.concatenate([nothing, *(column.ids for column in columns)])
-    lengths = np.ones((len(columns), len(columns[0]) if columns else 0), dtype=np.int32)
-    for taken, column in zip(lengths, columns, strict=True):
-        if column.offsets is not None:
-            np.subtract(column.offsets[1:], column.offsets[:-1], out=taken, casting="unsafe")
-    weights = None
-    if is_weighted:
-        weights = torch.from_numpy(np.concatenate([column.some_weights for column in columns]))
+def _jagged(keys: list[str], ids: SparseIds, is_weighted: bool) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         keys=keys,
-        values=torch.from_numpy(ids),
-        lengths=torch.from_numpy(lengths.ravel()),
-        weights=weights,
+        values=torch.from_numpy(ids.packed()),
+        lengths=torch.from_numpy(ids.lengths().ravel()),
+        weights=torch.from_numpy(ids.weights()) if is_weighted else None,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,11 +15,15 @@ from trainer.data.columns import InputColumn, LabelColumns, RowLayout
 from trainer.data.errors import BadValueError
 from trainer.data.quarantine import FaultMarks
 from trainer.data.ragged import IntArray, offsets_of, ragged_positions
-from trainer.data.row_columns import IdColumn, RowColumns
+from trainer.data.row_columns import RowColumns
 from trainer.data.rows import FloatArray, Rows
+from trainer.data.sparse_ids import IdLists, SparseIds, concat_lists
 
 Locate = Callable[[int], tuple[Path, int]]
 _BoolArray = NDArray[np.bool_]
+
+# Ids of tables of up to this many rows are kept in 32 bits.
+_NUM_NARROW_IDS = 2**31
 
 _BINARY_WANTED = (
     "0 or 1 (data.label, after its offset and scale), as loss 'bce' needs; "
@@ -43,28 +48,63 @@ def decode_columns(
     1 where the loss is `bce`. The first raises `BadValueError`; with `marks` such rows are marked
     there, weigh nothing and hold harmless values.
     """
-    columns = _Columns(table, locate, marks)
-    labels = [_label(columns, label, len(table)) for label in layout.labels]
-    label, offset, scale = (np.stack(parts, axis=1) for parts in zip(*labels, strict=True))
-    dense = np.empty((len(table), len(layout.dense)), dtype=np.float32)
-    for index, column in enumerate(layout.dense):
-        dense[:, index] = columns.numbers(column)
-    row_weight = _row_weight(columns, layout, len(table))
-    features = tuple(_feature(columns, column) for column in layout.sparse)
+    found, lists, start = _undecoded(layout, len(table)), [], 0
+    of_lists = [column for column in layout.sparse if column.is_list]
+    # Part by part as they were read: joining a column's parts first would copy each value twice.
+    for part in table.to_batches():
+        columns = _Columns(part, start, locate, marks)
+        _fill(found.slice(start, start + len(part)), columns, layout)
+        lists.append([_id_lists(columns, column) for column in of_lists])
+        start += len(part)
     faults = None if marks is None else marks.faults
     if faults is not None:
-        row_weight = np.where(faults > 0, np.float32(0), row_weight)
-    return RowColumns(dense, label, offset, scale, row_weight, features, faults)
+        found.row_weight[faults > 0] = 0
+    joined = tuple(concat_lists([part[place] for part in lists]) for place in range(len(of_lists)))
+    return replace(found, sparse=replace(found.sparse, lists=joined), faults=faults)
 
 
-def _label(
-    columns: _Columns, label: LabelColumns, num_rows: int
-) -> tuple[FloatArray, FloatArray, FloatArray]:
-    """One task's label (normalised), offset and scale, each [n]."""
-    offset = columns.numbers(label.offset) if label.offset else np.zeros(num_rows, np.float32)
-    scale = columns.numbers(label.scale) if label.scale else np.ones(num_rows, np.float32)
+def _undecoded(layout: RowLayout, num_rows: int) -> RowColumns:
+    """Memory for `num_rows` rows; lists of ids are still missing."""
+    singles = [column for column in layout.sparse if not column.is_list]
+    is_narrow = all(column.num_ids <= _NUM_NARROW_IDS for column in singles)
+    labels = (num_rows, len(layout.labels))
+    return RowColumns(
+        dense=np.empty((num_rows, len(layout.dense)), np.float32),
+        label=np.empty(labels, np.float32),
+        offset=np.zeros(labels, np.float32),
+        scale=np.ones(labels, np.float32),
+        row_weight=np.ones(num_rows, np.float32),
+        sparse=SparseIds(
+            is_single=tuple(not column.is_list for column in layout.sparse),
+            singles=np.empty((num_rows, len(singles)), np.int32 if is_narrow else np.int64),
+            lists=(),
+        ),
+    )
+
+
+def _fill(rows: RowColumns, columns: _Columns, layout: RowLayout) -> None:
+    """Decode all but the lists of ids into `rows`."""
+    for task, label in enumerate(layout.labels):
+        _fill_label(rows, task, columns, label)
+    for place, column in enumerate(layout.dense):
+        rows.dense[:, place] = columns.numbers(column)
+    if layout.row_weight is not None:
+        weight = columns.numbers(layout.row_weight)
+        wanted = "a weight of 0 or above"
+        rows.row_weight[:] = columns.refuse(weight < 0, weight, layout.row_weight, wanted)
+    singles = (column for column in layout.sparse if not column.is_list)
+    for place, column in enumerate(singles):
+        rows.sparse.singles[:, place], _ = columns.ids(column)
+
+
+def _fill_label(rows: RowColumns, task: int, columns: _Columns, label: LabelColumns) -> None:
+    """One task's label (normalised), offset and scale."""
+    offset, scale = rows.offset[:, task], rows.scale[:, task]
+    if label.offset:
+        offset[:] = columns.numbers(label.offset)
     if label.scale:
-        scale = columns.refuse(scale <= 0, scale, label.scale, "a scale above 0", safe=1)
+        found = columns.numbers(label.scale)
+        scale[:] = columns.refuse(found <= 0, found, label.scale, "a scale above 0", safe=1)
     with np.errstate(over="ignore"):
         values = (columns.numbers(label.value) - offset) / scale
     is_bad = ~np.isfinite(values)
@@ -72,35 +112,29 @@ def _label(
     if label.is_binary:
         is_bad = (values != 0) & (values != 1)
         values = columns.refuse(is_bad, values, label.value, _BINARY_WANTED)
-    return values, offset, scale
+    rows.label[:, task] = values
 
 
-def _row_weight(columns: _Columns, layout: RowLayout, num_rows: int) -> FloatArray:
-    """How much each row counts [n]."""
-    if layout.row_weight is None:
-        return np.ones(num_rows, np.float32)
-    weight = columns.numbers(layout.row_weight)
-    return columns.refuse(weight < 0, weight, layout.row_weight, "a weight of 0 or above")
-
-
-def _feature(columns: _Columns, column: InputColumn) -> IdColumn:
-    """Ids of one feature and their weights, cut to the last ones where there is a limit."""
+def _id_lists(columns: _Columns, column: InputColumn) -> IdLists:
     ids, offsets = columns.ids(column)
-    if offsets is None:
-        return IdColumn(ids)
+    assert offsets is not None, "lists have offsets"
     weights = columns.weights(column, offsets) if column.weights else None
-    found = IdColumn(ids, offsets, weights)
+    found = IdLists(ids, offsets, weights)
     return found if column.max_length is None else found.last(column.max_length)
 
 
 class _Columns:
-    """Columns of one table as numpy, each checked on the way.
+    """Columns of one part of a table as numpy, each checked on the way.
 
     What is bad raises, or its row is marked and a harmless value takes its place.
     """
 
-    def __init__(self, table: pa.Table, locate: Locate, marks: FaultMarks | None) -> None:
-        self._table = table
+    def __init__(
+        self, part: pa.RecordBatch, start: int, locate: Locate, marks: FaultMarks | None
+    ) -> None:
+        """The first row of `part` is number `start` of its table."""
+        self._part = part
+        self._start = start
         self._locate = locate
         self._marks = marks
 
@@ -134,11 +168,14 @@ class _Columns:
             items, offsets = self._items(column, None)
             return column.encoder.encode(items), offsets
         items, offsets = self._items(column, "an id")
-        ids = items.cast(pa.int64(), safe=False).to_numpy()
+        if items.type != pa.int64():
+            items = items.cast(pa.int64(), safe=False)
+        ids = items.to_numpy()
         # One pass for both bounds: a negative id is huge when read as unsigned.
-        is_bad = ids.view(np.uint64) >= np.uint64(column.num_ids)
-        if not is_bad.any():
+        unsigned = ids.view(np.uint64)
+        if not len(ids) or unsigned.max() < column.num_ids:
             return ids, offsets
+        is_bad = unsigned >= np.uint64(column.num_ids)
         wanted = f"an id of the table ({column.field}): 0 to {column.num_ids - 1}"
         self._refuse_items(is_bad, ids, offsets, column, wanted)
         return np.where(is_bad, 0, ids), offsets
@@ -211,7 +248,7 @@ class _Columns:
 
     def _array(self, column: InputColumn, *, may_be_null: bool = False) -> pa.Array:
         """A whole column; null only where it may be."""
-        array = self._table.column(column.name).combine_chunks()
+        array = self._part.column(column.name)
         if not array.null_count or may_be_null:
             return array
         is_null = array.is_null().to_numpy(zero_copy_only=False)
@@ -227,9 +264,9 @@ class _Columns:
     ) -> None:
         """Mark `rows` as bad, or raise for the first of them, which holds `value`."""
         if self._marks is None:
-            path, row_in_file = self._locate(int(rows[0]))
+            path, row_in_file = self._locate(self._start + int(rows[0]))
             raise BadValueError(path, f"row {row_in_file}", column.name, value, wanted)
-        self._marks.add(rows, f"column '{column.name}' is not {short or wanted}")
+        self._marks.add(self._start + rows, f"column '{column.name}' is not {short or wanted}")
 
 
 def _owners(offsets: IntArray | None, positions: IntArray) -> IntArray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,34 @@ from trainer.data.ragged import IntArray, offsets_of
 logger = logging.getLogger(__name__)
 
 
+# Footers of wide files take a tenth of a megabyte each.
+_MAX_KEPT_FOOTERS = 256
+
+
+@dataclass(frozen=True)
+class KeptFooter:
+    """A file's footer, read once, and what tells whether the file is still the same."""
+
+    footer: pq.FileMetaData
+    identity: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> KeptFooter:
+        """That of the file at `path`; raises `CorruptFileError` or `StorageError`."""
+        # Before the footer: a file replaced in between is then found to be another one.
+        identity = _identity(path) if path.exists() else (0, 0, 0)
+        return cls(read_footer(path), identity)
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the file at `path` is as it was; raises `OSError` where it is gone."""
+        return _identity(path) == self.identity
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 class ParquetSource:
     """The Parquet files of a folder, in name order, as one sequence of row groups.
 
@@ -36,7 +65,11 @@ class ParquetSource:
         self.folder = folder
         self.columns = tuple(dict.fromkeys(columns))
         self._paths = _parquet_files(folder)
-        footers = [read_footer(path) for path in self._paths]
+        self._kept = {path: KeptFooter.of(path) for path in self._paths[:_MAX_KEPT_FOOTERS]}
+        footers = [
+            self._kept[path].footer if path in self._kept else read_footer(path)
+            for path in self._paths
+        ]
         self.schema = self._common_schema(footers)
         self._groups = [
             (file, group)
@@ -93,7 +126,9 @@ class ParquetSource:
         place, group = self._groups[number]
         path = self._paths[place]
         try:
-            with pq.ParquetFile(path) as file:
+            kept = self._kept.get(path)
+            footer = kept.footer if kept and kept.is_of(path) else None
+            with pq.ParquetFile(path, metadata=footer) as file:
                 # One prefetching thread per rank is enough; more would crowd out the trainers.
                 table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
                 table = table.select(self.columns)

@@ -42,6 +42,17 @@ _AUTHORIZATION = _closed(
     ("credentials",), type=_NAME, credentials=_closed(("name", "key"), name=_NAME, key=_NAME)
 )
 _ENDPOINT = _closed(("port",), port=_NAME, path=_NAME, interval=_NAME, authorization=_AUTHORIZATION)
+_RULE = {
+    "oneOf": [
+        _closed(("record", "expr"), record=_NAME, expr=_NAME),
+        _closed(
+            ("alert", "expr", "labels", "annotations"),
+            **{"alert": _NAME, "expr": _NAME, "for": _NAME},
+            labels=_LABELS,
+            annotations=_LABELS,
+        ),
+    ]
+}
 _QUOTA = _closed(("name", "nominalQuota"), name=_NAME, nominalQuota=_QUANTITY)
 _FLAVOR = _closed(("name", "resources"), name=_NAME, resources=_list(_QUOTA))
 _GROUP = _closed(
@@ -59,6 +70,9 @@ THIRD_PARTY = {
         ("selector", "podMetricsEndpoints"),
         selector=_SELECTOR,
         podMetricsEndpoints=_list(_ENDPOINT),
+    ),
+    "monitoring.coreos.com/v1 PrometheusRule": _closed(
+        ("groups",), groups=_list(_closed(("name", "rules"), name=_NAME, rules=_list(_RULE)))
     ),
     "kueue.x-k8s.io/v1beta2 ResourceFlavor": _closed(nodeLabels=_LABELS),
     "kueue.x-k8s.io/v1beta2 LocalQueue": _closed(("clusterQueue",), clusterQueue=_NAME),
@@ -104,6 +118,11 @@ def check_third_party(manifest: Manifest) -> None:
 def check_ray_cluster(manifest: Manifest) -> None:
     """Raise unless a RayCluster is valid by the schema of its CRD."""
     jsonschema.validate(manifest, _crd_schema(CRDS / "ray.io_rayclusters.yaml", "v1"))
+
+
+def check_ray_job(manifest: Manifest) -> None:
+    """Raise unless a RayJob is valid by the schema of its CRD."""
+    jsonschema.validate(manifest, _crd_schema(CRDS / "ray.io_rayjobs.yaml", "v1"))
 
 
 @cache

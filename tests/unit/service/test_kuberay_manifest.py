@@ -1,0 +1,243 @@
+"""What a job with a cluster of its own is to Kubernetes: valid, sized for it, and told apart."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.backends.kuberay_manifest import (
+    attempt_of,
+    is_submitted,
+    label_value,
+    name_of,
+    rayjob_of,
+    release_of,
+    secret_of,
+)
+from service.backends.kuberay_size import quantity, size_of
+from service.errors import SubmissionRefused
+from tests.unit.k8s.rendering import GPU_VARIANTS, ray_cluster
+from tests.unit.k8s.schemas import CRDS, check_kubernetes, check_ray_job
+from tests.unit.service.kuberay_house import ATTEMPT, OPTIONS, group, need, submission, template
+
+needs_crds = pytest.mark.skipif(
+    not CRDS.exists(), reason="the CRD schemas of KubeRay (../shared/kuberay-crds) are not here"
+)
+
+
+def _made(manifest: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    return rayjob_of(submission(**changes), manifest or template(), OPTIONS)
+
+
+def _bounds(rayjob: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
+    return {
+        each["groupName"]: (each["minReplicas"], each["replicas"], each["maxReplicas"])
+        for each in rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    }
+
+
+# ---- valid
+
+
+@needs_crds
+@pytest.mark.parametrize("variant", ["dev", *GPU_VARIANTS])
+@pytest.mark.parametrize("mode", ["HTTPMode", "SidecarMode"])
+def test_every_overlay_gives_rayjobs_that_are_valid(variant: str, mode: Any) -> None:
+    device = "cpu" if variant == "dev" else "cuda"
+    sent = submission(min_workers=4, max_workers=8, device=device, queue="ads", deadline_s=60)
+    sent = replace(sent, code_uris=("file:///runs/job/code/a.zip",))
+    made = rayjob_of(sent, ray_cluster(variant), replace(OPTIONS, mode=mode))
+    check_ray_job(made)
+    made["metadata"]["uid"] = "1-2-3"
+    check_kubernetes(secret_of(sent, made, OPTIONS), "1.32")
+
+
+def test_kuberay_retries_nothing_and_takes_the_cluster_down() -> None:
+    spec = _made(deadline_s=7)["spec"]
+    assert (spec["backoffLimit"], spec["shutdownAfterJobFinishes"]) == (0, True)
+    assert (spec["ttlSecondsAfterFinished"], spec["activeDeadlineSeconds"]) == (60, 7)
+    assert "activeDeadlineSeconds" not in _made()["spec"]
+    assert spec["jobId"] == ATTEMPT and spec["entrypoint"] == "python -m trainer.driver"
+
+
+def test_what_belongs_to_the_shared_cluster_alone_is_left_behind() -> None:
+    manifest = template()
+    manifest["spec"] |= {"suspend": True, "managedBy": "somebody"}
+    manifest["spec"]["workerGroupSpecs"][0]["scaleStrategy"] = {"workersToDelete": ["pod"]}
+    before = json.dumps(manifest)
+    spec = _made(manifest)["spec"]["rayClusterSpec"]
+    assert not {"suspend", "managedBy"} & set(spec)
+    assert "scaleStrategy" not in spec["workerGroupSpecs"][0]
+    assert json.dumps(manifest) == before, "the template itself stays as it is"
+
+
+# ---- secrets
+
+
+def test_tokens_are_in_the_secret_and_nowhere_else() -> None:
+    sent, made = submission(), _made()
+    assert "a secret" not in json.dumps(made)
+    secret = secret_of(sent, {"metadata": {"name": ATTEMPT, "uid": "u"}}, OPTIONS)
+    assert secret["stringData"] == sent.env
+    (owner,) = secret["metadata"]["ownerReferences"]
+    assert (owner["kind"], owner["name"], owner["uid"]) == ("RayJob", ATTEMPT, "u")
+    spec = made["spec"]["rayClusterSpec"]
+    pods = [spec["headGroupSpec"], *spec["workerGroupSpecs"]]
+    for pod in pods:
+        *_, last = pod["template"]["spec"]["containers"][0]["envFrom"]
+        assert last == {"secretRef": {"name": secret["metadata"]["name"]}}
+        assert pod["template"]["metadata"]["labels"]["shardloom.io/job"] == sent.job_id
+
+
+def test_user_code_comes_as_a_runtime_environment() -> None:
+    odd = "file:///runs/a%20b/it's \"code\".zip"
+    made = rayjob_of(replace(submission(), code_uris=(odd,)), template(), OPTIONS)
+    assert yaml.safe_load(made["spec"]["runtimeEnvYAML"]) == {"py_modules": [odd]}
+    assert "runtimeEnvYAML" not in _made()["spec"]
+
+
+def test_no_shell_reads_the_metadata_of_a_sidecar() -> None:
+    sent = replace(submission(), metadata={"a": "$(reboot)", "b": "`x`", "c": "plain: ok"})
+    for mode, kept in (("HTTPMode", {"a", "b", "c"}), ("SidecarMode", {"c"})):
+        made = rayjob_of(sent, template(), replace(OPTIONS, mode=mode))  # type: ignore[arg-type]
+        assert set(made["spec"]["metadata"]) == kept
+
+
+# ---- let go
+
+
+def test_a_rayjob_waits_until_its_secret_is_there() -> None:
+    made = _made()
+    assert made["spec"]["suspend"] and not is_submitted(made)
+    change = release_of(made)
+    assert change["spec"] == {"suspend": False}
+    assert is_submitted({"metadata": change["metadata"]})
+
+
+def test_kueue_lets_its_jobs_go_itself() -> None:
+    made = _made(queue="ads", min_workers=8, max_workers=8)
+    assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "ads"
+    assert "spec" not in release_of(made)
+    assert "kueue.x-k8s.io/elastic-job" not in made["metadata"]["annotations"]
+    grows = _made(queue="ads", min_workers=8, max_workers=16)
+    assert grows["metadata"]["annotations"]["kueue.x-k8s.io/elastic-job"] == "true"
+    usual = rayjob_of(submission(), template(), replace(OPTIONS, queue="usual"))
+    assert usual["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "usual"
+    assert "kueue.x-k8s.io/queue-name" not in _made()["metadata"]["labels"]
+
+
+# ---- names
+
+
+@given(st.text(min_size=1, max_size=80))
+def test_any_attempt_has_a_name_and_labels_that_kubernetes_takes(text: str) -> None:
+    made = rayjob_of(
+        replace(submission(project=text), attempt_id=text, job_id=text), template(), OPTIONS
+    )
+    name = made["metadata"]["name"]
+    assert name == name_of(text) and len(name) <= 47
+    assert name[0].isalpha() and name.isascii() and name.replace("-", "a").isalnum()
+    for value in made["metadata"]["labels"].values():
+        assert 0 < len(value) <= 63 and value == label_value(value)
+    assert attempt_of(made) == text
+
+
+def test_other_peoples_objects_are_nobodys_attempts() -> None:
+    assert attempt_of({"metadata": {"name": ATTEMPT}}) is None
+    foreign = {"labels": {}, "annotations": {"shardloom.io/attempt": ATTEMPT}}
+    assert attempt_of({"metadata": foreign}) is None
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize(
+    ("wanted", "bounds"),
+    [
+        ({"min_workers": 8, "max_workers": 8}, {"gpu": (1, 1, 1)}),
+        ({"min_workers": 9, "max_workers": 9}, {"gpu": (2, 2, 2)}),
+        ({"min_workers": 8, "max_workers": 24}, {"gpu": (1, 1, 3), "gpu-spot": (0, 0, 2)}),
+        ({"min_workers": 2, "max_workers": 2, "num_hosts": 2}, {"gpu": (2, 2, 2)}),
+        # 8 GPUs hold one group of 5 where groups must not be split over hosts.
+        (
+            {"min_workers": 10, "max_workers": 10, "group_size": 5, "num_hosts": 2},
+            {"gpu": (2, 2, 2)},
+        ),
+        ({"min_workers": 48, "max_workers": 48, "device": "cpu"}, {"gpu": (1, 1, 1)}),
+    ],
+)
+def test_pods_are_as_many_as_the_workers_fill(
+    wanted: dict[str, Any], bounds: dict[str, tuple[int, int, int]]
+) -> None:
+    assert _bounds(_made(**wanted)) == bounds
+
+
+def test_the_autoscaler_comes_along_where_there_is_something_to_scale() -> None:
+    fixed = _made(min_workers=8, max_workers=8)["spec"]["rayClusterSpec"]
+    assert not fixed["enableInTreeAutoscaling"] and "autoscalerOptions" not in fixed
+    elastic = _made(min_workers=8, max_workers=16)["spec"]["rayClusterSpec"]
+    assert elastic["enableInTreeAutoscaling"]
+    assert elastic["autoscalerOptions"]["version"] == "v2"
+
+
+def test_workers_without_gpus_pass_by_groups_that_cannot_hold_them() -> None:
+    manifest = template(group("small", "2"), group("large", "16"))
+    made = _made(manifest, min_workers=4, max_workers=8, cpus_per_worker=4.0)
+    assert _bounds(made) == {"large": (1, 1, 2)}
+
+
+@pytest.mark.parametrize("wanted", [{"cpus_per_worker": 100.0}, {"device": "cuda"}])
+def test_a_worker_that_fits_no_pod_is_refused_with_what_to_change(wanted: dict[str, Any]) -> None:
+    with pytest.raises(SubmissionRefused, match=r"pods?.*cpu: 4 CPU\(s\), 0 GPU\(s\).*lower"):
+        _made(template(group("cpu", "4")), **wanted)
+
+
+@pytest.mark.parametrize("broken", [{}, {"spec": {}}, {"spec": {"workerGroupSpecs": [{}]}}])
+def test_a_template_that_is_none_is_refused(broken: dict[str, Any]) -> None:
+    with pytest.raises(SubmissionRefused, match="template"):
+        rayjob_of(submission(), broken, OPTIONS)
+
+
+@given(
+    least=st.integers(1, 64),
+    more=st.integers(0, 64),
+    num_hosts=st.integers(1, 4),
+    size=st.none() | st.integers(1, 8),
+    cpus=st.floats(0.1, 8),
+    gpus=st.integers(0, 8),
+)
+def test_the_pods_hold_all_workers_and_no_pod_is_wanted_for_nothing(
+    least: int, more: int, num_hosts: int, size: int | None, cpus: float, gpus: int
+) -> None:
+    wanted = need(
+        min_workers=least,
+        max_workers=least + more,
+        num_hosts=num_hosts,
+        group_size=size,
+        cpus_per_worker=cpus,
+    )
+    found = size_of(wanted, [group("one", "8", gpus)])
+    fitting = found.num_fitting
+    assert fitting * cpus <= 8.001 and (not gpus or fitting <= gpus)
+    assert found.min_pods * fitting >= least and found.max_pods * fitting >= least + more
+    assert num_hosts <= found.min_pods <= found.max_pods
+    for pods, workers in ((found.min_pods, least), (found.max_pods, least + more)):
+        assert pods == num_hosts or pods == found.min_pods or (pods - 1) * fitting < workers
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("500m", 0.5), (2, 2.0), ("16Gi", 2**34), ("1.5k", 1500.0), ("1e3", 1e3)]
+)
+def test_quantities_are_read_as_kubernetes_means_them(text: Any, number: float) -> None:
+    assert quantity(text) == number
+
+
+def test_a_text_that_is_no_quantity_is_an_error() -> None:
+    with pytest.raises(ValueError, match="no quantity"):
+        quantity("12 potatoes")

@@ -52,11 +52,14 @@ def observation_of(rayjob: Mapping[str, Any], obstacle: str = "") -> Observation
     if is_evicted(rayjob):
         message = "Kueue took the cluster back for something else; it was deleted"
         return Observation(ObservedState.FAILED, message, EndReason.PREEMPTED)
-    if deployment in ("Failed", "ValidationFailed"):
+    state = _JOB_STATES.get(job)
+    is_running = state is ObservedState.RUNNING
+    if deployment == "Running" and state is not None:
+        return Observation(state, "" if is_running else _message(status))
+    if deployment == "Complete" and state is not None and not is_running:
+        return Observation(state, _message(status))
+    if is_over(rayjob):
         return _failure(status)
-    if deployment in ("Running", "Complete") and job in _JOB_STATES:
-        state = _JOB_STATES[job]
-        return Observation(state, _message(status) if state is not ObservedState.RUNNING else "")
     return Observation(ObservedState.PENDING, _wait(rayjob, status, obstacle))
 
 
@@ -83,12 +86,13 @@ def is_evicted(rayjob: Mapping[str, Any]) -> bool:
     admits it again; attempts are for the service to make. Each change of the spec raises the
     generation: 1 is as we made it, 2 let go, 3 suspended again.
     """
-    return is_suspended(rayjob) and rayjob["metadata"].get("generation", 1) > 2
+    is_held = is_suspended(rayjob) and not is_over(rayjob)
+    return is_held and rayjob["metadata"].get("generation", 1) > 2
 
 
 def _failure(status: Mapping[str, Any]) -> Observation:
     name = str(status.get("reason") or "")
-    reason, words = _REASONS.get(name, (None, f"KubeRay says {name or 'Failed'}"))
+    reason, words = _REASONS.get(name, (None, "KubeRay gave the job up"))
     detail = _message(status)
     message = f"{words} ({name}): {detail}" if detail else f"{words} ({name})"
     if "head pod not found" in detail.lower():

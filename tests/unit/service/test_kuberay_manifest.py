@@ -96,7 +96,7 @@ def test_tokens_are_in_the_secret_and_nowhere_else() -> None:
 
 
 def test_user_code_comes_as_a_runtime_environment() -> None:
-    odd = "file:///runs/a%20b/it's \"code\".zip"
+    odd = 'file:///runs/a%20b/it\'s "code".zip'
     made = rayjob_of(replace(submission(), code_uris=(odd,)), template(), OPTIONS)
     assert yaml.safe_load(made["spec"]["runtimeEnvYAML"]) == {"py_modules": [odd]}
     assert "runtimeEnvYAML" not in _made()["spec"]

@@ -1,0 +1,423 @@
+"""Our Grafana dashboards (11.6 or later), as code: `deploy.observability.build` writes them.
+
+They read the recording rules of `rules/recording.yaml` where there are any, so that several
+replicas of the service never count twice.
+"""
+
+from __future__ import annotations
+
+from grafana_foundation_sdk.builders import dashboard
+
+from deploy.observability.panels import (
+    Column,
+    Query,
+    board,
+    choice,
+    graph,
+    listing,
+    number,
+)
+
+_JOB = 'job_id="$job_id"'
+_JOB_URL = "/d/shardloom-job?var-project=${__data.fields.Project}&var-job_id=${__value.text}"
+
+
+def overview() -> dashboard.Dashboard:
+    """What a platform team looks at in the morning: jobs, queue, service."""
+    made = board("shardloom-overview", "Shardloom", "Jobs, queue and service.")
+    for part in (_numbers, _jobs, _queue, _ends, _service):
+        made = part(made)
+    return made
+
+
+def _numbers(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        made.with_panel(
+            number("Alerts", Query('count(ALERTS{alertname=~"Shardloom.*", alertstate="firing"})'))
+        )
+        .with_panel(number("Replicas up", Query('sum(up{job="shardloom"})'), red_below=1))
+        .with_panel(number("Running", Query('status:shardloom_live_jobs:max{status="RUNNING"}')))
+        .with_panel(number("Queued", Query('status:shardloom_live_jobs:max{status="QUEUED"}')))
+        .with_panel(number("Workers", Query("sum(project:shardloom_job_workers:sum)")))
+        .with_panel(number("Rows per second", Query("shardloom:job_rows_per_second:sum")))
+    )
+
+
+def _jobs(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    status = (
+        "max by (job_id, project, status) (shardloom_job_status)"
+        " * on (job_id, project) group_left (name) job_id:shardloom_job_info:max"
+    )
+    by_job = "max by (job_id, project) ({})"
+    jobs = listing(
+        "Live jobs",
+        {"name": "Name", "project": "Project", "status": "Status", "job_id": "Job"},
+        Column("Jobs", status),
+        Column("Workers", "job_id:shardloom_job_workers:max"),
+        Column("Steps", by_job.format("shardloom_job_steps")),
+        Column("Of", by_job.format("shardloom_job_wanted_steps > 0")),
+        Column("Rows/s", "job_id:shardloom_job_rows_per_second:max"),
+        Column("Goodput", by_job.format("shardloom_job_goodput_ratio"), "percentunit"),
+        Column("Idle", "job_id:shardloom_job_idle_seconds:min", "s"),
+        Column("Unsaved", "job_id:shardloom_job_unsaved_seconds:min", "s"),
+        link=("Job", _JOB_URL),
+    )
+    return (
+        made.with_row(dashboard.Row("Jobs"))
+        .with_panel(jobs)
+        .with_panel(
+            graph("Live jobs", Query("status:shardloom_live_jobs:max", "{{status}}"), stacked=True)
+        )
+        .with_panel(
+            graph(
+                "Workers by project",
+                Query("project:shardloom_job_workers:sum", "{{project}}"),
+                stacked=True,
+            )
+        )
+        .with_panel(
+            graph(
+                "Goodput, last 30 min",
+                Query("job_id:shardloom_job_goodput_ratio:rate30m", "{{job_id}}"),
+                unit="percentunit",
+                bounds=(0, 1),
+            )
+        )
+    )
+
+
+def _queue(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        made.with_row(dashboard.Row("Queue"))
+        .with_panel(
+            graph(
+                "Longest wait",
+                Query("project:shardloom_queue_oldest_wait_seconds:max", "{{project}}"),
+                unit="s",
+                text="How long the job waits that has done so longest.",
+            )
+        )
+        .with_panel(
+            graph(
+                "Wait in the queue, 90% within",
+                Query("shardloom:queue_wait_seconds:p90_1h", "in the queue"),
+                Query("shardloom:submit_to_running_seconds:p90_1h", "from submission to training"),
+                unit="s",
+            )
+        )
+        .with_panel(
+            graph(
+                "Attempts submitted per hour",
+                Query("sum(increase(shardloom_submitted_attempts_total[1h]))", "attempts"),
+            )
+        )
+    )
+
+
+def _ends(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        made.with_row(dashboard.Row("Ends"))
+        .with_panel(
+            graph(
+                "Jobs ended per hour",
+                Query("status_reason:shardloom_ended_jobs:increase1h > 0", "{{status}} {{reason}}"),
+                width=12,
+                stacked=True,
+            )
+        )
+        .with_panel(
+            graph(
+                "Attempts ended per hour",
+                Query("reason:shardloom_ended_attempts:increase1h > 0", "{{reason}}"),
+                width=12,
+                stacked=True,
+            )
+        )
+    )
+
+
+def _service(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        made.with_row(dashboard.Row("Service"))
+        .with_panel(
+            graph(
+                "Requests",
+                Query("shardloom:requests:rate5m", "all"),
+                Query(
+                    'sum by (status) (rate(shardloom_request_seconds_count{status=~"[45].."}[5m]))',
+                    "{{status}}",
+                ),
+                unit="reqps",
+            )
+        )
+        .with_panel(
+            graph(
+                "Answers, 99% begin within",
+                Query("topk(10, route:shardloom_request_seconds:p99_5m)", "{{route}}"),
+                unit="s",
+            )
+        )
+        .with_panel(
+            graph(
+                "Transactions, 99% take less",
+                Query("kind:shardloom_store_seconds:p99_5m", "{{kind}}"),
+                unit="s",
+            )
+        )
+        .with_panel(
+            graph(
+                "Reconciler",
+                Query("shardloom_reconcile_lag_seconds", "not looked for: {{instance}}"),
+                Query(
+                    "histogram_quantile(0.99, sum by (le) "
+                    "(rate(shardloom_reconcile_seconds_bucket[5m])))",
+                    "a look at one job, 99%",
+                ),
+                Query(
+                    "histogram_quantile(0.99, sum by (le) "
+                    "(rate(shardloom_reconcile_wait_seconds_bucket[5m])))",
+                    "wait for a thread, 99%",
+                ),
+                unit="s",
+            )
+        )
+        .with_panel(
+            graph(
+                "Cluster does not answer",
+                Query("rate(shardloom_backend_unreachable_total[5m])", "{{instance}}"),
+                unit="reqps",
+            )
+        )
+        .with_panel(
+            graph(
+                "Records of drivers",
+                Query("sum(rate(shardloom_events_received_total[5m]))", "records"),
+                Query("sum(rate(shardloom_points_received_total[5m]))", "metric points"),
+                unit="cps",
+            )
+        )
+        .with_panel(
+            graph("Streams followed", Query("sum(shardloom_stream_followers)", "streams"), width=12)
+        )
+        .with_panel(
+            graph(
+                "Webhooks",
+                Query("sum by (state) (rate(shardloom_webhook_tries_total[5m]))", "{{state}}"),
+                unit="cps",
+                width=12,
+            )
+        )
+    )
+
+
+def job() -> dashboard.Dashboard:
+    """One live job."""
+    made = board("shardloom-job", "Shardloom: job", "One job while it lives.")
+    made = made.with_variable(
+        choice("project", "Project", "label_values(shardloom_job_info, project)")
+    )
+    made = made.with_variable(
+        choice("job_id", "Job", 'label_values(shardloom_job_info{project="$project"}, job_id)')
+    )
+    for part in (_job_numbers, _job_course, _job_copies, _job_trouble):
+        made = part(made)
+    return made
+
+
+def _of(metric: str) -> str:
+    """A metric of the chosen job, as any replica shows it."""
+    return f"max({metric}{{{_JOB}}})"
+
+
+def _job_numbers(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    status = Query(f"max by (status) (shardloom_job_status{{{_JOB}}})", "{{status}}")
+    share = f"{_of('shardloom_job_steps')} / ({_of('shardloom_job_wanted_steps')} > 0)"
+    return (
+        made.with_panel(number("Status", status))
+        .with_panel(number("Done", Query(share), unit="percentunit"))
+        .with_panel(number("Workers", Query(_of("shardloom_job_workers"))))
+        .with_panel(number("Attempts", Query(_of("shardloom_job_attempts"))))
+        .with_panel(number("Failures that count", Query(_of("shardloom_job_failures"))))
+        .with_panel(
+            number("Copies that differed", Query(_of("shardloom_job_divergences")), red_from=1)
+        )
+    )
+
+
+def _job_course(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    lost = f"job_id_cause:shardloom_job_lost_seconds:rate30m{{{_JOB}}}"
+    return (
+        made.with_row(dashboard.Row("Course"))
+        .with_panel(
+            graph(
+                "Steps",
+                Query(_of("shardloom_job_steps"), "trained"),
+                Query(_of("shardloom_job_wanted_steps"), "wanted"),
+            )
+        )
+        .with_panel(graph("Rows per second", Query(_of("shardloom_job_rows_per_second"), "rows/s")))
+        .with_panel(graph("Rows", Query(_of("shardloom_job_rows"), "rows")))
+        .with_panel(
+            graph(
+                "Goodput",
+                Query(_of("shardloom_job_goodput_ratio"), "of the attempt"),
+                Query(f"job_id:shardloom_job_goodput_ratio:rate30m{{{_JOB}}}", "last 30 min"),
+                unit="percentunit",
+                bounds=(0, 1),
+                text="Share of the workers' time that trained rows that count.",
+            )
+        )
+        .with_panel(
+            graph(
+                "Time lost to",
+                Query(lost, "{{cause}}"),
+                text="Groups' seconds per second.",
+                stacked=True,
+            )
+        )
+        .with_panel(
+            graph(
+                "At risk",
+                Query(f"job_id:shardloom_job_idle_seconds:min{{{_JOB}}}", "since the last step"),
+                Query(
+                    f"job_id:shardloom_job_unsaved_seconds:min{{{_JOB}}}",
+                    "since the last checkpoint",
+                ),
+                unit="s",
+            )
+        )
+    )
+
+
+def _job_copies(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        made.with_row(dashboard.Row("Copies and groups"))
+        .with_panel(
+            graph(
+                "Hosts with a copy of the rarest shard",
+                Query(_of("shardloom_job_alive_host_copies"), "alive"),
+                Query(_of("shardloom_job_needed_host_copies"), "needed"),
+            )
+        )
+        .with_panel(
+            graph(
+                "Groups",
+                Query(_of("shardloom_job_current_groups"), "training"),
+                Query(_of("shardloom_job_wanted_groups"), "wanted"),
+                Query(_of("shardloom_job_alive_copies"), "copies of the rarest shard"),
+            )
+        )
+        .with_panel(graph("Workers", Query(_of("shardloom_job_workers"), "workers")))
+    )
+
+
+def _job_trouble(made: dashboard.Dashboard) -> dashboard.Dashboard:
+    return (
+        made.with_row(dashboard.Row("Trouble of the attempt"))
+        .with_panel(
+            graph(
+                "Losses and recoveries",
+                Query(_of("shardloom_job_lost_groups"), "groups lost"),
+                Query(_of("shardloom_job_recoveries"), "recoveries"),
+                Query(_of("shardloom_job_divergences"), "divergences"),
+            )
+        )
+        .with_panel(
+            graph(
+                "Pause of recoveries, in all",
+                Query(_of("shardloom_job_recovery_pause_seconds"), "pause"),
+                unit="s",
+            )
+        )
+        .with_panel(
+            graph(
+                "Steps in no checkpoint",
+                Query(_of("shardloom_job_undurable_steps"), "steps"),
+            )
+        )
+    )
+
+
+def ray() -> dashboard.Dashboard:
+    """The machines under the jobs, as Ray tells of them."""
+    nodes = "sum by (instance) ({})"
+    made = board("shardloom-ray", "Shardloom: Ray nodes", "Ray's own metrics, by node.")
+    return (
+        made.with_panel(
+            graph(
+                "Nodes",
+                Query("sum(ray_cluster_active_nodes)", "active"),
+                Query("sum(ray_cluster_idle_nodes)", "idle"),
+                Query("sum(ray_cluster_pending_nodes)", "pending"),
+                Query("sum(ray_cluster_failed_nodes)", "failed"),
+            )
+        )
+        .with_panel(
+            graph(
+                "CPU",
+                Query("avg by (instance) (ray_node_cpu_utilization) / 100", "{{instance}}"),
+                unit="percentunit",
+                bounds=(0, 1),
+            )
+        )
+        .with_panel(
+            graph(
+                "Memory",
+                Query("max by (instance) (ray_node_mem_used / ray_node_mem_total)", "{{instance}}"),
+                unit="percentunit",
+                bounds=(0, 1),
+            )
+        )
+        .with_panel(
+            graph(
+                "GPU",
+                Query("avg by (instance) (ray_node_gpus_utilization) / 100", "{{instance}}"),
+                unit="percentunit",
+                bounds=(0, 1),
+            )
+        )
+        .with_panel(
+            graph(
+                "GPU memory used",
+                Query("sum by (instance) (ray_node_gram_used) * 1048576", "{{instance}}"),
+                unit="bytes",
+            )
+        )
+        .with_panel(
+            graph(
+                "Disk",
+                Query(
+                    "max by (instance) (ray_node_disk_utilization_percentage) / 100", "{{instance}}"
+                ),
+                unit="percentunit",
+                bounds=(0, 1),
+            )
+        )
+        .with_panel(
+            graph(
+                "Network received",
+                Query(nodes.format("ray_node_network_receive_speed"), "{{instance}}"),
+                unit="Bps",
+            )
+        )
+        .with_panel(
+            graph(
+                "Network sent",
+                Query(nodes.format("ray_node_network_send_speed"), "{{instance}}"),
+                unit="Bps",
+            )
+        )
+        .with_panel(
+            graph(
+                "Disk reads and writes",
+                Query(nodes.format("ray_node_disk_io_read_speed"), "read {{instance}}"),
+                Query(nodes.format("ray_node_disk_io_write_speed"), "written {{instance}}"),
+                unit="Bps",
+            )
+        )
+    )
+
+
+def dashboards() -> dict[str, dashboard.Dashboard]:
+    """Every dashboard by the name of its file."""
+    return {"overview.json": overview(), "job.json": job(), "ray.json": ray()}

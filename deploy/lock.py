@@ -5,9 +5,10 @@ with the hashes of its files, so that `pip install --require-hashes --no-deps` c
 anew. They are resolved from the extras of `pyproject.toml` by uv, for CPython 3.11 on Linux x86-64.
 Versions that still fit stay as they are without `--upgrade`.
 
-torch's CPU build is in no lock: it is published beside PyPI and under hashes of its own, and
-`Dockerfile.trainer` installs it in a step of its own. What it needs is in the lock. torchrec says
-that it needs the CUDA build of fbgemm even where the CPU one is there: that is overruled here.
+`torch-VARIANT` has the gigabytes of `trainer-VARIANT`, for a layer of their own. torch's CPU build
+is in no lock: it is published beside PyPI under hashes of its own, and `Dockerfile.trainer` has a
+step for it. What it needs is locked. torchrec says that it needs the CUDA build of fbgemm even
+where the CPU one is there: that is overruled here.
 """
 
 from __future__ import annotations
@@ -71,7 +72,13 @@ LOCKS = (
         without=CUDA_PACKAGES,
         elsewhere=("torch",),
     ),
-    # The gigabytes, in a layer of their own; all of it stands in the lock `trainer-cuda` as well.
+    Lock(
+        "torch-cpu",
+        more=("torch==2.13.0", "fbgemm-gpu-cpu==1.8.0"),
+        beside=("trainer-cpu",),
+        without=CUDA_PACKAGES,
+        elsewhere=("torch",),
+    ),
     Lock("torch-cuda", more=("torch==2.13.0", "fbgemm-gpu==1.8.0"), beside=("trainer-cpu",)),
     Lock("trainer-cuda", extras=("trainer-gpu", *_TRAINER), beside=("trainer-cpu", "torch-cuda")),
 )

@@ -1,0 +1,70 @@
+"""Makes the secrets of compose.yaml, once: `python -m deploy.make_env`.
+
+`deploy/.env`, readable by its owner only, is what `docker compose -f deploy/compose.yaml` takes its
+variables from. Values are random: there is no default that an installation could be left at. A
+file that is there stays as it is; names that it lacks, as after an upgrade, are added.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent
+_SECRETS = (
+    "POSTGRES_PASSWORD",
+    "SHARDLOOM_SECRET_KEY",
+    "RAY_AUTH_TOKEN",
+    "MINIO_ROOT_USER",
+    "MINIO_ROOT_PASSWORD",
+    "GRAFANA_PASSWORD",
+)
+_NUM_BYTES = 24
+
+
+def make_env(folder: Path) -> list[str]:
+    """Add what `.env` in `folder` lacks; returns the names that were made.
+
+    The file of the key that Prometheus reads metrics with is made as well, and is empty.
+    """
+    env = folder / ".env"
+    text = env.read_text() if env.exists() else ""
+    known = {line.partition("=")[0].strip() for line in text.splitlines()}
+    missing = [name for name in _SECRETS if name not in known]
+    added = "".join(f"{name}={secrets.token_hex(_NUM_BYTES)}\n" for name in missing)
+    if added:
+        joint = "" if not text or text.endswith("\n") else "\n"
+        _write_private(env, text + joint + added)
+    _make_metrics_key(folder / "secrets")
+    return missing
+
+
+def _write_private(path: Path, text: str) -> None:
+    partial = path.with_suffix(".partial")
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+    partial.replace(path)
+
+
+def _make_metrics_key(folder: Path) -> None:
+    folder.mkdir(mode=0o700, exist_ok=True)
+    key = folder / "metrics-key"
+    if not key.exists():
+        key.touch()
+        # Prometheus runs as another user; the folder keeps others of this machine out.
+        key.chmod(0o644)
+
+
+def main() -> None:
+    """Make them beside compose.yaml, or in another folder."""
+    parser = argparse.ArgumentParser(description="Make the secrets of deploy/compose.yaml.")
+    parser.add_argument("--folder", type=Path, default=_FOLDER, help="where compose.yaml lies")
+    folder = parser.parse_args().folder
+    made = make_env(folder)
+    print(f"{folder / '.env'}: {', '.join(made) if made else 'nothing is missing'}")
+
+
+if __name__ == "__main__":
+    main()

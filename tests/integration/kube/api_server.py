@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import Any
 
 import yaml
+from kubernetes import client
 
 from tests.integration.kube import http
-from tests.integration.kube.auth import ADMIN_RULE, Rule, Tokens, User
+from tests.integration.kube.auth import ADMIN_RULE, OPERATOR, Rule, Tokens, User
 from tests.integration.kube.catalog import Catalog
 from tests.integration.kube.faults import Faults
 from tests.integration.kube.gc import GarbageCollector
@@ -51,7 +52,10 @@ class KubeApiServer:
         self.bookmark_every_s = bookmark_every_s
         self.pod_logs: dict[tuple[str, str], str] = {}
         self.requests: list[str] = []
+        self.mutators: list[Callable[[Manifest], Manifest]] = []
         self.admin_token = self.tokens.issue(User("kubernetes-admin", None, (ADMIN_RULE,)))
+        operator = User(OPERATOR, None, (ADMIN_RULE,))
+        self._operator_token = self.tokens.issue(operator)
         self._collector = GarbageCollector(self.store, self.catalog.find)
         self._port = 0
         self._listener: ThreadingHTTPServer | None = None
@@ -105,6 +109,16 @@ class KubeApiServer:
         """A token of a service account whose Role in its namespace has these rules."""
         name = f"system:serviceaccount:{namespace}:{service_account}"
         return self.tokens.issue(User(name, namespace, tuple(rules)))
+
+    def client(self, token: str | None = None) -> client.ApiClient:
+        """A client of the official library: of the administrator, or of a token."""
+        configuration = client.Configuration(host=self.url)
+        configuration.api_key = {"authorization": f"Bearer {token or self.admin_token}"}
+        return client.ApiClient(configuration)
+
+    def operator_client(self) -> client.ApiClient:
+        """A client that is not noted in `requests` and that no fault but `away` befalls."""
+        return self.client(self._operator_token)
 
     def revoke(self, token: str) -> None:
         """Answer 401 to a token from now on."""

@@ -22,6 +22,7 @@ class User:
     rules: tuple[Rule, ...] = ()
 
 
+OPERATOR = "system:serviceaccount:kuberay-system:kuberay-operator"
 ADMIN_RULE: Rule = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
 
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from tests.integration.kube.resources import Resource
+from tests.integration.kube.resources import CRD, Resource
 from tests.integration.kube.rest import FOREGROUND, ORPHAN, Deletion, Rest, Target
 from tests.integration.kube.store import Key, Manifest, Store
 
@@ -45,7 +45,7 @@ class GarbageCollector:
     def sweep(self) -> None:
         """One pass over all objects."""
         with self._store.changed:
-            objects = dict(self._store.everything())
+            objects = dict(self._store.everything(but=CRD.qualified))
             uids = {manifest["metadata"]["uid"]: key for key, manifest in objects.items()}
             for key, manifest in objects.items():
                 self._sweep_owner(key, manifest, objects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,11 @@ def _built_in(
     )
 
 
-def built_in_resources() -> list[Resource]:
+@cache
+def built_in_resources() -> tuple[Resource, ...]:
     """What is served without any custom definition."""
     rbac = "rbac.authorization.k8s.io"
-    return [
+    return (
         _built_in("", "Namespace", "namespaces", namespaced=False, subresources="status"),
         _built_in("", "Secret", "secrets"),
         _built_in("", "ConfigMap", "configmaps", short_names=("cm",)),
@@ -96,7 +98,7 @@ def built_in_resources() -> list[Resource]:
         _built_in("", "ResourceQuota", "resourcequotas", subresources="status"),
         _built_in(rbac, "Role", "roles"),
         _built_in(rbac, "RoleBinding", "rolebindings"),
-    ]
+    )
 
 
 CRD = Resource(
@@ -131,12 +133,13 @@ def resources_of(definition: dict[str, Any]) -> list[Resource]:
     ]
 
 
-def read_definitions(folder: Path) -> list[dict[str, Any]]:
-    """CustomResourceDefinitions in the YAML files of a folder."""
+@cache
+def read_definitions(folder: Path) -> tuple[dict[str, Any], ...]:
+    """CustomResourceDefinitions in the YAML files of a folder; not to be changed."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return [
+    return tuple(
         document
         for path in sorted(folder.glob("*.yaml"))
         for document in yaml.load_all(path.read_text(encoding="utf-8"), loader)
         if document
-    ]
+    )

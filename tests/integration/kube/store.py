@@ -84,10 +84,10 @@ class Store:
             if key[0] == qualified and namespace in (None, key[1])
         ]
 
-    def everything(self) -> Iterator[tuple[Key, Manifest]]:
-        """All objects there are now."""
+    def everything(self, but: str = "") -> Iterator[tuple[Key, Manifest]]:
+        """All objects there are now, but those of one kind."""
         with self.changed:
-            objects = list(self._objects.items())
+            objects = [(key, text) for key, text in self._objects.items() if key[0] != but]
         for key, text in objects:
             yield key, json.loads(text)
 

@@ -26,6 +26,7 @@ VARIANTS = {
     "multi-rack": ("overlays/multi-rack",),
     "gpu+kueue": ("overlays/gpu", "components/kueue"),
     "spot+kueue": ("overlays/spot", "components/kueue"),
+    "gpu+own-clusters": ("overlays/gpu", "components/own-clusters"),
     "spot+volcano": ("overlays/spot", "components/volcano"),
 }
 GPU_VARIANTS = tuple(name for name in VARIANTS if name != "dev")

@@ -110,7 +110,7 @@ def test_secrets_come_by_reference_only(variant: str) -> None:
 
 
 @every_variant
-def test_only_the_autoscaler_has_a_token_for_kubernetes(variant: str) -> None:
+def test_only_what_makes_pods_has_a_token_for_kubernetes(variant: str) -> None:
     with_token = []
     for pod in _pods(variant):
         assert pod.spec["automountServiceAccountToken"] is False, pod.owner
@@ -127,7 +127,8 @@ def test_only_the_autoscaler_has_a_token_for_kubernetes(variant: str) -> None:
             for container in pod.containers
             if names & {mount["name"] for mount in container["volumeMounts"]}
         ]
-    assert with_token == ["autoscaler"]
+    makes_clusters = ["service"] if "own-clusters" in variant else []
+    assert with_token == [*makes_clusters, "autoscaler"]
 
 
 @every_variant
@@ -135,10 +136,34 @@ def test_nobody_is_given_rights_to_change_anything(variant: str) -> None:
     assert not of_kind(build(variant), "ClusterRole")
     assert not of_kind(build(variant), "ClusterRoleBinding")
     for role in of_kind(build(variant), "Role"):
+        if role["metadata"]["name"] == "shardloom-own-clusters":
+            continue
         for rule in role["rules"]:
             assert set(rule["verbs"]) <= {"get", "list", "watch"}
             assert not {"*", "secrets", "pods/exec", "pods/attach"} & set(rule["resources"])
             assert "*" not in rule["apiGroups"]
+
+
+def test_who_makes_clusters_may_do_that_alone() -> None:
+    role = one(build("gpu+own-clusters"), "Role", "shardloom-own-clusters")
+    rights = {
+        (resource, verb)
+        for rule in role["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+    changing = {each for each in rights if each[1] not in ("get", "list", "watch")}
+    assert changing == {
+        *(("rayjobs", verb) for verb in ("create", "delete", "patch")),
+        ("secrets", "create"),
+    }, "a Secret that is there can be neither read nor changed"
+    (cluster,) = [rule for rule in role["rules"] if "rayclusters" in rule["resources"]]
+    assert cluster["resourceNames"] == ["shardloom-ray"] and cluster["verbs"] == ["get"]
+    binding = one(build("gpu+own-clusters"), "RoleBinding", "shardloom-own-clusters")
+    (account,) = binding["subjects"]
+    (service,) = [pod for pod in _pods("gpu+own-clusters") if pod.component == "service"]
+    assert account["name"] == service.spec["serviceAccountName"]
+    assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
 @every_variant

@@ -282,6 +282,22 @@ def test_worker_groups_are_those_of_the_overlay(variant: str, groups: dict[str, 
     assert found == groups
 
 
+def test_clusters_of_jobs_own_are_made_after_the_shared_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    settings = _settings("gpu+own-clusters", monkeypatch)
+    assert settings.backend == "kuberay" and settings.kuberay_namespace == "shardloom"
+    template = ray_cluster("gpu+own-clusters")
+    assert template["metadata"]["name"] == settings.kuberay_template_cluster
+    # Heads of either kind: the service reaches them, and they it, by the labels of their pods.
+    labels = template["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert labels["app.kubernetes.io/component"] == "ray-head"
+    (container,) = _pod("gpu+own-clusters", "service").containers
+    mounts = [each["mountPath"] for each in container["volumeMounts"]]
+    # Where the official client looks for it.
+    assert "/var/run/secrets/kubernetes.io/serviceaccount" in mounts
+
+
 def test_racks_talk_over_rdma() -> None:
     for pod in _workers("multi-rack"):
         (container,) = pod.containers
@@ -337,7 +353,7 @@ def test_the_volcano_queue_has_room_for_the_cluster() -> None:
 def test_the_readme_names_every_folder_that_can_be_applied() -> None:
     guide = (FOLDER / "README.md").read_text()
     folders = [path.parent.relative_to(FOLDER) for path in FOLDER.rglob("kustomization.yaml")]
-    assert len(folders) == 9
+    assert len(folders) == 10
     assert [str(each) for each in folders if str(each) not in guide] == []
 
 

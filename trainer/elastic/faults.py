@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, TypeAdapter, ValidationError
@@ -41,7 +42,7 @@ class Fault(BaseModel):
     It happens `times` times, in life number `incarnation` of the group. `arg` is the exit code of
     `exit` (1 where it is 0) and the seconds of `slow`. `nan` makes a loss NaN, in whatever phase.
     Steps are nominal ones; in the phases of a sync between groups they are numbers of commits, and
-    joining is at step 0.
+    joining is at step 0. Once there is a file `until` it happens no more.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -54,6 +55,7 @@ class Fault(BaseModel):
     incarnation: Annotated[int, Field(ge=0)] = 0
     arg: Annotated[float, Field(ge=0)] = 0.0
     times: PositiveInt = 1
+    until: Path | None = None
 
     def is_due(self, group: int, rank: int, step: int) -> bool:
         """Whether it befalls this rank now, if it still may."""
@@ -111,7 +113,10 @@ def poison(loss: torch.Tensor, group: int, rank: int, step: int) -> torch.Tensor
 
 def _takes(armed: _Armed, group: int, rank: int, step: int) -> bool:
     """Use up one of the times that a fault may happen, if it is due."""
-    if not (armed.times_left and armed.fault.is_due(group, rank, step)):
+    fault = armed.fault
+    if not (armed.times_left and fault.is_due(group, rank, step)):
+        return False
+    if fault.until is not None and fault.until.exists():
         return False
     armed.times_left -= 1
     return True

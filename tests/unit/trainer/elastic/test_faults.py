@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,6 +76,14 @@ def test_a_fault_happens_once_or_as_often_as_told() -> None:
         with pytest.raises(faults.InjectedFault):
             faults.point("apply", 1, 0, step)
     faults.point("apply", 1, 0, 7)
+
+
+def test_a_fault_ends_once_its_file_is_there(tmp_path: Path) -> None:
+    arm(fault(times=9, until=str(tmp_path / "release")))
+    with pytest.raises(faults.InjectedFault):
+        faults.point("exchange", 1, 0, 5)
+    (tmp_path / "release").touch()
+    faults.point("exchange", 1, 0, 6)
 
 
 def test_another_life_of_the_group_has_faults_of_its_own() -> None:

@@ -1,0 +1,1 @@
+"""What `deploy/` holds: units, images, settings, checked without starting them."""

@@ -31,6 +31,7 @@ from trainer.data.rows import FloatArray, Rows
 from trainer.data.source import ParquetSource
 from trainer.data.spans import Span
 from trainer.data.sparse_ids import SparseIds
+from trainer.data.uncounted import without_uncounted
 from trainer.spec import JobSpec
 
 
@@ -41,7 +42,8 @@ class Batch:
     dense float32 [B, num_dense]; label (normalised), label_offset and label_scale float32 [B, K],
     in the order of `spec.model.tasks`. A label in its own unit is
     `label * label_scale + label_offset`. weight float32 [B] is how much a row counts (1 without
-    `data.weight_column`), and 0 for rows that only fill up a batch.
+    `data.weight_column`), and 0 for rows that only fill up a batch. Rows of weight 0 have no ids of
+    dynamic tables.
 
     `sparse` has the keys of `spec.pooled_features` in order (none, when all are sequences) and,
     where `spec.is_weighted`, a float32 weight for each id. `sequences` has the keys of
@@ -100,6 +102,7 @@ class BatchKeys:
     sequences: list[str]
     is_weighted: bool
     has_weighted_sequences: bool
+    dynamic: frozenset[str]
 
     @classmethod
     def of(cls, spec: JobSpec) -> BatchKeys:
@@ -109,6 +112,7 @@ class BatchKeys:
             sequences=[feature.name for feature in spec.sequence_features],
             is_weighted=spec.is_weighted,
             has_weighted_sequences=spec.has_weighted_sequences,
+            dynamic=spec.dynamic_features,
         )
 
 
@@ -116,7 +120,7 @@ def _wrap(rows: RowColumns, keys: BatchKeys, is_counted: FloatArray | None = Non
     """Tensors of rows; `is_counted` [n] is 0 for those that only fill up the batch."""
     num_pooled = len(keys.pooled)
     weight = rows.row_weight if is_counted is None else rows.row_weight * is_counted
-    return Batch(
+    batch = Batch(
         dense=torch.from_numpy(rows.dense),
         sparse=_jagged(keys.pooled, rows.sparse.first(num_pooled), keys.is_weighted),
         label=torch.from_numpy(rows.label),
@@ -128,6 +132,19 @@ def _wrap(rows: RowColumns, keys: BatchKeys, is_counted: FloatArray | None = Non
         )
         if keys.sequences
         else None,
+    )
+    return _without_uncounted(batch, keys.dynamic) if keys.dynamic else batch
+
+
+def _without_uncounted(batch: Batch, dynamic: frozenset[str]) -> Batch:
+    """Rows of weight 0 have no ids of dynamic tables, which would count them as seen."""
+    sequences = batch.sequences
+    return replace(
+        batch,
+        sparse=without_uncounted(batch.sparse, dynamic, batch.weight),
+        sequences=None
+        if sequences is None
+        else without_uncounted(sequences, dynamic, batch.weight),
     )
 
 

@@ -38,10 +38,9 @@ from torchrec.modules.mc_modules import (
     MCHManagedCollisionModule,
 )
 
-from trainer.spec.dynamic import MAX_INPUT_HASH_SIZE, DynamicSpec
+from trainer.spec.dynamic import MAX_INPUT_HASH_SIZE, MAX_SEEN, DynamicSpec
 
 NO_ID = torch.iinfo(torch.int64).max
-_MAX_SEEN = 2**20
 _MASK = MAX_INPUT_HASH_SIZE - 1
 _POLICIES: dict[str, type[MCHEvictionPolicy]] = {
     "lru": LRU_EvictionPolicy,
@@ -185,7 +184,7 @@ class BucketedIds(ManagedCollisionModule):
         self._seen.append(_Seen(ids, torch.ones_like(ids), torch.full_like(ids, step)))
         self._num_seen += ids.numel()
         # Admissions may be far apart; what is held then is twice the distinct ids at most.
-        if self._num_seen > max(_MAX_SEEN, 2 * self._num_folded):
+        if self._num_seen > max(MAX_SEEN, 2 * self._num_folded):
             self._seen = [_folded(self._seen)]
             self._num_seen = self._num_folded = self._seen[0].ids.numel()
 

@@ -167,9 +167,8 @@ def _why_not(spec: JobSpec, usable_bytes: int, error: PlannerError) -> str:
 
 
 def _size_bytes(table: EmbeddingTableSpec, spec: JobSpec) -> int:
-    """Weights and optimizer state of one whole copy."""
-    state_bytes = spec.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
-    size = table.size_bytes(state_bytes)
+    """Weights, optimizer state and ids of one whole copy."""
+    size = spec.size_bytes(table)
     assert size is not None, "num_embeddings must be resolved first"
     return size
 

@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 MAX_INPUT_HASH_SIZE = 2**62
 DEFAULT_NUM_BUCKETS = 16
+# Lookups that a shard holds one by one before it folds those of the same id into one.
+MAX_SEEN = 2**20
+# A lookup, or an id, that waits for its admission: id, count, step.
+_WAITING_BYTES = 3 * 8
 
 
 class DynamicSpec(SpecModel):
@@ -45,6 +49,16 @@ class DynamicSpec(SpecModel):
     def state_bytes_per_row(self) -> int:
         """What is kept for each row beside its weights: id, row, and what the policy remembers."""
         return 8 * (4 if self.eviction == "distance_lfu" else 3)
+
+    def waiting_bytes(self, lookups_per_step: int, num_rows: int, num_shards: int) -> int:
+        """Most bytes of what was looked up since the last admission, over all shards.
+
+        Lookups of the same id are held as one beyond `MAX_SEEN` of a shard; as many ids are assumed
+        to turn up between two admissions as the table has rows at most.
+        """
+        num_lookups = lookups_per_step * self.eviction_interval
+        num_held = max(num_shards * MAX_SEEN, 2 * num_rows) + lookups_per_step
+        return _WAITING_BYTES * min(num_lookups, num_held)
 
 
 def check_dynamic_tables(spec: JobSpec) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
@@ -129,8 +130,37 @@ class JobSpec(SpecModel):
         return tuple(size for size in sizes if size is not None)
 
     def size_bytes(self, table: EmbeddingTableSpec) -> int | None:
-        """Bytes of one table with optimizer state; None while its number of rows is `auto`."""
-        return table.size_bytes(self.optimizer.sparse.state_bytes_per_row(table.embedding_dim))
+        """Bytes of one table with optimizer state; None while its number of rows is `auto`.
+
+        Of a dynamic table with the ids that wait for their admission.
+        """
+        state_bytes = self.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
+        rows_bytes = table.size_bytes(state_bytes)
+        if rows_bytes is None or table.dynamic is None or table.num_embeddings == "auto":
+            return rows_bytes
+        waiting_bytes = table.dynamic.waiting_bytes(
+            self._lookups_per_step(table), table.num_embeddings, self.parallelism.world_size
+        )
+        return rows_bytes + waiting_bytes
+
+    def _lookups_per_step(self, table: EmbeddingTableSpec) -> int:
+        """Ids that a step looks up in a table over all workers, as far as the spec can tell.
+
+        Sequences count in full, pooled lists with the table's `pooling_factor`.
+        """
+        features = [feature for feature in self.sparse_features if feature.table == table.name]
+        factor = table.constraints.pooling_factor or 1.0
+        per_row = sum(
+            feature.length_limit if feature.type in ("id", "sequence") else factor
+            for feature in features
+        )
+        return ceil(self.data.batch_size * self.parallelism.world_size * per_row)
+
+    @property
+    def dynamic_features(self) -> frozenset[str]:
+        """Names of the features whose tables give rows to ids as they turn up."""
+        dynamic = {table.name for table in self.embedding_tables if table.dynamic is not None}
+        return frozenset(each.name for each in self.sparse_features if each.table in dynamic)
 
     @property
     def sparse_features(self) -> tuple[FeatureSpec, ...]:

@@ -155,7 +155,7 @@ def test_ids_that_come_again_are_held_once_until_they_are_admitted(
     drawn = torch.randint(0, 150, (29, 100), generator=torch.Generator().manual_seed(2)).tolist()
     states = []
     for most in (2**20, 50):
-        monkeypatch.setattr(dynamic_ids, "_MAX_SEEN", most)
+        monkeypatch.setattr(dynamic_ids, "MAX_SEEN", most)
         ids = made(eviction=eviction, eviction_interval=30)
         for raw in drawn:
             look_up(ids, raw)

@@ -79,3 +79,25 @@ def test_weights_of_pooled_ids_are_refused_as_they_would_be_dropped() -> None:
     assert fault_of(document)[0] == "dynamic_weights"
     document["features"][0] |= {"type": "sequence"}
     assert validate_spec(document).has_weighted_sequences
+
+
+def test_ids_that_wait_for_their_admission_count_as_memory() -> None:
+    few = validate_spec(dynamic())
+    table = few.embedding_tables[0]
+    rows_bytes = table.size_bytes(few.optimizer.sparse.state_bytes_per_row(table.embedding_dim))
+    features = [each for each in few.sparse_features if each.table == table.name]
+    num_lookups = few.data.batch_size * 2 * len(features)
+    assert {each.type for each in features} == {"id"}
+    assert few.size_bytes(table) == rows_bytes + 24 * 10 * num_lookups
+    many = validate_spec(dynamic({"dynamic": {"eviction_interval": 100_000}}))
+    # Two shards fold what they have seen when it is 2^20 lookups.
+    assert many.size_bytes(many.embedding_tables[0]) == rows_bytes + 24 * (2 * 2**20 + num_lookups)
+
+
+def test_a_job_whose_waiting_ids_do_not_fit_is_refused_before_it_starts() -> None:
+    resources = {"memory_bytes_per_worker": 2**20}
+    assert validate_spec(dynamic(resources=resources))
+    code, message = fault_of(
+        dynamic({"dynamic": {"eviction_interval": 100_000}}, resources=resources)
+    )
+    assert code == "tables_too_large" or "memory" in message

@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from trainer.data.decode import decode
 from trainer.data.errors import BadValueError
 from trainer.data.rows import Rows, concat_rows
 from trainer.export.errors import BadRow
+from trainer.export.values import array_of
 from trainer.spec import JobSpec
 
 PAD_ROWS = 2
@@ -114,7 +116,7 @@ def _converted(values: list[Any], kind: pa.DataType) -> pa.Array | None:
     """`values` as `kind`; None where they are of another kind, or not all of one."""
     try:
         # By what they are: asked for integers, Arrow would cut off the decimals.
-        found = pa.array(values)
+        found = array_of(values)
         return _cast(found, kind) if _is_like(found.type, kind) else None
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return None
@@ -122,9 +124,13 @@ def _converted(values: list[Any], kind: pa.DataType) -> pa.Array | None:
 
 def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
     if kind in _WIDER:
-        # Integers that float32 rounds are no fault: training's file had them rounded, too.
-        array = array.cast(_WIDER[kind])
-    return array.cast(kind)
+        array = array.cast(_WIDER[kind], safe=False)
+    # Integers that a float rounds are no fault: training's were rounded, too.
+    return array.cast(kind, safe=not _is_float(kind))
+
+
+def _is_float(kind: pa.DataType) -> bool:
+    return pa.types.is_floating(kind.value_type if pa.types.is_list(kind) else kind)
 
 
 def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
@@ -139,10 +145,15 @@ def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
     return found == wanted
 
 
-_RAW_TYPES = {"string": pa.string(), "integer": pa.int64(), "number": pa.float64()}
+_RAW_TYPES = {
+    "string": (pa.string(),),
+    # Hashes of 64 bits need all of an uint64.
+    "integer": (pa.int64(), pa.uint64()),
+    "number": (pa.float64(),),
+}
 # A number of this kind falls into other buckets before it is rounded: float32(3.3) < 3.3.
 FLOAT32 = "float32"
-_KNOWN_TYPES = _RAW_TYPES | {FLOAT32: pa.float32()}
+_KNOWN_TYPES = _RAW_TYPES | {FLOAT32: (pa.float32(),)}
 _WIDER = {pa.float32(): pa.float64(), pa.list_(pa.float32()): pa.list_(pa.float64())}
 
 
@@ -151,9 +162,10 @@ def _types(column: InputColumn, kind: str | None) -> list[pa.DataType]:
     if column.encoder is None:
         items = [pa.int64() if column.num_ids else pa.float64()]
     elif kind in _KNOWN_TYPES:
-        items = [_KNOWN_TYPES[kind]]
+        items = [*_KNOWN_TYPES[kind]]
     else:
-        items = [each for each in _RAW_TYPES.values() if column.encoder.accepts(each)]
+        known = chain.from_iterable(_RAW_TYPES.values())
+        items = [each for each in known if column.encoder.accepts(each)]
     return [pa.list_(item) for item in items] if column.is_list else items
 
 

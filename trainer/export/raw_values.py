@@ -14,6 +14,7 @@ import pyarrow as pa
 
 from trainer.data.transforms import VocabularyEncoder, load_vocabulary
 from trainer.export.errors import BadRow
+from trainer.export.values import array_of
 
 _FOLDER = "vocab"
 
@@ -55,7 +56,7 @@ def _ids(items: list[Any], column: str, encoder: VocabularyEncoder) -> list[int]
     if not items:
         return []
     try:
-        values = pa.array(items)
+        values = array_of(items)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         raise BadRow(0, column, f"has values of several kinds, not {encoder.wanted}") from None
     if not (pa.types.is_null(values.type) or encoder.accepts(values.type)):

@@ -1,0 +1,110 @@
+"""Integers of all 64 bits in a request: what training made of them, the scorer makes, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.trainer.export.export_case import make_spec, spec_document
+from trainer.export.errors import BadRow
+from trainer.export.inputs import rows_of_table, scoring_layout, table_of_dicts
+from trainer.export.raw_values import with_ids
+from trainer.spec import JobSpec, validate_spec
+
+BIG = 2**63 + 12_345
+ROW = {"age": 1.0, "price": 2.0, "user": 1, "mean": 3.0, "spread": 1.0}
+BITS_64 = st.integers(0, 2**64 - 1)
+
+
+def spec_with(encoding: dict[str, Any], path: Path = Path("unused"), **feature: Any) -> JobSpec:
+    """The small job with another `colour`, whose table has 16 rows."""
+    document = spec_document(path)
+    colour = {"name": "colour", "type": "id", "table": "colours"} | encoding | feature
+    features = [each if each["name"] != "colour" else colour for each in document["features"]]
+    return validate_spec(document | {"features": features})
+
+
+HASHED = spec_with({"hashing": {"num_buckets": 16}})
+CUT = spec_with({"bucketize": {"boundaries": [0.0, 2.0**62, 2.0**63, 2.0**63 + 2**60]}})
+
+
+def colours(spec: JobSpec, table: pa.Table) -> list[int]:
+    """The ids that a table of rows gives the feature."""
+    layout = scoring_layout(spec, Path(spec.data.path))
+    place = [feature.name for feature in spec.pooled_features].index("colour")
+    rows = rows_of_table(table, layout)
+    return rows.ids[rows.starts[place]].tolist()
+
+
+def as_request(spec: JobSpec, values: list[Any], kind: str | None) -> pa.Table:
+    layout = scoring_layout(spec, Path(spec.data.path))
+    kinds = {} if kind is None else {"colour": kind}
+    return table_of_dicts([ROW | {"colour": value} for value in values], layout, kinds)
+
+
+def as_trained(spec: JobSpec, values: list[Any], kind: pa.DataType) -> pa.Table:
+    """The same rows as a file of training data has them, with the column in its own type."""
+    table = as_request(spec, [None] * len(values), None)
+    index = table.schema.get_field_index("colour")
+    return table.set_column(index, "colour", pa.array(values, kind))
+
+
+@pytest.mark.parametrize("spec", [HASHED, CUT], ids=["hashing", "bucketize"])
+@given(st.lists(st.none() | BITS_64 | st.integers(2**63, 2**64 - 1), min_size=1, max_size=8))
+def test_a_request_gives_the_ids_that_an_uint64_column_gave(spec, values):
+    wanted = colours(spec, as_trained(spec, values, pa.uint64()))
+    for kind in ("integer", None):
+        assert colours(spec, as_request(spec, values, kind)) == wanted
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=8))
+def test_a_request_gives_the_ids_that_an_int64_column_gave(values):
+    wanted = colours(HASHED, as_trained(HASHED, values, pa.int64()))
+    assert colours(HASHED, as_request(HASHED, values, "integer")) == wanted
+
+
+@pytest.mark.parametrize(
+    ("values", "row"),
+    [([1, 2**64], 1), ([2**63, -1], 1), ([-1, 2**63], 1), ([BIG, 1.5], 1), ([BIG, "x"], 1)],
+)
+def test_what_no_64_bits_hold_is_named(values, row):
+    with pytest.raises(BadRow) as caught:
+        as_request(HASHED, values, "integer")
+    assert (caught.value.row, caught.value.column) == (row, "colour")
+
+
+def test_ids_of_a_table_are_still_no_larger_than_it():
+    with pytest.raises(BadRow) as caught:
+        table_of_dicts([ROW | {"user": BIG}], scoring_layout(HASHED, Path("unused")))
+    assert caught.value.column == "user"
+
+
+def test_dense_integers_are_rounded_and_not_refused():
+    spec, large = make_spec(Path("unused")), [2**53 + 1, 2**60 + 1, BIG]
+    layout = scoring_layout(spec, Path("unused"))
+    rows = rows_of_table(table_of_dicts([ROW | {"age": each} for each in large], layout), layout)
+    assert rows.dense[:, 0].tolist() == [2.0**53, 2.0**60, 2.0**63]
+
+
+def vocabulary(path: Path, dtype: type[pl.DataType], values: list[int]) -> Path:
+    path.parent.mkdir(parents=True)
+    index = range(1, len(values) + 1)
+    frame = pl.DataFrame({"value": pl.Series(values, dtype=dtype), "index": list(index)})
+    frame.write_parquet(path)
+    return path
+
+
+def test_vocabularies_of_uint64_are_looked_up_by_features_and_by_raw_values(tmp_path):
+    vocabulary(tmp_path / "vocab" / "colour.parquet", pl.UInt64, [7, BIG])
+    spec = spec_with({"vocabulary": {"column": "colour"}}, tmp_path)
+    values = [7, BIG, BIG + 1, None]
+    assert colours(spec, as_trained(spec, values, pa.uint64())) == [1, 2, 0, 0]
+    assert colours(spec, as_request(spec, values, "integer")) == [1, 2, 0, 0]
+    found = with_ids([{"user": each} for each in [*values, [BIG, 7]]], {"user": "colour"}, tmp_path)
+    assert [row["user"] for row in found] == [1, 2, 0, None, [2, 1]]

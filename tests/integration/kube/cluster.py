@@ -151,13 +151,7 @@ def install_definitions(api: client.ApiClient) -> None:
     definitions: Any = client.ApiextensionsV1Api(api)
     for definition in read_definitions(CRD_FOLDER):
         try:
-            api.call_api(
-                "/apis/apiextensions.k8s.io/v1/customresourcedefinitions",
-                "POST",
-                body=definition,
-                auth_settings=["BearerToken"],
-                response_type="object",
-            )
+            definitions.create_custom_resource_definition(definition, _preload_content=False)
         except client.ApiException as error:
             if error.status != _CONFLICT:
                 raise

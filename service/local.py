@@ -117,6 +117,10 @@ class LocalStack:
         name = "ray" if state.service is not None and is_alive(state.service) else "service"
         return f"{name} has ended by itself; {self.log_tail(name)}"
 
+    def has_live_ray(self, state: StackState) -> bool:
+        """Whether the Ray of a stack lives, so that a service that ended can be started again."""
+        return state.ray is not None and state.boot_id == boot_id() and is_alive(state.ray)
+
     # ---- before
 
     def _own_state(self) -> StackState | None:

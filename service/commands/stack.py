@@ -27,6 +27,9 @@ from service.local_hosts import LocalHosts
 from service.local_state import StackError, StackHome, StackState
 from service.machine_ray import NODE_PORT, RAY_DASHBOARD_PORT, RAY_PORT, WORKER_PORTS
 
+# A service that cannot live is not started again and again without a pause.
+RESTART_PAUSE_S = 2.0
+
 
 def up(
     detach: Annotated[
@@ -163,6 +166,12 @@ def _stay(stack: LocalStack, state: StackState) -> None:
     try:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)
+        while state.head_address is not None and stack.has_live_ray(state):
+            # The machines that have joined, and their jobs, go on meanwhile.
+            error_console().print(message)
+            time.sleep(RESTART_PAUSE_S)
+            state = _start(stack, None, console())
+            message = stack.wait_until_broken(state)
     except KeyboardInterrupt:
         console().print("stopping")
         stack.down(lambda line: console().print(Text(line, style="dim")), only=state)

@@ -34,7 +34,7 @@ from service.backends.kuberay_status import (
     observation_of,
     obstacle_in,
 )
-from service.backends.kuberay_sweep import is_garbage
+from service.backends.kuberay_sweep import is_cut_off, is_garbage
 from service.backends.kuberay_template import Template
 from service.backends.kuberay_watch import WATCH_S, RayJobWatch
 from service.backends.ray_jobs import RayJobsBackend
@@ -172,7 +172,10 @@ class KubeRayBackend:
         """The RayJob of an attempt, from the watch or by asking; None where there is none."""
         if self._is_own.get(attempt_id) is False:
             return None
-        found = self._watch.find(name_of(attempt_id)) or self._get(attempt_id)
+        found = self._watch.find(name_of(attempt_id))
+        if found is None or is_cut_off(found):
+            # It may have been made, or carried through, a moment ago.
+            found = self._get(attempt_id)
         return found if found is not None and attempt_of(found) == attempt_id else None
 
     def _get(self, attempt_id: str) -> Manifest | None:
@@ -197,7 +200,7 @@ class KubeRayBackend:
 
     def _observed(self, rayjob: Manifest) -> Observation:
         self._remember(str(attempt_of(rayjob)), is_own=True)
-        if is_suspended(rayjob) and not is_submitted(rayjob):
+        if is_cut_off(rayjob):
             # Submitted again, it is carried through.
             return Observation(ObservedState.NOT_FOUND, "its submission was cut off")
         if is_evicted(rayjob):

@@ -26,8 +26,12 @@ def is_garbage(rayjob: Mapping[str, Any], now: float) -> bool:
     if is_over(rayjob):
         ended = (rayjob.get("status") or {}).get("endTime")
         return now - (_unix_s(ended) if ended else created_at) > KEEP_ENDED_S
-    is_cut_off = is_suspended(rayjob) and not is_submitted(rayjob)
-    return is_cut_off and now - created_at > KEEP_CUT_OFF_S
+    return is_cut_off(rayjob) and now - created_at > KEEP_CUT_OFF_S
+
+
+def is_cut_off(rayjob: Mapping[str, Any]) -> bool:
+    """Whether a submission ended before its RayJob was let go."""
+    return is_suspended(rayjob) and not is_submitted(rayjob)
 
 
 def _unix_s(text: str) -> float:

@@ -1,0 +1,155 @@
+"""A KubeRay backend against a cluster, with the rights that k8s/components/own-clusters gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from kubernetes import client
+
+from service.backends.base import ClusterNeed, Submission
+from service.backends.kuberay import KubeRayBackend
+from service.backends.kuberay_api import KubeApi
+from service.backends.kuberay_manifest import ClusterOptions
+from service.backends.kuberay_template import LiveTemplate
+from service.backends.ray_jobs import RayJobsBackend
+from service.domain import Observation, ObservedState
+from tests.integration.kube.cluster import KubeCluster
+from tests.unit.k8s.rendering import FOLDER
+
+T = TypeVar("T")
+TIMEOUT_S = 2.0
+
+
+def rules() -> list[dict[str, Any]]:
+    """What the component lets the service do."""
+    text = (FOLDER / "components" / "own-clusters" / "rights.yaml").read_text()
+    role, _ = yaml.safe_load_all(text)
+    found: list[dict[str, Any]] = role["rules"]
+    return found
+
+
+def template() -> dict[str, Any]:
+    """The RayCluster of the base, in whatever namespace; its operator is left out of it."""
+    manifest: dict[str, Any] = yaml.safe_load((FOLDER / "base" / "raycluster.yaml").read_text())
+    # Frozen: it is a template here, and nobody's cluster.
+    manifest["spec"]["suspend"] = True
+    return manifest
+
+
+class House:
+    """Backends of one namespace, as replicas of the service would open them."""
+
+    def __init__(self, cluster: KubeCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self._folder = folder
+        self._opened: list[KubeRayBackend] = []
+        self.api = client.CustomObjectsApi(cluster.client())
+        self.core = client.CoreV1Api(cluster.client())
+        self.api.create_namespaced_custom_object(
+            "ray.io", "v1", cluster.namespace, "rayclusters", template()
+        )
+
+    def open(
+        self,
+        allowed: list[dict[str, Any]] | None = None,
+        *,
+        watches: bool = True,
+        shared: RayJobsBackend | None = None,
+        clock: Callable[[], float] = time.time,
+        **options: Any,
+    ) -> KubeRayBackend:
+        """Another replica, with the rights of the component if not others."""
+        number = len(self._opened)
+        token = self.cluster.token_for(f"replica-{number}", rules() if allowed is None else allowed)
+        config = self.cluster.kubeconfig(self._folder / f"config-{number}", token)
+        api = KubeApi.open(Path(config), self.cluster.namespace, TIMEOUT_S)
+        backend = KubeRayBackend(
+            api,
+            shared,
+            LiveTemplate(api, "shardloom-ray"),
+            ClusterOptions(self.cluster.namespace, **options),
+            lambda address: RayJobsBackend(address, timeout_s=TIMEOUT_S),
+            clock,
+        )
+        if watches:
+            backend.start()
+        self._opened.append(backend)
+        return backend
+
+    def close(self) -> None:
+        """Close all of them."""
+        for backend in self._opened:
+            backend.close()
+
+    def rayjobs(self) -> dict[str, dict[str, Any]]:
+        """All of the namespace, by name."""
+        found = self.api.list_namespaced_custom_object(
+            "ray.io", "v1", self.cluster.namespace, "rayjobs"
+        )
+        return {each["metadata"]["name"]: each for each in found["items"]}
+
+    def secrets(self) -> list[str]:
+        """Names of all Secrets."""
+        found = self.core.list_namespaced_secret(self.cluster.namespace)
+        return sorted(each.metadata.name for each in found.items)
+
+    def patch(self, name: str, change: dict[str, Any]) -> None:
+        """Change a RayJob as somebody else would."""
+        self.api.patch_namespaced_custom_object(
+            "ray.io", "v1", self.cluster.namespace, "rayjobs", name, change
+        )
+
+
+@contextmanager
+def house_in(cluster: KubeCluster, folder: Path) -> Iterator[House]:
+    """A house, closed at the end."""
+    house = House(cluster, folder)
+    try:
+        yield house
+    finally:
+        house.close()
+
+
+def submission(number: int = 0, env: dict[str, str] | None = None, **need: Any) -> Submission:
+    """An attempt of job `number`, on a cluster of its own with 2 workers without GPUs."""
+    job_id = f"job-{number:012d}"
+    wanted = ClusterNeed(
+        is_own=True, min_workers=2, max_workers=2, device="cpu", job_name="ads", project="default"
+    )
+    return Submission(
+        attempt_id=f"{job_id}-a0",
+        job_id=job_id,
+        entrypoint="python -m trainer.driver",
+        env=env or {"SHARDLOOM_ATTEMPT_TOKEN": "a token"},
+        metadata={"shardloom_job_id": job_id},
+        cluster=replace(wanted, **need),
+    )
+
+
+def wait_for(what: str, look: Callable[[], T], is_right: Callable[[T], Any], limit_s: float) -> T:
+    """What `look` gives once it is right; an AssertionError with the last one if never."""
+    end = time.monotonic() + limit_s
+    while True:
+        found = look()
+        if is_right(found):
+            return found
+        assert time.monotonic() < end, f"{what}: still {found} after {limit_s:g} s"
+        time.sleep(0.05)
+
+
+def wait_for_state(
+    backend: KubeRayBackend, attempt_id: str, state: ObservedState, limit_s: float = 15
+) -> Observation:
+    """The first observation of that state."""
+    return wait_for(
+        f"{attempt_id} is {state}",
+        lambda: backend.observe(attempt_id),
+        lambda seen: seen.state is state,
+        limit_s,
+    )

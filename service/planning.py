@@ -8,6 +8,7 @@ one of its own, and each job to fit on one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from service.api.schemas import JobPlan, LayoutOption
@@ -21,11 +22,16 @@ _MAX_OPTIONS = 8
 _OPEN = "decided when an attempt starts, from the size of the tables and the hosts of the cluster"
 
 
-def plan_of(spec: JobSpec, hosts: Sequence[HostFacts] = ()) -> JobPlan:
+def plan_of(
+    spec: JobSpec, hosts: Sequence[HostFacts] = (), max_workers: int | None = None
+) -> JobPlan:
     """What a dry run answers, for a spec whose table sizes are known as far as they can be.
 
+    A cluster that grows by itself does so to room for `max_workers`.
     Raises `SpecError` where the spec does not allow the layout that would be chosen.
     """
+    num_there = len(hosts)
+    hosts = hosts_to_come(spec, hosts, max_workers) if max_workers else hosts
     stated, room = stated_rooms(spec), rooms(spec, hosts)
     choice, obstacle = _chosen(spec, room, worker_bytes(spec, hosts)) if hosts else (None, "")
     is_stated = choice is None and bool(stated)
@@ -34,7 +40,7 @@ def plan_of(spec: JobSpec, hosts: Sequence[HostFacts] = ()) -> JobPlan:
     survive = spec.parallelism.survive
     return JobPlan(
         **_sizes(spec, choice),
-        cluster=_cluster_text(room, is_known=bool(hosts)),
+        cluster=_cluster_text(room, num_there),
         obstacle=obstacle,
         reason=_reason(choice, is_stated=is_stated),
         after_loss=after_loss(choice) if choice else "",
@@ -82,6 +88,20 @@ def rooms(spec: JobSpec, hosts: Sequence[HostFacts]) -> tuple[int, ...]:
         int(min(host.num_cpus / resources.cpus_per_worker, host.num_gpus if with_gpu else 2**31))
         for host in hosts
     )
+
+
+def hosts_to_come(
+    spec: JobSpec, hosts: Sequence[HostFacts], max_workers: int
+) -> tuple[HostFacts, ...]:
+    """The hosts of a cluster that grows to room for `max_workers`: those there, and more like the
+    one with the most room; none where no host has room for a worker, so that nothing is known.
+    """
+    room = rooms(spec, hosts)
+    if not any(room):
+        return ()
+    most, model = max(zip(room, hosts, strict=True), key=lambda pair: pair[0])
+    num_more = max(0, max_workers - sum(room)) // most
+    return (*hosts, *(replace(model, address=f"new-{index}") for index in range(num_more)))
 
 
 def _wants_gpu(spec: JobSpec, hosts: Sequence[HostFacts]) -> bool:
@@ -139,11 +159,12 @@ def _sizes(spec: JobSpec, choice: Choice | None) -> dict[str, Any]:
     }
 
 
-def _cluster_text(room: Sequence[int], *, is_known: bool) -> str:
-    if not is_known:
+def _cluster_text(room: Sequence[int], num_there: int) -> str:
+    if not room:
         return "hosts not known"
     workers = " + ".join(str(number) for number in room)
-    return f"{len(room)} host(s) with room for {workers} worker(s)"
+    to_come = f", {len(room) - num_there} of them to be added" if len(room) > num_there else ""
+    return f"{len(room)} host(s) with room for {workers} worker(s){to_come}"
 
 
 def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:

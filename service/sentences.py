@@ -24,6 +24,7 @@ from trainer.events import (
     Note,
     Recovered,
     Resized,
+    RoomAsked,
     RowsQuarantined,
     RowsSkipped,
     StragglerFound,
@@ -135,6 +136,18 @@ def _recovered(event: Recovered) -> str:
         redo = f"{_count(event.syncs_lost, 'sync interval')} to redo"
     tries = f", at try {event.num_tries}" if event.num_tries > 1 else ""
     return f"recovered in {event.pause_s:.2f} s: generation {event.generation}, {redo}{tries}"
+
+
+def _room_asked(event: RoomAsked) -> str:
+    num_missing = event.num_wanted - event.num_workers
+    each = ", ".join(f"{amount:g} {name}" for name, amount in event.resources_per_worker.items())
+    asked = f"the autoscaler was asked for room for {_count(num_missing, 'worker', 'workers')}"
+    if each:
+        asked += f" ({each} each)"
+    if event.num_workers < event.num_needed:
+        fitting = f"there is room for {event.num_workers} of at least {event.num_needed} workers"
+        return f"waits for room: {fitting}; {asked}"
+    return f"{asked}, to grow from {event.num_workers} to {event.num_wanted}"
 
 
 def _resized(event: Resized) -> str:
@@ -256,6 +269,7 @@ _SAYINGS: dict[type, Callable[[Any], str]] = {
     MembershipChanged: _membership_changed,
     GroupLeft: _group_left,
     Recovered: _recovered,
+    RoomAsked: _room_asked,
     Resized: _resized,
     StragglerFound: _straggler,
     HangFound: _hang,

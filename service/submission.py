@@ -65,6 +65,7 @@ def submission_of(
             # Made anew for each submission, and always the same: nothing needs to be kept.
             "SHARDLOOM_ATTEMPT_TOKEN": master_keys_of(settings).attempt_token(attempt.id),
             **_ca_file(settings),
+            **_growth(following.spec, settings),
             "SHARDLOOM_MAX_WORKER_FAILURES": str(remaining_failures(job)),
             "SHARDLOOM_END_ON": " ".join(following.end_on),
             "SHARDLOOM_AVOIDED_HOSTS": " ".join(avoided),
@@ -84,6 +85,13 @@ def submission_of(
 def _ca_file(settings: Settings) -> dict[str, str]:
     path = settings.driver_ca_file
     return {"SHARDLOOM_CA_FILE": str(path)} if path else {}
+
+
+def _growth(spec: JobSpec, settings: Settings) -> dict[str, str]:
+    """How far the job's cluster grows by itself, if it does: the driver asks for room then."""
+    is_own = spec.resources.cluster == "own"
+    most = spec.parallelism.world_size if is_own else settings.cluster_max_workers
+    return {"SHARDLOOM_CLUSTER_MAX_WORKERS": str(most)} if most else {}
 
 
 def _tracing(job: Job, settings: Settings) -> dict[str, str]:

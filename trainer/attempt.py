@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import ssl
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +16,7 @@ from trainer import events, failures
 from trainer.failures import Failure
 from trainer.outbox import EventWriter
 from trainer.ray_worker import GroupConfig, WorkerConfig
+from trainer.room import Room
 from trainer.run_dir import AttemptDir, RunDir
 from trainer.secret_env import NO_SECRETS, SecretEnv
 from trainer.spec import JobSpec
@@ -30,7 +32,8 @@ class DriverContext:
     After one of the reasons in `end_on` the attempt ends, because the next one is another: workers
     that start again in this one would only run into it again. No worker is placed on a host in
     `avoided_hosts` before its time (Unix seconds), if there is room elsewhere. `token` lets the
-    driver speak for its attempt, `ca_file` says whose certificates the service may have.
+    driver speak for its attempt, `ca_file` says whose certificates the service may have. A cluster
+    that grows by itself grows to room for `cluster_max_workers`; None for one that does not.
     """
 
     job_id: str
@@ -42,6 +45,7 @@ class DriverContext:
     avoided_hosts: tuple[tuple[str, float], ...] = ()
     token: str = field(default="", repr=False)
     ca_file: str | None = None
+    cluster_max_workers: int | None = None
     secrets: SecretEnv = NO_SECRETS
 
     @classmethod
@@ -57,6 +61,7 @@ class DriverContext:
             avoided_hosts=tuple(_avoided(env.get("SHARDLOOM_AVOIDED_HOSTS", ""))),
             token=env.get("SHARDLOOM_ATTEMPT_TOKEN", ""),
             ca_file=env.get("SHARDLOOM_CA_FILE"),
+            cluster_max_workers=int(env.get("SHARDLOOM_CLUSTER_MAX_WORKERS", "0")) or None,
         )
 
     def connect(self, timeout_s: float) -> httpx.Client:
@@ -70,6 +75,11 @@ class DriverContext:
     def files(self) -> AttemptDir:
         """Files of this attempt."""
         return RunDir(self.run_dir).attempt(self.attempt_id)
+
+    def read_resolved_spec(self) -> JobSpec:
+        """The spec as `open_attempt` resolved it."""
+        document = json.loads(self.files.resolved_spec_path.read_bytes())
+        return JobSpec.model_validate(document, context={"stored": True})
 
     @property
     def is_pause_wanted(self) -> bool:
@@ -89,12 +99,16 @@ def _avoided(text: str) -> Iterator[tuple[str, float]]:
 
 @dataclass(frozen=True)
 class Attempt:
-    """An attempt whose spec has its tables and its layout resolved."""
+    """An attempt whose spec has its tables and its layout resolved.
+
+    `room` is there where the cluster grows by itself.
+    """
 
     context: DriverContext
     spec: JobSpec
     writer: EventWriter
     use_gpu: bool = False
+    room: Room | None = None
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
         """What the workers of life `run_index` are given."""

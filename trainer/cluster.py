@@ -45,13 +45,17 @@ def demand_per_worker(spec: JobSpec, use_gpu: bool) -> dict[str, float]:
     return {"CPU": spec.resources.cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
 
 
-def wants_gpu(spec: JobSpec) -> bool:
-    """Whether to train on GPUs: as asked, or when the cluster has one for every worker."""
+def wants_gpu(spec: JobSpec, *, may_grow: bool = False) -> bool:
+    """Whether to train on GPUs: as asked, or when the cluster has one for every worker.
+
+    Of one that `may_grow` by itself the others are taken to be like those that are there.
+    """
     import ray
 
     if spec.resources.device != "auto":
         return spec.resources.device == "cuda"
-    return ray.cluster_resources().get("GPU", 0) >= spec.parallelism.min_workers
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    return num_gpus >= (1 if may_grow else spec.parallelism.min_workers)
 
 
 def read_hosts(demand: Mapping[str, float]) -> list[Host]:

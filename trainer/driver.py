@@ -17,12 +17,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
 from trainer import events, failures
 from trainer.attempt import Attempt, DriverContext, Outcome, run_lives
+from trainer.autoscale import hosts_to_come
 from trainer.cluster import (
     Host,
     demand_per_worker,
@@ -31,13 +32,15 @@ from trainer.cluster import (
     read_hosts,
     wants_gpu,
 )
-from trainer.data.errors import DataError, StorageError
+from trainer.data.errors import DataError, StorageError, StorageRefusedError
 from trainer.elastic.run_lock import hold_run
 from trainer.export.on_success import export_on_success
 from trainer.failures import Failure
 from trainer.outbox import EventWriter, OutboxPoster
-from trainer.prepare import NoLayout, choose_layout, layout_chosen, prepare_spec
+from trainer.prepare import NoLayout, await_host, choose_layout, layout_chosen, prepare_spec
 from trainer.process_log import start_log
+from trainer.ray_autoscaler import RayAutoscaler
+from trainer.room import Room
 from trainer.run_dir import RunDir
 from trainer.secret_env import SecretsUnavailable, fetch_secrets, secret_names
 from trainer.sinks.start import NO_SINKS, Sinks, open_sinks
@@ -72,11 +75,15 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
     try:
         attempt = open_attempt(context, writer)
         failure = run_lives(attempt, lives_of(attempt))
+        if attempt.room:
+            attempt.room.close()
         if failure is None:
             export_on_success(attempt.spec, RunDir(context.run_dir), writer.write)
         return failure
     except SpecError as error:
         return Failure(failures.BAD_SPEC, str(error))
+    except StorageRefusedError as error:
+        return Failure(failures.DATA_ERROR, str(error))
     except StorageError as error:
         return Failure(failures.STORAGE_ERROR, str(error))
     except DataError as error:
@@ -91,8 +98,11 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     Raises SpecError, DataError or NoLayout.
     """
     spec = prepare_spec(context, partial(_warn, writer))
-    use_gpu = wants_gpu(spec)
-    choice = choose_layout(spec, partial(hosts_for, spec, use_gpu), partial(_warn, writer))
+    use_gpu = wants_gpu(spec, may_grow=context.cluster_max_workers is not None)
+    room = room_of(context, spec, writer, use_gpu)
+    if room:
+        await_host(spec, context, room)
+    choice = choose_layout(spec, hosts_to_use(context, spec, use_gpu), partial(_warn, writer))
     if choice:
         spec = spec.with_layout(choice.layout)
     # An export years later must not depend on what the data says by then.
@@ -106,11 +116,31 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     )
     if choice:
         writer.write(layout_chosen(choice))
-    return Attempt(context, spec, writer, use_gpu)
+    return Attempt(context, spec, writer, use_gpu, room)
 
 
 def _warn(writer: EventWriter, message: str) -> None:
     writer.write(events.Note(time=time.time(), level="warning", message=message))
+
+
+def room_of(
+    context: DriverContext, spec: JobSpec, writer: EventWriter, use_gpu: bool
+) -> Room | None:
+    """What asks the autoscaler of the cluster for room; None where there is none."""
+    if context.cluster_max_workers is None:
+        return None
+    demand = demand_per_worker(spec, use_gpu)
+    return Room(RayAutoscaler(demand), partial(read_hosts, demand), demand, writer.write)
+
+
+def hosts_to_use(
+    context: DriverContext, spec: JobSpec, use_gpu: bool
+) -> Callable[[], Sequence[Host]]:
+    """What gives the hosts to choose a layout for: those that there are, or will be."""
+    most = context.cluster_max_workers
+    if most is None:
+        return partial(hosts_for, spec, use_gpu)
+    return lambda: hosts_to_come(hosts_for(spec, use_gpu), most)
 
 
 def hosts_for(spec: JobSpec, use_gpu: bool) -> list[Host]:
@@ -135,7 +165,8 @@ def lives_of(attempt: Attempt) -> Callable[[int], Outcome]:
     from trainer.elastic.job_watch import JobWatch
 
     _set_unless_given(TRAIN_SETTINGS)
-    note_shortage(attempt.spec, attempt.writer)
+    if attempt.room is None:
+        note_shortage(attempt.spec, attempt.writer)
     watch = JobWatch(attempt, ray.util.get_node_ip_address())
     return JobRuns(attempt, RayCluster(attempt).read_hosts, launch, watch=watch).live
 
@@ -152,7 +183,9 @@ class RayCluster:
         self._attempt = attempt
 
     def read_hosts(self) -> list[Host]:
-        """Live hosts by address."""
+        """Live hosts by address, by what is free for this job."""
+        if self._attempt.room:
+            return self._attempt.room.read_hosts()
         return hosts_for(self._attempt.spec, self._attempt.use_gpu)
 
     kill_on = staticmethod(kill_on)
@@ -243,20 +276,32 @@ def _evict_this_process() -> None:
 
 
 def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:
-    if failure is not None:
-        return events.AttemptEnded(
-            time=time.time(),
-            reason=failure.reason,
-            message=failure.message,
-            evidence=dict(failure.evidence),
-        )
+    try:
+        return _completed(context) if failure is None else _failed(failure)
+    except StorageError as error:
+        # Of what is trained nothing is lost: the next attempt finds it complete.
+        return _failed(Failure(failures.STORAGE_ERROR, str(error)))
+
+
+def _failed(failure: Failure) -> events.AttemptEnded:
+    return events.AttemptEnded(
+        time=time.time(),
+        reason=failure.reason,
+        message=failure.message,
+        evidence=dict(failure.evidence),
+    )
+
+
+def _completed(context: DriverContext) -> events.AttemptEnded:
+    """How training ended, by its last checkpoint; raises `StorageError` where that is away."""
     from trainer.elastic.checkpoint import list_committed
+    from trainer.elastic.checkpoint_folder import checkpoints_of
     from trainer.elastic.rewind import read_rewind
 
-    run_dir = RunDir(context.run_dir)
-    rewind = read_rewind(run_dir.rewind_path)
+    rewind = read_rewind(RunDir(context.run_dir).rewind_path)
     is_left_out = rewind.supersedes if rewind else lambda name: False
-    newest = list_committed(run_dir.checkpoints_dir, is_left_out)[-1]
+    spec = context.read_resolved_spec()
+    newest = list_committed(checkpoints_of(context.run_dir, spec.checkpoint.path), is_left_out)[-1]
     return events.AttemptEnded(
         time=time.time(),
         reason=failures.COMPLETED,

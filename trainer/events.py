@@ -244,6 +244,19 @@ class Recovered(EventModel):
     num_tries: Count
 
 
+class RoomAsked(EventModel):
+    """The autoscaler of the cluster was asked for room beside that for `num_workers`.
+
+    With fewer than `num_needed` the job waits; with more it trains meanwhile.
+    """
+
+    kind: Literal["room_asked"] = "room_asked"
+    num_workers: Count
+    num_wanted: Count
+    num_needed: Count
+    resources_per_worker: dict[str, float] = {}
+
+
 class Resized(EventModel):
     """The job trains with another number of workers from here on."""
 
@@ -351,6 +364,7 @@ Event = Annotated[
     | GroupJoined
     | GroupLeft
     | Recovered
+    | RoomAsked
     | Resized
     | StragglerFound
     | HangFound

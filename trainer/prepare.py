@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 
 from trainer import events, failures
-from trainer.attempt import DriverContext
+from trainer.attempt import PAUSED_EARLY, DriverContext
+from trainer.autoscale import Need, Wish
 from trainer.cluster import Host
 from trainer.data.inputs import resolve_inputs
 from trainer.failures import Failure
 from trainer.parallel.layout import LayoutError
 from trainer.parallel.layout_choice import Choice, choose, need_of
+from trainer.room import Room
 from trainer.spec import JobSpec, load_spec
 
 _POLL_S = 1.0
@@ -62,6 +64,23 @@ def choose_layout(
                 tell(f"{error}; waiting up to {grace_s:.0f} s for more")
         wait(_POLL_S)
         waited_s += _POLL_S
+
+
+def await_host(
+    spec: JobSpec, context: DriverContext, room: Room, wait: Callable[[float], None] = time.sleep
+) -> None:
+    """Wait until there is a host for a worker, where the layout depends on what hosts are like.
+
+    The autoscaler is asked for one; those that follow are taken to be like it. Raises `NoLayout`
+    where the job is to pause first.
+    """
+    if spec.parallelism.is_resolved and spec.parallelism.survive is None:
+        return
+    while not any(host.num_slots for host in room.read_hosts()):
+        room.seek(Need(0, 1, 1, (Wish(1),)), room.read_free_hosts())
+        if context.is_pause_wanted:
+            raise NoLayout(PAUSED_EARLY)
+        wait(_POLL_S)
 
 
 def choose_on(spec: JobSpec, hosts: Sequence[Host]) -> Choice:

@@ -68,7 +68,9 @@ def submit(
     if dry_run:
         check_data(spec)
         response.status_code = status.HTTP_200_OK
-        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec))
+        is_shared = spec.resources.cluster == "shared"
+        most = context.settings.cluster_max_workers if is_shared else None
+        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
     began_at = time.time()
     job = submit_job(
         context.store,

@@ -402,10 +402,14 @@ class HostOut(ApiModel):
 
 
 class ClusterOut(ApiModel):
-    """The cluster behind the service; `hosts` is empty where the backend does not tell them."""
+    """The cluster behind the service; `hosts` is empty where the backend does not tell them.
+
+    One that grows by itself has room for `max_workers` in the end.
+    """
 
     reachable: bool
     backend: str
     address: str
     message: str
+    max_workers: int | None = None
     hosts: list[HostOut] = []

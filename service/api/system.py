@@ -31,6 +31,7 @@ def get_cluster(context: ContextDep) -> ClusterOut:
         backend=backend.name,
         address=backend.address,
         message=message,
+        max_workers=context.settings.cluster_max_workers,
         hosts=[HostOut.model_validate(host) for host in hosts],
     )
 

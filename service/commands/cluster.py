@@ -29,6 +29,8 @@ def _print_page(found: ClusterOut) -> None:
     state = Text("answers", "green") if found.reachable else Text("does not answer", "red")
     console().print(Text.assemble(f"{found.backend} at {found.address} ", state))
     console().print(Text(found.message, style="dim"))
+    if found.max_workers:
+        console().print(f"grows by itself to room for {found.max_workers} workers")
     if found.hosts:
         table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
         table.add_column("Host")

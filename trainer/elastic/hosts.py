@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from trainer.autoscale import Need, Wish
 from trainer.cluster import Host
 
 GroupPhase = Literal["starting", "training", "leaving"]
@@ -89,6 +90,30 @@ def decide(policy: GroupPolicy, view: View) -> list[Action]:
     staying = [g for g in view.groups if g.phase != "leaving" and g not in moving]
     starts = _starts(policy, view, avoided, staying)
     return [*starts, *_moves(view, moving, staying, starts), *_surplus(view, staying)]
+
+
+def need_of(policy: GroupPolicy, view: View) -> Need:
+    """What the groups lack, for an autoscaler; `view` has no room that it holds already.
+
+    A group that is missing wants hosts that no group is on: on one with a group there is either no
+    room, or `decide` would have taken it.
+    """
+    avoided = view.drained | {host.address for host in view.hosts if host.is_draining}
+    present = [g for g in view.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
+    starts = _starts(policy, view, avoided, present)
+    num_groups, size = len(present) + len(starts), policy.group_size
+    placed = [*view.groups, *starts]
+    wish = Wish(
+        size,
+        on_one_host=size > 1 and any(host.num_slots >= size for host in view.hosts),
+        avoided=avoided | view.excluded | {host for each in placed for host in each.hosts},
+    )
+    return Need(
+        has=num_groups * size,
+        wants=view.target * size,
+        least=policy.least * size,
+        wishes=(wish,) * (view.target - num_groups),
+    )
 
 
 def _starts(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer import events, failures
 from trainer.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
+from trainer.autoscale import Need, Wish
 from trainer.cluster import Host, kill_on
 from trainer.elastic import stop_request
 from trainer.elastic.detect import HostPolicy, HostRecord
@@ -70,13 +71,40 @@ def plan(
 
     A fixed size that nothing constrains is left to Ray, too, which waits for room.
     """
-    usable = [h for h in hosts if not h.is_draining and h.address not in avoided]
+    usable = _usable(hosts, avoided)
     size = bounds.best(sum(host.num_free for host in usable), wanted)
     if size is None:
         return Plan(bounds.least)
     if not bounds.is_elastic and len(usable) == len(hosts):
         return Plan(size)
     return Plan(size, _filled(usable, size))
+
+
+def _usable(hosts: Sequence[Host], avoided: Collection[str]) -> list[Host]:
+    return [host for host in hosts if not host.is_draining and host.address not in avoided]
+
+
+def need_of(
+    bounds: Bounds,
+    now: Plan,
+    hosts: Sequence[Host],
+    wanted: int | None,
+    avoided: Collection[str] = (),
+) -> Need:
+    """What workers that run as `now` says (0: none) lack, for an autoscaler.
+
+    `hosts` have no room that it holds already.
+    """
+    usable, size = _usable(hosts, avoided), bounds.group_size
+    kept_away = frozenset(host.address for host in hosts if host not in usable)
+    staying = [each for each in now.hosts if each.address not in kept_away]
+    room = len(staying) if now.hosts else now.num_workers
+    room += sum(host.num_free for host in usable)
+    least = -(-bounds.least // size) * size
+    target = max(bounds.best(bounds.most, wanted) or 0, least)
+    has = min(room // size * size, target)
+    num_missing = (target - has) // size
+    return Need(has, target, least, (Wish(size, avoided=kept_away),) * num_missing)
 
 
 def _filled(hosts: Sequence[Host], num_workers: int) -> tuple[Host, ...]:
@@ -154,9 +182,13 @@ class JobRuns:
         if self.attempt.context.is_pause_wanted:
             return PAUSED_EARLY
         current = self._plan()
+        if current is None:
+            return PAUSED_EARLY
         self._announce(current.num_workers)
         run = self._run(run_index, current)
         self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
+        if self.attempt.room:
+            self.attempt.room.give(run.node_ids)
         future = self.launch(run)
         given_up = self._attend(run_index, current, future)
         failure = future.result()
@@ -164,20 +196,40 @@ class JobRuns:
         self._goodput.end(time.time(), is_lost=failure is not None)
         return self._judge(run_index, failure)
 
-    def _plan(self) -> Plan:
-        """Decide on the size, as soon as what the last life held is free again or known lost."""
+    def _plan(self) -> Plan | None:
+        """Decide on the size, as soon as what the last life held is free again or known lost.
+
+        Where the cluster grows by itself it waits until the fewest workers fit; None if the job is
+        to pause before that.
+        """
         until = self.clock() + (self.pace.settle_s if self._size is not None else 0.0)
         while True:
             request, hosts = self._requests.poll(), self.read_hosts()
             excluded = self._record.excluded(time.time())
             wanted = request.wanted_beside(self._size or 0)
-            found = plan(self._bounds, hosts, wanted, request.drain_hosts | excluded)
-            if found.num_workers >= (self._size or 0) or self.clock() >= until:
+            avoided = request.drain_hosts | excluded
+            found = plan(self._bounds, hosts, wanted, avoided)
+            is_settled = found.num_workers >= (self._size or 0) or self.clock() >= until
+            if is_settled and not self._must_wait(hosts, wanted, avoided):
                 break
+            if self.attempt.context.is_pause_wanted:
+                return None
             self.wait(self.pace.poll_s)
         if self._num_without_room >= _MAX_STARTS_WITHOUT_ROOM:
             return Plan(self._bounds.least)
         return found
+
+    def _must_wait(
+        self, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str]
+    ) -> bool:
+        """Whether the autoscaler has to add room first, for which it is asked."""
+        room = self.attempt.room
+        if room is None:
+            return False
+        free_hosts = room.read_free_hosts()
+        room.seek(need_of(self._bounds, Plan(0), free_hosts, wanted, avoided), free_hosts)
+        num_free = sum(host.num_free for host in _usable(hosts, avoided))
+        return self._bounds.best(num_free, wanted) is None
 
     def _announce(self, num_workers: int) -> None:
         if self._size is not None and num_workers != self._size:
@@ -224,6 +276,7 @@ class JobRuns:
             given_up = given_up or self._give_up(run_index)
             if is_asked or future.done():
                 continue
+            self._seek_room(current, is_new=self.clock() - began < self.pace.min_life_s)
             if self.attempt.context.is_pause_wanted:
                 self._stop(run_index, failures.PAUSED)
                 is_asked = True
@@ -237,6 +290,21 @@ class JobRuns:
                 self._stop(run_index, cause)
                 is_asked = True
         return given_up
+
+    def _seek_room(self, current: Plan, *, is_new: bool) -> None:
+        """Ask the autoscaler for what the running workers would grow into."""
+        room = self.attempt.room
+        if room is None:
+            return
+        request = self._requests.poll()
+        hosts = room.read_free_hosts()
+        if is_new:
+            # The workers may not have taken their room yet, and left none there.
+            own = current.addresses
+            hosts = [replace(h, num_free=0) if h.address in own else h for h in hosts]
+        wanted = request.wanted_beside(current.num_workers)
+        avoided = request.drain_hosts | self._record.excluded(time.time())
+        room.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
     def _give_up(self, run_index: int) -> Failure | None:
         """Why the workers are lost although nobody else noticed; they are killed then."""

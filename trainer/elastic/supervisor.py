@@ -21,11 +21,12 @@ from typing import Literal
 
 from trainer import events, failures
 from trainer.attempt import PAUSED, PAUSED_EARLY, Attempt
+from trainer.cluster import Host
 from trainer.elastic import stop_request
 from trainer.elastic.casualties import Casualties
 from trainer.elastic.detect import HostPolicy, HostRecord
 from trainer.elastic.group_run import Cluster, Coordinator, GroupRun, with_unseen_taken
-from trainer.elastic.hosts import Action, GroupPolicy, Retire, Start, View, decide
+from trainer.elastic.hosts import Action, GroupPolicy, Retire, Start, View, decide, need_of
 from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
 from trainer.elastic.status import CoordinatorStatus, Departure
 from trainer.elastic.stop_request import StopRequest
@@ -247,7 +248,7 @@ class GroupsLife:
     def _keep_up(self) -> Ended | None:
         """Start and retire groups, as the policy says; ends a life that has no room for any."""
         request = self._requests.poll()
-        actions = decide(self._policy, self._view(request))
+        actions = decide(self._policy, self._view(request, self.setting.cluster.read_hosts()))
         starts = [action for action in actions if isinstance(action, Start)]
         is_first = not self._next_incarnations
         if is_first and len(starts) < self._policy.least:
@@ -255,15 +256,23 @@ class GroupsLife:
         elif is_first:
             self.coordinator.expect([start.group for start in starts])
         self._act(actions, request)
+        self._seek_room(request)
         self._tell_size(request, is_steady=not actions)
         return self._mind_shortage()
 
-    def _view(self, request: ResizeRequest) -> View:
+    def _seek_room(self, request: ResizeRequest) -> None:
+        """Ask the autoscaler for what is missing; after a loss once it is known what is left."""
+        room = self.setting.attempt.room
+        if room and self.setting.clock() >= self._casualties.may_start_at:
+            hosts = room.read_free_hosts()
+            room.seek(need_of(self._policy, self._view(request, hosts)), hosts)
+
+    def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
         now = self.setting.clock()
         num_groups = sum(not run.is_leaving for run in self.runs.values())
         wanted = request.wanted_beside(num_groups * self._policy.group_size)
         return View(
-            hosts=with_unseen_taken(self.setting.cluster.read_hosts(), self.runs.values()),
+            hosts=with_unseen_taken(hosts, self.runs.values()),
             groups=[run.placed for run in self.runs.values()],
             target=self._policy.target(wanted),
             drained=request.drain_hosts,
@@ -293,6 +302,8 @@ class GroupsLife:
             waits_for_room=False,
             loop=self.setting.loop,
         )
+        if attempt.room:
+            attempt.room.give(run.node_ids)
         future = self.setting.launch(run)
         self.runs[start.group] = GroupRun(start.group, incarnation, start.hosts, future)
         logger.info("starting %s", self.runs[start.group].name)
@@ -308,7 +319,8 @@ class GroupsLife:
     def _tell_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
         """Tell of another number of workers once it holds: no group comes or goes."""
         runs = self.runs.values()
-        if not is_steady or not all(run.was_current and not run.is_leaving for run in runs):
+        is_steady &= all(run.was_current and not run.is_leaving for run in runs)
+        if not runs or not is_steady:
             return
         size = len(runs) * self._policy.group_size
         before, self._size = self._size, size
@@ -334,7 +346,7 @@ class GroupsLife:
             f"the cluster has room for {num_groups} groups of {size} workers each, outside the "
             f"hosts that are drained or excluded, and the job needs {self._policy.least}"
         )
-        if self._emptiness.lasts(not self.runs, now):
+        if self._emptiness.lasts(not self.runs and self.setting.attempt.room is None, now):
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
         if is_short and self.runs:
             self._note("warning", f"{message}; training goes on with fewer")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trainer.autoscale import Wish
 from trainer.cluster import Host
 from trainer.elastic.hosts import (
     Action,
@@ -18,6 +20,7 @@ from trainer.elastic.hosts import (
     Start,
     View,
     decide,
+    need_of,
 )
 
 THREE = GroupPolicy(group_size=2, least=1, most=3)
@@ -185,3 +188,44 @@ def test_no_decision_breaks_a_promise(situation: tuple[GroupPolicy, View]) -> No
 )
 def test_a_wish_is_kept_within_the_bounds(wanted: int | None, target: int) -> None:
     assert THREE.target(wanted) == target
+
+
+# --- what an autoscaler is asked for
+
+
+def test_a_missing_group_wants_a_host_that_no_group_is_on() -> None:
+    hosts = [host("a", 2, slots=4), host("b", 1, slots=2)]
+    view = View(hosts, [group(0, "a")], target=3, excluded=frozenset("x"))
+    need = need_of(SPREAD, view)
+    assert (need.has, need.wants, need.least) == (2, 6, 4)
+    assert need.is_waiting
+    assert need.wishes == (Wish(2, on_one_host=True, avoided=frozenset("ax")),) * 2
+
+
+def test_nothing_is_wanted_that_there_is_room_for() -> None:
+    view = View([host("a", 0, slots=2), host("b", 2)], [group(0, "a")], target=2)
+    assert need_of(SPREAD, view).wishes == ()
+
+
+def test_a_group_on_a_drained_host_wants_another_one_before_it_leaves() -> None:
+    view = View([host("a", 0, slots=2)], [group(0, "a")], target=1, drained=frozenset("a"))
+    need = need_of(THREE, view)
+    assert need.has == 0
+    assert need.wishes == (Wish(2, on_one_host=True, avoided=frozenset("a")),)
+
+
+def test_a_group_that_no_host_holds_wants_workers_wherever_they_are() -> None:
+    view = View([host("a", 1), host("b", 0, slots=1)], [], target=1)
+    assert need_of(THREE, view).wishes == (Wish(2),)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 3), st.booleans())
+def test_what_is_there_and_what_is_wished_for_make_the_target(
+    free: list[int], target: int, must_spread: bool
+) -> None:
+    policy = replace(THREE, must_spread=must_spread)
+    view = View([host(str(index), each) for index, each in enumerate(free)], [], target)
+    need = need_of(policy, view)
+    assert need.has + sum(wish.num_workers for wish in need.wishes) == need.wants == 2 * target
+    assert need.has == 2 * len(decide(policy, view))

@@ -12,16 +12,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.service.builders import spec
+from tests.unit.trainer.cloud import Cloud
 from trainer import events, failures
-from trainer.attempt import Attempt, DriverContext, Outcome, Restart
+from trainer.attempt import PAUSED_EARLY, Attempt, DriverContext, Outcome, Restart
+from trainer.autoscale import Wish
 from trainer.cluster import Host
 from trainer.elastic import stop_request
-from trainer.elastic.job_runs import Bounds, JobRuns, Pace, Plan, cause_to_stop, plan
+from trainer.elastic.job_runs import Bounds, JobRuns, Pace, Plan, cause_to_stop, need_of, plan
 from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
 from trainer.elastic.stop_request import StopRequest
 from trainer.events import read_record
 from trainer.failures import Failure
 from trainer.outbox import EventWriter
+from trainer.room import Room
 from trainer.run_dir import AttemptDir
 from trainer.train_run import TrainRun
 
@@ -409,3 +412,88 @@ def test_hosts_that_the_service_avoids_take_no_worker(
     world.plot = [(5, world.end())]
     wary.live(0)
     assert set(world.runs[0].node_ids) == {"node-b"}
+
+
+# --- a cluster that grows by itself
+
+
+def test_running_workers_want_what_they_would_grow_into() -> None:
+    hosts = [host("a", 0), host("b", 1)]
+    need = need_of(TWO_TO_SIX, on("a", 2), hosts, wanted=None)
+    assert (need.has, need.wants) == (2, 6)
+    assert need.wishes == (Wish(2), Wish(2)), "the free one can be half of a group"
+    assert need_of(TWO_TO_SIX, on("a", 2), hosts, wanted=2).wishes == ()
+    drained = need_of(TWO_TO_SIX, on("a", 2), hosts, None, {"a"})
+    assert drained.is_waiting
+    assert drained.wishes == (Wish(2, avoided=frozenset("a")),) * 3
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 4), st.integers(0, 40), st.data())
+def test_room_and_wishes_make_the_largest_legal_size_that_is_wanted(
+    group_size: int, least: int, more: int, room: int, data: st.DataObject
+) -> None:
+    bounds = Bounds(group_size, least * group_size, (least + more) * group_size)
+    wanted = data.draw(st.none() | st.integers(1, 40))
+    need = need_of(bounds, Plan(0), [host("a", room)], wanted)
+    assert need.wants == bounds.best(1000, wanted)
+    assert need.has + sum(wish.num_workers for wish in need.wishes) == need.wants
+    assert need.has <= room
+    assert need.is_waiting == (bounds.best(room, wanted) is None)
+
+
+@pytest.fixture
+def growing(jobs: tuple[JobRuns, World]) -> tuple[JobRuns, World, Cloud]:
+    """The job of two to six workers, on a cluster that has no host yet."""
+    runs, world = jobs
+    cloud = Cloud()
+    world.hosts = []
+    room = Room(cloud, lambda: world.hosts, {"CPU": 1.0}, runs.attempt.writer.write)
+    runs.attempt = replace(runs.attempt, room=room)
+    runs.read_hosts = room.read_hosts
+    return runs, world, cloud
+
+
+def test_a_job_starts_when_the_autoscaler_has_made_room_for_the_fewest(
+    growing: tuple[JobRuns, World, Cloud],
+) -> None:
+    runs, world, cloud = growing
+
+    def add_host() -> None:
+        world.hosts = [Host("a", 2, 0, "node-a")]
+        cloud.give("1", "node-a", "node-a")
+
+    world.plot = [(500, add_host), (520, world.end())]
+    assert runs.live(0) is None
+    (run,) = world.runs
+    assert run.node_ids == ("node-a",) * 2
+    assert set(cloud.known) == {"2", "3"}, "its own room was given to it, and more is wanted"
+
+
+def test_a_job_that_waits_for_room_can_be_paused(growing: tuple[JobRuns, World, Cloud]) -> None:
+    runs, world, _ = growing
+    world.plot = [(30, runs.attempt.context.files.pause_request_path.touch)]
+    assert runs.live(0) == PAUSED_EARLY
+    assert not world.runs
+
+
+def test_room_that_came_is_held_until_the_workers_start_again_in_it(
+    growing: tuple[JobRuns, World, Cloud],
+) -> None:
+    runs, world, cloud = growing
+    world.hosts = [host("a", 2)]
+
+    def take() -> None:
+        world.hosts = [Host("a", 2, 0, "node-a")]
+
+    def add_host() -> None:
+        world.hosts = [Host("a", 2, 0, "node-a"), Host("b", 2, 0, "node-b")]
+        cloud.give("1", "node-b", "node-b")
+
+    world.plot = [(1, take), (20, add_host), (61, stop_as_asked(world, runs, 0))]
+    assert runs.live(0) == Restart()
+    assert "1" in cloud.known, "nobody else was to have it"
+    world.hosts[0] = host("a", 2)
+    world.plot = [(70, world.end())]
+    assert runs.live(1) is None
+    assert world.runs[1].num_workers == 4
+    assert "1" not in cloud.known

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.service.builders import spec
+from tests.unit.trainer.cloud import Cloud
 from trainer import events, failures
 from trainer.attempt import PAUSED, Attempt, DriverContext
 from trainer.cluster import Host
@@ -27,6 +28,7 @@ from trainer.elastic.supervisor import Ended, GroupsLife, Setting, Supervisor
 from trainer.events import read_record
 from trainer.failures import Failure
 from trainer.outbox import EventWriter
+from trainer.room import Room
 from trainer.train_run import Evicted, TrainRun
 
 LOST = Failure(failures.WORKERS_LOST, "connection closed")
@@ -52,12 +54,16 @@ class World:
     dropped: list[tuple[int, int]] = field(default_factory=list)
     expected: list[int] = field(default_factory=list)
     is_stopped: bool = False
+    room: Room | None = None
     actor_name: str | None = "coordinator"
     address: str | None = None
 
     # the cluster
 
     def read_hosts(self) -> list[Host]:
+        return self.room.read_hosts() if self.room else self.read_hosts_of_all()
+
+    def read_hosts_of_all(self) -> list[Host]:
         taken = [run.node_ids[0] for run, future in self.runs.values() if not future.done()]
         return [
             Host(address, slots, slots - taken.count(f"node-{address}"), f"node-{address}")
@@ -509,3 +515,100 @@ def test_a_pause_that_is_taken_back_too_late_ends_the_attempt_all_the_same(
     assert look(life) is None, "the leader has not saved yet"
     files.stopping_path(life.run_index).touch()
     assert look(life) == Ended(PAUSED)
+
+
+# --- a cluster that grows by itself
+
+
+@dataclass
+class Growing:
+    """A life on a cluster whose autoscaler adds nodes when the test says so."""
+
+    life: GroupsLife
+    cloud: Cloud
+
+    def add(self, address: str) -> None:
+        """A node comes, and the oldest ask that waits holds it."""
+        waiting = next(ask.id for ask in self.cloud.asks() if not ask.holds_room)
+        world_of(self.life).hosts[address] = 1
+        self.cloud.give(waiting, f"node-{address}")
+
+    @property
+    def num_asks(self) -> int:
+        return len(self.cloud.known)
+
+
+@pytest.fixture
+def growing(life: GroupsLife) -> Growing:
+    """The life of up to three groups, on a cluster that has no host yet."""
+    cloud, world = Cloud(), world_of(life)
+    world.hosts = {}
+
+    def read_free_hosts() -> list[Host]:
+        held = [node for ask in cloud.asks() for node in ask.node_ids]
+        hosts = world.read_hosts_of_all()
+        return [replace(h, num_free=h.num_free - held.count(h.node_id)) for h in hosts]
+
+    attempt = life.setting.attempt
+    room = Room(cloud, read_free_hosts, {"CPU": 1.0}, attempt.writer.write)
+    world.room = room
+    setting = replace(life.setting, attempt=replace(attempt, room=room))
+    return Growing(GroupsLife(setting, world, life.record, run_index=0), cloud)
+
+
+def test_a_job_without_room_waits_for_the_autoscaler_as_long_as_it_takes(growing: Growing) -> None:
+    life = growing.life
+    for _ in range(200):
+        assert look(life) is None, "more than the grace"
+    assert growing.num_asks == 3
+    (asked,) = told(life, events.RoomAsked)
+    assert isinstance(asked, events.RoomAsked)
+    assert (asked.num_workers, asked.num_wanted, asked.num_needed) == (0, 3, 2)
+
+
+def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(growing: Growing) -> None:
+    life, world = growing.life, world_of(growing.life)
+    look(life)
+    growing.add("a")
+    look(life)
+    assert not world.runs, "one node is not enough, and is held meanwhile"
+    assert growing.num_asks == 3
+    growing.add("b")
+    look(life)
+    assert hosts_in_use(life) == {0: "a", 1: "b"}
+    assert growing.num_asks == 1
+    world.become("current", (0, 0), (1, 0))
+    look(life)
+    growing.add("c")
+    look(life)
+    assert hosts_in_use(life) == {0: "a", 1: "b", 2: "c"}
+    assert not growing.num_asks
+    world.become("current", (2, 0))
+    look(life)
+    (resized,) = told(life, events.Resized)
+    assert isinstance(resized, events.Resized)
+    assert (resized.world_size_before, resized.world_size, resized.cause) == (2, 3, "room")
+
+
+def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(growing: Growing) -> None:
+    life, world = growing.life, world_of(growing.life)
+    look(life)
+    for address in "abc":
+        growing.add(address)
+    look(life)
+    world.become("current", (0, 0), (1, 0), (2, 0))
+    look(life)
+    del world.hosts["b"]
+    world.end((1, 0), replace(LOST, reason=failures.HOST_LOST))
+    for _ in range(40):
+        look(life)
+    assert growing.num_asks == 1
+    assert growing.cloud.avoided[-1] == {"node-a", "node-c"}
+    wish(life, '{"id": "r-1", "workers": 2}')
+    look(life)
+    assert not growing.num_asks
+    wish(life, '{"id": "r-2", "workers": null}')
+    look(life)
+    growing.add("d")
+    look(life)
+    assert hosts_in_use(life) == {0: "a", 1: "d", 2: "c"}

@@ -18,16 +18,17 @@ from concurrent import futures
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from trainer import events
+from trainer.data.errors import DataError
 from trainer.data.position import BatchShape, DataPosition, ledger_of, position_of, step_start
 from trainer.elastic import checkpoint, faults
 from trainer.elastic.async_save import LivePlanner, Staging, run_beside, run_here
 from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
+from trainer.elastic.checkpoint_folder import FAULTS, Folder, checkpoints_of
 from trainer.elastic.marker import Commit, RowOrder
 from trainer.elastic.protocol import Led, Ledger, Plateau
 from trainer.elastic.rewind import read_rewind
@@ -97,7 +98,7 @@ class Checkpoints:
         self._row_order = row_order
         self._groups = groups
         self._emit = emit
-        self._folder = RunDir(config.run_dir).checkpoints_dir
+        self._folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
         self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
         self._staging = Staging(self._group)
         self._running: Running | None = None
@@ -167,7 +168,7 @@ class Checkpoints:
         running, self._running = self._running, None
         try:
             write_s = running.end.result()
-        except (CheckpointError, OSError) as error:
+        except (CheckpointError, *FAULTS) as error:
             if must_succeed:
                 raise
             self._complain(str(error))
@@ -177,7 +178,7 @@ class Checkpoints:
 
     def _write(
         self,
-        folder: Path,
+        folder: Folder,
         commit: Commit,
         tensors: dict[str, Any],
         planner: LivePlanner,
@@ -215,7 +216,7 @@ class Checkpoints:
             row_order=self._row_order,
         )
 
-    def _publish(self, folder: Path, commit: Commit, duration_s: float) -> None:
+    def _publish(self, folder: Folder, commit: Commit, duration_s: float) -> None:
         self._emit(
             events.CheckpointCommitted(
                 time=time.time(),
@@ -227,6 +228,13 @@ class Checkpoints:
                 metrics=commit.metrics,
             )
         )
+        try:
+            self._retain()
+        except DataError as error:
+            # The new checkpoint is safe; older ones are looked at again after the next save.
+            logger.warning("old checkpoints stay for now: %s", error)
+
+    def _retain(self) -> None:
         policy = self._config.spec.checkpoint
         committed = checkpoint.list_committed(self._folder)
         for left in [each for each in committed if self._is_superseded(each.path.name)]:
@@ -241,32 +249,35 @@ class Checkpoints:
     def _remove(self, old: checkpoint.CommittedCheckpoint) -> None:
         try:
             checkpoint.remove_checkpoint(old.path)
-        except OSError as error:
+        except FAULTS as error:
             # The new checkpoint is safe; the old one is tried again after the next save.
             logger.warning("checkpoint %s could not be removed: %s", old.path.name, error)
             return
         self._emit_deleted(old.path)
 
-    def _emit_deleted(self, folder: Path) -> None:
+    def _emit_deleted(self, folder: Folder) -> None:
         step = checkpoint.step_of(folder.name)
         self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
 
     def newest(self) -> checkpoint.CommittedCheckpoint | None:
         """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
 
-        Raises `CheckpointError` on every rank where nothing can be written.
+        Raises `CheckpointError` on every rank where nothing can be written, and `StorageError`
+        where remote storage goes away meanwhile.
         """
         checkpoint.prepare_folder(self._folder)
-        if self._groups.rank == 0:
-            checkpoint.remove_uncommitted(self._folder, self._is_garbage)
-            for folder in checkpoint.list_with_bad_marker(self._folder):
-                self._set_aside(folder)
+        checkpoint.of_first(self._clear_away)
         found, damaged = checkpoint.newest_intact(self._folder, self._is_superseded)
         if self._groups.rank == 0:
             for each in damaged:
                 self._set_aside(each.path)
         self.newest_commit = found.commit.commit if found else None
         return found
+
+    def _clear_away(self) -> None:
+        checkpoint.remove_uncommitted(self._folder, self._is_garbage)
+        for folder in checkpoint.list_with_bad_marker(self._folder):
+            self._set_aside(folder)
 
     def _is_superseded(self, name: str) -> bool:
         """Whether a checkpoint is of the line that the job was told to leave."""
@@ -280,11 +291,11 @@ class Checkpoints:
             return True
         return f"-{attempt}-" not in name or f"-g{group.group}i" in name
 
-    def _set_aside(self, folder: Path) -> None:
+    def _set_aside(self, folder: Folder) -> None:
         self._complain(f"checkpoint {folder.name} is damaged: set aside, using the one before")
         try:
             checkpoint.set_aside(folder)
-        except OSError as error:
+        except FAULTS as error:
             logger.warning("checkpoint %s could not be set aside: %s", folder.name, error)
             return
         self._emit_deleted(folder)

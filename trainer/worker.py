@@ -9,9 +9,9 @@ from contextlib import contextmanager
 import torch
 
 from trainer import failures
-from trainer.data.errors import DataError, StorageError
+from trainer.data.errors import DataError, StorageError, StorageRefusedError
 from trainer.elastic import faults
-from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
+from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit, CheckpointRefused
 from trainer.elastic.member import CoordinatorLost, Refused
 from trainer.elastic.stop_request import is_due
 from trainer.elastic.watched import watched
@@ -29,10 +29,12 @@ logger = logging.getLogger(__name__)
 
 # What a worker can say of its own end; the message tells the rest.
 _REASONS: dict[type[Exception], str] = {
-    # Before its kin: storage that is away comes back, bad data do not get better.
+    # Before its kin: storage that is away comes back, bad data and credentials do not get better.
+    StorageRefusedError: failures.DATA_ERROR,
     StorageError: failures.STORAGE_ERROR,
     DataError: failures.DATA_ERROR,
     CheckpointMisfit: failures.BAD_SPEC,
+    CheckpointRefused: failures.BAD_SPEC,
     CheckpointError: failures.STORAGE_ERROR,
     LayoutError: failures.BAD_SPEC,
     PlanError: failures.BAD_SPEC,

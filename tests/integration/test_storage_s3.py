@@ -37,7 +37,8 @@ def test_a_missing_key_and_a_missing_bucket_are_told_apart(store):
         Location.parse("s3://elsewhere/key").write_bytes(b"x")
 
 
-def test_an_endpoint_that_does_not_answer_is_named(store):
+def test_an_endpoint_that_does_not_answer_is_named(store, monkeypatch):
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
     nobody = Location.parse("s3://data/key?endpoint_override=http://127.0.0.1:9")
     with pytest.raises(StorageError, match=r"the endpoint does not answer.*AWS_ENDPOINT_URL"):
         nobody.exists()

@@ -9,7 +9,9 @@ DataError
 ├── TableTooSmallError      the data holds more ids than a table has rows
 ├── CorruptFileError        a file cannot be read, or is not what the manifest says
 ├── TooManyBadRowsError     more rows cannot be used than may be left out
-├── StorageError            a file system or object store refused: credentials, endpoint, bucket
+├── StorageError            a file system or object store failed
+│   ├── StorageAwayError        it does not answer, or says that it is busy: it may come back
+│   └── StorageRefusedError     it refuses: credentials or a bucket are wrong, no retry helps
 └── ManifestError           the manifest is missing, unreadable or lacks something
 """
 
@@ -65,7 +67,15 @@ class TooManyBadRowsError(DataError):
 
 
 class StorageError(DataError):
-    """A file system or object store refused; the message names URL, likely cause and mend."""
+    """A file system or object store failed; the message names URL, likely cause and mend."""
+
+
+class StorageAwayError(StorageError):
+    """Remote storage does not answer, or says that it is busy: it may come back."""
+
+
+class StorageRefusedError(StorageError):
+    """Remote storage refuses: credentials or a bucket are wrong, and no retry helps."""
 
 
 def is_storage_fault(error: Exception) -> bool:

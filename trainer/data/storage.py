@@ -3,31 +3,46 @@
 A thin layer over `pyarrow.fs`. Credentials come from the environment: AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL for S3, GOOGLE_APPLICATION_CREDENTIALS for Google. Other
 endpoints and regions can stand in the URL: `s3://bucket/key?endpoint_override=http://host:9000`.
+
+Whatever may be done twice is tried again while remote storage is busy or away (`data.retry`); a
+request that nothing answers fails after SHARDLOOM_STORAGE_TIMEOUT_S (60).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pyarrow as pa
 from pyarrow import fs
 
-from trainer.data.errors import SourceMissingError, StorageError
+from trainer.data.errors import (
+    SourceMissingError,
+    StorageAwayError,
+    StorageError,
+    StorageRefusedError,
+)
+from trainer.data.remote_input import RemoteInput
+from trainer.data.retry import kind_of, persist
+
+TIMEOUT_VARIABLE = "SHARDLOOM_STORAGE_TIMEOUT_S"
 
 _S3_OPTIONS = {"endpoint_override", "region", "scheme"}
 _GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous"}
 _CONNECT_TIMEOUT_S = 10.0
 _REQUEST_TIMEOUT_S = 60.0
+# Of one request, within a second or so each; `trainer.data.retry` has more patience.
 _MAX_ATTEMPTS = 4
 _COPY_CHUNK_BYTES = 8 * 1024 * 1024
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -97,6 +112,10 @@ class Location:
         """The folder that holds it."""
         return replace(self, path=self.path.rsplit("/", 1)[0] or "/")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A file system would take its credentials along; whoever unpickles it has his own.
+        return type(self).parse, (self.text,)
+
     def __truediv__(self, name: str) -> Location:
         return replace(self, path=f"{self.path.rstrip('/')}/{name}")
 
@@ -123,8 +142,7 @@ class Location:
     def list(self, *, recursive: bool = False) -> tuple[Location, ...]:
         """The files in the folder, in name order; none where there is no folder."""
         wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
-        with _faults_named(self, "listed"):
-            infos = self.fs.get_file_info(wanted)
+        infos = self._persist("listed", lambda: self.fs.get_file_info(wanted))
         paths = sorted(info.path for info in infos if info.type == fs.FileType.File)
         return tuple(replace(self, path=path) for path in paths)
 
@@ -133,9 +151,27 @@ class Location:
         return self.path.removeprefix(f"{folder.path.rstrip('/')}/")
 
     def open_input(self) -> pa.NativeFile:
-        """Open for random reading; raises `SourceMissingError` or `StorageError`."""
-        with _faults_named(self, "read"):
-            return self.fs.open_input_file(self.path)
+        """Open for random reading; raises `SourceMissingError` or `StorageError`.
+
+        What is read is read again where a connection breaks off.
+        """
+        if self.is_local:
+            with _faults_named(self, "read"):
+                return self.fs.open_input_file(self.path)
+        opened = RemoteInput(lambda: self.fs.open_input_file(self.path), self._reading)
+        return pa.PythonFile(opened, mode="r")
+
+    def _reading(self, operation: Callable[[], Result]) -> Result:
+        return self._persist("read", operation)
+
+    def _persist(self, action: str, operation: Callable[[], Result]) -> Result:
+        """Do what can be done twice; raises `SourceMissingError` or `StorageError`."""
+
+        def once() -> Result:
+            with _faults_named(self, action):
+                return operation()
+
+        return once() if self.is_local else persist(once)
 
     def open_output(self) -> pa.NativeFile:
         """Open for writing from the start; folders are made. Remote: seen once it is closed."""
@@ -152,8 +188,12 @@ class Location:
 
     def write_bytes(self, content: bytes) -> None:
         """Write the whole file."""
-        with _faults_named(self, "written"), self.open_output() as file:
-            file.write(content)
+
+        def write() -> None:
+            with self.open_output() as file:
+                file.write(content)
+
+        self._persist("written", write)
 
     def download(self, target: Path) -> None:
         """Copy the file to a local path, whose folder must exist.
@@ -170,21 +210,36 @@ class Location:
 
     def upload(self, source: Path) -> None:
         """Copy a local file here; an object store shows it whole or not at all."""
-        with source.open("rb") as file, _faults_named(self, "written"), self.open_output() as out:
-            _copy(file, out)
+
+        def write() -> None:
+            with source.open("rb") as file, self.open_output() as out:
+                _copy(file, out)
+
+        self._persist("written", write)
 
     def delete(self) -> None:
         """Delete the file, or the folder with all that is in it; nothing there is no fault."""
-        kind = self._info().type
-        with _faults_named(self, "deleted"):
-            if kind == fs.FileType.File:
-                self.fs.delete_file(self.path)
-            elif kind == fs.FileType.Directory:
-                self.fs.delete_dir(self.path)
+
+        self._persist("deleted", self._delete)
+
+    def delete_once(self) -> None:
+        """The same, without trying again."""
+        with self.faults_named("deleted"):
+            self._delete()
+
+    def _delete(self) -> None:
+        kind = self.fs.get_file_info(self.path).type
+        if kind == fs.FileType.File:
+            self.fs.delete_file(self.path)
+        elif kind == fs.FileType.Directory:
+            self.fs.delete_dir(self.path)
+
+    def faults_named(self, action: str) -> AbstractContextManager[None]:
+        """Raise what goes wrong with an open file as a `DataError` that says where and why."""
+        return _faults_named(self, action)
 
     def _info(self) -> fs.FileInfo:
-        with _faults_named(self, "looked up"):
-            return self.fs.get_file_info(self.path)
+        return self._persist("looked up", lambda: self.fs.get_file_info(self.path))
 
 
 def _copy(source: IO[bytes] | pa.NativeFile, target: IO[bytes] | pa.NativeFile) -> None:
@@ -216,7 +271,9 @@ def _s3(options: dict[str, str]) -> fs.FileSystem:
         **_endpoint(options, os.environ.get("AWS_ENDPOINT_URL")),
         **region,
         connect_timeout=_CONNECT_TIMEOUT_S,
-        request_timeout=_REQUEST_TIMEOUT_S,
+        request_timeout=_request_timeout_s(),
+        # What fits into one part is one request then, instead of three.
+        allow_delayed_open=True,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
     )
 
@@ -225,8 +282,12 @@ def _gcs(options: dict[str, str]) -> fs.FileSystem:
     return fs.GcsFileSystem(
         **_endpoint(options, os.environ.get("STORAGE_EMULATOR_HOST")),
         anonymous=options.get("anonymous", "").lower() in ("1", "true"),
-        retry_time_limit=timedelta(seconds=_REQUEST_TIMEOUT_S),
+        retry_time_limit=timedelta(seconds=_request_timeout_s()),
     )
+
+
+def _request_timeout_s() -> float:
+    return float(os.environ.get(TIMEOUT_VARIABLE, _REQUEST_TIMEOUT_S))
 
 
 _FILE_SYSTEMS = {"s3": _s3, "gs": _gcs}
@@ -246,20 +307,23 @@ def _faults_named(location: Location, action: str) -> Iterator[None]:
             f"{location} is missing; check the {'path' if location.is_local else 'bucket and key'}"
         ) from None
     except (OSError, pa.ArrowException) as error:
-        raise StorageError(f"{location} cannot be {action}: {_cause(location, str(error))}") from (
-            None
-        )
+        raise _named(location, action, str(error)) from None
 
 
-def _cause(location: Location, said: str) -> str:
+def _named(location: Location, action: str, said: str) -> StorageError:
+    what = f"{location} cannot be {action}"
     if location.is_local:
-        return said
+        return StorageError(f"{what}: {said}")
     bucket = location.path.split("/", 1)[0]
     variables = _CREDENTIALS[location.root]
-    if "NO_SUCH_BUCKET" in said or "bucket does not exist" in said:
-        return f"there is no bucket '{bucket}'; make it or name another"
-    if any(word in said for word in ("ACCESS_DENIED", "INVALID_ACCESS_KEY", "SIGNATURE", "403")):
-        return f"access was denied; set {variables} to credentials that may use '{bucket}' ({said})"
-    if "NETWORK_CONNECTION" in said or "resolve host" in said or "connect" in said.lower():
-        return f"the endpoint does not answer; check {variables} and the network ({said})"
-    return f"{said}; check {variables} and that the bucket '{bucket}' exists"
+    match kind_of(said):
+        case "no_bucket":
+            cause = f"there is no bucket '{bucket}'; make it or name another"
+            return StorageRefusedError(f"{what}: {cause}")
+        case "refused":
+            mend = f"set {variables} to credentials that may use '{bucket}'"
+            return StorageRefusedError(f"{what}: access was denied; {mend} ({said})")
+        case "away":
+            cause = f"the endpoint does not answer, or is busy; check {variables} and the network"
+            return StorageAwayError(f"{what}: {cause} ({said})")
+    return StorageError(f"{what}: {said}; check {variables} and that the bucket '{bucket}' exists")

@@ -1,19 +1,21 @@
 """Durable checkpoints: torch.distributed.checkpoint files, and a marker written last.
 
 A checkpoint *exists* once its COMMIT.json is on storage (`trainer.elastic.marker`); a folder
-without one is garbage of a save that was cut off. What is in the files, and how any sharding loads
-what any other saved, is the business of `trainer.elastic.training_state`.
+without one is garbage of a save that was cut off. That storage is a disk or an object store
+(`trainer.elastic.checkpoint_folder`), which is the same to all that is here. What is in the files,
+and how any sharding loads what any other saved, is the business of
+`trainer.elastic.training_state`.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,13 +23,49 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.utils.serialization import config as serialization_config
 
+from trainer.data.errors import DataError, StorageRefusedError
+from trainer.data.storage import Location
+from trainer.elastic.checkpoint_folder import (
+    FAULTS,
+    Folder,
+    explain,
+    find_folders,
+    has_marker,
+    make_writable,
+    record_of,
+    remove_folder,
+    set_aside,
+    size_of,
+)
+from trainer.elastic.checkpoint_io import RemoteWriter, reader_for
 from trainer.elastic.marker import Commit, FileRecord, file_record, read_commit, write_marker
-from trainer.run_dir import COMMIT_MARKER
+
+__all__ = [
+    "CheckpointError",
+    "CheckpointMisfit",
+    "CheckpointRefused",
+    "CommittedCheckpoint",
+    "folder_name",
+    "is_intact",
+    "list_committed",
+    "list_with_bad_marker",
+    "load",
+    "newest_intact",
+    "prepare_folder",
+    "remove_checkpoint",
+    "remove_uncommitted",
+    "save",
+    "set_aside",
+    "step_of",
+    "superseded",
+    "write_commit",
+]
 
 logger = logging.getLogger(__name__)
 
-DAMAGED_PREFIX = "damaged-"
 _METADATA_FILE = ".metadata"
+
+Result = TypeVar("Result")
 
 
 class CheckpointError(Exception):
@@ -38,11 +76,15 @@ class CheckpointMisfit(CheckpointError):
     """A checkpoint holds other tables, another model or other optimizers than the job."""
 
 
+class CheckpointRefused(CheckpointError):
+    """Storage refuses checkpoints for a reason that no retry helps: credentials, bucket."""
+
+
 @dataclass(frozen=True)
 class CommittedCheckpoint:
     """A checkpoint that exists."""
 
-    path: Path
+    path: Folder
     commit: Commit
 
 
@@ -58,11 +100,14 @@ def step_of(name: str) -> int:
 
 
 def list_committed(
-    checkpoints_dir: Path, is_left_out: Callable[[str], bool] = lambda name: False
+    checkpoints_dir: Folder, is_left_out: Callable[[str], bool] = lambda name: False
 ) -> list[CommittedCheckpoint]:
-    """Checkpoints that exist, oldest step first, but for those whose name `is_left_out`."""
+    """Checkpoints that exist, oldest step first, but for those whose name `is_left_out`.
+
+    Raises `StorageError` where remote storage is away, as all does that looks for checkpoints.
+    """
     found = []
-    for folder in _folders(checkpoints_dir):
+    for folder in find_folders(checkpoints_dir):
         if is_left_out(folder.name):
             continue
         commit = read_commit(folder)
@@ -71,23 +116,12 @@ def list_committed(
     return sorted(found, key=lambda found: (found.commit.step, found.commit.time))
 
 
-def list_with_bad_marker(checkpoints_dir: Path) -> list[Path]:
+def list_with_bad_marker(checkpoints_dir: Folder) -> list[Folder]:
     """Folders that have a marker which cannot be read."""
     return [
         folder
-        for folder in _folders(checkpoints_dir)
-        if (folder / COMMIT_MARKER).exists() and read_commit(folder) is None
-    ]
-
-
-def _folders(checkpoints_dir: Path) -> list[Path]:
-    """Folders of checkpoints, whole or not, without those set aside."""
-    if not checkpoints_dir.is_dir():
-        return []
-    return [
-        path
-        for path in checkpoints_dir.iterdir()
-        if path.is_dir() and not path.name.startswith(DAMAGED_PREFIX)
+        for folder in find_folders(checkpoints_dir)
+        if has_marker(folder) and read_commit(folder) is None
     ]
 
 
@@ -119,23 +153,22 @@ def _first_of_each(
     return [checkpoint for multiple, checkpoint in first.items() if multiple > 0]
 
 
-def remove_checkpoint(folder: Path) -> None:
+def remove_checkpoint(folder: Folder) -> None:
     """Delete a checkpoint, marker first, so that a half-deleted one never counts."""
-    (folder / COMMIT_MARKER).unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+    remove_folder(folder)
 
 
 def remove_uncommitted(
-    checkpoints_dir: Path, is_garbage: Callable[[str], bool] = lambda name: True
+    checkpoints_dir: Folder, is_garbage: Callable[[str], bool] = lambda name: True
 ) -> None:
     """Delete folders of saves that were cut off, of those whose name `is_garbage`."""
-    for folder in _folders(checkpoints_dir):
-        if not (folder / COMMIT_MARKER).exists() and is_garbage(folder.name):
-            shutil.rmtree(folder, ignore_errors=True)
+    for folder in find_folders(checkpoints_dir):
+        if is_garbage(folder.name) and not has_marker(folder):
+            remove_folder(folder)
 
 
 def save(
-    folder: Path,
+    folder: Folder,
     state: dict[str, Any],
     planner: SavePlanner | None = None,
     group: dist.ProcessGroup | None = None,
@@ -149,37 +182,53 @@ def save(
     try:
         # A third of a save's CPU time, for what SHA-256 finds as well.
         with serialization_config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]
+            if isinstance(folder, Location):
+                writer = RemoteWriter(folder)
+                dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+                return _gather_records(lambda: writer.records, group)
             dcp.save(state, checkpoint_id=folder, planner=planner, process_group=group)
-        records = _gather_records(folder, group)
-    except (CheckpointException, OSError) as error:
+        return _gather_records(lambda: _records_on_disk(folder), group)
+    except (CheckpointException, *FAULTS) as error:
         _discard(folder, error)
-    return records
 
 
-def write_commit(folder: Path, commit: Commit, group: dist.ProcessGroup | None = None) -> None:
+def write_commit(folder: Folder, commit: Commit, group: dist.ProcessGroup | None = None) -> None:
     """Rank 0 puts the marker in place. Collective; raises `CheckpointError` on every rank."""
-    box: list[OSError | None] = [None]
+    try:
+        of_first(lambda: write_marker(folder, commit), group)
+    except FAULTS as error:
+        _discard(folder, error)
+
+
+def of_first(look: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
+    """What rank 0 finds, on every rank; storage that failed it fails them all. Collective."""
+    box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            write_marker(folder, commit)
-        except OSError as error:
-            box = [error]
+            box[0] = look()
+        except FAULTS as error:
+            box[1] = error
     dist.broadcast_object_list(box, src=0, group=group)
-    if box[0] is not None:
-        _discard(folder, box[0])
+    if box[1] is not None:
+        raise box[1]
+    return box[0]
 
 
-def _discard(folder: Path, error: BaseException) -> NoReturn:
-    message = f"checkpoint {folder.name} could not be written: {_explain(folder.parent, error)}"
+def _discard(folder: Folder, error: BaseException) -> NoReturn:
+    cause = explain(folder.parent, _cause(error))
+    message = f"checkpoint {folder.name} could not be written: {cause}"
     if dist.get_rank() == 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        with suppress(*FAULTS):  # garbage without a marker; the next attempt clears it away
+            remove_folder(folder)
     raise CheckpointError(f"{message}. Earlier checkpoints are untouched") from error
 
 
-def _gather_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, FileRecord]:
+def _gather_records(
+    look: Callable[[], dict[str, FileRecord]], group: dist.ProcessGroup | None
+) -> dict[str, FileRecord]:
     share: dict[str, FileRecord] | OSError
     try:
-        share = {path.name: file_record(path) for path in _written_here(folder)}
+        share = look()
     except OSError as error:
         share = error
     shares: list[Any] = [None] * dist.get_world_size()
@@ -190,20 +239,12 @@ def _gather_records(folder: Path, group: dist.ProcessGroup | None) -> dict[str, 
     return {name: record for other in shares for name, record in other.items()}
 
 
-def _written_here(folder: Path) -> list[Path]:
+def _records_on_disk(folder: Path) -> dict[str, FileRecord]:
     """Files that this rank wrote: on shared storage a host may see those of others late."""
     rank = dist.get_rank()
     metadata = [folder / _METADATA_FILE] if rank == 0 else []
-    return sorted(folder.glob(f"__{rank}_*")) + metadata
-
-
-def _explain(checkpoints_dir: Path, error: BaseException) -> str:
-    """The cause of `error`, the room that is left, and what to do."""
-    cause = _cause(error)
-    return (
-        f"{type(cause).__name__}: {cause} ({_free_space(checkpoints_dir)}); free space, make it "
-        "writable, or point the service's runs folder at a larger disk"
-    )
+    paths = sorted(folder.glob(f"__{rank}_*")) + metadata
+    return {path.name: file_record(path) for path in paths}
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -211,80 +252,73 @@ def _cause(error: BaseException) -> BaseException:
     return next(iter(causes.values()))[0]
 
 
-def _free_space(folder: Path) -> str:
-    try:
-        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free at {folder}"
-    except OSError as error:
-        return f"{folder} cannot be looked at: {error}"
-
-
-def prepare_folder(checkpoints_dir: Path) -> None:
+def prepare_folder(checkpoints_dir: Folder) -> None:
     """Make the folder of checkpoints and try to write there. Collective: rank 0 does it.
 
     Raises `CheckpointError` on every rank, so that a job does not train for hours before its first
-    checkpoint fails.
+    checkpoint fails; `CheckpointRefused` where it never could be written.
     """
-    box: list[str | None] = [None]
-    if dist.get_rank() == 0:
-        probe = checkpoints_dir / ".probe"
-        try:
-            checkpoints_dir.mkdir(parents=True, exist_ok=True)
-            probe.write_bytes(b"x")
-            probe.unlink(missing_ok=True)  # another group may probe, too
-        except OSError as error:
-            box = [f"checkpoints cannot be written: {_explain(checkpoints_dir, error)}"]
-    dist.broadcast_object_list(box, src=0)
-    if box[0] is not None:
-        raise CheckpointError(box[0])
+    try:
+        of_first(lambda: make_writable(checkpoints_dir))
+    except FAULTS as error:
+        kind = CheckpointRefused if isinstance(error, StorageRefusedError) else CheckpointError
+        cause = explain(checkpoints_dir, error)
+        raise kind(f"checkpoints cannot be written: {cause}") from error
 
 
 def is_intact(checkpoint: CommittedCheckpoint) -> bool:
-    """Whether every file still has its recorded size and checksum. Collective: ranks share work."""
+    """Whether every file still has its recorded size and checksum. Collective: ranks share work.
+
+    Raises `StorageError` on every rank where remote storage is away, which proves nothing.
+    """
     names = sorted(checkpoint.commit.files)[dist.get_rank() :: dist.get_world_size()]
-    mine = all(_matches(checkpoint.path / n, checkpoint.commit.files[n]) for n in names)
-    verdicts: list[bool | None] = [None] * dist.get_world_size()
+    mine: bool | DataError
+    try:
+        mine = all(matches(checkpoint.path, n, checkpoint.commit.files[n]) for n in names)
+    except DataError as error:
+        mine = error
+    verdicts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(verdicts, mine)
+    for verdict in verdicts:
+        if isinstance(verdict, DataError):
+            raise verdict
     return all(verdicts)
 
 
-def _matches(path: Path, record: FileRecord) -> bool:
+def matches(folder: Folder, name: str, record: FileRecord) -> bool:
+    """Whether a file is as it was recorded; raises `StorageError` where that cannot be told."""
     try:
-        return path.stat().st_size == record.size_bytes and file_record(path) == record
+        return size_of(folder, name) == record.size_bytes and record_of(folder, name) == record
     except OSError:
         return False
 
 
 def newest_intact(
-    checkpoints_dir: Path, is_left_out: Callable[[str], bool] = lambda name: False
+    checkpoints_dir: Folder, is_left_out: Callable[[str], bool] = lambda name: False
 ) -> tuple[CommittedCheckpoint | None, list[CommittedCheckpoint]]:
     """Newest checkpoint that exists and is undamaged, and the damaged ones after it.
 
     Collective: rank 0's listing counts, without those whose name `is_left_out`.
     """
-    is_first = dist.get_rank() == 0
-    box: list[Any] = [list_committed(checkpoints_dir, is_left_out) if is_first else None]
-    dist.broadcast_object_list(box, src=0)
     damaged: list[CommittedCheckpoint] = []
-    for checkpoint in reversed(box[0]):
+    for checkpoint in reversed(of_first(lambda: list_committed(checkpoints_dir, is_left_out))):
         if is_intact(checkpoint):
             return checkpoint, damaged
         damaged.append(checkpoint)
     return None, damaged
 
 
-def set_aside(folder: Path) -> None:
-    """Rename a damaged checkpoint, so that it is neither loaded nor counted, nor lost."""
-    folder.rename(folder.with_name(f"{DAMAGED_PREFIX}{folder.name}"))
-
-
-def load(folder: Path, state: dict[str, Any]) -> None:
+def load(folder: Folder, state: dict[str, Any]) -> None:
     """Fill the tensors of `state` in place from `folder`, and replace its objects. Collective.
 
-    Raises `CheckpointMisfit` when the checkpoint holds other tables or shapes.
+    Raises `CheckpointMisfit` when the checkpoint holds other tables or shapes, and `StorageError`
+    where remote storage is away.
     """
     try:
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, storage_reader=reader_for(folder))
     except (CheckpointException, OSError) as error:
+        if isinstance(cause := _cause(error), DataError):
+            raise cause from error
         raise CheckpointMisfit(
             f"checkpoint {folder.name} does not fit this model: {_cause(error)}; was the spec "
             "changed?"

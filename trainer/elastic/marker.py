@@ -9,27 +9,26 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from pydantic import ConfigDict, TypeAdapter
 
+from trainer.elastic.checkpoint_folder import (
+    FileRecord,
+    Folder,
+    file_record,
+    read_file,
+    write_whole,
+)
 from trainer.elastic.protocol import EpochRows, Plateau
 from trainer.run_dir import COMMIT_MARKER
+
+__all__ = ["Commit", "FileRecord", "RowOrder", "file_record", "read_commit", "write_marker"]
 
 logger = logging.getLogger(__name__)
 
 _CHECKSUM = "sha256"
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of a checkpoint."""
-
-    size_bytes: int
-    sha256: str
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,18 @@ class Commit:
 _COMMIT = TypeAdapter(Commit)
 
 
-def read_commit(folder: Path) -> Commit | None:
-    """The marker in `folder`; None when there is none or it is damaged."""
+def read_commit(folder: Folder) -> Commit | None:
+    """The marker in `folder`; None when there is none or it is damaged.
+
+    Raises `StorageError` where remote storage is away.
+    """
     try:
-        document = json.loads((folder / COMMIT_MARKER).read_bytes())
+        content = read_file(folder, COMMIT_MARKER)
+        if content is None:
+            return None
+        document = json.loads(content)
         _check(document)
         return _COMMIT.validate_python(document)
-    except FileNotFoundError:
-        return None
     except (OSError, ValueError) as error:
         logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
         return None
@@ -113,31 +116,8 @@ def _checksum(document: dict[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def write_marker(folder: Path, commit: Commit) -> None:
-    """Put the marker in place: whole and on disk, or not at all."""
+def write_marker(folder: Folder, commit: Commit) -> None:
+    """Put the marker in place: whole and durable, or not at all."""
     document = json.loads(_COMMIT.dump_json(commit))
     document[_CHECKSUM] = _checksum(document)
-    temporary = folder / f".{COMMIT_MARKER}.tmp"
-    with temporary.open("w") as file:
-        json.dump(document, file)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / COMMIT_MARKER)
-    fsync_folder(folder)
-    fsync_folder(folder.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make what was created or renamed in `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def file_record(path: Path) -> FileRecord:
-    """Size and SHA-256 of one file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(path.stat().st_size, digest)
+    write_whole(folder, COMMIT_MARKER, json.dumps(document).encode())

@@ -11,12 +11,10 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -25,6 +23,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from trainer.elastic import checkpoint
 from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
+from trainer.elastic.checkpoint_folder import Folder
+from trainer.elastic.checkpoint_io import reader_for
 from trainer.elastic.column_shards import (
     Columns,
     column_suffix,
@@ -100,7 +100,7 @@ def state_to_save(model: TwoDParallel, optimizer: CombinedOptimizer) -> dict[str
 
 
 def load_state(
-    folder: Path, model: TwoDParallel, optimizer: CombinedOptimizer, part: Part = WHOLE
+    folder: Folder, model: TwoDParallel, optimizer: CombinedOptimizer, part: Part = WHOLE
 ) -> None:
     """Fill `part` of `model` and `optimizer` in place from the checkpoint in `folder`. Collective.
 
@@ -130,7 +130,7 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-def load_packed(folder: Path, key: str) -> dict[str, torch.Tensor]:
+def load_packed(folder: Folder, key: str) -> dict[str, torch.Tensor]:
     """What `pack` made of the tensors at `key`; none where an early version saved. Collective."""
     if key not in _stored(folder):
         return {}
@@ -219,25 +219,23 @@ def _read(
     return into
 
 
-def _stored(folder: Path) -> dict[str, torch.Size | None]:
+def _stored(folder: Folder) -> dict[str, torch.Size | None]:
     """Size of each tensor in a checkpoint, None for other objects. Collective: rank 0 reads.
 
     Raises `CheckpointError` on every rank.
     """
-    box: list[dict[str, torch.Size | None] | OSError | None] = [None]
-    if dist.get_rank() == 0:
-        try:
-            stored = FileSystemReader(folder).read_metadata().state_dict_metadata
-            box[0] = {
-                key: each.size if isinstance(each, TensorStorageMetadata) else None
-                for key, each in stored.items()
-            }
-        except OSError as error:
-            box[0] = error
-    dist.broadcast_object_list(box, src=0)
-    if not isinstance(box[0], dict):
-        raise CheckpointError(f"checkpoint {folder.name} could not be read: {box[0]}")
-    return box[0]
+
+    def read() -> dict[str, torch.Size | None]:
+        stored = reader_for(folder).read_metadata().state_dict_metadata
+        return {
+            key: each.size if isinstance(each, TensorStorageMetadata) else None
+            for key, each in stored.items()
+        }
+
+    try:
+        return checkpoint.of_first(read)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder.name} could not be read: {error}") from error
 
 
 def _sizes(stored: Mapping[str, torch.Size | None]) -> dict[str, torch.Size]:
@@ -308,7 +306,7 @@ def _shape(size: torch.Size) -> str:
     return str(list(size))
 
 
-def _refuse(folder: Path, problems: Sequence[str]) -> None:
+def _refuse(folder: Folder, problems: Sequence[str]) -> None:
     """Raise `CheckpointError` on every rank when any has `problems`. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(problems))

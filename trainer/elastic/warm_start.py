@@ -5,18 +5,15 @@ Step, data position and schedule start anew. The other job may have had any T, L
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
-
 from trainer.elastic.checkpoint import (
     CheckpointError,
     CheckpointMisfit,
     CommittedCheckpoint,
     is_intact,
     newest_intact,
+    of_first,
 )
+from trainer.elastic.checkpoint_folder import Folder, folder_at, is_folder
 from trainer.elastic.marker import read_commit
 from trainer.elastic.training_state import Part, load_state
 from trainer.parallel.optimizer import Optimizers
@@ -37,7 +34,7 @@ def warm_start(
     wanted = spec.checkpoint.warm_start
     if wanted is None:
         return None
-    found = find_source(Path(wanted.path))
+    found = find_source(folder_at(wanted.path))
     part = Part(frozenset(wanted.tables) if wanted.tables else None, wanted.dense)
     if part.dense:
         optimizers.init_state()
@@ -54,23 +51,21 @@ def warm_start(
     return found
 
 
-def find_source(path: Path) -> CommittedCheckpoint:
+def find_source(path: Folder) -> CommittedCheckpoint:
     """The checkpoint at `path`, or the newest that is whole in that folder, or of that run.
 
-    Collective. Raises `CheckpointError` on every rank.
+    Collective. Raises `CheckpointError` on every rank, or `StorageError` where remote storage is
+    away.
     """
-    # Rank 0's view counts.
-    box: list[Any] = [_look_at(path) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(box, src=0)
-    named, folder = box[0]
+    named, folder = of_first(lambda: _look_at(path))
     if named is not None:
         if not is_intact(named):
             raise CheckpointError(f"{_FIELD}.path: checkpoint {path} is damaged; use another one")
         return named
     if folder is None:
         raise CheckpointError(
-            f"{_FIELD}.path: there is no folder {path} on the workers' hosts; name a checkpoint, "
-            "or a folder of checkpoints, on storage that they share"
+            f"{_FIELD}.path: there is no folder {path} that the workers' hosts can see; name a "
+            "checkpoint, or a folder of checkpoints, on storage that they share"
         )
     found, damaged = newest_intact(folder)
     if found is None:
@@ -80,12 +75,12 @@ def find_source(path: Path) -> CommittedCheckpoint:
     return found
 
 
-def _look_at(path: Path) -> tuple[CommittedCheckpoint | None, Path | None]:
+def _look_at(path: Folder) -> tuple[CommittedCheckpoint | None, Folder | None]:
     """(the checkpoint that `path` is, the folder of checkpoints that it names instead)."""
     commit = read_commit(path)
     if commit is not None:
         return CommittedCheckpoint(path, commit), None
     inside = path / "checkpoints"
-    if inside.is_dir():
+    if is_folder(inside):
         return None, inside
-    return None, path if path.is_dir() else None
+    return None, path if is_folder(path) else None

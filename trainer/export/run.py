@@ -21,6 +21,7 @@ from trainer.data.inputs import on_this_node, resolve_inputs
 from trainer.data.source import read_schema
 from trainer.data.transforms import vocabulary_path
 from trainer.elastic.checkpoint import CommittedCheckpoint
+from trainer.elastic.checkpoint_folder import folder_at
 from trainer.export import artifact
 from trainer.export.artifact import Manifest, write_manifest
 from trainer.export.describe import features_document, readme
@@ -101,9 +102,8 @@ def refuse_what_cannot_be_exported(spec: JobSpec) -> None:
 
 
 def _checkpoint(request: ExportRequest) -> CommittedCheckpoint:
-    path = Path(request.checkpoint)
-    if path.is_absolute() or "/" in request.checkpoint:
-        return checkpoint_at(path)
+    if "/" in request.checkpoint:
+        return checkpoint_at(folder_at(request.checkpoint))
     return find_checkpoint(RunDir(request.run_dir), request.checkpoint)
 
 

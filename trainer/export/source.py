@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,17 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from trainer.elastic.checkpoint import CommittedCheckpoint, list_committed
-from trainer.elastic.marker import file_record, read_commit
+from trainer.elastic.checkpoint import CommittedCheckpoint, list_committed, matches
+from trainer.elastic.checkpoint_folder import Folder, checkpoints_of, read_file
+from trainer.elastic.checkpoint_io import RemoteReader
+from trainer.elastic.marker import read_commit
 from trainer.elastic.training_state import table_of
 from trainer.export.errors import NoCheckpoint, NotExportable
 from trainer.run_dir import RunDir
 from trainer.spec import JobSpec
 
 _WEIGHTS = "model."
+_METADATA = ".metadata"
 # What the description of a checkpoint is made of, by module.
 _DESCRIBING = {
     "torch.distributed.checkpoint.metadata": {
@@ -59,11 +63,12 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     """The checkpoint `wanted`: `newest`, `best`, a step, or the name of one; whole or refused.
 
     `newest` is the newest whole one, and `best` the newest where none was ever best. Raises
-    `NoCheckpoint`.
+    `NoCheckpoint`, and `StorageError` where remote storage is away.
     """
-    committed = list_committed(run_dir.checkpoints_dir)
+    folder = _checkpoints_in(run_dir)
+    committed = list_committed(folder)
     if not committed:
-        raise NoCheckpoint(f"{run_dir.checkpoints_dir} holds no checkpoint yet; let the job save")
+        raise NoCheckpoint(f"{folder} holds no checkpoint yet; let the job save")
     best = [each for each in committed if each.commit.is_best]
     if wanted == "best" and best:
         return _whole(best[-1])
@@ -76,7 +81,14 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     return _whole(named[-1])
 
 
-def checkpoint_at(path: Path) -> CommittedCheckpoint:
+def _checkpoints_in(run_dir: RunDir) -> Folder:
+    """Where the job of a run folder keeps its checkpoints."""
+    if run_dir.checkpoints_dir.is_dir() or not (run_dir.root / "attempts").is_dir():
+        return run_dir.checkpoints_dir
+    return checkpoints_of(run_dir.root, read_run_spec(run_dir).checkpoint.path)
+
+
+def checkpoint_at(path: Folder) -> CommittedCheckpoint:
     """The checkpoint in the folder `path`; raises `NoCheckpoint`."""
     commit = read_commit(path)
     if commit is None:
@@ -105,30 +117,26 @@ def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
 def damaged_file(found: CommittedCheckpoint) -> str | None:
     """Name of a file that is missing, or has another size or checksum than was recorded."""
     for name, record in found.commit.files.items():
-        path = found.path / name
-        try:
-            is_same = path.stat().st_size == record.size_bytes and file_record(path) == record
-        except OSError:
-            is_same = False
-        if not is_same:
+        if not matches(found.path, name, record):
             return name
     return None
 
 
-class TensorReader(FileSystemReader):
-    """Reads the tensors of a checkpoint and nothing else.
+class _TensorsAlone:
+    """Mixed into a reader of checkpoints: it reads the tensors and nothing else.
 
     PyTorch unpickles a checkpoint's description, and its objects that are no tensors, without a
     look, which runs whatever somebody wrote there: here user code may have, and the host may not
     be its own.
     """
 
+    path: Any
+    load_id: str
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's description, without what is no tensor; raises `NoCheckpoint`."""
-        path = Path(self.path) / ".metadata"
         try:
-            with path.open("rb") as file:
-                found = _Unpickler(file).load()
+            found = _Unpickler(io.BytesIO(read_file(self.path, _METADATA) or b"")).load()
             tensors = {
                 key: value
                 for key, value in found.state_dict_metadata.items()
@@ -136,12 +144,26 @@ class TensorReader(FileSystemReader):
             }
         except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError) as error:
             raise NoCheckpoint(
-                f"{path} is no description of a checkpoint: {error}; name another checkpoint"
+                f"{self.path / _METADATA} is no description of a checkpoint: {error}; name another "
+                "checkpoint"
             ) from error
         found.state_dict_metadata = tensors
         found.storage_meta = found.storage_meta or StorageMeta()
         found.storage_meta.load_id = self.load_id
         return found
+
+
+class TensorReader(_TensorsAlone, FileSystemReader):
+    """Reads the tensors of a checkpoint on a disk."""
+
+
+class RemoteTensorReader(_TensorsAlone, RemoteReader):
+    """Reads the tensors of a checkpoint on an object store."""
+
+
+def tensor_reader(folder: Folder) -> TensorReader | RemoteTensorReader:
+    """What reads the tensors of a checkpoint there."""
+    return TensorReader(folder) if isinstance(folder, Path) else RemoteTensorReader(folder)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -152,9 +174,9 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
 
 
-def stored_weights(folder: Path) -> dict[str, tuple[int, ...]]:
+def stored_weights(folder: Folder) -> dict[str, tuple[int, ...]]:
     """Shape of every weight of the model in a checkpoint, by its name in the model."""
-    stored = TensorReader(folder).read_metadata().state_dict_metadata
+    stored = tensor_reader(folder).read_metadata().state_dict_metadata
     return {
         key.removeprefix(_WEIGHTS): tuple(value.size)
         for key, value in stored.items()

@@ -9,8 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from trainer.elastic.checkpoint_folder import Folder
 from trainer.export.errors import NotEnoughMemory, NotExportable
-from trainer.export.source import TensorReader, stored_weights
+from trainer.export.source import stored_weights, tensor_reader
 from trainer.models.dlrm import build_model
 from trainer.spec import JobSpec
 from trainer.spec.export import Quantization
@@ -22,7 +23,7 @@ _CPU = torch.device("cpu")
 _BYTES_PER_ELEMENT = {"int8": 9, "fp16": 11, "none": 9}
 
 
-def load_model(spec: JobSpec, folder: Path) -> nn.Module:
+def load_model(spec: JobSpec, folder: Folder) -> nn.Module:
     """The job's model on the CPU with the weights of the checkpoint in `folder`, in eval mode.
 
     Whatever T, L, placement and sharding wrote it. Raises `NotExportable` where the checkpoint is
@@ -33,7 +34,7 @@ def load_model(spec: JobSpec, folder: Path) -> nn.Module:
     state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
     _check_shapes(folder, model)
     try:
-        dcp.load(state, storage_reader=TensorReader(folder), no_dist=True)
+        dcp.load(state, storage_reader=tensor_reader(folder), no_dist=True)
     except (CheckpointException, OSError) as error:
         raise NotExportable(f"checkpoint {folder.name} cannot be loaded: {error}") from error
     return model.eval()
@@ -48,7 +49,7 @@ def materialize(model: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(empty, requires_grad=False))
 
 
-def _check_shapes(folder: Path, model: nn.Module) -> None:
+def _check_shapes(folder: Folder, model: nn.Module) -> None:
     stored = stored_weights(folder)
     for name, tensor in model.state_dict().items():
         if stored.get(name) != tuple(tensor.shape):

@@ -74,10 +74,13 @@ class WarmStartSpec(SpecModel):
 class CheckpointSpec(SpecModel):
     """A checkpoint every `every_steps` and at the end.
 
+    They lie in the job's run folder or, where `path` names a folder or a URL (`s3://`, `gs://`),
+    there in a folder named by the job's id.
     The newest `keep_last`, the best and the first at or after each multiple of `keep_every_steps`
     stay. With `asynchronous` they are written beside the training, from a copy in memory.
     """
 
+    path: PathText | None = None
     every_steps: PositiveInt = 100
     keep_last: PositiveInt = 2
     keep_best: bool = True

@@ -1,0 +1,135 @@
+"""What the tests of checkpoints on an object store run on every rank."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.checkpoint_cases import Sharding, build, held, load, spec_of, train
+from tests.integration.save_cases import Saver, config_of
+from trainer import events
+from trainer.elastic.checkpoint import CheckpointError, list_committed
+from trainer.elastic.checkpoint_folder import checkpoints_of
+from trainer.elastic.training_state import state_to_save
+from trainer.elastic.warm_start import warm_start
+from trainer.saving import Checkpoints, State
+
+PART_BYTES = 10 * 2**20  # of pyarrow's multi-part uploads, at first
+
+
+def train_save_and_load(
+    environment: Mapping[str, str], sharding: Sharding, run_dir: Path, path: str
+) -> dict[str, Any]:
+    """Train, save to `path`, and load that into a new model: what this rank held and holds."""
+    os.environ.update(environment)
+    config = config_of(sharding, run_dir, path=path)
+    model, optimizers = build(sharding, config.spec)
+    said: list[events.Event] = []
+    checkpoints = Checkpoints(config, model.groups, said.append)
+    checkpoints.newest()
+    train(model, optimizers, config.spec, steps=[1, 2])
+    at_save = held(model, optimizers)
+    state = state_to_save(model, optimizers.combined)
+    checkpoints.save(state, State(step=2), {}, False, is_last=True, started_s=time.perf_counter())
+    found = checkpoints.newest()
+    assert found is not None
+    return {"at_save": at_save, "loaded": load(sharding, found.path), "said": said}
+
+
+def load_resharded(
+    environment: Mapping[str, str], sharding: Sharding, run_dir: Path, path: str
+) -> dict[str, Any]:
+    """What this rank holds of the newest checkpoint below `path`, in another sharding."""
+    os.environ.update(environment)
+    found = list_committed(checkpoints_of(run_dir, path))[-1]
+    return load(sharding, found.path)
+
+
+def start_warm(
+    environment: Mapping[str, str], sharding: Sharding, path: str, tables: tuple[str, ...]
+) -> dict[str, Any]:
+    """What this rank holds after a warm start with some tables of a run at `path`."""
+    os.environ.update(environment)
+    spec = spec_of(sharding)
+    document = spec.model_dump(mode="json")
+    document["checkpoint"]["warm_start"] = {"path": path, "tables": tables, "dense": False}
+    spec = type(spec).model_validate(document)
+    model, optimizers = build(sharding, spec)
+    found = warm_start(spec, model, optimizers)
+    assert found is not None
+    return held(model, optimizers)
+
+
+def save_large(
+    environment: Mapping[str, str], run_dir: Path, path: str, num_bytes: int, steps: list[int]
+) -> dict[str, Any]:
+    """Save tensors of `num_bytes` a rank at some steps; what was said, and what the newest holds.
+
+    The last save must succeed.
+    """
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    saver.checkpoints.newest()
+    for step in steps:
+        tensors = {f"weight-{dist.get_rank()}": _noise(step, num_bytes)}
+        saver.checkpoints.save(
+            tensors, State(step=step), {}, False, step == steps[-1], time.perf_counter()
+        )
+    return {"said": saver.said, "notes": saver.notes(), "equal": _is_as_saved(saver, num_bytes)}
+
+
+def _noise(step: int, num_bytes: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(step * 100 + dist.get_rank())
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=generator)
+
+
+def _is_as_saved(saver: Saver, num_bytes: int) -> bool:
+    from trainer.elastic import checkpoint
+
+    found = saver.checkpoints.newest()
+    if found is None:
+        return False
+    state = {f"weight-{dist.get_rank()}": torch.zeros(num_bytes, dtype=torch.uint8)}
+    checkpoint.load(found.path, state)
+    return torch.equal(*state.values(), _noise(found.commit.step, num_bytes))
+
+
+def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) -> dict[str, Any]:
+    """What a start finds and says."""
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    found = saver.checkpoints.newest()
+    return {"step": found.commit.step if found else None, "notes": saver.notes()}
+
+
+def refusal_of_start(environment: Mapping[str, str], run_dir: Path, path: str) -> tuple[str, str]:
+    """Kind and message of the error with which a start is refused."""
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    try:
+        saver.checkpoints.newest()
+    except CheckpointError as error:
+        return type(error).__name__, str(error)
+    raise AssertionError("checkpoints can be written")
+
+
+def die_in_the_middle(environment: Mapping[str, str], run_dir: Path, path: str) -> None:
+    """A whole save, then one in which this process ends by SIGKILL once objects are written."""
+    import signal
+
+    from trainer.elastic import checkpoint
+
+    os.environ.update(environment)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    saver = Saver.open(run_dir, path=path)
+    saver.save(1)
+    saver.checkpoints.wait()
+    checkpoint.write_marker = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    saver.save(2)
+    saver.checkpoints.wait()

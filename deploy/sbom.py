@@ -8,6 +8,7 @@ making, and a serial number that is a digest of the content. Of what lies below 
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 import uuid
@@ -77,7 +78,7 @@ def bill_of(image: str) -> str:
     bom.register_dependency(bom.metadata.component, parts)
     content = " ".join(f"{pin.name}=={pin.version}" for pin in pins)
     bom.serial_number = uuid.uuid5(_NAMESPACE, f"{image} {tag} {content}")
-    return _without_time(JsonV1Dot6(bom).output_as_string(indent=1))
+    return _without_time(JsonV1Dot6(bom).output_as_string())
 
 
 def _component(pin: Pin) -> Component:
@@ -105,7 +106,9 @@ def default_of(dockerfile: str, name: str) -> str:
 
 
 def _without_time(text: str) -> str:
-    return re.sub(r'\n *"timestamp": "[^"]*",?', "", text) + "\n"
+    bill = json.loads(text)
+    del bill["metadata"]["timestamp"]
+    return json.dumps(bill, indent=1, sort_keys=True) + "\n"
 
 
 def main() -> None:

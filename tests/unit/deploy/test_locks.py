@@ -1,0 +1,142 @@
+"""The locked requirements: complete, exact, with hashes, and what pyproject.toml asks for."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from deploy.lock import FOLDER, LOCKS, Lock
+from deploy.sbom import default_of, pins_of
+from tests.conftest import REPO
+
+PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+# What images run on, as environment markers say it.
+IMAGE = {
+    "implementation_name": "cpython",
+    "os_name": "posix",
+    "platform_machine": "x86_64",
+    "platform_python_implementation": "CPython",
+    "platform_system": "Linux",
+    "python_full_version": "3.11.14",
+    "python_version": "3.11",
+    "sys_platform": "linux",
+}
+every_lock = pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+
+
+def _versions(lock: Lock) -> dict[str, str]:
+    return {pin.name: pin.version for pin in pins_of(lock.path)}
+
+
+def _asked(extra: str | None) -> Iterator[Requirement]:
+    """What an extra of ours asks for, those that it names included; None: what all need."""
+    lines = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
+    for line in lines:
+        requirement = Requirement(line)
+        if requirement.name == PROJECT["name"]:
+            for named in requirement.extras:
+                yield from _asked(named)
+        else:
+            yield requirement
+
+
+def _applies(requirement: Requirement, extras: frozenset[str] = frozenset()) -> bool:
+    if requirement.marker is None:
+        return True
+    return any(requirement.marker.evaluate({**IMAGE, "extra": each}) for each in ("", *extras))
+
+
+@every_lock
+def test_a_lock_has_what_pyproject_asks_for(lock: Lock) -> None:
+    versions = _versions(lock)
+    asked = [Requirement(each) for each in lock.more]
+    for extra in lock.extras:
+        asked += [*_asked(None), *_asked(extra)]
+    assert asked
+    for requirement in filter(_applies, asked):
+        name = canonicalize_name(requirement.name)
+        if name not in lock.elsewhere:
+            assert requirement.specifier.contains(versions[name]), str(requirement)
+
+
+@every_lock
+def test_a_lock_lacks_nothing_that_its_packages_need(lock: Lock) -> None:
+    """As far as the packages are here in the locked version: images resolve nothing anew."""
+    versions, num_checked = _versions(lock), 0
+    for name, version in versions.items():
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        if found.version != version:
+            continue
+        num_checked += 1
+        for needed in map(Requirement, found.requires or ()):
+            key = canonicalize_name(needed.name)
+            if _applies(needed) and key not in (*lock.elsewhere, *lock.without):
+                assert key in versions, f"{name} needs {needed}"
+                assert needed.specifier.contains(versions[key], prereleases=True), str(needed)
+    assert num_checked > 0
+
+
+@every_lock
+def test_every_line_is_exact_and_has_hashes_and_no_place(lock: Lock) -> None:
+    text = lock.path.read_text()
+    assert pins_of(lock.path)
+    for line in text.splitlines():
+        assert re.fullmatch(
+            r"#.*|[a-z0-9-]+==[\w.+!]+ \\|    --hash=sha256:[0-9a-f]{64}( \\)?", line
+        ), line
+    assert not re.search(r"://|file:|@ |index", text)
+
+
+def test_a_line_without_hashes_is_refused(tmp_path: Path) -> None:
+    for line in ("torch==2.13.0", "torch>=2 --hash=sha256:00", "torch --hash=sha256:00"):
+        (tmp_path / "lock.txt").write_text(line + "\n")
+        with pytest.raises(ValueError, match="a lock wants"):
+            pins_of(tmp_path / "lock.txt")
+
+
+def test_there_is_no_lock_that_nobody_writes() -> None:
+    assert {path.stem for path in FOLDER.glob("*")} == {lock.name for lock in LOCKS}
+
+
+@every_lock
+def test_locks_that_lie_in_one_image_agree(lock: Lock) -> None:
+    ours = _versions(lock)
+    for name in lock.beside:
+        theirs = {pin.name: pin.version for pin in pins_of(FOLDER / f"{name}.txt")}
+        shared = ours.keys() & theirs.keys()
+        assert shared
+        assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+
+
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_the_layer_with_torch_holds_nothing_but_what_the_trainer_has(variant: str) -> None:
+    layer, whole = (
+        pins_of(FOLDER / f"torch-{variant}.txt"),
+        pins_of(FOLDER / f"trainer-{variant}.txt"),
+    )
+    assert set(layer) < set(whole)
+
+
+def test_the_cpu_stack_has_nothing_of_cuda() -> None:
+    names = {pin.name for pin in pins_of(FOLDER / "trainer-cpu.txt")}
+    assert not [name for name in names if name.startswith(("nvidia", "cuda", "triton"))]
+    assert "fbgemm-gpu-cpu" in names and "fbgemm-gpu" not in names
+
+
+def test_torch_is_one_version_everywhere() -> None:
+    wanted = {str(each) for extra in ("trainer-cpu", "trainer-gpu") for each in _asked(extra)
+              if each.name == "torch"}  # fmt: skip
+    (version,) = {each.removeprefix("torch==") for each in wanted}
+    assert default_of("Dockerfile.trainer", "TORCH_VERSION") == f"{version}+cpu"
+    cuda = {pin.name: pin.version for pin in pins_of(FOLDER / "torch-cuda.txt")}
+    assert cuda["torch"] == version

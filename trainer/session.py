@@ -270,7 +270,7 @@ class Session:
         loss = faults.poison(loss, *self.site, step)
         faults.point("backward", *self.site, step)
         with self.phases.during("backward"):
-            self.shares.scaled(loss).backward()
+            self.shares.scaled(loss, self.optimizers.weigh).backward()
         with self.phases.during("optimizer"):
             self.optimizers.step(is_dense_step)
         with self.phases.during("sync"):

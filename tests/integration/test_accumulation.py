@@ -81,6 +81,7 @@ def train_accumulated() -> dict[str, Any]:
     for step in range(1, NUM_STEPS + 1):
         optimizers.begin_step(step, NUM_STEPS)
         loss, _ = model(make_batch(step, dist.get_rank(), BATCH_SIZE))
+        optimizers.weigh(torch.tensor(2.0 * BATCH_SIZE))
         loss.backward()
         optimizers.step(is_dense_step(step))
     plain.train()

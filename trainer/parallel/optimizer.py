@@ -27,6 +27,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
+from trainer.parallel.accumulation import Window
 from trainer.parallel.schedule import factor
 from trainer.parallel.two_d import TwoDParallel
 from trainer.spec import DenseOptimizerSpec, SparseOptimizerSpec
@@ -158,9 +159,10 @@ class Optimizers:
     are sharded, and the rest under `dense_`; `dense` is the optimizer of that rest.
 
     The dense part may take its own steps more rarely (gradient accumulation), by the mean of the
-    gradients since the last one. That DDP averages them in every backward pass makes no difference
-    to the sum, because what is there already is equal on all ranks. `clip_norm` bounds the norm of
-    that mean: the dense part is whole on every rank, so its norm is the true one everywhere.
+    gradients since the last one, weighted as `weigh` says before each backward pass. That DDP
+    averages them in every backward pass makes no difference to the sum, because what is there
+    already is equal on all ranks. `clip_norm` bounds the norm of that mean: the dense part is whole
+    on every rank, so its norm is the true one everywhere.
     """
 
     def __init__(
@@ -174,6 +176,7 @@ class Optimizers:
         self._clip_norm = clip_norm
         self._gradient_norm: torch.Tensor | None = None
         self._num_accumulated = 0
+        self._window = Window()
         self._lr_scale = math.sqrt(moment_scale)
         self._factor = 1.0
         self._fused = model.fused_optimizer
@@ -208,6 +211,13 @@ class Optimizers:
         if not self._num_accumulated:
             self.dense.zero_grad()
 
+    def weigh(self, weight: torch.Tensor) -> None:
+        """Say, before the backward pass, what the step's rows weigh in the mean of its window.
+
+        `weight` is their sum over all ranks, a scalar. Steps that do not accumulate need not.
+        """
+        self._window.add(self._dense_gradients(), weight)
+
     def step(self, is_dense_step: bool = True) -> None:
         """Update what the backward pass did not: data-parallel tables, decay, the dense part.
 
@@ -221,14 +231,17 @@ class Optimizers:
         self._decay(self._spec.sparse.lr * self._factor)
 
     def _step_dense(self) -> None:
-        gradients = [p.grad for p in self.dense.params.values() if p.grad is not None]
         if self._num_accumulated > 1:
-            torch._foreach_div_(gradients, self._num_accumulated)
+            assert self._window.num_batches == self._num_accumulated, "each batch is to be weighed"
+        self._window.close(self._dense_gradients())
         if self._clip_norm is not None:
             parameters = list(self.dense.params.values())
             self._gradient_norm = nn.utils.clip_grad_norm_(parameters, self._clip_norm)
         self.dense.step()
         self._num_accumulated = 0
+
+    def _dense_gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.dense.params.values() if p.grad is not None]
 
     def metrics(self) -> dict[str, float]:
         """Rates of the current step in the spec's units; the norm that was clipped last, if any."""

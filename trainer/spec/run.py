@@ -42,9 +42,9 @@ class TrainingSpec(SpecModel):
     state and leaves out the rows that did it.
 
     The dense part takes a step of its own every `accumulate_steps` steps (one batch a worker each),
-    by the mean of their gradients; tables learn from each batch in its backward pass. `clip_norm`
-    bounds the Euclidean norm of the whole dense gradient; optimizer.sparse.max_gradient is what
-    tables have in its place.
+    by their mean gradient over all rows, weighted as rows are; tables learn from each batch in its
+    backward pass. `clip_norm` bounds the Euclidean norm of the whole dense gradient;
+    optimizer.sparse.max_gradient is what tables have in its place.
     """
 
     epochs: PositiveInt = 1

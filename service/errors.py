@@ -27,6 +27,7 @@
     │   ├── ExportPending                     export_pending
     │   ├── ExportNotReady                    export_not_ready
     │   ├── ExportRefused                     export_refused
+    │   ├── ExportUnavailable                 export_unavailable
     │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
     │   └── StaleVersion                      stale_version
     ├── PreconditionFailed            412
@@ -369,6 +370,21 @@ class ExportRefused(Conflict):
             f"job {job_id} trains a module of its user's own (model.module), whose code does not "
             "run on this service's host; export on a host of the cluster with "
             "`shardloom export --run-dir DIR --to DIR`"
+        )
+
+
+class ExportUnavailable(Conflict):
+    """The Python that would make exports beside the service has not what they need."""
+
+    code = "export_unavailable"
+
+    def __init__(self, python: str, missing: str) -> None:
+        super().__init__(
+            f"this service makes no exports: its Python ({python}, SHARDLOOM_TRAINER_PYTHON) "
+            f"cannot, as {missing}. Run it from the image of deploy/Dockerfile.service-export, or where "
+            "the trainer is installed; or let jobs export where they train with `export: {on_success: "
+            "true}`, and finished ones on a host of the cluster with `shardloom export --run-dir "
+            "DIR --to DIR`"
         )
 
 

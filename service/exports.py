@@ -26,11 +26,13 @@ from service.errors import (
     ExportNotReady,
     ExportPending,
     ExportRefused,
+    ExportUnavailable,
     JobNotFound,
     JobUnreadable,
     ServiceError,
     StorageUnavailable,
 )
+from service.export_python import missing_for_exports
 from service.export_removal import remove_all_deleted
 from service.run_files import run_dir_of
 from service.security.master_keys import master_keys_of
@@ -76,7 +78,13 @@ _PASSED = (
     "STORAGE_EMULATOR_HOST",
     "SHARDLOOM_DATA_CACHE",
     "SHARDLOOM_DATA_CACHE_BYTES",
+    "SHARDLOOM_STORAGE_RETRY_S",
+    "SHARDLOOM_STORAGE_TIMEOUT_S",
 )
+# Of the secrets of a job, those by which it reaches its storage. Not AWS_PROFILE and its like: what
+# a file of theirs says may be run.
+_KEYS_OF_JOBS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION")
+_ENDPOINT = "AWS_ENDPOINT_URL"
 _STOP_WAIT_S = 5.0
 _POLL_S = 0.5
 _LONGEST_S = 6 * 3600.0
@@ -93,13 +101,16 @@ def request_export(
     """Ask for an export of a job's checkpoint: `newest`, `best` or a step.
 
     Raises `CheckpointNotFound`, `ExportPending` while another one of the job is not done,
-    `ExportRefused` where user code would run on this host, and `StorageUnavailable`.
+    `ExportRefused` where user code would run on this host, `ExportUnavailable` where the packages
+    for it are missing, and `StorageUnavailable`.
     """
     steps = [found.step for found in store.list_checkpoints(job.id)]
     if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
         raise CheckpointNotFound(job.id, checkpoint, steps)
     if job.spec.model.module is not None and not _may_run_code(settings):
         raise ExportRefused(job.id)
+    if missing := missing_for_exports(settings):
+        raise ExportUnavailable(settings.trainer_python, missing)
     run_dir = run_dir_of(settings, job.id)
     for each in list_exports(run_dir):
         if is_pending(settings, each):
@@ -160,9 +171,14 @@ class ExportRunner:
     """Makes what is asked for, one after another: an export takes a copy of all tables."""
 
     def __init__(
-        self, store: JobStore, settings: Settings, start: StartProcess = subprocess.Popen
+        self,
+        store: JobStore,
+        settings: Settings,
+        start: StartProcess = subprocess.Popen,
+        secrets_of: Callable[[str], Mapping[str, str]] = lambda job_id: {},
     ) -> None:
         self._store = store
+        self._secrets_of = secrets_of
         self._settings = settings
         self._start_process = start
         self._queue: queue.Queue[ExportFolder | None] = queue.Queue()
@@ -226,7 +242,7 @@ class ExportRunner:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(os.environ),
+                env=self._environment_for(folder.run_dir.name),
                 # Ctrl-C is for the service, which ends the process in its own time.
                 start_new_session=True,
             )
@@ -246,6 +262,11 @@ class ExportRunner:
                 "is too little memory, and trainer_python must be a Python with the trainer's "
                 "packages)"
             )
+
+    def _environment_for(self, job_id: str) -> dict[str, str]:
+        secrets = self._secrets_of(job_id)
+        ours = environment(os.environ)
+        return with_keys_of_job(ours, secrets, may_choose_endpoint=_may_run_code(self._settings))
 
     def _wait(self, process: subprocess.Popen[Any], folder: ExportFolder) -> _End:
         """How the process ended: by itself, too slow, with the service, or with its export."""
@@ -274,6 +295,24 @@ def _end(process: subprocess.Popen[Any]) -> None:
 def environment(ours: Mapping[str, str]) -> dict[str, str]:
     """What a process that exports sees of our environment."""
     return {name: ours[name] for name in _PASSED if name in ours}
+
+
+def with_keys_of_job(
+    ours: Mapping[str, str], secrets: Mapping[str, str], *, may_choose_endpoint: bool
+) -> dict[str, str]:
+    """An environment in which storage is reached as the job does it, where its secrets say how.
+
+    Ours and a job's are never mixed. A job names another endpoint only where all who submit are
+    this host's own user: others could have it ask any server that this host reaches.
+    """
+    found = dict(ours)
+    if "AWS_ACCESS_KEY_ID" in secrets:
+        for name in (*_KEYS_OF_JOBS, "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+            found.pop(name, None)
+        found |= {name: secrets[name] for name in _KEYS_OF_JOBS if name in secrets}
+    if may_choose_endpoint and _ENDPOINT in secrets:
+        found[_ENDPOINT] = secrets[_ENDPOINT]
+    return found
 
 
 def unfinished(settings: Settings) -> list[ExportFolder]:

@@ -2,7 +2,7 @@
 
 `shardloom migrate` and `python -m service.migrate` are this module; of the settings they need
 SHARDLOOM_DATABASE_URL only. The service migrates at start as well: this is for whoever wants a
-migration to be a step of its own, which can fail by itself (a Job of Kubernetes, a line of compose).
+migration to be a step of its own, which can fail by itself: a Job of Kubernetes, a part of compose.
 """
 
 from __future__ import annotations

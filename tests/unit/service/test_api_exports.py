@@ -17,7 +17,7 @@ import pytest
 
 from service.client import ShardloomClient
 from service.client_errors import ExportFailed
-from service.errors import ExportRefused
+from service.errors import ExportRefused, ExportUnavailable
 from service.export_archive import archive
 from service.export_removal import delete_export, remove_all_deleted, remove_old_exports
 from service.exports import ExportRunner, environment, request_export, unfinished
@@ -57,6 +57,27 @@ def job_id(api: Api) -> str:
 def only_export(api: Api, job_id: str) -> ExportFolder:
     (folder,) = list_exports(run_dir_of(api.settings, job_id))
     return folder
+
+
+@pytest.mark.parametrize(
+    ("python", "missing"),
+    [("/nowhere/python", "it is not there"), (sys.executable, "it has no torch, torchrec")],
+)
+def test_a_service_whose_python_cannot_export_says_so_before_anything_is_asked_for(
+    api: Api, job_id: str, tmp_path: Path, python: str, missing: str
+) -> None:
+    # A Python of this version without a package.
+    bare = tmp_path / "bare"
+    bare.write_text(f'#!/bin/sh\nexec {python} -I -S "$@"\n')
+    bare.chmod(0o755)
+    poor = str(bare) if python == sys.executable else python
+    settings = api.settings.model_copy(update={"trainer_python": poor})
+    job = api.store.get_job(job_id)
+    with pytest.raises(ExportUnavailable, match=missing) as raised:
+        request_export(api.store, settings, job, "newest", "none")
+    assert "Dockerfile.service-export" in str(raised.value)
+    assert raised.value.status == 409
+    assert list_exports(run_dir_of(settings, job_id)) == []
 
 
 def test_an_export_is_asked_for_and_listed(api: Api, job_id: str) -> None:

@@ -381,10 +381,10 @@ class ExportUnavailable(Conflict):
     def __init__(self, python: str, missing: str) -> None:
         super().__init__(
             f"this service makes no exports: its Python ({python}, SHARDLOOM_TRAINER_PYTHON) "
-            f"cannot, as {missing}. Run it from the image of deploy/Dockerfile.service-export, or where "
-            "the trainer is installed; or let jobs export where they train with `export: {on_success: "
-            "true}`, and finished ones on a host of the cluster with `shardloom export --run-dir "
-            "DIR --to DIR`"
+            f"cannot, as {missing}. Run it from the image of deploy/Dockerfile.service-export, or "
+            "where the trainer is installed; or let jobs export where they train with "
+            "`export: {on_success: true}`, and finished ones on a host of the cluster with "
+            "`shardloom export --run-dir DIR --to DIR`"
         )
 
 

@@ -98,10 +98,9 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
     Raises SpecError, DataError or NoLayout.
     """
     spec = prepare_spec(context, partial(_warn, writer))
-    use_gpu = wants_gpu(spec, may_grow=context.cluster_max_workers is not None)
-    room = room_of(context, spec, writer, use_gpu)
-    if room:
-        await_host(spec, context, room)
+    use_gpu, room = wants_gpu(spec), None
+    if context.cluster_max_workers is not None:
+        use_gpu, room = open_room(context, spec, writer)
     choice = choose_layout(spec, hosts_to_use(context, spec, use_gpu), partial(_warn, writer))
     if choice:
         spec = spec.with_layout(choice.layout)
@@ -123,14 +122,23 @@ def _warn(writer: EventWriter, message: str) -> None:
     writer.write(events.Note(time=time.time(), level="warning", message=message))
 
 
-def room_of(
-    context: DriverContext, spec: JobSpec, writer: EventWriter, use_gpu: bool
-) -> Room | None:
-    """What asks the autoscaler of the cluster for room; None where there is none."""
-    if context.cluster_max_workers is None:
-        return None
-    demand = demand_per_worker(spec, use_gpu)
-    return Room(RayAutoscaler(demand), partial(read_hosts, demand), demand, writer.write)
+def open_room(context: DriverContext, spec: JobSpec, writer: EventWriter) -> tuple[bool, Room]:
+    """Whether to train on GPUs, and what asks the autoscaler of the cluster for room.
+
+    Waits for a first host where it depends on what hosts are like. Raises `NoLayout`.
+    """
+
+    def room_with(use_gpu: bool) -> Room:
+        demand = demand_per_worker(spec, use_gpu)
+        return Room(RayAutoscaler(demand), partial(read_hosts, demand), demand, writer.write)
+
+    use_gpu = wants_gpu(spec, may_grow=True)
+    room = room_with(use_gpu)
+    await_host(spec, context, room)
+    if use_gpu == wants_gpu(spec, may_grow=True):
+        return use_gpu, room
+    room.close()
+    return not use_gpu, room_with(not use_gpu)
 
 
 def hosts_to_use(

@@ -69,12 +69,14 @@ def choose_layout(
 def await_host(
     spec: JobSpec, context: DriverContext, room: Room, wait: Callable[[float], None] = time.sleep
 ) -> None:
-    """Wait until there is a host for a worker, where the layout depends on what hosts are like.
+    """Wait until there is a host for a worker, where layout or device depend on the hosts.
 
     The autoscaler is asked for one; those that follow are taken to be like it. Raises `NoLayout`
     where the job is to pause first.
     """
-    if spec.parallelism.is_resolved and spec.parallelism.survive is None:
+    parallelism = spec.parallelism
+    is_layout_given = parallelism.is_resolved and parallelism.survive is None
+    if is_layout_given and spec.resources.device != "auto":
         return
     while not any(host.num_slots for host in room.read_hosts()):
         room.seek(Need(0, 1, 1, (Wish(1),)), room.read_free_hosts())

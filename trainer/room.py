@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 # Far above what workers need until they have their room.
 _KEEP_S = 300.0
+_SETTLE_S = 10.0
 
 
 class Autoscaler(Protocol):
@@ -95,9 +96,13 @@ class Room:
 
     def _let_go(self, hosts: Sequence[Host]) -> None:
         """Keep those nodes no longer that are in use or gone, or that nobody came to."""
-        empty = {host.node_id for host in hosts if host.num_free == host.num_slots}
+        live = {host.node_id for host in hosts}
+        used = {host.node_id for host in hosts if host.num_free < host.num_slots}
         for node_id, (ask_id, since) in list(self._kept.items()):
-            if node_id not in empty or self.clock() - since > _KEEP_S:
+            age_s = self.clock() - since
+            # For a moment the cluster counts room as used that was just let go of.
+            is_used = node_id in used and age_s > _SETTLE_S
+            if is_used or node_id not in live or age_s > _KEEP_S:
                 del self._kept[node_id]
                 self.autoscaler.withdraw(ask_id)
 

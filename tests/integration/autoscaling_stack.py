@@ -31,6 +31,8 @@ from trainer.elastic.faults import FAULTS, VARIABLE, Fault
 ROOT = Path(__file__).parents[2]
 MAX_NODES = 3
 IDLE_S = 20
+# Nodes, trainers and workers start on a machine that others may use, too.
+PATIENCE_S = 240
 _STORE_BYTES = 80_000_000
 # A step takes a while whatever the machine, so that a job outlives what happens around it.
 _SLOW_STEPS = [
@@ -173,7 +175,7 @@ class GrowingRay:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        wait_for(lambda: NODE_IP in self._live(), "the head", timeout_s=120)
+        wait_for(lambda: NODE_IP in self._live(), "the head", timeout_s=PATIENCE_S)
 
     def _live(self) -> set[str]:
         assert self._head is not None

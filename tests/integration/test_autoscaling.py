@@ -13,11 +13,9 @@ import pytest
 
 from service.domain import JobStatus
 from tests.conftest import EXAMPLE_SPEC
-from tests.integration.autoscaling_stack import GrowingStack, growing_stack
+from tests.integration.autoscaling_stack import PATIENCE_S, GrowingStack, growing_stack
 from tests.integration.stack import Found, wait_for
 
-# Node, trainer and workers start on a machine that others may use, too.
-PATIENCE_S = 240
 COMMON = (
     "data.batch_size=16",
     "training.epochs=1000",

@@ -15,6 +15,7 @@ CLUSTER = {
     "backend": "ray_jobs",
     "address": "http://127.0.0.1:8265",
     "message": "Ray 2.60.0",
+    "max_workers": 32,
     "hosts": [
         {"address": "10.0.0.7", "num_cpus": 16.0, "num_gpus": 8.0, "memory_bytes": 512 << 30}
     ],
@@ -27,6 +28,7 @@ def test_the_cluster_is_shown_with_its_hosts(service: FakeService) -> None:
     assert result.exit_code == 0, result.output
     for word in ("ray_jobs at http://127.0.0.1:8265 answers", "Ray 2.60.0", "10.0.0.7", "16", "8"):
         assert word in result.stdout
+    assert "grows by itself to room for 32 workers" in result.stdout
     assert json.loads(shardloom("cluster", "--json").stdout) == CLUSTER
 
 

@@ -177,3 +177,20 @@ def test_an_open_plan_and_one_that_cannot_start_are_printed_as_such() -> None:
 
 def test_many_groups_are_counted() -> None:
     assert "32 of 1" in printed(plan_of(job(32, 1), hosts(32)))
+
+
+def test_a_cluster_that_grows_is_planned_with_hosts_like_the_largest_that_is_there() -> None:
+    wanted = job({"min": 2, "max": 6}, survive={"hosts": 1})
+    assert plan_of(wanted, hosts(2), None).obstacle
+    plan = plan_of(wanted, (*hosts(0), *hosts(2)), max_workers=7)
+    assert (plan.num_replicas, plan.obstacle) == (3, "")
+    assert plan.layout
+    assert plan.layout.num_hosts == 3
+    assert plan.cluster == "4 host(s) with room for 0 + 2 + 2 + 2 worker(s), 2 of them to be added"
+    assert plan_of(wanted, hosts(2, 2, 2), max_workers=6).cluster.endswith("2 + 2 + 2 worker(s)")
+
+
+def test_a_cluster_that_grows_from_a_head_alone_has_hosts_that_nobody_knows_yet() -> None:
+    plan = plan_of(job(6, placement="inter_host"), hosts(0), max_workers=8)
+    assert (plan.cluster, plan.obstacle) == ("hosts not known", "")
+    assert plan.reason.startswith("given a host for each group")

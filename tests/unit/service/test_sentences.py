@@ -33,6 +33,16 @@ def _resized(
     )
 
 
+def _room_asked(has: int, wants: int, needed: int) -> events.RoomAsked:
+    return events.RoomAsked(
+        time=NOW,
+        num_workers=has,
+        num_wanted=wants,
+        num_needed=needed,
+        resources_per_worker={"CPU": 1.0, "GPU": 1.0},
+    )
+
+
 @pytest.mark.parametrize(
     ("event", "sentence"),
     [
@@ -67,6 +77,16 @@ def _resized(
             "group 1 (127.0.0.3) joined: copied 48.3 kB from a live group in 0.4 s",
         ),
         (group_joined(how="start"), "group 1 (127.0.0.3) joined from the start"),
+        (
+            _room_asked(0, 3, needed=2),
+            "waits for room: there is room for 0 of at least 2 workers; the autoscaler was asked "
+            "for room for 3 workers (1 CPU, 1 GPU each)",
+        ),
+        (
+            _room_asked(2, 3, needed=2),
+            "the autoscaler was asked for room for 1 worker (1 CPU, 1 GPU each), to grow from 2 "
+            "to 3",
+        ),
         (_left("resize"), "group 2 (127.0.0.4) left in good order: fewer workers are wanted"),
         (_left("drain"), "group 2 (127.0.0.4) left in good order: its host is drained"),
         (recovered(), "recovered in 0.31 s: generation 4, nothing to redo"),
@@ -135,4 +155,5 @@ _VALUES: dict[str, Any] = {
     "reason": "why",
     "message": "what",
     "placement": "inter_host",
+    "resources_per_worker": {"CPU": 1.0},
 }

@@ -141,8 +141,12 @@ class Asking:
     cloud: Cloud = field(default_factory=Cloud)
     told: list[events.Event] = field(default_factory=list)
 
+    now: float = 0.0
+
     def __post_init__(self) -> None:
-        self.room = Room(self.cloud, lambda: self.hosts, {"CPU": 1.0}, self.told.append)
+        self.room = Room(
+            self.cloud, lambda: self.hosts, {"CPU": 1.0}, self.told.append, lambda: self.now
+        )
 
     def want(self, has: int, wants: int, least: int = 0, **wish: frozenset[str]) -> None:
         missing = (Wish(1, **wish),) * (wants - has)
@@ -194,9 +198,22 @@ def test_a_node_is_kept_until_workers_are_on_it_or_it_is_gone() -> None:
     asking.cloud.give("1", "nb")
     asking.cloud.give("2", "nc")
     asking.room.give([])
+    asking.want(2, 2)
+    assert sorted(asking.cloud.kept) == ["nb", "nc"], "what was held may be counted as used yet"
     asking.hosts = [host("a", 1, 0), host("b", 1), host("c", 1)]
+    asking.now += 100
     asking.want(2, 2)
     assert sorted(asking.cloud.kept) == ["nb", "nc"]
     asking.hosts = [host("a", 1, 0), host("b", 1, 0)]
     asking.want(2, 2)
+    assert not asking.cloud.kept
+
+
+def test_a_node_that_nobody_comes_to_is_not_kept_for_ever() -> None:
+    asking = Asking([host("b", 1)])
+    asking.want(0, 1)
+    asking.cloud.give("1", "nb")
+    asking.room.give(["nb"])
+    asking.now += 1000
+    asking.want(0, 0)
     assert not asking.cloud.kept

@@ -52,6 +52,7 @@ class KubeApiServer:
         self.bookmark_every_s = bookmark_every_s
         self.pod_logs: dict[tuple[str, str], str] = {}
         self.requests: list[str] = []
+        self.crashes: list[Exception] = []
         self.mutators: list[Callable[[Manifest], Manifest]] = []
         self.admin_token = self.tokens.issue(User("kubernetes-admin", None, (ADMIN_RULE,)))
         operator = User(OPERATOR, None, (ADMIN_RULE,))
@@ -79,6 +80,8 @@ class KubeApiServer:
     ) -> None:
         self._go_away()
         self._collector.stop()
+        if self.crashes and error is None:
+            raise ExceptionGroup("requests that the API server failed on", self.crashes)
 
     @property
     def url(self) -> str:

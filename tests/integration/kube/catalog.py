@@ -71,7 +71,10 @@ class Catalog:
         return [each for each in self._resources if (each.group, each.version) == (group, version)]
 
     def route(self, method: str, path: str, query: Mapping[str, str]) -> Route:
-        """What a request is about; raises 404 for paths that nothing is served at."""
+        """What a request is about; raises 404 for paths that cannot be anything.
+
+        A kind that is not served is told by a resource without a kind.
+        """
         parts = [part for part in path.split("/") if part]
         if parts[:1] == ["api"] and len(parts) >= 3:
             group, version, rest = "", parts[1], parts[2:]
@@ -94,8 +97,10 @@ class Catalog:
     ) -> Route:
         found = [each for each in self.served(*where) if each.plural == rest[0]]
         subresource = rest[2] if len(rest) > 2 else ""
-        if not found or len(rest) > 3 or (subresource and subresource not in found[0].subresources):
+        if len(rest) > 3 or (found and subresource and subresource not in found[0].subresources):
             raise no_such_path()
+        # Whoever may not ask for it is not told that it is not served.
+        found = found or [Resource(*where, rest[0], kind="")]
         name = rest[1] if len(rest) > 1 else ""
         verbs = _ON_ONE if name else _ON_MANY
         if found[0].plural == "namespaces" and name:

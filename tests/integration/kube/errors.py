@@ -5,6 +5,7 @@ Each is an `ApiError` that carries the `Status` object of its answer.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,6 +34,7 @@ class ApiError(Exception):
         self.message = message
         self.details = details or {}
         self.retry_after_s = retry_after_s
+        self.has_empty_details = False
 
     def status(self) -> dict[str, Any]:
         """The `Status` object that tells it."""
@@ -42,12 +44,12 @@ class ApiError(Exception):
             "metadata": {},
             "status": "Failure",
             "message": self.message,
-            "reason": self.reason,
+            **({"reason": self.reason} if self.reason else {}),
         }
         details = dict(self.details)
         if self.retry_after_s is not None:
             details["retryAfterSeconds"] = self.retry_after_s
-        if details:
+        if details or self.has_empty_details:
             status["details"] = details
         return {**status, "code": self.code}
 
@@ -93,7 +95,7 @@ def unauthorized() -> ApiError:
 def invalid(resource: Resource, name: str, causes: Sequence[Cause]) -> ApiError:
     """The object breaks its schema or the rules of its kind."""
     kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
-    told = [str(cause) for cause in causes]
+    told = list(dict.fromkeys(str(cause) for cause in causes))
     listed = told[0] if len(told) == 1 else f"[{', '.join(told)}]"
     group = {"group": resource.group} if resource.group else {}
     details = {
@@ -108,6 +110,22 @@ def invalid(resource: Resource, name: str, causes: Sequence[Cause]) -> ApiError:
     return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: {listed}', details)
 
 
+def invalid_patch(manifest: dict[str, Any], why: str) -> ApiError:
+    """A patch whose result has fields that nobody knows."""
+    shown = json.dumps(json.dumps(manifest))
+    cause = Cause("FieldValueInvalid", f"Invalid value: {shown}: {why}", "patch")
+    details = {"causes": [{"reason": cause.reason, "message": cause.message, "field": cause.field}]}
+    return ApiError(422, "Invalid", f' "" is invalid: {cause}', details)
+
+
+def rejected_patch() -> ApiError:
+    """A JSON patch that does not apply."""
+    message = "the server rejected our request due to an error in our request"
+    error = ApiError(422, "Invalid", message)
+    error.has_empty_details = True
+    return error
+
+
 def bad_request(message: str) -> ApiError:
     """The request cannot be understood."""
     return ApiError(400, "BadRequest", message)
@@ -120,7 +138,7 @@ def expired(message: str) -> ApiError:
 
 def version_of_the_future(asked: int, current: int) -> ApiError:
     """A resource version that is not there yet."""
-    message = f"Too large resource version: {asked}, current: {current}"
+    message = f"Timeout: Too large resource version: {asked}, current: {current}"
     causes = [{"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}]
     return ApiError(504, "Timeout", message, {"causes": causes}, retry_after_s=1)
 
@@ -133,7 +151,9 @@ def no_such_path() -> ApiError:
 def method_not_allowed() -> ApiError:
     """The path is served, but not for this verb."""
     message = "the server does not allow this method on the requested resource"
-    return ApiError(405, "MethodNotAllowed", message)
+    error = ApiError(405, "MethodNotAllowed", message)
+    error.has_empty_details = True
+    return error
 
 
 def unsupported_media_type(accepted: Sequence[str]) -> ApiError:

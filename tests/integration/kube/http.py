@@ -36,6 +36,12 @@ class Listener(ThreadingHTTPServer):
         """Clients hang up; nobody needs a traceback for that."""
 
 
+def _number(text: str) -> int | float:
+    """As Go reads numbers: 1.0 is an integer."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 class _HangUp(Exception):
     """The answer is lost on purpose."""
 
@@ -72,6 +78,11 @@ class _Handler(BaseHTTPRequestHandler):
                 self._answer_request()
             except ApiError as error:
                 self._send_error(error)
+            except (_HangUp, OSError):
+                raise
+            except Exception as error:
+                self.kube.crashes.append(error)
+                self._send_error(ApiError(500, "InternalError", f"Internal error: {error!r}"))
         except (_HangUp, OSError):
             self.close_connection = True
 
@@ -91,6 +102,8 @@ class _Handler(BaseHTTPRequestHandler):
         route = self.kube.catalog.route(self.command, parts.path, query)
         loses_answer = self._befall(route.verb, parts.path, is_noted)
         self._authorize(user, route)
+        if not route.target.resource.kind:
+            raise no_such_path()
         if route.verb == "watch":
             self._stream(route, query)
             return
@@ -202,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             if "yaml" in (self.headers.get("Content-Type") or ""):
                 return yaml.safe_load(raw)
-            return json.loads(raw)
+            return json.loads(raw, parse_float=_number)
         except (ValueError, yaml.YAMLError) as error:
             raise bad_request(f"couldn't parse the body of the request: {error}") from error
 

@@ -60,7 +60,8 @@ def causes(manifest: Manifest, old: Manifest | None, resource: Resource) -> list
     if resource.qualified == "pods":
         found += _pod_causes(manifest, old)
     if old is not None and "deletionTimestamp" in old["metadata"]:
-        found += _finalizer_causes(manifest, old)
+        # The API server says it twice of custom kinds.
+        found += list(_finalizer_causes(manifest, old)) * (2 if resource.custom else 1)
     return found
 
 
@@ -95,6 +96,11 @@ def _fixed_data_causes(manifest: Manifest, old: Manifest) -> Iterator[Cause]:
 def _pod_causes(manifest: Manifest, old: Manifest | None) -> Iterator[Cause]:
     if not manifest.get("spec", {}).get("containers"):
         yield Cause("FieldValueRequired", "Required value", "spec.containers")
+    for index, container in enumerate(manifest.get("spec", {}).get("containers") or ()):
+        for name in ("name", "image"):
+            if not container.get(name):
+                field = f"spec.containers[{index}].{name}"
+                yield Cause("FieldValueRequired", "Required value", field)
     if old is not None and _without_images(manifest) != _without_images(old):
         rule = (
             "Forbidden: pod updates may not change fields other than "

@@ -90,7 +90,10 @@ def _number(query: Mapping[str, str], name: str) -> int:
     try:
         return int(query.get(name) or 0)
     except ValueError as error:
-        raise bad_request(f"invalid {name}: {query[name]!r}") from error
+        raise bad_request(
+            f'invalid resource version: {name}: Invalid value: "{query[name]}": '
+            f'strconv.ParseUint: parsing "{query[name]}": invalid syntax'
+        ) from error
 
 
 def _place(manifest: Manifest) -> tuple[str, str]:
@@ -105,7 +108,7 @@ def _read_token(text: str) -> tuple[int, tuple[str, str]]:
     try:
         revision, namespace, name = json.loads(base64.urlsafe_b64decode(text))
     except (ValueError, binascii.Error) as error:
-        raise bad_request(f"continue key is not valid: {error}") from error
+        raise bad_request(f"invalid continue token: continue key is not valid: {error}") from error
     return revision, (namespace, name)
 
 

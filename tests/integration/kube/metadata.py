@@ -6,10 +6,11 @@ import re
 import secrets
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.integration.kube.errors import bad_request
+from tests.integration.kube.errors import bad_request, invalid
 from tests.integration.kube.resources import Resource
 from tests.integration.kube.schema import Cause
 
@@ -20,6 +21,7 @@ _SUBDOMAIN = rf"{_LABEL}(\.{_LABEL})*"
 _QUALIFIED = r"([A-Za-z0-9][-A-Za-z0-9_.]*)?[A-Za-z0-9]"
 _VALUE = rf"({_QUALIFIED})?"
 _NAME_CHARS = "bcdfghjklmnpqrstvwxz2456789"
+_STANDARD_FINALIZERS = ("orphan", "foregroundDeletion", "kubernetes")
 _MOST_ANNOTATION_BYTES = 256 * 1024
 
 _SUBDOMAIN_RULE = (
@@ -51,13 +53,28 @@ def now_text() -> str:
 
 def check_type(manifest: Any, resource: Resource) -> None:
     """The body must be an object of the kind that the path names; raises 400."""
-    if not isinstance(manifest, dict):
-        raise bad_request("the object provided is unrecognized (must be a JSON object)")
-    version, kind = manifest.get("apiVersion"), manifest.get("kind")
-    if version != resource.api_version or kind != resource.kind:
+    for name in ("kind", "apiVersion"):
+        if not isinstance(manifest, dict) or not manifest.get(name):
+            raise bad_request(
+                f"the object provided is unrecognized (must be of type {resource.kind}): "
+                f"Object '{name[0].upper()}{name[1:]}' is missing"
+            )
+    version, kind = manifest["apiVersion"], manifest["kind"]
+    if version != resource.api_version:
         raise bad_request(
-            f"{kind} in version {version!r} cannot be handled as a {resource.kind}: "
-            f"expected {resource.api_version}, Kind={resource.kind}"
+            f"the API version in the data ({version}) does not match the expected API version "
+            f"({resource.api_version})"
+        )
+    if kind != resource.kind and resource.custom:
+        rule = f'Invalid value: "{kind}": must be {resource.kind}'
+        name = (manifest.get("metadata") or {}).get("name", "")
+        raise invalid(
+            replace(resource, kind=kind), name, [Cause("FieldValueInvalid", rule, "kind")]
+        )
+    if kind != resource.kind:
+        raise bad_request(
+            f'{kind} in version "{resource.version}" cannot be handled as a {resource.kind}: '
+            f"converting ({kind}) to ({resource.kind}): unknown conversion"
         )
 
 
@@ -114,7 +131,7 @@ def metadata_causes(resource: Resource, metadata: Manifest) -> list[Cause]:
         *_label_causes(metadata.get("labels") or {}),
         *_annotation_causes(metadata.get("annotations") or {}),
         *_owner_causes(metadata.get("ownerReferences") or []),
-        *_finalizer_causes(metadata.get("finalizers") or []),
+        *([] if resource.custom else _finalizer_causes(metadata.get("finalizers") or [])),
     ]
 
 
@@ -142,7 +159,7 @@ def _label_causes(labels: dict[str, str]) -> Iterator[Cause]:
     for key, value in labels.items():
         yield from _key_causes("metadata.labels", key)
         if len(value) > 63:
-            yield _invalid("metadata.labels", value, "must be no more than 63 characters")
+            yield _invalid("metadata.labels", value, "must be no more than 63 bytes")
         if not re.fullmatch(_VALUE, value):
             yield _invalid("metadata.labels", value, _VALUE_RULE)
 
@@ -169,10 +186,10 @@ def _key_causes(field: str, key: str) -> Iterator[Cause]:
 
 
 def _owner_causes(owners: list[Manifest]) -> Iterator[Cause]:
-    for index, owner in enumerate(owners):
+    for owner in owners:
         for name in ("apiVersion", "kind", "name", "uid"):
             if not owner.get(name):
-                field = f"metadata.ownerReferences[{index}].{name}"
+                field = f"metadata.ownerReferences.{name}"
                 yield _invalid(field, "", "must not be empty")
     controllers = [owner for owner in owners if owner.get("controller")]
     if len(controllers) > 1:
@@ -180,9 +197,19 @@ def _owner_causes(owners: list[Manifest]) -> Iterator[Cause]:
         yield _invalid("metadata.ownerReferences", controllers[1]["name"], rule)
 
 
+def finalizer_warnings(metadata: Manifest) -> list[str]:
+    """What is said of a custom object's finalizers that could be anybody's."""
+    return [
+        f'metadata.finalizers: "{name}": prefer a domain-qualified finalizer name to avoid '
+        "accidental conflicts with other finalizer writers"
+        for name in metadata.get("finalizers") or ()
+        if "/" not in name and name not in _STANDARD_FINALIZERS
+    ]
+
+
 def _finalizer_causes(finalizers: list[str]) -> Iterator[Cause]:
     for name in finalizers:
-        if "/" not in name and name not in ("orphan", "foregroundDeletion", "kubernetes"):
+        if "/" not in name and name not in _STANDARD_FINALIZERS:
             yield _invalid(
                 "metadata.finalizers",
                 name,

@@ -13,10 +13,11 @@ from typing import Any
 
 import jsonpatch
 
-from tests.integration.kube.errors import ApiError, bad_request, unsupported_media_type
+from tests.integration.kube.errors import bad_request, rejected_patch, unsupported_media_type
 
 JSON_PATCH = "application/json-patch+json"
 MERGE_PATCH = "application/merge-patch+json"
+APPLY_PATCH = "application/apply-patch+yaml"
 STRATEGIC_PATCH = "application/strategic-merge-patch+json"
 
 _MERGE_KEYS = {
@@ -42,18 +43,15 @@ def patched(manifest: dict[str, Any], patch: Any, media_type: str, *, custom: bo
     if not custom:
         ways[STRATEGIC_PATCH] = _strategic
     if media_type not in ways:
-        raise unsupported_media_type(list(ways))
+        raise unsupported_media_type([*ways, APPLY_PATCH])
     return ways[media_type](copy.deepcopy(manifest), patch)
 
 
 def _json_patched(manifest: dict[str, Any], patch: Any) -> Any:
     try:
         return jsonpatch.JsonPatch(patch).apply(manifest)
-    except jsonpatch.JsonPatchTestFailed as error:
-        message = f"the server rejected our request due to an error in our request: {error}"
-        raise ApiError(422, "Invalid", message) from error
     except (jsonpatch.JsonPatchException, jsonpatch.JsonPointerException) as error:
-        raise ApiError(422, "Invalid", f"unable to apply the patch: {error}") from error
+        raise rejected_patch() from error
 
 
 def _merged(target: Any, patch: Any) -> Any:

@@ -39,6 +39,7 @@ def check(store: Store, resource: Resource, manifest: Manifest) -> None:
     asked = usage(resource.qualified, manifest)
     for limits in store.under("resourcequotas", namespace):
         hard = limits.get("spec", {}).get("hard", {})
+        _check_specified(resource, manifest, limits["metadata"]["name"], hard)
         over = [
             name
             for name in sorted(asked)
@@ -57,6 +58,24 @@ def check(store: Store, resource: Resource, manifest: Manifest) -> None:
             name = manifest["metadata"]["name"]
             why = f"exceeded quota: {limits['metadata']['name']}, {said}"
             raise forbidden(resource, name, why)
+
+
+def _check_specified(resource: Resource, pod: Manifest, quota: str, hard: Manifest) -> None:
+    """Containers must say what they use of the things that a quota limits."""
+    if resource.qualified != "pods":
+        return
+    missing: dict[str, str] = {}
+    for name in sorted(hard):
+        part, _, what = name.partition(".")
+        if part in ("requests", "limits") and what in ("cpu", "memory"):
+            for container in pod.get("spec", {}).get("containers", ()):
+                said = (container.get("resources") or {}).get(part) or {}
+                if what not in said:
+                    missing[name] = container["name"]
+    if missing:
+        told = ",".join(f"{name} for: {container}" for name, container in missing.items())
+        name = pod["metadata"]["name"]
+        raise forbidden(resource, name, f"failed quota: {quota}: must specify {told}")
 
 
 def _shown(value: Any) -> str:

@@ -7,7 +7,7 @@ field validation. Objects carry no managedFields.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tests.integration.kube import kinds, metadata, quota
@@ -18,14 +18,16 @@ from tests.integration.kube.errors import (
     conflict,
     forbidden,
     invalid,
+    invalid_patch,
     not_found,
 )
 from tests.integration.kube.resources import Resource
-from tests.integration.kube.schema import Cause
+from tests.integration.kube.schema import Cause, metadata_schema
 from tests.integration.kube.store import Key, Store, key_of
 
 Manifest = dict[str, Any]
 
+_DELETE_OPTIONS = Resource("meta.k8s.io", "v1", "", "DeleteOptions")
 FOREGROUND, ORPHAN = "foregroundDeletion", "orphan"
 
 
@@ -83,7 +85,8 @@ class Rest:
         manifest = {**body, "metadata": body.get("metadata") or {}}
         metadata.check_namespace(manifest, resource, target.namespace)
         if manifest["metadata"].get("resourceVersion"):
-            raise bad_request("resourceVersion should not be set on objects to be created")
+            message = "resourceVersion should not be set on objects to be created"
+            raise ApiError(500, "", message)
         manifest = _read(manifest, resource, options)
         with self.store.changed:
             manifest = metadata.born(manifest, resource, target.namespace)
@@ -104,12 +107,7 @@ class Rest:
         metadata.check_type(body, target.resource)
         manifest = {**body, "metadata": body.get("metadata") or {}}
         metadata.check_namespace(manifest, target.resource, target.namespace)
-        name = manifest["metadata"].get("name", target.name)
-        if name != target.name:
-            raise bad_request(
-                f"the name of the object ({name}) does not match the name on the URL "
-                f"({target.name})"
-            )
+        _check_name(manifest, target)
         manifest = _read(manifest, target.resource, options)
         with self.store.changed:
             old = self._old(target)
@@ -117,7 +115,8 @@ class Rest:
             if target.resource.custom and not manifest["metadata"].get("resourceVersion"):
                 rule = "Invalid value: 0: must be specified for an update"
                 cause = Cause("FieldValueInvalid", rule, "metadata.resourceVersion")
-                raise invalid(target.resource, target.name, [cause])
+                told = replace(target.resource, kind=target.resource.plural)
+                raise invalid(told, target.name, [cause])
             return self._replace(target, old, manifest, options)
 
     def patch(
@@ -128,9 +127,8 @@ class Rest:
             old = self._old(target)
             manifest = change(served(old, target.resource))
             metadata.check_type(manifest, target.resource)
-            if manifest["metadata"].get("name") != target.name:
-                raise bad_request("the name of the object may not be changed by a patch")
-            manifest = _read(manifest, target.resource, options)
+            _check_name(manifest, target)
+            manifest = _read(manifest, target.resource, options, is_patched=True)
             _check_meant(target, manifest["metadata"], old)
             return self._replace(target, old, manifest, options)
 
@@ -139,9 +137,7 @@ class Rest:
         resource = target.resource
         with self.store.changed:
             old = self._old(target)
-            _check_precondition(target, "UID", deletion.uid, old["metadata"]["uid"])
-            version = old["metadata"]["resourceVersion"]
-            _check_precondition(target, "ResourceVersion", deletion.resource_version, version)
+            _check_deletion(target, deletion, old)
             if resource.plural == "namespaces" and "deletionTimestamp" in old["metadata"]:
                 raise conflict(resource, target.name, kinds.NAMESPACE_ENDS)
             marked = _marked(old, deletion, resource)
@@ -185,7 +181,10 @@ class Rest:
         resource = target.resource
         new = _joined(old, metadata.kept(manifest, old), target)
         new = kinds.completed(new, resource)
-        _check_valid(new, old, resource)
+        if target.subresource == "status" and resource.custom:
+            _check_status(new, resource)
+        else:
+            _check_valid(new, old, resource)
         if _desired(new) != _desired(old) and "generation" in new["metadata"]:
             new["metadata"]["generation"] += 1
         new["metadata"]["resourceVersion"] = old["metadata"]["resourceVersion"]
@@ -210,17 +209,34 @@ def waits(manifest: Manifest) -> bool:
     )
 
 
-def _read(manifest: Manifest, resource: Resource, options: Options) -> Manifest:
+def _check_name(manifest: Manifest, target: Target) -> None:
+    name = manifest["metadata"].get("name", target.name)
+    if name != target.name:
+        raise bad_request(
+            f"the name of the object ({name}) does not match the name on the URL ({target.name})"
+        )
+
+
+def _read(
+    manifest: Manifest, resource: Resource, options: Options, *, is_patched: bool = False
+) -> Manifest:
     """The body without unknown fields (which Strict refuses), with defaults."""
+    schema = metadata_schema() if resource.custom else resource.schema
+    broken = schema.decoding_error(manifest, "" if resource.custom else resource.kind)
+    handled = f'{resource.kind} in version "{resource.version}" cannot be handled as a'
+    if broken:
+        raise bad_request(f"{handled} {resource.kind}: {broken}")
     unknown = resource.schema.unknown_fields(manifest)
     told = [f'unknown field "{path}"' for path in sorted(unknown)]
     if told and options.field_validation == "Strict":
-        raise bad_request(
-            f'{resource.kind} in version "{resource.version}" cannot be handled as a '
-            f"{resource.kind}: strict decoding error: {', '.join(told)}"
-        )
+        strict = f"strict decoding error: {', '.join(told)}"
+        if is_patched:
+            raise invalid_patch(manifest, strict)
+        raise bad_request(f"{handled} {resource.kind}: {strict}")
     if options.field_validation == "Warn":
         options.warnings.extend(told)
+    if resource.custom:
+        options.warnings.extend(metadata.finalizer_warnings(manifest["metadata"]))
     pruned = resource.schema.pruned(manifest) if told else manifest
     return resource.schema.with_defaults(pruned)
 
@@ -228,28 +244,57 @@ def _read(manifest: Manifest, resource: Resource, options: Options) -> Manifest:
 def _check_valid(manifest: Manifest, old: Manifest | None, resource: Resource) -> None:
     name = manifest["metadata"].get("name", "")
     causes = metadata.metadata_causes(resource, manifest["metadata"])
-    body = {**manifest, "metadata": {}}
-    causes += resource.schema.violations(body, old)
+    if resource.custom:
+        body = {**manifest, "metadata": {}}
+        causes += resource.schema.violations(body)
+        causes += resource.schema.broken_rules(body, old, causes)
     causes += kinds.causes(manifest, old, resource)
     if causes:
         raise invalid(resource, name, causes)
 
 
+def _check_status(manifest: Manifest, resource: Resource) -> None:
+    """A write of the status is judged by the status alone, whose fields are named from there."""
+    found = resource.schema.of_field("status").violations(manifest.get("status", {}))
+    causes = [replace(cause, field=f"status.{cause.field}") for cause in found]
+    causes += resource.schema.broken_rules(manifest, manifest, causes)
+    if causes:
+        raise invalid(resource, manifest["metadata"]["name"], causes)
+
+
 def _check_meant(target: Target, said: Mapping[str, Any], old: Manifest) -> None:
     """The update must be of this object, as it is now."""
-    _check_precondition(target, "UID", said.get("uid"), old["metadata"]["uid"])
-    version = said.get("resourceVersion")
+    uid, version = said.get("uid"), said.get("resourceVersion")
+    if uid and uid != old["metadata"]["uid"]:
+        resource = target.resource
+        place = f"{resource.group}/{resource.plural}" if resource.group else resource.plural
+        why = (
+            f"StorageError: invalid object, Code: 4, Key: /registry/{place}/{target.namespace}/"
+            f"{target.name}, ResourceVersion: 0, AdditionalErrorMsg: Precondition failed: "
+            f"UID in precondition: {uid}, UID in object meta: {old['metadata']['uid']}"
+        )
+        raise conflict(resource, target.name, why)
     if version and version != old["metadata"]["resourceVersion"]:
         raise conflict(target.resource, target.name)
 
 
-def _check_precondition(target: Target, what: str, wanted: str | None, actual: str) -> None:
-    if wanted and wanted != actual:
-        why = (
-            f"Precondition failed: {what} in precondition: {wanted}, "
-            f"{what} in object meta: {actual}"
-        )
-        raise conflict(target.resource, target.name, why)
+def _check_deletion(target: Target, deletion: Deletion, old: Manifest) -> None:
+    """Only the object that is meant may be deleted."""
+    for what, wanted, actual, hint in (
+        ("UID", deletion.uid, old["metadata"]["uid"], "deleted and then recreated"),
+        (
+            "ResourceVersion",
+            deletion.resource_version,
+            old["metadata"]["resourceVersion"],
+            "modified",
+        ),
+    ):
+        if wanted and wanted != actual:
+            why = (
+                f"the {what} in the precondition ({wanted}) does not match the {what} in record "
+                f"({actual}). The object might have been {hint}"
+            )
+            raise conflict(replace(target.resource, plural=target.resource.kind), target.name, why)
 
 
 def _joined(old: Manifest, new: Manifest, target: Target) -> Manifest:
@@ -306,7 +351,12 @@ def deletion_of(body: Any, query: Mapping[str, str]) -> Deletion:
     said = body if isinstance(body, dict) else {}
     policy = said.get("propagationPolicy") or query.get("propagationPolicy") or "Background"
     if policy not in ("Background", "Foreground", "Orphan"):
-        raise ApiError(422, "Invalid", f'DeleteOptions is invalid: propagationPolicy: "{policy}"')
+        rule = (
+            f'Unsupported value: "{policy}": supported values: "Foreground", "Background", '
+            '"Orphan", "nil"'
+        )
+        cause = Cause("FieldValueNotSupported", rule, "propagationPolicy")
+        raise invalid(_DELETE_OPTIONS, "", [cause])
     conditions = said.get("preconditions") or {}
     grace = said.get("gracePeriodSeconds", query.get("gracePeriodSeconds"))
     return Deletion(

@@ -45,6 +45,14 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "number": (int, float),
     "boolean": (bool,),
 }
+_GO_TYPES = {"integer": "number", "boolean": "bool"}
+_BLOCKING = (
+    "FieldValueNotSupported",
+    "FieldValueRequired",
+    "FieldValueTooLong",
+    "FieldValueTooMany",
+    "FieldValueTypeInvalid",
+)
 _BYTE_FORMAT = re.compile(r"^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$")
 
 
@@ -58,6 +66,14 @@ class Cause:
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}"
+
+
+_RULES_NOT_CHECKED = Cause(
+    "FieldValueInvalid",
+    "Invalid value: null: some validation rules were not checked because the object was invalid; "
+    "correct the existing errors to complete validation",
+    "<nil>",
+)
 
 
 @dataclass(frozen=True)
@@ -85,9 +101,33 @@ class Schema:
         result: dict[str, Any] = _defaulted(self.root, value)
         return result
 
-    def violations(self, value: dict[str, Any], old: dict[str, Any] | None = None) -> list[Cause]:
-        """What breaks the schema; `old` is the object before an update."""
-        return list(_violations(self.root, value, old, ""))
+    def violations(self, value: dict[str, Any]) -> list[Cause]:
+        """What breaks the schema, but for its CEL rules."""
+        return list(_violations(self.root, value, ""))
+
+    def broken_rules(
+        self, value: dict[str, Any], old: dict[str, Any] | None, found: list[Cause]
+    ) -> list[Cause]:
+        """CEL rules that an object breaks, not looked at if what was found is too bad for that.
+
+        `old` is the object before an update.
+        """
+        if self.has_rules and any(cause.reason in _BLOCKING for cause in found):
+            return [_RULES_NOT_CHECKED]
+        return list(_broken_rules(self.root, value, old, ""))
+
+    def of_field(self, name: str) -> Schema:
+        """Schema of one field of the object."""
+        return Schema(self.root.get("properties", {}).get(name, {}))
+
+    @property
+    def has_rules(self) -> bool:
+        """Whether the definition has CEL rules."""
+        return next(_rules_in(self.root), None) is not None
+
+    def decoding_error(self, value: dict[str, Any], struct: str) -> str | None:
+        """Why Go could not read the object at all into its struct, as built-in kinds are read."""
+        return next(_decoding_errors(self.root, value, struct, ""), None)
 
 
 @cache
@@ -95,6 +135,13 @@ def built_in_schema(kind: str, group: str) -> Schema:
     """Published schema of a kind that Kubernetes has itself."""
     short = f"-{group.split('.')[0]}" if group else ""
     return Schema(_read(f"{kind.lower()}{short}-v1.json"))
+
+
+@cache
+def metadata_schema() -> Schema:
+    """Published schema of ObjectMeta, under the name metadata."""
+    reference = {"$ref": "io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"}
+    return Schema({"properties": {"metadata": reference}})
 
 
 @cache
@@ -134,8 +181,10 @@ def _is_open(schema: dict[str, Any]) -> bool:
 
 def _child(schema: dict[str, Any], name: str, at_root: bool) -> dict[str, Any] | None:
     """Schema of a field; None if it is unknown, empty where anything goes."""
-    if at_root and name in ("apiVersion", "kind", "metadata"):
-        return schema.get("properties", {}).get(name, {}) if name == "metadata" else {}
+    if at_root and name in ("apiVersion", "kind"):
+        return {}
+    if at_root and name == "metadata":
+        return _resolved(metadata_schema().root["properties"]["metadata"])
     known = schema.get("properties", {})
     if name in known:
         return _resolved(known[name])
@@ -218,39 +267,41 @@ def _fits_type(schema: dict[str, Any], value: Any) -> bool:
     return any(isinstance(value, _TYPES[name]) for name in names if name in _TYPES)
 
 
-def _violations(schema: dict[str, Any], value: Any, old: Any, path: str) -> Iterator[Cause]:
+def _violations(schema: dict[str, Any], value: Any, path: str) -> Iterator[Cause]:
     schema = _resolved(schema)
     if not _fits_type(schema, value):
-        wanted = schema.get("type")
-        name = wanted[0] if isinstance(wanted, list) else wanted or "int-or-string"
-        is_type = _type_of(value)
+        name, is_type = _wanted_type(schema), _type_of(value)
+        if isinstance(value, float) and "format" in schema:
+            name, is_type = schema["format"], "float64"
         said = f"{path} in body must be of type {name}: {json.dumps(is_type)}"
         yield Cause("FieldValueTypeInvalid", f"Invalid value: {json.dumps(is_type)}: {said}", path)
         return
     yield from _value_violations(schema, value, path)
     if isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _violations(schema.get("items", {}), item, None, f"{path}[{index}]")
+            yield from _violations(schema.get("items", {}), item, f"{path}[{index}]")
     elif isinstance(value, dict):
-        yield from _object_violations(schema, value, old if isinstance(old, dict) else {}, path)
-    yield from _rule_violations(schema, value, old, path)
+        yield from _object_violations(schema, value, path)
 
 
-def _object_violations(
-    schema: dict[str, Any], value: dict[str, Any], old: dict[str, Any], path: str
-) -> Iterator[Cause]:
+def _wanted_type(schema: dict[str, Any]) -> str:
+    wanted = schema.get("type")
+    return str(wanted[0] if isinstance(wanted, list) else wanted or "int-or-string")
+
+
+def _object_violations(schema: dict[str, Any], value: dict[str, Any], path: str) -> Iterator[Cause]:
     for name in schema.get("required", ()):
         if value.get(name) is None:
             yield Cause("FieldValueRequired", "Required value", _join(path, name))
     for name, part in value.items():
         child = _child(schema, name, at_root=not path)
         if child and not (part is None and name not in schema.get("required", ())):
-            yield from _violations(child, part, old.get(name), _join(path, name))
+            yield from _violations(child, part, _join(path, name))
 
 
 def _value_violations(schema: dict[str, Any], value: Any, path: str) -> Iterator[Cause]:
     if "enum" in schema and value not in schema["enum"]:
-        allowed = ", ".join(json.dumps(each) for each in sorted(schema["enum"], key=str))
+        allowed = ", ".join(json.dumps(each) for each in schema["enum"])
         said = f"Unsupported value: {json.dumps(value)}: supported values: {allowed}"
         yield Cause("FieldValueNotSupported", said, path)
     for said in _broken_bounds(schema, value):
@@ -271,8 +322,6 @@ def _broken_bounds(schema: dict[str, Any], value: Any) -> Iterator[str]:
             yield f"should be at most {schema['maxLength']} chars long"
         if "pattern" in schema and not re.search(schema["pattern"], value):
             yield f"should match '{schema['pattern']}'"
-        if schema.get("format") == "byte" and not _BYTE_FORMAT.match(value):
-            yield "must be of type byte"
     if isinstance(value, list):
         if len(value) < schema.get("minItems", 0):
             yield f"should have at least {schema['minItems']} items"
@@ -280,9 +329,45 @@ def _broken_bounds(schema: dict[str, Any], value: Any) -> Iterator[str]:
             yield f"should have at most {schema['maxItems']} items"
 
 
-def _rule_violations(schema: dict[str, Any], value: Any, old: Any, path: str) -> Iterator[Cause]:
+def _broken_rules(schema: dict[str, Any], value: Any, old: Any, path: str) -> Iterator[Cause]:
+    schema = _resolved(schema)
     for rule in schema.get("x-kubernetes-validations", ()):
         if isinstance(rule, dict) and not _RULES[rule["rule"]](value, old):
-            shown = json.dumps(value) if isinstance(value, str) else json.dumps(_type_of(value))
-            said = f"Invalid value: {shown}: {rule.get('message', rule['rule'])}"
+            shown = f"{json.dumps(value)}: " if isinstance(value, str) else ""
+            said = f"Invalid value: {shown}{rule.get('message', rule['rule'])}"
             yield Cause("FieldValueInvalid", said, path)
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _broken_rules(schema.get("items", {}), item, None, f"{path}[{index}]")
+    elif isinstance(value, dict):
+        before = old if isinstance(old, dict) else {}
+        for name, part in value.items():
+            child = _child(schema, name, at_root=not path)
+            if child:
+                yield from _broken_rules(child, part, before.get(name), _join(path, name))
+
+
+def _decoding_errors(schema: dict[str, Any], value: Any, struct: str, path: str) -> Iterator[str]:
+    """Like those of Go's JSON decoder: the innermost struct, and the path without indices."""
+    struct = schema["$ref"].rsplit(".", 1)[-1] if "$ref" in schema else struct
+    schema = _resolved(schema)
+    if not _fits_type(schema, value):
+        is_type = _GO_TYPES.get(_type_of(value), _type_of(value))
+        wanted = "[]uint8" if schema.get("format") == "byte" else _wanted_type(schema)
+        field = f"{struct}.{path}" if struct else path
+        yield f"json: cannot unmarshal {is_type} into Go struct field {field} of type {wanted}"
+    elif isinstance(value, str) and schema.get("format") == "byte":
+        if not _BYTE_FORMAT.match(value):
+            yield "illegal base64 data at input byte 0"
+    elif isinstance(value, list):
+        for item in value:
+            yield from _decoding_errors(schema.get("items", {}), item, struct, path)
+    elif isinstance(value, dict):
+        inner = schema.get("additionalProperties")
+        for name, part in value.items():
+            child = schema.get("properties", {}).get(name)
+            if child is not None:
+                where = _join(path, name) if struct else ""
+                yield from _decoding_errors(child, part, struct, where)
+            elif isinstance(inner, dict):
+                yield from _decoding_errors(inner, part, struct, path)

@@ -55,7 +55,7 @@ def _label_check(part: str) -> Callable[[dict[str, str]], bool]:
     if re.fullmatch(r"!?[A-Za-z0-9][A-Za-z0-9_./-]*", part):
         name, absent = part.lstrip("!"), part.startswith("!")
         return lambda labels: (name not in labels) is absent
-    raise bad_request(f"unable to parse requirement: {part}")
+    raise bad_request(f"unable to parse requirement: found '{part}', expected: a key and values")
 
 
 def field_selector(text: str, resource: Resource) -> Selects:

@@ -33,46 +33,23 @@ from trainer.elastic.training_state import METERS, pack, state_to_save
 from trainer.finite import FiniteGuard
 from trainer.left_out import LeftOutRows
 from trainer.metrics import Speedometer, TaskMeter, is_better
-from trainer.models.dlrm import build_model
 from trainer.outbox import EventWriter
 from trainer.parallel import dynamic_tables
 from trainer.parallel.groups import MeshGroups
-from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
+from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.phases import ForwardPhases, PhaseTimes, clock_of, local_s
-from trainer.parallel.plan import make_plan, table_plans
-from trainer.parallel.sharders import sharders
 from trainer.parallel.sync import build_sync
-from trainer.parallel.two_d import TwoDParallel
+from trainer.parallel_model import build_parallel_model
 from trainer.pulse import Pulse
 from trainer.ray_worker import WorkerConfig
 from trainer.resume import restore
 from trainer.run_dir import AttemptDir, RunDir
 from trainer.saving import Checkpoints, State
 from trainer.shares import RankShares
-from trainer.spec import JobSpec
 from trainer.trace import Tracer
 from trainer.validation import measure, watch_plateau
 
 logger = logging.getLogger(__name__)
-
-
-def build_parallel_model(
-    spec: JobSpec, groups: MeshGroups
-) -> tuple[TwoDParallel, list[events.TablePlan]]:
-    """The sharded model and how each table is sharded. Collective over all ranks.
-
-    Dense parameters start from the seed alone; each shard from the seed and its own index, and
-    the copies of a shard are made equal.
-    """
-    torch.manual_seed(spec.training.seed)
-    model = build_model(spec, groups.device)
-    table_sharders = sharders(
-        spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
-    )
-    plan = make_plan(model, spec, groups, table_sharders)
-    torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
-    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense_policy)
-    return parallel, table_plans(plan, spec)
 
 
 class Session:

@@ -1,6 +1,6 @@
 """The ranks of the NE parity benchmark: train every variant of one seed, measure held-out NE.
 
-The engine's side is `session.build_parallel_model` and its sync, the other side the stock peer.
+The engine's side is `parallel_model.build_parallel_model` and its sync, the other the stock peer.
 Both get the same rows, the same starting weights, the same dense optimizer and the same meter.
 """
 
@@ -34,7 +34,7 @@ from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sync import build_sync, is_sync_step
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 
 _GROUP_TIMEOUT_S = 600.0

@@ -22,7 +22,7 @@ from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sync import Sync, SyncReport, build_sync
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 
 NUM_DENSE = 13

@@ -23,7 +23,7 @@ from trainer.parallel.groups import build_groups
 from trainer.parallel.layout import Layout, WorkerSite
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sync import SyncReport, build_sync, is_sync_step
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 
 NUM_BATCHES = 32  # the steps take turns with them
 _COLLECTIVE_TIMEOUT_S = 120

@@ -21,7 +21,7 @@ from trainer.parallel.layout import Layout
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sync import Sync, build_sync
 from trainer.parallel.two_d import TwoDParallel
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 
 NUM_STEPS = 100  # what schedules would reckon with

@@ -20,7 +20,7 @@ from tests.integration.test_optimizers import (
 from tests.integration.two_d_cases import dense_parameters, form_groups, make_batch
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.schedule import factor
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 
 EVERY = 3

@@ -29,7 +29,7 @@ from trainer.parallel.plan import make_plan
 from trainer.parallel.sharders import sharders
 from trainer.parallel.sync import Sync, build_sync, is_sync_step
 from trainer.parallel.two_d import TwoDParallel
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 
 TOLERANCE = 1e-6

@@ -13,7 +13,7 @@ from trainer.parallel.divergence import DivergenceGuard, DivergentShard
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.sync import build_sync
 from trainer.parallel.two_d import TwoDParallel
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import DivergenceCheckSpec, JobSpec, validate_spec
 
 # What a fault hits: a shard of a table or its moments, a whole table, a dense parameter.

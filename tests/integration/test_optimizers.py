@@ -17,7 +17,7 @@ from trainer.parallel.groups import MeshGroups
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.schedule import factor
 from trainer.parallel.two_d import TwoDParallel
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 
 NUM_STEPS, BATCH_SIZE = 6, 8

@@ -14,7 +14,7 @@ from tests.integration.two_d_cases import Case, form_groups, make_batch, spec_of
 from trainer.balance import across_ranks, phase_metrics
 from trainer.parallel.optimizer import Optimizers
 from trainer.parallel.phases import PHASES, ForwardPhases, PhaseTimes, clock_of
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 
 NUM_STEPS = 4
 IN_FORWARD = ("input_dist", "lookup", "output_dist", "dense")

@@ -15,7 +15,7 @@ from tests.integration.gloo import run_ranks
 from trainer.data.batches import Batch
 from trainer.models.dlrm import Recommender, build_model
 from trainer.parallel.groups import build_groups
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 from trainer.worker import layout_of
 

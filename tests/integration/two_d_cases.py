@@ -17,7 +17,7 @@ from trainer.parallel.layout import Layout, MeshLayout, WorkerSite
 from trainer.parallel.optimizer import dense_optimizer
 from trainer.parallel.sync import build_sync, is_sync_step
 from trainer.parallel.two_d import TwoDParallel
-from trainer.session import build_parallel_model
+from trainer.parallel_model import build_parallel_model
 from trainer.spec import JobSpec, validate_spec
 
 TABLE_ROWS = {"users": 37, "movies": 53, "genres": 11}

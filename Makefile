@@ -14,7 +14,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar o
 # What is there already is no news.
 NEWS := | { grep -v 'already satisfied' || true; }
 
-.PHONY: help setup demo demo-survive test chaos fuzz test-unit lint format bench clean
+.PHONY: help setup demo demo-survive test chaos fuzz test-unit lint format lock sbom images bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
@@ -54,6 +54,15 @@ lint: setup ## check style and types
 
 format: setup ## mend what ruff can mend
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
+
+lock: setup ## resolve the images' requirements anew (UPGRADE=1: newest versions)
+	@$(BIN)/python -m deploy.lock $(if $(UPGRADE),--upgrade) && $(BIN)/python -m deploy.sbom
+
+sbom: setup ## write the images' bills of materials anew
+	@$(BIN)/python -m deploy.sbom
+
+images: ## build the container images, where there is an engine (IMAGES="service trainer-cpu")
+	@deploy/build_images.sh
 
 bench: setup ## run every benchmark and write bench-results/
 	@$(BIN)/python -m tests.benchmarks.all --out bench-results

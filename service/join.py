@@ -11,6 +11,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -139,18 +140,25 @@ class JoinedMachine:
         for _ in range(_MAX_TRIES):
             local_ray.make_temp_dir(folder)
             process = self._stack.spawn(_log(node.address), command, environment)
-            state = _state_of(node, facts, request, process)
-            self.home.write_joined(state)
-            found = _wait_until_joined(node.address, process, ray, known)
-            if found is not None:
-                return state, found
+            with ExitStack() as undo:
+                undo.callback(self._undo, process)
+                state = _state_of(node, facts, request, process)
+                self.home.write_joined(state)
+                if found := _wait_until_joined(node.address, process, ray, known):
+                    undo.pop_all()
+                    return state, found
+                was_alive = is_alive(process)
             # On a busy machine a node's agent may be later than Ray's patience with it.
-            _end(process)
-        self.home.forget_joined()
+            if was_alive:
+                break
         raise StackError(
-            f"{node.address} did not join {facts.gcs_address} in {_MAX_TRIES} tries; "
-            f"{self._stack.log_tail(_log(node.address))}"
+            f"{node.address} did not join {facts.gcs_address}: is the head still up, and do both "
+            "machines reach each other's ports? " + self._stack.log_tail(_log(node.address))
         )
+
+    def _undo(self, process: ProcessId) -> None:
+        _end(process)
+        self.home.forget_joined()
 
     def _drain(self, state: JoinedState, grace_s: int, report: Report) -> None:
         """Tell the jobs that the machine goes, and wait until none has a worker here."""

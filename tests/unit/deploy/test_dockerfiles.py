@@ -1,0 +1,153 @@
+"""The Dockerfiles: linted, small, without root, and what the manifests run is in them."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deploy.sbom import default_of
+from tests.conftest import REPO
+from tests.integration.dockerfile_tree import context_files, expand, instructions_of
+
+DOCKERFILES = sorted((REPO / "deploy").glob("Dockerfile.*"))
+SERVICE, TRAINER = (REPO / "deploy" / f"Dockerfile.{name}" for name in ("service", "trainer"))
+every_dockerfile = pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.name)
+
+
+def _last_stage(path: Path) -> list[tuple[str, str]]:
+    found = instructions_of(path)
+    begin = max(index for index, (name, _) in enumerate(found) if name == "FROM")
+    return found[begin:]
+
+
+def _environment(path: Path) -> dict[str, str]:
+    said = " ".join(value for name, value in _last_stage(path) if name == "ENV")
+    return dict(re.findall(r"(\w+)=(\S+)", said))
+
+
+def _manifests(name: str) -> list[dict[str, object]]:
+    return list(yaml.safe_load_all((REPO / "k8s" / "base" / name).read_text()))
+
+
+@every_dockerfile
+def test_hadolint_finds_nothing(path: Path) -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    done = subprocess.run([str(hadolint), str(path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@every_dockerfile
+@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+def test_everything_that_is_copied_is_in_the_context(path: Path, variant: str) -> None:
+    sent = context_files(REPO)
+    folders = {str(parent) for name in sent for parent in Path(name).parents}
+    for instruction, said in instructions_of(path):
+        if instruction == "COPY" and not said.startswith("--from"):
+            *sources, _ = expand(said, {"VARIANT": variant}).split()
+            assert [each for each in sources if each not in sent | folders] == []
+
+
+def test_the_context_holds_nothing_that_images_do_not_need() -> None:
+    sent = {name for name in context_files(REPO) if (REPO / name).is_file()}
+    allowed = ("service/", "trainer/", "deploy/requirements/", "deploy/sbom/", "deploy/wheels/")
+    others = {name for name in sent if not name.startswith(allowed)}
+    # The engine itself wants the first; an allowed folder's parents come along as names only.
+    assert others <= {".dockerignore", "pyproject.toml", "README.md"}
+    assert not [
+        name for name in sent if re.search(r"\.env|\.git/|__pycache__|\.pyc|secret-key", name)
+    ]
+
+
+@every_dockerfile
+def test_nothing_runs_as_root_and_the_user_is_a_number(path: Path) -> None:
+    users = [said for name, said in _last_stage(path) if name == "USER"]
+    assert users[-1] == "1000:1000"
+
+
+@every_dockerfile
+def test_no_instruction_holds_a_secret_or_an_address(path: Path) -> None:
+    for name, said in instructions_of(path):
+        if name in ("ARG", "ENV"):
+            assert not re.search(r"(TOKEN|PASSWORD|SECRET|_KEY)\b", said), said
+        assert not re.search(r"https?://(?!127\.0\.0\.1)", said), said
+
+
+@pytest.mark.parametrize("path", [SERVICE, TRAINER], ids=lambda path: path.name)
+def test_the_base_is_an_exact_tag_that_a_digest_can_be_given_for(path: Path) -> None:
+    tag = default_of(path.name, "PYTHON_TAG")
+    assert re.fullmatch(r"3\.11\.\d+-slim-bookworm", tag)
+    base = next(said for name, said in instructions_of(path) if name == "FROM")
+    given = {"PYTHON_TAG": tag, "PYTHON_DIGEST": "sha256:00"}
+    assert expand(base, given) == f"python:{tag}@sha256:00 AS base"
+    assert expand(base, {"PYTHON_TAG": tag}) == f"python:{tag} AS base"
+
+
+def test_both_images_have_one_base() -> None:
+    assert default_of(SERVICE.name, "PYTHON_TAG") == default_of(TRAINER.name, "PYTHON_TAG")
+
+
+@every_dockerfile
+def test_packages_come_from_locks_with_hashes_only(path: Path) -> None:
+    for name, said in instructions_of(path):
+        for step in re.split(r"&&|;", said) if name == "RUN" else []:
+            if re.search(r"\bpip\b.* install", step):
+                is_local = "--no-index" in step and "/wheel/" in step
+                is_torch = "/tmp/torch.txt" in step
+                assert "--no-deps" in step
+                assert is_local or is_torch or "--require-hashes" in step, step
+
+
+@every_dockerfile
+def test_labels_say_what_it_is(path: Path) -> None:
+    said = " ".join(value for name, value in _last_stage(path) if name == "LABEL")
+    for label in ("title", "description", "version", "revision"):
+        assert f"org.opencontainers.image.{label}=" in said
+    assert any(name == "HEALTHCHECK" for name, _ in _last_stage(path))
+    command = next(value for name, value in _last_stage(path) if name == "CMD")
+    assert isinstance(json.loads(command), list)
+
+
+def test_the_service_pod_finds_its_user_ports_paths_and_commands_in_the_image() -> None:
+    deployment = _manifests("service.yaml")[0]
+    pod = deployment["spec"]["template"]["spec"]  # type: ignore[index]
+    (container,) = pod["containers"]
+    said = " ".join(value for _, value in instructions_of(SERVICE))
+    assert f"{pod['securityContext']['runAsUser']}:{pod['securityContext']['runAsGroup']}" == (
+        "1000:1000"
+    )
+    command = next(value for name, value in _last_stage(SERVICE) if name == "CMD")
+    assert container["command"] == json.loads(command)
+    exposed = [value for name, value in _last_stage(SERVICE) if name == "EXPOSE"]
+    assert [str(port["containerPort"]) for port in container["ports"]] == exposed
+    for mount in container["volumeMounts"]:
+        assert mount["mountPath"] == "/tmp" or mount["mountPath"] in said
+    settings = dict(
+        line.split("=", 1)
+        for line in (REPO / "k8s/base/settings.env").read_text().splitlines()
+        if "=" in line and not line.startswith("#")
+    )
+    image = _environment(SERVICE)
+    shared = image.keys() & settings.keys()
+    assert {"SHARDLOOM_HOME", "SHARDLOOM_RUNS_DIR", "SHARDLOOM_TRAINER_PYTHON"} <= shared
+    assert {key: image[key] for key in shared} == {key: settings[key] for key in shared}
+
+
+def test_the_ray_pods_find_their_paths_and_ports_in_the_image() -> None:
+    (cluster,) = _manifests("raycluster.yaml")
+    head = cluster["spec"]["headGroupSpec"]["template"]["spec"]  # type: ignore[index]
+    (container,) = head["containers"]
+    said = " ".join(value for _, value in instructions_of(TRAINER))
+    for mount in container["volumeMounts"]:
+        assert mount["mountPath"] == "/tmp" or mount["mountPath"] in said
+    exposed = next(value for name, value in _last_stage(TRAINER) if name == "EXPOSE").split()
+    assert {str(port["containerPort"]) for port in container["ports"]} == set(exposed)
+    health = next(value for name, value in _last_stage(TRAINER) if name == "HEALTHCHECK")
+    probe = container["livenessProbe"]["httpGet"]
+    assert f":{probe['port']}{probe['path']}" in health
+    assert head["securityContext"]["runAsUser"] == 1000

@@ -13,6 +13,7 @@ from typing import Any
 
 from service.api.schemas import JobPlan, LayoutOption
 from service.backends.base import HostFacts
+from service.clusters import cluster_text
 from service.sizes import sizes_of_spec
 from trainer.parallel.layout import LayoutError
 from trainer.parallel.layout_choice import Choice, candidates, choose, need_of
@@ -40,7 +41,7 @@ def plan_of(
     survive = spec.parallelism.survive
     return JobPlan(
         **_sizes(spec, choice),
-        cluster=_cluster_text(room, num_there),
+        cluster=_cluster_text(spec, room, num_there),
         obstacle=obstacle,
         reason=_reason(choice, is_stated=is_stated),
         after_loss=after_loss(choice) if choice else "",
@@ -159,7 +160,13 @@ def _sizes(spec: JobSpec, choice: Choice | None) -> dict[str, Any]:
     }
 
 
-def _cluster_text(room: Sequence[int], num_there: int) -> str:
+def _cluster_text(spec: JobSpec, room: Sequence[int], num_there: int) -> str:
+    if spec.resources.cluster == "own":
+        return f"{cluster_text(spec)}: {_room_text(room, len(room))}"
+    return _room_text(room, num_there)
+
+
+def _room_text(room: Sequence[int], num_there: int) -> str:
     if not room:
         return "hosts not known"
     workers = " + ".join(str(number) for number in room)

@@ -19,6 +19,7 @@ from service.api.schemas import (
     TimelineEventOut,
     TraceOut,
 )
+from service.clusters import cluster_text
 from service.commands.formats import (
     clock,
     human_age,
@@ -167,6 +168,8 @@ def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: floa
     if job.queue and job.queue.reason:
         grid.add_row("queue", queue_text(job))
     grid.add_row("layout", shape_text(job))
+    if job.spec.resources.cluster == "own":
+        grid.add_row("cluster", cluster_text(job.spec))
     for subject, text in groups_facts(job, timeline, now_s):
         grid.add_row(subject, text)
     grid.add_row("sync", sync_text(job.spec))

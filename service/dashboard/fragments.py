@@ -12,6 +12,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from service.advice import advice_of
 from service.api.export_schemas import ExportOut
+from service.clusters import cluster_text, has_own_cluster
 from service.dashboard import formats, views
 from service.dashboard.export_lines import export_lines
 from service.dashboard.groups_view import GroupsView
@@ -48,6 +49,7 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
         groups=views.groups_text(job),
         advice=advice_of(job.reason, last_end) if job.status is JobStatus.FAILED else "",
         layout=views.layout_text(job),
+        cluster=cluster_text(job.spec) if has_own_cluster(job) else "",
         duration=_duration_text(job, now),
         age=formats.duration(now - job.created_at),
     )

@@ -42,6 +42,17 @@ class Stack:
         self.client.close()
         self._local.down(lambda line: None)
 
+    def jobs_api(self) -> tuple[str, str]:
+        """URL and token of the Ray cluster's Jobs API."""
+        state = self._local.running()
+        assert state is not None and state.ray_address is not None
+        return state.ray_address, self._local.home.token()
+
+    @property
+    def ray_temp_dir(self) -> Path:
+        """Where Ray keeps its sessions, and lists its nodes for Prometheus."""
+        return self._local.home.ray_dir
+
     def kill_service(self) -> None:
         """SIGKILL the service; Ray and the jobs on it go on."""
         state = self._local.running()

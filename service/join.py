@@ -19,10 +19,16 @@ import httpx
 
 from service import local_ray, machine_ray
 from service.credentials import tls_context
-from service.local import DEFAULT_PORT, RAY_GRACE_S, LocalStack, Report, check_node_ports_free
+from service.local import DEFAULT_PORT, RAY_GRACE_S, LocalStack, Report
 from service.local_process import ProcessId, end_family, is_alive
 from service.local_state import JoinedState, StackError, StackHome, boot_id
-from service.machine_ray import MachineNode, NodePorts, RayNode, RayState
+from service.machine_ray import (
+    MachineNode,
+    NodePorts,
+    RayNode,
+    RayState,
+    check_node_ports_free,
+)
 from service.machines import HeadFacts, differences, storage_fault, versions_here
 from service.network import NoAddress, address_towards, interface_of
 from trainer.versions import check_versions

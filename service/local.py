@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from service import local_ray
 from service.addresses import local_url
 from service.local_process import ProcessId, end_family, identify, is_alive
 from service.local_state import StackError, StackHome, StackState, boot_id
-from service.machine_ray import MachineHead
+from service.machine_ray import MachineHead, check_node_ports_free
 from service.network import port_fault
 from trainer.versions import check_versions
 
@@ -126,10 +126,12 @@ class LocalStack:
     def _own_state(self) -> StackState | None:
         """The state of this machine's stack; raises `StackError` for that of another machine."""
         state = self.home.read_state()
-        if state is not None and state.machine not in ("", socket.gethostname()):
+        is_here = state is None or state.boot_id == boot_id()
+        if state is not None and not is_here and state.machine not in ("", socket.gethostname()):
             raise StackError(
                 f"the stack of {self.home.root} runs on {state.machine}, and can be started and "
-                "stopped there only; for one of this machine name another SHARDLOOM_HOME"
+                "stopped there only; for one of this machine name another SHARDLOOM_HOME, or "
+                f"remove {self.home.state_path} if that machine is no more"
             )
         return state
 
@@ -141,6 +143,18 @@ class LocalStack:
     def _host(self) -> str:
         """Address that the service listens on."""
         return self._environment.get("SHARDLOOM_HOST") or self._head_address or "127.0.0.1"
+
+    def url_at(self, port: int | None) -> str:
+        """Where the service will be with this port, or that of the settings; raises `StackError`.
+
+        For the first start of a home: later ones keep the port.
+        """
+        return self._url(port or self._default_port(None))
+
+    def _url(self, port: int) -> str:
+        scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
+        # Other machines see it by the head's address, even where it listens on every one.
+        return local_url(self._head_address or self._host, port, scheme)
 
     @property
     def _starts_ray(self) -> bool:
@@ -194,9 +208,7 @@ class LocalStack:
     # ---- start
 
     def _launch(self, port: int, before: StackState | None) -> tuple[StackState, list[Part]]:
-        scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
-        # Other machines see it by the head's address, even where it listens on every one.
-        url = local_url(self._head_address or self._host, port, scheme)
+        url = self._url(port)
         state = before or StackState(
             url=url,
             boot_id=boot_id(),
@@ -363,16 +375,6 @@ def check_port_free(port: int, host: str = "127.0.0.1") -> None:
             f"{fault}; choose another one: `shardloom up --port {port + 1}` "
             f"or SHARDLOOM_PORT={port + 1}"
         )
-
-
-def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
-    """Raise `StackError` if something listens on one of the ports of a machine's Ray."""
-    for port in ports:
-        if fault := port_fault(address, port):
-            raise StackError(
-                f"{fault}: is another Ray here? --node-port (six ports from there on), --ray-port "
-                "and --ray-dashboard-port name others"
-            )
 
 
 def _answers(http: httpx.Client, part: Part) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,6 +19,8 @@ import httpx
 
 from service import local_ray
 from service.local_ray import RayPorts, free_port
+from service.local_state import StackError
+from service.network import port_fault
 
 RAY_PORT = 6379
 RAY_DASHBOARD_PORT = 8265
@@ -163,6 +165,16 @@ class MachineHead:
         return self.node.environment(
             local_ray.head_environment(inherited, ports, token_path), token_path
         )
+
+
+def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
+    """Raise `StackError` if something listens on one of the ports of a machine's Ray."""
+    for port in ports:
+        if fault := port_fault(address, port):
+            raise StackError(
+                f"{fault}: is another Ray here? --node-port (six ports from there on), --ray-port "
+                "and --ray-dashboard-port name others"
+            )
 
 
 def join_command(executable: str, node: MachineNode, gcs_address: str, temp_dir: Path) -> list[str]:

@@ -12,12 +12,10 @@ import typer
 from rich.text import Text
 
 from service import credentials
-from service.addresses import local_url
 from service.commands.context import console, error_console
 from service.commands.exits import UNAVAILABLE
 from service.commands.formats import human_bytes
 from service.join import JoinedMachine, JoinRequest, head_url, read_token
-from service.local import DEFAULT_PORT
 from service.local_state import JoinedState, StackError, StackHome, StackState
 from service.machine_ray import (
     NODE_PORT,
@@ -85,6 +83,11 @@ class HeadOptions:
 
     def head(self) -> MachineHead:
         """The head that they describe; raises `StackError`."""
+        if os.environ.get("SHARDLOOM_RAY_ADDRESS") or os.environ.get("SHARDLOOM_BACKEND") == "fake":
+            raise StackError(
+                "machines join a Ray that `up --head` starts itself: unset SHARDLOOM_RAY_ADDRESS "
+                "and SHARDLOOM_BACKEND"
+            )
         try:
             address = self.host or address_towards()
             interface = interface_of(address)
@@ -95,17 +98,18 @@ class HeadOptions:
         return MachineHead(node, self.ray_port, self.dashboard_port)
 
 
-def first_key(head: MachineHead, port: int | None) -> str | None:
-    """Make the first API key, keep it for this user, and return it; None where there is one."""
+def first_key(url: str) -> str | None:
+    """Make the first API key and keep it for this user and the service at `url`.
+
+    Returns its text, or None where somebody can sign in already.
+    """
     # Imported late: only a machine that has the service's database has what they need.
     from service.security.bootstrap import create_first_key, has_no_key
 
     if os.environ.get("SHARDLOOM_OIDC_ISSUER") or not has_no_key():
         return None
     made = create_first_key("head", {"*": "admin"}, None)
-    scheme = "https" if os.environ.get("SHARDLOOM_SSL_CERTFILE") else "http"
-    port = port or int(os.environ.get("SHARDLOOM_PORT") or DEFAULT_PORT)
-    credentials.keep_key(local_url(head.node.address, port, scheme), made.key)
+    credentials.keep_key(url, made.key)
     return made.key
 
 

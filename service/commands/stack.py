@@ -81,7 +81,7 @@ def up(
 
 
 def _up_head(home: StackHome, options: HeadOptions, port: int | None, *, detach: bool) -> None:
-    stack = LocalStack(home, head=(head := options.head()))
+    stack = LocalStack(home, head=options.head())
     if (state := stack.running()) and state.head_address is None:
         raise StackError(
             "a stack that others cannot join runs here; `shardloom down` ends it, and the jobs on "
@@ -91,7 +91,7 @@ def _up_head(home: StackHome, options: HeadOptions, port: int | None, *, detach:
         console().print("Shardloom is already up")
         key = None
     else:
-        key = machines.first_key(head, port)
+        key = machines.first_key(stack.url_at(port))
         state = _start(stack, port, console())
     console().print(_addresses(home, state))
     console().print(machines.how_to_join(home, state, key))

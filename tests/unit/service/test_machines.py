@@ -17,7 +17,7 @@ from service import join as joining
 from service import machines, network
 from service.cli import build_app
 from service.join import JoinedMachine, ask_head, check_facts, head_url, read_token
-from service.local import LocalStack, check_node_ports_free
+from service.local import LocalStack
 from service.local_process import ProcessId, identify
 from service.local_ray import RayPorts
 from service.local_state import JoinedState, StackError, StackHome, StackState, boot_id
@@ -25,6 +25,7 @@ from service.machine_ray import (
     MachineHead,
     MachineNode,
     NodePorts,
+    check_node_ports_free,
     drain_command,
     join_command,
     parse_ports,
@@ -366,3 +367,12 @@ def test_leave_on_a_machine_that_has_not_joined_says_so(home, monkeypatch):
     monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
     done = CliRunner().invoke(build_app(), ["leave"])
     assert (done.exit_code, done.output) == (0, "this machine is in no cluster\n")
+
+
+def test_up_as_a_head_refuses_to_use_the_ray_of_others(home, monkeypatch):
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    monkeypatch.setenv("SHARDLOOM_RAY_ADDRESS", "http://ray:8265")
+    done = CliRunner().invoke(build_app(), ["up", "--head"])
+    assert done.exit_code == 3
+    assert "unset SHARDLOOM_RAY_ADDRESS" in " ".join(done.output.split())
+    assert not home.root.exists()

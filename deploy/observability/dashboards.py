@@ -142,84 +142,45 @@ def _job_trouble(made: dashboard.Dashboard) -> dashboard.Dashboard:
     )
 
 
+def _newest(metric: str) -> str:
+    """A gauge of Ray, which shows a value once and leaves it out until it has measured again."""
+    return f"last_over_time({metric}[2m])"
+
+
+def _by_node(expr: str, legend: str = "{{instance}}", how: str = "sum") -> Query:
+    return Query(f"{how} by (instance) ({expr})", legend)
+
+
 def ray() -> dashboard.Dashboard:
     """The machines under the jobs, as Ray tells of them."""
-    nodes = "sum by (instance) ({})"
     made = board("shardloom-ray", "Shardloom: Ray nodes", "Ray's own metrics, by node.")
-    return (
-        made.with_panel(
-            graph(
-                "Nodes",
-                Query("sum(ray_cluster_active_nodes)", "active"),
-                Query("sum(ray_cluster_idle_nodes)", "idle"),
-                Query("sum(ray_cluster_pending_nodes)", "pending"),
-                Query("sum(ray_cluster_failed_nodes)", "failed"),
-            )
-        )
-        .with_panel(
-            graph(
-                "CPU",
-                Query("avg by (instance) (ray_node_cpu_utilization) / 100", "{{instance}}"),
-                unit="percentunit",
-                bounds=(0, 1),
-            )
-        )
-        .with_panel(
-            graph(
-                "Memory",
-                Query("max by (instance) (ray_node_mem_used / ray_node_mem_total)", "{{instance}}"),
-                unit="percentunit",
-                bounds=(0, 1),
-            )
-        )
-        .with_panel(
-            graph(
-                "GPU",
-                Query("avg by (instance) (ray_node_gpus_utilization) / 100", "{{instance}}"),
-                unit="percentunit",
-                bounds=(0, 1),
-            )
-        )
-        .with_panel(
-            graph(
-                "GPU memory used",
-                Query("sum by (instance) (ray_node_gram_used) * 1048576", "{{instance}}"),
-                unit="bytes",
-            )
-        )
-        .with_panel(
-            graph(
-                "Disk",
-                Query(
-                    "max by (instance) (ray_node_disk_utilization_percentage) / 100", "{{instance}}"
-                ),
-                unit="percentunit",
-                bounds=(0, 1),
-            )
-        )
-        .with_panel(
-            graph(
-                "Network received",
-                Query(nodes.format("ray_node_network_receive_speed"), "{{instance}}"),
-                unit="Bps",
-            )
-        )
-        .with_panel(
-            graph(
-                "Network sent",
-                Query(nodes.format("ray_node_network_send_speed"), "{{instance}}"),
-                unit="Bps",
-            )
-        )
-        .with_panel(
-            graph(
-                "Disk reads and writes",
-                Query(nodes.format("ray_node_disk_io_read_speed"), "read {{instance}}"),
-                Query(nodes.format("ray_node_disk_io_write_speed"), "written {{instance}}"),
-                unit="Bps",
-            )
-        )
-    )
+    states = ("active", "idle", "pending", "failed")
+    nodes = [Query(f"sum({_newest(f'ray_cluster_{state}_nodes')})", state) for state in states]
+    made = made.with_panel(graph("Nodes", *nodes))
+    used = f"{_newest('ray_node_mem_used')} / {_newest('ray_node_mem_total')}"
+    shares = {
+        "CPU": f"{_newest('ray_node_cpu_utilization')} / 100",
+        "Memory": used,
+        "GPU": f"{_newest('ray_node_gpus_utilization')} / 100",
+        "Disk": f"{_newest('ray_node_disk_utilization_percentage')} / 100",
+    }
+    for title, share in shares.items():
+        query = _by_node(share, how="avg")
+        made = made.with_panel(graph(title, query, unit="percentunit", bounds=(0, 1)))
+    # Ray tells it in MiB.
+    gpu_memory = _by_node(f"{_newest('ray_node_gram_used')} * 1048576")
+    made = made.with_panel(graph("GPU memory used", gpu_memory, unit="bytes"))
+    for title, kind in (("Network", "node_network"), ("Disk", "node_disk_io")):
+        made = made.with_panel(graph(f"{title} speed", *_speeds(kind), unit="Bps", width=12))
+    return made
+
+
+def _speeds(kind: str) -> list[Query]:
+    """Bytes per second in and out of each node."""
+    words = ("receive", "send") if kind == "node_network" else ("read", "write")
+    return [
+        _by_node(_newest(f"ray_{kind}_{word}_speed"), f"{word} {{{{instance}}}}") for word in words
+    ]
 
 
 def dashboards() -> dict[str, dashboard.Dashboard]:

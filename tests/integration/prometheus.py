@@ -34,26 +34,36 @@ def needed_command() -> str:
 
 
 class Prometheus:
-    """A server with its files below `home`; `targets` by scrape job, `key` for the service."""
+    """A server with its files below `home`; `targets` by scrape job, `key` for the service.
+
+    Texts of rules are replaced as `faster` says; `ray_nodes` is where a Ray head lists its nodes.
+    """
 
     def __init__(
-        self, home: Path, targets: Mapping[str, list[str]], key: str, faster: Mapping[str, str]
+        self,
+        home: Path,
+        targets: Mapping[str, list[str]],
+        key: str,
+        faster: Mapping[str, str],
+        ray_nodes: Path | None = None,
     ) -> None:
         self._home = home
         self._port = free_port()
         (home / "shardloom-metrics-key").write_text(key)
-        self._write_config(targets)
+        self._write_config(targets, ray_nodes)
         self._write_rules(faster)
         url = f"http://127.0.0.1:{self._port}"
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=10.0)
 
-    def _write_config(self, targets: Mapping[str, list[str]]) -> None:
+    def _write_config(self, targets: Mapping[str, list[str]], ray_nodes: Path | None) -> None:
         """Our configuration; jobs without targets of the test stay as they are."""
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": _INTERVAL, "evaluation_interval": _INTERVAL}
         for job in config["scrape_configs"]:
             if job["job_name"] in targets:
                 job["static_configs"] = [{"targets": targets[job["job_name"]]}]
+            if "file_sd_configs" in job and ray_nodes is not None:
+                job["file_sd_configs"] = [{"files": [str(ray_nodes)], "refresh_interval": "1s"}]
         (self._home / "prometheus.yml").write_text(yaml.safe_dump(config))
 
     def _write_rules(self, faster: Mapping[str, str]) -> None:

@@ -124,6 +124,7 @@ def test_each_waits_for_what_it_needs() -> None:
     assert waits("migrate") == {"postgresql": healthy}
     assert waits("first-key") == {"migrate": done}
     assert waits("ray-worker") == {"ray-head": healthy}
+    assert waits("ray-head") == {"bucket": done}
     assert waits("bucket") == {"minio": healthy}
 
 

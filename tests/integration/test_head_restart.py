@@ -1,0 +1,97 @@
+"""`up --head` in the foreground: a service that dies starts again beside the Ray that lives."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer
+
+from service.commands import stack as commands
+from service.local import LocalStack
+from service.local_process import ProcessId, end_family, identify, is_alive
+from service.local_state import StackHome, StackState, boot_id
+from service.machine_ray import MachineHead, MachineNode
+from tests.integration.ports import free_port
+from tests.integration.stack import wait_for
+from tests.integration.test_cli_stack_ray import SERVICE_STAND_IN
+
+# Loopback, which `up --head` itself refuses: this test is about processes alone.
+HEAD = MachineHead(MachineNode("127.0.0.1", "lo", num_cpus=1))
+
+
+@pytest.fixture
+def ray_stand_in() -> Iterator[ProcessId]:
+    """A process that lives, as Ray's does; what `up` takes for the Ray of before."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield identify(child.pid)
+    child.kill()
+    child.wait()
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """The handlers of this process, as they were."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+def test_a_service_that_dies_is_started_again_while_ray_lives(
+    ray_stand_in: ProcessId, signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commands, "RESTART_PAUSE_S", 0.1)
+    home = StackHome(tmp_path / "home")
+    home.root.mkdir()
+    home.write_state(_with_ray_only(ray_stand_in))
+    kept = {key: text for key, text in os.environ.items() if not key.startswith("SHARDLOOM_")}
+    command = [sys.executable, "-c", SERVICE_STAND_IN]
+    stack = LocalStack(home, kept, command, head=HEAD)
+    first = stack.up(port=free_port(), report=lambda line: None)
+    assert first.service is not None
+    seen: list[StackState] = []
+
+    def strike() -> None:
+        assert first.service is not None
+        os.kill(first.service.pid, signal.SIGKILL)
+        seen.append(wait_for(lambda: _another(stack, first), "another service", timeout_s=60))
+        time.sleep(1.0)  # `_stay` notices that it is up
+        os.kill(ray_stand_in.pid, signal.SIGKILL)
+
+    striker = threading.Thread(target=strike)
+    striker.start()
+    with pytest.raises(typer.Exit):  # without Ray the whole stack has to start again
+        commands._stay(stack, first)
+    striker.join()
+    (second,) = seen
+    assert (second.url, second.ray) == (first.url, ray_stand_in)
+    assert second.service is not None
+    assert not is_alive(second.service)
+    end_family(second.service, grace_s=0.0)
+    assert home.read_state() is None
+
+
+def _with_ray_only(ray: ProcessId) -> StackState:
+    return StackState(
+        url=f"http://127.0.0.1:{free_port()}",
+        boot_id=boot_id(),
+        started_at=1.0,
+        ray=ray,
+        ray_address=HEAD.ray_address,
+        gcs_address=HEAD.gcs_address,
+        head_address=HEAD.node.address,
+    )
+
+
+def _another(stack: LocalStack, first: StackState) -> StackState | None:
+    """The state once it has a running service that is not the first one."""
+    state = stack.running()
+    return state if state is not None and state.service != first.service else None

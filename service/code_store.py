@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.api.schemas import FieldFault
-from service.errors import CodeStoreFull, InvalidRequest
+from service.artifact_errors import CodeStoreFull
+from service.errors import InvalidRequest
 from service.settings import Settings
 from trainer.code_archive import CodeError, CodeSummary, check, id_of
 from trainer.run_dir import RunDir

@@ -2,45 +2,23 @@
 
     ServiceError                      status  code
     ├── InvalidRequest                422     invalid_request   (`fields` say where)
-    │   └── RanksUnknown
     ├── who may call, and how much: `service.security.errors`
+    ├── jobs and what they report: `service.job_errors`
+    ├── what they read and leave: `service.artifact_errors`
     ├── NotFound                      404
-    │   ├── JobNotFound                       job_not_found
-    │   ├── AttemptNotFound                   attempt_not_found
-    │   ├── LogNotFound                       log_not_found
     │   ├── ProjectNotFound                   project_not_found
-    │   ├── CheckpointNotFound                checkpoint_not_found
-    │   ├── TraceNotFound                     trace_not_found
-    │   ├── ExportNotFound                    export_not_found
     │   ├── NotAHead                          not_a_head
     │   ├── WebhookNotFound                   webhook_not_found
     │   └── DeliveryNotFound                  delivery_not_found
     ├── Conflict                      409
     │   ├── IdempotencyConflict               idempotency_conflict
-    │   ├── RequestUnderWay                   request_under_way (`Retry-After`)
-    │   ├── JobEnded                          job_ended
-    │   ├── JobNotEnded                       job_not_ended
-    │   ├── JobNotRunning                     job_not_running
-    │   ├── JobNotPaused                      job_not_paused
-    │   ├── JobAtWork                         job_at_work
-    │   ├── TracePending                      trace_pending
-    │   ├── ExportPending                     export_pending
-    │   ├── ExportNotReady                    export_not_ready
-    │   ├── ExportRefused                     export_refused
-    │   ├── ExportUnavailable                 export_unavailable
-    │   ├── SequenceGap                       sequence_gap      (`next_seq` is wanted)
-    │   └── StaleVersion                      stale_version
+    │   └── RequestUnderWay                   request_under_way (`Retry-After`)
     ├── PreconditionFailed            412
-    │   ├── VersionChanged                    version_changed
-    │   └── VersionUnknown                    version_unknown
-    ├── RecordRefused                 422     record_refused
-    ├── JobUnreadable                 500     job_unreadable
     ├── BackendError                  502
     │   ├── SubmissionRefused                 submission_refused
     │   └── BackendUnreachable        503     backend_unreachable
     ├── StoreUnavailable              503     store_unavailable
     ├── StorageUnavailable            503     storage_unavailable
-    ├── CodeStoreFull                 507     code_store_full
     ├── ReconcilerDied                503     reconciler_died
     └── PortInUse                     (start) port_in_use
 
@@ -95,67 +73,12 @@ class InvalidRequest(ServiceError):
         return self._faults
 
 
-class RanksUnknown(InvalidRequest):
-    """A request names ranks that the job does not have."""
-
-    def __init__(self, ranks: Sequence[int], world_size: int) -> None:
-        message = f"no such rank: workers are numbered 0 to {world_size - 1}"
-        unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
-        super().__init__(
-            [FieldFault(path=f"ranks[{index}]", code="rank", message=message) for index in unknown]
-        )
-
-
-class SizeRefused(InvalidRequest):
-    """A job cannot train with the number of workers that a request names."""
-
-    def __init__(self, code: str, message: str) -> None:
-        super().__init__([FieldFault(path="workers", code=code, message=message)])
-
-
-class HostUnknown(InvalidRequest):
-    """A request names a host that has none of the job's workers."""
-
-    def __init__(self, host: str, known: Sequence[str]) -> None:
-        hosts = ", ".join(known) or "none yet"
-        message = f"no worker of the job is on '{host}'; its hosts: {hosts}"
-        super().__init__([FieldFault(path="host", code="host", message=message)])
-
-
 class NotFound(ServiceError):
     """Something that the request names does not exist."""
 
     status = 404
     code = "not_found"
     title = "Not found"
-
-
-class JobNotFound(NotFound):
-    """No job has this id or name."""
-
-    code = "job_not_found"
-
-    def __init__(self, job: str) -> None:
-        super().__init__(f"no job has the id or name '{job}'; GET /v1/jobs lists them")
-
-
-class AttemptNotFound(NotFound):
-    """No attempt has this id."""
-
-    code = "attempt_not_found"
-
-    def __init__(self, attempt_id: str) -> None:
-        super().__init__(f"no attempt has the id '{attempt_id}'")
-
-
-class LogNotFound(NotFound):
-    """A job has no log of this name."""
-
-    code = "log_not_found"
-
-    def __init__(self, source: str, sources: Sequence[str]) -> None:
-        known = ", ".join(sources) or "none yet"
-        super().__init__(f"no log is named '{source}'; the attempt has: {known}")
 
 
 class ProjectNotFound(NotFound):
@@ -165,38 +88,6 @@ class ProjectNotFound(NotFound):
 
     def __init__(self, name: str) -> None:
         super().__init__(f"project '{name}' has no quotas; PUT /v1/projects/{name} sets some")
-
-
-class CheckpointNotFound(NotFound):
-    """A job has no such checkpoint, or none at all."""
-
-    code = "checkpoint_not_found"
-
-    def __init__(self, job_id: str, wanted: str, steps: Sequence[int]) -> None:
-        known = ", ".join(str(step) for step in steps) or "none"
-        super().__init__(f"job {job_id} has no checkpoint {wanted}; steps that it has: {known}")
-
-
-class TraceNotFound(NotFound):
-    """A job has no trace of this name, or its file is gone."""
-
-    code = "trace_not_found"
-
-    def __init__(self, name: str) -> None:
-        super().__init__(
-            f"no trace is named '{name}', or its file is gone; GET /v1/jobs/JOB/traces lists them"
-        )
-
-
-class ExportNotFound(NotFound):
-    """A job has no export of this id."""
-
-    code = "export_not_found"
-
-    def __init__(self, job_id: str, export_id: str) -> None:
-        super().__init__(
-            f"job {job_id} has no export '{export_id}'; GET /v1/jobs/JOB/exports lists them"
-        )
 
 
 class WebhookNotFound(NotFound):
@@ -268,203 +159,11 @@ class RequestUnderWay(Conflict):
         return {"Retry-After": "1"}
 
 
-class JobEnded(Conflict):
-    """The job has ended, so there is nothing left to change."""
-
-    code = "job_ended"
-
-    def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(f"job {job_id} has already ended ({status})")
-
-
-class JobNotEnded(Conflict):
-    """The job still lives, so what it holds cannot be deleted."""
-
-    code = "job_not_ended"
-
-    def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(
-            f"job {job_id} has not ended: it is {status}; cancel it and wait for its end first"
-        )
-
-
-class JobNotRunning(Conflict):
-    """The job has no workers at work."""
-
-    code = "job_not_running"
-
-    def __init__(self, job_id: str, status: str, purpose: str = "to trace") -> None:
-        super().__init__(f"job {job_id} has no workers {purpose}: it is {status}, not RUNNING")
-
-
-class JobNotPaused(Conflict):
-    """The job is not paused, so there is nothing to resume."""
-
-    code = "job_not_paused"
-
-    def __init__(self, job_id: str, status: str) -> None:
-        super().__init__(f"job {job_id} is not paused: it is {status}")
-
-
-class JobAtWork(Conflict):
-    """The job has an attempt under way, which must end first."""
-
-    code = "job_at_work"
-
-    def __init__(self, job_id: str, status: str, mend: str) -> None:
-        super().__init__(f"job {job_id} is {status}; {mend} first")
-
-
-class LayoutUnknown(Conflict):
-    """The job has not chosen how many workers form a group."""
-
-    code = "layout_unknown"
-
-    def __init__(self, job_id: str) -> None:
-        super().__init__(
-            f"job {job_id} has not chosen its shard_group_size yet; ask again once its timeline "
-            "tells the layout"
-        )
-
-
-class TracePending(Conflict):
-    """An earlier request for a trace was not answered yet."""
-
-    code = "trace_pending"
-
-    def __init__(self, trace_id: str, names: Sequence[str]) -> None:
-        super().__init__(
-            f"trace {trace_id} is still being recorded; wait until {', '.join(names)} is written"
-        )
-
-
-class ExportPending(Conflict):
-    """An earlier export of the job is not done yet."""
-
-    code = "export_pending"
-
-    def __init__(self, job_id: str, export_id: str) -> None:
-        self.export_id = export_id
-        super().__init__(
-            f"export {export_id} of job {job_id} is not done yet; wait for it, then ask again"
-        )
-
-
-class ExportNotReady(Conflict):
-    """An export that is not done, or failed, has nothing to download."""
-
-    code = "export_not_ready"
-
-    def __init__(self, export_id: str, status: str, message: str) -> None:
-        cause = f": {message}" if message else ""
-        super().__init__(f"export {export_id} is {status}{cause}")
-
-
-class ExportRefused(Conflict):
-    """Exporting the job would run its user's code on the service's host."""
-
-    code = "export_refused"
-
-    def __init__(self, job_id: str) -> None:
-        super().__init__(
-            f"job {job_id} trains a module of its user's own (model.module), whose code does not "
-            "run on this service's host; export on a host of the cluster with "
-            "`shardloom export --run-dir DIR --to DIR`"
-        )
-
-
-class ExportUnavailable(Conflict):
-    """The Python that would make exports beside the service has not what they need."""
-
-    code = "export_unavailable"
-
-    def __init__(self, python: str, missing: str) -> None:
-        super().__init__(
-            f"this service makes no exports: its Python ({python}, SHARDLOOM_TRAINER_PYTHON) "
-            f"cannot, as {missing}. Run it from the image of deploy/Dockerfile.service-export, or "
-            "where the trainer is installed; or let jobs export where they train with "
-            "`export: {on_success: true}`, and finished ones on a host of the cluster with "
-            "`shardloom export --run-dir DIR --to DIR`"
-        )
-
-
-class SequenceGap(Conflict):
-    """A batch starts after records that never arrived; `next_seq` is the one to go on from."""
-
-    code = "sequence_gap"
-
-    def __init__(self, stream: str, first_seq: int, next_seq: int) -> None:
-        self.next_seq = next_seq
-        super().__init__(
-            f"batch of stream '{stream}' starts at {first_seq}, but record {next_seq} has not "
-            f"arrived yet; send again from {next_seq}"
-        )
-
-    @property
-    def extensions(self) -> dict[str, object]:
-        """The sequence number to go on from."""
-        return {"next_seq": self.next_seq}
-
-
-class StaleVersion(Conflict):
-    """Somebody else wrote the job since it was read."""
-
-    code = "stale_version"
-
-    def __init__(self, job_id: str, version: int) -> None:
-        super().__init__(f"job {job_id} was changed since version {version} was read; read again")
-
-
 class PreconditionFailed(ServiceError):
     """What a request made its condition (If-Match) does not hold."""
 
     status = 412
     title = "Precondition failed"
-
-
-class VersionChanged(PreconditionFailed):
-    """The job is not as the request's sender saw it any more."""
-
-    code = "version_changed"
-
-    def __init__(self, job_id: str, wanted: int, version: int) -> None:
-        super().__init__(
-            f"job {job_id} is at version {version} now, and If-Match asks for {wanted}: read it "
-            f"again, and repeat the request if it is still meant"
-        )
-
-
-class VersionUnknown(PreconditionFailed):
-    """An If-Match that is no tag of ours."""
-
-    code = "version_unknown"
-
-    def __init__(self, tag: str) -> None:
-        super().__init__(f'If-Match is {tag[:40]!r}; give the ETag of a job, such as "7"')
-
-
-class RecordRefused(ServiceError):
-    """A record of a driver holds a value that the database cannot keep."""
-
-    status = 422
-    code = "record_refused"
-    title = "Record refused"
-
-    def __init__(self, attempt_id: str, cause: str) -> None:
-        super().__init__(f"a record of attempt {attempt_id} cannot be stored ({cause})")
-
-
-class JobUnreadable(ServiceError):
-    """A stored job that this version of the service cannot read."""
-
-    code = "job_unreadable"
-    title = "Job unreadable"
-
-    def __init__(self, job_id: str, cause: str) -> None:
-        super().__init__(
-            f"job {job_id} cannot be read ({cause}); was it stored by another version of the "
-            "service? Run that version, or cancel the job with it"
-        )
 
 
 class BackendError(ServiceError):
@@ -495,14 +194,6 @@ class StoreUnavailable(ServiceError):
     status = 503
     code = "store_unavailable"
     title = "Store unavailable"
-
-
-class CodeStoreFull(ServiceError):
-    """No more uploads of code are kept."""
-
-    status = 507
-    code = "code_store_full"
-    title = "Code store full"
 
 
 class StorageUnavailable(ServiceError):

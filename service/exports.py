@@ -19,21 +19,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from service.domain import Job
-from service.errors import (
+from service.artifact_errors import (
     CheckpointNotFound,
     ExportNotFound,
     ExportNotReady,
     ExportPending,
     ExportRefused,
     ExportUnavailable,
-    JobNotFound,
-    JobUnreadable,
-    ServiceError,
-    StorageUnavailable,
 )
+from service.domain import Job
+from service.errors import ServiceError, StorageUnavailable
 from service.export_python import missing_for_exports
 from service.export_removal import remove_all_deleted
+from service.job_errors import JobNotFound, JobUnreadable
 from service.run_files import run_dir_of
 from service.security.master_keys import master_keys_of
 from service.settings import Settings

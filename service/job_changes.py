@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from service.artifact_errors import CheckpointNotFound
 from service.domain import Checkpoint, Job, JobStatus
-from service.errors import (
-    CheckpointNotFound,
+from service.errors import StorageUnavailable
+from service.job_errors import (
     JobAtWork,
     JobEnded,
     JobNotEnded,
@@ -21,7 +22,6 @@ from service.errors import (
     JobNotPaused,
     JobUnreadable,
     StaleVersion,
-    StorageUnavailable,
     VersionChanged,
 )
 from service.lifecycle import Decision

@@ -14,8 +14,8 @@ from pathlib import Path
 from pydantic import BaseModel, PositiveInt, ValidationError
 
 from service.domain import Job, JobStatus
-from service.errors import JobNotFound
 from service.ids import new_job_id
+from service.job_errors import JobNotFound
 from service.store.base import JobStore
 from trainer.data.errors import ManifestError
 from trainer.data.resolve import size_tables

@@ -12,7 +12,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter
 
 from service.api.schemas import FieldFault
-from service.errors import InvalidRequest, LogNotFound
+from service.artifact_errors import LogNotFound
+from service.errors import InvalidRequest
 from service.log_lines import (
     Head,
     group_of,

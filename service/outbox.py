@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from service.domain import attempt_id
-from service.errors import RecordRefused
+from service.job_errors import RecordRefused
 from service.settings import Settings
 from service.store.base import JobStore
 from service.submission import run_dir_of

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from service.backends.base import Backend
 from service.clusters import has_own_cluster
 from service.domain import Job, JobStatus, QueueNote
-from service.errors import BackendUnreachable, ServiceError, StaleVersion, StoreUnavailable
+from service.errors import BackendUnreachable, ServiceError, StoreUnavailable
+from service.job_errors import StaleVersion
 from service.lifecycle import Decision, line, start
 from service.queue import Admission, Capacity, Place, Preemption, Start, admit
 from service.requests import preempt

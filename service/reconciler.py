@@ -22,15 +22,10 @@ from functools import partial
 from service.backends.base import Backend
 from service.code_store import CodeGone
 from service.domain import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
-from service.errors import (
-    BackendUnreachable,
-    ServiceError,
-    StaleVersion,
-    StoreUnavailable,
-    SubmissionRefused,
-)
+from service.errors import BackendUnreachable, ServiceError, StoreUnavailable, SubmissionRefused
 from service.housekeeping import Housekeeper
 from service.job_changes import finish_deletions
+from service.job_errors import StaleVersion
 from service.lane import Lane
 from service.lifecycle import (
     Action,

@@ -21,7 +21,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from service.domain import Attempt, EndReason, Job, JobStatus
-from service.errors import AttemptNotFound, JobNotFound, ServiceError
+from service.errors import ServiceError
+from service.job_errors import AttemptNotFound, JobNotFound
 from service.lifecycle import finish
 from service.outbox import OutboxCollector
 from service.run_files import read_jobs

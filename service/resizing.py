@@ -15,14 +15,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from service.domain import Job, JobStatus, TimelineEvent
-from service.errors import (
-    HostUnknown,
-    JobNotRunning,
-    LayoutUnknown,
-    SizeRefused,
-    StaleVersion,
-    StorageUnavailable,
-)
+from service.errors import StorageUnavailable
+from service.job_errors import HostUnknown, JobNotRunning, LayoutUnknown, SizeRefused, StaleVersion
 from service.membership import copies_needed, layout_of_attempt
 from service.sharding import STARTED, Line, newest_workers
 from service.store.base import JobStore

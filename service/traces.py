@@ -15,15 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from service.artifact_errors import TraceNotFound, TracePending
 from service.domain import Job, JobStatus, TimelineEvent
-from service.errors import (
-    JobNotRunning,
-    RanksUnknown,
-    StaleVersion,
-    StorageUnavailable,
-    TraceNotFound,
-    TracePending,
-)
+from service.errors import StorageUnavailable
+from service.job_errors import JobNotRunning, RanksUnknown, StaleVersion
 from service.security.files import is_below
 from service.store.base import JobStore
 from trainer.run_dir import RunDir, trace_name

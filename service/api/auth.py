@@ -13,7 +13,8 @@ from fastapi import Depends, Request
 from starlette.requests import HTTPConnection
 
 from service.domain import Job
-from service.errors import JobNotFound, ProjectNotFound
+from service.errors import ProjectNotFound
+from service.job_errors import JobNotFound
 from service.security.errors import Forbidden, NotSignedIn
 from service.security.paths import job_of_path, outside_roots, paths_of, paths_written, roots_of
 from service.security.policy import Rule, Scope, Verdict, judge, rule_of

@@ -8,7 +8,7 @@ from fastapi.responses import StreamingResponse
 from service.api.context import ContextDep, JobDep
 from service.api.export_schemas import ExportOut, RequestExport
 from service.api.schemas import Page
-from service.errors import ExportNotReady, ExportPending
+from service.artifact_errors import ExportNotReady, ExportPending
 from service.export_archive import archive
 from service.export_removal import delete_export
 from service.exports import get_export, get_finished_export, request_export

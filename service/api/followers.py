@@ -9,7 +9,7 @@ from service.api.schemas import LogLine, ProgressOut, TimelineEventOut
 from service.api.sse import Item, News
 from service.api.views import progress_of
 from service.domain import Attempt, Job, JobStatus, attempt_id
-from service.errors import AttemptNotFound
+from service.job_errors import AttemptNotFound
 from service.log_lines import LogFilter
 from service.logs import (
     LogPiece,

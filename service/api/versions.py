@@ -14,7 +14,7 @@ from fastapi import Depends, Header, Response
 from service.api.schemas import JobDetail
 from service.api.views import detail_of
 from service.domain import Job
-from service.errors import VersionUnknown
+from service.job_errors import VersionUnknown
 from service.settings import Settings
 
 _TAG = re.compile(r'"(\d{1,18})"')

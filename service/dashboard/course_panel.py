@@ -11,8 +11,9 @@ from service.dashboard import formats
 from service.dashboard.login_guard import check_change, may_change, reader
 from service.dashboard.snapshots import JobSnapshot
 from service.domain import Job, JobStatus
-from service.errors import JobEnded, ServiceError, StaleVersion
+from service.errors import ServiceError
 from service.job_changes import cancel_job, pause_job, restart_job, resume_job
+from service.job_errors import JobEnded, StaleVersion
 from service.settings import Settings
 from service.store.base import JobStore
 

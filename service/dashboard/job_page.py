@@ -19,7 +19,7 @@ from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
 from service.dashboard.snapshots import JobSnapshot, load_job
 from service.dashboard.trace_panel import TracePanel
 from service.domain import Checkpoint, Job, MetricPoint
-from service.errors import JobNotFound
+from service.job_errors import JobNotFound
 from service.settings import Settings
 from service.store.base import JobStore
 from service.submission import run_dir_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import ColumnElement, Connection, Table, delete, select
 
 from service.domain import JobStatus
-from service.errors import JobNotEnded, JobNotFound
+from service.job_errors import JobNotEnded, JobNotFound
 from service.store.keys import job_secrets
 from service.store.schema import metadata
 from service.store.tables import jobs

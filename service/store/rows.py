@@ -21,7 +21,7 @@ from service.domain import (
     ReportedEnd,
     TimelineEvent,
 )
-from service.errors import JobUnreadable
+from service.job_errors import JobUnreadable
 from trainer.spec import JobSpec
 
 _NUM_CACHED_SPECS = 2000

@@ -29,7 +29,8 @@ from service.domain import (
     MetricPoint,
     TimelineEvent,
 )
-from service.errors import JobUnreadable, RecordRefused, SequenceGap, StoreUnavailable
+from service.errors import StoreUnavailable
+from service.job_errors import JobUnreadable, RecordRefused, SequenceGap
 from service.store import deletion, leases, metrics, rows
 from service.store.engine import migrate, newest_revision, open_engine, stored_revision
 from service.store.intake import fold

@@ -8,7 +8,8 @@ from dataclasses import replace
 from sqlalchemy import Connection, delete, insert, select, update
 
 from service.domain import Attempt, Job, JobStatus, TimelineEvent
-from service.errors import AttemptNotFound, IdempotencyConflict, JobNotFound, StaleVersion
+from service.errors import IdempotencyConflict
+from service.job_errors import AttemptNotFound, JobNotFound, StaleVersion
 from service.store import metrics, rows, webhooks
 from service.store.intake import Intake
 from service.store.listing import select_jobs

@@ -20,7 +20,7 @@ from sqlalchemy import event
 from service.backends.base import Submission
 from service.backends.fake import FakeBackend, Script
 from service.domain import Job, JobStatus, ObservedState
-from service.errors import StaleVersion
+from service.job_errors import StaleVersion
 from service.reconciler import Reconciler
 from service.settings import Settings
 from service.store.sql import SqlJobStore

@@ -15,7 +15,8 @@ from psycopg.errors import DeadlockDetected, SerializationFailure
 from sqlalchemy import text
 
 from service.domain import Job, JobStatus
-from service.errors import RecordRefused, StaleVersion, StoreUnavailable
+from service.errors import StoreUnavailable
+from service.job_errors import RecordRefused, StaleVersion
 from service.store.engine import newest_revision
 from service.store.sql import SqlJobStore
 from tests.integration.postgresql import PostgresqlServer

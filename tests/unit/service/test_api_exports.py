@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 
+from service.artifact_errors import ExportRefused, ExportUnavailable
 from service.client import ShardloomClient
 from service.client_errors import ExportFailed
-from service.errors import ExportRefused, ExportUnavailable
 from service.export_archive import archive
 from service.export_removal import delete_export, remove_all_deleted, remove_old_exports
 from service.exports import ExportRunner, environment, request_export, unfinished

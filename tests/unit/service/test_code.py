@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from service.api.schemas import CodeOut
+from service.artifact_errors import CodeStoreFull
 from service.code_store import keep_code
 from service.domain import JobStatus
-from service.errors import CodeStoreFull
 from service.housekeeping import Housekeeper
 from service.settings import Settings
 from service.submission import plan_attempt, run_dir_of, submission_of

@@ -9,7 +9,7 @@ import pytest
 from service.dashboard import fragments
 from service.dashboard.snapshots import LIST_MAX_AGE_S, ListFeed, load_job
 from service.domain import Job, JobStatus, TimelineEvent
-from service.errors import JobNotFound
+from service.job_errors import JobNotFound
 from service.store.sql import SqlJobStore
 from tests.unit.service.builders import (
     NOW,

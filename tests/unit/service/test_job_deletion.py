@@ -10,8 +10,9 @@ from service import job_changes
 from service.client import ShardloomClient
 from service.client_errors import NotFound
 from service.domain import JobStatus
-from service.errors import JobNotEnded, StoreUnavailable
+from service.errors import StoreUnavailable
 from service.job_changes import finish_deletions
+from service.job_errors import JobNotEnded
 from service.run_files import buried_jobs
 from service.submission import run_dir_of
 from tests.unit.service.api_house import Api, end, problem_in, running

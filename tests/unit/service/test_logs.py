@@ -8,7 +8,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from service.errors import InvalidRequest, LogNotFound
+from service.artifact_errors import LogNotFound
+from service.errors import InvalidRequest
 from service.logs import (
     LogPosition,
     check_source,

@@ -11,7 +11,7 @@ import pytest
 
 from service.backends.fake import FakeBackend, Script
 from service.domain import EndReason, Job, JobStatus
-from service.errors import StaleVersion
+from service.job_errors import StaleVersion
 from service.lifecycle import NOT_FOUND_GRACE_S
 from service.reconciler import Reconciler
 from service.requests import request_cancel

@@ -13,8 +13,9 @@ import pytest
 
 from service.backends.fake import FakeBackend, Script
 from service.domain import EndReason, Job, JobStatus
-from service.errors import JobUnreadable, StaleVersion, StoreUnavailable
+from service.errors import StoreUnavailable
 from service.job_changes import restart_job
+from service.job_errors import JobUnreadable, StaleVersion
 from service.lifecycle import NOT_FOUND_GRACE_S
 from service.outbox import LATE_RECORDS_S
 from service.reconciler import Reconciler

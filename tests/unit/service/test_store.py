@@ -15,14 +15,8 @@ from hypothesis import strategies as st
 from sqlalchemy import inspect
 
 from service.domain import Attempt, EndReason, Job, JobStatus, TimelineEvent
-from service.errors import (
-    AttemptNotFound,
-    IdempotencyConflict,
-    JobNotFound,
-    SequenceGap,
-    StaleVersion,
-    StoreUnavailable,
-)
+from service.errors import IdempotencyConflict, StoreUnavailable
+from service.job_errors import AttemptNotFound, JobNotFound, SequenceGap, StaleVersion
 from service.store.engine import migrate, migration_config, open_engine
 from service.store.schema import metadata
 from service.store.sql import SqlJobStore

@@ -25,14 +25,8 @@ from hypothesis.stateful import (
 )
 
 from service.domain import Attempt, EndReason, Job, JobStatus, TimelineEvent
-from service.errors import (
-    IdempotencyConflict,
-    JobNotEnded,
-    JobNotFound,
-    SequenceGap,
-    StaleVersion,
-    StoreUnavailable,
-)
+from service.errors import IdempotencyConflict, StoreUnavailable
+from service.job_errors import JobNotEnded, JobNotFound, SequenceGap, StaleVersion
 from service.store.sql import SqlJobStore
 from tests.unit.service.builders import NOW, attempt_of, batch, metrics, queued_job
 from trainer.events import Note

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sqlalchemy import event, func, insert, select
 
 from service.domain import Attempt, Job, JobStatus
-from service.errors import AttemptNotFound, JobNotEnded, JobNotFound
+from service.job_errors import AttemptNotFound, JobNotEnded, JobNotFound
 from service.store.keys import job_secrets
 from service.store.retention import Retention, steps_to_drop
 from service.store.schema import metadata

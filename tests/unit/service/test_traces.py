@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from service import traces
+from service.artifact_errors import TracePending
 from service.domain import Attempt, EndReason, Job, TimelineEvent
-from service.errors import StaleVersion, TracePending
+from service.job_errors import StaleVersion
 from service.store.sql import SqlJobStore
 from service.submission import run_dir_of
 from tests.unit.service.api_house import Api, problem_in

@@ -32,7 +32,10 @@ def check_data(spec: JobSpec) -> None:
     found = [_data_problem(spec)]
     if warm_start is not None:
         mend = "give the checkpoints folder of a job, or one checkpoint in it"
-        found.append(_folder_problem(warm_start.path, "checkpoint.warm_start.path", mend))
+        found.append(_place_problem(warm_start.path, "checkpoint.warm_start.path", mend))
+    if spec.checkpoint.path is not None:
+        mend = "make it, on storage that all hosts of the cluster share"
+        found.append(_place_problem(spec.checkpoint.path, "checkpoint.path", mend))
     problems = [problem for problem in found if problem is not None]
     if problems:
         raise SpecError(problems)
@@ -41,19 +44,35 @@ def check_data(spec: JobSpec) -> None:
 def _data_problem(spec: JobSpec) -> FieldProblem | None:
     path = spec.data.path
     if "://" in path:
-        return _url_problem(path)
+        return _url_problem(path, "data.path")
     problem = _folder_problem(path, "data.path", "prepare one with `shardloom data prepare`")
     if problem or not _is_plain_parquet(spec):
         return problem or _manifest_problem(Path(path) / _MANIFEST_NAME)
     return _unknown_size(spec)
 
 
-def _url_problem(path: str) -> FieldProblem | None:
+def _place_problem(path: str, field: str, mend: str) -> FieldProblem | None:
+    """What is wrong with a folder or URL, as far as one can tell from here."""
+    return _url_problem(path, field) if "://" in path else _folder_problem(path, field, mend)
+
+
+def with_checkpoint_root(spec: JobSpec, root: Path | str | None) -> JobSpec:
+    """The spec with the service's place for checkpoints, where it names none.
+
+    From then on it is the job's: another setting later does not part it from its checkpoints.
+    """
+    if root is None or spec.checkpoint.path is not None:
+        return spec
+    checkpoint = spec.checkpoint.model_copy(update={"path": str(root)})
+    return spec.model_copy(update={"checkpoint": checkpoint})
+
+
+def _url_problem(path: str, field: str) -> FieldProblem | None:
     """What is behind the URL is seen when the job starts, with the credentials of the cluster."""
     if path.split("://")[0] in _URL_SCHEMES:
         return None
     message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
-    return FieldProblem("data.path", "unknown_scheme", message)
+    return FieldProblem(field, "unknown_scheme", message)
 
 
 def _is_plain_parquet(spec: JobSpec) -> bool:
@@ -75,9 +94,6 @@ def _unknown_size(spec: JobSpec) -> FieldProblem | None:
 
 
 def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
-    if "://" in path:
-        message = f"{path}: a folder behind a URL is not supported yet; give a local one"
-        return FieldProblem(field, "not_supported_yet", message)
     folder = Path(path)
     if not folder.is_absolute():
         message = f"'{path}' is relative, but service and cluster have other working folders"
@@ -131,6 +147,7 @@ def submit_job(
     idempotency_key: str | None,
     prepare: Callable[[str], None] = lambda job_id: None,
     actor: str = "user",
+    checkpoint_root: Path | str | None = None,
 ) -> Job:
     """Store a new job, or return the one that the key made.
 
@@ -143,6 +160,7 @@ def submit_job(
         known = store.find_submitted(idempotency_key, request_hash, spec.project)
         if known is not None:
             return known
+    spec = with_checkpoint_root(spec, checkpoint_root)
     check_data(spec)
     # To the microsecond, which is as fine as filters by time can name it.
     now = round(time.time(), 6)

@@ -103,7 +103,7 @@ def create_app(settings: Settings, store: SqlJobStore, backend: Backend) -> Fast
         WebhookStore(store.engine),
         tracing,
         ProjectStore(store.engine),
-        ExportRunner(store, settings),
+        ExportRunner(store, settings, secrets_of=security.open_secrets),
     )
     add_error_handlers(app)
     for module in (jobs, keys, audit, secrets, resizing, records, logs, traces, webhooks, system):

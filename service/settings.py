@@ -263,6 +263,11 @@ class Settings(BaseSettings):
         "`runs_dir` always may. "
         "By default anywhere in local mode, and nowhere else with `auth=required`.",
     )
+    checkpoint_root: StorageRoot | None = Field(
+        default=None,
+        description="Folder, or URL of one, where jobs keep their checkpoints that name no other; "
+        "run storage by default. A job keeps the one that it was submitted with.",
+    )
     # ---- logs, webhooks, observability
     log_format: Literal["text", "json"] = Field(
         default="text", description="How the service logs: for people, or a JSON object a line."

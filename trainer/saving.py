@@ -236,13 +236,15 @@ class Checkpoints:
 
     def _retain(self) -> None:
         policy = self._config.spec.checkpoint
-        committed = checkpoint.list_committed(self._folder)
-        for left in [each for each in committed if self._is_superseded(each.path.name)]:
-            # The line that the job went back from; it now has a checkpoint of the new one.
-            self._remove(left)
-        committed = checkpoint.list_committed(self._folder, self._is_superseded)
+        kept = []
+        for each in checkpoint.list_committed(self._folder):
+            if self._is_superseded(each.path.name):
+                # The line that the job went back from; it now has a checkpoint of the new one.
+                self._remove(each)
+            else:
+                kept.append(each)
         for old in checkpoint.superseded(
-            committed, policy.keep_last, policy.keep_best, policy.keep_every_steps
+            kept, policy.keep_last, policy.keep_best, policy.keep_every_steps
         ):
             self._remove(old)
 

@@ -16,7 +16,14 @@ from service.domain import Job
 from service.errors import ProjectNotFound
 from service.job_errors import JobNotFound
 from service.security.errors import Forbidden, NotSignedIn
-from service.security.paths import job_of_path, outside_roots, paths_of, paths_written, roots_of
+from service.security.paths import (
+    job_of_checkpoints,
+    job_of_path,
+    outside_roots,
+    paths_of,
+    paths_written,
+    roots_of,
+)
 from service.security.policy import Rule, Scope, Verdict, judge, rule_of
 from service.security.principal import Principal, Role
 from service.settings import Settings
@@ -93,7 +100,7 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
     problems = outside_roots(spec, roots_of(settings))
     written = paths_written(spec)
     for field, path in paths_of(spec).items():
-        job_id = job_of_path(Path(path), settings.runs_dir)
+        job_id = _job_of(field, path, settings)
         if job_id is None or principal.kind == "local":
             continue
         project = _project_of(job_id, store)
@@ -105,6 +112,16 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
             problems.append(FieldProblem(field, "foreign_run", message))
     if problems:
         raise SpecError(problems)
+
+
+def _job_of(field: str, path: str, settings: Settings) -> str | None:
+    """Id of the job whose files a path leads into, as `job_of_path` gives it."""
+    found = job_of_path(Path(path), settings.runs_dir)
+    if found is not None:
+        return found
+    found = job_of_checkpoints(path, settings.checkpoint_root)
+    # A job that keeps its checkpoints there has a folder of its own in it.
+    return None if field == "checkpoint.path" and found == "" else found
 
 
 def _project_of(job_id: str, store: JobStore) -> str | None:

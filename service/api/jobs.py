@@ -78,6 +78,7 @@ def submit(
         idempotency_key=idempotency_key,
         prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
         actor=principal.name,
+        checkpoint_root=context.settings.checkpoint_root,
     )
     context.tracing.submitted(job, began_at)
     context.wake()

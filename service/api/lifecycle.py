@@ -82,6 +82,7 @@ def clone(
         idempotency_key=idempotency_key,
         actor=principal.name,
         prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
+        checkpoint_root=context.settings.checkpoint_root,
     )
     context.wake()
     response.headers["Location"] = f"/v1/jobs/{made.id}"

@@ -19,9 +19,10 @@ _PREFIXES = {"": "", "file": "", "sqlite": "/"}
 
 def roots_of(settings: Settings) -> tuple[Path | str, ...] | None:
     """Folders (paths, or URLs) below which all lies that jobs may read; None: anything may be."""
+    ours = (settings.runs_dir, *([settings.checkpoint_root] if settings.checkpoint_root else []))
     if settings.storage_roots is None:
-        return None if settings.auth == "local" else (settings.runs_dir,)
-    return (settings.runs_dir, *settings.storage_roots)
+        return None if settings.auth == "local" else ours
+    return (*ours, *settings.storage_roots)
 
 
 def paths_of(spec: JobSpec) -> dict[str, str]:
@@ -39,6 +40,7 @@ def paths_written(spec: JobSpec) -> dict[str, str]:
     """Every path that a spec names to write below, by its field."""
     tensorboard, mlflow = spec.sinks.tensorboard, spec.sinks.mlflow
     found = {
+        "checkpoint.path": spec.checkpoint.path,
         "sinks.tensorboard.dir": tensorboard.dir if tensorboard else None,
         _TRACKING_URI: file_of(mlflow.tracking_uri) if mlflow else None,
     }
@@ -118,3 +120,12 @@ def job_of_path(path: Path, runs_dir: Path) -> str | None:
     if not real.is_relative_to(runs):
         return None
     return next(iter(real.relative_to(runs).parts), "")
+
+
+def job_of_checkpoints(path: str, root: Path | str | None) -> str | None:
+    """The same for a path or URL that may lead into the service's place for checkpoints."""
+    if isinstance(root, str):
+        folder = root.rstrip("/")
+        is_inside = path.rstrip("/") == folder or path.startswith(f"{folder}/")
+        return path[len(folder) :].strip("/").partition("/")[0] if is_inside else None
+    return job_of_path(Path(path), root) if root and "://" not in path else None

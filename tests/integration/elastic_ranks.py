@@ -93,6 +93,8 @@ def live(life: RankLife) -> None:
         enter_network(life.network)
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr, force=True)
     logging.getLogger("trainer").setLevel(logging.INFO)
+    # As workers on Ray do.
+    life.config.secrets.set_in(os.environ)
     record = Recorder(life)
     record("started", pid=os.getpid())
     listener = ControlListener(life)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections.abc import Iterator
 
+import pyarrow.parquet as pq
 import pytest
 
-from tests.integration.object_store import ObjectStore, run_object_store
-from trainer.data.errors import SourceMissingError, StorageError
+from tests.integration.object_store import SECRET_KEY, ObjectStore, run_object_store
+from trainer.data.errors import SourceMissingError, StorageError, StorageRefusedError
+from trainer.data.remote import local_folder
 from trainer.data.storage import Location
 
 
@@ -42,3 +46,76 @@ def test_an_endpoint_that_does_not_answer_is_named(store, monkeypatch):
     nobody = Location.parse("s3://data/key?endpoint_override=http://127.0.0.1:9")
     with pytest.raises(StorageError, match=r"the endpoint does not answer.*AWS_ENDPOINT_URL"):
         nobody.exists()
+
+
+TROUBLE = [
+    {"rates": {"500": 0.2, "503": 0.1, "slow_down": 0.1}, "seed": 4},
+    {"rates": {"reset": 0.2, "cut": 0.2}, "seed": 5},
+    {"slow_s": 0.2},
+]
+
+
+@pytest.mark.parametrize("faults", TROUBLE, ids=["busy", "broken connections", "slow"])
+def test_files_come_and_go_unchanged_through_a_store_in_trouble(store, tmp_path, faults):
+    folder = Location.parse(store.url(f"trouble-{next(iter(faults))}-{faults.get('seed')}"))
+    content = random.Random(1).randbytes(6 * 2**20)
+    (tmp_path / "part.bin").write_bytes(content)
+    with store.failing(**faults) as seen:
+        (folder / "part.bin").upload(tmp_path / "part.bin")
+        (folder / "part.bin").download(tmp_path / "copy.bin")
+        (folder / "small.json").write_bytes(b"{}")
+        assert (folder / "small.json").read_bytes() == b"{}"
+        assert [file.name for file in folder.list()] == ["part.bin", "small.json"]
+        folder.delete()
+        assert not folder.exists()
+    assert (tmp_path / "copy.bin").read_bytes() == content
+    assert "rates" not in faults or sum(seen.counts[fault] for fault in faults["rates"]) > 0
+
+
+def test_a_data_set_is_fetched_and_read_unchanged_through_a_store_in_trouble(
+    store, small_movielens, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SHARDLOOM_DATA_CACHE", str(tmp_path / "cache"))
+    folder = Location.parse(store.url("set"))
+    paths = [path for path in small_movielens.rglob("*") if path.is_file()]
+    with store.failing(rates={"503": 0.1, "cut": 0.1, "reset": 0.1}, seed=6) as seen:
+        for path in paths:
+            (folder / path.relative_to(small_movielens).as_posix()).upload(path)
+        fetched = local_folder(folder.text)
+        (part, *_) = (folder / "train").list()
+        with part.open_input() as file:
+            rows = pq.read_table(file)
+    for path in paths:
+        copy = fetched / path.relative_to(small_movielens)
+        assert copy.read_bytes() == path.read_bytes(), path.name
+    assert rows.equals(pq.read_table(fetched / "train" / part.name))
+    assert sum(seen.counts[fault] for fault in ("503", "cut", "reset")) > 3
+
+
+def test_an_answer_that_stalls_is_asked_for_again(store, monkeypatch):
+    file = Location.parse(store.url("stalled"))
+    file.write_bytes(b"content")
+    monkeypatch.setenv("SHARDLOOM_STORAGE_TIMEOUT_S", "1")
+    with store.failing(rates={"stall": 0.5}, stall_s=4.0, seed=1) as seen:
+        assert Location.parse(store.url("stalled")).read_bytes() == b"content"
+    assert seen.counts["stall"] > 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"AWS_SECRET_ACCESS_KEY": "wrong"}, {"AWS_ACCESS_KEY_ID": "nobody"}]
+)
+def test_wrong_credentials_are_refused_at_once_with_what_to_set(store, monkeypatch, wrong):
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    mine = Location.parse(store.url("mine"))
+    with store.failing() as seen:
+        for use in (mine.exists, mine.list, lambda: mine.write_bytes(b"x"), mine.read_bytes):
+            with pytest.raises(StorageRefusedError, match=r"access was denied; set AWS_ACCESS"):
+                use()
+    assert not seen.counts, "nothing was let through"
+
+
+def test_a_location_takes_no_credentials_along(store):
+    packed = pickle.dumps(Location.parse(store.url("key")))
+    assert SECRET_KEY.encode() not in packed
+    assert str(pickle.loads(packed)) == store.url("key")

@@ -20,7 +20,13 @@ from service.client import ShardloomClient
 from service.client_errors import ExportFailed
 from service.export_archive import archive
 from service.export_removal import delete_export, remove_all_deleted, remove_old_exports
-from service.exports import ExportRunner, environment, request_export, unfinished
+from service.exports import (
+    ExportRunner,
+    environment,
+    request_export,
+    unfinished,
+    with_keys_of_job,
+)
 from service.housekeeping import Housekeeper
 from service.settings import Settings
 from service.submission import run_dir_of
@@ -382,6 +388,18 @@ def test_the_process_can_read_the_storage_that_jobs_read() -> None:
     ours = dict.fromkeys(["AWS_SECRET_ACCESS_KEY", "AWS_ENDPOINT_URL"], "s")
     ours |= {CACHE_VARIABLE: "/cache", MAX_BYTES_VARIABLE: "9"}
     assert environment(ours) == ours
+
+
+def test_a_job_with_keys_of_its_own_is_exported_with_them_alone() -> None:
+    ours = {"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "ours", "AWS_SESSION_TOKEN": "ours"}
+    ours["AWS_PROFILE"] = "ours"
+    theirs = {"AWS_ACCESS_KEY_ID": "id", "AWS_SECRET_ACCESS_KEY": "key"}
+    elsewhere = {"AWS_ENDPOINT_URL": "http://x", "AWS_CONFIG_FILE": "/tmp/x", "LD_PRELOAD": "x"}
+    found = with_keys_of_job(ours, theirs | elsewhere, may_choose_endpoint=False)
+    assert found == {"PATH": "/bin"} | theirs
+    found = with_keys_of_job(ours, theirs | elsewhere, may_choose_endpoint=True)
+    assert found == {"PATH": "/bin", "AWS_ENDPOINT_URL": "http://x"} | theirs
+    assert with_keys_of_job(ours, {"WANDB": "x"}, may_choose_endpoint=True) == ours
 
 
 def test_user_code_never_runs_beside_a_service_that_asks_for_credentials(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.security.files import is_below
-from service.security.paths import job_of_path, outside_roots, roots_of
+from service.security.paths import job_of_checkpoints, job_of_path, outside_roots, roots_of
 from service.security.principal import Role
 from service.settings import Settings
 from tests.unit.service.api_house import Api
@@ -236,4 +236,55 @@ def test_what_no_path_can_hold_is_refused_by_name(
     )
     [fault] = answer.json()["fields"]
     assert (answer.status_code, fault["path"]) == (422, field)
+    house.store.close()
+
+
+def test_a_path_tells_whose_checkpoints_it_leads_to(tmp_path: Path) -> None:
+    root = "s3://lake/runs/"
+    assert job_of_checkpoints("s3://lake/runs/job-1/checkpoints/step-1", root) == "job-1"
+    assert job_of_checkpoints("s3://lake/runs", root) == ""
+    assert job_of_checkpoints("s3://lake/runs-beside/job-1", root) is None
+    assert job_of_checkpoints(str(tmp_path / "job-1"), root) is None
+    assert job_of_checkpoints(str(tmp_path / "job-1" / "x"), tmp_path) == "job-1"
+    assert job_of_checkpoints("s3://lake/runs/job-1", None) is None
+
+
+@pytest.mark.parametrize(
+    ("path", "is_allowed"),
+    [
+        ("s3://lake/runs", True),
+        ("s3://lake/runs/mine", True),
+        ("s3://elsewhere/runs", False),
+        ("s3://lake/runs?endpoint_override=http://10.0.0.1:80", False),
+    ],
+)
+def test_checkpoints_lie_below_the_root_for_them_or_a_storage_root(
+    tmp_path: Path, path: str, is_allowed: bool
+) -> None:
+    settings = Settings(home=tmp_path, auth="required", checkpoint_root="s3://lake/runs")
+    spec = validate_spec(spec_document(checkpoint={"path": path}))
+    refused = {each.path for each in outside_roots(spec, roots_of(settings))}
+    assert ("checkpoint.path" not in refused) is is_allowed
+
+
+def test_remote_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) -> None:
+    house = guarded(tmp_path, checkpoint_root="s3://lake/runs")
+    hidden = house.submit("root", project="hidden")
+    place = {"warm_start": {"path": f"s3://lake/runs/{hidden}/checkpoints"}}
+    body = {"spec": spec_document(checkpoint=place)}
+    refused = house.send("POST", "/v1/jobs", "submitter", json=body)
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    beside = {"spec": spec_document(checkpoint={"path": f"s3://lake/runs/{hidden}"})}
+    refused = house.send("POST", "/v1/jobs", "submitter", json=beside)
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    assert house.send("POST", "/v1/jobs", "root", json=body).status_code == 201
+    house.store.close()
+
+
+def test_a_job_keeps_the_place_for_checkpoints_that_it_was_submitted_with(tmp_path: Path) -> None:
+    house = guarded(tmp_path, checkpoint_root="s3://lake/runs")
+    job = house.store.get_job(house.submit("root"))
+    assert job.spec.checkpoint.path == "s3://lake/runs"
+    again = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
+    assert again.json()["spec"]["checkpoint"]["path"] == "s3://lake/runs"
     house.store.close()

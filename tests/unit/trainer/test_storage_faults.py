@@ -8,12 +8,13 @@ import pytest
 
 from trainer import driver, failures
 from trainer.attempt import DriverContext
-from trainer.data.errors import CorruptFileError, DataError, StorageError
+from trainer.data.errors import CorruptFileError, DataError, StorageError, StorageRefusedError
 from trainer.outbox import EventWriter
 from trainer.worker import named_failures
 
 CASES = [
     (StorageError("s3://b cannot be read"), failures.STORAGE_ERROR),
+    (StorageRefusedError("s3://b: access was denied"), failures.DATA_ERROR),
     (CorruptFileError("part-0 is cut short"), failures.DATA_ERROR),
 ]
 

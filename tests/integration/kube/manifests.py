@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import Any
 
 Manifest = dict[str, Any]
@@ -25,7 +26,7 @@ def ray_job(name: str, **spec: Any) -> Manifest:
                 "minReplicas": 1,
                 "maxReplicas": 1,
                 "rayStartParams": {},
-                "template": template,
+                "template": deepcopy(template),
             }
         ],
     }

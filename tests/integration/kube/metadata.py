@@ -54,12 +54,14 @@ def now_text() -> str:
 def check_type(manifest: Any, resource: Resource) -> None:
     """The body must be an object of the kind that the path names; raises 400."""
     for name in ("kind", "apiVersion"):
-        if not isinstance(manifest, dict) or not manifest.get(name):
+        if not isinstance(manifest, dict) or (resource.custom and not manifest.get(name)):
             raise bad_request(
                 f"the object provided is unrecognized (must be of type {resource.kind}): "
                 f"Object '{name[0].upper()}{name[1:]}' is missing"
             )
-    version, kind = manifest["apiVersion"], manifest["kind"]
+    # The path says what a built-in kind is.
+    version = manifest.get("apiVersion", resource.api_version)
+    kind = manifest.get("kind", resource.kind)
     if version != resource.api_version:
         raise bad_request(
             f"the API version in the data ({version}) does not match the expected API version "

@@ -82,7 +82,7 @@ class Rest:
         """Store a new object."""
         resource = target.resource
         metadata.check_type(body, resource)
-        manifest = {**body, "metadata": body.get("metadata") or {}}
+        manifest = _typed(body, target.resource)
         metadata.check_namespace(manifest, resource, target.namespace)
         if manifest["metadata"].get("resourceVersion"):
             message = "resourceVersion should not be set on objects to be created"
@@ -105,7 +105,7 @@ class Rest:
     def update(self, target: Target, body: Any, options: Options) -> Manifest:
         """Replace an object, or only its status where the target says so."""
         metadata.check_type(body, target.resource)
-        manifest = {**body, "metadata": body.get("metadata") or {}}
+        manifest = _typed(body, target.resource)
         metadata.check_namespace(manifest, target.resource, target.namespace)
         _check_name(manifest, target)
         manifest = _read(manifest, target.resource, options)
@@ -207,6 +207,11 @@ def waits(manifest: Manifest) -> bool:
     return bool(
         manifest["metadata"].get("finalizers") or manifest.get("spec", {}).get("finalizers")
     )
+
+
+def _typed(body: Manifest, resource: Resource) -> Manifest:
+    kind = {"apiVersion": resource.api_version, "kind": resource.kind}
+    return {**body, **kind, "metadata": body.get("metadata") or {}}
 
 
 def _check_name(manifest: Manifest, target: Target) -> None:

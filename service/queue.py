@@ -165,7 +165,7 @@ class Admission:
     starts: tuple[Start, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
     places: tuple[Place, ...] = ()
-    # By job: the workers that it may not grow beyond, as another one waits for the room.
+    # By job: the workers that it may not grow beyond, as the room is another one's.
     growth_limits: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -281,16 +281,30 @@ class _Turn:
         return self.capacity.use_of(held.job, held.workers)
 
     def growth_limits(self) -> dict[str, int]:
-        """What keeps running jobs from growing into the room that a job waits for."""
-        blocked = self._blocked
-        return {
-            each.job.id: each.workers
+        """What keeps running jobs from growing into the room that others wait for or were given."""
+        growing = [
+            each
             for each in self.held
-            if blocked is not None
-            and each.workers < each.most
+            if each.workers < each.most
             and each.job.status is not JobStatus.QUEUED
-            and each.job.priority <= blocked.priority
             and not has_own_cluster(each.job)
+        ]
+        blocked, limits = self._blocked, self._limits_of_room(growing)
+        if blocked is not None:
+            waited_for = [each for each in growing if each.job.priority <= blocked.priority]
+            limits |= {each.job.id: each.workers for each in waited_for}
+        return limits
+
+    def _limits_of_room(self, growing: Sequence[Held]) -> dict[str, int]:
+        """Where the cluster grows by itself: what was given away is not there yet, so nothing but
+        this keeps a job from asking for the hosts of one that is about to start.
+        """
+        total = self.capacity.max_workers
+        if total is None:
+            return {}
+        room = max(0, total - self._used.workers)
+        return {
+            each.job.id: each.workers + room for each in growing if each.workers + room < each.most
         }
 
     def consider(self, job: Job) -> None:

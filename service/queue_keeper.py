@@ -72,13 +72,14 @@ class QueueKeeper:
         live, now = self.store.list_live_jobs(), self.clock()
         queued = _waiting(live)
         running = [job for job in live if job.status not in (JobStatus.QUEUED, JobStatus.PAUSED)]
-        if not queued:
+        if not queued and self.settings.cluster_max_workers is None:
             self._limit_growth(running, {})
             return
         quotas = {project.name: project for project in self.projects.list()}
         own = [job for job in queued if has_own_cluster(job)]
         try:
-            capacity = self._capacity() if len(own) < len(queued) else Capacity()
+            is_shared = len(own) < len(queued) or self.settings.cluster_max_workers is not None
+            capacity = self._capacity() if is_shared else Capacity()
         except BackendUnreachable as error:
             self.note_answer(False)
             shared = [job for job in queued if not has_own_cluster(job)]

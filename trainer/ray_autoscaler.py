@@ -2,8 +2,8 @@
 
 A placement group that waits is demand which every autoscaler of Ray knows (v1, v2, KubeRay's), and
 each job has its own: `ray.autoscaler.sdk.request_resources` keeps one list for the whole cluster,
-which the next caller overwrites. A group that was placed holds the room. Ray removes the groups of
-a driver that ends, however it ends.
+which the next caller overwrites, and Ray Train is one. A group that was placed holds the room. Ray
+removes the groups of a driver that ends, however it ends.
 """
 
 from __future__ import annotations

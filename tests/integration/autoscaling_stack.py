@@ -30,9 +30,9 @@ from trainer.elastic.faults import FAULTS, VARIABLE, Fault
 
 ROOT = Path(__file__).parents[2]
 MAX_NODES = 3
-IDLE_S = 20
+IDLE_S = 12
 # Nodes, trainers and workers start on a machine that others may use, too.
-PATIENCE_S = 240
+PATIENCE_S = 420
 _STORE_BYTES = 80_000_000
 # A step takes a while whatever the machine, so that a job outlives what happens around it.
 _SLOW_STEPS = [
@@ -43,7 +43,7 @@ _SLOW_STEPS = [
         step=0,
         phase="lookup",
         incarnation=incarnation,
-        arg=0.1,
+        arg=0.3,
         times=10**6,
     )
     for group in range(MAX_NODES + 1)
@@ -113,7 +113,7 @@ def _environment(token: str, ports: RayPorts) -> dict[str, str]:
         # A lost host is noticed within seconds, and nobody counts what nobody asks.
         "RAY_health_check_initial_delay_ms": "1000",
         "RAY_health_check_period_ms": "1000",
-        "RAY_health_check_timeout_ms": "2000",
+        "RAY_health_check_timeout_ms": "10000",
         "RAY_health_check_failure_threshold": "3",
         "RAY_worker_niceness": "0",
         "RAY_task_events_report_interval_ms": "0",

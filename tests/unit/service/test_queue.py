@@ -230,6 +230,17 @@ def test_elastic_jobs_do_not_grow_into_the_room_that_another_job_waits_for() -> 
     assert decide([], [elastic], cluster(8)).growth_limits == {}
 
 
+def test_where_the_cluster_grows_nobody_asks_for_hosts_that_were_given_to_another_job() -> None:
+    elastic = running("elastic", workers={"min": 2, "max": 8})
+    elastic = replace(elastic, queue_note=QueueNote(workers=2).document)
+    alone = decide([], [elastic], Capacity(max_workers=10))
+    assert alone.growth_limits == {}, "there is room for all that it may take"
+    beside = decide([job("other", 4)], [elastic], Capacity(max_workers=8))
+    assert started(beside) == ["other"]
+    assert beside.growth_limits == {elastic.id: 4}, "two workers' room is nobody's"
+    assert decide([], [elastic], cluster(8)).growth_limits == {}, "its hosts limit it themselves"
+
+
 # ---- passing
 
 

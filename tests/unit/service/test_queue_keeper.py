@@ -93,6 +93,25 @@ def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: Hou
     assert ResizeRequests(files).poll().growth_limit is None
 
 
+def test_a_job_leaves_hosts_to_come_to_the_one_that_they_were_given_to(house: House) -> None:
+    house.settings = house.settings.model_copy(update={"cluster_max_workers": 8})
+    offer(house, 1)
+    elastic = submit(house, {"min": 2, "max": 8})
+    house.look()
+    job = house.store.get_job(elastic.id)
+    house.store.update_job(replace(job, queue_note=QueueNote(workers=2).document))
+    other = submit(house, 4)
+    house.look()
+    assert house.status(other) is JobStatus.STARTING
+    files = run_dir_of(house.settings, elastic.id).attempt(f"{elastic.id}-a0")
+    assert ResizeRequests(files).poll().growth_limit == 4
+    house.look(3)
+    assert ResizeRequests(files).poll().growth_limit == 4, "though nobody waits in the queue"
+    report(house, other, "completed")
+    house.look(2)
+    assert ResizeRequests(files).poll().growth_limit is None
+
+
 def test_a_job_that_no_host_can_hold_waits_for_hosts_unless_the_cluster_grows(
     house: House,
 ) -> None:

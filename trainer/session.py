@@ -158,6 +158,11 @@ class Session:
         return 0, self.groups.rank
 
     @property
+    def rows_agreed(self) -> int:
+        """Rows behind the last sync with groups that go their own ways between syncs."""
+        return 0
+
+    @property
     def _rank_stream(self) -> Path:
         # What only one rank knows (its traces, its replica group's sync); begins with the first.
         return self._files.stream_path(self.config.rank_stream(self.groups.rank))
@@ -239,7 +244,7 @@ class Session:
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
         if self._draws_at_random:
-            seed_step(self.spec.training.seed, self.state.commit, step, self.rank)
+            seed_step(self.spec.training.seed, self.rows_agreed, step, self.rank)
         self.shares.begin(batch)
         faults.point("lookup", *self.site, step)
         with self.phases.during("dense"):

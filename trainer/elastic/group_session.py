@@ -117,6 +117,11 @@ class GroupSession(Session):
         return self.group.group, self.groups.rank
 
     @property
+    def rows_agreed(self) -> int:
+        """Rows of the run that are trained or left out by the last committed sync."""
+        return self.state.position.rows_done(self.shape.num_rows)
+
+    @property
     def _accumulate_steps(self) -> int:
         return self.spec.training.accumulate_steps
 

@@ -20,7 +20,7 @@ def test_a_step_draws_what_it_drew_before() -> None:
     assert torch.equal(draw(3, 0, 17, 2), draw(3, 0, 17, 2))
 
 
-def test_no_two_seeds_commits_steps_or_ranks_draw_the_same() -> None:
+def test_no_two_seeds_syncs_steps_or_ranks_draw_the_same() -> None:
     keys = list(product(range(2), range(3), range(50), range(4)))
     seeds = {step_seed(*key) for key in keys}
     assert len(seeds) == len(keys)

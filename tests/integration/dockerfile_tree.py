@@ -181,8 +181,13 @@ class DockerfileTree:
 
     def _do_copy(self, said: str) -> None:
         *sources, target = shlex.split(expand(said, self._scope()))
-        assert not said.startswith("--"), f"COPY {said}: flags are not known here"
         place = str(self.root) + str(Path(self.image.workdir) / target)
+        if sources[0].startswith("--from="):
+            stage, source = sources[0].removeprefix("--from="), sources[1].strip("/")
+            made = self._folder / "stages" / stage / "merged" / source
+            self._namespace.run("mkdir", "-p", str(Path(place).parent))
+            self._namespace.run("cp", "-rT", str(made), place)
+            return
         for source in sources:
             found = self._context / source
             assert found.exists(), f"COPY {said}: {source} is not in the context"
@@ -290,14 +295,12 @@ class DockerfileTree:
 
     def _mount(self, options: Mapping[str, str]) -> None:
         kind, target = options["type"], options["target"]
+        assert "from" not in options, "mounts of other stages are not known here"
         if kind == "secret":  # may be absent, and is
             return
         if kind == "cache":
             source = Path.home() / ".cache" / "shardloom-images"
             source.mkdir(parents=True, exist_ok=True)
-        elif "from" in options:
-            source = self._folder / "stages" / options["from"] / "merged"
-            source /= options["source"].lstrip("/")
         else:
             source = self._context / options["source"]
         self._namespace.run("mkdir", "-p", self._at(target))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -37,6 +38,21 @@ def test_kubernetes_has_every_rule() -> None:
         rules(), key=lambda rule: "alert" in rule
     )
     assert len({group["name"] for group in groups}) == len(groups)
+
+
+def test_alerts_find_the_service_under_the_same_name_everywhere() -> None:
+    # The operator calls the job of a ServiceMonitor by the name of the Service.
+    objects = yaml.safe_load_all((KUBERNETES.parent / "service.yaml").read_text())
+    (service,) = [each["metadata"]["name"] for each in objects if each["kind"] == "Service"]
+    assert service == _yaml("prometheus.yml")["scrape_configs"][0]["job_name"]
+    named = {each for rule in rules() for each in re.findall(r'job="([^"]+)"', rule["expr"])}
+    assert named == {service}
+
+
+@every_dashboard
+def test_a_dashboard_fits_into_what_kubectl_apply_can_take(name: str) -> None:
+    # It keeps what it applied in an annotation, and annotations have 256 KiB.
+    assert len(json.dumps(json.dumps(dashboard_documents()[name], indent=1))) < 200 * 1024
 
 
 @every_dashboard

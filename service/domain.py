@@ -110,7 +110,7 @@ class ReportedEnd:
 class Progress:
     """How far a job has come; `rows` counts rows trained by all ranks.
 
-    `advanced_at` is when it was last heard to get further (its workers started, or its step rose),
+    `advanced_at` is when it last got further (an attempt began to train, or its step changed),
     `checkpoint_at` when a checkpoint was last committed: Unix seconds, by the service's clock.
     """
 
@@ -190,8 +190,8 @@ class Membership:
     `world_size` is the number of workers that it should have now, 0 while unknown, and `sized_at`
     when another one was told. `changed_at` is the time of the newest membership, 0 before the
     first; `copies_alive` and `host_copies_alive` are those of the shard with the fewest. What
-    happened is counted over the attempt; `recovery_pause_s` is
-    what its recoveries took in all.
+    happened is counted over the attempt; `recovery_pause_s` is what its recoveries
+    took in all.
     """
 
     attempt_id: str

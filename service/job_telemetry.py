@@ -144,7 +144,7 @@ _FAMILIES = (
     ),
     _Family(
         "shardloom_job_advanced_timestamp_seconds",
-        "When a running job was last heard to get further: its workers started or its step rose.",
+        "When a running job last got further: an attempt began to train, or its step changed.",
         lambda job: _value(_advanced_at(job)),
     ),
     _Family(

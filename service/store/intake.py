@@ -128,8 +128,10 @@ def _steer(intake: Intake, event: WorkersStarted | WorkersLost | AttemptEnded) -
 
 
 def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
-    progress = replace(job.progress, total_steps=event.total_steps, advanced_at=now)
     is_starting = job.status is JobStatus.STARTING
+    # Workers that are only replaced again and again get a job no further.
+    advanced_at = now if is_starting else job.progress.advanced_at
+    progress = replace(job.progress, total_steps=event.total_steps, advanced_at=advanced_at)
     return replace(
         job,
         progress=progress,

@@ -258,10 +258,12 @@ def _progress(step: int) -> ProgressRecord:
 
 
 def test_a_report_that_got_no_further_does_not_count_as_progress() -> None:
-    job = _running()
+    job = _running(status=JobStatus.STARTING)
     attempt = attempt_of(job)
     began = fold(job, attempt, [workers_started()], NOW).job
     assert began.progress.advanced_at == NOW
+    replaced = fold(began, attempt, [workers_started()], NOW + 5).job
+    assert replaced.progress.advanced_at == NOW
     stepped = fold(began, attempt, [_progress(5)], NOW + 10).job
     assert stepped.progress.advanced_at == NOW + 10
     idle = fold(stepped, attempt, [_progress(5)], NOW + 20).job

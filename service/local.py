@@ -117,6 +117,12 @@ class LocalStack:
         name = "ray" if state.service is not None and is_alive(state.service) else "service"
         return f"{name} has ended by itself; {self.log_tail(name)}"
 
+    def was_ended(self, state: StackState) -> bool:
+        """Whether a `down` of somebody else has ended a stack; waits for one that is at it."""
+        with self.home.lock():
+            found = self.home.read_state()
+            return found is None or not found.has_processes_of(state)
+
     def has_live_ray(self, state: StackState) -> bool:
         """Whether the Ray of a stack lives, so that a service that ended can be started again."""
         return state.ray is not None and state.boot_id == boot_id() and is_alive(state.ray)

@@ -166,7 +166,7 @@ def _stay(stack: LocalStack, state: StackState) -> None:
     try:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)
-        while state.head_address is not None and stack.has_live_ray(state):
+        while not stack.was_ended(state) and _can_go_on(stack, state):
             # The machines that have joined, and their jobs, go on meanwhile.
             error_console().print(message)
             time.sleep(RESTART_PAUSE_S)
@@ -176,9 +176,16 @@ def _stay(stack: LocalStack, state: StackState) -> None:
         console().print("stopping")
         stack.down(lambda line: console().print(Text(line, style="dim")), only=state)
         return
+    if stack.was_ended(state):
+        return
     error_console().print(message)
     stack.down(lambda line: console().print(Text(line, style="dim")), only=state)
     raise typer.Exit(UNAVAILABLE)
+
+
+def _can_go_on(stack: LocalStack, state: StackState) -> bool:
+    """Whether a head has lost its service only."""
+    return state.head_address is not None and stack.has_live_ray(state)
 
 
 def _addresses(home: StackHome, state: StackState) -> RenderableType:

@@ -49,12 +49,7 @@ def test_a_service_that_dies_is_started_again_while_ray_lives(
     ray_stand_in: ProcessId, signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(commands, "RESTART_PAUSE_S", 0.1)
-    home = StackHome(tmp_path / "home")
-    home.root.mkdir()
-    home.write_state(_with_ray_only(ray_stand_in))
-    kept = {key: text for key, text in os.environ.items() if not key.startswith("SHARDLOOM_")}
-    command = [sys.executable, "-c", SERVICE_STAND_IN]
-    stack = LocalStack(home, kept, command, head=HEAD)
+    stack = _stack(tmp_path / "home", ray_stand_in)
     first = stack.up(port=free_port(), report=lambda line: None)
     assert first.service is not None
     seen: list[StackState] = []
@@ -76,7 +71,30 @@ def test_a_service_that_dies_is_started_again_while_ray_lives(
     assert second.service is not None
     assert not is_alive(second.service)
     end_family(second.service, grace_s=0.0)
-    assert home.read_state() is None
+    assert stack.home.read_state() is None
+
+
+def test_down_elsewhere_ends_it_for_good(
+    ray_stand_in: ProcessId, signals: None, tmp_path: Path
+) -> None:
+    stack = _stack(tmp_path / "home", ray_stand_in)
+    state = stack.up(port=free_port(), report=lambda line: None)
+    other = threading.Thread(target=lambda: stack.down(lambda line: None))
+    other.start()
+    commands._stay(stack, state)
+    other.join()
+    assert stack.home.read_state() is None
+    assert state.service is not None
+    assert not is_alive(state.service)
+
+
+def _stack(folder: Path, ray: ProcessId) -> LocalStack:
+    """A head whose Ray runs already."""
+    home = StackHome(folder)
+    home.root.mkdir()
+    home.write_state(_with_ray_only(ray))
+    kept = {key: text for key, text in os.environ.items() if not key.startswith("SHARDLOOM_")}
+    return LocalStack(home, kept, [sys.executable, "-c", SERVICE_STAND_IN], head=HEAD)
 
 
 def _with_ray_only(ray: ProcessId) -> StackState:

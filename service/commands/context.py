@@ -81,11 +81,14 @@ def error_console() -> Console:
 
 
 def service_url(url: str | None) -> str:
-    """URL to use: the one given, else that of the running local stack, else the default."""
+    """URL to use: the one given, else the local stack's, that of the head joined, the default."""
     if url:
         return url
-    state = StackHome.from_environment().read_state()
-    return state.url if state is not None else DEFAULT_URL
+    home = StackHome.from_environment()
+    if state := home.read_state():
+        return state.url
+    joined = home.read_joined()
+    return joined.head_url if joined is not None else DEFAULT_URL
 
 
 def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomClient:

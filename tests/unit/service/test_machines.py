@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from service import join as joining
 from service import machines, network
 from service.cli import build_app
+from service.commands.context import service_url
 from service.join import JoinedMachine, ask_head, check_facts, head_url, read_token
 from service.local import LocalStack
 from service.local_process import ProcessId, identify
@@ -376,3 +377,11 @@ def test_up_as_a_head_refuses_to_use_the_ray_of_others(home, monkeypatch):
     assert done.exit_code == 3
     assert "unset SHARDLOOM_RAY_ADDRESS" in " ".join(done.output.split())
     assert not home.root.exists()
+
+
+def test_commands_on_a_machine_that_has_joined_ask_its_head(home, monkeypatch):
+    monkeypatch.setenv("SHARDLOOM_HOME", str(home.root))
+    assert service_url(None) == "http://127.0.0.1:8700"
+    joined(home, THIS_PROCESS)
+    assert service_url(None) == "http://10.0.0.1:8700"
+    assert service_url("http://other:1") == "http://other:1"

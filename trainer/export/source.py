@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 import json
 import pickle
@@ -23,6 +24,14 @@ from trainer.run_dir import RunDir
 from trainer.spec import JobSpec
 
 _WEIGHTS = "model."
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
 _METADATA = ".metadata"
 # What the description of a checkpoint is made of, by module.
 _DESCRIBING = {
@@ -142,7 +151,14 @@ class _TensorsAlone:
                 for key, value in found.state_dict_metadata.items()
                 if isinstance(value, TensorStorageMetadata)
             }
-        except (pickle.UnpicklingError, AttributeError, EOFError, TypeError, ValueError) as error:
+        except (
+            pickle.UnpicklingError,
+            AttributeError,
+            EOFError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise NoCheckpoint(
                 f"{self.path / _METADATA} is no description of a checkpoint: {error}; name another "
                 "checkpoint"
@@ -171,7 +187,17 @@ class _Unpickler(pickle.Unpickler):
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if is_dtype or name in _DESCRIBING.get(module, ()):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
         raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+def _member_of(kind: Any, name: str) -> enum.Enum:
+    """What Pythons before 3.11.4 write `getattr` for: a member of an enumeration, nothing else."""
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
+    member: enum.Enum = kind[name]
+    return member
 
 
 def stored_weights(folder: Folder) -> dict[str, tuple[int, ...]]:

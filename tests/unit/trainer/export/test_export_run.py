@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from tests.unit.trainer.export.export_case import (
     make_spec,
@@ -268,6 +269,41 @@ def test_a_checkpoints_description_runs_nothing(data: Path, tmp_path: Path) -> N
     with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
         stored_weights(folder)
     assert not (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """Unpickled it is an attribute of `kind`; so do early Pythons 3.11 write members of enums."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def __reduce__(self) -> Any:
+        return (getattr, (self.kind, self.name))
+
+
+def test_a_checkpoint_that_debians_python_wrote_can_be_read(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(data), 3)
+    (folder,) = run_dir.checkpoints_dir.iterdir()
+    expected = stored_weights(folder)
+    described = pickle.loads((folder / ".metadata").read_bytes())
+    reduced = lambda self, _: (getattr, (type(self), self.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+    assert b"getattr" in pickle.dumps(described)
+    (folder / ".metadata").write_bytes(pickle.dumps(described))
+    assert stored_weights(folder) == expected
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro")])
+def test_a_checkpoints_description_gets_no_other_attribute(
+    data: Path, tmp_path: Path, kind: type, name: str
+) -> None:
+    run_dir = write_run(tmp_path / "run", make_spec(data), 3)
+    (folder,) = run_dir.checkpoints_dir.iterdir()
+    (folder / ".metadata").write_bytes(pickle.dumps(Attribute(kind, name)))
+    with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
+        stored_weights(folder)
 
 
 def test_of_remote_data_only_what_is_compared_is_fetched(

@@ -49,7 +49,7 @@ class Room:
     demand: Mapping[str, float]
     write: Callable[[events.Event], None]
     clock: Callable[[], float] = time.monotonic
-    _told: int = field(default=0, init=False)
+    _told: tuple[int, int] = field(default=(0, 0), init=False)
     _kept: dict[str, tuple[str, float]] = field(default_factory=dict, init=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
@@ -111,9 +111,10 @@ class Room:
         self.seek(Need(0, 0), ())
 
     def _tell(self, need: Need, num_held: int) -> None:
-        """Say so when more is missing than was said last."""
-        num_missing = max(0, need.wants - need.has - num_held)
-        if need.wishes and num_missing > self._told:
+        """Say so when more is wanted, or more of it is missing, than was said last."""
+        wants, num_missing = need.wants, max(0, need.wants - need.has - num_held)
+        told_wants, told_missing = self._told
+        if num_missing and (wants > told_wants or num_missing > told_missing):
             told = events.RoomAsked(
                 time=time.time(),
                 num_workers=need.has + num_held,
@@ -123,4 +124,4 @@ class Room:
             )
             self.write(told)
             logger.info("asked the autoscaler for room: %s", told)
-        self._told = num_missing
+        self._told = wants, num_missing

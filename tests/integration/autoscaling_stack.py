@@ -143,6 +143,17 @@ class GrowingRay:
 
     def start(self) -> None:
         """Start the head and wait until it answers."""
+        wait_for(self._is_up, "the head", timeout_s=PATIENCE_S)
+
+    def _is_up(self) -> bool:
+        """Whether the head is there; starts it, again where Ray gave up on a busy machine."""
+        if self._head is None or self._head.poll() is not None:
+            # Whoever is left of a start that failed may listen on the ports of that one.
+            self.ports = choose_ports()
+            self._start()
+        return NODE_IP in live_addresses(self.url, self.token)
+
+    def _start(self) -> None:
         config = self.temp_dir.with_suffix(".json")
         config.write_text(json.dumps(autoscaling_config(self.ports.gcs)))
         executable = ray_executable()
@@ -175,16 +186,12 @@ class GrowingRay:
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
-        wait_for(lambda: NODE_IP in self._live(), "the head", timeout_s=PATIENCE_S)
-
-    def _live(self) -> set[str]:
-        assert self._head is not None
-        assert self._head.poll() is None, self.temp_dir.with_suffix(".log").read_text()
-        return live_addresses(self.url, self.token)
 
     def nodes(self) -> set[str]:
         """Addresses of the nodes that are there beside the head."""
-        return self._live() - {NODE_IP}
+        assert self._head is not None
+        assert self._head.poll() is None, self.temp_dir.with_suffix(".log").read_text()
+        return live_addresses(self.url, self.token) - {NODE_IP}
 
     def kill(self, address: str) -> None:
         """SIGKILL everything that runs on a node."""
@@ -228,20 +235,22 @@ def growing_stack(home: Path) -> Iterator[GrowingStack]:
     """A stack whose cluster grows to room for `MAX_NODES` workers."""
     # Ray's sockets lie below it, and their names may not be long.
     ray = GrowingRay(Path(tempfile.mkdtemp(prefix="ray-grow-")))
-    settings = {
-        "SHARDLOOM_BACKEND": "ray_jobs",
-        "SHARDLOOM_RAY_ADDRESS": ray.url,
-        "SHARDLOOM_RAY_AUTH_TOKEN": ray.token,
-        "SHARDLOOM_CLUSTER_MAX_WORKERS": str(MAX_NODES),
-        "SHARDLOOM_RECONCILE_INTERVAL_S": "1",
-    }
-    service = ServiceProcess(home, free_port(), settings)
+    service: ServiceProcess | None = None
     try:
         ray.start()
+        settings = {
+            "SHARDLOOM_BACKEND": "ray_jobs",
+            "SHARDLOOM_RAY_ADDRESS": ray.url,
+            "SHARDLOOM_RAY_AUTH_TOKEN": ray.token,
+            "SHARDLOOM_CLUSTER_MAX_WORKERS": str(MAX_NODES),
+            "SHARDLOOM_RECONCILE_INTERVAL_S": "1",
+        }
+        service = ServiceProcess(home, free_port(), settings)
         service.start()
         client = ShardloomClient(service.url)
         yield GrowingStack(ray, service, client)
         client.close()
     finally:
-        service.kill()
+        if service is not None:
+            service.kill()
         ray.end()

@@ -16,6 +16,8 @@ from tests.conftest import EXAMPLE_SPEC
 from tests.integration.autoscaling_stack import PATIENCE_S, GrowingStack, growing_stack
 from tests.integration.stack import Found, wait_for
 
+pytestmark = pytest.mark.timeout(900)
+
 COMMON = (
     "data.batch_size=16",
     "training.epochs=1000",

@@ -102,7 +102,7 @@ def need_of(policy: GroupPolicy, view: View) -> Need:
     present = [g for g in view.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
     starts = _starts(policy, view, avoided, present)
     num_groups, size = len(present) + len(starts), policy.group_size
-    placed = [*view.groups, *starts]
+    placed: list[PlacedGroup | Start] = [*view.groups, *starts]
     wish = Wish(
         size,
         on_one_host=size > 1 and any(host.num_slots >= size for host in view.hosts),

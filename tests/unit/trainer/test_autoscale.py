@@ -177,6 +177,8 @@ def test_the_timeline_tells_what_is_missing_once_and_again_when_more_is() -> Non
     asking.want(2, 2)
     asking.want(1, 2)
     assert len(asking.told) == 2, "a host was lost"
+    asking.want(2, 3)
+    assert len(asking.told) == 3, "it may grow further"
 
 
 def test_room_is_held_until_workers_take_it() -> None:

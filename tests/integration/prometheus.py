@@ -25,12 +25,10 @@ _INTERVAL = "1s"
 Value = TypeVar("Value")
 
 
-def needed_command() -> str:
-    """Where Prometheus is; skips the test where it is not."""
-    command = shutil.which("prometheus")
-    if command is None:
-        pytest.skip("needs Prometheus on PATH: apt-get install prometheus")
-    return command
+_COMMAND = shutil.which("prometheus")
+needs_prometheus = pytest.mark.skipif(
+    _COMMAND is None, reason="needs Prometheus on PATH: apt-get install prometheus"
+)
 
 
 class Prometheus:
@@ -80,7 +78,7 @@ class Prometheus:
         log = (self._home / "prometheus.log").open("wb")
         self._process = subprocess.Popen(
             [
-                needed_command(),
+                str(_COMMAND),
                 f"--config.file={self._home / 'prometheus.yml'}",
                 f"--storage.tsdb.path={self._home / 'tsdb'}",
                 f"--web.listen-address=127.0.0.1:{self._port}",

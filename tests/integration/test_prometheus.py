@@ -16,7 +16,7 @@ import pytest
 from service.client import ShardloomClient
 from tests.integration.ports import free_port
 from tests.integration.postgresql import PostgresqlServer
-from tests.integration.prometheus import FOLDER, Prometheus, needed_command
+from tests.integration.prometheus import FOLDER, Prometheus, needs_prometheus
 from tests.integration.service_process import ServiceProcess
 from tests.unit.observability.expressions import dashboard_queries
 from tests.unit.service.builders import (
@@ -30,6 +30,8 @@ from tests.unit.service.builders import (
     workers_started,
 )
 from trainer.events import Event, EventBatch, Metrics, Progress
+
+pytestmark = needs_prometheus
 
 # A test has seconds where a platform team has minutes.
 FASTER = {"> 900": "> 4", "for: 1m": "for: 1s", "> 120": "> 3"}
@@ -98,7 +100,6 @@ def _viewer_key(replica: ServiceProcess, key: str) -> str:
 def watched(
     postgresql: PostgresqlServer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Watched]:
-    needed_command()
     home = tmp_path_factory.mktemp("service")
     settings = {
         "SHARDLOOM_DATABASE_URL": postgresql.migrated_database(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.integration.prometheus import Prometheus, needed_command
+from tests.integration.prometheus import Prometheus, needs_prometheus
 from tests.integration.stack import Stack
 from tests.unit.observability.expressions import dashboard_queries
 
@@ -12,8 +12,8 @@ from tests.unit.observability.expressions import dashboard_queries
 ABSENT = ("gram", "gpus", "cluster_pending", "cluster_failed", "cluster_idle", "cluster_active")
 
 
+@needs_prometheus
 def test_the_nodes_of_ray_are_found_and_fill_their_dashboard(stack: Stack, tmp_path: Path) -> None:
-    needed_command()
     listed = stack.ray_temp_dir / "prom_metrics_service_discovery.json"
     with Prometheus(tmp_path, {}, "", {}, ray_nodes=listed) as prometheus:
         prometheus.until(

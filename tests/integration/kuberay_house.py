@@ -34,6 +34,17 @@ def rules() -> list[dict[str, Any]]:
     return found
 
 
+def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:
+    """The same without these verbs on these resources."""
+    found = []
+    for rule in rules():
+        for resource in rule["resources"]:
+            taken = verbs if resource in resources else set()
+            left = [verb for verb in rule["verbs"] if verb not in taken]
+            found += [{**rule, "resources": [resource], "verbs": left}] if left else []
+    return found
+
+
 def template() -> dict[str, Any]:
     """The RayCluster of the base, in whatever namespace; its operator is left out of it."""
     manifest: dict[str, Any] = yaml.safe_load((FOLDER / "base" / "raycluster.yaml").read_text())
@@ -51,9 +62,17 @@ class House:
         self._opened: list[KubeRayBackend] = []
         self.api = client.CustomObjectsApi(cluster.client())
         self.core = client.CoreV1Api(cluster.client())
+        for account in ("shardloom-ray-head", "shardloom-ray-worker"):
+            about = {"metadata": {"name": account}}
+            self.core.create_namespaced_service_account(cluster.namespace, about)
         self.api.create_namespaced_custom_object(
             "ray.io", "v1", cluster.namespace, "rayclusters", template()
         )
+        if cluster.server is None:
+            # A real API server admits no pod without its service account.
+            for name in ("shardloom-ray-head", "shardloom-ray-worker"):
+                account = {"metadata": {"name": name}}
+                self.core.create_namespaced_service_account(cluster.namespace, account)
 
     def open(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,13 @@ import torch.distributed as dist
 from tests.integration.checkpoint_cases import Sharding, build, held, load, spec_of, train
 from tests.integration.save_cases import Saver, config_of
 from trainer import events
+from trainer.data.storage import Location
 from trainer.elastic.checkpoint import CheckpointError, list_committed
 from trainer.elastic.checkpoint_folder import checkpoints_of
 from trainer.elastic.training_state import state_to_save
 from trainer.elastic.warm_start import warm_start
+from trainer.run_dir import COMMIT_MARKER
 from trainer.saving import Checkpoints, State
-
-PART_BYTES = 10 * 2**20  # of pyarrow's multi-part uploads, at first
 
 
 def train_save_and_load(
@@ -106,6 +106,51 @@ def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) ->
     saver = Saver.open(run_dir, path=path)
     found = saver.checkpoints.newest()
     return {"step": found.commit.step if found else None, "notes": saver.notes()}
+
+
+def _largest(folder: Location) -> Location:
+    return max(folder.list(), key=lambda file: file.size_bytes())
+
+
+def _flip(file: Location) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+
+
+def _truncate(file: Location) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+DAMAGE: dict[str, Callable[[Location], None]] = {
+    "flipped bit": lambda folder: _flip(_largest(folder)),
+    "truncated object": lambda folder: _truncate(_largest(folder)),
+    "missing object": lambda folder: _largest(folder).delete(),
+    "missing metadata": lambda folder: (folder / ".metadata").delete(),
+    "torn marker": lambda folder: _truncate(folder / COMMIT_MARKER),
+    "empty marker": lambda folder: (folder / COMMIT_MARKER).write_bytes(b""),
+}
+"""What may happen to a checkpoint, by name."""
+
+
+def look_at_damage(
+    environment: Mapping[str, str], run_dirs: Path, path: str
+) -> list[dict[str, Any]]:
+    """For each kind of damage to the newer of two checkpoints: what is found, said and left."""
+    os.environ.update(environment)
+    return [_look_at(kind, run_dirs / f"run-{n}", path) for n, kind in enumerate(DAMAGE)]
+
+
+def _look_at(kind: str, run_dir: Path, path: str) -> dict[str, Any]:
+    saver = Saver.open(run_dir, path=path)
+    saver.save(1)
+    saver.save(2, is_last=True)
+    newer = checkpoints_of(run_dir, path) / "step-00000002-a0-r0"
+    assert isinstance(newer, Location)
+    DAMAGE[kind](newer)
+    found = look_for_newest({}, run_dir, path)
+    again = look_for_newest({}, run_dir, path)
+    return {"kind": kind, "is_kept": bool(newer.list()), "again": again} | found
 
 
 def refusal_of_start(environment: Mapping[str, str], run_dir: Path, path: str) -> tuple[str, str]:

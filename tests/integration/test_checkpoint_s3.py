@@ -14,8 +14,10 @@ from tests.integration.checkpoint_cases import Sharding, whole_tables
 from tests.integration.gloo import run_ranks
 from tests.integration.object_store import ObjectStore, run_object_store
 from tests.integration.remote_checkpoint_cases import (
+    DAMAGE,
     die_in_the_middle,
     load_resharded,
+    look_at_damage,
     look_for_newest,
     refusal_of_start,
     save_large,
@@ -147,43 +149,17 @@ def test_a_save_that_was_killed_in_the_middle_counts_for_nothing_and_is_cleared_
     assert {name.split("/")[0] for name in names_in(folder)} == {"step-00000001-a0-r0"}
 
 
-def _largest(folder: Location) -> Location:
-    return max(folder.list(), key=lambda file: file.size_bytes())
-
-
-def _flip(file: Location) -> None:
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(bytes(content))
-
-
-def _truncate(file: Location) -> None:
-    file.write_bytes(file.read_bytes()[:-1])
-
-
-DAMAGE = {
-    "flipped bit": lambda folder: _flip(_largest(folder)),
-    "truncated object": lambda folder: _truncate(_largest(folder)),
-    "missing object": lambda folder: _largest(folder).delete(),
-    "missing metadata": lambda folder: (folder / ".metadata").delete(),
-    "torn marker": lambda folder: _truncate(folder / COMMIT_MARKER),
-    "empty marker": lambda folder: (folder / COMMIT_MARKER).write_bytes(b""),
-}
-
-
 def test_any_damage_makes_the_checkpoint_before_count_and_is_said(store, tmp_path):
-    path = store.url("runs")
-    for number, (kind, damage) in enumerate(DAMAGE.items()):
-        run_dir = tmp_path / f"damage-{number}"
-        run_ranks(save_large, 1, store.environment, run_dir, path, 1000, [1, 2])
-        newer = folder_of(store, run_dir) / "step-00000002-a0-r0"
-        damage(newer)
-        (found,) = run_ranks(look_for_newest, 1, store.environment, run_dir, path)
-        assert found["step"] == 1, kind
-        assert ["step-00000002-a0-r0 is damaged" in note for note in found["notes"]] == [True], kind
-        assert newer.list(), "what is damaged is kept to be looked at"
-        (again,) = run_ranks(look_for_newest, 1, store.environment, run_dir, path)
-        assert again == {"step": 1, "notes": []}, kind
+    arguments = (store.environment, tmp_path, store.url("damage"))
+    (found,) = run_ranks(look_at_damage, 1, *arguments)
+    assert [each["kind"] for each in found] == list(DAMAGE)
+    for each in found:
+        kind = each["kind"]
+        assert each["step"] == 1, kind
+        (note,) = each["notes"]
+        assert "step-00000002-a0-r0 is damaged" in note, kind
+        assert each["is_kept"], f"{kind}: what is damaged is kept to be looked at"
+        assert each["again"] == {"step": 1, "notes": []}, kind
 
 
 def test_a_store_that_is_away_at_the_start_damages_nothing(store, run_dir):

@@ -42,7 +42,7 @@ MAX_PAUSE_S = 10.0
 # Each look is a process of its own, and the job wants the cores.
 LOOK_EVERY_S = 1.5
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(600)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Network:
             assert not ended, f"{ended} without {number} x {kind}"
             return None
 
-        return wait_for(look, f"{number} x {kind}", timeout_s=180)
+        return wait_for(look, f"{number} x {kind}", timeout_s=240)
 
     def hosts(self) -> list[str]:
         """What `shardloom host ls` lists on the head."""

@@ -185,14 +185,27 @@ def test_every_rule_is_evaluated_without_a_fault(watched: Watched) -> None:
 
 
 def test_every_query_of_the_dashboards_is_answered(watched: Watched) -> None:
-    empty = []
-    for name, query in dashboard_queries(job_id=watched.job_id):
-        found = watched.prometheus.query(query)
-        if not found and name != "ray.json":
-            empty.append(query)
     # Nothing has failed, waited or been saved here, and half an hour has not passed.
-    expected = ("p90_1h", "[45]..", "increase1h > 0", "ALERTS", "rate30m", "QUEUED")
-    assert [query for query in empty if not any(part in query for part in expected)] == []
+    unanswered = ("p90_1h", "[45]..", "increase1h > 0", "ALERTS", "rate30m", "QUEUED")
+    empty: list[str] = []
+
+    def _is_answered() -> bool:
+        found = {
+            query: watched.prometheus.query(query)
+            for name, query in dashboard_queries(job_id=watched.job_id)
+            if name != "ray.json"
+        }
+        empty[:] = [
+            query
+            for query, answer in found.items()
+            if not answer and not any(part in query for part in unanswered)
+        ]
+        return not empty
+
+    try:
+        watched.prometheus.until(_is_answered, "every query is answered", 30.0)
+    except AssertionError as error:
+        raise AssertionError(f"no answer to {empty}") from error
 
 
 def test_a_job_that_gets_no_further_is_told_as_stuck_until_it_does(watched: Watched) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.kube.fixtures import api_server, kube  # noqa: F401 (fixtures)
+from tests.integration.kube.fixtures import api_server, kube, shared_api_server  # noqa: F401
 from tests.integration.postgresql import PostgresqlServer, run_server
 from tests.integration.stack import Stack
 

@@ -404,6 +404,18 @@ def test_what_is_not_served_is_not_found(api: Api) -> None:
     assert error.value.body == "404 page not found\n"
 
 
+def test_a_pod_needs_its_service_account(api: Api) -> None:
+    spec = {"serviceAccountName": "trainer", "containers": [{"name": "c", "image": "i"}]}
+    pod = {"metadata": {"name": "p"}, "spec": spec}
+    status = _refusal(api.core.create_namespaced_pod, api.namespace, pod)
+    assert status["message"] == (
+        f'pods "p" is forbidden: error looking up service account {api.namespace}/trainer: '
+        'serviceaccount "trainer" not found'
+    )
+    api.core.create_namespaced_service_account(api.namespace, {"metadata": {"name": "trainer"}})
+    api.core.create_namespaced_pod(api.namespace, pod)
+
+
 def test_a_dry_run_says_the_same_and_stores_nothing(api: Api) -> None:
     made = api.create(ray_job("a"), dry_run="All")
     assert made["metadata"]["uid"]

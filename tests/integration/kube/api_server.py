@@ -132,7 +132,9 @@ class KubeApiServer:
         resource = self.catalog.find("namespaces")
         assert resource is not None
         manifest = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-        self.rest.create(Target(resource), manifest, Options())
+        with self.store.changed:
+            self.rest.create(Target(resource), manifest, Options())
+            self._collector.sweep()
 
     def add_definition(self, definition: Manifest) -> None:
         """Serve the kinds of a CustomResourceDefinition."""

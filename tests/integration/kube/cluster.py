@@ -102,7 +102,7 @@ class RealCluster:
         about = {"metadata": {"name": service_account}}
         self._core.create_namespaced_service_account(self.namespace, about)
         self._rbac.create_namespaced_role(
-            self.namespace, {**about, "rules": [dict(rule) for rule in rules]}
+            self.namespace, {**about, "rules": [dict(rule) for rule in rules if rule["verbs"]]}
         )
         self._rbac.create_namespaced_role_binding(
             self.namespace,

@@ -1,4 +1,4 @@
-"""What the controller manager does: garbage collection by owner, and namespaces that end."""
+"""What the controller manager does: collection by owner, namespaces that end, their accounts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tests.integration.kube.resources import CRD, Resource
-from tests.integration.kube.rest import FOREGROUND, ORPHAN, Deletion, Rest, Target
+from tests.integration.kube.rest import FOREGROUND, ORPHAN, Deletion, Options, Rest, Target
 from tests.integration.kube.store import Key, Manifest, Store
 
 FindResource = Callable[[str], Resource | None]
@@ -53,6 +53,15 @@ class GarbageCollector:
             for key, manifest in objects.items():
                 if key[0] == "namespaces" and "deletionTimestamp" in manifest["metadata"]:
                     self._empty(key, objects)
+                elif key[0] == "namespaces":
+                    self._furnish(key[2])
+
+    def _furnish(self, namespace: str) -> None:
+        """Every namespace has a service account of the name default."""
+        resource = self._find("serviceaccounts")
+        if resource and self._store.get(("serviceaccounts", namespace, "default")) is None:
+            manifest = {"metadata": {"name": "default"}}
+            self._rest.create(Target(resource, namespace), manifest, Options())
 
     def _sweep_dependent(self, key: Key, manifest: Manifest, uids: dict[str, Key]) -> None:
         owners = manifest["metadata"].get("ownerReferences", ())

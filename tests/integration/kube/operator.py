@@ -268,7 +268,8 @@ class KueueStandIn:
 
     def __init__(self, server: HasOperatorClient) -> None:
         self._custom = client.CustomObjectsApi(server.operator_client())
-        mutators: list[Callable[[Manifest], Manifest]] = getattr(server, "mutators", [])
+        ours = getattr(server, "server", server)
+        mutators: list[Callable[[Manifest], Manifest]] = getattr(ours, "mutators", [])
         mutators.append(self._suspended)
 
     def _suspended(self, manifest: Manifest) -> Manifest:

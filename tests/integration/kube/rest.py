@@ -96,6 +96,7 @@ class Rest:
             target = Target(resource, target.namespace, manifest["metadata"].get("name", ""))
             self._check_home(target)
             _check_valid(manifest, None, resource)
+            self._check_account(target, manifest)
             quota.check(self.store, resource, manifest)
             if self.store.get(target.key) is not None:
                 raise already_exists(resource, target.name)
@@ -174,6 +175,18 @@ class Rest:
                 "field": "metadata.namespace",
             }
             raise forbidden(target.resource, target.name, why, [cause])
+
+    def _check_account(self, target: Target, manifest: Manifest) -> None:
+        """A pod runs as a service account, which must be there."""
+        if target.resource.qualified != "pods":
+            return
+        account = manifest["spec"].get("serviceAccountName") or "default"
+        if self.store.get(("serviceaccounts", target.namespace, account)) is None:
+            why = (
+                f"error looking up service account {target.namespace}/{account}: "
+                f'serviceaccount "{account}" not found'
+            )
+            raise forbidden(target.resource, target.name, why)
 
     def _replace(
         self, target: Target, old: Manifest, manifest: Manifest, options: Options

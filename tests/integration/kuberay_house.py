@@ -68,11 +68,6 @@ class House:
         self.api.create_namespaced_custom_object(
             "ray.io", "v1", cluster.namespace, "rayclusters", template()
         )
-        if cluster.server is None:
-            # A real API server admits no pod without its service account.
-            for name in ("shardloom-ray-head", "shardloom-ray-worker"):
-                account = {"metadata": {"name": name}}
-                self.core.create_namespaced_service_account(cluster.namespace, account)
 
     def open(
         self,

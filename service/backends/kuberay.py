@@ -25,6 +25,7 @@ from service.backends.kuberay_manifest import (
     release_of,
     secret_of,
 )
+from service.backends.kuberay_patience import Patience
 from service.backends.kuberay_size import Manifest, hosts_of, size_of
 from service.backends.kuberay_status import (
     is_evicted,
@@ -77,6 +78,7 @@ class KubeRayBackend:
         self._options = options
         self._open_head = open_head
         self._clock = clock
+        self._patience = Patience(clock)
         self._watch = RayJobWatch(_RayJobs(api), self._sweep)
         # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
         self._is_own: dict[str, bool] = {}
@@ -101,6 +103,10 @@ class KubeRayBackend:
         if not submission.cluster.is_own:
             self._shared_or_refuse().submit(submission)
             return
+        with self._patience.trying(submission.attempt_id):
+            self._submit_own(submission)
+
+    def _submit_own(self, submission: Submission) -> None:
         rayjob = self._create_rayjob(submission)
         if is_submitted(rayjob):
             return

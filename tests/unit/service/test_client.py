@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import tarfile
+from pathlib import Path
+
 import httpx
 import pytest
 from hypothesis import given
@@ -10,6 +14,7 @@ from hypothesis import strategies as st
 from service.client import RetryPolicy, ShardloomClient
 from service.client_errors import (
     Conflict,
+    ExportFailed,
     InvalidRequest,
     NotFound,
     ServerFault,
@@ -303,3 +308,37 @@ def test_failures_end_after_the_retries_and_the_patience(num_retries, patience_s
     assert script.now_s >= patience_s
     if len(script.naps_s) > num_retries:
         assert script.now_s < patience_s + policy.max_delay_s
+
+
+def _archive(*members: tuple[str, bytes | str]) -> httpx.Response:
+    """A tar of files, and of links where the content is text."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+            info.size = len(content) if isinstance(content, bytes) else 0
+            archive.addfile(info, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return httpx.Response(200, content=made.getvalue())
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        [("../escaped", b"x")],
+        [("inside/../../escaped", b"x")],
+        [("/tmp/escaped-from-an-export", b"x")],
+        [("link", "/etc/passwd")],
+        [("out", ".."), ("out/escaped", b"x")],
+    ],
+)
+def test_an_export_that_leaves_its_folder_is_not_unpacked(
+    members: list[tuple[str, bytes | str]], tmp_path: Path
+) -> None:
+    client = Script(_archive(*members)).client()
+    with pytest.raises(ExportFailed, match="which is no file of an export"):
+        client.download_export("job-1", "x-1", tmp_path / "made" / "to")
+    assert [*(tmp_path / "made").iterdir()] == []
+    assert not (tmp_path / "escaped").exists()
+    assert not Path("/tmp/escaped-from-an-export").exists()

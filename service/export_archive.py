@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO
@@ -60,7 +60,7 @@ def _padded(size: int) -> int:
 
 
 def _stream(
-    files: list[IO[bytes]], headers: list[tuple[tarfile.TarInfo, bytes]], opened: ExitStack
+    files: Sequence[IO[bytes]], headers: Sequence[tuple[tarfile.TarInfo, bytes]], opened: ExitStack
 ) -> Iterator[bytes]:
     with opened:
         yield b""  # begun: whoever drops us from here on closes the files

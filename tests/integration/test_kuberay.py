@@ -137,7 +137,7 @@ def test_stopping_takes_the_secret_along(house: House) -> None:
     backend.submit(sent)
     backend.stop(sent.attempt_id)
     wait_for("secrets", house.secrets, lambda names: f"{sent.attempt_id}-env" not in names, 15)
-    assert backend.observe(sent.attempt_id).state is NOT_FOUND
+    wait_for_state(backend, sent.attempt_id, NOT_FOUND)
     backend.stop(sent.attempt_id)
     backend.stop("job-of-nobody-a0")
 

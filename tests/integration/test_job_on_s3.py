@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -96,7 +97,8 @@ def predictions(folder: Path, questions: list[dict[str, Any]]) -> list[list[floa
 
 def ask_by_ids_and_by_raw_values(folder: Path, table: Any) -> list[dict[str, Any]]:
     """The same rows twice: as they were prepared, and with the raw numbers of their movies."""
-    rows = table.to_pylist()
+    names = [each["name"] for each in json.loads((folder / "features.json").read_text())["inputs"]]
+    rows = table.select(names).to_pylist()
     known = pq.read_table(folder / "vocabularies" / "vocab" / "movie_id.parquet").to_pylist()
     numbers = {entry["index"]: entry["value"] for entry in known}
     raw = [row | {"movie_id": numbers[row["movie_id"]]} for row in rows]
@@ -119,7 +121,8 @@ def test_data_and_checkpoints_on_s3_through_a_kill_to_served_predictions(
 
     runs = stack.timeline(job.id, "workers_started")
     assert [run["run_index"] for run in runs] == [0, 1]
-    assert runs[1]["resumed_step"] >= reached.progress.step - EVERY
+    # One save may have been under way, whose marker was not written then.
+    assert runs[1]["resumed_step"] >= max(EVERY, reached.progress.step - 2 * EVERY)
     run_dir = RunDir(Path(reached.run_dir))
     assert not run_dir.checkpoints_dir.exists(), "nothing lies on run storage"
     saved = stack.client.checkpoints(job.id)

@@ -1,4 +1,4 @@
-"""`up --head` in the foreground: a service that dies starts again beside the Ray that lives."""
+"""`up --head` and `join` in the foreground: what they do when a part of them ends, and by whom."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 import typer
 
+from service.commands import machines as machine_commands
 from service.commands import stack as commands
+from service.join import JoinedMachine
 from service.local import LocalStack
 from service.local_process import ProcessId, end_family, identify, is_alive
-from service.local_state import StackHome, StackState, boot_id
+from service.local_state import JoinedState, StackHome, StackState, boot_id
 from service.machine_ray import MachineHead, MachineNode
 from tests.integration.ports import free_port
 from tests.integration.stack import wait_for
@@ -86,6 +88,64 @@ def test_down_elsewhere_ends_it_for_good(
     assert stack.home.read_state() is None
     assert state.service is not None
     assert not is_alive(state.service)
+
+
+def test_join_ends_well_after_a_leave_elsewhere(
+    ray_stand_in: ProcessId, signals: None, tmp_path: Path
+) -> None:
+    machine, state = _joined(tmp_path, ray_stand_in)
+    other = threading.Thread(target=lambda: machine.leave(0, lambda line: None))
+    other.start()
+    machine_commands._stay(machine, state, grace_s=0)
+    other.join()
+    assert machine.home.read_joined() is None
+
+
+def test_join_fails_when_its_node_ends_by_itself_so_that_a_supervisor_joins_again(
+    ray_stand_in: ProcessId,
+    signals: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine, state = _joined(tmp_path, ray_stand_in)
+    log = machine.home.log_path(f"node-{state.address}")
+    log.parent.mkdir()
+    log.write_text("the head has given this node up\n")
+    os.kill(ray_stand_in.pid, signal.SIGKILL)
+    with pytest.raises(typer.Exit) as ended:
+        machine_commands._stay(machine, state, grace_s=0)
+    assert ended.value.exit_code == 3
+    assert "the head has given this node up" in capsys.readouterr().err
+    assert machine.home.read_joined() is None
+
+
+def test_sigterm_lets_a_foreground_join_leave(
+    ray_stand_in: ProcessId, signals: None, tmp_path: Path
+) -> None:
+    machine, state = _joined(tmp_path, ray_stand_in)
+    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    timer.start()
+    machine_commands._stay(machine, state, grace_s=0)
+    timer.join()
+    assert machine.home.read_joined() is None
+    assert not is_alive(ray_stand_in)
+
+
+def _joined(folder: Path, node: ProcessId) -> tuple[JoinedMachine, JoinedState]:
+    """A machine that has joined by a node that stands in for Ray."""
+    home = StackHome(folder / "home")
+    home.root.mkdir()
+    state = JoinedState(
+        address="10.0.0.7",
+        head_url="http://10.0.0.1:8700",
+        ray_address="http://10.0.0.1:8265",
+        gcs_address="10.0.0.1:6379",
+        boot_id=boot_id(),
+        started_at=1.0,
+        node=node,
+    )
+    home.write_joined(state)
+    return JoinedMachine(home), state
 
 
 def _stack(folder: Path, ray: ProcessId) -> LocalStack:

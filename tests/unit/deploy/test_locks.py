@@ -83,7 +83,8 @@ def test_a_lock_lacks_nothing_that_its_packages_need(lock: Lock) -> None:
             if _applies(needed) and key not in (*lock.elsewhere, *lock.without):
                 assert key in versions, f"{name} needs {needed}"
                 assert needed.specifier.contains(versions[key], prereleases=True), str(needed)
-    assert num_checked > 0
+    # Here are the newest versions, which leave those of a lock behind one by one.
+    assert num_checked > 0 or not lock.extras
 
 
 @every_lock

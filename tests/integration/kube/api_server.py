@@ -6,7 +6,8 @@
 Enforced: schemas of built-in kinds and of the given CustomResourceDefinitions (unknown fields,
 types, defaults, CEL rules), resource versions and conflicts, finalizers, owners, RBAC, quotas,
 namespaces that end. Not there: managedFields and server-side apply, protobuf, tables, aggregation,
-admission webhooks, node and scheduler (a pod stays as it was written), OpenAPI documents.
+admission webhooks, PodSecurity, node and scheduler (a pod stays as it was written, without
+defaults), OpenAPI documents.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 import yaml
-from kubernetes import client
+from kubernetes.client import ApiClient, Configuration
 
 from tests.integration.kube import http
 from tests.integration.kube.auth import ADMIN_RULE, OPERATOR, Rule, Tokens, User
@@ -113,13 +114,13 @@ class KubeApiServer:
         name = f"system:serviceaccount:{namespace}:{service_account}"
         return self.tokens.issue(User(name, namespace, tuple(rules)))
 
-    def client(self, token: str | None = None) -> client.ApiClient:
+    def client(self, token: str | None = None) -> ApiClient:
         """A client of the official library: of the administrator, or of a token."""
-        configuration = client.Configuration(host=self.url)
+        configuration = Configuration(host=self.url)
         configuration.api_key = {"authorization": f"Bearer {token or self.admin_token}"}
-        return client.ApiClient(configuration)
+        return ApiClient(configuration)
 
-    def operator_client(self) -> client.ApiClient:
+    def operator_client(self) -> ApiClient:
         """A client that is not noted in `requests` and that no fault but `away` befalls."""
         return self.client(self._operator_token)
 

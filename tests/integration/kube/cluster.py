@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import yaml
 from kubernetes import client, config
+from kubernetes.client import ApiClient
 
 from tests.integration.kube.api_server import CRD_FOLDER, KubeApiServer
 from tests.integration.kube.auth import Rule
@@ -32,10 +33,10 @@ class KubeCluster(Protocol):
     namespace: str
     server: KubeApiServer | None
 
-    def client(self, token: str | None = None) -> client.ApiClient:
+    def client(self, token: str | None = None) -> ApiClient:
         """A client of the administrator, or of a token."""
 
-    def operator_client(self) -> client.ApiClient:
+    def operator_client(self) -> ApiClient:
         """The client of operators."""
 
     def token_for(self, service_account: str, rules: Sequence[Rule]) -> str:
@@ -54,11 +55,11 @@ class InProcessCluster:
         self.namespace = f"shardloom-test-{secrets.token_hex(3)}"
         server.add_namespace(self.namespace)
 
-    def client(self, token: str | None = None) -> client.ApiClient:
+    def client(self, token: str | None = None) -> ApiClient:
         """A client of the administrator, or of a token."""
         return self._server.client(token)
 
-    def operator_client(self) -> client.ApiClient:
+    def operator_client(self) -> ApiClient:
         """The client of operators."""
         return self._server.operator_client()
 
@@ -83,7 +84,7 @@ class RealCluster:
         install_definitions(self.client())
         self._core.create_namespace({"metadata": {"name": self.namespace}})
 
-    def client(self, token: str | None = None) -> client.ApiClient:
+    def client(self, token: str | None = None) -> ApiClient:
         """A client of the kubeconfig's user, or of a token."""
         configuration = client.Configuration()
         config.load_kube_config(self._kubeconfig, client_configuration=configuration)
@@ -93,7 +94,7 @@ class RealCluster:
             configuration.refresh_api_key_hook = None
         return client.ApiClient(configuration)
 
-    def operator_client(self) -> client.ApiClient:
+    def operator_client(self) -> ApiClient:
         """The client of operators."""
         return self.client()
 

@@ -18,6 +18,7 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
@@ -94,8 +95,8 @@ class RayJobOperator:
                 ("rayjobs", self._reconcile_job),
                 ("rayclusters", self.clusters.reconcile),
             ):
-                for manifest in self._try(lambda plural=plural: self._all(plural)) or ():
-                    self._try(lambda one=manifest, do=reconcile: do(one))
+                for manifest in self._try(partial(self._all, plural)) or ():
+                    self._try(partial(reconcile, manifest))
 
     def _try(self, act: Callable[[], Any]) -> Any:
         """What fails is tried again in the next round: conflicts, an API server that is away."""

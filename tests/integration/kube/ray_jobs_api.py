@@ -128,8 +128,8 @@ class ScriptedRay:
     def finish(self, job_id: str, status: str = "SUCCEEDED", message: str = "") -> None:
         """End a job in SUCCEEDED, FAILED or STOPPED."""
         with self._lock:
-            ended = {"status": status, "message": message, "end_ms": int(time.time() * 1000)}
-            self._jobs[job_id] = replace(self._jobs[job_id], **ended)
+            end_ms, known = int(time.time() * 1000), self._jobs[job_id]
+            self._jobs[job_id] = replace(known, status=status, message=message, end_ms=end_ms)
 
     def forget(self, job_id: str) -> None:
         """Lose a job, as a head that starts again without fault tolerance does."""

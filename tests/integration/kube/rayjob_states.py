@@ -171,9 +171,13 @@ def counted(job: Manifest, status: Manifest, now: datetime) -> Manifest:
 
 def released(status: Manifest) -> Manifest:
     """Status after all that a suspended or retried RayJob had is gone."""
-    kept = {name: status[name] for name in ("failed", "succeeded", "startTime") if name in status}
+    kept: Manifest = {
+        name: status[name] for name in ("failed", "succeeded", "startTime") if name in status
+    }
     is_suspended = status["jobDeploymentStatus"] == "Suspending"
-    return {**kept, **({"jobDeploymentStatus": "Suspended"} if is_suspended else {})}
+    if is_suspended:
+        kept["jobDeploymentStatus"] = "Suspended"
+    return kept
 
 
 def is_over(job: Manifest, now: datetime) -> bool:

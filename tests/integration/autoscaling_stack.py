@@ -120,9 +120,9 @@ def _environment(token: str, ports: RayPorts) -> dict[str, str]:
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # On a busy machine a worker that starts slowly is not started again in vain, nor any ahead.
         "RAY_worker_register_timeout_seconds": "240",
-        "RAY_agent_register_timeout_ms": "120000",
+        "RAY_agent_register_timeout_ms": "400000",
         "RAY_prestart_worker_first_driver": "0",
-        "RAY_raylet_start_wait_time_s": "120",
+        "RAY_raylet_start_wait_time_s": "300",
         VARIABLE: FAULTS.dump_json(_SLOW_STEPS).decode(),
     }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,8 +59,18 @@ def decode_columns(
     faults = None if marks is None else marks.faults
     if faults is not None:
         found.row_weight[faults > 0] = 0
-    joined = tuple(concat_lists([part[place] for part in lists]) for place in range(len(of_lists)))
+    joined = tuple(
+        _joined([part[place] for part in lists], column) for place, column in enumerate(of_lists)
+    )
     return replace(found, sparse=replace(found.sparse, lists=joined), faults=faults)
+
+
+def _joined(parts: Sequence[IdLists], column: InputColumn) -> IdLists:
+    """The lists of all parts; those of a table without rows have weights too, if any have."""
+    found = concat_lists(parts)
+    if column.weights is None or found.weights is not None:
+        return found
+    return replace(found, weights=np.empty(0, np.float32))
 
 
 def _undecoded(layout: RowLayout, num_rows: int) -> RowColumns:

@@ -122,7 +122,7 @@ def _environment(token: str, ports: RayPorts) -> dict[str, str]:
         "RAY_worker_register_timeout_seconds": "240",
         "RAY_agent_register_timeout_ms": "400000",
         "RAY_prestart_worker_first_driver": "0",
-        "RAY_raylet_start_wait_time_s": "300",
+        "RAY_raylet_start_wait_time_s": "60",
         VARIABLE: FAULTS.dump_json(_SLOW_STEPS).decode(),
     }
 
@@ -168,6 +168,10 @@ class GrowingRay:
             f"--port={self.ports.gcs}",
             f"--ray-client-server-port={self.ports.client_server}",
             f"--dashboard-agent-listen-port={self.ports.agent_http}",
+            # A raylet that is given its agents' ports need not wait for them, for 15 s at most.
+            f"--dashboard-agent-grpc-port={free_port()}",
+            f"--metrics-export-port={free_port()}",
+            f"--runtime-env-agent-port={free_port()}",
             "--dashboard-host=127.0.0.1",
             f"--dashboard-port={self.ports.dashboard}",
             "--min-worker-port=0",

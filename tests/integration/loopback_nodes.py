@@ -23,6 +23,8 @@ from ray.autoscaler.tags import (
     TAG_RAY_USER_NODE_TYPE,
 )
 
+from tests.integration.ports import free_port
+
 FIRST_ADDRESS = IPv4Address("127.0.1.1")
 
 
@@ -45,7 +47,11 @@ class LoopbackNodes(FakeMultiNodeProvider):  # type: ignore[misc]
                 min_worker_port=0,
                 max_worker_port=0,
                 dashboard_port=None,
-                dashboard_agent_listen_port=0,
+                # A raylet that is given its agents' ports need not wait for them, for 15 s at most.
+                dashboard_agent_listen_port=free_port(),
+                metrics_agent_port=free_port(),
+                metrics_export_port=free_port(),
+                runtime_env_agent_port=free_port(),
                 num_cpus=given.pop("CPU", 0),
                 num_gpus=given.pop("GPU", 0),
                 object_store_memory=given.pop("object_store_memory", None),

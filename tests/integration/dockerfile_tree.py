@@ -299,8 +299,8 @@ class DockerfileTree:
         if kind == "secret":  # may be absent, and is
             return
         if kind == "cache":
-            source = Path.home() / ".cache" / "shardloom-images"
-            source.mkdir(parents=True, exist_ok=True)
+            source = self._folder / "cache"
+            source.mkdir(exist_ok=True)
         else:
             source = self._context / options["source"]
         self._namespace.run("mkdir", "-p", self._at(target))

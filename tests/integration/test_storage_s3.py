@@ -49,9 +49,9 @@ def test_an_endpoint_that_does_not_answer_is_named(store, monkeypatch):
 
 
 TROUBLE = [
-    {"rates": {"500": 0.2, "503": 0.1, "slow_down": 0.1}, "seed": 4},
+    {"rates": {"500": 0.1, "503": 0.1, "slow_down": 0.1}, "seed": 4},
     {"rates": {"reset": 0.2, "cut": 0.2}, "seed": 5},
-    {"slow_s": 0.2},
+    {"slow_s": 0.1},
 ]
 
 

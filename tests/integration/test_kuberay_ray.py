@@ -73,9 +73,11 @@ def _spec(data: Path, folder: Path, *changes: str) -> list[str]:
 def _shardloom(service: ServiceProcess, *arguments: str) -> subprocess.CompletedProcess[str]:
     program = str(Path(sys.executable).with_name("shardloom"))
     command = [program, *arguments, "--url", service.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
 
 
+# Two starts of a driver with its workers, and two of the service.
+@pytest.mark.timeout(480)
 def test_a_job_runs_on_a_cluster_of_its_own_and_another_is_cancelled_there(
     house: House, service: ServiceProcess, small_movielens: Path, tmp_path: Path
 ) -> None:
@@ -103,7 +105,7 @@ def _cancel_a_long_one(
     long = ("training.epochs=1000", "training.max_steps=100000", "name=long")
     submitted = _shardloom(service, "submit", *_spec(data, folder, *long))
     job_id = submitted.stdout.strip()
-    wait_for("steps", lambda: client.get_job(job_id).progress.step, bool, 90)
+    wait_for("steps", lambda: client.get_job(job_id).progress.step, bool, 180)
     service.kill()
     service.start()
     client.cancel(job_id)

@@ -134,7 +134,7 @@ def test_a_job_whose_workers_restart_together_waits_for_a_new_node_after_a_lost_
         stack,
         small_movielens,
         "parallelism.workers=2",
-        "parallelism.shard_group_size=2",
+        "parallelism.shard_group_size=1",
         "parallelism.placement=intra_host",
         "checkpoint.every_steps=5",
     )

@@ -111,7 +111,8 @@ class Progress:
     """How far a job has come; `rows` counts rows trained by all ranks.
 
     `advanced_at` is when it last got further (an attempt began to train, or its step changed),
-    `checkpoint_at` when a checkpoint was last committed: Unix seconds, by the service's clock.
+    `checkpoint_at` since when it has trained without a checkpoint: the last was committed, or an
+    attempt began to train from one. Unix seconds, by the service's clock.
     """
 
     step: int = 0

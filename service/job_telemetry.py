@@ -56,7 +56,7 @@ def _advanced_at(job: Job) -> float | None:
 
 
 def _checkpoint_at(job: Job) -> float | None:
-    """Before the first checkpoint: when the job first ran, as all of it would be lost."""
+    """For jobs of earlier versions before their first checkpoint: when the job first ran."""
     saved_at, began_at = job.progress.checkpoint_at, job.started_at
     return (began_at if saved_at is None else saved_at) if _runs(job) else None
 
@@ -149,7 +149,7 @@ _FAMILIES = (
     ),
     _Family(
         "shardloom_job_checkpoint_timestamp_seconds",
-        "When a running job last committed a checkpoint; when it first ran, before the first.",
+        "When a running job last committed a checkpoint, or began to train since.",
         lambda job: _value(_checkpoint_at(job)),
     ),
     _Family(

@@ -131,7 +131,14 @@ def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
     is_starting = job.status is JobStatus.STARTING
     # Workers that are only replaced again and again get a job no further.
     advanced_at = now if is_starting else job.progress.advanced_at
-    progress = replace(job.progress, total_steps=event.total_steps, advanced_at=advanced_at)
+    # While a job rests it trains nothing that a checkpoint should hold.
+    checkpoint_at = now if is_starting else job.progress.checkpoint_at
+    progress = replace(
+        job.progress,
+        total_steps=event.total_steps,
+        advanced_at=advanced_at,
+        checkpoint_at=checkpoint_at,
+    )
     return replace(
         job,
         progress=progress,

@@ -76,7 +76,7 @@ def test_a_running_job_tells_how_far_it_is_and_when_it_last_got_further() -> Non
     assert _read(telemetry, job, "attempts") == 1
 
 
-def test_a_job_without_a_checkpoint_counts_from_when_it_first_ran() -> None:
+def test_a_job_of_an_earlier_version_without_a_checkpoint_counts_from_when_it_first_ran() -> None:
     job = _running()
     assert _read(_telemetry(job), job, "checkpoint_timestamp_seconds") == NOW - 50
 
@@ -278,6 +278,17 @@ def test_a_commit_is_dated_by_the_services_clock_and_outlives_later_reports() ->
     assert saved.progress.checkpoint_at == NOW + 7
     again = fold(saved, attempt, [workers_started(), _progress(6)], NOW + 30).job
     assert again.progress.checkpoint_at == NOW + 7
+
+
+def test_an_attempt_that_begins_after_a_pause_is_not_late_with_its_checkpoint() -> None:
+    job = _running()
+    saved = fold(job, attempt_of(job), [checkpoint(5)], NOW + 7).job
+    resumed = replace(saved, status=JobStatus.STARTING)
+    again = fold(resumed, attempt_of(resumed), [workers_started()], NOW + 10_000).job
+    assert again.progress.checkpoint_at == NOW + 10_000
+    first = _running(status=JobStatus.STARTING, started_at=None)
+    began = fold(first, attempt_of(first), [workers_started()], NOW).job
+    assert began.progress.checkpoint_at == NOW
 
 
 def test_the_times_survive_the_store(house: House) -> None:

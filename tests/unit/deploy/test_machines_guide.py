@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
+import yaml
 from typer.main import get_command
 
 from service import machine_ray
@@ -16,6 +17,7 @@ from tests.conftest import REPO
 from tests.unit.deploy.test_systemd import OTHER_VARIABLES
 
 GUIDE = (REPO / "deploy" / "machines.md").read_text()
+PROMETHEUS = REPO / "deploy" / "observability" / "prometheus.yml"
 BLOCKS = re.findall(r"^```\n(.*?)^```", GUIDE, re.MULTILINE | re.DOTALL)
 
 
@@ -41,6 +43,15 @@ def test_the_table_has_the_ports_that_are_used() -> None:
         f"| {machine_ray.WORKER_PORTS} | all |",
     ):
         assert row in GUIDE
+
+
+def test_prometheus_reads_what_the_guide_writes_for_it() -> None:
+    service, ray = yaml.safe_load(PROMETHEUS.read_text())["scrape_configs"]
+    last = NodePorts().fixed.stop - 1
+    assert f'"10.0.0.1:{last}"' in GUIDE and f"port {last} (the last of its six)" in GUIDE
+    assert f"' >{ray['file_sd_configs'][0]['files'][0]} " in GUIDE
+    assert f">{service['authorization']['credentials_file']})" in GUIDE
+    assert f"s/{service['static_configs'][0]['targets'][0]}/" in GUIDE
 
 
 def test_variables_and_files_of_the_guide_are_there() -> None:

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from service.capacity import workers_held
 from service.domain import Job, JobStatus
 from service.goodput import LOST_PREFIX, SHARE, steps_at_risk
 from service.membership import copies_needed, failure_domain, membership_of, num_current, num_wanted
-from service.queue import workers_held
 
 # Jobs that nobody has looked at for so long may have ended since: other replicas know better.
 STALE_AFTER_S = 60.0

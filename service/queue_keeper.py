@@ -13,12 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from service.backends.base import Backend
+from service.capacity import Capacity
 from service.clusters import has_own_cluster
 from service.domain import Job, JobStatus, QueueNote
 from service.errors import BackendUnreachable, ServiceError, StoreUnavailable
 from service.job_errors import StaleVersion
 from service.lifecycle import Decision, line, start
-from service.queue import Admission, Capacity, Place, Preemption, Start, admit
+from service.queue import Admission, Place, Preemption, Start, admit
 from service.requests import preempt
 from service.run_files import limit_growth
 from service.settings import Settings

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 from service.api.queue_schemas import ProjectOut, QueueOut, QueuePlace, RunningJob, WaitingJob
+from service.capacity import workers_held
 from service.domain import Job, JobStatus, QueueNote
 from service.projects import Project, Usage
-from service.queue import workers_held
 from service.sizes import sizes_of_job
 
 _AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)

@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from service.backends.base import ClusterNeed, HostFacts
+from service.capacity import Capacity
 from service.clusters import check_cluster, cluster_text, hosts_for, need_of
-from service.domain import EndReason, Job, JobStatus, Observation, ObservedState
+from service.domain import EndReason, Job, JobStatus, Observation, ObservedState, QueueNote
 from service.errors import BackendUnreachable, SubmissionRefused
 from service.lifecycle import decide, start, submission_accepted
 from service.planning import plan_of
 from service.projects import Project
-from service.queue import Capacity, QueueNote, admit
+from service.queue import admit
 from service.submission import plan_attempt, submission_of
 from tests.unit.service.api_house import Api
 from tests.unit.service.builders import NOW, queued_job, spec, spec_document

@@ -10,15 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.backends.base import HostFacts
+from service.capacity import Capacity, most_held, workers_held
 from service.domain import Job, JobStatus, Member, Membership, QueueNote
 from service.projects import Project
 from service.queue import (
     PASS_WINDOW_S,
     Admission,
-    Capacity,
     admit,
-    most_held,
-    workers_held,
 )
 from service.requests import preempt
 from tests.unit.service.builders import NOW, queued_job

@@ -24,8 +24,9 @@ from trainer.data.prepare.criteo_format import (
 from trainer.data.ragged import IntArray
 
 NUM_SHOWN = 5
-# A faulty block of no more lines is gone through line by line.
-_FEW_LINES = 256
+# A faulty block of no more lines is gone through line by line, which takes as long as a few dozen
+# calls of the parser: halving further would cost more where faults are spread.
+_FEW_LINES = 4096
 
 _Part = tuple[RawClicks, IntArray]
 

@@ -38,6 +38,8 @@ _WANTED = {
     **dict.fromkeys(DENSE_NAMES, _COUNT),
     **dict.fromkeys(ID_NAMES, _ID),
 }
+# A line without fault, all of it at once: many times faster than cell by cell.
+_GOOD_LINE = re.compile("\t".join(f"(?:{cell.pattern})" for _, cell in _WANTED.values()).encode())
 _OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}
 
 
@@ -124,6 +126,11 @@ class LineFault:
 
 def line_fault(line: bytes, source: str, number: int) -> LineFault | None:
     """The first fault of a line without its end; None where it is good."""
+    return None if _GOOD_LINE.fullmatch(line) else _fault_of(line, source, number)
+
+
+def _fault_of(line: bytes, source: str, number: int) -> LineFault | None:
+    """The same, cell by cell."""
     try:
         text = line.decode("utf-8")
     except UnicodeDecodeError as error:

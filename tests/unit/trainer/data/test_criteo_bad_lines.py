@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import trainer.data.prepare.criteo as criteo
+import trainer.data.prepare.criteo_bad_lines as criteo_bad_lines
 from tests.folders import digest
 from tests.unit.trainer.data.test_criteo_prepare import FAULTS, SMALL, line, rows_of, write
 from trainer.data.cli import app
@@ -25,7 +26,14 @@ from trainer.data.errors import (
 from trainer.data.manifest import load_manifest, verify_checksums
 from trainer.data.prepare.criteo import prepare_criteo
 from trainer.data.prepare.criteo_bad_lines import BadLines, parse_good_lines
-from trainer.data.prepare.criteo_format import DENSE_NAMES, ID_NAMES, parse_lines
+from trainer.data.prepare.criteo_format import (
+    DENSE_NAMES,
+    ID_NAMES,
+    RawClicks,
+    _fault_of,
+    line_fault,
+    parse_lines,
+)
 from trainer.data.prepare.criteo_plan import CriteoOptions
 
 OPTIONS = CriteoOptions(min_count=3, num_partitions=4, on_bad_line="skip", **SMALL)
@@ -161,6 +169,33 @@ def test_good_lines_come_in_order_wherever_the_bad_ones_are(bad_numbers):
     if good:
         text = "\n".join(good_line(number) for number in good).encode()
         assert (parse_lines(text, "day", 1).ids == rows.ids).all()
+
+
+def test_bad_lines_all_over_a_block_cost_few_calls_of_the_parser(monkeypatch: pytest.MonkeyPatch):
+    num_lines = 16_384
+    lines = ["?" if number % 200 == 7 else good_line(1) for number in range(num_lines)]
+    calls: list[int] = []
+    real = criteo_bad_lines.try_parse
+
+    def counted(block: bytes) -> RawClicks | str:
+        calls.append(len(block))
+        return real(block)
+
+    monkeypatch.setattr(criteo_bad_lines, "try_parse", counted)
+    rows, _ = parse_good_lines("\n".join(lines).encode(), "day", 1, bad := BadLines())
+    assert len(rows) + bad.total == num_lines
+    assert len(calls) < 30
+
+
+@given(
+    st.sampled_from([0, 1, 5, 14, 20, 39]),
+    st.text("0159afgzA+-\r\n \u00e9\u0663", max_size=19),
+)
+def test_a_line_is_as_good_at_once_as_cell_by_cell(column: int, cell: str) -> None:
+    cells = good_line(3).split("\t")
+    cells[column] = cell
+    text = "\t".join(cells).encode()
+    assert (line_fault(text, "day", 2) is None) == (_fault_of(text, "day", 2) is None)
 
 
 # ---- mended files

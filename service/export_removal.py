@@ -41,17 +41,37 @@ def remove_all_deleted(settings: Settings) -> None:
 
 
 def remove_old_exports(settings: Settings, now: float) -> int:
-    """Delete the exports that the settings do not keep any more; how many. `now`: Unix seconds."""
+    """Delete the exports that the settings do not keep any more; how many. `now`: Unix seconds.
+
+    One that cannot be deleted, because its job's own code stands in the way or storage does, is
+    logged and left for the next time.
+    """
     if not settings.export_retention_days:
         return 0
     before = now - settings.export_retention_days * _DAY_S
     num_deleted = 0
     for run_dir in _run_dirs(settings):
-        for folder in list_exports(run_dir):
+        for folder in _exports_of(run_dir):
             if _is_older(folder, before):
-                delete_export(folder)
-                num_deleted += 1
+                num_deleted += _try_to_delete(folder)
     return num_deleted
+
+
+def _exports_of(run_dir: RunDir) -> list[ExportFolder]:
+    try:
+        return list_exports(run_dir)
+    except OSError as error:
+        logger.warning("cannot look for old exports in %s: %s", run_dir.root, error)
+        return []
+
+
+def _try_to_delete(folder: ExportFolder) -> bool:
+    try:
+        delete_export(folder)
+    except StorageUnavailable as error:
+        logger.warning("cannot delete the old export %s, trying again: %s", folder.root, error)
+        return False
+    return True
 
 
 def _is_older(folder: ExportFolder, before: float) -> bool:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from service.code_store import remove_old_code
-from service.errors import StorageUnavailable, StoreUnavailable
+from service.errors import StoreUnavailable
 from service.export_removal import remove_all_deleted, remove_old_exports
 from service.settings import Settings
 from service.store.base import JobStore
@@ -71,7 +71,7 @@ class Housekeeper:
         try:
             num_deleted = remove_old_exports(self._settings, self._clock())
             remove_all_deleted(self._settings)
-        except (StorageUnavailable, OSError) as error:
+        except OSError as error:
             logger.warning("cannot remove old exports, trying again: %s", error)
             return
         if num_deleted:

@@ -531,6 +531,23 @@ def test_housekeeping_deletes_old_exports(api: Api, job_id: str) -> None:
     assert not folder.root.exists()
 
 
+def test_an_export_that_cannot_be_deleted_keeps_no_other(
+    api: Api, job_id: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folders = []
+    for _ in range(3):
+        folders.append(wanted(api, job_id))
+        finish(folders[-1])
+    barred, old, cut_off = folders
+    (barred.root / "deleting").symlink_to("/nonexistent/x")
+    cut_off.mark_deleted()
+    settings = api.settings.model_copy(update={"export_retention_days": 1.0})
+    now = cut_off.wanted.created + 86401.0
+    Housekeeper(api.store, settings, lambda: now).run()
+    assert barred.root.exists() and not old.root.exists() and not cut_off.root.exists()
+    assert f"cannot delete the old export {barred.root}, trying again" in caplog.text
+
+
 def test_what_a_link_leads_to_is_never_deleted(api: Api, job_id: str, tmp_path: Path) -> None:
     asked(api, job_id)
     folder = only_export(api, job_id)

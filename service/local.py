@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -25,32 +24,20 @@ import httpx
 from service import local_ray
 from service.addresses import local_url
 from service.local_process import ProcessId, end_family, identify, is_alive
+from service.local_ready import Part, check_port_free, wait_for_port, wait_until_ready
 from service.local_state import StackError, StackHome, StackState, boot_id
-from service.machine_ray import MachineHead, check_node_ports_free
-from service.network import port_fault
+from service.machine_ray import MachineHead, RayState, check_node_ports_free
 from trainer.versions import check_versions
 
 SERVICE_COMMAND = (sys.executable, "-m", "service.main")
 DEFAULT_PORT = 8700
-START_TIMEOUT_S = 90.0
 POLL_S = 0.1
-_PORT_PATIENCE_S = 10.0
 # The service gives open requests 5 s before it closes them.
 SERVICE_GRACE_S = 8.0
 RAY_GRACE_S = 5.0
 LOG_TAIL_LINES = 15
 
 Report = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Part:
-    """One process of the stack and how to tell that it is ready: `url` answers with success."""
-
-    name: str
-    process: ProcessId
-    url: str
-    token: str | None = None
 
 
 class LocalStack:
@@ -85,15 +72,17 @@ class LocalStack:
         with self.home.lock():
             if state := self.running():
                 return state
+            # Of earlier starts of this object Ray may live, which is not this one's to undo.
+            self._started = []
             before = self._end_leftovers(report)
             port = port or self._default_port(before)
             if before is not None:
-                _wait_for_port(port)
+                wait_for_port(port, self._probed_address)
             self._check_can_start(port, starts_ray=self._starts_ray and before is None)
             with ExitStack() as undo:
                 undo.callback(self._undo_start, before)
                 state, parts = self._launch(port, before)
-                self._wait_until_ready(parts, report)
+                wait_until_ready(parts, report, self.log_tail)
                 undo.pop_all()
             return state
 
@@ -144,6 +133,11 @@ class LocalStack:
     @property
     def _head_address(self) -> str | None:
         return self._head.node.address if self._head is not None else None
+
+    @property
+    def _probed_address(self) -> str:
+        """Where others of this machine would hold the service's port."""
+        return self._head_address or "127.0.0.1"
 
     @property
     def _host(self) -> str:
@@ -207,8 +201,13 @@ class LocalStack:
             )
         if starts_ray and (mismatches := check_versions()):
             raise StackError("\n".join(mismatch.message for mismatch in mismatches))
-        check_port_free(port, self._head_address or "127.0.0.1")
+        check_port_free(port, self._probed_address)
         if starts_ray and self._head is not None:
+            if port in self._head.all_ports:
+                raise StackError(
+                    f"port {port} is both the service's and one of Ray's: --port, --node-port, "
+                    "--ray-port, --ray-dashboard-port and --worker-ports name others"
+                )
             check_node_ports_free(self._head.node.address, self._head.fixed_ports)
 
     # ---- start
@@ -226,12 +225,17 @@ class LocalStack:
         parts = []
         if self._starts_ray and state.ray is None:
             state = self._launch_ray(state)
-            assert state.ray is not None
-            jobs_api = f"{state.ray_address}/api/jobs/"
-            parts.append(Part("ray", state.ray, jobs_api, self.home.token()))
+            parts.append(self._ray_part(state))
         state = self._launch_service(state.model_copy(update={"url": url}), port)
         assert state.service is not None
         return state, [Part("service", state.service, f"{url}/healthz"), *parts]
+
+    def _ray_part(self, state: StackState) -> Part:
+        assert state.ray is not None
+        assert state.ray_address is not None
+        token = self.home.token()
+        nodes = RayState(state.ray_address, token)
+        return Part("ray", state.ray, f"{state.ray_address}/api/jobs/", token, nodes.has_head)
 
     def _launch_ray(self, state: StackState) -> StackState:
         executable = local_ray.ray_executable()
@@ -296,26 +300,6 @@ class LocalStack:
         self.home.write_state(state)
         return state
 
-    def _wait_until_ready(self, parts: list[Part], report: Report) -> None:
-        started = time.monotonic()
-        waiting = list(parts)
-        # It asks this machine whether it is well: whose certificate that has is no matter.
-        with httpx.Client(trust_env=False, timeout=2.0, verify=False) as http:
-            while waiting:
-                for part in list(waiting):
-                    elapsed_s = time.monotonic() - started
-                    if _answers(http, part):
-                        waiting.remove(part)
-                        report(f"{part.name} ready after {elapsed_s:.1f} s")
-                    elif not is_alive(part.process):
-                        raise StackError(f"{part.name} did not start; {self.log_tail(part.name)}")
-                    elif elapsed_s > START_TIMEOUT_S:
-                        raise StackError(
-                            f"{part.name} runs but does not answer at {part.url} after "
-                            f"{elapsed_s:.0f} s; {self.log_tail(part.name)}"
-                        )
-                time.sleep(POLL_S)
-
     def log_tail(self, name: str) -> str:
         """The last lines of a log, with its path."""
         path = self.home.log_path(name)
@@ -356,36 +340,3 @@ class LocalStack:
                 report(f"{name} ended after {time.monotonic() - started:.1f} s")
             ended = ended or was_alive
         return ended
-
-
-def _wait_for_port(port: int) -> None:
-    """Give a service that was killed the time to be gone altogether.
-
-    It has died when its first thread has, but keeps its port until the last one is back from the
-    disk.
-    """
-    deadline = time.monotonic() + _PORT_PATIENCE_S
-    while time.monotonic() < deadline:
-        try:
-            check_port_free(port)
-        except StackError:
-            time.sleep(POLL_S)
-        else:
-            return
-
-
-def check_port_free(port: int, host: str = "127.0.0.1") -> None:
-    """Raise `StackError`, naming the port and the way out, if something listens on it."""
-    if fault := port_fault(host, port):
-        raise StackError(
-            f"{fault}; choose another one: `shardloom up --port {port + 1}` "
-            f"or SHARDLOOM_PORT={port + 1}"
-        )
-
-
-def _answers(http: httpx.Client, part: Part) -> bool:
-    headers = {"Authorization": f"Bearer {part.token}"} if part.token else {}
-    try:
-        return http.get(part.url, headers=headers).is_success
-    except httpx.TransportError:
-        return False

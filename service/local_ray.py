@@ -7,7 +7,7 @@ import shutil
 import socket
 import sysconfig
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import httpx
@@ -18,6 +18,20 @@ NODE_IP = "127.0.0.2"
 OBJECT_STORE_BYTES = 200_000_000
 # Slots are logical: four workers and the driver run on two cores as well, if more slowly.
 MIN_LOGICAL_CPUS = 8
+# Settings that the trainer reads on its own machine. All others are the service's, secrets among
+# them, and whatever a node has in its environment is read by the code of every job.
+TRAINER_SETTINGS = frozenset(
+    {
+        "SHARDLOOM_CA_FILE",
+        "SHARDLOOM_DATA_CACHE",
+        "SHARDLOOM_DATA_CACHE_BYTES",
+        "SHARDLOOM_FAULTS",
+        "SHARDLOOM_LOG_MAX_BYTES",
+        "SHARDLOOM_STORAGE_RETRY_S",
+        "SHARDLOOM_STORAGE_TIMEOUT_S",
+    }
+)
+_KEPT_FROM_JOBS = frozenset({"RAY_ADDRESS", "RAY_AUTH_TOKEN", "PGPASSWORD", "PGPASSFILE"})
 
 
 @dataclass(frozen=True)
@@ -30,11 +44,14 @@ class RayPorts:
     agent_http: int
     autoscaler_metrics: int
     dashboard_metrics: int
+    agent_grpc: int
+    runtime_env_agent: int
+    node_metrics: int
 
 
 def choose_ports() -> RayPorts:
     """Free ports for a head; all are held until the last is found, so that they differ."""
-    sockets = [socket.socket() for _ in range(6)]
+    sockets = [socket.socket() for _ in fields(RayPorts)]
     try:
         for each in sockets:
             each.bind(("127.0.0.1", 0))
@@ -60,6 +77,7 @@ def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: in
         f"--port={ports.gcs}",
         f"--ray-client-server-port={ports.client_server}",
         f"--dashboard-agent-listen-port={ports.agent_http}",
+        *_ports_of_agents(ports.agent_grpc, ports.runtime_env_agent, ports.node_metrics),
         "--include-dashboard=true",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={ports.dashboard}",
@@ -84,12 +102,22 @@ def node_command(executable: str, gcs_address: str, node_ip: str, num_cores: int
         f"--address={gcs_address}",
         f"--node-ip-address={node_ip}",
         f"--dashboard-agent-listen-port={free_port()}",
+        *_ports_of_agents(free_port(), free_port(), free_port()),
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--num-cpus={num_cores}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--disable-usage-stats",
         "--log-color=false",
+    ]
+
+
+def _ports_of_agents(grpc: int, runtime_env: int, metrics: int) -> list[str]:
+    """A raylet that is told them does not wait for its agents, which it gives 15 s to come up."""
+    return [
+        f"--dashboard-agent-grpc-port={grpc}",
+        f"--runtime-env-agent-port={runtime_env}",
+        f"--metrics-export-port={metrics}",
     ]
 
 
@@ -102,12 +130,11 @@ def free_port() -> int:
 
 
 def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
-    """Environment of any node and of everything below it, drivers and workers included."""
-    kept = {
-        key: value
-        for key, value in inherited.items()
-        if key not in ("RAY_ADDRESS", "RAY_AUTH_TOKEN")
-    }
+    """Environment of any node and of everything below it, drivers and workers included.
+
+    Of the service's own settings only `TRAINER_SETTINGS`: no key, no database's password.
+    """
+    kept = {key: value for key, value in inherited.items() if _is_for_jobs(key)}
     return kept | {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
@@ -120,9 +147,16 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
         "RAY_task_events_report_interval_ms": "0",
         # On a busy machine a node's agent may be late, which is no reason to give the node up.
         "RAY_agent_register_timeout_ms": "120000",
+        "RAY_raylet_start_wait_time_s": "60",
         # By default a head that is told to stop waits up to 30 s for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
+
+
+def _is_for_jobs(name: str) -> bool:
+    if name.startswith("SHARDLOOM_"):
+        return name in TRAINER_SETTINGS
+    return name not in _KEPT_FROM_JOBS
 
 
 def head_environment(

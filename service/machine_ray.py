@@ -3,8 +3,9 @@
 Unlike the private Ray of one machine (`service.local_ray`) its ports are fixed, so that they can be
 opened. The node's and the workers' are those of every machine.
 
-    head  6379  Ray        node     8710-8715
-          8265  Jobs API   workers  10002-19999
+    head  6379  Ray          node     8710-8715
+          8265  Jobs API     workers  10002-19999
+          8716  Ray client
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 import httpx
 
 from service import local_ray
-from service.local_ray import RayPorts, free_port
+from service.local_ray import RayPorts
 from service.local_state import StackError
 from service.network import port_fault
 
@@ -141,7 +142,35 @@ class MachineHead:
     @property
     def fixed_ports(self) -> list[int]:
         """Ports that must be free before it starts, the service's apart."""
-        return [self.ray_port, self.dashboard_port, *self.node.ports.fixed]
+        return [self.ray_port, self.dashboard_port, *self.node.ports.fixed, self.client_port]
+
+    @property
+    def all_ports(self) -> set[int]:
+        """Those and its workers'."""
+        workers = range(self.node.ports.first_worker, self.node.ports.last_worker + 1)
+        return {*self.fixed_ports, *workers}
+
+    @property
+    def client_port(self) -> int:
+        """Port of Ray's client server: nobody needs it, but it cannot be left out."""
+        return self.node.ports.fixed.stop
+
+    def check_ports(self) -> None:
+        """Raise ValueError with a sentence where one port has two uses."""
+        workers = range(self.node.ports.first_worker, self.node.ports.last_worker + 1)
+        for index, port in enumerate(self.fixed_ports):
+            if port > _LAST_PORT:
+                raise ValueError(f"the head's seven ports from --node-port on go beyond {port - 1}")
+            if port in self.fixed_ports[:index]:
+                raise ValueError(
+                    f"port {port} has two uses: --ray-port, --ray-dashboard-port and the head's "
+                    f"seven from --node-port on ({self.node.ports.first}-{self.client_port}) differ"
+                )
+            if port in workers:
+                raise ValueError(
+                    f"port {port} of the head lies in the workers' range "
+                    f"{workers.start}-{workers.stop - 1} (--worker-ports)"
+                )
 
     def command(self, executable: str, temp_dir: Path) -> list[str]:
         """Command that runs it until it is told to stop."""
@@ -150,8 +179,7 @@ class MachineHead:
             "start",
             "--head",
             f"--port={self.ray_port}",
-            # Nobody needs it, and it cannot be left out: a port that is not among the opened ones.
-            f"--ray-client-server-port={free_port()}",
+            f"--ray-client-server-port={self.client_port}",
             "--include-dashboard=true",
             f"--dashboard-host={self.node.address}",
             f"--dashboard-port={self.dashboard_port}",
@@ -172,8 +200,8 @@ def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
     for port in ports:
         if fault := port_fault(address, port):
             raise StackError(
-                f"{fault}: is another Ray here? --node-port (six ports from there on), --ray-port "
-                "and --ray-dashboard-port name others"
+                f"{fault}: is another Ray here? --node-port (six ports from there on, seven on "
+                "the head), --ray-port and --ray-dashboard-port name others"
             )
 
 
@@ -219,7 +247,14 @@ class RayState:
         rows = self._rows("nodes", {"limit": "10000"})
         if rows is None:
             return None
-        return [_node_of(row) for row in rows if row["state"] == "ALIVE"]
+        try:
+            return [_node_of(row) for row in rows if row["state"] == "ALIVE"]
+        except (KeyError, TypeError, AttributeError):  # a node that is on its way up
+            return None
+
+    def has_head(self) -> bool:
+        """Whether the head's own node is among them."""
+        return any(node.is_head for node in self.live_nodes() or ())
 
     def num_actors_on(self, node_id: str) -> int | None:
         """Actors, workers of jobs above all, that live on a node; None as above."""

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import stat
 from dataclasses import replace
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service import local_state
+from service import local_ready, local_state
 from service.addresses import local_url
-from service.local import LocalStack, StackError, check_port_free
-from service.local_process import ProcessId, ProcessInfo, family, identify, is_alive, parse_stat
+from service.local import LocalStack, StackError
+from service.local_process import (
+    ProcessId,
+    ProcessInfo,
+    end_family,
+    family,
+    identify,
+    is_alive,
+    parse_stat,
+)
 from service.local_ray import (
+    TRAINER_SETTINGS,
     RayPorts,
     choose_ports,
     head_command,
+    node_command,
     head_environment,
     make_temp_dir,
+    node_environment,
 )
+from service.local_ready import Part, check_port_free, wait_for_port, wait_until_ready
 from service.local_state import StackHome, StackState, boot_id
 from service.settings import Settings
+from tests.conftest import REPO
 from trainer.versions import Mismatch
 
-PORTS = RayPorts(*range(5001, 5007))
+PORTS = RayPorts(*range(5001, 5010))
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
 
@@ -131,13 +146,20 @@ def test_the_home_comes_from_the_environment(monkeypatch, tmp_path):
 
 def test_chosen_ports_differ():
     ports = vars(choose_ports()).values()
-    assert len(set(ports)) == 6
+    assert len(set(ports)) == len(ports) == 9
 
 
 @pytest.mark.parametrize(("num_cores", "slots"), [(2, 8), (64, 64)])
 def test_the_head_has_slots_for_a_small_job_on_any_machine(home, num_cores, slots):
     command = head_command("ray", PORTS, home.ray_dir, num_cores)
     assert f"--num-cpus={slots}" in command
+
+
+def test_a_node_need_not_wait_until_its_agents_have_chosen_ports(home):
+    options = {"--dashboard-agent-grpc-port", "--runtime-env-agent-port", "--metrics-export-port"}
+    head = head_command("ray", PORTS, home.ray_dir, 2)
+    for command in (head, node_command("ray", "127.0.0.2:5001", "127.0.0.3", 2)):
+        assert options <= {word.partition("=")[0] for word in command}
 
 
 def test_the_head_listens_on_loopback_with_a_token_of_its_own(home):
@@ -148,6 +170,33 @@ def test_the_head_listens_on_loopback_with_a_token_of_its_own(home):
     assert environment["HOME"] == "/home/me"
     assert not {"RAY_ADDRESS", "RAY_AUTH_TOKEN"} & set(environment)
     assert "--dashboard-host=127.0.0.1" in head_command("ray", PORTS, home.ray_dir, 2)
+
+
+def test_code_of_jobs_sees_none_of_the_services_secrets(home):
+    secrets = {
+        "SHARDLOOM_SECRET_KEY": "s",
+        "SHARDLOOM_DATABASE_URL": "postgresql://user:password@db/x",
+        "SHARDLOOM_API_KEY": "shl_x",
+        "SHARDLOOM_RAY_AUTH_TOKEN": "t",
+        "SHARDLOOM_SOMETHING_NEW": "unknown",
+        "PGPASSWORD": "p",
+    }
+    wanted = {"SHARDLOOM_DATA_CACHE": "/cache", "AWS_ACCESS_KEY_ID": "a", "PATH": "/bin"}
+    for environment in (
+        node_environment(secrets | wanted, home.token_path),
+        head_environment(secrets | wanted, PORTS, home.token_path),
+    ):
+        assert not set(secrets) & set(environment)
+        assert wanted.items() <= environment.items()
+
+
+def test_what_the_trainer_reads_on_its_machine_reaches_it():
+    # The attempt's own variables come with its submission.
+    source = "".join(path.read_text() for path in (REPO / "trainer").rglob("*.py"))
+    named = set(re.findall(r'"(SHARDLOOM_[A-Z_]+)"', source))
+    assert named >= TRAINER_SETTINGS
+    submission = (REPO / "service" / "submission.py").read_text()
+    assert [name for name in named - TRAINER_SETTINGS if f'"{name}"' not in submission] == []
 
 
 def test_the_ray_folder_is_made_afresh_for_this_user_only(tmp_path):
@@ -167,6 +216,50 @@ def test_a_port_in_use_is_named_with_the_option_that_changes_it():
         with pytest.raises(StackError, match=f"port {port} is in use.*--port {port + 1}"):
             check_port_free(port)
     check_port_free(port)
+
+
+def test_a_port_that_is_held_on_the_heads_own_address_is_waited_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(local_ready, "_POLL_S", 0.0)
+    monkeypatch.setattr(
+        local_ready, "port_fault", lambda *where: asked.append(where) or (len(asked) < 3 or None)
+    )
+    wait_for_port(8700, "10.0.0.1")
+    assert asked == [("10.0.0.1", 8700)] * 3
+
+
+def test_a_failed_start_of_the_service_leaves_the_ray_that_the_same_stack_started(home):
+    """As in `up --head`, which starts a service that died again."""
+    home.root.mkdir()
+    stack = LocalStack(home, environment={"PATH": os.environ["PATH"]}, service_command=["false"])
+    stack._check_can_start = lambda *_, **__: None  # this is about processes alone
+    ray = stack.spawn("ray", ["sleep", "60"], {"PATH": os.environ["PATH"]})
+    stored = state(home, DEAD_PROCESS, ray=ray, url="http://127.0.0.1:9")
+    try:
+        with pytest.raises(StackError, match="service did not start"):
+            stack.up(report=lambda line: None)
+        assert is_alive(ray)
+        assert home.read_state() == stored
+    finally:
+        end_family(ray, grace_s=0.0)
+
+
+def test_ray_is_ready_once_it_counts_the_heads_node():
+    answers = iter([False, False, True])
+    part = Part("ray", THIS_PROCESS, "http://ray/api/jobs/", "t", lambda: next(answers))
+    with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(200))) as http:
+        assert "does not count the node" in part.fault(http)
+        assert "does not count the node" in part.fault(http)
+        assert part.fault(http) is None
+    with httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(503))) as http:
+        assert part.fault(http) == "does not answer at http://ray/api/jobs/"
+
+
+def test_a_part_that_is_late_is_told_with_what_is_missing(monkeypatch):
+    monkeypatch.setattr(local_ready, "START_TIMEOUT_S", -1.0)
+    part = Part("ray", THIS_PROCESS, "http://127.0.0.1:9/")
+    with pytest.raises(StackError, match=r"ray runs but does not answer at .*: end of log"):
+        wait_until_ready([part], pytest.fail, lambda name: f"{name}: end of log")
 
 
 def test_a_stack_that_runs_is_not_started_again(home):

@@ -8,6 +8,7 @@ patience mends (credentials, a bucket that is not there) is said at once.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import re
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from trainer.data.errors import StorageAwayError
+from trainer.data.errors import StorageAwayError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,21 @@ def kind_of(said: str) -> Kind:
     return "other"
 
 
+def seconds_from_environment(variable: str, default_s: float) -> float:
+    """Seconds that a variable names, `default_s` where it is unset or empty.
+
+    Raises `StorageError` for what is no such number.
+    """
+    text = os.environ.get(variable, "").strip()
+    try:
+        seconds = float(text) if text else default_s
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise StorageError(f"{variable} is {text!r}; set it to a number of seconds, or unset it")
+    return seconds
+
+
 @dataclass(frozen=True)
 class Backoff:
     """How long to try: delays from `first_s` to `longest_s`, `budget_s` seconds in all."""
@@ -78,7 +94,7 @@ class Backoff:
     @classmethod
     def from_environment(cls) -> Backoff:
         """With the budget of SHARDLOOM_STORAGE_RETRY_S (seconds), if that is set."""
-        return cls(budget_s=float(os.environ.get(RETRY_VARIABLE, DEFAULT_RETRY_S)))
+        return cls(budget_s=seconds_from_environment(RETRY_VARIABLE, DEFAULT_RETRY_S))
 
     def delay_s(self, num_failures: int, elapsed_s: float, draw: float) -> float | None:
         """Seconds to wait after `num_failures` in a row, the last `elapsed_s` after the first try.

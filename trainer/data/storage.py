@@ -5,15 +5,14 @@ AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL for S3, GOOGLE_APPLICATION_CREDENTIAL
 endpoints and regions can stand in the URL: `s3://bucket/key?endpoint_override=http://host:9000`.
 
 Whatever may be done twice is tried again while remote storage is busy or away (`data.retry`); a
-request that nothing answers fails after SHARDLOOM_STORAGE_TIMEOUT_S (60).
+request that nothing answers fails after SHARDLOOM_STORAGE_TIMEOUT_S (15) and is sent again.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,22 +23,24 @@ import pyarrow as pa
 from pyarrow import fs
 
 from trainer.data.errors import (
+    DataError,
     SourceMissingError,
     StorageAwayError,
     StorageError,
     StorageRefusedError,
 )
 from trainer.data.remote_input import RemoteInput
-from trainer.data.retry import kind_of, persist
+from trainer.data.retry import kind_of, persist, seconds_from_environment
 
 TIMEOUT_VARIABLE = "SHARDLOOM_STORAGE_TIMEOUT_S"
 
 _S3_OPTIONS = {"endpoint_override", "region", "scheme"}
 _GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous"}
 _CONNECT_TIMEOUT_S = 10.0
-_REQUEST_TIMEOUT_S = 60.0
-# Of one request, within a second or so each; `trainer.data.retry` has more patience.
-_MAX_ATTEMPTS = 4
+# What the SDK tries by itself (attempts x time-out) must end well within `retry.DEFAULT_RETRY_S`:
+# nothing is tried again after that.
+_REQUEST_TIMEOUT_S = 15.0
+_MAX_ATTEMPTS = 3
 _COPY_CHUNK_BYTES = 8 * 1024 * 1024
 
 Result = TypeVar("Result")
@@ -209,30 +210,48 @@ class Location:
             return source.read(_COPY_CHUNK_BYTES)
 
     def upload(self, source: Path) -> None:
-        """Copy a local file here; an object store shows it whole or not at all."""
+        """Copy a local file here: whole, or nothing is left of it.
+
+        Raises OSError where `source` cannot be read, which is no fault of what is written.
+        """
 
         def write() -> None:
-            with source.open("rb") as file, self.open_output() as out:
-                _copy(file, out)
+            with source.open("rb") as file:
+                out = self.open_output()
+                try:
+                    while chunk := file.read(_COPY_CHUNK_BYTES):
+                        with self.faults_named("written"):
+                            out.write(chunk)
+                    with self.faults_named("written"):
+                        out.close()
+                except BaseException:
+                    self.discard(out)
+                    raise
 
-        self._persist("written", write)
+        write() if self.is_local else persist(write)
+
+    def discard(self, output: IO[bytes] | pa.NativeFile) -> None:
+        """End the writing of what cannot be written whole, and delete what appears.
+
+        Once, and whatever comes of it. Left to itself pyarrow would end an upload whenever its
+        stream is collected, and half an object would be there.
+        """
+        for end in (output.close, self._delete):
+            with suppress(OSError, pa.ArrowException, DataError):
+                end()
 
     def delete(self) -> None:
         """Delete the file, or the folder with all that is in it; nothing there is no fault."""
 
         self._persist("deleted", self._delete)
 
-    def delete_once(self) -> None:
-        """The same, without trying again."""
-        with self.faults_named("deleted"):
-            self._delete()
-
     def _delete(self) -> None:
         kind = self.fs.get_file_info(self.path).type
-        if kind == fs.FileType.File:
-            self.fs.delete_file(self.path)
-        elif kind == fs.FileType.Directory:
-            self.fs.delete_dir(self.path)
+        with suppress(FileNotFoundError):  # somebody else may have deleted it since that look
+            if kind == fs.FileType.File:
+                self.fs.delete_file(self.path)
+            elif kind == fs.FileType.Directory:
+                self.fs.delete_dir(self.path)
 
     def faults_named(self, action: str) -> AbstractContextManager[None]:
         """Raise what goes wrong with an open file as a `DataError` that says where and why."""
@@ -240,10 +259,6 @@ class Location:
 
     def _info(self) -> fs.FileInfo:
         return self._persist("looked up", lambda: self.fs.get_file_info(self.path))
-
-
-def _copy(source: IO[bytes] | pa.NativeFile, target: IO[bytes] | pa.NativeFile) -> None:
-    shutil.copyfileobj(source, target, _COPY_CHUNK_BYTES)
 
 
 def _options(text: str, scheme: str, query: str) -> dict[str, str]:
@@ -287,7 +302,7 @@ def _gcs(options: dict[str, str]) -> fs.FileSystem:
 
 
 def _request_timeout_s() -> float:
-    return float(os.environ.get(TIMEOUT_VARIABLE, _REQUEST_TIMEOUT_S))
+    return seconds_from_environment(TIMEOUT_VARIABLE, _REQUEST_TIMEOUT_S)
 
 
 _FILE_SYSTEMS = {"s3": _s3, "gs": _gcs}

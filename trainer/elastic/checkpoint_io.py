@@ -11,7 +11,7 @@ import hashlib
 import io
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import IO, Any, cast
 
 import torch
@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.data.errors import DataError
 from trainer.data.retry import persist
 from trainer.data.storage import Location
 from trainer.elastic.checkpoint_folder import FileRecord, Folder
@@ -87,16 +86,10 @@ class _RemoteFiles(FileSystemBase):
             yield output
             output.close()
         except BaseException:
-            self._discard(path, output)
+            # Without a marker nothing of it counts, so trying once is enough.
+            path.discard(output)
             raise
         self.records[path.name] = output.record
-
-    def _discard(self, path: Location, output: _HashedOutput) -> None:
-        # Ended here, as pyarrow would end the upload whenever the stream is collected, and delete
-        # what appears. Without a marker nothing of it counts, so trying once is enough.
-        for end in (output.close, path.delete_once):
-            with suppress(OSError, DataError):
-                end()
 
     def concat_path(self, path: Any, suffix: str) -> Any:
         """A file in a folder."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import pickle
 from pathlib import Path
 
 import pytest
 from pyarrow import fs
 
+from trainer.data import storage
 from trainer.data.errors import SourceMissingError, StorageError
+from trainer.data.retry import Backoff
 from trainer.data.storage import Location
 
 
@@ -99,3 +103,67 @@ def test_a_copy_that_cannot_be_written_is_no_fault_of_what_is_read(tmp_path):
     assert (tmp_path / "copy").read_bytes() == b"content"
     with pytest.raises(OSError, match="No space left on device"):
         source.download(Path("/dev/full"))
+
+
+class _SomebodyElseDeletes:
+    """A file system whose files and folders are gone between a look and the deletion."""
+
+    def __init__(self, kind: fs.FileType) -> None:
+        self.kind = kind
+        self.num_deletions = 0
+
+    def get_file_info(self, path: str) -> fs.FileInfo:
+        return fs.FileInfo(path, self.kind)
+
+    def delete_file(self, path: str) -> None:
+        self.num_deletions += 1
+        raise FileNotFoundError(path)
+
+    delete_dir = delete_file
+
+
+@pytest.mark.parametrize("kind", [fs.FileType.File, fs.FileType.Directory])
+def test_what_somebody_else_deletes_in_the_same_moment_is_deleted(kind):
+    system = _SomebodyElseDeletes(kind)
+    Location(system, "bucket/checkpoints/.probe", "s3://").delete()
+    assert system.num_deletions == 1
+
+
+def test_an_upload_whose_source_fails_leaves_nothing_and_says_what_failed(tmp_path):
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if self.tell():
+                raise OSError(errno.EIO, "Input/output error", "source.bin")
+            return super().read(4)
+
+    class Source:
+        def open(self, mode: str) -> Failing:
+            return Failing(b"content")
+
+    target = Location.parse(tmp_path / "there" / "part.bin")
+    with pytest.raises(OSError, match=r"source\.bin"):
+        target.upload(Source())
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("said", ["", "  ", None])
+def test_a_time_that_is_set_to_nothing_is_the_default(monkeypatch, said):
+    monkeypatch.delenv("SHARDLOOM_STORAGE_RETRY_S", raising=False)
+    if said is not None:
+        monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", said)
+    assert Backoff.from_environment() == Backoff()
+
+
+@pytest.mark.parametrize("said", ["1m", "nan", "-1", "inf"])
+def test_a_time_that_is_no_number_of_seconds_is_refused_by_its_name(monkeypatch, said):
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", said)
+    with pytest.raises(StorageError, match=r"SHARDLOOM_STORAGE_RETRY_S is .*number of seconds"):
+        Backoff.from_environment()
+    monkeypatch.setenv("SHARDLOOM_STORAGE_TIMEOUT_S", said)
+    with pytest.raises(StorageError, match="SHARDLOOM_STORAGE_TIMEOUT_S"):
+        Location.parse("s3://bucket/key?region=us-east-1")
+
+
+def test_the_sdk_gives_up_early_enough_to_be_asked_again():
+    sdk_s = storage._MAX_ATTEMPTS * storage._REQUEST_TIMEOUT_S
+    assert Backoff().delay_s(1, sdk_s, draw=1.0) is not None

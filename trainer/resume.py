@@ -34,10 +34,11 @@ def restore(session: Session) -> None:
 def _resume(session: Session, found: CommittedCheckpoint) -> None:
     state = resumed_state(found.commit, session.row_order)
     session.optimizers.init_state()
-    load_state(found.path, session.model, session.optimizers.combined)
+    group = session.checkpoints.group
+    load_state(found.path, session.model, session.optimizers.combined, group=group)
     written_scale = found.commit.moment_scale or session.spec.moment_scale
     session.optimizers.rescale_moments(session.spec.moment_scale / written_scale)
-    session.train_meter.load_state(load_packed(found.path, METERS))
+    session.train_meter.load_state(load_packed(found.path, METERS, group))
     session.sync.reset()
     session.state = state
     session.origin = found.path.name
@@ -46,7 +47,7 @@ def _resume(session: Session, found: CommittedCheckpoint) -> None:
 
 
 def _start_warm(session: Session) -> None:
-    found = warm_start(session.spec, session.model, session.optimizers)
+    found = warm_start(session.spec, session.model, session.optimizers, session.checkpoints.group)
     if found is None:
         return
     session.sync.reset()

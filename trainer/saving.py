@@ -28,7 +28,7 @@ from trainer.data.position import BatchShape, DataPosition, ledger_of, position_
 from trainer.elastic import checkpoint, faults
 from trainer.elastic.async_save import LivePlanner, Staging, run_beside, run_here
 from trainer.elastic.checkpoint import CheckpointError, CheckpointMisfit
-from trainer.elastic.checkpoint_folder import FAULTS, Folder, checkpoints_of
+from trainer.elastic.checkpoint_folder import FAULTS, Folder, checkpoints_of, remove_folder
 from trainer.elastic.marker import Commit, RowOrder
 from trainer.elastic.protocol import Led, Ledger, Plateau
 from trainer.elastic.rewind import read_rewind
@@ -38,8 +38,9 @@ from trainer.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
 
-# Hosts write at unequal speed, which is no hang; a dead peer is noticed at once.
-_WRITE_TIMEOUT = timedelta(minutes=30)
+# Hosts read and write at unequal speed, and one may wait for storage that is away, which is no
+# hang; a dead peer is noticed at once.
+_STORAGE_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass
@@ -83,8 +84,8 @@ class Checkpoints:
     """The checkpoints of one job, as one rank of one worker group run sees them.
 
     `newest_commit` is the committed sync that the newest durable checkpoint of this life holds,
-    None before there is any. `row_order` is of the rows that positions count. Building it is
-    collective over all ranks.
+    None before there is any. `row_order` is of the rows that positions count. `group` is all ranks,
+    with patience for one that storage keeps waiting. Building it is collective over all ranks.
     """
 
     def __init__(
@@ -99,8 +100,8 @@ class Checkpoints:
         self._groups = groups
         self._emit = emit
         self._folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
-        self._group = dist.new_group(backend="gloo", timeout=_WRITE_TIMEOUT)
-        self._staging = Staging(self._group)
+        self.group = dist.new_group(backend="gloo", timeout=_STORAGE_TIMEOUT)
+        self._staging = Staging(self.group)
         self._running: Running | None = None
         self.newest_commit: int | None = None
 
@@ -185,9 +186,9 @@ class Checkpoints:
     ) -> float:
         """Files, marker, retention; seconds until the marker was there. Collective."""
         started = time.perf_counter()
-        files = checkpoint.save(folder, tensors, planner, self._group)
+        files = checkpoint.save(folder, tensors, planner, self.group)
         commit = replace(commit, files=files)
-        checkpoint.write_commit(folder, commit, self._group)
+        checkpoint.write_commit(folder, commit, self.group)
         duration_s = time.perf_counter() - started
         self.newest_commit = commit.commit
         if self._groups.rank == 0:
@@ -250,7 +251,7 @@ class Checkpoints:
 
     def _remove(self, old: checkpoint.CommittedCheckpoint) -> None:
         try:
-            checkpoint.remove_checkpoint(old.path)
+            remove_folder(old.path)
         except FAULTS as error:
             # The new checkpoint is safe; the old one is tried again after the next save.
             logger.warning("checkpoint %s could not be removed: %s", old.path.name, error)
@@ -267,9 +268,9 @@ class Checkpoints:
         Raises `CheckpointError` on every rank where nothing can be written, and `StorageError`
         where remote storage goes away meanwhile.
         """
-        checkpoint.prepare_folder(self._folder)
-        checkpoint.of_first(self._clear_away)
-        found, damaged = checkpoint.newest_intact(self._folder, self._is_superseded)
+        checkpoint.prepare_folder(self._folder, self.group)
+        checkpoint.of_first(self._clear_away, self.group)
+        found, damaged = checkpoint.newest_intact(self._folder, self._is_superseded, self.group)
         if self._groups.rank == 0:
             for each in damaged:
                 self._set_aside(each.path)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from tests.integration.checkpoint_cases import Sharding, build, held, load, spec_of, train
 from tests.integration.save_cases import Saver, config_of
@@ -106,6 +108,22 @@ def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) ->
     saver = Saver.open(run_dir, path=path)
     found = saver.checkpoints.newest()
     return {"step": found.commit.step if found else None, "notes": saver.notes()}
+
+
+def look_with_impatient_peers(environment: Mapping[str, str], run_dir: Path, path: str) -> int:
+    """The step that a start finds and loads where no other collective waits for 2 s."""
+    from trainer.elastic import checkpoint
+
+    os.environ.update(environment)
+    saver = Saver.open(run_dir, path=path)
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+    found = saver.checkpoints.newest()
+    assert found is not None
+    state = {f"weight-{dist.get_rank()}": torch.zeros(1000, dtype=torch.uint8)}
+    checkpoint.load(found.path, state, saver.checkpoints.group)
+    _set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
+    return found.commit.step
 
 
 def _largest(folder: Location) -> Location:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -12,21 +15,22 @@ import torch
 
 from tests.integration.checkpoint_cases import Sharding, whole_tables
 from tests.integration.gloo import run_ranks
-from tests.integration.object_store import ObjectStore, run_object_store
+from tests.integration.object_store import Faults, ObjectStore, run_object_store
 from tests.integration.remote_checkpoint_cases import (
     DAMAGE,
     die_in_the_middle,
     load_resharded,
     look_at_damage,
     look_for_newest,
+    look_with_impatient_peers,
     refusal_of_start,
     save_large,
     start_warm,
     train_save_and_load,
 )
 from trainer.data.storage import Location
-from trainer.elastic.checkpoint import list_committed
-from trainer.elastic.checkpoint_folder import checkpoints_of
+from trainer.elastic.checkpoint import list_committed, remove_uncommitted
+from trainer.elastic.checkpoint_folder import checkpoints_of, make_writable, set_aside
 from trainer.events import CheckpointCommitted, CheckpointDeleted
 from trainer.run_dir import COMMIT_MARKER, RunDir
 
@@ -100,14 +104,14 @@ def test_large_shares_go_up_in_parts_and_retention_leaves_the_newest(store, run_
         {"rates": {"500": 0.1, "503": 0.1, "slow_down": 0.05}, "seed": 1},
         {"rates": {"reset": 0.15, "cut": 0.15}, "seed": 2},
         {"slow_s": 0.1},
-        {"rates": {"stall": 0.1}, "stall_s": 2.0, "seed": 3},
+        {"rates": {"stall": 0.06}, "stall_s": 5.0, "seed": 3},
     ],
     ids=["busy", "broken connections", "slow", "stalled"],
 )
 def test_saves_and_loads_outlive_a_store_in_trouble(store, run_dir, faults):
-    environment = store.environment | {"SHARDLOOM_STORAGE_TIMEOUT_S": "1"}
-    if "slow_s" in faults:
-        environment = store.environment
+    environment = store.environment
+    if "stall_s" in faults:
+        environment = environment | {"SHARDLOOM_STORAGE_TIMEOUT_S": "2"}
     with store.failing(**faults) as seen:
         arguments = (environment, run_dir, store.url("runs"), 11 * MEBIBYTE, [1])
         first, second = run_ranks(save_large, 2, *arguments)
@@ -138,8 +142,11 @@ def test_a_save_that_was_killed_in_the_middle_counts_for_nothing_and_is_cleared_
     arguments = (store.environment, run_dir, store.url("runs"))
     process = multiprocessing.get_context("spawn").Process(target=die_in_the_middle, args=arguments)
     process.start()
-    process.join(60)
-    assert process.exitcode == -signal.SIGKILL
+    try:
+        process.join(180)
+        assert process.exitcode == -signal.SIGKILL
+    finally:
+        process.kill()
     folder = folder_of(store, run_dir)
     half = {name for name in names_in(folder) if name.startswith("step-00000002")}
     assert half, "files were written"
@@ -173,6 +180,61 @@ def test_a_store_that_is_away_at_the_start_damages_nothing(store, run_dir):
         run_ranks(look_for_newest, 2, impatient, *arguments[1:])
     found, _ = run_ranks(look_for_newest, 2, *arguments)
     assert found == {"step": 1, "notes": []}
+
+
+def test_a_start_waits_for_the_rank_whose_storage_is_away(store, run_dir):
+    arguments = (store.environment, run_dir, store.url("runs"))
+    run_ranks(save_large, 2, *arguments, 1000, [1])
+    with away_for(store, 6.0, only="GET .*__0_0.distcp") as seen:
+        found, other = run_ranks(look_with_impatient_peers, 2, *arguments)
+    assert seen.counts["503"] > 1
+    assert found == other == 1
+
+
+@contextmanager
+def away_for(store: ObjectStore, duration_s: float, only: str) -> Iterator[Faults]:
+    """The store answers nothing until `duration_s` after it was first asked for `only`."""
+    ended = threading.Event()
+    with store.failing(rates={"503": 1.0}, only=only) as seen:
+
+        def mend() -> None:
+            while not (seen.counts["503"] or ended.wait(0.05)):
+                pass
+            ended.wait(duration_s)
+            seen.rates = {}
+
+        mending = threading.Thread(target=mend)
+        mending.start()
+        try:
+            yield seen
+        finally:
+            ended.set()
+            mending.join()
+
+
+def test_groups_that_start_together_probe_clear_away_and_set_aside_together(store):
+    def at_once(act: Callable[[], None]) -> None:
+        barrier = threading.Barrier(2)
+
+        def go(_: int) -> None:
+            barrier.wait()
+            act()
+
+        with ThreadPoolExecutor(2) as groups:
+            list(groups.map(go, range(2)))
+
+    # Half of the rounds went wrong where a deletion could not bear another one.
+    for number in range(20):
+        folder = Location.parse(store.url(f"groups/job-{number}/checkpoints"))
+        at_once(lambda folder=folder: make_writable(folder))
+        cut_off, damaged = folder / "step-00000002-a0-r0", folder / "step-00000001-a0-r0"
+        for file in range(4):
+            (cut_off / f"__{file}_0.distcp").write_bytes(b"x")
+        (damaged / COMMIT_MARKER).write_bytes(b"what it held")
+        at_once(lambda folder=folder: remove_uncommitted(folder))
+        at_once(lambda folder=damaged: set_aside(folder))
+        assert names_in(folder) == {f"{damaged.name}/COMMIT.damaged.json"}
+        assert (damaged / "COMMIT.damaged.json").read_bytes() == b"what it held"
 
 
 @pytest.mark.parametrize(

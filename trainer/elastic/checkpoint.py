@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.utils.serialization import config as serialization_config
 
-from trainer.data.errors import DataError, StorageRefusedError
+from trainer.data.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
 from trainer.data.storage import Location
 from trainer.elastic.checkpoint_folder import (
     FAULTS,
@@ -52,7 +52,6 @@ __all__ = [
     "load",
     "newest_intact",
     "prepare_folder",
-    "remove_checkpoint",
     "remove_uncommitted",
     "save",
     "set_aside",
@@ -153,11 +152,6 @@ def _first_of_each(
     return [checkpoint for multiple, checkpoint in first.items() if multiple > 0]
 
 
-def remove_checkpoint(folder: Folder) -> None:
-    """Delete a checkpoint, marker first, so that a half-deleted one never counts."""
-    remove_folder(folder)
-
-
 def remove_uncommitted(
     checkpoints_dir: Folder, is_garbage: Callable[[str], bool] = lambda name: True
 ) -> None:
@@ -201,17 +195,25 @@ def write_commit(folder: Folder, commit: Commit, group: dist.ProcessGroup | None
 
 
 def of_first(look: Callable[[], Result], group: dist.ProcessGroup | None = None) -> Result:
-    """What rank 0 finds, on every rank; storage that failed it fails them all. Collective."""
+    """What rank 0 finds, on every rank; storage that failed it fails them all. Collective.
+
+    The others wait as long as `group` lets them, which should be longer than storage is waited for.
+    """
     box: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
             box[0] = look()
         except FAULTS as error:
-            box[1] = error
+            box[1] = _as_storage_fault(error)
     dist.broadcast_object_list(box, src=0, group=group)
     if box[1] is not None:
         raise box[1]
     return box[0]
+
+
+def _as_storage_fault(error: BaseException) -> BaseException:
+    # What a checkpoint lacks was there when it was looked at: no fault of the user's data.
+    return StorageError(str(error)) if isinstance(error, SourceMissingError) else error
 
 
 def _discard(folder: Folder, error: BaseException) -> NoReturn:
@@ -252,23 +254,24 @@ def _cause(error: BaseException) -> BaseException:
     return next(iter(causes.values()))[0]
 
 
-def prepare_folder(checkpoints_dir: Folder) -> None:
+def prepare_folder(checkpoints_dir: Folder, group: dist.ProcessGroup | None = None) -> None:
     """Make the folder of checkpoints and try to write there. Collective: rank 0 does it.
 
     Raises `CheckpointError` on every rank, so that a job does not train for hours before its first
     checkpoint fails; `CheckpointRefused` where it never could be written.
     """
     try:
-        of_first(lambda: make_writable(checkpoints_dir))
+        of_first(lambda: make_writable(checkpoints_dir), group)
     except FAULTS as error:
         kind = CheckpointRefused if isinstance(error, StorageRefusedError) else CheckpointError
         cause = explain(checkpoints_dir, error)
         raise kind(f"checkpoints cannot be written: {cause}") from error
 
 
-def is_intact(checkpoint: CommittedCheckpoint) -> bool:
+def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None = None) -> bool:
     """Whether every file still has its recorded size and checksum. Collective: ranks share work.
 
+    `group` spans all ranks and waits for the one that reads most, or whose storage is away.
     Raises `StorageError` on every rank where remote storage is away, which proves nothing.
     """
     names = sorted(checkpoint.commit.files)[dist.get_rank() :: dist.get_world_size()]
@@ -278,7 +281,7 @@ def is_intact(checkpoint: CommittedCheckpoint) -> bool:
     except DataError as error:
         mine = error
     verdicts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, mine)
+    dist.all_gather_object(verdicts, mine, group=group)
     for verdict in verdicts:
         if isinstance(verdict, DataError):
             raise verdict
@@ -294,31 +297,37 @@ def matches(folder: Folder, name: str, record: FileRecord) -> bool:
 
 
 def newest_intact(
-    checkpoints_dir: Folder, is_left_out: Callable[[str], bool] = lambda name: False
+    checkpoints_dir: Folder,
+    is_left_out: Callable[[str], bool] = lambda name: False,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[CommittedCheckpoint | None, list[CommittedCheckpoint]]:
     """Newest checkpoint that exists and is undamaged, and the damaged ones after it.
 
-    Collective: rank 0's listing counts, without those whose name `is_left_out`.
+    Collective over `group` (all ranks): rank 0's listing counts, without those whose name
+    `is_left_out`.
     """
     damaged: list[CommittedCheckpoint] = []
-    for checkpoint in reversed(of_first(lambda: list_committed(checkpoints_dir, is_left_out))):
-        if is_intact(checkpoint):
+    committed = of_first(lambda: list_committed(checkpoints_dir, is_left_out), group)
+    for checkpoint in reversed(committed):
+        if is_intact(checkpoint, group):
             return checkpoint, damaged
         damaged.append(checkpoint)
     return None, damaged
 
 
-def load(folder: Folder, state: dict[str, Any]) -> None:
-    """Fill the tensors of `state` in place from `folder`, and replace its objects. Collective.
+def load(folder: Folder, state: dict[str, Any], group: dist.ProcessGroup | None = None) -> None:
+    """Fill the tensors of `state` in place from `folder`, and replace its objects.
+
+    Collective over `group`, which spans all ranks.
 
     Raises `CheckpointMisfit` when the checkpoint holds other tables or shapes, and `StorageError`
     where remote storage is away.
     """
     try:
-        dcp.load(state, storage_reader=reader_for(folder))
+        dcp.load(state, storage_reader=reader_for(folder), process_group=group)
     except (CheckpointException, OSError) as error:
         if isinstance(cause := _cause(error), DataError):
-            raise cause from error
+            raise _as_storage_fault(cause) from error
         raise CheckpointMisfit(
             f"checkpoint {folder.name} does not fit this model: {_cause(error)}; was the spec "
             "changed?"

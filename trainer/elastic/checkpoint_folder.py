@@ -153,8 +153,10 @@ def set_aside(folder: Folder) -> None:
     if isinstance(folder, Path):
         folder.rename(folder.with_name(f"{DAMAGED_PREFIX}{folder.name}"))
         return
-    (folder / _DAMAGED_MARKER).write_bytes(read_file(folder, COMMIT_MARKER) or b"")
-    (folder / COMMIT_MARKER).delete()
+    marker = read_file(folder, COMMIT_MARKER)
+    if marker is not None:  # else another group has set it aside
+        (folder / _DAMAGED_MARKER).write_bytes(marker)
+        (folder / COMMIT_MARKER).delete()
 
 
 def make_writable(checkpoints_dir: Folder) -> None:

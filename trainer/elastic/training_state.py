@@ -100,10 +100,15 @@ def state_to_save(model: TwoDParallel, optimizer: CombinedOptimizer) -> dict[str
 
 
 def load_state(
-    folder: Folder, model: TwoDParallel, optimizer: CombinedOptimizer, part: Part = WHOLE
+    folder: Folder,
+    model: TwoDParallel,
+    optimizer: CombinedOptimizer,
+    part: Part = WHOLE,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Fill `part` of `model` and `optimizer` in place from the checkpoint in `folder`. Collective.
+    """Fill `part` of `model` and `optimizer` in place from the checkpoint in `folder`.
 
+    Collective; storage is waited for in `group` (all ranks; default: the default group).
     State that a first step would create must exist where it is in `part`. Raises
     `CheckpointMisfit` on every rank when the checkpoint holds other tables, shapes, buckets of
     dynamic ids or optimizer state.
@@ -111,11 +116,11 @@ def load_state(
     state, moments = _named_state(model, optimizer)
     state = {key: value for key, value in state.items() if part.has(key)}
     moments = [each for each in moments if part.has(each.key)]
-    sizes = _sizes(_stored(folder))
+    sizes = _sizes(_stored(folder, group))
     _refuse(folder, _problems(state, moments, sizes))
     tensors = _MomentTensors(model.groups.device_mesh)
     sources = [(each, _read(each, sizes, tensors)) for each in moments]
-    checkpoint.load(folder, state | tensors.by_key())
+    checkpoint.load(folder, state | tensors.by_key(), group)
     for each, stored in sources:
         if each.columns not in stored:
             each.values.copy_(moments_of(each.columns, stored))
@@ -130,12 +135,14 @@ def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
     return buffer.getvalue()
 
 
-def load_packed(folder: Folder, key: str) -> dict[str, torch.Tensor]:
+def load_packed(
+    folder: Folder, key: str, group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
     """What `pack` made of the tensors at `key`; none where an early version saved. Collective."""
-    if key not in _stored(folder):
+    if key not in _stored(folder, group):
         return {}
     state: dict[str, Any] = {key: b""}
-    checkpoint.load(folder, state)
+    checkpoint.load(folder, state, group)
     return torch.load(io.BytesIO(state[key]), weights_only=True)
 
 
@@ -219,7 +226,7 @@ def _read(
     return into
 
 
-def _stored(folder: Folder) -> dict[str, torch.Size | None]:
+def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:
     """Size of each tensor in a checkpoint, None for other objects. Collective: rank 0 reads.
 
     Raises `CheckpointError` on every rank.
@@ -233,7 +240,7 @@ def _stored(folder: Folder) -> dict[str, torch.Size | None]:
         }
 
     try:
-        return checkpoint.of_first(read)
+        return checkpoint.of_first(read, group)
     except OSError as error:
         raise CheckpointError(f"checkpoint {folder.name} could not be read: {error}") from error
 

@@ -5,6 +5,8 @@ Step, data position and schedule start anew. The other job may have had any T, L
 
 from __future__ import annotations
 
+import torch.distributed as dist
+
 from trainer.elastic.checkpoint import (
     CheckpointError,
     CheckpointMisfit,
@@ -24,22 +26,26 @@ _FIELD = "checkpoint.warm_start"
 
 
 def warm_start(
-    spec: JobSpec, model: TwoDParallel, optimizers: Optimizers
+    spec: JobSpec,
+    model: TwoDParallel,
+    optimizers: Optimizers,
+    group: dist.ProcessGroup | None = None,
 ) -> CommittedCheckpoint | None:
-    """Load what `checkpoint.warm_start` asks for, if it asks; what was loaded. Collective.
+    """Load what `checkpoint.warm_start` asks for, if it asks; what was loaded.
 
+    Collective; storage is waited for in `group` (all ranks; default: the default group).
     Raises `CheckpointMisfit` where the checkpoint lacks what is asked for, and `CheckpointError`
     where there is none that is whole.
     """
     wanted = spec.checkpoint.warm_start
     if wanted is None:
         return None
-    found = find_source(folder_at(wanted.path))
+    found = find_source(folder_at(wanted.path), group)
     part = Part(frozenset(wanted.tables) if wanted.tables else None, wanted.dense)
     if part.dense:
         optimizers.init_state()
     try:
-        load_state(found.path, model, optimizers.combined, part)
+        load_state(found.path, model, optimizers.combined, part, group)
     except CheckpointMisfit as error:
         raise CheckpointMisfit(
             f"{_FIELD}: {error}. To take less, name tables in {_FIELD}.tables, or leave out the "
@@ -51,15 +57,15 @@ def warm_start(
     return found
 
 
-def find_source(path: Folder) -> CommittedCheckpoint:
+def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> CommittedCheckpoint:
     """The checkpoint at `path`, or the newest that is whole in that folder, or of that run.
 
-    Collective. Raises `CheckpointError` on every rank, or `StorageError` where remote storage is
-    away.
+    Collective over `group`. Raises `CheckpointError` on every rank, or `StorageError` where remote
+    storage is away.
     """
-    named, folder = of_first(lambda: _look_at(path))
+    named, folder = of_first(lambda: _look_at(path), group)
     if named is not None:
-        if not is_intact(named):
+        if not is_intact(named, group):
             raise CheckpointError(f"{_FIELD}.path: checkpoint {path} is damaged; use another one")
         return named
     if folder is None:
@@ -67,7 +73,7 @@ def find_source(path: Folder) -> CommittedCheckpoint:
             f"{_FIELD}.path: there is no folder {path} that the workers' hosts can see; name a "
             "checkpoint, or a folder of checkpoints, on storage that they share"
         )
-    found, damaged = newest_intact(folder)
+    found, damaged = newest_intact(folder, group=group)
     if found is None:
         raise CheckpointError(
             f"{_FIELD}.path: {folder} holds no checkpoint that is whole ({len(damaged)} damaged)"

@@ -17,10 +17,10 @@ from trainer.elastic.checkpoint import (
     CommittedCheckpoint,
     list_committed,
     list_with_bad_marker,
-    remove_checkpoint,
     remove_uncommitted,
     superseded,
 )
+from trainer.elastic.checkpoint_folder import remove_folder
 from trainer.elastic.marker import Commit, FileRecord, file_record, read_commit, write_marker
 from trainer.elastic.protocol import EpochRows, Ledger
 from trainer.run_dir import COMMIT_MARKER
@@ -129,7 +129,7 @@ def test_only_garbage_is_swept(tmp_path: Path) -> None:
 
 
 def test_a_removed_checkpoint_is_gone(tmp_path: Path) -> None:
-    remove_checkpoint(add(tmp_path, 1))
+    remove_folder(add(tmp_path, 1))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -151,14 +151,7 @@ class _TensorsAlone:
                 for key, value in found.state_dict_metadata.items()
                 if isinstance(value, TensorStorageMetadata)
             }
-        except (
-            pickle.UnpicklingError,
-            AttributeError,
-            EOFError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as error:
+        except _UNREADABLE as error:
             raise NoCheckpoint(
                 f"{self.path / _METADATA} is no description of a checkpoint: {error}; name another "
                 "checkpoint"

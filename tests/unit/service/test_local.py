@@ -30,9 +30,9 @@ from service.local_ray import (
     RayPorts,
     choose_ports,
     head_command,
-    node_command,
     head_environment,
     make_temp_dir,
+    node_command,
     node_environment,
 )
 from service.local_ready import Part, check_port_free, wait_for_port, wait_until_ready

@@ -10,10 +10,11 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 
@@ -37,8 +38,12 @@ _ASK_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
 _JOIN_TIMEOUT_S = 120.0
 _DRAIN_TIMEOUT_S = 30.0
+# A busy head may leave a question open; one that is gone for good must not cost the whole grace.
+_HEAD_PATIENCE_S = 20.0
 _MAX_TRIES = 3
 _POLL_S = 0.5
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True)
@@ -141,9 +146,10 @@ class JoinedMachine:
         folder = self.home.ray_dir
         command = machine_ray.join_command(executable, node, facts.gcs_address, folder)
         environment = node.environment(self.environment, self.home.cluster_token_path)
-        # One of before a crash or a cut link may not be given up yet.
-        known = {node.node_id for node in ray.live_nodes() or ()}
+        known: set[str] = set()
         for _ in range(_MAX_TRIES):
+            # One of before a crash, a cut link or the last try may not be given up yet.
+            known |= {node.node_id for node in ray.live_nodes() or ()}
             local_ray.make_temp_dir(folder)
             process = self._stack.spawn(_log(node.address), command, environment)
             with ExitStack() as undo:
@@ -152,6 +158,8 @@ class JoinedMachine:
                 self.home.write_joined(state)
                 if found := _wait_until_joined(node.address, process, ray, known):
                     undo.pop_all()
+                    state = state.model_copy(update={"node_id": found.node_id})
+                    self.home.write_joined(state)
                     return state, found
                 was_alive = is_alive(process)
             # On a busy machine a node's agent may be later than Ray's patience with it.
@@ -168,21 +176,23 @@ class JoinedMachine:
 
     def _drain(self, state: JoinedState, grace_s: int, report: Report) -> None:
         """Tell the jobs that the machine goes, and wait until none has a worker here."""
-        ray = RayState(state.ray_address, read_token(self.home.cluster_token_path))
-        nodes = ray.live_nodes()
+        try:
+            ray = RayState(state.ray_address, read_token(self.home.cluster_token_path))
+        except StackError as error:
+            report(f"{error}; the node ends without a word to its jobs")
+            return
+        started = time.monotonic()
+        nodes = _answer(ray.live_nodes, min(grace_s, _HEAD_PATIENCE_S))
         if nodes is None:
             report("the head does not answer: the node ends without a word to its jobs")
             return
-        node_ids = [node.node_id for node in nodes if node.address == state.address]
-        if not node_ids or not self._ask_to_drain(state, node_ids[0], grace_s, report):
+        node_id = _own_node_id(state, nodes)
+        if node_id is None:
+            report("the head counts this node no more: its jobs have lost it already")
             return
-        started = time.monotonic()
-        while (num_actors := ray.num_actors_on(node_ids[0])) and is_alive(state.node):
-            if time.monotonic() - started > grace_s:
-                report(f"{num_actors} processes of jobs are still here after {grace_s} s")
-                return
-            time.sleep(_POLL_S)
-        report(f"no job is on this machine any more, after {time.monotonic() - started:.1f} s")
+        left_s = grace_s - (time.monotonic() - started)
+        if self._ask_to_drain(state, node_id, max(1, round(left_s)), report):
+            report(_wait_for_jobs(ray, state.node, node_id, started, grace_s))
 
     def _ask_to_drain(self, state: JoinedState, node_id: str, grace_s: int, report: Report) -> bool:
         executable = local_ray.ray_executable()
@@ -247,13 +257,26 @@ def ask_head(url: str, token: str) -> HeadFacts:
             f"the head at {url} knows another token: copy its file `ray-token` again; it changes "
             "when the head's SHARDLOOM_HOME is made anew"
         )
+    code = answer.status_code
+    if code == httpx.codes.TOO_MANY_REQUESTS or code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        raise StackError(
+            f"the head at {url} cannot say now how to join it (HTTP {code}): {_detail(answer)}"
+        )
     try:
         return HeadFacts.model_validate_json(answer.raise_for_status().content)
     except (httpx.HTTPStatusError, ValueError):
         raise StackError(
-            f"what answers at {url} is not a head that machines can join (HTTP "
-            f"{answer.status_code}): start it there by `shardloom up --head`"
+            f"what answers at {url} is not a head that machines can join (HTTP {code}): start it "
+            "there by `shardloom up --head`"
         ) from None
+
+
+def _detail(answer: httpx.Response) -> str:
+    """What a problem document says, or where to look."""
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return "its logs/service.log says why"
 
 
 def check_facts(facts: HeadFacts) -> list[str]:
@@ -325,6 +348,44 @@ def _end(process: ProcessId) -> None:
     if survivors := end_family(process, grace_s=RAY_GRACE_S):
         pids = ", ".join(str(survivor.pid) for survivor in survivors)
         raise StackError(f"processes {pids} of the node do not end, even by SIGKILL")
+
+
+def _answer(ask: Callable[[], Answer | None], patience_s: float) -> Answer | None:
+    """What is answered within the patience; None if nothing is."""
+    deadline = time.monotonic() + patience_s
+    while (answer := ask()) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return answer
+
+
+def _own_node_id(state: JoinedState, nodes: Sequence[RayNode]) -> str | None:
+    """This machine's node among those that the head counts; None if it is not there.
+
+    Its address alone may also be that of an earlier node that is not given up yet.
+    """
+    here = [node.node_id for node in nodes if node.address == state.address]
+    if state.node_id is not None:
+        return state.node_id if state.node_id in here else None
+    return here[0] if here else None
+
+
+def _wait_for_jobs(
+    ray: RayState, process: ProcessId, node_id: str, started: float, grace_s: float
+) -> str:
+    """Wait until no job is on a node, at most until its grace is over; how that ended."""
+    while True:
+        num_actors = ray.num_actors_on(node_id)
+        elapsed_s = time.monotonic() - started
+        if num_actors == 0:
+            return f"no job is on this machine any more, after {elapsed_s:.1f} s"
+        if not is_alive(process):
+            return f"the node has ended by itself, after {elapsed_s:.1f} s"
+        if elapsed_s > grace_s:
+            break
+        time.sleep(_POLL_S)
+    if num_actors is None:
+        return f"the head has not said within {grace_s:g} s whether jobs are still here"
+    return f"{num_actors} processes of jobs are still here after {grace_s:g} s"
 
 
 def _log(address: str) -> str:

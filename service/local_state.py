@@ -4,6 +4,7 @@ HOME/                    $SHARDLOOM_HOME, ~/.shardloom by default
   stack.json             processes and addresses of the running stack (mode 0600)
   joined-HOSTNAME.json   node by which this machine has joined the cluster of another one
   stack.lock             held while a stack starts or stops
+  storage-id             id of the run storage that the head on this machine has had
   ray-token              bearer token of the Ray cluster that is headed here (mode 0600)
   cluster-token          the same of the cluster that this machine has joined (mode 0600)
   logs/service.log, ray.log, host-ADDRESS.log, node-ADDRESS.log
@@ -70,7 +71,10 @@ class StackState(BaseModel):
 
 
 class JoinedState(BaseModel):
-    """The node by which this machine has joined the cluster of another one."""
+    """The node by which this machine has joined the cluster of another one.
+
+    `node_id` is the one by which Ray knows it; None until the head counts it.
+    """
 
     address: str
     head_url: str
@@ -79,6 +83,7 @@ class JoinedState(BaseModel):
     boot_id: str
     started_at: float
     node: ProcessId
+    node_id: str | None = None
 
     @property
     def is_running(self) -> bool:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from pydantic import BaseModel
 
+from service.local_state import write_private
 from trainer.versions import installed_versions
 
 _ID_FILE = ".storage-id"
@@ -76,6 +77,23 @@ def storage_id(runs_dir: Path) -> str:
         finally:
             draft.unlink()
     return path.read_text().strip()
+
+
+def changed_storage(runs_dir: Path, memory: Path) -> str | None:
+    """Why a head should not use this run storage: it had another one before; None if it may.
+
+    `memory` is the head's own file of its storage's id, made on first use. Raises `OSError`.
+    """
+    if not memory.exists():
+        write_private(memory, storage_id(runs_dir))
+        return None
+    path = runs_dir / _ID_FILE
+    if path.exists() and path.read_text().strip() == memory.read_text().strip():
+        return None
+    return (
+        f"the run storage {runs_dir} is not the one that this head had before: is it mounted? If "
+        f"it is meant to be another one, remove {memory}"
+    )
 
 
 def storage_fault(runs_dir: Path, expected_id: str) -> str | None:

@@ -81,13 +81,18 @@ def error_console() -> Console:
 
 
 def service_url(url: str | None) -> str:
-    """URL to use: the one given, else the local stack's, that of the head joined, the default."""
+    """URL to use: the one given, that of the head joined, the local stack's, the default.
+
+    What runs comes first: both may have been left by an earlier boot.
+    """
     if url:
         return url
     home = StackHome.from_environment()
+    joined = home.read_joined()
+    if joined is not None and joined.is_running:
+        return joined.head_url
     if state := home.read_state():
         return state.url
-    joined = home.read_joined()
     return joined.head_url if joined is not None else DEFAULT_URL
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 from rich.text import Text
 
 from service import credentials
+from service import machines as machine_facts
 from service.commands.context import console, error_console
 from service.commands.exits import UNAVAILABLE
 from service.commands.formats import human_bytes
@@ -95,30 +97,71 @@ class HeadOptions:
             raise StackError(f"{error}; --host names the one that the others reach") from None
         ports = _ports(self.node_port, self.worker_ports)
         node = MachineNode(address, interface, _cpus(self.num_cpus), self.num_gpus, ports)
-        return MachineHead(node, self.ray_port, self.dashboard_port)
+        head = MachineHead(node, self.ray_port, self.dashboard_port)
+        try:
+            head.check_ports()
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return head
 
 
-def first_key(url: str) -> str | None:
-    """Make the first API key and keep it for this user and the service at `url`.
+def check_storage(home: StackHome) -> None:
+    """Raise `StackError` where the run storage is not the one that this head had before."""
+    # Imported late, as below.
+    from service.settings import Settings
 
-    Returns its text, or None where somebody can sign in already.
+    try:
+        runs_dir = Settings().runs_dir
+    except ValidationError as error:
+        # Not the values: one of them may be a secret.
+        rows = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise StackError(
+            f"settings (SHARDLOOM_...) that cannot be used: {'; '.join(rows)}"
+        ) from None
+    try:
+        home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fault = machine_facts.changed_storage(runs_dir, home.root / "storage-id")
+    except OSError as error:
+        raise StackError(
+            f"the run storage {runs_dir} cannot be used ({error.strerror}): is it mounted, and may "
+            "this user write there?"
+        ) from None
+    if fault:
+        raise StackError(fault)
+
+
+def first_key(url: str, *, keeps_it: bool) -> str | None:
+    """Make the first API key, and keep it for this user and the service at `url` if wanted.
+
+    Returns its text, or None where somebody can sign in already. Raises `StackError`.
     """
     # Imported late: only a machine that has the service's database has what they need.
+    from service.errors import ServiceError
     from service.security.bootstrap import create_first_key, has_no_key
 
-    if os.environ.get("SHARDLOOM_OIDC_ISSUER") or not has_no_key():
-        return None
-    made = create_first_key("head", {"*": "admin"}, None)
-    credentials.keep_key(url, made.key)
+    try:
+        if os.environ.get("SHARDLOOM_OIDC_ISSUER") or not has_no_key():
+            return None
+        made = create_first_key("head", {"*": "admin"}, None)
+    except ServiceError as error:
+        raise StackError(f"{error}; SHARDLOOM_DATABASE_URL names the database") from None
+    if keeps_it:
+        credentials.keep_key(url, made.key)
     return made.key
 
 
-def how_to_join(home: StackHome, state: StackState, key: str | None) -> Text:
-    """What the head says once it is up: the key, once, and how others join."""
+def about_first_key(key: str, *, keeps_it: bool) -> Text:
+    """What is said of it, this once."""
     lines = Text()
-    if key is not None:
-        lines.append(f"API key of an administrator, shown this once: {key}\n", "bold")
-        lines.append("`shardloom` on this machine knows it already\n", "dim")
+    lines.append(f"API key of an administrator, shown this once: {key}", "bold")
+    if keeps_it:
+        lines.append("\n`shardloom` on this machine knows it already", "dim")
+    return lines
+
+
+def how_to_join(home: StackHome, state: StackState) -> Text:
+    """What the head says once it is up: how others join."""
+    lines = Text()
     where = state.url if "https:" in state.url else state.url.removeprefix("http://")
     lines.append("On each other machine, with a copy of ", "dim")
     lines.append(str(home.token_path))

@@ -27,11 +27,15 @@ from service.local_hosts import LocalHosts
 from service.local_state import StackError, StackHome, StackState
 from service.machine_ray import NODE_PORT, RAY_DASHBOARD_PORT, RAY_PORT, WORKER_PORTS
 
-# A service that cannot live is not started again and again without a pause.
+# A service that cannot live is not started again and again without a pause, ever longer.
 RESTART_PAUSE_S = 2.0
+_LONGEST_PAUSE_S = 60.0
+# Options of `up` that say something only with --head.
+_HEAD_ONLY = ("host", "cpus", "gpus", "ray_port", "ray_dashboard_port", "node_port", "worker_ports")
 
 
 def up(
+    call: typer.Context,
     detach: Annotated[
         bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
     ] = False,
@@ -54,6 +58,13 @@ def up(
     ray_dashboard_port: machines.DashboardPortOption = RAY_DASHBOARD_PORT,
     node_port: machines.NodePortOption = NODE_PORT,
     worker_ports: machines.WorkerPortsOption = WORKER_PORTS,
+    no_keep_key: Annotated[
+        bool,
+        typer.Option(
+            "--no-keep-key",
+            help="With --head: print the first API key, but do not keep it in SHARDLOOM_HOME.",
+        ),
+    ] = False,
 ) -> None:
     """Start the service and a local Ray; without --detach Ctrl-C stops them again.
 
@@ -66,8 +77,9 @@ def up(
         options = HeadOptions(
             host, cpus, gpus, node_port, worker_ports, ray_port, ray_dashboard_port
         )
-        _up_head(home, options, port, detach=detach)
+        _up_head(home, options, port, detach=detach, keeps_key=not no_keep_key)
         return
+    _refuse_head_options(call)
     stack = LocalStack(home)
     if state := stack.running():
         console().print("Shardloom is already up")
@@ -80,21 +92,40 @@ def up(
     _detach_or_stay(stack, state, detach=detach)
 
 
-def _up_head(home: StackHome, options: HeadOptions, port: int | None, *, detach: bool) -> None:
-    stack = LocalStack(home, head=options.head())
+def _refuse_head_options(call: typer.Context) -> None:
+    """Refuse options that would be ignored; settings (environment variables) may stand."""
+    for name in (*_HEAD_ONLY, "no_keep_key"):
+        source = call.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = "--" + name.replace("_", "-")
+            raise typer.BadParameter(f"{option} is for a head: add --head, or leave it out")
+
+
+def _up_head(
+    home: StackHome, options: HeadOptions, port: int | None, *, detach: bool, keeps_key: bool
+) -> None:
+    head = options.head()
+    stack = LocalStack(home, head=head)
     if (state := stack.running()) and state.head_address is None:
         raise StackError(
             "a stack that others cannot join runs here; `shardloom down` ends it, and the jobs on "
             "it go on at the next start"
         )
     if state is not None:
+        if (state.gcs_address, state.ray_address) != (head.gcs_address, head.ray_address):
+            raise StackError(
+                f"a head with Ray at {state.gcs_address} and {state.ray_address} runs here; "
+                "`shardloom down` ends it, and the jobs on it go on at the next start"
+            )
         console().print("Shardloom is already up")
-        key = None
     else:
-        key = machines.first_key(stack.url_at(port))
+        machines.check_storage(home)
+        # Said at once: a start that fails would make the next one keep silent about it.
+        if key := machines.first_key(stack.url_at(port), keeps_it=keeps_key):
+            console().print(machines.about_first_key(key, keeps_it=keeps_key))
         state = _start(stack, port, console())
     console().print(_addresses(home, state))
-    console().print(machines.how_to_join(home, state, key))
+    console().print(machines.how_to_join(home, state))
     _detach_or_stay(stack, state, detach=detach)
 
 
@@ -169,8 +200,7 @@ def _stay(stack: LocalStack, state: StackState) -> None:
         while not stack.was_ended(state) and _can_go_on(stack, state):
             # The machines that have joined, and their jobs, go on meanwhile.
             error_console().print(message)
-            time.sleep(RESTART_PAUSE_S)
-            state = _start(stack, None, console())
+            state = _start_again(stack, state)
             message = stack.wait_until_broken(state)
     except KeyboardInterrupt:
         console().print("stopping")
@@ -181,6 +211,23 @@ def _stay(stack: LocalStack, state: StackState) -> None:
     error_console().print(message)
     stack.down(lambda line: console().print(Text(line, style="dim")), only=state)
     raise typer.Exit(UNAVAILABLE)
+
+
+def _start_again(stack: LocalStack, state: StackState) -> StackState:
+    """Start a head's service again and again while its Ray lives; the old state after a `down`."""
+    pause_s = RESTART_PAUSE_S
+    while True:
+        time.sleep(pause_s)
+        if stack.was_ended(state):
+            return state
+        try:
+            return _start(stack, None, console())
+        except StackError as error:
+            if not _can_go_on(stack, state):
+                raise
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            error_console().print(str(error))
+            error_console().print(f"Ray and its jobs go on; the next try is in {pause_s:.0f} s")
 
 
 def _can_go_on(stack: LocalStack, state: StackState) -> bool:

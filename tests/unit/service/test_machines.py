@@ -8,9 +8,8 @@ import stat
 import struct
 from pathlib import Path
 
+import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from service import join as joining
@@ -20,25 +19,21 @@ from service.commands.context import service_url
 from service.join import JoinedMachine, ask_head, check_facts, head_url, read_token
 from service.local import LocalStack
 from service.local_process import ProcessId, identify
-from service.local_ray import RayPorts
 from service.local_state import JoinedState, StackError, StackHome, StackState, boot_id
-from service.machine_ray import (
-    MachineHead,
-    MachineNode,
-    NodePorts,
-    check_node_ports_free,
-    drain_command,
-    join_command,
-    parse_ports,
+from service.machines import (
+    HeadFacts,
+    changed_storage,
+    differences,
+    storage_fault,
+    storage_id,
+    versions_here,
 )
-from service.machines import HeadFacts, differences, storage_fault, storage_id, versions_here
 from service.network import NoAddress, interface_of
 from tests.unit.service.guarded import guarded
 
 TOKEN = "0123456789abcdef" * 4
 THIS_PROCESS = identify(os.getpid())
 DEAD_PROCESS = ProcessId(os.getpid(), THIS_PROCESS.start_ticks - 1)
-NODE = MachineNode("10.0.0.7", "eth1", num_cpus=12)
 
 
 @pytest.fixture
@@ -68,68 +63,6 @@ def joined(home: StackHome, node: ProcessId, **changes: str) -> JoinedState:
     ).model_copy(update=changes)
     home.write_joined(state)
     return state
-
-
-# ---- ports and commands
-
-
-@given(st.integers(1024, 65530), st.integers(1, 70_000), st.integers(1, 70_000))
-def test_ports_that_are_taken_never_overlap_nor_leave_the_range(first, low, high):
-    try:
-        ports = parse_ports(first, f"{low}-{high}")
-    except ValueError:
-        return
-    workers = range(ports.first_worker, ports.last_worker + 1)
-    assert workers
-    assert not set(ports.fixed) & set(workers)
-    assert max(*ports.fixed, *workers) < 2**16
-    assert min(workers) >= 1024
-
-
-@pytest.mark.parametrize("text", ["", "10002", "9-8", "20000-10000", "10002-99999", "a-b"])
-def test_a_range_that_is_none_is_refused_with_a_sentence(text):
-    with pytest.raises(ValueError, match="range"):
-        parse_ports(8710, text)
-
-
-def test_the_usual_ports_are_taken():
-    assert parse_ports(8710, "10002-19999") == NodePorts()
-
-
-def test_a_node_is_started_with_its_address_its_ports_and_all_its_gpus():
-    command = join_command("ray", NODE, "10.0.0.1:6379", Path("/tmp/x"))
-    assert command[:3] == ["ray", "start", "--address=10.0.0.1:6379"]
-    assert "--node-ip-address=10.0.0.7" in command
-    assert {f"--min-worker-port={10002}", f"--max-worker-port={19999}"} <= set(command)
-    assert "--node-manager-port=8710" in command
-    assert not [word for word in command if word.startswith("--num-gpus")]
-
-
-def test_the_token_is_in_no_command():
-    head = MachineHead(NODE)
-    commands = [
-        head.command("ray", Path("/tmp/x")),
-        join_command("ray", NODE, head.gcs_address, Path("/tmp/x")),
-        drain_command("ray", head.gcs_address, "abc", 9),
-    ]
-    assert not [word for command in commands for word in command if "token" in word]
-
-
-def test_collectives_use_the_interface_that_leads_to_the_others_unless_told_otherwise(tmp_path):
-    environment = NODE.environment({}, tmp_path / "token")
-    assert environment["GLOO_SOCKET_IFNAME"] == "eth1"
-    assert environment["NCCL_SOCKET_IFNAME"] == "=eth1"
-    chosen = NODE.environment({"NCCL_SOCKET_IFNAME": "ib0"}, tmp_path / "token")
-    assert chosen["NCCL_SOCKET_IFNAME"] == "ib0"
-
-
-def test_the_head_is_reached_at_its_address_with_a_token_only(tmp_path):
-    head = MachineHead(NODE)
-    assert (head.gcs_address, head.ray_address) == ("10.0.0.7:6379", "http://10.0.0.7:8265")
-    environment = head.environment({}, RayPorts(*range(5001, 5007)), tmp_path / "token")
-    assert environment["RAY_AUTH_MODE"] == "token"
-    assert environment["RAY_AUTH_TOKEN_PATH"] == str(tmp_path / "token")
-    assert "--dashboard-host=10.0.0.7" in head.command("ray", tmp_path)
 
 
 # ---- what must be the same
@@ -179,6 +112,18 @@ def test_versions_are_told_before_the_storage(tmp_path):
     assert check_facts(facts(tmp_path / "runs")) == []
 
 
+def test_a_head_refuses_another_run_storage_than_it_had(tmp_path):
+    memory, runs = tmp_path / "home" / "storage-id", tmp_path / "runs"
+    assert changed_storage(runs, memory) is None
+    assert changed_storage(runs, memory) is None
+    hidden = tmp_path / "mount-point"  # where NFS failed to mount
+    for _ in range(2):
+        assert "is not the one that this head had" in str(changed_storage(hidden, memory))
+    assert not hidden.exists()
+    storage_id(hidden)
+    assert str(memory) in str(changed_storage(hidden, memory))
+
+
 # ---- token and head
 
 
@@ -222,6 +167,26 @@ def test_a_head_that_is_away_is_told():
         port = probe.getsockname()[1]
     with pytest.raises(StackError, match=r"no head answers at .*up --head"):
         ask_head(f"http://127.0.0.1:{port}", TOKEN)
+
+
+@pytest.mark.parametrize(
+    ("status", "document", "said"),
+    [
+        (503, {"detail": "run storage cannot be read"}, r"HTTP 503\): run storage cannot be read"),
+        (500, {}, r"HTTP 500\): its logs/service.log"),
+        (429, {"detail": "too many"}, r"cannot say now .*too many"),
+        (404, {"detail": "none"}, "is not a head that machines can join"),
+        (200, {"what": "else"}, "is not a head that machines can join"),
+        (401, {}, "knows another token"),
+    ],
+)
+def test_a_head_in_trouble_is_not_taken_for_no_head(monkeypatch, status, document, said):
+    def answer(*_, **__):
+        return httpx.Response(status, json=document, request=httpx.Request("GET", "http://head"))
+
+    monkeypatch.setattr(httpx.Client, "get", answer)
+    with pytest.raises(StackError, match=said):
+        ask_head("http://head:8700", TOKEN)
 
 
 # ---- the head's answer
@@ -343,16 +308,6 @@ def test_the_kernel_tells_the_loopback_address_and_its_interface():
     assert network._IFREQ.size == struct.calcsize("16s24s")
 
 
-def test_a_node_port_in_use_is_named_with_the_options_that_change_it():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        with pytest.raises(StackError, match=rf"port {port} is in use.*--node-port"):
-            check_node_ports_free("127.0.0.1", [port])
-    check_node_ports_free("127.0.0.1", [port])
-
-
 # ---- commands
 
 
@@ -385,3 +340,8 @@ def test_commands_on_a_machine_that_has_joined_ask_its_head(home, monkeypatch):
     joined(home, THIS_PROCESS)
     assert service_url(None) == "http://10.0.0.1:8700"
     assert service_url("http://other:1") == "http://other:1"
+    stale = StackState(url="http://127.0.0.1:9", boot_id="before", started_at=1.0)
+    home.write_state(stale)
+    assert service_url(None) == "http://10.0.0.1:8700"
+    joined(home, DEAD_PROCESS)
+    assert service_url(None) == stale.url

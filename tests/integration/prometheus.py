@@ -48,20 +48,22 @@ class Prometheus:
         self._home = home
         self._port = free_port()
         (home / "shardloom-metrics-key").write_text(key)
-        self._write_config(targets, ray_nodes)
+        self._write_config(targets)
+        if ray_nodes is not None:
+            (home / "ray-nodes.json").symlink_to(ray_nodes)
         self._write_rules(faster)
         url = f"http://127.0.0.1:{self._port}"
         self._http = httpx.Client(base_url=url, trust_env=False, timeout=10.0)
 
-    def _write_config(self, targets: Mapping[str, list[str]], ray_nodes: Path | None) -> None:
+    def _write_config(self, targets: Mapping[str, list[str]]) -> None:
         """Our configuration; jobs without targets of the test stay as they are."""
         config = yaml.safe_load((FOLDER / "prometheus.yml").read_text())
         config["global"] = {"scrape_interval": _INTERVAL, "evaluation_interval": _INTERVAL}
         for job in config["scrape_configs"]:
             if job["job_name"] in targets:
                 job["static_configs"] = [{"targets": targets[job["job_name"]]}]
-            if "file_sd_configs" in job and ray_nodes is not None:
-                job["file_sd_configs"] = [{"files": [str(ray_nodes)], "refresh_interval": "1s"}]
+            for nodes in job.get("file_sd_configs", []):
+                nodes["refresh_interval"] = _INTERVAL
         (self._home / "prometheus.yml").write_text(yaml.safe_dump(config))
 
     def _write_rules(self, faster: Mapping[str, str]) -> None:
@@ -87,10 +89,17 @@ class Prometheus:
             stderr=subprocess.STDOUT,
         )
         log.close()
-        self.until(self._is_ready, "Prometheus is ready", _START_TIMEOUT_S)
+        try:
+            self.until(self._is_ready, "Prometheus is ready", _START_TIMEOUT_S)
+        except BaseException:
+            self._end()  # nobody else does before all is up
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
         self._http.close()
         self._process.kill()
         self._process.wait()

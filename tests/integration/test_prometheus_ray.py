@@ -1,4 +1,7 @@
-"""A real Prometheus finds and scrapes the nodes of a real Ray, as prometheus.yml says."""
+"""A real Prometheus finds and scrapes the nodes of a real Ray, as prometheus.yml says.
+
+Here Ray itself writes the list of its nodes that deploy/machines.md has written by hand.
+"""
 
 from __future__ import annotations
 

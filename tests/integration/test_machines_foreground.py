@@ -40,8 +40,13 @@ def ray_stand_in() -> Iterator[ProcessId]:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """The handlers of this process, as they were."""
+    """The handlers of this process, as they were.
+
+    Until the command has set its own on a busy machine, a signal is to end the test, not pytest.
+    """
     kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in kept:
+        signal.signal(number, signal.default_int_handler)
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -120,13 +125,24 @@ def test_join_fails_when_its_node_ends_by_itself_so_that_a_supervisor_joins_agai
 
 
 def test_sigterm_lets_a_foreground_join_leave(
-    ray_stand_in: ProcessId, signals: None, tmp_path: Path
+    ray_stand_in: ProcessId, signals: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, state = _joined(tmp_path, ray_stand_in)
-    timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    timer.start()
+    waits = threading.Event()
+
+    def wait_until_ended(_: JoinedMachine, joined: JoinedState) -> None:
+        waits.set()
+        wait_for(lambda: not is_alive(joined.node), "an end that nobody asked for", timeout_s=60)
+
+    def strike() -> None:
+        assert waits.wait(timeout=60)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(JoinedMachine, "wait_until_ended", wait_until_ended)
+    striker = threading.Thread(target=strike)
+    striker.start()
     machine_commands._stay(machine, state, grace_s=0)
-    timer.join()
+    striker.join()
     assert machine.home.read_joined() is None
     assert not is_alive(ray_stand_in)
 

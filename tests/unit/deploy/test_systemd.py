@@ -76,6 +76,32 @@ def test_a_unit_waits_longer_for_its_end_than_its_command_takes(unit: Path) -> N
     assert int(limit_s) >= 20 + sum(map(int, graces))
 
 
+# systemd.exec(5): each implies DeviceAllow=, which closes all other devices, GPUs and InfiniBand
+# among them.
+CLOSE_DEVICES = {"ProtectClock", "PrivateDevices", "DeviceAllow", "DevicePolicy", "RootImage"}
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit_leaves_the_devices_of_gpus_open(unit: Path) -> None:
+    assert not CLOSE_DEVICES & set(re.findall(r"^(\w+)=", unit.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit_starts_again_after_a_failure_and_not_after_down_or_leave(unit: Path) -> None:
+    assert re.findall(r"^Restart=(.*)$", unit.read_text(), re.MULTILINE) == ["on-failure"]
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+def test_a_unit_waits_for_its_storage_and_can_write_its_caches(unit: Path) -> None:
+    text = unit.read_text()
+    (storage,) = re.findall(r"^ReadWritePaths=(.*)$", text, re.MULTILINE)
+    assert f"\nRequiresMountsFor={storage}\n" in text
+    caches = re.findall(r"^Environment=\w+_(?:HOME|DIR|PATH)=(.*)$", text, re.MULTILINE)
+    assert len(caches) == 3
+    assert all(cache.startswith("/var/cache/shardloom") for cache in caches)
+    assert "\nCacheDirectory=shardloom\n" in text
+
+
 def test_the_environment_file_names_what_somebody_reads() -> None:
     text = (FOLDER / "shardloom.env.example").read_text()
     names = re.findall(r"^(?:# )?SHARDLOOM_(\w+)=", text, re.MULTILINE)

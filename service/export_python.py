@@ -10,6 +10,8 @@ import subprocess
 
 from service.settings import Settings
 
+# What decides which packages a Python finds, and nothing else of our environment.
+PYTHON_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 _NEEDED = ("torch", "torchrec", "fbgemm_gpu")
 # Looks packages up without importing them.
 _LOOK = (
@@ -29,8 +31,8 @@ def missing_for_exports(settings: Settings) -> str:
             timeout=_TIMEOUT_S,
             check=False,
             stdin=subprocess.DEVNULL,
-            # What it is run with is none of its business.
-            env={name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ},
+            # As an export finds its packages (`service.exports.environment`), without its keys.
+            env={name: os.environ[name] for name in PYTHON_VARIABLES if name in os.environ},
         )
     except FileNotFoundError:
         return "it is not there"

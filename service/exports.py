@@ -29,7 +29,7 @@ from service.artifact_errors import (
 )
 from service.domain import Job
 from service.errors import ServiceError, StorageUnavailable
-from service.export_python import missing_for_exports
+from service.export_python import PYTHON_VARIABLES, missing_for_exports
 from service.export_removal import remove_all_deleted
 from service.job_errors import JobNotFound, JobUnreadable
 from service.run_files import run_dir_of
@@ -51,13 +51,7 @@ logger = logging.getLogger(__name__)
 # What the process may see of our environment: secrets of the service are not among it, but the
 # credentials of the storage that jobs read, without which vocabularies cannot be had.
 _PASSED = (
-    "PATH",
-    "HOME",
-    "LANG",
-    "LC_ALL",
-    "TMPDIR",
-    "VIRTUAL_ENV",
-    "PYTHONPATH",
+    *PYTHON_VARIABLES,
     "OMP_NUM_THREADS",
     # Storage of jobs' data (`trainer.data.storage`), and where it is cached.
     "AWS_ACCESS_KEY_ID",

@@ -140,13 +140,15 @@ class Pace:
     """Times in seconds: between looks, for a size to prove better, after a start, after a loss.
 
     A restart costs seconds of training, so growing waits until room has stayed for `steady_s` and
-    the workers have run for `min_life_s`.
+    the workers have run for `min_life_s`. Where the cluster grows by itself, excluded hosts are
+    taken again when no others have come for `others_s`.
     """
 
     poll_s: float = 0.5
     steady_s: float = 10.0
     min_life_s: float = 60.0
     settle_s: float = 5.0
+    others_s: float = 180.0
 
 
 @dataclass
@@ -202,16 +204,24 @@ class JobRuns:
         Where the cluster grows by itself it waits until the fewest workers fit; None if the job is
         to pause before that.
         """
-        until = self.clock() + (self.pace.settle_s if self._size is not None else 0.0)
+        began = self.clock()
+        until = began + (self.pace.settle_s if self._size is not None else 0.0)
+        is_told = False
         while True:
             request, hosts = self._requests.poll(), self.read_hosts()
-            excluded = self._record.excluded(time.time())
             wanted = request.wanted_beside(self._size or 0)
-            avoided = request.drain_hosts | excluded
+            avoided = request.drain_hosts | self._record.excluded(time.time())
             found = plan(self._bounds, hosts, wanted, avoided)
             is_settled = found.num_workers >= (self._size or 0) or self.clock() >= until
             if is_settled and not self._must_wait(hosts, wanted, avoided):
                 break
+            if is_settled and self._fits(hosts, wanted):
+                # There would be room, so that nobody may add any.
+                is_told = is_told or self._tell_left_out(hosts, avoided)
+                may_take_all = self.clock() - began >= self.pace.others_s
+                if may_take_all and self._fits(hosts, wanted, request.drain_hosts):
+                    found = plan(self._bounds, hosts, wanted, request.drain_hosts)
+                    break
             if self.attempt.context.is_pause_wanted:
                 return None
             self.wait(self.pace.poll_s)
@@ -228,8 +238,22 @@ class JobRuns:
             return False
         free_hosts = room.read_free_hosts()
         room.seek(need_of(self._bounds, Plan(0), free_hosts, wanted, avoided), free_hosts)
+        return not self._fits(hosts, wanted, avoided)
+
+    def _fits(
+        self, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str] = ()
+    ) -> bool:
         num_free = sum(host.num_free for host in _usable(hosts, avoided))
-        return self._bounds.best(num_free, wanted) is None
+        return self._bounds.best(num_free, wanted) is not None
+
+    def _tell_left_out(self, hosts: Sequence[Host], avoided: Collection[str]) -> bool:
+        left_out = ", ".join(host.address for host in hosts if host.address in avoided)
+        message = (
+            f"the job waits for other hosts than {left_out}: drained, or failed too often; the "
+            f"latter are taken again if none has come in {self.pace.others_s:.0f} s"
+        )
+        self.attempt.writer.write(events.Note(time=time.time(), level="warning", message=message))
+        return True
 
     def _announce(self, num_workers: int) -> None:
         if self._size is not None and num_workers != self._size:
@@ -274,13 +298,17 @@ class JobRuns:
             self.wait(self.pace.poll_s)
             self._goodput.look(time.time())
             given_up = given_up or self._give_up(run_index)
+            is_pausing = self.attempt.context.is_pause_wanted
+            if is_pausing and self.attempt.room:
+                # Whom the job makes way for may wait for that very room, and a save takes time.
+                self.attempt.room.close()
             if is_asked or future.done():
                 continue
-            self._seek_room(current, is_new=self.clock() - began < self.pace.min_life_s)
-            if self.attempt.context.is_pause_wanted:
+            if is_pausing:
                 self._stop(run_index, failures.PAUSED)
                 is_asked = True
                 continue
+            self._seek_room(current, is_new=self.clock() - began < self.pace.min_life_s)
             cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
             if cause is None:
                 better_since = None
@@ -303,7 +331,9 @@ class JobRuns:
             own = current.addresses
             hosts = [replace(h, num_free=0) if h.address in own else h for h in hosts]
         wanted = request.wanted_beside(current.num_workers)
-        avoided = request.drain_hosts | self._record.excluded(time.time())
+        # Excluded hosts that the workers are on were taken as there were no others.
+        excluded = self._record.excluded(time.time()) - current.addresses
+        avoided = request.drain_hosts | excluded
         room.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
     def _give_up(self, run_index: int) -> Failure | None:

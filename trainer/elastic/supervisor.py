@@ -28,6 +28,7 @@ from trainer.elastic.detect import HostPolicy, HostRecord
 from trainer.elastic.group_run import Cluster, Coordinator, GroupRun, with_unseen_taken
 from trainer.elastic.hosts import Action, GroupPolicy, Retire, Start, View, decide, need_of
 from trainer.elastic.resize_request import ResizeRequest, ResizeRequests
+from trainer.elastic.shortage import Shortage
 from trainer.elastic.status import CoordinatorStatus, Departure
 from trainer.elastic.stop_request import StopRequest
 from trainer.failures import Failure
@@ -143,6 +144,9 @@ class GroupsLife:
 
     def _pause(self) -> Ended | None:
         """Let the leader save for all; the life ends when it has. Nobody starts meanwhile."""
+        if self.setting.attempt.room:
+            # Whom the job makes way for may wait for that very room, and a save takes its time.
+            self.setting.attempt.room.close()
         if not self._has_trained:
             return Ended(PAUSED_EARLY)
         files = self.setting.attempt.context.files
@@ -350,6 +354,12 @@ class GroupsLife:
             return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
         if is_short and self.runs:
             self._note("warning", f"{message}; training goes on with fewer")
+        elif is_short and self.setting.attempt.room:
+            self._note(
+                "warning",
+                f"there is no room for {self._policy.least} groups of {size} workers each outside "
+                "the hosts that are drained or excluded; the job waits for the autoscaler",
+            )
         return None
 
     def close(self, ended: Ended) -> None:
@@ -378,22 +388,3 @@ def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
     if len(set(hosts)) == 1:
         evidence["host"] = hosts[0]
     return Failure(reason, departure.message, evidence=evidence)
-
-
-@dataclass
-class Shortage:
-    """Whether something has been lacking for `grace_s`; says so once."""
-
-    grace_s: float
-    _since: float | None = None
-    _is_told: bool = False
-
-    def lasts(self, is_short: bool, now: float) -> bool:
-        """Whether the time has come to tell."""
-        if not is_short:
-            self._since, self._is_told = None, False
-            return False
-        self._since = now if self._since is None else self._since
-        is_due = not self._is_told and now - self._since >= self.grace_s
-        self._is_told |= is_due
-        return is_due

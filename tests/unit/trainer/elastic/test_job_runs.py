@@ -497,3 +497,85 @@ def test_room_that_came_is_held_until_the_workers_start_again_in_it(
     assert runs.live(1) is None
     assert world.runs[1].num_workers == 4
     assert "1" not in cloud.known
+
+
+def test_a_job_that_pauses_wants_and_holds_no_room_while_it_saves(
+    growing: tuple[JobRuns, World, Cloud],
+) -> None:
+    runs, world, cloud = growing
+    world.hosts = [host("a", 2)]
+
+    def take() -> None:
+        world.hosts = [Host("a", 2, 0, "node-a")]
+        cloud.give("1", "node-b", "node-b")
+
+    def look_and_end() -> None:
+        assert not cloud.known, "others may need it"
+        stop_as_asked(world, runs, 0)()
+
+    asked = runs.attempt.context.files.pause_request_path
+    world.plot = [(1, take), (20, asked.touch), (120, look_and_end)]
+    ended = runs.live(0)
+    assert isinstance(ended, Failure)
+    assert ended.reason == failures.PAUSED
+
+
+def test_a_pause_during_a_restart_lets_go_of_the_room_to_grow_into(
+    growing: tuple[JobRuns, World, Cloud],
+) -> None:
+    runs, world, cloud = growing
+    world.hosts = [host("a", 2)]
+    files = runs.attempt.context.files
+
+    def drain() -> None:
+        files.resize_request_path.write_text('{"drain_hosts": ["a"]}')
+        world.hosts = [Host("a", 2, 0, "node-a"), host("b", 2)]
+
+    def look() -> None:
+        assert cloud.known, "it is to grow when it starts again"
+
+    def look_and_end() -> None:
+        assert not cloud.known
+        stop_as_asked(world, runs, 0)()
+
+    world.plot = [(20, drain), (24, look), (25, files.pause_request_path.touch), (60, look_and_end)]
+    assert runs.live(0) == Restart()
+    assert runs.live(1) == PAUSED_EARLY
+
+
+def test_excluded_hosts_are_taken_again_where_the_autoscaler_adds_no_others(
+    context: DriverContext, growing: tuple[JobRuns, World, Cloud]
+) -> None:
+    runs, world, cloud = growing
+    avoiding = replace(context, avoided_hosts=(("a", 4e9),))
+    wary = replace(runs, attempt=replace(runs.attempt, context=avoiding))
+    world.hosts = [host("a", 2)]
+    num_lives: list[int] = []
+
+    def count() -> None:
+        num_lives.append(len(world.runs))
+
+    def take() -> None:
+        world.hosts = [Host("a", 2, 0, "node-a")]
+
+    world.plot = [(170, count), (182, count), (183, take), (300, world.end())]
+    assert wary.live(0) is None
+    assert num_lives == [0, 1], "for a while others might have come"
+    assert world.runs[0].node_ids == ("node-a",) * 2
+    lines = context.files.stream_path("driver").read_bytes().splitlines()
+    notes = [e for line in lines if isinstance(e := read_record(line, 0.0), events.Note)]
+    (note,) = notes
+    assert "waits for other hosts than a: drained, or failed too often" in note.message
+    assert len(cloud.known) == 2, "what it runs on counts"
+
+
+def test_drained_hosts_are_not_taken_although_the_autoscaler_adds_no_others(
+    growing: tuple[JobRuns, World, Cloud],
+) -> None:
+    runs, world, _ = growing
+    files = runs.attempt.context.files
+    files.resize_request_path.write_text('{"drain_hosts": ["a"]}')
+    world.hosts = [host("a", 2)]
+    world.plot = [(900, files.pause_request_path.touch)]
+    assert runs.live(0) == PAUSED_EARLY
+    assert not world.runs

@@ -561,6 +561,10 @@ def test_a_job_without_room_waits_for_the_autoscaler_as_long_as_it_takes(growing
     for _ in range(200):
         assert look(life) is None, "more than the grace"
     assert growing.num_asks == 3
+    assert [note.message for note in told(life, events.Note)] == [
+        "there is no room for 2 groups of 1 workers each outside the hosts that are drained or "
+        "excluded; the job waits for the autoscaler"
+    ]
     (asked,) = told(life, events.RoomAsked)
     assert isinstance(asked, events.RoomAsked)
     assert (asked.num_workers, asked.num_wanted, asked.num_needed) == (0, 3, 2)
@@ -588,6 +592,21 @@ def test_groups_start_when_the_fewest_fit_and_grow_as_nodes_come(growing: Growin
     (resized,) = told(life, events.Resized)
     assert isinstance(resized, events.Resized)
     assert (resized.world_size_before, resized.world_size, resized.cause) == (2, 3, "room")
+
+
+def test_a_job_that_pauses_wants_and_holds_no_room_while_it_saves(growing: Growing) -> None:
+    life, world = growing.life, world_of(growing.life)
+    look(life)
+    growing.add("a")
+    growing.add("b")
+    look(life)
+    world.become("current", (0, 0), (1, 0))
+    look(life)
+    growing.add("c")
+    assert growing.num_asks == 1
+    life.setting.attempt.context.files.pause_request_path.touch()
+    assert look(life) is None, "the leader has not saved yet"
+    assert not growing.num_asks
 
 
 def test_a_lost_host_is_asked_for_again_and_a_smaller_size_asks_for_none(growing: Growing) -> None:

@@ -8,13 +8,16 @@ removes the groups of a driver that ends, however it ends.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from trainer.autoscale import Ask, Wish
 
 _NODE_ID_LABEL = "ray.io/node-id"
 _PLACED = "CREATED"
+# GCS answers one driver after another, and each looks several times a second.
+_FRESH_S = 2.0
 # Next to nothing of what every node has.
 _FOOTHOLD = {"memory": 2.0**20}
 
@@ -22,22 +25,29 @@ _FOOTHOLD = {"memory": 2.0**20}
 class RayAutoscaler:
     """The autoscaler of the cluster that this process is connected to (an `Autoscaler`).
 
-    `demand` are the Ray resources of one worker.
+    `demand` are the Ray resources of one worker. What became of an ask is known within seconds.
     """
 
-    def __init__(self, demand: Mapping[str, float]) -> None:
+    def __init__(
+        self, demand: Mapping[str, float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._demand = dict(demand)
+        self._clock = clock
+        self._table: dict[str, Mapping[str, Any]] = {}
+        self._read_at = float("-inf")
         self._groups: dict[str, tuple[Wish, Any]] = {}
         self._footholds: dict[str, Any] = {}
 
     def asks(self) -> list[Ask]:
         """What was asked for and not withdrawn."""
-        if not self._groups:
-            return []
-        from ray.util.placement_group import placement_group_table
+        groups = self.items()
+        if groups and self._clock() - self._read_at >= _FRESH_S:
+            from ray.util.placement_group import placement_group_table
 
-        table = placement_group_table()
-        return [ask_of(each, wish, table.get(each, {})) for each, (wish, _) in self.items()]
+            # One by one: the whole table has the groups of all jobs.
+            self._table = {each: placement_group_table(group) for each, (_, group) in groups}
+            self._read_at = self._clock()
+        return [ask_of(each, wish, self._table.get(each, {})) for each, (wish, _) in groups]
 
     def items(self) -> list[tuple[str, tuple[Wish, Any]]]:
         """Id, wish and handle of each placement group."""

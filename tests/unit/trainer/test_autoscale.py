@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +25,7 @@ from trainer.autoscale import (
     with_held,
 )
 from trainer.cluster import Host
-from trainer.ray_autoscaler import ask_of, bundles_of
+from trainer.ray_autoscaler import RayAutoscaler, ask_of, bundles_of
 from trainer.room import Room
 
 ADDRESSES = {"na": "a", "nb": "b", "nc": "c"}
@@ -128,6 +132,45 @@ def test_room_is_there_once_ray_has_placed_the_whole_gang() -> None:
     assert ask_of("1", Wish(3, on_one_host=True), single).node_ids == ("na",) * 3
     lost = {"state": "RESCHEDULING", "bundles_to_node_id": {0: ""}}
     assert not ask_of("1", Wish(1), lost).holds_room, "its node is gone, and it is asked for again"
+
+
+@dataclass
+class Gcs:
+    """Ray's placement groups, as `ray.util.placement_group` gives them."""
+
+    states: list[str] = field(default_factory=list)
+    num_reads: int = 0
+
+    def placement_group(self, _bundles: list[dict[str, float]], **_options: object) -> Any:
+        self.states.append("PENDING")
+        return SimpleNamespace(id=bytes([len(self.states) - 1]))
+
+    def placement_group_table(self, group: Any) -> dict[str, object]:
+        self.num_reads += 1
+        return {"state": self.states[group.id[0]], "bundles_to_node_id": {0: "na"}}
+
+    def remove_placement_group(self, group: Any) -> None:
+        self.states[group.id[0]] = "REMOVED"
+
+
+def test_what_became_of_the_own_asks_is_read_every_few_seconds_and_no_other_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gcs, now = Gcs(), 0.0
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", gcs)
+    autoscaler = RayAutoscaler({"CPU": 1.0}, lambda: now)
+    assert (autoscaler.asks(), gcs.num_reads) == ([], 0)
+    autoscaler.ask(Wish(1), ())
+    for _ in range(4):
+        assert [each.holds_room for each in autoscaler.asks()] == [False]
+    gcs.states[0] = "CREATED"
+    autoscaler.ask(Wish(1), ())
+    now = 2.0
+    for _ in range(4):
+        assert [each.holds_room for each in autoscaler.asks()] == [True, False]
+    assert gcs.num_reads == 3
+    autoscaler.withdraw("00")
+    assert [each.id for each in autoscaler.asks()] == ["01"], "known at once"
 
 
 # --- asking

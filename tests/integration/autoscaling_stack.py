@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -148,7 +149,8 @@ class GrowingRay:
     def _is_up(self) -> bool:
         """Whether the head is there; starts it, again where Ray gave up on a busy machine."""
         if self._head is None or self._head.poll() is not None:
-            # Whoever is left of a start that failed may listen on the ports of that one.
+            self._end_leftovers()
+            # Others may have taken a port meanwhile, which is why a start fails at times.
             self.ports = choose_ports()
             self._start()
         return NODE_IP in live_addresses(self.url, self.token)
@@ -209,9 +211,26 @@ class GrowingRay:
         if self._head is not None:
             kill_tree(self._head.pid)
             self._head.wait()
+            self._end_leftovers()
         shutil.rmtree(self.temp_dir, ignore_errors=True)
         for suffix in (".json", ".log"):
             self.temp_dir.with_suffix(suffix).unlink(missing_ok=True)
+
+    def _end_leftovers(self) -> None:
+        """SIGKILL what a head that died has left, which is below no process of ours any more."""
+        for pid in started_with(f"RAY_AUTH_TOKEN={self.token}"):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def started_with(setting: str) -> list[int]:
+    """Processes of this user that were started with a variable, as in `NAME=value`."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            if setting.encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
 
 
 def _is_raylet_of(pid: int, address: str) -> bool:

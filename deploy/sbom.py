@@ -1,7 +1,7 @@
 """Writes what the images hold as CycloneDX, from their locks: `make sbom`.
 
-`deploy/sbom/NAME.cdx.json` goes into the image that is made from `deploy/requirements/NAME.txt`. A
-file depends on its lock and Dockerfile only, so that a test can hold it against them: no time of
+`deploy/sbom/NAME.cdx.json` goes into the image that is made from the locks in `IMAGES`. A file
+depends on its locks and Dockerfile only, so that a test can hold it against them: no time of
 making, and a serial number that is a digest of the content. Of what lies below Python's packages
 (Debian's, in the base image) the base's own bill of materials tells.
 """
@@ -12,6 +12,7 @@ import json
 import re
 import tomllib
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,13 @@ from deploy.lock import FOLDER as LOCKS
 from deploy.lock import REPO
 
 FOLDER = REPO / "deploy" / "sbom"
-IMAGES = ("service", "trainer-cpu", "trainer-cuda")
+# By image: the locks under `deploy/requirements` that it is made from.
+IMAGES: Mapping[str, tuple[str, ...]] = {
+    "service": ("service",),
+    "service-export": ("trainer-cpu", "service"),
+    "trainer-cpu": ("trainer-cpu",),
+    "trainer-cuda": ("trainer-cuda",),
+}
 _NAMESPACE = uuid.UUID("6f1f0f3e-7d0c-4f5d-9a54-3b1c1f6f5c11")
 
 
@@ -57,11 +64,19 @@ def _pin(line: str) -> Pin:
     return Pin(canonicalize_name(requirement.name), specifiers[0].version, digests)
 
 
+def packages_of(image: str) -> list[Pin]:
+    """Everything that an image has of its locks, and torch's CPU build, which is in none."""
+    locks = IMAGES[image]
+    pins = {pin.name: pin for lock in locks for pin in pins_of(LOCKS / f"{lock}.txt")}
+    if "trainer-cpu" in locks:
+        version = default_of("Dockerfile.trainer", "TORCH_VERSION")
+        pins["torch"] = Pin("torch", version, ())
+    return list(pins.values())
+
+
 def bill_of(image: str) -> str:
     """The bill of materials of an image, as JSON."""
-    pins = pins_of(LOCKS / f"{image}.txt")
-    if image == "trainer-cpu":
-        pins.append(Pin("torch", default_of("Dockerfile.trainer", "TORCH_VERSION"), ()))
+    pins = packages_of(image)
     bom = Bom(version=1)
     ours = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
     bom.metadata.component = Component(
@@ -70,7 +85,7 @@ def bill_of(image: str) -> str:
         type=ComponentType.CONTAINER,
         bom_ref=f"shardloom-{image}",
     )
-    dockerfile = f"Dockerfile.{image.partition('-')[0]}"
+    dockerfile = "Dockerfile.service" if image == "service" else "Dockerfile.trainer"
     tag = default_of(dockerfile, "PYTHON_TAG")
     bom.metadata.properties.add(Property(name="shardloom:base", value=f"python:{tag}"))
     parts = [_component(pin) for pin in sorted(pins, key=lambda pin: pin.name)]

@@ -32,6 +32,7 @@ _MOUNT = re.compile(r"--mount=(\S+)\s+")
 # What a step may see of this machine: how packages are downloaded here.
 _PASSED = ("PIP_", "SSL_CERT", "REQUESTS_CA", "HTTP_PROXY", "HTTPS_PROXY")
 _STEP_TIMEOUT_S = 300
+LOCKED_PYTHON = "3.11"
 
 
 def expand(text: str, values: Mapping[str, str]) -> str:
@@ -86,7 +87,8 @@ class _Namespace:
         ours = Path("/proc/self/ns/mnt").readlink()
         deadline = time.monotonic() + 10
         while Path(f"/proc/{self._holder.pid}/ns/mnt").readlink() == ours:
-            assert time.monotonic() < deadline, "unshare makes no mount namespace here"
+            assert self._holder.poll() is None, "unshare makes no mount namespace here"
+            assert time.monotonic() < deadline, "unshare makes no mount namespace here in time"
             time.sleep(0.01)
 
     def command(self, command: Sequence[str]) -> list[str]:
@@ -122,12 +124,16 @@ class DockerfileTree:
         self._images: dict[str, Image] = {}
         self._context = folder / "context"
         self._dockerfile = dockerfile
-        self._namespace = _Namespace()
-        (folder / "stages").mkdir(parents=True)
-        # Not on the disk of the root that it lies over, which an overlay refuses.
-        self._namespace.run("mount", "-t", "tmpfs", "tmpfs", str(folder / "stages"))
-        self._send_context(context)
         self._stage = ""
+        self._send_context(context)
+        (folder / "stages").mkdir(parents=True)
+        self._namespace = _Namespace()
+        try:
+            # Not on the disk of the root that it lies over, which an overlay refuses.
+            self._namespace.run("mount", "-t", "tmpfs", "tmpfs", str(folder / "stages"))
+        except BaseException:
+            self._namespace.close()  # nobody else does before the tree is made
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -326,4 +332,22 @@ def why_not() -> str | None:
     if missing:
         return f"{', '.join(missing)} is not installed"
     absent = [each for each in ("python", "pip") if not (_python_folder() / each).exists()]
-    return f"{_python_folder()} has no {', '.join(absent)}" if absent else None
+    if absent:
+        return f"{_python_folder()} has no {', '.join(absent)}"
+    if f"{sys.version_info.major}.{sys.version_info.minor}" != LOCKED_PYTHON:
+        return f"the locks are for Python {LOCKED_PYTHON}"
+    return _why_no_overlay()
+
+
+def _why_no_overlay() -> str | None:
+    """Tries it: root in a container may lack what mounting needs."""
+    made = "mkdir l u w m && mount -t overlay o -o lowerdir=l,upperdir=u,workdir=w m"
+    script = f"mount -t tmpfs t /mnt && cd /mnt && {made}"
+    done = subprocess.run(
+        ["unshare", "--mount", "--propagation", "private", "/bin/sh", "-ec", script],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    return None if done.returncode == 0 else f"no overlay can be mounted: {done.stderr.strip()}"

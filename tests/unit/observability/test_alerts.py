@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shlex
 import shutil
 import subprocess
 from dataclasses import replace
@@ -88,6 +89,18 @@ def test_every_alert_says_what_it_means_and_has_a_runbook() -> None:
         texts = rule["annotations"]
         assert texts["summary"] and texts["description"].endswith("."), name
         assert texts["runbook_url"] == f"deploy/runbooks.md#{name.lower()}"
+
+
+def test_the_command_in_the_runbooks_makes_links_of_all_paths(tmp_path: Path) -> None:
+    (command,) = re.findall(r"^sed -i .*$", RUNBOOKS.read_text(), re.MULTILINE)
+    *words, _ = shlex.split(command)
+    kubernetes = FOLDER.parents[1] / "k8s" / "base" / "observability" / "rules.yaml"
+    for source in (FOLDER / "rules" / "alerts.yaml", kubernetes):
+        copy = Path(shutil.copy(source, tmp_path / source.name))
+        subprocess.run([*words, str(copy)], check=True)
+        assert "runbook_url: deploy" not in copy.read_text()
+        url = "runbook_url: https://git.example/shardloom/blob/main/deploy/runbooks.md#shardloom"
+        assert copy.read_text().count(url) == len(alerts())
 
 
 def test_every_runbook_says_what_to_look_at_and_when_to_escalate() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from service.api.lifecycle_schemas import CloneJob, RestartJob
+from service.api.lifecycle_schemas import CloneJob, DeletedJob, RestartJob
 from service.api.queue_schemas import ProjectOut, QueueOut, Quotas
 from service.api.schemas import JobDetail, Page
 from service.client_http import Connection, if_version
@@ -67,14 +67,15 @@ class LifecycleCalls(Connection):
         )
         return self._parse(response, JobDetail)
 
-    def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> None:
-        """Delete a job that has ended, with its run folder unless `artifacts` is False.
+    def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> DeletedJob:
+        """Delete a job that has ended, with its files unless `artifacts` is False; what is left.
 
         Raises `Conflict` while it lives.
         """
         params = {"artifacts": "true" if artifacts else "false"}
         headers = if_version(version)
-        self._once(lambda: self._http.delete(_path(job), params=params, headers=headers))
+        response = self._once(lambda: self._http.delete(_path(job), params=params, headers=headers))
+        return self._parse(response, DeletedJob)
 
     def _verb(
         self,

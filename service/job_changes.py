@@ -14,6 +14,7 @@ from typing import Any
 from service.artifact_errors import CheckpointNotFound
 from service.domain import Checkpoint, Job, JobStatus
 from service.errors import StorageUnavailable
+from service.job_checkpoints import Left, place_of, remove_checkpoints
 from service.job_errors import (
     JobAtWork,
     JobEnded,
@@ -28,6 +29,7 @@ from service.lifecycle import Decision
 from service.requests import request_cancel, request_pause, request_restart, request_resume
 from service.run_files import (
     buried_jobs,
+    buried_places,
     bury,
     forget_job,
     note_course,
@@ -198,12 +200,12 @@ def delete_job(
     *,
     artifacts: bool = True,
     version: int | None = None,
-) -> None:
-    """Delete a job that has ended, with its run folder unless `artifacts` is False.
+) -> list[Left]:
+    """Delete a job that has ended, with run folder and checkpoints unless `artifacts` is False.
 
-    The folder is renamed first and removed last, so that a deletion that was cut off anywhere can
-    be asked for again, or is finished at the next start. Raises `JobNotFound`, `JobNotEnded` or
-    `StorageUnavailable`.
+    What is left of its checkpoints elsewhere. The folder is renamed first and removed last, so that
+    a deletion that was cut off anywhere can be asked for again, or is finished at the next start.
+    Raises `JobNotFound`, `JobNotEnded` or `StorageUnavailable`.
     """
     job = store.get_job(job_id)
     _check_version(job, version)
@@ -218,14 +220,16 @@ def delete_job(
             # Somebody restarted it in this moment.
             unbury(settings, job_id)
             raise
-        if artifacts:
-            # Once more: a service that started, or a restart that failed, may have undone it.
-            bury(settings, job_id)
-            remove_buried(settings, job_id)
-        else:
+        if not artifacts:
             forget_job(settings, job_id)
+            return []
+        # Once more: a service that started, or a restart that failed, may have undone it.
+        bury(settings, job_id)
+        left = remove_checkpoints(place_of(job.spec.checkpoint.path, job_id))
+        remove_buried(settings, job_id)
     except OSError as error:
         raise StorageUnavailable(f"cannot delete the files of job {job_id}: {error}") from error
+    return left
 
 
 def finish_deletions(store: JobStore, settings: Settings) -> None:
@@ -244,6 +248,9 @@ def finish_deletions(store: JobStore, settings: Settings) -> None:
 
 def _mend(store: JobStore, settings: Settings, job_id: str) -> None:
     if not _is_stored(store, job_id):
+        for place in buried_places(settings, job_id):
+            for left in remove_checkpoints(place_of(place, job_id)):
+                logger.warning("job %s is deleted, but not %s: %s", job_id, left.path, left.why)
         remove_buried(settings, job_id)
     elif not run_dir_of(settings, job_id).root.exists():
         unbury(settings, job_id)

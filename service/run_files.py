@@ -176,6 +176,20 @@ def remove_buried(settings: Settings, job_id: str) -> None:
         shutil.rmtree(folder)
 
 
+def buried_places(settings: Settings, job_id: str) -> set[str]:
+    """Each `checkpoint.path` that the buried folders of a job tell of."""
+    found = (_checkpoint_path(RunDir(each).job_path) for each in _tombstones(settings, job_id))
+    return {path for path in found if path is not None}
+
+
+def _checkpoint_path(job_path: Path) -> str | None:
+    try:
+        path = json.loads(job_path.read_bytes())["spec"]["checkpoint"]["path"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+    return path if isinstance(path, str) else None
+
+
 def buried_jobs(settings: Settings) -> list[str]:
     """Ids of the jobs of which something was buried and not yet deleted."""
     return sorted({_job_in(path) for path in settings.runs_dir.glob(f"{_TOMBSTONE}*")})

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query, Response, status
 from service.api.auth import PrincipalDep, check_paths, check_project
 from service.api.context import ContextDep, JobDep
 from service.api.jobs import KeyHeader
-from service.api.lifecycle_schemas import CloneJob, RestartJob
+from service.api.lifecycle_schemas import CloneJob, DeletedJob, LeftBehind, RestartJob
 from service.api.schemas import JobDetail
 from service.api.secrets import keep_secrets
 from service.api.versions import VersionDep, tagged
@@ -19,6 +19,7 @@ from service.errors import StorageUnavailable
 from service.job_changes import cloned_spec, delete_job, pause_job, restart_job, resume_job
 from service.jobs import submit_job
 from service.run_files import run_dir_of
+from service.security.paths import roots_of, without_lost_place
 from service.security.principal import Role
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
@@ -69,6 +70,7 @@ def clone(
     Secrets do not come along: give those that the clone needs.
     """
     spec = cloned_spec(job, body.set, body.patch, body.name)
+    spec = without_lost_place(spec, job.spec, roots_of(context.settings))
     check_project(principal, spec.project, Role.SUBMITTER)
     check_paths(spec, principal, context.settings, context.store)
     check_cluster(context.backend, spec)
@@ -119,14 +121,21 @@ def restart(
     return tagged(restarted, context.settings, response)
 
 
-@router.delete("/{job}", summary="Delete a job", status_code=status.HTTP_204_NO_CONTENT)
+@router.delete("/{job}", summary="Delete a job")
 def delete(
     job: JobDep,
     context: ContextDep,
     version: VersionDep,
     artifacts: Annotated[
-        bool, Query(description="With its run folder: checkpoints, logs and traces.")
+        bool, Query(description="With its files: checkpoints, logs and traces.")
     ] = True,
-) -> None:
-    """Delete a job that has ended. 409 while it lives; may be repeated if it was cut off."""
-    delete_job(context.store, context.settings, job.id, artifacts=artifacts, version=version)
+) -> DeletedJob:
+    """Delete a job that has ended. 409 while it lives; may be repeated if it was cut off.
+
+    Checkpoints on object storage stay: the answer says where.
+    """
+    found = delete_job(
+        context.store, context.settings, job.id, artifacts=artifacts, version=version
+    )
+    left = [LeftBehind(path=each.path, why=each.why) for each in found]
+    return DeletedJob(id=job.id, left=left)

@@ -29,6 +29,20 @@ class CloneJob(BaseModel):
     )
 
 
+class LeftBehind(BaseModel):
+    """What a deletion left, and why."""
+
+    path: str = Field(examples=["s3://bucket/runs/job-0123456789ab"])
+    why: str
+
+
+class DeletedJob(BaseModel):
+    """A job that is deleted; `left` has what of its checkpoints is not, with folder or URL."""
+
+    id: str
+    left: list[LeftBehind] = Field(default_factory=list)
+
+
 class RestartJob(BaseModel):
     """The checkpoint to go on from, by step or by path; the newest where neither is given."""
 

@@ -97,11 +97,13 @@ def delete(
         if not yes:
             what = "" if keep_files else " with its checkpoints, logs and traces"
             typer.confirm(f"delete {found.id} ({found.name}){what}?", abort=True, err=True)
-        client.delete(found.id, artifacts=not keep_files)
+        deleted = client.delete(found.id, artifacts=not keep_files)
     if as_json:
-        print_json({"id": found.id, "deleted": True})
+        print_json({"id": found.id, "deleted": True, "left": deleted.model_dump()["left"]})
     else:
         typer.echo(f"{found.id} ({found.name}) is deleted")
+        for each in deleted.left:
+            typer.echo(f"its checkpoints stay at {each.path}: {each.why}", err=True)
 
 
 def recover() -> None:

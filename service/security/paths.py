@@ -95,6 +95,21 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[Fie
     return problems
 
 
+def without_lost_place(
+    spec: JobSpec, cloned: JobSpec, roots: Sequence[Path | str] | None
+) -> JobSpec:
+    """The spec of a clone without the place for checkpoints of the job that it was made of.
+
+    Where jobs may not write there any more: it was the service's own then, or lay below a root, and
+    a clone has no checkpoints yet to be parted from.
+    """
+    path = spec.checkpoint.path
+    if roots is None or path is None or path != cloned.checkpoint.path or _is_allowed(path, roots):
+        return spec
+    checkpoint = spec.checkpoint.model_copy(update={"path": None})
+    return spec.model_copy(update={"checkpoint": checkpoint})
+
+
 def _is_allowed(path: str, roots: Sequence[Path | str]) -> bool:
     """Whether a path or URL lies below one of the roots."""
     if path.startswith(_REMOTE):

@@ -17,6 +17,7 @@ from service.run_files import buried_jobs
 from service.submission import run_dir_of
 from tests.unit.service.api_house import Api, end, problem_in, running
 from tests.unit.service.builders import batch, checkpoint
+from tests.unit.service.fake_service import shardloom
 
 
 def ended_with_files(api: Api) -> tuple[str, Path]:
@@ -42,6 +43,81 @@ def test_files_stay_where_that_is_asked_for(api: Api, client: ShardloomClient) -
     client.delete(job_id, artifacts=False)
     assert (folder / "attempts").exists()
     assert not (folder / "job.json").exists()
+
+
+def ended_with_checkpoints_at(api: Api, path: Path | str) -> str:
+    job_id = running(api, checkpoint={"path": str(path)})
+    end(api, job_id)
+    return job_id
+
+
+def saved_below(path: Path, job_id: str) -> Path:
+    """A checkpoint of a job whose `checkpoint.path` this is."""
+    folder = path / job_id / "checkpoints" / "step-00000100-a0-r0"
+    folder.mkdir(parents=True)
+    (folder / "COMMIT.json").write_text("{}")
+    return folder
+
+
+def test_checkpoints_in_another_folder_go_with_their_job_and_no_others(
+    api: Api, client: ShardloomClient, tmp_path: Path
+) -> None:
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    first, second = (ended_with_checkpoints_at(api, place) for _ in range(2))
+    saved_below(place, first)
+    others = saved_below(place, second)
+    assert client.delete(first).left == []
+    assert [*place.iterdir()] == [place / second]
+    client.delete(second, artifacts=False)
+    assert others.exists()
+
+
+def test_checkpoints_that_the_service_cannot_delete_are_named_with_their_place(
+    api: Api, client: ShardloomClient, tmp_path: Path
+) -> None:
+    remote = ended_with_checkpoints_at(api, "s3://lake/runs/?region=eu-west-1")
+    (left,) = client.delete(remote).left
+    assert left.path == f"s3://lake/runs/{remote}"
+    assert "deletes no objects" in left.why
+
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    linked, unseen = (ended_with_checkpoints_at(api, place) for _ in range(2))
+    (tmp_path / "secret").mkdir()
+    (place / linked).symlink_to(tmp_path / "secret")
+    (left,) = client.delete(linked).left
+    assert (left.path, (tmp_path / "secret").exists()) == (str(place / linked), True)
+    assert "cannot be deleted" in left.why
+    (place / linked).unlink()
+    place.rmdir()
+    (left,) = client.delete(unseen).left
+    assert "does not see" in left.why
+
+
+def test_the_command_says_where_checkpoints_stay(api: Api, client: ShardloomClient) -> None:
+    job_id = ended_with_checkpoints_at(api, "s3://lake/runs")
+    said = shardloom("delete", job_id, "--yes")
+    assert f"its checkpoints stay at s3://lake/runs/{job_id}: " in said.stderr
+
+
+def test_checkpoints_of_a_deletion_that_was_cut_off_go_at_the_next_start(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    job_id = ended_with_checkpoints_at(api, place)
+    saved_below(place, job_id)
+
+    def fail(*_: object) -> None:
+        raise OSError("the service was killed here")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(job_changes, "remove_checkpoints", fail)
+        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "storage_unavailable")
+    finish_deletions(api.store, api.settings)
+    assert [*place.iterdir()] == []
+    assert buried_jobs(api.settings) == []
 
 
 def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(

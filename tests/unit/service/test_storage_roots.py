@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from service.security.files import is_below
-from service.security.paths import job_of_checkpoints, job_of_path, outside_roots, roots_of
+from service.security.paths import (
+    job_of_checkpoints,
+    job_of_path,
+    outside_roots,
+    roots_of,
+    without_lost_place,
+)
 from service.security.principal import Role
 from service.settings import Settings
 from tests.unit.service.api_house import Api
@@ -287,4 +294,25 @@ def test_a_job_keeps_the_place_for_checkpoints_that_it_was_submitted_with(tmp_pa
     assert job.spec.checkpoint.path == "s3://lake/runs"
     again = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
     assert again.json()["spec"]["checkpoint"]["path"] == "s3://lake/runs"
+    house.store.close()
+
+
+def test_a_clone_does_not_take_over_a_place_that_the_operator_has_given_up(tmp_path: Path) -> None:
+    before = validate_spec(spec_document(checkpoint={"path": "s3://lake/runs"}))
+    settings = Settings(home=tmp_path, auth="required", checkpoint_root="s3://lake/later")
+    roots = roots_of(settings)
+    assert without_lost_place(before, before, roots).checkpoint.path is None
+    named = validate_spec(spec_document(checkpoint={"path": "s3://lake/elsewhere"}))
+    assert without_lost_place(named, before, roots) == named, "what is named is refused"
+    assert without_lost_place(before, before, None) == before
+    assert without_lost_place(before, before, (*roots, "s3://lake/runs")) == before
+
+
+def test_a_clone_of_before_the_checkpoint_root_changed_is_accepted(tmp_path: Path) -> None:
+    house = guarded(tmp_path, checkpoint_root="s3://lake/runs")
+    job_id = house.submit("root")
+    changed = house.settings.model_copy(update={"checkpoint_root": "s3://lake/later"})
+    house.app.state.context = replace(house.app.state.context, settings=changed)
+    again = house.send("POST", f"/v1/jobs/{job_id}:clone", "root", json={})
+    assert again.json()["spec"]["checkpoint"]["path"] == "s3://lake/later"
     house.store.close()

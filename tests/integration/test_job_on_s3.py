@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,16 @@ def shardloom(stack: Stack, *arguments: str) -> subprocess.Popen[str]:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+@contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """No process is left behind by a test that fails before it has read the output."""
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def output_of(process: subprocess.Popen[str], timeout_s: float = 120) -> str:
@@ -111,8 +122,10 @@ def test_data_and_checkpoints_on_s3_through_a_kill_to_served_predictions(
     csv = small_movielens.parent / "csv"
     prepare = ["data", "prepare", "movielens", str(csv), store.url("movielens")]
     output_of(shardloom(stack, *prepare))
-    with store.failing(**TROUBLE) as seen:
-        following = shardloom(stack, *run_command(store))
+    with (
+        store.failing(**TROUBLE) as seen,
+        ended(shardloom(stack, *run_command(store))) as following,
+    ):
         job = job_of(stack, "on-s3")
         reached = stack.wait_for_step(job.id, 2 * EVERY + 5, timeout_s=240)
         os.kill(stack.worker_pid(reached, rank=1), signal.SIGKILL)

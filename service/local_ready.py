@@ -12,7 +12,8 @@ from service.local_process import ProcessId, is_alive
 from service.local_state import StackError
 from service.network import port_fault
 
-START_TIMEOUT_S = 90.0
+# A busy machine of two cores has needed more than a minute until Ray counted its node.
+START_TIMEOUT_S = 180.0
 _POLL_S = 0.1
 _PORT_PATIENCE_S = 10.0
 

@@ -19,6 +19,7 @@ import yaml
 
 from deploy.make_env import make_env
 from deploy.sbom import default_of
+from service.local_ray import TRAINER_SETTINGS
 from service.settings import Settings
 from tests.conftest import REPO
 
@@ -65,6 +66,14 @@ def _services() -> dict[str, dict[str, Any]]:
 def test_compose_itself_takes_it() -> None:
     assert {"service", "postgresql", "ray-head", "ray-worker", "minio", "prometheus", "grafana",
             "otel-collector"} < _services().keys()  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["ray-head", "ray-worker"])
+def test_code_of_jobs_sees_none_of_the_services_secrets(name: str) -> None:
+    environment = _services()[name]["environment"]
+    assert {key for key in environment if key.startswith("SHARDLOOM_")} <= TRAINER_SETTINGS
+    text = str(_services()[name])
+    assert not [word for word in ("s" * 32, "p" * 32, "postgresql") if word in text]
 
 
 def test_compose_itself_refuses_what_it_does_not_know(tmp_path: Path) -> None:

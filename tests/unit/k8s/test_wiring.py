@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from service.local_ray import TRAINER_SETTINGS
 from service.security.hosts import check_address
 from service.settings import Settings
 from tests.unit.k8s.pods import Pod, pods_of, quantity, selects
@@ -191,6 +192,18 @@ def test_monitors_find_what_they_watch() -> None:
 
 
 # ---- Ray
+
+
+@every_variant
+def test_code_of_jobs_sees_none_of_the_services_secrets(variant: str) -> None:
+    ray = [each for each in pods_of(build(variant)) if each.component.startswith("ray-")]
+    assert ray
+    for pod in ray:
+        variables = [each for found in _references(pod.spec, "env") for each in found]
+        named = {each["name"] for each in variables}
+        assert {name for name in named if name.startswith("SHARDLOOM_")} <= TRAINER_SETTINGS
+        text = str(pod.spec)
+        assert not [name for name in ("shardloom-database", "shardloom-service") if name in text]
 
 
 @cache

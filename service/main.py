@@ -200,12 +200,7 @@ def _kuberay(settings: Settings) -> Backend:
     from service.backends.kuberay_template import FileTemplate, LiveTemplate
 
     namespace, path = settings.kuberay_namespace, settings.kuberay_template_file
-    options = ClusterOptions(
-        namespace,
-        settings.kuberay_submission_mode,
-        settings.kuberay_ttl_s,
-        settings.kuberay_queue,
-    )
+    options = ClusterOptions(namespace, settings.kuberay_ttl_s, settings.kuberay_queue)
     api = KubeApi.open(settings.kubeconfig, namespace, settings.backend_timeout_s)
     backend = KubeRayBackend(
         api,

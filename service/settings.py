@@ -13,7 +13,15 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, Field, IPvAnyNetwork, PositiveFloat, SecretStr
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BeforeValidator,
+    Field,
+    IPvAnyNetwork,
+    PositiveFloat,
+    SecretStr,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from service.addresses import is_loopback, local_url
@@ -21,6 +29,10 @@ from service.addresses import is_loopback, local_url
 
 def _absolute(path: Path) -> Path:
     return path.expanduser().absolute()
+
+
+def _none_if_empty(text: Any) -> Any:
+    return text or None
 
 
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
@@ -95,7 +107,7 @@ class Settings(BaseSettings):
         default=None,
         description="HOST:PORT at which machines join this Ray; set by `shardloom up --head`.",
     )
-    kubeconfig: AbsolutePath | None = Field(
+    kubeconfig: Annotated[AbsolutePath | None, BeforeValidator(_none_if_empty)] = Field(
         default=None,
         validation_alias=AliasChoices("kubeconfig", "SHARDLOOM_KUBECONFIG", "KUBECONFIG"),
         description="How to reach Kubernetes (`backend=kuberay`); by default as the pod that the "
@@ -111,11 +123,6 @@ class Settings(BaseSettings):
     )
     kuberay_template_file: AbsolutePath | None = Field(
         default=None, description="YAML file with a RayCluster to use in its place."
-    )
-    kuberay_submission_mode: Literal["HTTPMode", "SidecarMode"] = Field(
-        default="HTTPMode",
-        description="How a driver is started on them: by KubeRay over HTTP, or by a container "
-        "beside the head where the operator cannot reach heads.",
     )
     kuberay_ttl_s: int = Field(
         default=60, ge=0, description="Seconds for which a cluster outlives its job."

@@ -112,6 +112,10 @@ class FakeBackend:
         if script.refusal:
             raise SubmissionRefused(script.refusal)
 
+    def may_submit(self, attempt_id: str) -> bool:
+        """At any time."""
+        return True
+
     def observe(self, attempt_id: str) -> Observation:
         """The next observation of the script."""
         if self._down.exists():

@@ -8,34 +8,41 @@ remembered here that cannot be found again: a RayJob by its name, the rest by as
 from __future__ import annotations
 
 import logging
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, suppress
 from typing import Any
 
 from service.backends.base import ClusterNeed, HostFacts, Submission
-from service.backends.kuberay_api import EVENTS, PODS, RAYJOBS, SECRETS, KubeApi, KubeRefused
+from service.backends.kuberay_api import RAYJOBS, SECRETS, KubeApi, KubeRefused
 from service.backends.kuberay_manifest import (
     SELECTOR,
     ClusterOptions,
     attempt_of,
     is_submitted,
     name_of,
+    note_let_go,
     rayjob_of,
     release_of,
     secret_of,
+    was_let_go,
 )
+from service.backends.kuberay_obstacles import Obstacles
 from service.backends.kuberay_patience import Patience
 from service.backends.kuberay_size import Manifest, hosts_of, size_of
 from service.backends.kuberay_status import (
+    going_since,
+    is_cut_off,
     is_evicted,
+    is_given_up,
     is_over,
     is_pending,
     is_suspended,
     observation_of,
-    obstacle_in,
+    unix_s,
 )
-from service.backends.kuberay_sweep import is_cut_off, is_garbage
+from service.backends.kuberay_sweep import is_garbage
 from service.backends.kuberay_template import Template
 from service.backends.kuberay_watch import WATCH_S, RayJobWatch
 from service.backends.ray_jobs import RayJobsBackend
@@ -47,10 +54,9 @@ logger = logging.getLogger(__name__)
 STOP_FAILED_AT = "shardloom.io/stop-failed-at"
 # A head that cannot be asked to stop its driver for this long goes with its cluster.
 STOP_GRACE_S = 30.0
-_SUBMITTER = "ray-job-submitter"
-_OBSTACLE_AGE_S = 5.0
+# Pods have this long to go (a worker's preStop alone 150 s) before an attempt ends without them.
+TAKE_DOWN_S = 300.0
 _MAX_REMEMBERED = 10_000
-_LOG_LINES = 200
 
 
 class KubeRayBackend:
@@ -79,10 +85,12 @@ class KubeRayBackend:
         self._open_head = open_head
         self._clock = clock
         self._patience = Patience(clock)
+        self._obstacles = Obstacles(api, clock)
         self._watch = RayJobWatch(_RayJobs(api), self._sweep)
         # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
         self._is_own: dict[str, bool] = {}
-        self._obstacles: dict[str, tuple[float, str]] = {}
+        # How attempts ended whose RayJobs we deleted, for the look that finds them gone.
+        self._endings: dict[str, Observation] = {}
 
     def start(self) -> None:
         """Begin to watch RayJobs; without, every look asks for its own."""
@@ -106,6 +114,10 @@ class KubeRayBackend:
         with self._patience.trying(submission.attempt_id):
             self._submit_own(submission)
 
+    def may_submit(self, attempt_id: str) -> bool:
+        """Whether it is time to try again what Kubernetes could not take."""
+        return self._patience.is_over(attempt_id)
+
     def _submit_own(self, submission: Submission) -> None:
         rayjob = self._create_rayjob(submission)
         if is_submitted(rayjob):
@@ -119,14 +131,15 @@ class KubeRayBackend:
 
     def _create_rayjob(self, submission: Submission) -> Manifest:
         """The RayJob of an attempt, made now or before."""
-        manifest = rayjob_of(submission, self._template.read(), self._options)
+        nonce = secrets.token_hex(4)
+        manifest = rayjob_of(submission, self._template.read(), self._options, nonce)
         try:
             return self._api.create(RAYJOBS, manifest)
         except KubeRefused as error:
             if not error.is_conflict:
                 raise self._refusal(error) from error
         found = self._get(submission.attempt_id)
-        if found is None or "deletionTimestamp" in found["metadata"]:
+        if found is None or going_since(found):
             name = name_of(submission.attempt_id)
             raise BackendUnreachable(f"RayJob {name} of an earlier try is just being deleted")
         if attempt_of(found) != submission.attempt_id:
@@ -140,7 +153,8 @@ class KubeRayBackend:
         try:
             self._api.create(SECRETS, secret_of(submission, rayjob, self._options))
         except KubeRefused as error:
-            if not error.is_conflict:
+            # Other conflicts (a quota that two write at once) leave no Secret.
+            if error.reason != "AlreadyExists":
                 raise
 
     def _refusal(self, error: KubeRefused) -> SubmissionRefused | BackendUnreachable:
@@ -172,7 +186,7 @@ class KubeRayBackend:
             away = Observation(ObservedState.UNREACHABLE, str(error))
             return self._unless_shared(attempt_id, away)
         gone = Observation(ObservedState.NOT_FOUND, "there is no RayJob of this attempt")
-        return self._unless_shared(attempt_id, gone)
+        return self._unless_shared(attempt_id, self._endings.get(attempt_id, gone))
 
     def _find(self, attempt_id: str) -> Manifest | None:
         """The RayJob of an attempt, from the watch or by asking; None where there is none."""
@@ -209,35 +223,40 @@ class KubeRayBackend:
         if is_cut_off(rayjob):
             # Submitted again, it is carried through.
             return Observation(ObservedState.NOT_FOUND, "its submission was cut off")
-        if is_evicted(rayjob):
-            self._delete(rayjob)
-        elif is_pending(rayjob):
-            return observation_of(rayjob, self._obstacle(rayjob))
+        if is_evicted(rayjob) or is_given_up(rayjob):
+            return self._taken_down(rayjob)
+        since = going_since(rayjob)
+        if since and not is_over(rayjob):
+            message = f"its RayJob is being deleted since {since}; if that takes minutes: is "
+            message += "KubeRay's operator at work, and are the machines of its pods there?"
+            return Observation(ObservedState.PENDING, message)
+        self._note_let_go(rayjob)
+        if is_pending(rayjob):
+            return observation_of(rayjob, self._obstacles.of(rayjob))
         return observation_of(rayjob)
 
-    def _obstacle(self, rayjob: Manifest) -> str:
-        """What keeps the pods of a RayJob from running; asked for every few seconds."""
-        name, cluster = rayjob["metadata"]["name"], _cluster_of(rayjob)
-        if is_suspended(rayjob) or not cluster:
-            return ""
-        asked_at, known = self._obstacles.get(name, (0.0, ""))
-        if 0.0 <= self._clock() - asked_at < _OBSTACLE_AGE_S:
-            return known
-        self._forget_many(self._obstacles)
-        found = ""
-        # It is a courtesy: the job is pending whether we are told why or not.
+    def _taken_down(self, rayjob: Manifest) -> Observation:
+        """How an attempt ended whose driver may run on: said once its cluster is gone.
+
+        KubeRay asks the driver to stop as the RayJob is deleted.
+        """
+        end, since, name = observation_of(rayjob), going_since(rayjob), rayjob["metadata"]["name"]
+        self._forget_many(self._endings)
+        self._endings[str(attempt_of(rayjob))] = end
+        if since is None:
+            logger.info("RayJob %s: %s; deleting it", name, end.message)
+            self._delete(rayjob)
+        elif self._clock() - unix_s(since) > TAKE_DOWN_S:
+            return end
+        return Observation(ObservedState.PENDING, f"its cluster is taken down: {end.message}")
+
+    def _note_let_go(self, rayjob: Manifest) -> None:
+        """Note that Kueue admitted a RayJob: suspended again, it has been evicted."""
+        if is_suspended(rayjob) or was_let_go(rayjob) or is_over(rayjob):
+            return
+        # The next look comes soon.
         with suppress(BackendUnreachable, KubeRefused):
-            found = obstacle_in(self._pods(cluster)) or obstacle_in((), self._warnings(cluster))
-        self._obstacles[name] = (self._clock(), found)
-        return found
-
-    def _pods(self, cluster: str) -> list[Manifest]:
-        found = self._api.list(PODS, label_selector=f"ray.io/cluster={cluster}")
-        return list(found.get("items") or [])
-
-    def _warnings(self, cluster: str) -> list[Manifest]:
-        found = self._api.list(EVENTS, field_selector=f"involvedObject.name={cluster}")
-        return list(found.get("items") or [])
+            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], note_let_go())
 
     # ---- stop
 
@@ -257,9 +276,9 @@ class KubeRayBackend:
             self._shared.stop(attempt_id)
 
     def _stop_own(self, rayjob: Manifest) -> None:
-        if is_over(rayjob) or "deletionTimestamp" in rayjob["metadata"]:
+        if going_since(rayjob) or (is_over(rayjob) and not is_given_up(rayjob)):
             return
-        if is_pending(rayjob) or is_evicted(rayjob):
+        if is_pending(rayjob) or is_evicted(rayjob) or is_given_up(rayjob):
             self._delete(rayjob)
             return
         try:
@@ -275,11 +294,12 @@ class KubeRayBackend:
         """
         metadata, now = rayjob["metadata"], self._clock()
         since = (metadata.get("annotations") or {}).get(STOP_FAILED_AT)
-        if since is not None and now - float(since) >= STOP_GRACE_S:
+        silent_s = now - _number(since, now)
+        if silent_s >= STOP_GRACE_S:
             logger.warning("RayJob %s: no answer from its head, deleting it", metadata["name"])
             self._delete(rayjob)
             return
-        if since is None:
+        if since is None or silent_s <= 0.0:
             noted = {"metadata": {"annotations": {STOP_FAILED_AT: f"{now:.0f}"}}}
             self._api.patch(RAYJOBS, metadata["name"], noted)
         raise BackendUnreachable(
@@ -317,14 +337,7 @@ class KubeRayBackend:
         if not (rayjob.get("status") or {}).get("dashboardURL"):
             return ""
         with closing(self._head_of(rayjob)) as head:
-            found = head.tail_driver_log(attempt_id, num_chars)
-        if found or rayjob["spec"].get("submissionMode") != "SidecarMode":
-            return found
-        for pod in self._pods(_cluster_of(rayjob)):
-            if pod["metadata"].get("labels", {}).get("ray.io/node-type") == "head":
-                name = pod["metadata"]["name"]
-                return self._api.read_log(name, _SUBMITTER, _LOG_LINES)[-num_chars:]
-        return ""
+            return head.tail_driver_log(attempt_id, num_chars)
 
     def check(self) -> str:
         """Say what answers; raises `BackendUnreachable`."""
@@ -372,5 +385,9 @@ class _RayJobs:
         return self._api.watch(RAYJOBS, version, SELECTOR, WATCH_S)
 
 
-def _cluster_of(rayjob: Manifest) -> str:
-    return str((rayjob.get("status") or {}).get("rayClusterName") or "")
+def _number(text: str | None, otherwise: float) -> float:
+    """An annotation as a number: anybody may write it, or nobody have written it."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return otherwise

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import urllib3
+import yaml
 from kubernetes import client, config
 from kubernetes.client.exceptions import ApiException
 
@@ -34,9 +35,9 @@ class Resource:
     plural: str
     crd: str = ""
 
-    def path(self, namespace: str, name: str | None = None, sub: str | None = None) -> str:
-        """The path of the collection, of one object, or of something below it."""
-        parts = [self.prefix, "namespaces", namespace, self.plural, name, sub]
+    def path(self, namespace: str, name: str | None = None) -> str:
+        """The path of the collection, or of one object."""
+        parts = [self.prefix, "namespaces", namespace, self.plural, name]
         return "/".join(part for part in parts if part)
 
 
@@ -89,7 +90,7 @@ class KubeApi:
                 config.load_kube_config(str(kubeconfig), client_configuration=configuration)
             else:
                 config.load_incluster_config(client_configuration=configuration)
-        except (config.ConfigException, OSError) as error:
+        except (config.ConfigException, OSError, TypeError, yaml.YAMLError) as error:
             where = kubeconfig or "the service account of this pod"
             raise BackendUnreachable(
                 f"no access to Kubernetes by {where} ({error}); set SHARDLOOM_KUBECONFIG or "
@@ -119,8 +120,11 @@ class KubeApi:
         return self._json("patch", resource, name, body=change)
 
     def delete(self, resource: Resource, name: str, **preconditions: str) -> None:
-        """Delete an object, and then what it owns; one that is not there is no error."""
-        body: Manifest = {"propagationPolicy": "Background"}
+        """Delete what an object owns, and then itself; one that is not there is no error.
+
+        As long as it is there, so may be its pods.
+        """
+        body: Manifest = {"propagationPolicy": "Foreground"}
         if preconditions:
             body["preconditions"] = _camel(preconditions)
         try:
@@ -128,12 +132,6 @@ class KubeApi:
         except KubeRefused as error:
             if not error.is_missing:
                 raise
-
-    def read_log(self, pod: str, container: str, num_lines: int) -> str:
-        """End of what a container printed."""
-        query = {"container": container, "tailLines": str(num_lines)}
-        with self._answer("get", PODS, pod, "log", query=query) as response:
-            return bytes(response.data).decode(errors="replace")
 
     def version(self) -> str:
         """The version of Kubernetes, as in v1.33.1."""
@@ -186,13 +184,12 @@ class KubeApi:
         verb: str,
         resource: Resource,
         name: str | None = None,
-        sub: str | None = None,
         *,
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         timeout: tuple[float, float] | None = None,
     ) -> Iterator[urllib3.HTTPResponse]:
-        path = resource.path(self.namespace, name, sub)
+        path = resource.path(self.namespace, name)
         try:
             response = self._send(_METHODS[verb], path, query, body, timeout)
             try:

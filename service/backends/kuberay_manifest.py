@@ -1,12 +1,18 @@
 """What is sent to Kubernetes for an attempt with a cluster of its own: a RayJob and a Secret. Pure.
 
     RayJob  NAME         the template's cluster, sized for the job, and the driver's command
-    Secret  NAME-env     the driver's environment, tokens included; goes with the RayJob
+    Secret  NAME-env-X   the driver's environment, tokens included; goes with the RayJob
 
-NAME follows from the attempt's id, so that a repeated submission finds what an earlier one made.
-The RayJob comes first and suspended, then the Secret that it owns, then the RayJob is let go: a
+X differs with each RayJob that is made, so that none meets the Secret of an earlier one. NAME
+follows from the attempt's id, so that a repeated submission finds what an earlier one made. The
+RayJob comes first and suspended, then the Secret that it owns, then the RayJob is let go: a
 submission that is cut off leaves nothing that is not found again by the RayJob's labels, and no pod
-starts without its environment. KubeRay retries nothing (`backoffLimit: 0`): the service counts.
+starts without its environment. With a queue it is Kueue that lets go, perhaps before the Secret is
+there: the pods then wait for it. KubeRay retries nothing (`backoffLimit: 0`, and no second head
+where the first one's state is lost with it): the service counts.
+
+The driver is started over HTTP. KubeRay's SidecarMode adds a container without a security context,
+which a namespace that enforces the level `restricted`, as ours does, admits no head with.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
@@ -32,19 +38,21 @@ JOB = "shardloom.io/job"
 PROJECT = "shardloom.io/project"
 JOB_NAME = "shardloom.io/job-name"
 PRIORITY = "shardloom.io/priority"
+# On pods of the shared cluster alone: what keeps its head from eviction goes by it.
+SHARED = "shardloom.io/shared"
 SUBMITTED = "shardloom.io/submitted"
+LET_GO = "shardloom.io/let-go"
+SECRET = "shardloom.io/secret"
 SELECTOR = f"{MANAGED_BY}={MANAGER}"
 QUEUE = "kueue.x-k8s.io/queue-name"
 ELASTIC = "kueue.x-k8s.io/elastic-job"
 
-SubmissionMode = Literal["HTTPMode", "SidecarMode"]
-
+# Of KubeRay: a head that is lost is not made again, empty, to start the driver a second time.
+_NO_SECOND_HEAD = "ray.io/disable-provisioned-head-restart"
 # KubeRay: a RayJob's name is a DNS-1035 label of no more than this.
 _MAX_NAME_CHARS = 47
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
-# In SidecarMode KubeRay puts metadata between double quotes of a shell script.
-_SHELL_SAFE = re.compile(r"[^$`\\!]*")
 # Of one cluster's life, not of how clusters are made.
 _OF_CLUSTER = ("managedBy", "suspend", "upgradeStrategy")
 _OF_GROUP = ("scaleStrategy", "suspend")
@@ -59,7 +67,6 @@ class ClusterOptions:
     """
 
     namespace: str
-    mode: SubmissionMode = "HTTPMode"
     ttl_s: int = 60
     queue: str | None = None
 
@@ -71,9 +78,9 @@ def name_of(attempt_id: str) -> str:
     return f"{MANAGER}-{hashlib.sha256(attempt_id.encode()).hexdigest()[:24]}"
 
 
-def secret_name_of(attempt_id: str) -> str:
-    """The name of the Secret with an attempt's environment."""
-    return f"{name_of(attempt_id)}-env"
+def secret_name_of(rayjob: Mapping[str, Any]) -> str:
+    """The name of the Secret that the pods of a RayJob take their environment from."""
+    return str(rayjob["metadata"]["annotations"][SECRET])
 
 
 def attempt_of(manifest: Mapping[str, Any]) -> str | None:
@@ -95,7 +102,7 @@ def secret_of(
         "name": rayjob["metadata"]["name"],
         "uid": rayjob["metadata"]["uid"],
     }
-    metadata = _metadata(submission, options, secret_name_of(submission.attempt_id))
+    metadata = _metadata(submission, options, secret_name_of(rayjob))
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -107,10 +114,23 @@ def secret_of(
 
 def release_of(rayjob: Mapping[str, Any]) -> Manifest:
     """The change that ends a submission: what Kueue does not hold back may start."""
-    change: Manifest = {"metadata": {"annotations": {SUBMITTED: "true"}}}
-    if QUEUE not in rayjob["metadata"].get("labels", {}):
-        change["spec"] = {"suspend": False}
-    return change
+    annotations = {SUBMITTED: "true"}
+    if QUEUE in rayjob["metadata"].get("labels", {}):
+        return {"metadata": {"annotations": annotations}}
+    return {
+        "metadata": {"annotations": {**annotations, LET_GO: "true"}},
+        "spec": {"suspend": False},
+    }
+
+
+def note_let_go() -> Manifest:
+    """The change that notes on a RayJob that its driver may have been started."""
+    return {"metadata": {"annotations": {LET_GO: "true"}}}
+
+
+def was_let_go(rayjob: Mapping[str, Any]) -> bool:
+    """Whether a RayJob is known to have been let go, whether or not it still is."""
+    return (rayjob["metadata"].get("annotations") or {}).get(LET_GO) == "true"
 
 
 def is_submitted(rayjob: Mapping[str, Any]) -> bool:
@@ -120,21 +140,30 @@ def is_submitted(rayjob: Mapping[str, Any]) -> bool:
 
 
 def rayjob_of(
-    submission: Submission, template: Mapping[str, Any], options: ClusterOptions
+    submission: Submission,
+    template: Mapping[str, Any],
+    options: ClusterOptions,
+    nonce: str = "0",
 ) -> Manifest:
     """The RayJob of an attempt, from the manifest of a RayCluster.
 
-    Raises `SubmissionRefused` where the template holds none of the job's workers, or is none.
+    `nonce` tells its Secret from those of other RayJobs of the same name. Raises
+    `SubmissionRefused` where the template holds none of the job's workers, or is none.
     """
+    name = name_of(submission.attempt_id)
+    secret = f"{name}-env-{nonce}"
     try:
-        spec = _cluster_spec(submission, template["spec"], options)
+        spec = _cluster_spec(submission, template["spec"], secret)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise SubmissionRefused(
             f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
             "compare it with k8s/base/raycluster.yaml"
         ) from error
     need, queue = submission.cluster, queue_of(submission.cluster, options)
-    metadata = _metadata(submission, options, name_of(submission.attempt_id))
+    metadata = _metadata(submission, options, name)
+    metadata["annotations"][SECRET] = secret
+    if not _outlives_its_head(spec):
+        metadata["annotations"][_NO_SECOND_HEAD] = "true"
     if queue:
         metadata["labels"][QUEUE] = queue
         if spec["enableInTreeAutoscaling"]:
@@ -142,8 +171,8 @@ def rayjob_of(
     job = {
         "entrypoint": submission.entrypoint,
         "jobId": submission.attempt_id,
-        "metadata": _job_metadata(submission.metadata, options.mode),
-        "submissionMode": options.mode,
+        "metadata": dict(submission.metadata),
+        "submissionMode": "HTTPMode",
         "shutdownAfterJobFinishes": True,
         "ttlSecondsAfterFinished": options.ttl_s,
         "backoffLimit": 0,
@@ -201,18 +230,10 @@ def label_value(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def _job_metadata(metadata: Mapping[str, str], mode: SubmissionMode) -> dict[str, str]:
-    if mode == "HTTPMode":
-        return dict(metadata)
-    return {key: value for key, value in metadata.items() if _SHELL_SAFE.fullmatch(value)}
-
-
 # ---- the cluster
 
 
-def _cluster_spec(
-    submission: Submission, template: Mapping[str, Any], options: ClusterOptions
-) -> Manifest:
+def _cluster_spec(submission: Submission, template: Mapping[str, Any], secret: str) -> Manifest:
     spec: Manifest = copy.deepcopy({**template})
     for name in _OF_CLUSTER:
         spec.pop(name, None)
@@ -222,13 +243,22 @@ def _cluster_spec(
     spec["enableInTreeAutoscaling"] = size.is_elastic
     if not size.is_elastic:
         spec.pop("autoscalerOptions", None)
-    source = {"secretRef": {"name": secret_name_of(submission.attempt_id)}}
-    for pod in (spec["headGroupSpec"]["template"], *_templates(spec["workerGroupSpecs"])):
+    source = {"secretRef": {"name": secret}}
+    head = spec["headGroupSpec"]["template"]
+    if not _outlives_its_head(spec):
+        head["spec"]["restartPolicy"] = "Never"
+    for pod in (head, *_templates(spec["workerGroupSpecs"])):
         labels = pod.setdefault("metadata", {}).setdefault("labels", {})
+        labels.pop(SHARED, None)
         labels |= _own_labels(submission)
         container = pod["spec"]["containers"][0]
         container["envFrom"] = [*container.get("envFrom", []), source]
     return spec
+
+
+def _outlives_its_head(spec: Manifest) -> bool:
+    """Whether a head that starts again knows of the driver that ran on the one before."""
+    return bool(spec.get("gcsFaultToleranceOptions"))
 
 
 def _templates(groups: list[Manifest]) -> list[Manifest]:

@@ -1,7 +1,8 @@
 """When a submission that Kubernetes could not take is worth another try.
 
 The reconciler looks every second; a quota or a right is mended in minutes. A hundred jobs that wait
-for it must not be hundreds of requests a second to the API server.
+for it must not be hundreds of requests a second to the API server, nor as many writes of ours:
+`Backend.may_submit` is asked before anything is prepared.
 """
 
 from __future__ import annotations
@@ -34,11 +35,16 @@ class Patience:
         self._clock = clock
         self._troubles: dict[str, _Trouble] = {}
 
+    def is_over(self, attempt_id: str) -> bool:
+        """Whether the pause after the last try has passed."""
+        before = self._troubles.get(attempt_id)
+        return before is None or self._clock() >= before.until
+
     @contextmanager
     def trying(self, attempt_id: str) -> Iterator[None]:
         """Around a try; raises the `BackendUnreachable` of the one before while it is too early."""
         before = self._troubles.get(attempt_id)
-        if before is not None and self._clock() < before.until:
+        if before is not None and not self.is_over(attempt_id):
             raise BackendUnreachable(before.message)
         try:
             yield

@@ -30,6 +30,7 @@ class GroupShape:
     num_cpus: float
     num_gpus: float
     memory_bytes: int
+    num_hosts: int = 1
 
     def num_fitting(self, need: ClusterNeed) -> int:
         """How many workers fit a pod, as whole sharding groups where such must not be split."""
@@ -66,13 +67,23 @@ def size_of(need: ClusterNeed, groups: Sequence[Mapping[str, Any]]) -> ClusterSi
     Raises `SubmissionRefused` where none does.
     """
     shapes = [shape_of(group) for group in groups]
-    for shape in shapes:
+    # Machines with GPUs are the last that workers without any are given.
+    for shape in sorted(shapes, key=lambda each: need.device == "cpu" and each.num_gpus > 0):
         fitting = shape.num_fitting(need)
         if fitting:
+            _check_single(shape)
             least = max(need.num_hosts, math.ceil(need.min_workers / fitting))
             most = max(least, math.ceil(need.max_workers / fitting))
             return ClusterSize(shape, fitting, least, most)
     raise SubmissionRefused(_too_large(need, shapes))
+
+
+def _check_single(shape: GroupShape) -> None:
+    if shape.num_hosts > 1:
+        raise SubmissionRefused(
+            f"worker group {shape.name} of the cluster template has numOfHosts "
+            f"{shape.num_hosts}; clusters of jobs' own are made of groups with 1"
+        )
 
 
 def _too_large(need: ClusterNeed, shapes: Sequence[GroupShape]) -> str:
@@ -88,7 +99,21 @@ def _too_large(need: ClusterNeed, shapes: Sequence[GroupShape]) -> str:
 
 
 def shape_of(group: Mapping[str, Any]) -> GroupShape:
-    """What Ray will count on a pod of a worker group, as KubeRay tells it."""
+    """What Ray will count on a pod of a worker group, as KubeRay tells it.
+
+    Raises `SubmissionRefused` where the group is no usable one.
+    """
+    try:
+        return _shape_of(group)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SubmissionRefused(
+            f"a worker group of the cluster template cannot be read ({type(error).__name__}: "
+            f"{error}); the template is no usable RayCluster, compare it with "
+            "k8s/base/raycluster.yaml"
+        ) from error
+
+
+def _shape_of(group: Mapping[str, Any]) -> GroupShape:
     (container, *_) = group["template"]["spec"]["containers"]
     resources = container.get("resources", {})
     amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
@@ -101,6 +126,7 @@ def shape_of(group: Mapping[str, Any]) -> GroupShape:
         num_cpus=float(start.get("num-cpus", cpus)),
         num_gpus=float(start.get("num-gpus", gpus)),
         memory_bytes=int(start.get("memory", quantity(amounts.get("memory", 0)))),
+        num_hosts=int(group.get("numOfHosts", 1)),
     )
 
 

@@ -7,9 +7,10 @@ where the operator is, `jobStatus` what Ray says of the driver, `reason` why the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
-from service.backends.kuberay_manifest import QUEUE
+from service.backends.kuberay_manifest import QUEUE, is_submitted, was_let_go
 from service.backends.kuberay_size import Manifest
 from service.domain import EndReason, Observation, ObservedState
 
@@ -19,6 +20,11 @@ _JOB_STATES = {
     "FAILED": ObservedState.FAILED,
     "STOPPED": ObservedState.STOPPED,
 }
+_ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
+# A warning that is older than this tells of something that is over.
+_WARNING_AGE_S = 300.0
+# KubeRay looks at a new RayJob within this time.
+_FIRST_LOOK_S = 15.0
 # What the operator gives as its reason, and what that is to a job: None leaves it to what the
 # driver said, and else counts it as the driver's loss.
 _REASONS: dict[str, tuple[EndReason | None, str]] = {
@@ -43,6 +49,10 @@ _BAD_WAITS = frozenset(
     }
 )
 _MAX_CHARS = 500
+_UNREACHED = (
+    "KubeRay's operator did not reach the head at {url}; is its port open to the operator's "
+    "namespace?"
+)
 
 
 def observation_of(rayjob: Mapping[str, Any], obstacle: str = "") -> Observation:
@@ -64,9 +74,27 @@ def observation_of(rayjob: Mapping[str, Any], obstacle: str = "") -> Observation
 
 
 def is_over(rayjob: Mapping[str, Any]) -> bool:
-    """Whether nothing of the job runs any more."""
+    """Whether KubeRay does nothing more for a job than to take its cluster down."""
     status = rayjob.get("status") or {}
     return status.get("jobDeploymentStatus") in ("Complete", "Failed", "ValidationFailed")
+
+
+def is_given_up(rayjob: Mapping[str, Any]) -> bool:
+    """Whether KubeRay gave a job up whose driver may run on, until its cluster goes."""
+    status = rayjob.get("status") or {}
+    is_failed = status.get("jobDeploymentStatus") == "Failed"
+    return is_failed and status.get("jobStatus", "") not in _ENDS
+
+
+def going_since(rayjob: Mapping[str, Any]) -> str | None:
+    """When the deletion of a RayJob was asked for; None where it was not."""
+    since = rayjob["metadata"].get("deletionTimestamp")
+    return None if since is None else str(since)
+
+
+def is_cut_off(rayjob: Mapping[str, Any]) -> bool:
+    """Whether its submission did not get to the end; Kueue may have let it go all the same."""
+    return not is_submitted(rayjob) and not is_over(rayjob)
 
 
 def is_pending(rayjob: Mapping[str, Any]) -> bool:
@@ -83,17 +111,19 @@ def is_evicted(rayjob: Mapping[str, Any]) -> bool:
     """Whether a job that was let go has been suspended again.
 
     KubeRay would start the driver once more, in a new cluster and as the same attempt, when Kueue
-    admits it again; attempts are for the service to make. Each change of the spec raises the
-    generation: 1 is as we made it, 2 let go, 3 suspended again.
+    admits it again; attempts are for the service to make. That it was let go is noted on it, by
+    who let it go or by the first look that saw it so.
     """
-    is_held = is_suspended(rayjob) and not is_over(rayjob)
-    return is_held and rayjob["metadata"].get("generation", 1) > 2
+    return is_suspended(rayjob) and not is_over(rayjob) and was_let_go(rayjob)
 
 
 def _failure(status: Mapping[str, Any]) -> Observation:
     name = str(status.get("reason") or "")
     reason, words = _REASONS.get(name, (None, "KubeRay gave the job up"))
     detail = _message(status)
+    if name == "JobStatusCheckTimeoutExceeded" and not status.get("jobStatus"):
+        # No head was lost: it was never reached, and each attempt would meet the same.
+        reason, words = None, _UNREACHED.format(url=status.get("dashboardURL", "its address"))
     message = f"{words} ({name}): {detail}" if detail else f"{words} ({name})"
     if "head pod not found" in detail.lower():
         reason = EndReason.HOST_LOST
@@ -115,6 +145,10 @@ def _wait(rayjob: Mapping[str, Any], status: Mapping[str, Any], obstacle: str) -
     if obstacle:
         return f"its cluster does not start: {obstacle}"
     cluster = status.get("rayClusterStatus") or {}
+    if status.get("jobStatusCheckFailureStartTime"):
+        url = status.get("dashboardURL", "its address")
+        since = status["jobStatusCheckFailureStartTime"]
+        return f"its cluster is up, but since {since} {_UNREACHED.format(url=url)}"
     if status.get("jobDeploymentStatus") == "Running":
         return "its cluster is up, and the driver starts"
     ready, wanted = cluster.get("readyWorkerReplicas", 0), cluster.get("desiredWorkerReplicas")
@@ -125,10 +159,12 @@ def _wait(rayjob: Mapping[str, Any], status: Mapping[str, Any], obstacle: str) -
     return "KubeRay has not looked at the RayJob yet; is the operator at work?"
 
 
-def obstacle_in(pods: Sequence[Manifest], events: Sequence[Manifest] = ()) -> str:
+def obstacle_in(
+    pods: Sequence[Manifest], events: Sequence[Manifest] = (), now: float | None = None
+) -> str:
     """What keeps pods from running, in a sentence, with where it was seen; empty if nothing does.
 
-    Events tell of pods that could not even be made.
+    Events tell of pods that could not even be made; with `now` (Unix seconds) old ones are over.
     """
     for found in (_stuck, _unscheduled):
         for pod in pods:
@@ -137,7 +173,7 @@ def obstacle_in(pods: Sequence[Manifest], events: Sequence[Manifest] = ()) -> st
                 return f"pod {pod['metadata']['name']}: {message}"[:_MAX_CHARS]
     warnings = [event for event in events if event.get("type") == "Warning"]
     newest = max(warnings, key=_time_of, default=None)
-    if newest is None:
+    if newest is None or (now is not None and now - unix_s(_time_of(newest), now) > _WARNING_AGE_S):
         return ""
     return f"{newest.get('reason')}: {newest.get('message')}"[:_MAX_CHARS]
 
@@ -165,3 +201,11 @@ def _time_of(event: Mapping[str, Any]) -> str:
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"))
     return str(next((time for time in times if time), ""))
+
+
+def unix_s(text: str, otherwise: float = 0.0) -> float:
+    """A time as Kubernetes writes it in Unix seconds; `otherwise` where it is none."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return otherwise

@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 WATCH_S = 45
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
+# A stream that ends sooner was none: a server may refuse each, and a proxy cut each.
+_SHORT_S = 1.0
 _GONE = 410
 
 
@@ -99,7 +101,7 @@ class RayJobWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Watch no more; a stream that is open ends by itself."""
+        """Watch no more; a stream that is open ends by itself, and nothing of it is used."""
         self._closing.set()
 
     @property
@@ -121,10 +123,12 @@ class RayJobWatch:
         failures = 0
         while not self._closing.is_set():
             began = time.monotonic()
-            if self.follow():
+            is_well = self.follow()
+            lasted_s = time.monotonic() - began
+            if is_well and lasted_s > _SHORT_S:
                 failures = 0
                 continue
-            is_first = time.monotonic() - began > _MAX_PAUSE_S
+            is_first = lasted_s > _MAX_PAUSE_S
             failures = 1 if is_first else failures + 1
             self._pause(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1)))
 
@@ -140,13 +144,15 @@ class RayJobWatch:
                     self._take(event)
                     if self._closing.is_set():
                         return True
-            self._on_turn(self.all())
+            if not self._closing.is_set():
+                self._on_turn(self.all())
         except WatchExpired:
             self._lose(is_expired=True)
         except KubeRefused as error:
             self._lose(is_expired=error.status == _GONE)
-            if error.status != _GONE:
+            if error.status != _GONE and not self._closing.is_set():
                 logger.warning("cannot watch RayJobs, asking for each of them: %s", error)
+            if error.status != _GONE:
                 return False
         except BackendUnreachable as error:
             self._lose(is_expired=False)
@@ -155,7 +161,8 @@ class RayJobWatch:
         except Exception:
             # Whatever came was no event: nothing of what is known may be relied on.
             self._lose(is_expired=True)
-            logger.exception("the watch of RayJobs broke")
+            if not self._closing.is_set():
+                logger.exception("the watch of RayJobs broke")
             return False
         return True
 

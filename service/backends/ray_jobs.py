@@ -72,6 +72,10 @@ class RayJobsBackend:
         self._raise_unless_refused(response)
         raise SubmissionRefused(f"Ray at {self.address} refused the job: {_cause(response)}")
 
+    def may_submit(self, attempt_id: str) -> bool:
+        """At any time."""
+        return True
+
     def observe(self, attempt_id: str) -> Observation:
         """Say what Ray knows of an attempt; never raises."""
         try:

@@ -113,6 +113,15 @@ class House:
         found = self.core.list_namespaced_secret(self.cluster.namespace)
         return sorted(each.metadata.name for each in found.items)
 
+    def secrets_of(self, sent: Submission) -> list[str]:
+        """Names of those of an attempt."""
+        return [name for name in self.secrets() if name.startswith(f"{sent.attempt_id}-env-")]
+
+    def pods(self) -> list[str]:
+        """Names of all pods."""
+        found = self.core.list_namespaced_pod(self.cluster.namespace)
+        return [each.metadata.name for each in found.items]
+
     def patch(self, name: str, change: dict[str, Any]) -> None:
         """Change a RayJob as somebody else would."""
         self.api.patch_namespaced_custom_object(

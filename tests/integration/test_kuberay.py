@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from service.backends.kuberay import STOP_FAILED_AT, STOP_GRACE_S
+from service.backends.kuberay_manifest import secret_name_of
 from service.backends.kuberay_sweep import KEEP_ENDED_S
 from service.domain import EndReason, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
@@ -68,7 +69,7 @@ def test_a_repeated_submission_changes_nothing(house: House) -> None:
     backend.submit(sent)
     house.open().submit(sent)
     assert house.rayjobs() == {sent.attempt_id: before}
-    assert house.secrets().count(f"{sent.attempt_id}-env") == 1
+    assert len(house.secrets_of(sent)) == 1
     assert backend.observe(sent.attempt_id).state is PENDING
 
 
@@ -94,7 +95,7 @@ def test_a_submission_that_is_cut_off_anywhere_is_carried_through(
     later.submit(sent)
     (found,) = house.rayjobs().values()
     assert found["spec"]["suspend"] is False
-    assert f"{sent.attempt_id}-env" in house.secrets()
+    assert secret_name_of(found) in house.secrets_of(sent)
     assert later.observe(sent.attempt_id).state is PENDING
 
 
@@ -136,7 +137,7 @@ def test_stopping_takes_the_secret_along(house: House) -> None:
     backend, sent = house.open(), submission()
     backend.submit(sent)
     backend.stop(sent.attempt_id)
-    wait_for("secrets", house.secrets, lambda names: f"{sent.attempt_id}-env" not in names, 15)
+    wait_for("secrets", lambda: house.secrets_of(sent), lambda names: not names, 15)
     wait_for_state(backend, sent.attempt_id, NOT_FOUND)
     backend.stop(sent.attempt_id)
     backend.stop("job-of-nobody-a0")

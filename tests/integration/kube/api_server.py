@@ -33,6 +33,7 @@ from tests.integration.kube.gc import GarbageCollector
 from tests.integration.kube.resources import CRD, read_definitions
 from tests.integration.kube.rest import Options, Rest, Target
 from tests.integration.kube.store import Manifest, Store
+from tests.integration.ports import free_port
 
 CRD_FOLDER = Path(__file__).parents[4] / "shared" / "kuberay-crds"
 
@@ -59,7 +60,8 @@ class KubeApiServer:
         operator = User(OPERATOR, None, (ADMIN_RULE,))
         self._operator_token = self.tokens.issue(operator)
         self._collector = GarbageCollector(self.store, self.catalog.find)
-        self._port = 0
+        # None that an outgoing connection is given, while the server is away.
+        self._port = free_port()
         self._listener: ThreadingHTTPServer | None = None
         self._connections: set[socket.socket] = set()
         self._lock = threading.Lock()
@@ -181,7 +183,6 @@ class KubeApiServer:
                 return
             listener = http.Listener(("127.0.0.1", self._port), http.handler_for(self))
             self._listener = listener
-            self._port = int(listener.server_address[1])
         threading.Thread(
             target=listener.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         ).start()

@@ -7,7 +7,7 @@ counts; deadlines, back-off limit, shutdown after the ttl. With the address of a
 entrypoint really runs there; else the test says how jobs go (`ScriptedRay`).
 
 What it does not do: K8sJobMode and InteractiveMode (a job of K8sJobMode is submitted like one of
-HTTPMode, without a Kubernetes Job), a submitter container (SidecarMode submits like HTTPMode),
+HTTPMode, without a Kubernetes Job), SidecarMode (it submits like HTTPMode too),
 deletionStrategy, RayServices, Services and Ingresses, autoscaling, batch schedulers, events.
 All RayJobs share the one Ray: a RayCluster that goes takes only its own RayJob's job with it.
 """
@@ -180,6 +180,8 @@ class RayJobOperator:
         cluster = self._cluster(job)
         try:
             info = self._ray.info(job["status"]["jobId"])
+            if info is None and states.has_lost_its_head(job):
+                raise RayAway("its head is gone, and is not made again")
             if info is None:
                 self._ray.submit(self._request(job, cluster))
                 return None

@@ -122,6 +122,13 @@ def past_deadline(job: Manifest, now: datetime) -> Manifest | None:
     return None
 
 
+def has_lost_its_head(job: Manifest) -> bool:
+    """Whether Ray, knowing nothing of a job that it had, is away for good: no second head."""
+    annotations = job["metadata"].get("annotations", {})
+    is_single = annotations.get("ray.io/disable-provisioned-head-restart") == "true"
+    return is_single and bool(job["status"].get("jobStatus"))
+
+
 def after_check(job: Manifest, info: JobInfo) -> Manifest:
     """Status after Ray said how its job is."""
     status = {**job["status"], "jobStatus": info.status, "message": info.message}

@@ -7,6 +7,7 @@ import tomllib
 
 import pytest
 
+from service.backends.kuberay_manifest import SHARED
 from tests.unit.k8s.pods import Pod, pods_of, quantity, selects
 from tests.unit.k8s.rendering import (
     FOLDER,
@@ -232,6 +233,9 @@ def test_replicas_and_the_head_are_kept_during_voluntary_disruptions(variant: st
         if pod.component == "ray-head" and variant != "dev":
             (budget,) = covering
             assert budget["spec"]["minAvailable"] == 1
+            # Heads of jobs' own clusters do not count: see `service.backends.kuberay_manifest`.
+            own = {name: text for name, text in pod.labels.items() if name != SHARED}
+            assert not selects(budget["spec"]["selector"], own)
     if variant == "dev":
         assert not budgets
 

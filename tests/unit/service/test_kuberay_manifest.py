@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.backends.kuberay_manifest import (
+    SHARED,
     attempt_of,
     is_submitted,
     label_value,
     name_of,
     rayjob_of,
     release_of,
+    secret_name_of,
     secret_of,
 )
 from service.backends.kuberay_size import quantity, size_of
@@ -47,12 +49,11 @@ def _bounds(rayjob: dict[str, Any]) -> dict[str, tuple[int, int, int]]:
 
 @needs_crds
 @pytest.mark.parametrize("variant", ["dev", *GPU_VARIANTS])
-@pytest.mark.parametrize("mode", ["HTTPMode", "SidecarMode"])
-def test_every_overlay_gives_rayjobs_that_are_valid(variant: str, mode: Any) -> None:
+def test_every_overlay_gives_rayjobs_that_are_valid(variant: str) -> None:
     device = "cpu" if variant == "dev" else "cuda"
     sent = submission(min_workers=4, max_workers=8, device=device, queue="ads", deadline_s=60)
     sent = replace(sent, code_uris=("file:///runs/job/code/a.zip",))
-    made = rayjob_of(sent, ray_cluster(variant), replace(OPTIONS, mode=mode))
+    made = rayjob_of(sent, ray_cluster(variant), OPTIONS)
     check_ray_job(made)
     made["metadata"]["uid"] = "1-2-3"
     check_kubernetes(secret_of(sent, made, OPTIONS), "1.32")
@@ -83,7 +84,10 @@ def test_what_belongs_to_the_shared_cluster_alone_is_left_behind() -> None:
 def test_tokens_are_in_the_secret_and_nowhere_else() -> None:
     sent, made = submission(), _made()
     assert "a secret" not in json.dumps(made)
-    secret = secret_of(sent, {"metadata": {"name": ATTEMPT, "uid": "u"}}, OPTIONS)
+    made["metadata"]["uid"] = "u"
+    secret = secret_of(sent, made, OPTIONS)
+    other = rayjob_of(sent, template(), OPTIONS, "1")
+    assert secret_name_of(other) != secret_name_of(made), "no Secret of an earlier RayJob is met"
     assert secret["stringData"] == sent.env
     (owner,) = secret["metadata"]["ownerReferences"]
     assert (owner["kind"], owner["name"], owner["uid"]) == ("RayJob", ATTEMPT, "u")
@@ -102,11 +106,23 @@ def test_user_code_comes_as_a_runtime_environment() -> None:
     assert "runtimeEnvYAML" not in _made()["spec"]
 
 
-def test_no_shell_reads_the_metadata_of_a_sidecar() -> None:
-    sent = replace(submission(), metadata={"a": "$(reboot)", "b": "`x`", "c": "plain: ok"})
-    for mode, kept in (("HTTPMode", {"a", "b", "c"}), ("SidecarMode", {"c"})):
-        made = rayjob_of(sent, template(), replace(OPTIONS, mode=mode))  # type: ignore[arg-type]
-        assert set(made["spec"]["metadata"]) == kept
+@pytest.mark.parametrize("has_storage", [True, False])
+def test_a_head_that_forgets_its_driver_is_not_made_again(has_storage: bool) -> None:
+    manifest = template()
+    if not has_storage:
+        del manifest["spec"]["gcsFaultToleranceOptions"]
+    made = _made(manifest)
+    marked = made["metadata"]["annotations"].get("ray.io/disable-provisioned-head-restart")
+    pod = made["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]
+    wanted = (None, None) if has_storage else ("true", "Never")
+    assert (marked, pod.get("restartPolicy")) == wanted
+
+
+def test_the_budget_of_the_shared_head_is_not_that_of_others() -> None:
+    head = template()["spec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    made = _made()["spec"]["rayClusterSpec"]["headGroupSpec"]["template"]["metadata"]["labels"]
+    assert head[SHARED] == "true" and SHARED not in made
+    assert made["app.kubernetes.io/component"] == "ray-head"
 
 
 # ---- let go
@@ -190,6 +206,22 @@ def test_workers_without_gpus_pass_by_groups_that_cannot_hold_them() -> None:
     manifest = template(group("small", "2"), group("large", "16"))
     made = _made(manifest, min_workers=4, max_workers=8, cpus_per_worker=4.0)
     assert _bounds(made) == {"large": (1, 1, 2)}
+
+
+def test_workers_without_gpus_leave_machines_with_gpus_to_others() -> None:
+    manifest = template(group("gpu", "48", 8), group("cpu", "16"))
+    wanted = {"min_workers": 16, "max_workers": 16}
+    assert _bounds(_made(manifest, device="cpu", **wanted)) == {"cpu": (1, 1, 1)}
+    assert _bounds(_made(manifest, device="auto", **wanted)) == {"gpu": (2, 2, 2)}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{"rayStartParams": {"num-cpus": "auto"}}, {"template": None}, {"numOfHosts": 2}],
+)
+def test_a_group_that_cannot_be_used_is_refused(broken: dict[str, Any]) -> None:
+    with pytest.raises(SubmissionRefused, match="template"):
+        size_of(need(), [{**group("cpu", "16"), **broken}])
 
 
 @pytest.mark.parametrize("wanted", [{"cpus_per_worker": 100.0}, {"device": "cuda"}])

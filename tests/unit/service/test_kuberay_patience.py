@@ -38,6 +38,7 @@ def test_other_attempts_and_what_worked_are_not_kept_waiting() -> None:
     clock = Clock()
     patience = Patience(clock)
     _tries(clock, patience, 10)
+    assert not patience.is_over("a") and patience.is_over("b")
     with patience.trying("b"):
         pass
     clock.now = 1000

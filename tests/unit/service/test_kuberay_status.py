@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.backends.kuberay_status import is_evicted, is_over, observation_of, obstacle_in
+from service.backends.kuberay_manifest import LET_GO
+from service.backends.kuberay_status import (
+    is_evicted,
+    is_given_up,
+    is_over,
+    observation_of,
+    obstacle_in,
+)
 from service.backends.kuberay_sweep import KEEP_CUT_OFF_S, KEEP_ENDED_S, is_garbage
 from service.domain import EndReason, ObservedState
 from service.retries import RULES, Budget
@@ -33,7 +40,6 @@ def _status(deployment: str, job: str = "", **more: Any) -> dict[str, Any]:
         ("Running", "", ObservedState.PENDING),
         ("Running", "PENDING", ObservedState.PENDING),
         ("Running", "RUNNING", ObservedState.RUNNING),
-        # The submitter of SidecarMode ends a moment after the driver.
         ("Running", "SUCCEEDED", ObservedState.SUCCEEDED),
         ("Complete", "SUCCEEDED", ObservedState.SUCCEEDED),
         ("Complete", "STOPPED", ObservedState.STOPPED),
@@ -61,10 +67,24 @@ def test_the_operators_words_become_ours(deployment: str, job: str, state: Obser
 def test_why_the_operator_gave_up_decides_who_pays(
     name: str, reason: EndReason | None, budget: Budget
 ) -> None:
-    seen = observation_of(rayjob(_status("Failed", reason=name, message="as it says")))
+    found = rayjob(_status("Failed", "RUNNING", reason=name, message="as it says"))
+    assert is_given_up(found), "its driver may run on"
+    seen = observation_of(found)
     assert seen.state is ObservedState.FAILED and seen.reason is reason
     assert name in seen.message and "as it says" in seen.message
     assert RULES[reason or EndReason.DRIVER_LOST].budget is budget
+
+
+def test_a_head_that_was_never_reached_is_not_lost() -> None:
+    url = "raycluster-head-svc.shardloom.svc:8265"
+    away = _status("Failed", reason="JobStatusCheckTimeoutExceeded", dashboardURL=url)
+    seen = observation_of(rayjob(away))
+    assert seen.reason is None and f"did not reach the head at {url}" in seen.message
+    since = {"jobStatusCheckFailureStartTime": "2026-01-01T00:00:00Z", "dashboardURL": url}
+    waiting = observation_of(rayjob(_status("Running", **since)))
+    assert (
+        waiting.state is ObservedState.PENDING and "since 2026-01-01T00:00:00Z" in waiting.message
+    )
 
 
 def test_a_lost_head_is_a_lost_host() -> None:
@@ -92,11 +112,15 @@ def test_a_job_that_waits_for_kueue_says_for_which_queue() -> None:
 
 
 def test_a_job_that_was_let_go_and_suspended_again_was_preempted() -> None:
-    evicted = rayjob(_status("Suspended"), generation=3)
+    # KubeRay writes a template's quantities in its own way: the generation says nothing.
+    waiting = rayjob(_status("Suspended"), generation=7)
+    waiting["spec"]["suspend"] = True
+    assert not is_evicted(waiting)
+    evicted = rayjob(_status("Suspended"), annotations={LET_GO: "true"})
     evicted["spec"]["suspend"] = True
     seen = observation_of(evicted)
     assert (seen.state, seen.reason) == (ObservedState.FAILED, EndReason.PREEMPTED)
-    assert not is_evicted(rayjob(_status("Running"), generation=4))
+    assert not is_evicted(rayjob(_status("Running"), annotations={LET_GO: "true"}))
 
 
 def test_a_cluster_that_starts_says_how_far_it_is() -> None:
@@ -143,11 +167,19 @@ def test_pods_that_could_not_be_made_are_told_of_by_the_newest_warning() -> None
     assert obstacle_in([], events) == "FailedToCreateHeadPod: exceeded quota: team"
 
 
-@given(st.sampled_from(_DEPLOYMENTS), st.sampled_from(_JOBS), st.booleans(), st.integers(1, 4))
+def test_warnings_of_long_ago_are_over() -> None:
+    event = {"type": "Warning", "reason": "FailedToCreateRayCluster", "message": "quota"}
+    event["lastTimestamp"] = "2026-01-01T00:00:00Z"
+    assert "FailedToCreateRayCluster" in obstacle_in([], [event], _CREATED_AT + 60)
+    assert obstacle_in([], [event], _CREATED_AT + 3600) == ""
+
+
+@given(st.sampled_from(_DEPLOYMENTS), st.sampled_from(_JOBS), st.booleans(), st.booleans())
 def test_any_status_is_an_observation_that_never_says_away(
-    deployment: str, job: str, is_suspended: bool, generation: int
+    deployment: str, job: str, is_suspended: bool, was_let_go: bool
 ) -> None:
-    found = rayjob(_status(deployment, job), generation=generation)
+    noted = {LET_GO: "true"} if was_let_go else {}
+    found = rayjob(_status(deployment, job), annotations=noted)
     found["spec"]["suspend"] = is_suspended
     seen = observation_of(found)
     assert seen.state not in (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND)
@@ -190,6 +222,8 @@ def test_a_submission_that_was_cut_off_and_never_taken_up_goes() -> None:
     cut_off["spec"]["suspend"] = True
     assert not is_garbage(cut_off, _CREATED_AT + KEEP_CUT_OFF_S - 1)
     assert is_garbage(cut_off, _CREATED_AT + KEEP_CUT_OFF_S + 1)
+    admitted = _ours(_status("Initializing"), is_submitted=False)
+    assert is_garbage(admitted, _CREATED_AT + KEEP_CUT_OFF_S + 1), "by Kueue, and never carried on"
     waiting = _ours({})
     waiting["spec"]["suspend"] = True
     assert not is_garbage(waiting, _CREATED_AT + 1e9), "Kueue may let it wait for long"

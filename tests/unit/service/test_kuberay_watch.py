@@ -180,6 +180,25 @@ def test_the_pauses_grow_and_end_with_the_trouble() -> None:
     assert pauses == [0.5, 1.0, 2.0, 4.0]
 
 
+def test_streams_that_end_at_once_are_not_asked_for_without_a_pause() -> None:
+    server = Server([])
+    pauses: list[float] = []
+
+    def _pause(seconds: float) -> None:
+        pauses.append(seconds)
+        server.write("a", len(pauses))
+        # Every other version is too old by the time it is asked for.
+        if len(pauses) % 2:
+            server.compact()
+        if len(pauses) == 4:
+            watch.close()
+
+    watch = RayJobWatch(server, pause=_pause)
+    watch.start()
+    watch._thread.join(timeout=10)
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
 def test_an_error_in_the_stream_that_is_no_expiry_is_trouble() -> None:
     copy = Copy(version="1")
     with pytest.raises(BackendUnreachable, match="etcd"):

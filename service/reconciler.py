@@ -290,6 +290,8 @@ class Reconciler:
 
     def _act(self, action: Action, job: Job, attempt: Attempt) -> None:
         if action is Action.SUBMIT:
+            if not self._backend.may_submit(attempt.id):
+                return  # The job's message tells of the last try.
             # Stored before the call: once it is under way, only time tells that it did not arrive.
             tried = replace(attempt, last_submit_at=self._clock())
             job = self._apply(job, attempt, Decision(job, tried))

@@ -136,6 +136,26 @@ def test_a_crash_between_intent_and_submission_is_mended(house: House) -> None:
     assert house.store.get_attempt(f"{job.id}-a0").submitted_at is not None
 
 
+def test_a_backend_that_asks_for_patience_costs_no_writes(house: House) -> None:
+    job = house.submit("running")
+
+    class PatientBackend(FakeBackend):
+        def may_submit(self, attempt_id: str) -> bool:
+            return False
+
+    patient = PatientBackend(Path(house.backend.address))
+    waiting = Reconciler(house.store, patient, house.settings, Telemetry(), lambda: house.now)
+    waiting.run_once()
+    before = house.store.get_job(job.id)
+    waiting.run_once()
+    waiting.close()
+    assert house.store.get_job(job.id) == before
+    assert house.store.get_attempt(f"{job.id}-a0").last_submit_at is None
+    assert house.backend.attempt_ids() == []
+    house.look()
+    assert house.backend.attempt_ids() == [f"{job.id}-a0"]
+
+
 def test_a_restarted_reconciler_goes_on_with_the_same_attempt(house: House) -> None:
     job = house.submit("pending", "running", "running", "running", "succeeded")
     for _ in range(6):

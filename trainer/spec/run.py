@@ -122,7 +122,8 @@ class ResourcesSpec(SpecModel):
     `memory_bytes_per_worker` is what the planner may fill; by default the memory of the GPU, or
     an equal share of the host's. With `cluster: own` every attempt gets a cluster for itself
     (KubeRay only), admitted by Kueue's LocalQueue `queue` if given, and is ended once its cluster
-    is `deadline_s` old; the next one goes on from the newest checkpoint.
+    is `deadline_s` old: that counts as a failure, and the next one goes on from the newest
+    checkpoint.
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

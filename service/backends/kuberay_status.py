@@ -23,8 +23,6 @@ _JOB_STATES = {
 _ENDS = ("SUCCEEDED", "FAILED", "STOPPED")
 # A warning that is older than this tells of something that is over.
 _WARNING_AGE_S = 300.0
-# KubeRay looks at a new RayJob within this time.
-_FIRST_LOOK_S = 15.0
 # What the operator gives as its reason, and what that is to a job: None leaves it to what the
 # driver said, and else counts it as the driver's loss.
 _REASONS: dict[str, tuple[EndReason | None, str]] = {
@@ -156,7 +154,7 @@ def _wait(rayjob: Mapping[str, Any], status: Mapping[str, Any], obstacle: str) -
         return f"its cluster starts: {ready} of {wanted} hosts are ready"
     if status.get("jobDeploymentStatus"):
         return "its cluster starts"
-    return "KubeRay has not looked at the RayJob yet; is the operator at work?"
+    return "its RayJob waits for KubeRay's operator (if that lasts: is it at work?)"
 
 
 def obstacle_in(

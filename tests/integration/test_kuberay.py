@@ -130,7 +130,8 @@ def test_a_job_that_kubernetes_refuses_leaves_nothing_behind(
     server.faults.fail(403, verb="create", path="secrets", message=message)
     with pytest.raises(SubmissionRefused, match="images must be signed"):
         house.open().submit(submission())
-    assert not house.rayjobs() and not [name for name in house.secrets() if "-env" in name]
+    wait_for("rayjobs", house.rayjobs, lambda found: not found, 15)
+    assert not [name for name in house.secrets() if "-env" in name]
 
 
 def test_stopping_takes_the_secret_along(house: House) -> None:

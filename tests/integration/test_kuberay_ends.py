@@ -72,6 +72,7 @@ def test_a_conflict_over_a_quota_is_no_secret(house: House, server: KubeApiServe
     server.faults.fail(409, verb="create", path="secrets", message=message)
     with pytest.raises(BackendUnreachable, match="a conflict in Kubernetes"):
         backend.submit(sent)
+    wait_for("rayjobs", house.rayjobs, lambda found: not found, 15)
     backend.submit(sent)
     (found,) = house.rayjobs().values()
     assert house.secrets_of(sent) == [secret_name_of(found)]
@@ -134,6 +135,30 @@ def test_a_head_that_is_lost_starts_no_second_driver(house: House) -> None:
         seen = wait_for_state(backend, sent.attempt_id, ObservedState.FAILED)
         assert seen.reason is EndReason.HOST_LOST
         assert len(operator.scripted.submitted) == 1
+
+
+def test_what_keeps_the_cluster_itself_from_being_made_is_told(house: House) -> None:
+    backend, sent = house.open(watches=False), submission()
+    backend.submit(sent)
+    started = {"jobDeploymentStatus": "Initializing", "rayClusterName": "not-made", "jobStatus": ""}
+    place = ("ray.io", "v1", house.cluster.namespace, "rayjobs", sent.attempt_id)
+    house.api.patch_namespaced_custom_object_status(*place, {"status": started})
+    event = {
+        "metadata": {"name": "no-cluster"},
+        "involvedObject": {
+            "kind": "RayJob",
+            "name": sent.attempt_id,
+            "namespace": house.cluster.namespace,
+        },
+        "type": "Warning",
+        "reason": "FailedToCreateRayCluster",
+        "message": "exceeded quota: team",
+        "lastTimestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    house.core.create_namespaced_event(house.cluster.namespace, event)
+    seen = backend.observe(sent.attempt_id)
+    assert seen.state is ObservedState.PENDING
+    assert "FailedToCreateRayCluster: exceeded quota: team" in seen.message
 
 
 def _deployment(house: House, name: str) -> str:

@@ -127,7 +127,7 @@ def test_a_cluster_that_starts_says_how_far_it_is() -> None:
     ready = {"rayClusterStatus": {"readyWorkerReplicas": 1, "desiredWorkerReplicas": 3}}
     seen = observation_of(rayjob(_status("Initializing", **ready)))
     assert "1 of 3 hosts are ready" in seen.message
-    assert "is the operator at work?" in observation_of(rayjob()).message
+    assert "waits for KubeRay's operator" in observation_of(rayjob()).message
     told = observation_of(rayjob(_status("Initializing", **ready)), "pod x: Unschedulable")
     assert told.message == "its cluster does not start: pod x: Unschedulable"
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from trainer.data.errors import StorageError
 from trainer.data.retry import persist
 from trainer.data.storage import Location
 from trainer.elastic.checkpoint_folder import FileRecord, Folder
@@ -37,6 +38,7 @@ class _HashedOutput(io.RawIOBase):
         self._file = file
         self._digest = hashlib.sha256()
         self._size_bytes = 0
+        self.fault: StorageError | None = None
 
     def writable(self) -> bool:
         """True."""
@@ -49,8 +51,12 @@ class _HashedOutput(io.RawIOBase):
     def write(self, content: Any, /) -> int:
         """Write all of `content`; raises a `StorageError`."""
         view = memoryview(content).cast("B")
-        with self._file.faults_named("written"):
-            self._stream.write(view)
+        try:
+            with self._file.faults_named("written"):
+                self._stream.write(view)
+        except StorageError as error:
+            self.fault = self.fault or error
+            raise
         self._digest.update(view)
         self._size_bytes += len(view)
         return len(view)
@@ -85,9 +91,12 @@ class _RemoteFiles(FileSystemBase):
         try:
             yield output
             output.close()
-        except BaseException:
+        except BaseException as error:
             # Without a marker nothing of it counts, so trying once is enough.
             path.discard(output)
+            if output.fault is not None and error is not output.fault:
+                # `torch.save` ends its archive all the same, and fails with words of its own.
+                raise output.fault from error
             raise
         self.records[path.name] = output.record
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -134,8 +136,16 @@ def test_a_spec_says_what_to_export() -> None:
     assert spec.export == ExportSpec(on_success=False, checkpoint="newest", quantize="fp16")
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT as in a process of its own: what other tests run may have set it otherwise."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def test_the_process_ends_when_its_export_is_deleted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interrupts: None
 ) -> None:
     folder = ask_for(RunDir(tmp_path), "newest", "int8")
 

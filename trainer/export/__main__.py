@@ -6,10 +6,10 @@ Exits with 0 when the export is there, 1 when it was refused (the reason is the 
 
 from __future__ import annotations
 
-import _thread
 import argparse
 import contextlib
 import logging
+import signal
 import sys
 import threading
 import warnings
@@ -84,12 +84,13 @@ def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
 @contextlib.contextmanager
 def _ended_when_deleted(folder: ExportFolder) -> Iterator[None]:
     """Interrupt the work within, as Ctrl-C would, once nobody wants the export any more."""
-    done = threading.Event()
+    done, worker = threading.Event(), threading.get_ident()
 
     def watch() -> None:
         while not done.wait(_LOOK_S):
             if folder.is_deleted:
-                _thread.interrupt_main()
+                # A real signal: it ends a wait at once.
+                signal.pthread_kill(worker, signal.SIGINT)
                 return
 
     threading.Thread(target=watch, name="deleted", daemon=True).start()

@@ -10,25 +10,23 @@ STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 WAIT ?= 1
 BIN := .venv/bin
 STAMP := .venv/.installed-$(STACK)
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar on
-# What is there already is no news.
-NEWS := | { grep -v 'already satisfied' || true; }
+DEV_STAMP := .venv/.installed-dev-$(STACK)
+# Two processes: most tests wait. Files stay together; the long ones begin (tests/conftest.py).
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=40
 
-.PHONY: help setup demo demo-survive test chaos fuzz test-unit lint format lock sbom images bench clean
+.PHONY: help setup setup-dev demo demo-survive test test-all chaos fuzz test-unit lint format lock sbom images docs bench clean
 help:
 	@grep -E '^[a-z-]+:.*##' Makefile | sed 's/:.*##/\t/' | expand -t 16
 
-setup: $(STAMP) ## create .venv with everything installed
+setup: $(STAMP) ## create .venv with what a service and its jobs need
+setup-dev: $(DEV_STAMP) ## add what tests, lint and docs need
 
 $(STAMP): pyproject.toml
-	@echo "Shardloom set-up ($(STACK) stack) into .venv: about two minutes the first time."
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "[1/3] PyTorch" && $(PIP) torch==2.13.0 $(NEWS)
-	@echo "[2/3] Shardloom and what it needs" && \
-		$(PIP) -e '.[service,trainer-$(STACK),dev]' $(NEWS)
-	@if [ $(STACK) = cpu ]; then echo "[3/3] TorchRec" && \
-		$(PIP) --no-deps torchrec==1.8.0 $(NEWS); fi
-	@$(BIN)/python -m trainer.versions
+	@PYTHON='$(PYTHON)' deploy/install.sh run $(STACK)
+	@touch $@
+
+$(DEV_STAMP): $(STAMP)
+	@deploy/install.sh dev $(STACK)
 	@touch $@
 
 demo: setup ## train a 2D-sharded recommender on MovieLens and watch it
@@ -37,34 +35,41 @@ demo: setup ## train a 2D-sharded recommender on MovieLens and watch it
 demo-survive: setup ## lose a host in the middle of a job, and get it back
 	@DATA='$(DATA)' WAIT='$(WAIT)' deploy/demo_survive.sh
 
-test: setup ## run the tests
-	@$(BIN)/python -m pytest tests $(PYTEST_ARGS)
+test: setup-dev ## run the tests but for the slow ones: ten minutes on two fast cores
+	@$(PYTEST) tests -m "not slow" $(PYTEST_ARGS)
 
-test-unit: setup ## run the tests that need no Ray, network or browser
-	@$(BIN)/python -m pytest tests/unit $(PYTEST_ARGS)
+test-all: setup-dev ## run all tests, with many more made-up cases: half an hour on two fast cores
+	@SHARDLOOM_TEST_PROFILE=all $(PYTEST) tests $(PYTEST_ARGS)
 
-chaos: setup ## strike elastic jobs with 200 faults; takes ten minutes
-	@SHARDLOOM_CHAOS_JOBS=20 $(BIN)/python -m pytest tests/integration/test_chaos.py --timeout 900 $(PYTEST_ARGS)
+test-unit: setup-dev ## run the tests that need no Ray, network or browser
+	@$(PYTEST) tests/unit -m "not slow" $(PYTEST_ARGS)
 
-fuzz: setup ## ask the REST API 10 000 made-up questions; takes some minutes
-	@SHARDLOOM_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/integration/test_openapi.py tests/integration/test_fuzzed_specs.py $(PYTEST_ARGS)
+chaos: setup-dev ## strike elastic jobs with 200 faults; takes ten minutes
+	@SHARDLOOM_CHAOS_JOBS=20 $(BIN)/python -m pytest tests/integration/elastic/test_chaos.py --timeout 900 $(PYTEST_ARGS)
 
-lint: setup ## check style and types
+fuzz: setup-dev ## ask the REST API 10 000 made-up questions; takes some minutes
+	@SHARDLOOM_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/integration/service/test_openapi.py $(PYTEST_ARGS)
+
+lint: setup-dev ## check style and types
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/python -m deploy.observability.build --check
 
-format: setup ## mend what ruff can mend
+format: setup-dev ## mend what ruff can mend
 	@$(BIN)/ruff check --fix . && $(BIN)/ruff format .
 
-lock: setup ## resolve the images' requirements anew (UPGRADE=1: newest versions)
-	@$(BIN)/python -m deploy.lock $(if $(UPGRADE),--upgrade) && $(BIN)/python -m deploy.sbom
+lock: setup-dev ## resolve the images' requirements anew (UPGRADE=1: newest versions)
+	@$(BIN)/python -m deploy.lock $(if $(UPGRADE),--upgrade)
 
-sbom: setup ## write the images' bills of materials anew
+sbom: setup-dev ## write the images' bills of materials into deploy/sbom
 	@$(BIN)/python -m deploy.sbom
 
-images: ## build the container images, where there is an engine (IMAGES="service trainer-cpu")
+images: setup-dev ## build the container images, where there is an engine (IMAGES="service trainer-cpu")
 	@deploy/build_images.sh
 
-bench: setup ## run every benchmark and write bench-results/
+docs: setup-dev ## build the documentation site in site/; broken links fail
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet && echo "site/index.html"
+
+bench: setup-dev ## run every benchmark and write bench-results/
 	@$(BIN)/python -m tests.benchmarks.all --out bench-results
 
 clean: ## remove .venv, caches and local state

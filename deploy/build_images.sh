@@ -7,6 +7,7 @@
 #   PIP_CONF=FILE                  pip's settings for the build (an index of your own, say), as a
 #                                  secret: neither it nor what it says gets into an image
 #   BUILD_ARGS="..."               anything else for the engine
+#   PYTHON=.venv/bin/python        one that has Shardloom's packages for development
 set -euo pipefail
 cd "$(dirname "$0")/.."
 IMAGES=${IMAGES:-service trainer-cpu}
@@ -24,7 +25,7 @@ find_engine() {
         if works "$each"; then echo "$each"; return; fi
     done
     echo "no container engine: neither docker (with its daemon), podman nor buildah works here;" \
-        "install one, or build elsewhere with the commands in deploy/images.md" >&2
+        "install one, or build elsewhere with the commands in docs/guides/images.md" >&2
     exit 1
 }
 
@@ -51,6 +52,9 @@ build() {
     # shellcheck disable=SC2086  # several words are meant
     DOCKER_BUILDKIT=1 "$ENGINE" build "${arguments[@]}" ${BUILD_ARGS:-} .
 }
+
+# Bills of materials, which the Dockerfiles copy.
+"${PYTHON:-.venv/bin/python}" -m deploy.sbom
 
 for image in $IMAGES; do
     case "$image" in

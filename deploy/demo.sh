@@ -4,12 +4,13 @@
 #   WAIT=0     end everything when the job has ended, with the job's exit code
 source "$(dirname "$0")/demo_common.sh"
 
-prepare_ratings
 start_shardloom
+prepare_ratings
+await_shardloom
 
-say "Submitting deploy/examples/movielens.yaml: 4 workers as 2 replicas of 2 shards"
+say "Submitting examples/movielens.yaml: 4 workers as 2 replicas of 2 shards"
 code=0
-"$shardloom" run deploy/examples/movielens.yaml --set data.path="$prepared" || code=$?
+"$shardloom" run examples/movielens.yaml --set data.path="$prepared" || code=$?
 say "Result"
 "$shardloom" show movielens
 "$shardloom" checkpoints movielens

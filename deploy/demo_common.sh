@@ -24,13 +24,24 @@ prepare_ratings() {
     "$shardloom" data prepare movielens "$source" "$prepared" --split per_user --overwrite
 }
 
-# Starts Shardloom with the given options unless it runs; ends it with the script if it was started.
+# Begins to start Shardloom with the given options unless it runs; ends it with the script if it was
+# started. What is done before `await_shardloom` is done meanwhile.
 start_shardloom() {
-    say "Starting Shardloom and a local Ray"
+    say "Starting Shardloom and a local Ray, in the background"
     owned=no
     "$shardloom" status >/dev/null 2>&1 || owned=yes
     trap stop_shardloom EXIT
-    "$shardloom" up --detach "$@"
+    mkdir -p "$SHARDLOOM_HOME/demo"
+    start_log="$SHARDLOOM_HOME/demo/start.log"
+    "$shardloom" up --detach "$@" >"$start_log" 2>&1 &
+    start_pid=$!
+}
+await_shardloom() {
+    say "Waiting until Shardloom and Ray are up"
+    local code=0
+    wait "$start_pid" || code=$?
+    cat "$start_log"
+    return "$code"
 }
 stop_shardloom() { [ "$owned" = no ] || "$shardloom" down; }
 

@@ -18,23 +18,33 @@ wait_for() {
     done
 }
 
-prepare_ratings
-start_shardloom --hosts 3
+# The job is over before its time: say how it ended.
+ended_early() {
+    "$shardloom" show "$job"
+    exit 1
+}
 
-say "Submitting deploy/examples/$job.yaml: a copy of the tables on each of 3 hosts"
-"$shardloom" submit "deploy/examples/$job.yaml" --set data.path="$prepared" \
+start_shardloom --hosts 3
+prepare_ratings
+await_shardloom
+
+say "Submitting examples/$job.yaml: a copy of the tables on each of 3 hosts"
+"$shardloom" submit "examples/$job.yaml" --set data.path="$prepared" \
     --set training.epochs="${EPOCHS:-12}"
-wait_for group_joined 3
+wait_for group_joined 3 || ended_early
 "$shardloom" show "$job"
 
 say "Host $lost dies"
 "$shardloom" host kill "$lost"
-wait_for recovered 1
+wait_for recovered 1 || ended_early
 "$shardloom" show "$job"
 
 say "The host comes back"
-"$shardloom" host add "$lost"
-wait_for group_joined 4 || say "the job was over before the host could help"
+if "$shardloom" host add "$lost"; then
+    wait_for group_joined 4 || say "The job was over before the host could help"
+else
+    say "The host could not come back: the job ends on the two others"
+fi
 
 code=0
 "$shardloom" follow "$job" || code=$?

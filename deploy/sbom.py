@@ -1,8 +1,9 @@
 """Writes what the images hold as CycloneDX, from their locks: `make sbom`.
 
-`deploy/sbom/NAME.cdx.json` goes into the image that is made from the locks in `IMAGES`. A file
-depends on its locks and Dockerfile only, so that a test can hold it against them: no time of
-making, and a serial number that is a digest of the content. Of what lies below Python's packages
+`deploy/sbom/NAME.cdx.json` goes into the image that is made from the locks in `IMAGES`; `make
+images` writes them before it builds, and git ignores them. A file depends on its locks and
+Dockerfile only, so that two builds of one commit agree: no time of making, and a serial number that
+is a digest of the content. Of what lies below Python's packages
 (Debian's, in the base image) the base's own bill of materials tells.
 """
 
@@ -126,12 +127,20 @@ def _without_time(text: str) -> str:
     return json.dumps(bill, indent=1, sort_keys=True) + "\n"
 
 
-def main() -> None:
-    """Write all of them."""
-    FOLDER.mkdir(exist_ok=True)
+def write_bills(folder: Path) -> list[Path]:
+    """Write the bills of all images into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
     for image in IMAGES:
-        path = FOLDER / f"{image}.cdx.json"
+        path = folder / f"{image}.cdx.json"
         path.write_text(bill_of(image))
+        paths.append(path)
+    return paths
+
+
+def main() -> None:
+    """Write all of them where the Dockerfiles take them from."""
+    for path in write_bills(FOLDER):
         print(path.relative_to(REPO))
 
 

@@ -1,10 +1,12 @@
-"""What the control plane raises, and how each error reads as an RFC 9457 problem.
+"""One exception hierarchy; takes trainer.spec.FieldProblem instead of api FieldError.
+
+What the control plane raises, and how each error reads as an RFC 9457 problem.
 
     ServiceError                      status  code
     ├── InvalidRequest                422     invalid_request   (`fields` say where)
-    ├── who may call, and how much: `service.security.errors`
-    ├── jobs and what they report: `service.job_errors`
-    ├── what they read and leave: `service.artifact_errors`
+    ├── who may call, and how much: `service.errors`
+    ├── jobs and what they report: `service.errors`
+    ├── what they read and leave: `service.errors`
     ├── NotFound                      404
     │   ├── ProjectNotFound                   project_not_found
     │   ├── NotAHead                          not_a_head
@@ -12,7 +14,7 @@
     │   └── DeliveryNotFound                  delivery_not_found
     ├── Conflict                      409
     │   ├── IdempotencyConflict               idempotency_conflict
-    │   └── RequestUnderWay                   request_under_way (`Retry-After`)
+    │   └── RequestInProgress                   request_under_way (`Retry-After`)
     ├── PreconditionFailed            412
     ├── BackendError                  502
     │   ├── SubmissionRefused                 submission_refused
@@ -23,14 +25,56 @@
     └── PortInUse                     (start) port_in_use
 
 `trainer.spec.SpecError` maps to 422 `invalid_spec`.
+
+NotFound            LogNotFound              log_not_found
+                    CheckpointNotFound       checkpoint_not_found
+                    TraceNotFound            trace_not_found
+                    ExportNotFound           export_not_found
+Conflict            TracePending             trace_pending
+                    ExportPending            export_pending
+                    ExportNotReady           export_not_ready
+                    ExportRefused            export_refused
+                    ExportUnavailable        export_unavailable
+ServiceError        CodeStoreFull       507  code_store_full
+
+InvalidRequest      RanksUnknown, SizeRefused, HostUnknown
+NotFound            JobNotFound          job_not_found
+                    AttemptNotFound      attempt_not_found
+Conflict            JobEnded             job_ended
+                    JobNotEnded          job_not_ended
+                    JobNotRunning        job_not_running
+                    JobNotPaused         job_not_paused
+                    JobActive            job_at_work
+                    LayoutUnknown        layout_unknown
+                    SequenceGap          sequence_gap      (`next_seq` is wanted)
+                    StaleVersion         stale_version
+PreconditionFailed  VersionChanged       version_changed
+                    VersionUnknown       version_unknown
+ServiceError        RecordRefused   422  record_refused
+                    JobUnreadable   500  job_unreadable
+
+ServiceError                      status  code
+├── NotSignedIn                   401     not_signed_in
+├── Forbidden                     403     forbidden
+│   ├── ForeignOrigin                     foreign_origin
+│   └── CsrfRefused                       csrf_token
+├── NotFound                      404
+│   └── KeyNotFound                       key_not_found
+├── BodyTooLarge                  413     body_too_large
+├── ForeignHost                   421     foreign_host
+├── BehindProxy                   421     behind_proxy
+├── TooManyRequests               429     too_many_requests (`Retry-After`)
+│   └── TooManyOpen               429     too_many_open
+├── SecretKeyUnusable             500     secret_key_unusable
+├── IdentityProviderAway          503     identity_provider_away
+└── UnsafeAddress                 (start) unsafe_address
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.api.schemas import FieldFault, Problem
-from trainer.spec import SpecError
+from service.schemas.common import FieldError
 
 
 class ServiceError(Exception):
@@ -41,7 +85,7 @@ class ServiceError(Exception):
     title = "Internal error"
 
     @property
-    def fields(self) -> Sequence[FieldFault]:
+    def fields(self) -> Sequence[FieldError]:
         """Faulty fields of the request, where the error is about fields."""
         return ()
 
@@ -63,12 +107,12 @@ class InvalidRequest(ServiceError):
     code = "invalid_request"
     title = "Invalid request"
 
-    def __init__(self, faults: Sequence[FieldFault]) -> None:
+    def __init__(self, faults: Sequence[FieldError]) -> None:
         self._faults = tuple(faults)
         super().__init__("; ".join(f"{fault.path}: {fault.message}" for fault in faults))
 
     @property
-    def fields(self) -> Sequence[FieldFault]:
+    def fields(self) -> Sequence[FieldError]:
         """Every fault found."""
         return self._faults
 
@@ -143,7 +187,7 @@ class IdempotencyConflict(Conflict):
         )
 
 
-class RequestUnderWay(Conflict):
+class RequestInProgress(Conflict):
     """A request was repeated while the first one is still being carried out."""
 
     code = "request_under_way"
@@ -234,21 +278,456 @@ class PortInUse(ServiceError):
         )
 
 
-def problem_of(error: ServiceError) -> dict[str, object]:
-    """The problem document of an error, extension members included."""
-    problem = Problem(
-        title=error.title,
-        status=error.status,
-        detail=str(error),
-        code=error.code,
-        fields=list(error.fields),
-    )
-    return {**problem.model_dump(), **error.extensions}
+# Errors about what jobs read and leave (`service.errors` has the whole picture).
 
 
-def problem_of_spec(error: SpecError) -> dict[str, object]:
-    """The problem document of a faulty spec: one field per fault, by its path in the spec."""
-    faults = [FieldFault(path=p.path, code=p.code, message=p.message) for p in error.problems]
-    return Problem(
-        title="Invalid spec", status=422, detail=str(error), code="invalid_spec", fields=faults
-    ).model_dump()
+class LogNotFound(NotFound):
+    """A job has no log of this name."""
+
+    code = "log_not_found"
+
+    def __init__(self, source: str, sources: Sequence[str]) -> None:
+        known = ", ".join(sources) or "none yet"
+        super().__init__(f"no log is named '{source}'; the attempt has: {known}")
+
+
+class CheckpointNotFound(NotFound):
+    """A job has no such checkpoint, or none at all."""
+
+    code = "checkpoint_not_found"
+
+    def __init__(self, job_id: str, wanted: str, steps: Sequence[int]) -> None:
+        known = ", ".join(str(step) for step in steps) or "none"
+        super().__init__(f"job {job_id} has no checkpoint {wanted}; steps that it has: {known}")
+
+
+class TraceNotFound(NotFound):
+    """A job has no trace of this name, or its file is gone."""
+
+    code = "trace_not_found"
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"no trace is named '{name}', or its file is gone; GET /v1/jobs/JOB/traces lists them"
+        )
+
+
+class ExportNotFound(NotFound):
+    """A job has no export of this id."""
+
+    code = "export_not_found"
+
+    def __init__(self, job_id: str, export_id: str) -> None:
+        super().__init__(
+            f"job {job_id} has no export '{export_id}'; GET /v1/jobs/JOB/exports lists them"
+        )
+
+
+class TracePending(Conflict):
+    """An earlier request for a trace was not answered yet."""
+
+    code = "trace_pending"
+
+    def __init__(self, trace_id: str, names: Sequence[str]) -> None:
+        super().__init__(
+            f"trace {trace_id} is still being recorded; wait until {', '.join(names)} is written"
+        )
+
+
+class ExportPending(Conflict):
+    """An earlier export of the job is not done yet."""
+
+    code = "export_pending"
+
+    def __init__(self, job_id: str, export_id: str) -> None:
+        self.export_id = export_id
+        super().__init__(
+            f"export {export_id} of job {job_id} is not done yet; wait for it, then ask again"
+        )
+
+
+class ExportNotReady(Conflict):
+    """An export that is not done, or failed, has nothing to download."""
+
+    code = "export_not_ready"
+
+    def __init__(self, export_id: str, status: str, message: str) -> None:
+        cause = f": {message}" if message else ""
+        super().__init__(f"export {export_id} is {status}{cause}")
+
+
+class ExportRefused(Conflict):
+    """Exporting the job would run its user's code on the service's host."""
+
+    code = "export_refused"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"job {job_id} trains a module of its user's own (model.module), whose code does not "
+            "run on this service's host; export on a host of the cluster with "
+            "`shardloom export --run-dir DIR --to DIR`"
+        )
+
+
+class ExportUnavailable(Conflict):
+    """The Python that would make exports beside the service has not what they need."""
+
+    code = "export_unavailable"
+
+    def __init__(self, python: str, missing: str) -> None:
+        super().__init__(
+            f"this service makes no exports: its Python ({python}, SHARDLOOM_TRAINER_PYTHON) "
+            f"cannot, as {missing}. Run it from the image of deploy/Dockerfile.service-export, or "
+            "where the trainer is installed; or let jobs export where they train with "
+            "`export: {on_success: true}`, and finished ones on a host of the cluster with "
+            "`shardloom export --run-dir DIR --to DIR`"
+        )
+
+
+class CodeStoreFull(ServiceError):
+    """No more uploads of code are kept."""
+
+    status = 507
+    code = "code_store_full"
+    title = "Code store full"
+
+
+# Errors about jobs, their attempts and what they report (`service.errors` has the whole picture).
+
+
+class RanksUnknown(InvalidRequest):
+    """A request names ranks that the job does not have."""
+
+    def __init__(self, ranks: Sequence[int], world_size: int) -> None:
+        message = f"no such rank: workers are numbered 0 to {world_size - 1}"
+        unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
+        super().__init__(
+            [FieldError(path=f"ranks[{index}]", code="rank", message=message) for index in unknown]
+        )
+
+
+class SizeRefused(InvalidRequest):
+    """A job cannot train with the number of workers that a request names."""
+
+    def __init__(self, code: str, message: str) -> None:
+        super().__init__([FieldError(path="workers", code=code, message=message)])
+
+
+class HostUnknown(InvalidRequest):
+    """A request names a host that has none of the job's workers."""
+
+    def __init__(self, host: str, known: Sequence[str]) -> None:
+        hosts = ", ".join(known) or "none yet"
+        message = f"no worker of the job is on '{host}'; its hosts: {hosts}"
+        super().__init__([FieldError(path="host", code="host", message=message)])
+
+
+class JobNotFound(NotFound):
+    """No job has this id or name."""
+
+    code = "job_not_found"
+
+    def __init__(self, job: str) -> None:
+        super().__init__(f"no job has the id or name '{job}'; GET /v1/jobs lists them")
+
+
+class AttemptNotFound(NotFound):
+    """No attempt has this id."""
+
+    code = "attempt_not_found"
+
+    def __init__(self, attempt_id: str) -> None:
+        super().__init__(f"no attempt has the id '{attempt_id}'")
+
+
+class JobEnded(Conflict):
+    """The job has ended, so there is nothing left to change."""
+
+    code = "job_ended"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id} has already ended ({status})")
+
+
+class JobNotEnded(Conflict):
+    """The job still lives, so what it holds cannot be deleted."""
+
+    code = "job_not_ended"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(
+            f"job {job_id} has not ended: it is {status}; cancel it and wait for its end first"
+        )
+
+
+class JobNotRunning(Conflict):
+    """The job has no workers at work."""
+
+    code = "job_not_running"
+
+    def __init__(self, job_id: str, status: str, purpose: str = "to trace") -> None:
+        super().__init__(f"job {job_id} has no workers {purpose}: it is {status}, not RUNNING")
+
+
+class JobNotPaused(Conflict):
+    """The job is not paused, so there is nothing to resume."""
+
+    code = "job_not_paused"
+
+    def __init__(self, job_id: str, status: str) -> None:
+        super().__init__(f"job {job_id} is not paused: it is {status}")
+
+
+class JobActive(Conflict):
+    """The job has an attempt under way, which must end first."""
+
+    code = "job_at_work"
+
+    def __init__(self, job_id: str, status: str, mend: str) -> None:
+        super().__init__(f"job {job_id} is {status}; {mend} first")
+
+
+class LayoutUnknown(Conflict):
+    """The job has not chosen how many workers form a group."""
+
+    code = "layout_unknown"
+
+    def __init__(self, job_id: str) -> None:
+        super().__init__(
+            f"job {job_id} has not chosen its shard_group_size yet; ask again once its timeline "
+            "tells the layout"
+        )
+
+
+class SequenceGap(Conflict):
+    """A batch starts after records that never arrived; `next_seq` is the one to go on from."""
+
+    code = "sequence_gap"
+
+    def __init__(self, stream: str, first_seq: int, next_seq: int) -> None:
+        self.next_seq = next_seq
+        super().__init__(
+            f"batch of stream '{stream}' starts at {first_seq}, but record {next_seq} has not "
+            f"arrived yet; send again from {next_seq}"
+        )
+
+    @property
+    def extensions(self) -> dict[str, object]:
+        """The sequence number to go on from."""
+        return {"next_seq": self.next_seq}
+
+
+class StaleVersion(Conflict):
+    """Somebody else wrote the job since it was read."""
+
+    code = "stale_version"
+
+    def __init__(self, job_id: str, version: int) -> None:
+        super().__init__(f"job {job_id} was changed since version {version} was read; read again")
+
+
+class VersionChanged(PreconditionFailed):
+    """The job is not as the request's sender saw it any more."""
+
+    code = "version_changed"
+
+    def __init__(self, job_id: str, wanted: int, version: int) -> None:
+        super().__init__(
+            f"job {job_id} is at version {version} now, and If-Match asks for {wanted}: read it "
+            f"again, and repeat the request if it is still meant"
+        )
+
+
+class VersionUnknown(PreconditionFailed):
+    """An If-Match that is no tag of ours."""
+
+    code = "version_unknown"
+
+    def __init__(self, tag: str) -> None:
+        super().__init__(f'If-Match is {tag[:40]!r}; give the ETag of a job, such as "7"')
+
+
+class RecordRefused(ServiceError):
+    """A record of a driver holds a value that the database cannot keep."""
+
+    status = 422
+    code = "record_refused"
+    title = "Record refused"
+
+    def __init__(self, attempt_id: str, cause: str) -> None:
+        super().__init__(f"a record of attempt {attempt_id} cannot be stored ({cause})")
+
+
+class JobUnreadable(ServiceError):
+    """A stored job that this version of the service cannot read."""
+
+    code = "job_unreadable"
+    title = "Job unreadable"
+
+    def __init__(self, job_id: str, cause: str) -> None:
+        super().__init__(
+            f"job {job_id} cannot be read ({cause}); was it stored by another version of the "
+            "service? Run that version, or cancel the job with it"
+        )
+
+
+# What is raised where somebody may not come in, or not so; see `service.errors` for the rest.
+
+
+class NotSignedIn(ServiceError):
+    """A request without credentials, or with some that do not count."""
+
+    status = 401
+    code = "not_signed_in"
+    title = "Not signed in"
+
+    def __init__(self, cause: str = "this request carries no credentials") -> None:
+        super().__init__(
+            f"{cause}; send 'Authorization: Bearer KEY' with an API key "
+            "(`shardloom login`, or SHARDLOOM_API_KEY)"
+        )
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """How to sign in."""
+        return {"WWW-Authenticate": 'Bearer realm="shardloom"'}
+
+
+class Forbidden(ServiceError):
+    """Credentials that count, but not for this."""
+
+    status = 403
+    code = "forbidden"
+    title = "Forbidden"
+
+
+class ForeignOrigin(Forbidden):
+    """A page of another site tries to change something with the rights of a reader of ours."""
+
+    code = "foreign_origin"
+
+    def __init__(self, origin: str) -> None:
+        super().__init__(
+            f"a page of {origin[:200]} may not change anything here; SHARDLOOM_ALLOWED_ORIGINS "
+            "names the sites that may"
+        )
+
+
+class CsrfRefused(Forbidden):
+    """A change by a browser's session without the token that our own pages send."""
+
+    code = "csrf_token"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "a session must send the value of its cookie 'shardloom-csrf' in the header "
+            "X-CSRF-Token with whatever changes something; reload the page, or use an API key"
+        )
+
+
+class ForeignHost(ServiceError):
+    """The request names another host than this service answers for."""
+
+    status = 421
+    code = "foreign_host"
+    title = "Misdirected request"
+
+    def __init__(self, host: str) -> None:
+        super().__init__(
+            f"this service does not answer for the host '{host[:200]}'; "
+            "SHARDLOOM_ALLOWED_HOSTS names those it answers for"
+        )
+
+
+class BehindProxy(ServiceError):
+    """A proxy passes requests on to a service that lets everybody in."""
+
+    status = 421
+    code = "behind_proxy"
+    title = "Misdirected request"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this request came through a proxy (it carries X-Forwarded-For or Forwarded), and "
+            "this service asks nobody for credentials: behind a proxy it wants "
+            "SHARDLOOM_AUTH=required"
+        )
+
+
+class BodyTooLarge(ServiceError):
+    """The body of a request is larger than the service takes."""
+
+    status = 413
+    code = "body_too_large"
+    title = "Body too large"
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(f"a request's body has at most {limit_bytes} bytes here")
+
+
+class TooManyRequests(ServiceError):
+    """A principal asks faster than it may."""
+
+    status = 429
+    code = "too_many_requests"
+    title = "Too many requests"
+
+    def __init__(self, retry_after_s: int) -> None:
+        self.retry_after_s = retry_after_s
+        super().__init__(f"too many requests; try again in {retry_after_s} s")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """When to try again."""
+        return {"Retry-After": str(self.retry_after_s)}
+
+
+class TooManyOpen(TooManyRequests):
+    """A principal has too many requests open at the same time, followed streams among them."""
+
+    code = "too_many_open"
+
+    def __init__(self, limit: int) -> None:
+        self.retry_after_s = 1
+        ServiceError.__init__(
+            self,
+            f"{limit} requests or streams of this caller are open, as many as may be; "
+            "close some, or raise SHARDLOOM_MAX_OPEN_REQUESTS",
+        )
+
+
+class IdentityProviderAway(ServiceError):
+    """The keys of the identity provider cannot be had, so that no token can be checked."""
+
+    status = 503
+    code = "identity_provider_away"
+    title = "Identity provider away"
+
+    def __init__(self, url: str, cause: str) -> None:
+        super().__init__(f"cannot read the keys at {url} ({cause}); SHARDLOOM_OIDC_JWKS_URL")
+
+
+class SecretKeyUnusable(ServiceError):
+    """The service's own secret cannot be used."""
+
+    code = "secret_key_unusable"
+    title = "Secret key unusable"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"{cause} (SHARDLOOM_SECRET_KEY)")
+
+
+class UnsafeAddress(ServiceError):
+    """The service would listen on a network without asking who calls."""
+
+    code = "unsafe_address"
+    title = "Unsafe address"
+
+
+class KeyNotFound(NotFound):
+    """No API key has this id."""
+
+    code = "key_not_found"
+
+    def __init__(self, key_id: str) -> None:
+        super().__init__(f"no API key has the id '{key_id}'; `shardloom keys list` shows them")

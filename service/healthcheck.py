@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import ssl
 import sys
-import urllib.error
 import urllib.request
 
 _TIMEOUT_S = 4.0

@@ -24,7 +24,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from service.addresses import is_loopback, local_url
+from service.network import is_loopback, local_url
 
 
 def _absolute(path: Path) -> Path:
@@ -36,8 +36,6 @@ def _none_if_empty(text: Any) -> Any:
 
 
 AbsolutePath = Annotated[Path, AfterValidator(_absolute)]
-
-
 RemoteFolder = Annotated[str, Field(pattern=r"^(s3|gs)://[^/?#%]+(/[^?#%]+)*/?$")]
 StorageRoot = Annotated[RemoteFolder | AbsolutePath, Field(union_mode="left_to_right")]
 

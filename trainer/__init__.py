@@ -1,1 +1,3 @@
 """Training side of Shardloom: engine, data, models, worker loop and driver."""
+
+from __future__ import annotations

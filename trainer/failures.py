@@ -1,4 +1,9 @@
-"""Why a run ended, in words that the control plane knows: pure classification.
+"""What is wrong: pure policies for hangs, stragglers, losses that leave the rails, bad hosts, OOM.
+
+Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
+none reads a clock or acts. What they know belongs to one attempt and, for ranks, to one life of
+their group (its incarnation): make new ones for an attempt, and what an earlier life did is dropped
+by the first word of a later one.
 
 A reason decides what happens next. Another life of the workers, from the newest checkpoint, may do
 better after a loss, a hang, a shortage or a divergence; bad data, a bad spec, a loss that became
@@ -10,11 +15,36 @@ the run folder, the attempt ends, and the control plane tries again later.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
-from trainer.elastic.detect import memory_shortage
+MemoryShortage = Literal["device_oom", "host_oom"]
+_DEVICE_SIGNS = ("torch.outofmemoryerror", "cuda out of memory", "hip out of memory")
+# Ray's memory monitor, torch's CPU allocator, the C library, Python, container runtimes.
+_HOST_SIGNS = (
+    "node running low on memory",
+    "memory usage threshold",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "memoryerror",
+    "std::bad_alloc",
+    "oomkilled",
+)
+
+
+def memory_shortage(message: str, type_names: Iterable[str] = ()) -> MemoryShortage | None:
+    """Which memory ran out, by an error's text and the names of its types; None if neither did."""
+    text = " ".join([*type_names, message]).lower()
+    if any(sign in text for sign in _DEVICE_SIGNS):
+        return "device_oom"
+    if any(sign in text for sign in _HOST_SIGNS):
+        return "host_oom"
+    return None
+
+
+# Why a run ended, in words that the control plane knows: pure classification.
 
 COMPLETED = "completed"
 CANCELLED = "cancelled"
@@ -36,21 +66,17 @@ TRAINING_ERROR = "training_error"
 USER_CODE = "user_code"
 VERSION_MISMATCH = "version_mismatch"
 RUN_IN_USE = "run_in_use"
-
 # What another life of the workers may not run into again, and whether the user's budget pays.
 PAID = frozenset({WORKERS_LOST, DIVERGED, ROWS_SKIPPED, HANG, DEVICE_OOM, HOST_OOM})
 FREE = frozenset({HOST_LOST, PREEMPTED})
 RESTARTABLE = PAID | FREE
-
 # One sharding group may end by these while the others train on, and is started again; the budget
 # of the job bounds how often.
 _SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
-
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
 _MAX_USER_LINES = 40
 _MAX_LINE_CHARS = 300
-
 _PEER_LOST_SIGNS = (
     "connection closed by peer",
     "connection reset by peer",
@@ -94,7 +120,7 @@ class NonFiniteLoss(Exception):
     """The loss became NaN or infinite."""
 
 
-class RowsPoisoned(NonFiniteLoss):
+class NonFiniteRows(NonFiniteLoss):
     """It did, and the rows that did it are noted: another life of the workers leaves them out."""
 
 

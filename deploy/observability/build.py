@@ -1,7 +1,8 @@
 """Writes what is made from code: `python -m deploy.observability.build`; `--check` only compares.
 
-The dashboards go to `grafana/dashboards`. Kustomize reads nothing above its root, so that they and
-the rules are written to `k8s/base/observability` as well: rules as a PrometheusRule.
+All of it goes to `k8s/base/observability`, because kustomize reads nothing above its root: the
+dashboards, which compose.yaml mounts from there, and the rules as a PrometheusRule. It is kept in
+git, so that `kubectl apply -k` and compose work without Python; `make lint` checks it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,6 @@ def built_files() -> Mapping[Path, str]:
     files = {KUBERNETES / "rules.yaml": _prometheus_rule()}
     for name, builder in dashboards().items():
         text = json.dumps(json.loads(JSONEncoder().encode(builder.build())), indent=1) + "\n"
-        files[FOLDER / "grafana" / "dashboards" / name] = text
         files[KUBERNETES / "dashboards" / name] = text
     return files
 

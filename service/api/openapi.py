@@ -11,9 +11,9 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from service.api.repeats import MAX_KEY_CHARS, takes_key_here
-from service.api.schemas import Problem
-from service.security.policy import RULES, UNLISTED, Scope
+from service.api.middleware import MAX_KEY_CHARS, takes_key_here
+from service.auth.permissions import RULES, UNLISTED, Scope
+from service.schemas.common import Problem
 
 _PROBLEM = "application/problem+json"
 _REFERENCE = "#/components/schemas/{model}"

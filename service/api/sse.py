@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
@@ -19,15 +20,30 @@ from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from pydantic import BaseModel
 
-from service.api.context import Context
-from service.domain import JobStatus
-from service.errors import ServiceError
+from service.api.deps import Context
+from service.api.views import progress_of
+from service.db.jobs import JobStore
+from service.domain.models import Attempt, Job, JobStatus, attempt_id
+from service.errors import AttemptNotFound, ServiceError
+from service.jobs.logs import (
+    LogFilter,
+    LogPiece,
+    LogPosition,
+    check_source,
+    list_sources,
+    read_new,
+    tail_position,
+)
+from service.jobs.run_storage import run_dir_of
+from service.schemas.jobs import LogLine, ProgressOut, TimelineEventOut
+from service.settings import Settings
+from trainer.protocol.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Item:
+class SseEvent:
     """One event of a stream: `cursor` names what comes after it."""
 
     name: str
@@ -36,14 +52,14 @@ class Item:
 
 
 @dataclass(frozen=True)
-class News:
+class StreamBatch:
     """What one look found; `ended` is the status of a job that will bring nothing more."""
 
-    items: list[Item]
+    items: list[SseEvent]
     ended: JobStatus | None = None
 
 
-def stream(look: Callable[[], News], context: Context) -> StreamingResponse:
+def stream(look: Callable[[], StreamBatch], context: Context) -> StreamingResponse:
     """Follow `look`, which blocks on storage and is therefore called in a thread."""
     return StreamingResponse(
         _frames(look, context),
@@ -52,13 +68,13 @@ def stream(look: Callable[[], News], context: Context) -> StreamingResponse:
     )
 
 
-async def _frames(look: Callable[[], News], context: Context) -> AsyncIterator[bytes]:
+async def _frames(look: Callable[[], StreamBatch], context: Context) -> AsyncIterator[bytes]:
     with context.telemetry.following():
         async for frame in _follow(look, context):
             yield frame
 
 
-async def _follow(look: Callable[[], News], context: Context) -> AsyncIterator[bytes]:
+async def _follow(look: Callable[[], StreamBatch], context: Context) -> AsyncIterator[bytes]:
     poll_s, heartbeat_s = context.settings.stream_poll_s, context.settings.stream_heartbeat_s
     # A first comment shows the client that it is connected before anything happens.
     silent_s = heartbeat_s
@@ -83,5 +99,159 @@ async def _follow(look: Callable[[], News], context: Context) -> AsyncIterator[b
         silent_s += poll_s
 
 
-def _frame(item: Item) -> bytes:
+def _frame(item: SseEvent) -> bytes:
     return format_sse_event(event=item.name, id=item.cursor, data_str=item.body.model_dump_json())
+
+
+# Readers that remember where they are in a job's timeline or logs. Blocking.
+
+_MAX_LINES = 500
+EVERYTHING = LogFilter()
+# Ray ends the workers of a driver that was killed some seconds after it.
+LATE_LINES_S = 10.0
+
+
+class TimelineFollower:
+    """Follows a job's timeline behind line `after`, and its progress where that is wanted."""
+
+    def __init__(
+        self, store: JobStore, job_id: str, after: int, *, with_progress: bool = False
+    ) -> None:
+        self._store = store
+        self._job_id = job_id
+        self._after = after
+        self._with_progress = with_progress
+        self._shown: ProgressOut | None = None
+
+    def look(self) -> StreamBatch:
+        """New lines; ended when the job has ended and the last look found nothing."""
+        # The job first: whatever was written before it ended is then found below.
+        job = self._store.get_job(self._job_id)
+        lines = self._store.list_timeline(job.id, after=self._after, limit=_MAX_LINES)
+        bodies = [TimelineEventOut.model_validate(line) for line in lines]
+        items = [SseEvent("timeline", str(body.id), body) for body in bodies]
+        self._after = lines[-1].id if lines else self._after
+        items += self._progress(job)
+        return StreamBatch(items, None if items else _ended(job))
+
+    def _progress(self, job: Job) -> list[SseEvent]:
+        """How far the job is, if that is new; it has the cursor of the line before it."""
+        progress = progress_of(job.progress, job.status)
+        if not self._with_progress or progress == self._shown:
+            return []
+        self._shown = progress
+        return [SseEvent("progress", str(self._after), progress)]
+
+
+class LogFollower:
+    """Follows the logs of one attempt (`wanted`), or of a job from attempt to attempt.
+
+    `position` is how far it has read, and `has_moved` whether the last look found any lines,
+    wanted or not.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        settings: Settings,
+        job: Job,
+        wanted: str | None,
+        source: str | None,
+        log_filter: LogFilter = EVERYTHING,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._clock = clock
+        self._filter = log_filter
+        self.has_moved = False
+        self._store = store
+        self._run_dir = run_dir_of(settings, job.id)
+        self._job_id = job.id
+        self._wanted = wanted
+        self._source = source
+        self._check_belongs(wanted)
+        self.position = LogPosition(wanted or job.current_attempt_id)
+        if source is not None:
+            check_source(source, self.sources())
+
+    def start_at_tail(self, num_lines: int) -> None:
+        """Begin with the last `num_lines` of each log that there is."""
+        newest = self.position.attempt_id
+        if newest is not None:
+            files = self._files(newest)
+            self.position = tail_position(files, newest, self._wanted_sources(files), num_lines)
+
+    def start_at(self, position: LogPosition) -> None:
+        """Go on behind a position that was given out before; raises `AttemptNotFound`."""
+        self._check_belongs(position.attempt_id)
+        self.position = position
+
+    def look(self) -> StreamBatch:
+        """New lines; ended when nobody will write any more and all was read."""
+        job, read_from = self._store.get_job(self._job_id), self.position.attempt_id
+        is_wanted_over = self._is_wanted_over()
+        pieces = self.read()
+        if self.has_moved:
+            return StreamBatch([_item(piece) for piece in pieces])
+        is_newest_over = job.status.is_terminal and read_from == job.current_attempt_id
+        return StreamBatch([], job.status if is_newest_over or is_wanted_over else None)
+
+    def read(self) -> list[LogPiece]:
+        """New lines that are wanted, of the following attempt where the present one has no more."""
+        self.has_moved = False
+        position = self.position
+        if position.attempt_id is None:
+            position = LogPosition(self._store.get_job(self._job_id).current_attempt_id)
+        if position.attempt_id is None:
+            return []
+        self.position = position
+        attempt = self._store.get_attempt(position.attempt_id)
+        is_final = attempt.end_reason is not None
+        files = self._files(attempt.id)
+        sources = self._wanted_sources(files)
+        pieces = list(read_new(files, position, sources, is_final=is_final))
+        self.has_moved = bool(pieces)
+        if pieces:
+            self.position = pieces[-1].position
+        elif is_final and self._wanted is None and not self._may_write_on(attempt):
+            self._move_on(attempt.index)
+        return [piece for piece in pieces if self._filter.takes(piece.head, piece.text)]
+
+    def sources(self) -> list[str]:
+        """Names of the logs of the attempt being read."""
+        if self.position.attempt_id is None:
+            return []
+        return list_sources(self._files(self.position.attempt_id))
+
+    def _wanted_sources(self, files: AttemptDir) -> list[str]:
+        names = list_sources(files) if self._source is None else [self._source]
+        return [name for name in names if self._filter.takes_source(name)]
+
+    def _may_write_on(self, attempt: Attempt) -> bool:
+        """Whether workers that outlived their attempt may still write: their lines come first."""
+        ended_at = attempt.ended_at or 0.0
+        return 0.0 <= self._clock() - ended_at < LATE_LINES_S
+
+    def _move_on(self, index: int) -> None:
+        following = attempt_id(self._job_id, index + 1)
+        if index + 1 < self._store.get_job(self._job_id).num_attempts:
+            self.position = LogPosition(following)
+
+    def _is_wanted_over(self) -> bool:
+        if self._wanted is None:
+            return False
+        return self._store.get_attempt(self._wanted).end_reason is not None
+
+    def _check_belongs(self, wanted: str | None) -> None:
+        if wanted is not None and self._store.get_attempt(wanted).job_id != self._job_id:
+            raise AttemptNotFound(wanted)
+
+    def _files(self, wanted: str) -> AttemptDir:
+        return self._run_dir.attempt(wanted)
+
+
+def _ended(job: Job) -> JobStatus | None:
+    return job.status if job.status.is_terminal else None
+
+
+def _item(piece: LogPiece) -> SseEvent:
+    return SseEvent("log", piece.position.encode(), LogLine.model_validate(piece))

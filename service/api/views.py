@@ -1,23 +1,154 @@
-"""From the domain to the bodies of the API."""
+"""Domain -> schemas.
+
+Exports of a job: ask for one, look at them, download or delete one.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from service.advice import advice_of
-from service.api.schemas import (
+from service.domain.membership import (
+    copies_needed,
+    membership_of,
+    missing,
+    num_current,
+    num_wanted,
+    sizes_of_job,
+    workers_held,
+)
+from service.domain.models import Attempt, Job, JobStatus, Progress, Project, QueueState, Usage
+from service.domain.retries import advice_of
+from service.errors import ExportNotReady
+from service.jobs.run_storage import run_dir_of
+from service.schemas.admin import ProjectOut
+from service.schemas.jobs import (
     AttemptOut,
+    ExportOut,
     JobDetail,
     JobSummary,
     MembershipOut,
     ProgressOut,
+    QueueOut,
+    QueuePlace,
+    RunningJob,
+    WaitingJob,
 )
-from service.domain import Attempt, Job, JobStatus, Progress
-from service.membership import copies_needed, membership_of, missing, num_current, num_wanted
-from service.queue_view import place_of
 from service.settings import Settings
-from service.sizes import sizes_of_job
-from service.submission import run_dir_of
+from trainer.export.artifact import ArtifactError, read_manifest
+from trainer.export.requests import ExportFolder, ExportStatus
+
+
+def describe_or_fail(folder: ExportFolder) -> ExportOut:
+    """The same as `describe`, where others are told of, too: one that was damaged has failed."""
+    try:
+        return describe(folder)
+    except ExportNotReady as error:
+        return _shown(folder, "failed", str(error))
+
+
+def describe(folder: ExportFolder) -> ExportOut:
+    """What a client is told of an export; raises `ExportNotReady` where it was damaged."""
+    found_status = folder.status
+    shown = _shown(folder, found_status, folder.message)
+    if found_status != "succeeded":
+        return shown
+    try:
+        manifest = read_manifest(folder.artifact)
+    except ArtifactError as error:
+        raise ExportNotReady(folder.id, "damaged", str(error)) from error
+    facts = {"step": manifest.step, "size_bytes": manifest.size_bytes}
+    return shown.model_copy(update={**facts, "report": folder.read_report()})
+
+
+def _shown(folder: ExportFolder, found_status: ExportStatus, message: str) -> ExportOut:
+    wanted = folder.wanted
+    return ExportOut(
+        id=folder.id,
+        checkpoint=wanted.checkpoint,
+        quantize=wanted.quantize,
+        status=found_status,
+        message=message,
+        created=wanted.created,
+    )
+
+
+# The queue and the use of projects as people see them: pure, over the jobs that live.
+
+_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
+
+
+def place_of(job: Job) -> QueuePlace | None:
+    """Where a job stands in the queue; None where it does not wait."""
+    if job.status is not JobStatus.QUEUED:
+        return None
+    note = QueueState.of(job)
+    return QueuePlace(position=note.position, reason=note.reason)
+
+
+def queue_view(live: Sequence[Job], visible: Collection[str] | None) -> QueueOut:
+    """The queue as somebody sees who may see the jobs of some projects (None: of all)."""
+    shown = [job for job in live if visible is None or job.project in visible]
+    waiting = [job for job in shown if job.status is JobStatus.QUEUED]
+    running = [job for job in shown if job.status not in _AT_REST]
+    return QueueOut(
+        waiting=[_waiting(job) for job in sorted(waiting, key=_turn)],
+        running=[_running(job) for job in running],
+    )
+
+
+def _turn(job: Job) -> tuple[float, int, float]:
+    position = QueueState.of(job).position
+    return math.inf if position is None else position, -job.priority, job.waits_since
+
+
+def _waiting(job: Job) -> WaitingJob:
+    sizes, note = sizes_of_job(job), QueueState.of(job)
+    return WaitingJob(
+        id=job.id,
+        name=job.name,
+        project=job.project,
+        priority=job.priority,
+        min_workers=sizes.min_workers,
+        world_size=sizes.world_size,
+        waits_since=job.waits_since,
+        retry_at=job.retry_at,
+        position=note.position,
+        reason=note.reason,
+    )
+
+
+def _running(job: Job) -> RunningJob:
+    return RunningJob(
+        id=job.id,
+        name=job.name,
+        project=job.project,
+        priority=job.priority,
+        preemptible=job.spec.preemptible,
+        num_workers=workers_held(job),
+        is_pausing=job.pause_requested,
+        preempted_by=QueueState.of(job).preempted_by,
+    )
+
+
+def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
+    """What the jobs of each project hold."""
+    workers, running, queued = Counter[str](), Counter[str](), Counter[str]()
+    for job in live:
+        workers[job.project] += workers_held(job)
+        running[job.project] += job.status not in _AT_REST
+        queued[job.project] += job.status is JobStatus.QUEUED
+    return {name: Usage(workers[name], running[name], queued[name]) for name in workers}
+
+
+def project_view(project: Project, usage: Usage) -> ProjectOut:
+    """A project with what its jobs hold."""
+    return ProjectOut(**vars(project), **vars(usage))
+
+
+# From the domain to the bodies of the API.
 
 
 def summary_of(job: Job) -> JobSummary:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from service.backends.base import ClusterNeed, HostFacts, Submission
-from service.domain import Observation, ObservedState
+from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from service.backends.base import ClusterNeed, HostFacts, Submission
-from service.domain import Observation, ObservedState
+from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
 _STATES = {

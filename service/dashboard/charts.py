@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.dashboard.views import quality_metric
-from service.domain import Checkpoint, Job, MetricPoint
-from service.sharding import PHASES
+from service.domain.metrics import PHASES
+from service.domain.models import Checkpoint, Job, MetricPoint
 
 TRAIN_COLOUR = "#6472e8"
 VALIDATION_COLOUR = "#e0913a"
@@ -32,7 +32,6 @@ _PHASE_COLOURS = {
 _TEXT_COLOUR = "#8a93a3"
 _LINE_COLOUR = "rgba(138, 147, 163, 0.18)"
 _FEW_POINTS = 40
-
 # Run in the browser (NiceGUI evaluates keys that start with a colon).
 _NUMBER = (
     "value => value == null ? '-' : Math.abs(value) >= 1000"

@@ -10,19 +10,17 @@ from collections.abc import Sequence
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from service.advice import advice_of
-from service.api.export_schemas import ExportOut
-from service.clusters import cluster_text, has_own_cluster
-from service.dashboard import formats, views
-from service.dashboard.export_lines import export_lines
-from service.dashboard.groups_view import GroupsView
-from service.dashboard.member_grid import member_grid
-from service.dashboard.sharding_view import sharding_view
-from service.domain import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
-from service.traces import traces_of
+from service.backends.base import cluster_text, has_own_cluster
+from service.dashboard import format, views
+from service.dashboard.groups import GroupsView, member_grid
+from service.dashboard.sharding import sharding_view
+from service.dashboard.views import export_lines
+from service.domain.models import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
+from service.domain.retries import advice_of
+from service.domain.timeline import traces_of
+from service.schemas.jobs import ExportOut
 
 MAX_TIMELINE_LINES = 200
-
 _templates = Environment(
     loader=PackageLoader("service.dashboard"),
     autoescape=True,
@@ -51,7 +49,7 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
         layout=views.layout_text(job),
         cluster=cluster_text(job.spec) if has_own_cluster(job) else "",
         duration=_duration_text(job, now),
-        age=formats.duration(now - job.created_at),
+        age=format.duration(now - job.created_at),
     )
 
 
@@ -60,7 +58,7 @@ def _duration_text(job: Job, now: float) -> str:
     if duration_s is None:
         return ""
     verb = "ran for" if job.status.is_terminal else "running for"
-    return f"{verb} {formats.duration(duration_s)}"
+    return f"{verb} {format.duration(duration_s)}"
 
 
 def progress(job: Job) -> str:
@@ -72,7 +70,7 @@ def progress(job: Job) -> str:
         progress=views.progress_view(job),
         tone=views.tone_of(job.status),
         epoch=f"epoch {min(done.epoch + 1, epochs)} of {epochs}" if done.step else "",
-        rows=formats.compact(done.rows) if done.rows else "",
+        rows=format.compact(done.rows) if done.rows else "",
     )
 
 
@@ -118,7 +116,7 @@ def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:
 
 def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     """The plan of the tables, what each position holds, and how copies are kept together."""
-    return _render("sharding.html", view=sharding_view(job, timeline), times=formats.TIMES)
+    return _render("sharding.html", view=sharding_view(job, timeline), times=format.TIMES)
 
 
 def traces(job: Job, timeline: Sequence[TimelineEvent], now: float) -> str:

@@ -1,84 +1,322 @@
-"""Mounts the dashboard on the service's own FastAPI app, under `/dashboard`.
-
-NiceGUI keeps one application per process. A process that makes several apps (tests do) hands
-it from one to the next: the newest `mount` is the one that answers.
-"""
+"""The page of one job: how it learns, where its time goes, how it is sharded, and what it left."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
-from fastapi import FastAPI
-from fastapi.responses import RedirectResponse
-from nicegui import app as nicegui_app
+import yaml
 from nicegui import ui
 
-from service.dashboard.export_panel import Submit
-from service.dashboard.job_page import JobPage
-from service.dashboard.list_page import ListPage
-from service.dashboard.login import add_login
-from service.dashboard.login_guard import reader, set_rules
-from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
-from service.dashboard.snapshots import ListFeed
+from service.dashboard import charts, format, fragments, views
+from service.dashboard.auth import may_see
+from service.dashboard.panels import (
+    ActionsPanel,
+    ExportPanel,
+    LogView,
+    PlacementPanel,
+    Submit,
+    TracePanel,
+)
+from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
+from service.dashboard.snapshots import (
+    MAX_LISTED_JOBS,
+    JobSnapshot,
+    ListFeed,
+    ListFilter,
+    ListSnapshot,
+    load_job,
+)
+from service.db.jobs import JobStore
+from service.domain.models import Checkpoint, Job, JobStatus, MetricPoint
+from service.errors import JobNotFound
+from service.jobs.run_storage import run_dir_of
 from service.settings import Settings
-from service.store.base import JobStore
-from trainer.export.folder import ExportFolder
+
+REFRESH_INTERVAL_S = 1.0
 
 
-def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
-    """Serve the dashboard from `app`: the list at `/dashboard/`, a job below `jobs/`.
+class JobPage:
+    """One reader's view of a job, refreshed every second while the browser is connected."""
 
-    `wake` makes the reconciler look at once at what a reader asked for. Call it after the API's
-    routes are in place; `/` then leads to the list.
-    """
-    _forget_former_mount()
-    context = getattr(app.state, "context", None)
-    security = context.security if context is not None else None
-    set_rules(is_local=settings.auth == "local", security=security)
-    submit = context.exports.submit if context is not None else _forget
-    _register_pages(store, settings, wake, submit)
-    if security is not None:
-        add_login(app)
+    def __init__(
+        self,
+        store: JobStore,
+        settings: Settings,
+        job_id: str,
+        wake: Callable[[], None],
+        submit: Submit,
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._run_dir = run_dir_of(settings, job_id)
+        self._job_id = job_id
+        self._wake = wake
+        self._submit = submit
 
-    @app.get("/", include_in_schema=False)
-    def _home() -> RedirectResponse:
-        return RedirectResponse(f"{MOUNT_PATH}/")
+    async def build(self) -> None:
+        """Draw the page, or a 404 if there is no such job."""
+        try:
+            snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, None)
+            if not may_see(snapshot.job):
+                raise JobNotFound(self._job_id)
+        except JobNotFound:
+            not_found("There is no such job", f"Nothing is known of '{self._job_id}'.")
+            return
+        self._snapshot = snapshot
+        with page_frame(snapshot.job.name):
+            self._build_head()
+            self._build_body()
+            self._build_tabs()
+        self._show(snapshot)
+        ui.timer(REFRESH_INTERVAL_S, self.refresh)
 
-    ui.run_with(
-        app,
-        root=_unknown_page,
-        mount_path=MOUNT_PATH,
-        title="Shardloom",
-        favicon=STATIC_DIR / "logo.svg",
-        dark=None,
-        tailwind=False,
-        show_welcome_message=False,
-    )
+    async def refresh(self) -> None:
+        """Read the store in a thread and show what changed."""
+        snapshot = await asyncio.to_thread(load_job, self._store, self._job_id, self._snapshot)
+        self._show(snapshot)
+        await self._exports.refresh()
+        job = snapshot.job
+        await self._logs.refresh(job.current_attempt_id, is_final=job.status.is_terminal)
+
+    def _build_head(self) -> None:
+        with ui.element("div").classes("crumbs"):
+            ui.html(f'<a href="{MOUNT_PATH}/">Jobs</a>', sanitize=False)
+            ui.label("/")
+            ui.label(self._snapshot.job.name)
+        with ui.element("div").classes("job-head"):
+            self._heading = ui.html(sanitize=False).classes("heading")
+            self._course = ActionsPanel(
+                self._store, self._settings, self._snapshot, self._look_at_once
+            )
+        self._progress = ui.html(sanitize=False).classes("panel progress-panel")
+        self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
+        self._placement = PlacementPanel(self._store, self._run_dir, self._snapshot, self.refresh)
+
+    def _build_body(self) -> None:
+        with ui.element("div").classes("columns"):
+            with ui.element("div").classes("charts"):
+                specs = charts.charts_of(self._snapshot.job)
+                self._charts = [_ChartPanel(spec) for spec in specs]
+            with ui.element("div").classes("side"):
+                with panel("2D groups"):
+                    self._groups = ui.html(sanitize=False)
+                with panel("Timeline", "timeline-panel"):
+                    self._timeline = ui.html(sanitize=False).classes("timeline-scroll")
+        with panel("Sharding", "sharding-panel"):
+            self._sharding = ui.html(sanitize=False)
+
+    def _build_tabs(self) -> None:
+        with ui.element("section").classes("panel tabs-panel"):
+            with ui.tabs().props("dense no-caps align=left inline-label").classes("tabs") as tabs:
+                for name in ("Logs", "Checkpoints", "Traces", "Attempts", "Spec"):
+                    ui.tab(name)
+            with ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels"):
+                with ui.tab_panel("Logs"):
+                    self._logs = LogView(self._run_dir)
+                with ui.tab_panel("Checkpoints"):
+                    self._checkpoints = ui.html(sanitize=False)
+                    self._exports = ExportPanel(
+                        self._store, self._settings, self._snapshot, self._submit
+                    )
+                with ui.tab_panel("Traces"):
+                    self._traces = TracePanel(
+                        self._store, self._run_dir, self._snapshot, self.refresh
+                    )
+                with ui.tab_panel("Attempts"):
+                    self._attempts = ui.html(sanitize=False)
+                with ui.tab_panel("Spec"):
+                    ui.code(spec_yaml(self._snapshot.job), language="yaml").classes("spec")
+
+    def _show(self, snapshot: JobSnapshot) -> None:
+        self._snapshot = snapshot
+        job, now = snapshot.job, time.time()
+        self._heading.set_content(fragments.heading(job, now, snapshot.attempts))
+        self._progress.set_content(fragments.progress(job))
+        self._figures.set_content(fragments.figures(job))
+        self._placement.show(snapshot, now)
+        self._groups.set_content(fragments.groups(job, snapshot.timeline))
+        self._timeline.set_content(fragments.timeline(job, snapshot.timeline))
+        self._sharding.set_content(fragments.sharding(job, snapshot.timeline))
+        self._traces.show(snapshot, now)
+        self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
+        self._exports.show(snapshot)
+        self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
+        self._course.show(snapshot)
+        self._show_charts(snapshot)
+
+    def _show_charts(self, snapshot: JobSnapshot) -> None:
+        if snapshot.points is None:
+            return
+        for chart in self._charts:
+            chart.show(snapshot.points, snapshot.best_checkpoint)
+
+    async def _look_at_once(self) -> None:
+        """Let the reconciler carry out what was asked, and show what came of it so far."""
+        self._wake()
+        await self.refresh()
 
 
-def _forget_former_mount() -> None:
-    # Starlette refuses to add middleware to an app that has answered a request.
-    nicegui_app.middleware_stack = None
-    nicegui_app.user_middleware.clear()
+class _ChartPanel:
+    """A chart in its box, with a legend where it has several lines."""
+
+    def __init__(self, spec: charts.ChartSpec) -> None:
+        self._spec = spec
+        with panel(spec.title, f"chart-panel {'wide' if spec.is_stacked else ''}") as self._box:
+            if len(spec.lines) > 1:
+                with ui.element("div").classes("legend"):
+                    for line in spec.lines:
+                        ui.label(line.label).style(f"--colour: {line.colour}")
+            self._chart = ui.echart(charts.chart_options(spec)).classes("chart")
+        self._chart.mark(f"chart-{spec.key}")
+
+    def show(self, points: Mapping[str, Sequence[MetricPoint]], best: Checkpoint | None) -> None:
+        """Draw the points (by metric name) and mark the best checkpoint."""
+        charts.fill(self._chart.options, self._spec, points, best)
+        self._box.set_visibility(not self._spec.is_optional or charts.has_data(self._chart.options))
+        self._chart.update()
 
 
-def _forget(folder: ExportFolder) -> None:
-    """Without the API nothing makes exports; a service that starts later will."""
+def spec_yaml(job: Job) -> str:
+    """The spec as the user could submit it again: YAML without what was left at its default."""
+    document = job.spec.model_dump(mode="json", exclude_defaults=True)
+    return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _register_pages(
-    store: JobStore, settings: Settings, wake: Callable[[], None], submit: Submit
-) -> None:
-    feed = ListFeed(store)
+# The job list: counts by status that filter, a search box and a live table.
 
-    @ui.page("/")
-    async def _list() -> None:
-        await ListPage(feed, reader().projects).build()
+EXAMPLE_COMMAND = "shardloom run examples/movielens.yaml"
+_COLUMNS = (
+    ("status", "Status", "left"),
+    ("name", "Job", "left"),
+    ("progress", "Progress", "left"),
+    ("workers", f"Workers T = M {format.TIMES} L", "left"),
+    ("loss", "Train loss", "right"),
+    ("quality", "Validation", "right"),
+    ("rows_per_s", "Rows/s", "right"),
+    ("duration", "Duration", "right"),
+    ("age", "Age", "right"),
+)
+# Compiled by Vue in the browser, which escapes every value and patches rows in place: a row
+# under the pointer keeps its identity while its numbers change.
+_ROW_TEMPLATE = """
+<q-tr :props="props" class="job-row" :title="props.row.message">
+  <q-td key="status"><span :class="'status tone-' + props.row.tone">{{ props.row.status }}</span><small v-if="props.row.groups" class="degraded">{{ props.row.groups }}</small></q-td>
+  <q-td key="name" class="job-name">
+    <a :href="props.row.href">{{ props.row.name }}</a><small>{{ props.row.id }}</small>
+  </q-td>
+  <q-td key="progress" class="job-progress">
+    <div :class="'bar tone-' + props.row.tone"><i :style="{width: props.row.percent + '%'}"></i></div>
+    <div class="bar-text"><span>{{ props.row.percent_text }}</span><span>{{ props.row.aside }}</span></div>
+  </q-td>
+  <q-td key="workers" data-label="Workers">{{ props.row.workers }}</q-td>
+  <q-td key="loss" class="number" data-label="Train loss">{{ props.row.loss }}</q-td>
+  <q-td key="quality" class="number" data-label="Validation">
+    {{ props.row.quality }}<small class="unit">{{ props.row.quality_name }}</small>
+  </q-td>
+  <q-td key="rows_per_s" class="number" data-label="Rows/s">{{ props.row.rows_per_s }}</q-td>
+  <q-td key="duration" class="number" data-label="Duration">{{ props.row.duration }}</q-td>
+  <q-td key="age" class="number" data-label="Age">{{ props.row.age }}</q-td>
+</q-tr>
+"""  # noqa: E501
 
-    @ui.page("/jobs/{job_id}")
-    async def _job(job_id: str) -> None:
-        await JobPage(store, settings, job_id, wake, submit).build()
+
+class ListPage:
+    """One reader's job list, refreshed every second while the browser is connected."""
+
+    def __init__(self, feed: ListFeed, projects: frozenset[str] | None = None) -> None:
+        self._feed = feed
+        self._projects = projects
+        self._filter = ListFilter()
+        self._snapshot = ListSnapshot(jobs=(), has_more=False)
+        self._shown_pills: tuple[object, ...] = ()
+
+    async def build(self) -> None:
+        """Draw the page with what the store holds."""
+        with page_frame("Jobs"):
+            with ui.element("div").classes("list-head"):
+                ui.html("<h1>Jobs</h1>", sanitize=False)
+                self._pills = ui.element("div").classes("pills")
+                self._search = ui.input(
+                    placeholder="Filter by name", on_change=self._search_changed
+                )
+                self._search.props('dense outlined clearable debounce=150 aria-label="Filter"')
+                self._search.classes("search")
+            self._table = _build_table()
+            self._note = ui.label().classes("list-note")
+            self._empty = ui.element("div").classes("blank")
+            with self._empty:
+                _build_empty_state()
+        await self.refresh()
+        ui.timer(REFRESH_INTERVAL_S, self.refresh, immediate=False)
+
+    async def refresh(self) -> None:
+        """Read the store in a thread and show what changed."""
+        self._snapshot = await asyncio.to_thread(self._feed.latest, self._projects)
+        self._show()
+
+    def _show(self) -> None:
+        now = time.time()
+        shown = [job for job in self._snapshot.jobs if self._filter.admits(job)]
+        rows = [views.job_row(job, now) for job in shown]
+        if rows != self._table.rows:
+            self._table.rows = rows
+        has_jobs = bool(self._snapshot.jobs)
+        self._table.set_visibility(has_jobs)
+        self._empty.set_visibility(not has_jobs)
+        self._pills.set_visibility(has_jobs)
+        self._search.set_visibility(has_jobs)
+        self._note.set_text(self._note_text(len(shown)) if has_jobs else "")
+        self._show_pills()
+
+    def _note_text(self, num_shown: int) -> str:
+        if num_shown == 0:
+            return "No job matches the filter."
+        return f"The newest {MAX_LISTED_JOBS} jobs." if self._snapshot.has_more else ""
+
+    def _show_pills(self) -> None:
+        pills: list[tuple[JobStatus | None, str, int]] = [(None, "all", len(self._snapshot.jobs))]
+        pills += [(status, status.lower(), n) for status, n in self._snapshot.counts.items()]
+        state = (pills, self._filter.status)
+        if state == self._shown_pills:
+            return
+        self._shown_pills = state
+        self._pills.clear()
+        with self._pills:
+            for status, label, number in pills:
+                self._build_pill(status, label, number)
+
+    def _build_pill(self, status: JobStatus | None, label: str, number: int) -> None:
+        active = "active" if status is self._filter.status else ""
+        with ui.element("button").classes(f"pill {active}") as pill:
+            ui.label(label)
+            ui.label(str(number)).classes("pill-count")
+        pill.on("click", partial(self._choose, status))
+
+    def _choose(self, status: JobStatus | None) -> None:
+        self._filter = ListFilter(status=status, name=self._filter.name)
+        self._show()
+
+    def _search_changed(self) -> None:
+        self._filter = ListFilter(status=self._filter.status, name=self._search.value or "")
+        self._show()
 
 
-def _unknown_page() -> None:
-    not_found("This page does not exist", "The address may be misspelt, or the page has moved.")
+def _build_table() -> ui.table:
+    columns = [
+        {"name": name, "label": label, "field": name, "align": align}
+        for name, label, align in _COLUMNS
+    ]
+    table = ui.table(columns=columns, rows=[], row_key="id").classes("jobs-table")
+    table.props('flat hide-pagination :rows-per-page-options="[0]" hide-no-data')
+    table.add_slot("body", _ROW_TEMPLATE)
+    return table
+
+
+def _build_empty_state() -> None:
+    ui.label("No jobs yet").classes("blank-title")
+    ui.label("Submit a first one from a terminal; it shows up here at once.")
+    ui.html(f"<pre class='command'>{EXAMPLE_COMMAND}</pre>", sanitize=False)
+    ui.label("A job is one YAML file: data, features, tables, model and how to spread them.")

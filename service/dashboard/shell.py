@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nicegui import ui
 
-from service.dashboard.login_guard import account_menu
+from service.dashboard.auth import account_menu
 
 STATIC_DIR = Path(__file__).parent / "static"
 MOUNT_PATH = "/dashboard"

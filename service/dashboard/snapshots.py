@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from service.dashboard import charts, views
-from service.domain import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
-from service.store.base import JobStore
+from service.db.jobs import JobStore
+from service.domain.models import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
 
 MAX_LISTED_JOBS = 100
 LIST_MAX_AGE_S = 0.9

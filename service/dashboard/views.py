@@ -1,4 +1,4 @@
-"""What the pages show, worked out from domain objects. Pure: no store, no NiceGUI."""
+"""Rows of the table of exports; pure."""
 
 from __future__ import annotations
 
@@ -7,21 +7,77 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from urllib.parse import quote
 
-from service.dashboard import formats
-from service.domain import (
+from service.dashboard import format
+from service.domain.membership import (
+    is_degraded,
+    membership_of,
+    num_current,
+    num_wanted,
+    sizes_of_job,
+    span_text,
+)
+from service.domain.models import (
     Attempt,
     Checkpoint,
     EndReason,
     Job,
     JobStatus,
-    QueueNote,
+    QueueState,
     TimelineEvent,
 )
-from service.membership import is_degraded, membership_of, num_current, num_wanted
-from service.sharding import newest_workers
-from service.sizes import sizes_of_job, span_text
-from service.traces import Trace
-from trainer.events import WorkersStarted
+from service.domain.sharding import newest_workers
+from service.domain.timeline import Trace
+from service.schemas.jobs import ExportOut
+from trainer.protocol.events import WorkersStarted
+
+
+@dataclass(frozen=True)
+class ExportLine:
+    """One export. `href` downloads it, and is empty until it is done."""
+
+    id: str
+    href: str
+    status: str
+    checkpoint: str
+    tables: str
+    size: str
+    age: str
+    message: str
+
+
+def export_lines(job: Job, exports: Sequence[ExportOut], now: float) -> list[ExportLine]:
+    """A row for each export, in the order given; `now` is Unix time in seconds."""
+    return [_line(job, each, now) for each in exports]
+
+
+def _line(job: Job, export: ExportOut, now: float) -> ExportLine:
+    is_done = export.status == "succeeded"
+    at_step = "" if export.step is None else f" (step {format.grouped(export.step)})"
+    return ExportLine(
+        id=export.id,
+        href=f"/v1/jobs/{job.id}/exports/{export.id}/archive" if is_done else "",
+        status=export.status,
+        checkpoint=f"{export.checkpoint}{at_step}",
+        tables=export.quantize,
+        size="" if export.size_bytes is None else format.size(export.size_bytes),
+        age=f"{format.duration(now - export.created)} ago",
+        message=_errors(export) if is_done else export.message,
+    )
+
+
+def _errors(export: ExportOut) -> str:
+    """How far predictions are from the trainer's, by task."""
+    tasks = (export.report or {}).get("tasks", {})
+    if not tasks:
+        return "not compared with the trainer's predictions"
+    return "; ".join(
+        f"{name}: {each['metric']} {each['trainer_metric']:.4f} as trained, "
+        f"{each['export_metric']:.4f} exported"
+        for name, each in tasks.items()
+    )
+
+
+# What the pages show, worked out from domain objects. Pure: no store, no NiceGUI.
 
 # Colour families of the stylesheet; `active` is the accent.
 _TONES = {
@@ -66,7 +122,7 @@ def layout_text(job: Job) -> str:
     if sizes.num_replicas is None or sizes.shard_group_size is None:
         return f"{workers} (auto)"
     replicas = span_text(sizes.min_workers // sizes.shard_group_size, sizes.num_replicas)
-    return f"{workers} = {replicas} {formats.TIMES} {sizes.shard_group_size}"
+    return f"{workers} = {replicas} {format.TIMES} {sizes.shard_group_size}"
 
 
 def groups_text(job: Job) -> str:
@@ -97,15 +153,15 @@ class ProgressView:
 def progress_view(job: Job) -> ProgressView:
     """Progress of a job; an ETA only where there is something left to wait for."""
     done = job.progress
-    percent = formats.percent_done(done.step, done.total_steps)
-    total = formats.grouped(done.total_steps) if done.total_steps else "?"
-    eta = formats.duration(done.eta_s) if job.status is JobStatus.RUNNING else formats.NOTHING
+    percent = format.percent_done(done.step, done.total_steps)
+    total = format.grouped(done.total_steps) if done.total_steps else "?"
+    eta = format.duration(done.eta_s) if job.status is JobStatus.RUNNING else format.NOTHING
     return ProgressView(
         percent=percent,
         # Truncated, so that 100 % means done.
         percent_text=f"{int(percent)}%",
-        step_text=f"step {formats.grouped(done.step)} of {total}" if done.step else "not started",
-        eta_text="" if eta == formats.NOTHING else f"{eta} left",
+        step_text=f"step {format.grouped(done.step)} of {total}" if done.step else "not started",
+        eta_text="" if eta == format.NOTHING else f"{eta} left",
     )
 
 
@@ -113,7 +169,7 @@ def _aside(job: Job) -> str:
     """Why a job does not get on: how it failed, or its place in the queue; empty where it does."""
     if job.status is JobStatus.FAILED:
         return _reason_text(job)
-    position = QueueNote.of(job).position if job.status is JobStatus.QUEUED else None
+    position = QueueState.of(job).position if job.status is JobStatus.QUEUED else None
     return f"#{position} in the queue" if position else ""
 
 
@@ -134,12 +190,12 @@ def job_row(job: Job, now: float) -> dict[str, object]:
         "aside": _aside(job) or progress.eta_text,
         "message": job.message,
         "workers": layout_text(job),
-        "loss": formats.precise(job.latest_metrics.get("train/loss")),
-        "quality": formats.precise(quality_value),
+        "loss": format.precise(job.latest_metrics.get("train/loss")),
+        "quality": format.precise(quality_value),
         "quality_name": "" if quality_value is None else quality.upper(),
-        "rows_per_s": formats.compact(job.progress.rows_per_s or None),
-        "age": formats.duration(now - job.created_at),
-        "duration": formats.duration(duration_s(job, now)),
+        "rows_per_s": format.compact(job.progress.rows_per_s or None),
+        "age": format.duration(now - job.created_at),
+        "duration": format.duration(duration_s(job, now)),
     }
 
 
@@ -191,7 +247,7 @@ def key_figures(job: Job) -> list[Figure]:
 
 
 def _figure(job: Job, name: str, label: str, hint: str) -> Figure:
-    value = formats.metric(name, job.latest_metrics.get(name))
+    value = format.metric(name, job.latest_metrics.get(name))
     tone = "bad" if value in ("NaN", "∞", "-∞") else "neutral"
     return Figure(name=name, label=label, value=value, hint=hint, tone=tone)
 
@@ -265,8 +321,8 @@ def timeline_lines(job: Job, timeline: Sequence[TimelineEvent], limit: int) -> l
     """The newest `limit` events, newest first."""
     return [
         TimelineLine(
-            clock=formats.clock(event.time - job.created_at),
-            time_utc=formats.utc(event.time),
+            clock=format.clock(event.time - job.created_at),
+            time_utc=format.utc(event.time),
             kind=event.kind.replace("_", " "),
             message=event.message,
             actor=event.actor,
@@ -311,11 +367,11 @@ def checkpoint_lines(checkpoints: Sequence[Checkpoint], now: float) -> list[Chec
     """Checkpoints, newest first."""
     return [
         CheckpointLine(
-            step=formats.grouped(checkpoint.step),
+            step=format.grouped(checkpoint.step),
             is_best=checkpoint.is_best,
-            metrics=formats.metrics_line(checkpoint.metrics),
-            size=formats.size(checkpoint.size_bytes),
-            age=f"{formats.duration(now - checkpoint.created_at)} ago",
+            metrics=format.metrics_line(checkpoint.metrics),
+            size=format.size(checkpoint.size_bytes),
+            age=f"{format.duration(now - checkpoint.created_at)} ago",
             path=checkpoint.path,
         )
         for checkpoint in reversed(checkpoints)
@@ -354,8 +410,8 @@ def _attempt_line(job: Job, attempt: Attempt, now: float) -> AttemptLine:
         number=attempt.index + 1,
         outcome=outcome,
         tone=tone,
-        started=formats.clock(began - job.created_at) if began else formats.NOTHING,
-        duration=formats.duration((attempt.ended_at or now) - began) if began else formats.NOTHING,
+        started=format.clock(began - job.created_at) if began else format.NOTHING,
+        duration=format.duration((attempt.ended_at or now) - began) if began else format.NOTHING,
         num_worker_failures=attempt.num_worker_failures,
         message=attempt.message,
         evidence=tuple(attempt.evidence.items()),
@@ -382,10 +438,10 @@ def trace_lines(job: Job, traces: Sequence[Trace], now: float) -> list[TraceLine
             name=trace.name,
             href=f"/v1/jobs/{job.id}/traces/{trace.name}?attempt={quote(trace.attempt_id)}",
             rank=trace.rank,
-            step=formats.grouped(trace.step),
+            step=format.grouped(trace.step),
             num_steps=trace.num_steps,
-            size=formats.size(trace.size_bytes),
-            age=f"{formats.duration(now - trace.time)} ago",
+            size=format.size(trace.size_bytes),
+            age=f"{format.duration(now - trace.time)} ago",
         )
         for trace in reversed(traces)
     ]

@@ -21,9 +21,9 @@ from typing import Any
 from tests.benchmarks import checkpoint_stall_ranks as ranks
 from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, log, main
 from tests.benchmarks.sparse_sync_ranks import Workload
-from tests.integration.gloo import run_ranks
-from trainer.elastic.checkpoint import list_committed
-from trainer.run_dir import RunDir
+from tests.harness.ranks import run_ranks
+from trainer.checkpoint.save_load import list_committed
+from trainer.protocol.run_dir import RunDir
 
 NAME = "checkpoint_stall"
 PAIRS = 12

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.benchmarks.sparse_sync_ranks import Training, Workload, slowest_s
-from trainer.elastic.training_state import state_to_save
-from trainer.events import Event, Metrics
-from trainer.ray_worker import WorkerConfig
-from trainer.saving import Checkpoints, State
+from trainer.checkpoint.manager import CheckpointManager, TrainState
+from trainer.checkpoint.state_dict import state_to_save
+from trainer.protocol.events import Event, Metrics
+from trainer.protocol.worker_config import WorkerConfig
 
 WARM_UP_STEPS = 5
 
@@ -43,7 +43,7 @@ class SavingRun:
         self._every = sync_every_steps
         self._said: list[Event] = []
         config = WorkerConfig(self._training.spec, run_dir, "bench-a0", 0)
-        self._checkpoints = Checkpoints(config, self._training.groups, self._said.append)
+        self._checkpoints = CheckpointManager(config, self._training.groups, self._said.append)
         self._step = 0
 
     def block(self, num_steps: int, *, saves: bool) -> float:
@@ -72,7 +72,7 @@ class SavingRun:
         model, optimizers = self._training.model, self._training.optimizers
         self._checkpoints.save(
             state_to_save(model, optimizers.combined),
-            State(step=self._step),
+            TrainState(step=self._step),
             {},
             is_best=False,
             is_last=is_last,

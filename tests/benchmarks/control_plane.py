@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import httpx
 import yaml
 
-from service.ids import new_job_id
+from service.domain.models import new_job_id
 from tests.benchmarks.peers.mlflow_server import install_mlflow, mlflow_server
 from tests.benchmarks.report import (
     BenchmarkError,
@@ -40,9 +40,9 @@ from tests.benchmarks.report import (
     run_pairs,
 )
 from tests.conftest import EXAMPLE_SPEC
-from tests.integration.ports import free_port
-from tests.integration.service_process import ServiceProcess
-from trainer.events import Event, EventBatch, Metrics, Note
+from tests.harness.service_process import ServiceProcess
+from tests.harness.wait import free_port
+from trainer.protocol.events import Event, EventBatch, Metrics, Note
 
 NAME = "control_plane"
 PAIRS = 3

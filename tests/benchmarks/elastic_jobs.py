@@ -18,10 +18,11 @@ from typing import Any
 
 from tests.benchmarks.report import BenchmarkError
 from tests.benchmarks.workload import job_document, resolved_spec
-from tests.integration.ray_hosts import DriverProcess, RayHosts, ray_hosts
-from trainer import events
-from trainer.elastic.faults import Fault
-from trainer.spec import JobSpec, validate_spec
+from tests.harness.ray_hosts import DriverProcess, RayHosts, ray_hosts
+from trainer.fault_injection import Fault
+from trainer.protocol import events
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
 
 REPOSITORY = Path(__file__).parents[2]
 HOSTS = ("127.0.0.3", "127.0.0.4", "127.0.0.5")

@@ -26,19 +26,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tests.benchmarks.criteo_teacher import (
-    NUM_CATEGORICAL,
-    NUM_DENSE,
-    ClickRows,
-    Teacher,
-    table_sizes,
-)
 from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
-from tests.integration.chaos import Campaign
-from tests.integration.elastic_checks import check_copies, commit_times
-from tests.integration.elastic_house import ElasticHouse
+from tests.harness.chaos import Campaign
+from tests.harness.elastic import ElasticHarness
+from tests.harness.elastic_checks import check_copies, commit_times
 from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
-from trainer.ray_worker import WorkerConfig
+from trainer.datasets.criteo.reader import NUM_CATEGORICAL, NUM_DENSE
+from trainer.datasets.criteo.synthetic import ClickRows, Teacher, table_sizes
+from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
 
 NAME = "goodput"
@@ -175,12 +170,12 @@ def run(num_pairs: int) -> BenchmarkReport:
 
 def measure(config: WorkerConfig, num_faults: int) -> Values:
     """Run the job to its end under so many faults."""
-    with house_of(config) as (house, campaign):
-        strikes = _strike_all(house, campaign, num_faults)
-        house.wait_to_end(TIMEOUT_S)
-        records = house.records()
+    with harness_of(config) as (harness, campaign):
+        strikes = _strike_all(harness, campaign, num_faults)
+        harness.wait_to_end(TIMEOUT_S)
+        records = harness.records()
         check_copies(records)
-        ledger = house.of("committed")[-1]
+        ledger = harness.of("committed")[-1]
         times = sorted(commit_times(records).values())
         return {
             "rows_per_s": NUM_TRAIN_ROWS / (times[-1] - times[0]),
@@ -193,26 +188,26 @@ def measure(config: WorkerConfig, num_faults: int) -> Values:
 
 
 @contextmanager
-def house_of(config: WorkerConfig) -> Iterator[tuple[ElasticHouse, Campaign]]:
+def harness_of(config: WorkerConfig) -> Iterator[tuple[ElasticHarness, Campaign]]:
     """The job, when all of its groups train."""
-    with ElasticHouse(config, config.run_dir / "house", NUM_GROUPS, pace_s=PACE_S) as house:
-        campaign = Campaign(house, Random(1), pace_s=PACE_S, stretches=False)
+    with ElasticHarness(config, config.run_dir / "harness", NUM_GROUPS, pace_s=PACE_S) as harness:
+        campaign = Campaign(harness, Random(1), pace_s=PACE_S, stretches=False)
         campaign.begin()
-        yield house, campaign
+        yield harness, campaign
 
 
-def _strike_all(house: ElasticHouse, campaign: Campaign, num_faults: int) -> int:
+def _strike_all(harness: ElasticHarness, campaign: Campaign, num_faults: int) -> int:
     """Strike evenly over the rows; how many faults there were."""
     for number in range(num_faults):
         due = NUM_TRAIN_ROWS * (number + campaign.random.random()) / (num_faults + 1)
-        house.wait_for(lambda due=due: _rows(house) >= due, TIMEOUT_S, f"{due:.0f} rows")
+        harness.wait_for(lambda due=due: _rows(harness) >= due, TIMEOUT_S, f"{due:.0f} rows")
         campaign.strike_at_random()
         log(campaign.struck[-1])
     return len(campaign.struck)
 
 
-def _rows(house: ElasticHouse) -> int:
-    committed: Sequence[Any] = house.of("committed")
+def _rows(harness: ElasticHarness) -> int:
+    committed: Sequence[Any] = harness.of("committed")
     return committed[-1]["rows_trained"] if committed else 0
 
 

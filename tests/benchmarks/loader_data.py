@@ -11,8 +11,9 @@ import pyarrow.parquet as pq
 import torch
 from torchrec import KeyedJaggedTensor
 
-from trainer.data.resolve import size_tables
-from trainer.spec import JobSpec, validate_spec
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.spec.resolve import size_tables
 
 NUM_DENSE = 13
 NUM_IDS = 26

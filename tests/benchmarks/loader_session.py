@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from tests.benchmarks.loader_data import spec_over
-from trainer.events import Metrics, read_record
-from trainer.parallel.groups import build_groups
-from trainer.ray_worker import WorkerConfig
-from trainer.run_dir import RunDir
-from trainer.session import Session
-from trainer.spec import JobSpec, validate_spec
-from trainer.worker import layout_of, prepare_process, train
+from trainer.parallel.mesh import build_groups
+from trainer.protocol.events import Metrics, read_record
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.training.session import Session
+from trainer.training.worker import layout_of, prepare_process, train
 
 REPORT_EVERY_STEPS = 20
 NUM_STEPS = 160

@@ -38,7 +38,7 @@ from tests.benchmarks.report import (
     log,
     write_json,
 )
-from tests.integration.gloo import run_ranks
+from tests.harness.ranks import run_ranks
 
 NAME = "ne_parity"
 NOISE = "1D, ours"

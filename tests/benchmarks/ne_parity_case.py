@@ -7,7 +7,7 @@ in the same order and starts from the same weights, bit by bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,19 +19,22 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.models.dlrm import DLRM_DCN
 
-from tests.benchmarks.criteo_teacher import (
+from trainer.data.batches import Batch
+from trainer.datasets.criteo.reader import (
     NUM_CATEGORICAL,
     NUM_DENSE,
-    ClickRows,
-    Teacher,
-    read_criteo,
-    table_sizes,
+    RawClicks,
+    parse_lines,
+    read_blocks,
 )
-from trainer.data.batches import Batch
+from trainer.datasets.criteo.synthetic import ClickRows, Teacher, log_transform, table_sizes
+from trainer.errors import TooFewRowsError
+from trainer.storage import Location
 
 TABLES = [f"table_{column}" for column in range(NUM_CATEGORICAL)]
 FEATURES = [f"category_{column}" for column in range(NUM_CATEGORICAL)]
 _TRAIN, _HELD_OUT = 1, 2
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class RankRows:
 def rows_of_rank(settings: Settings, seed: int, rank: int) -> RankRows:
     """The rows of `rank` for `seed`; held-out rows are the same for all seeds.
 
-    Raises `CriteoFormatError` where a file is asked for and not fit.
+    Raises `DataError` where a file is asked for and not fit.
     """
     if settings.criteo:
         return _rows_of_file(settings, Path(settings.criteo), seed, rank)
@@ -115,6 +118,29 @@ def rows_of_rank(settings: Settings, seed: int, rank: int) -> RankRows:
         teacher.draw(settings.batch_size * settings.num_steps, [_TRAIN, seed, rank]),
         teacher.draw(num_held_out, [_HELD_OUT, 0, rank]),
     )
+
+
+def read_criteo(path: Path, sizes: Sequence[int], num_rows: int) -> ClickRows:
+    """The first `num_rows` rows of a Criteo file; an id is its number modulo its table's size.
+
+    Ids that are missing are 0. Raises `DataError`.
+    """
+    found: list[RawClicks] = []
+    for block in read_blocks(Location.parse(path), _BLOCK_BYTES):
+        found.append(parse_lines(block.lines, str(path), block.first_line))
+        if sum(map(len, found)) >= num_rows:
+            break
+    else:
+        raise TooFewRowsError(
+            f"{path} has {sum(map(len, found))} rows, {num_rows} are needed; take fewer steps or "
+            "smaller batches"
+        )
+    label, counts, ids = (
+        np.concatenate([getattr(clicks, name) for clicks in found])[:num_rows]
+        for name in ("label", "counts", "ids")
+    )
+    ids = np.maximum(ids, 0) % np.array(sizes)
+    return ClickRows(log_transform(np.nan_to_num(counts)), ids, label.astype(np.float32), None)
 
 
 def _rows_of_file(settings: Settings, path: Path, seed: int, rank: int) -> RankRows:

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.benchmarks.criteo_teacher import ClickRows
 from tests.benchmarks.ne_parity_case import (
     FEATURES,
     NUM_DENSE,
@@ -29,13 +28,15 @@ from tests.benchmarks.ne_parity_case import (
     set_start,
 )
 from tests.benchmarks.ne_parity_peer import StockOptimizers, stock_model
-from trainer.metrics import TaskMeter
-from trainer.parallel.groups import build_groups
-from trainer.parallel.layout import Layout
+from trainer.datasets.criteo.synthetic import ClickRows
+from trainer.layout.layout import Layout
+from trainer.parallel.mesh import build_groups
 from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync, is_sync_step
-from trainer.parallel_model import build_parallel_model
-from trainer.spec import JobSpec, validate_spec
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.training.metrics import TaskMeter
 
 _GROUP_TIMEOUT_S = 600.0
 _EVALUATION_BATCH = 8192

@@ -109,7 +109,7 @@ def _settings() -> dict[str, Any]:
         "report_every_steps": REPORT_EVERY_STEPS,
         "num_ratings": NUM_RATINGS,
         "backend": "gloo",
-        "model": "DLRM of deploy/examples/movielens.yaml",
+        "model": "DLRM of examples/movielens.yaml",
         "ours": "job through POST /v1/jobs, no validation, one checkpoint after the last step",
         "peer": "4 processes, batches of one epoch in memory, no metrics, reports or checkpoints",
     }

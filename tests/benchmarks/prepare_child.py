@@ -31,7 +31,7 @@ def main(side: str, source: Path, out: Path) -> None:
 
 
 def _ours() -> Callable[[Path, Path], object]:
-    from trainer.data.prepare.movielens import prepare_movielens
+    from trainer.datasets.movielens.prepare import prepare_movielens
 
     return prepare_movielens
 

@@ -6,9 +6,9 @@ Everybody fits the same ratings (each user's first nine tenths by time) and pred
 out ones. What both sides are tuned to (`quality_settings`) was found on the fitted ratings only,
 but the held-out ones were looked at three times: after the first look two feature columns were
 added on the evidence of the fitted ratings, after the second the peer got more factors (see
-deploy/modelling.md). `rmse_gain` is how many stars our RMSE lies below that of the best peer, both
-means over the seeds; its spread is that of single seeds. Beside it stands how far it may be chance
-of which users there are (`quality_bootstrap`), which says nothing of the three looks.
+docs/model-quality.md). `rmse_gain` is how many stars our RMSE lies below that of the best peer,
+both means over the seeds; its spread is that of single seeds. Beside it stands how far it may be
+chance of which users there are (`quality_bootstrap`), which says nothing of the three looks.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ import polars as pl
 from numpy.typing import NDArray
 
 from tests.benchmarks.report import BenchmarkError
-from trainer.data.prepare.movielens import MovieLensOptions, prepare_movielens
-from trainer.data.prepare.timeline import mark_validation
 from trainer.data.ragged import IntArray
+from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+from trainer.datasets.movielens.statistics import mark_validation
 
 SOURCE = Path(__file__).parents[3] / "shared" / "data" / "ml-latest-small"
 HELD_OUT_FRACTION = 0.1

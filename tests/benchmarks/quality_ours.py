@@ -25,12 +25,14 @@ from tests.benchmarks.report import BenchmarkError
 from trainer.data.batches import Batch
 from trainer.data.manifest import load_manifest
 from trainer.data.ragged import IntArray
-from trainer.data.resolve import resolve_tables
-from trainer.parallel.groups import build_groups
-from trainer.ray_worker import WorkerConfig
-from trainer.session import Session
-from trainer.spec import JobSpec, apply_overrides, parse_document, validate_spec
-from trainer.worker import layout_of, train
+from trainer.parallel.mesh import build_groups
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.spec.parse import apply_overrides, parse_document
+from trainer.spec.resolve import resolve_tables
+from trainer.training.session import Session
+from trainer.training.worker import layout_of, train
 
 _GROUP_TIMEOUT_S = 600.0
 _NEVER = 10**9

@@ -6,7 +6,7 @@ A search draws trials from the side's own space with a fixed seed, and then trie
 with two more seeds; the best mean over three seeds wins. Every trial is a line of the log, and a
 search goes on where its log ends; the log's first line says of which side, spec and data it is, and
 another search refuses it. The test part is not read. How the settings in use were found, which was
-not by one such search alone, is told in `quality_settings` and deploy/modelling.md.
+not by one such search alone, is told in `quality_settings` and docs/model-quality.md.
 
 The factorisation may stop after any epoch (its rates do not know the end); our learning rates
 decay to the last epoch, so the number of epochs is among what is drawn.
@@ -33,7 +33,7 @@ from tests.benchmarks.quality_ours import job_spec, rmse_by_epoch, single_rank
 from tests.benchmarks.quality_peers import FactorSettings, factor_rmse_by_epoch
 from tests.benchmarks.quality_settings import DATA, OURS, SPEC
 from tests.benchmarks.report import BenchmarkError, end_on_signal, log
-from trainer.data.prepare.movielens import VERSION as PREPARE_VERSION
+from trainer.datasets.movielens.prepare import VERSION as PREPARE_VERSION
 
 _SEED = 0
 _NUM_FINALISTS = 5

@@ -11,9 +11,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.benchmarks.quality_peers import BiasSettings, FactorSettings
-from trainer.data.prepare.movielens import MovieLensOptions
+from trainer.datasets.movielens.prepare import MovieLensOptions
 
-SPEC = Path(__file__).parents[2] / "deploy" / "examples" / "movielens-transformer.yaml"
+SPEC = Path(__file__).parents[2] / "examples" / "movielens-transformer.yaml"
 DATA = MovieLensOptions()
 # What the example does on four ranks of 128 rows, one rank does on 512.
 OURS = ("data.batch_size=512",)

@@ -38,8 +38,8 @@ from tests.benchmarks.elastic_jobs import (
 from tests.benchmarks.peers.torchft_lab import NoTorchftError, TorchftLab, install_torchft
 from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
 from tests.benchmarks.workload import NUM_RATINGS, prepared_ratings
-from trainer import events
-from trainer.elastic.faults import Fault
+from trainer.fault_injection import Fault
+from trainer.protocol import events
 
 NAME = "recovery"
 PAIRS = 3
@@ -147,7 +147,7 @@ def settings(why_no_torchft: str) -> dict[str, Any]:
         "sync_every_steps": SYNC_EVERY_STEPS,
         "heartbeat_timeout_s": 1.0,
         "num_ratings": NUM_RATINGS,
-        "model": "DLRM of deploy/examples/movielens.yaml",
+        "model": "DLRM of examples/movielens.yaml",
         "ours": "driver on a local Ray cluster, one TorchTrainer per group",
         "peer": f"TorchTrainer over all workers, checkpoint every {CHECKPOINT_EVERY_STEPS} steps",
         "ray_variables": RAY_TUNED,

@@ -34,8 +34,8 @@ from tests.benchmarks.elastic_jobs import (
 )
 from tests.benchmarks.report import BenchmarkReport, Goal, Values, log, main, run_pairs
 from tests.benchmarks.workload import NUM_RATINGS, prepared_ratings
-from trainer import events
-from trainer.elastic.resize_request import ResizeRequest
+from trainer.protocol import events
+from trainer.protocol.requests import ResizeRequest
 
 NAME = "resize"
 PAIRS = 3
@@ -105,7 +105,7 @@ def settings() -> dict[str, Any]:
         "batch_size_per_rank": BATCH_SIZE,
         "sync_every_steps": SYNC_EVERY_STEPS,
         "num_ratings": NUM_RATINGS,
-        "model": "DLRM of deploy/examples/movielens.yaml",
+        "model": "DLRM of examples/movielens.yaml",
         "ours": "driver on a local Ray cluster, one TorchTrainer per group",
         "peer": f"TorchTrainer over all workers, checkpoint every {CHECKPOINT_EVERY_STEPS} steps",
         "ray_variables": RAY_TUNED,

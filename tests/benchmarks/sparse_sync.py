@@ -19,7 +19,7 @@ from typing import Any
 
 from tests.benchmarks import sparse_sync_ranks as ranks
 from tests.benchmarks.report import BenchmarkError, BenchmarkReport, Goal, Run, Side, log, main
-from tests.integration.gloo import run_ranks
+from tests.harness.ranks import run_ranks
 
 NAME = "sparse_sync"
 PAIRS = 3

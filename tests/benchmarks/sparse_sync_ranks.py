@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
 from trainer.data.batches import Batch
-from trainer.parallel.groups import build_groups
-from trainer.parallel.layout import Layout
+from trainer.layout.layout import Layout
+from trainer.parallel.mesh import build_groups
 from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import Sync, SyncReport, build_sync
-from trainer.parallel_model import build_parallel_model
-from trainer.spec import JobSpec, validate_spec
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
 
 NUM_DENSE = 13
 NUM_BATCHES = 17  # odd, so that in turns both sides get every batch

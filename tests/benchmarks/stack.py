@@ -13,11 +13,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from service.client import ShardloomClient
-from service.client_errors import ShardloomError
-from service.domain import JobStatus
-from service.local import LocalStack, StackError
-from service.local_state import StackHome
+from service.client.client import ShardloomClient
+from service.client.errors import ShardloomError
+from service.domain.models import JobStatus
+from service.local.stack import LocalStack
+from service.local.state import StackError, StackHome
 from tests.benchmarks.report import BenchmarkError, log
 
 # More reports than a benchmark's job makes, so that the service sends each one by itself.

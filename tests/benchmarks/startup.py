@@ -118,7 +118,7 @@ def _settings() -> dict[str, Any]:
         "shard_group_size": WORLD_SIZE,
         "num_ratings": NUM_RATINGS,
         "backend": "gloo",
-        "model": "DLRM of deploy/examples/movielens.yaml",
+        "model": "DLRM of examples/movielens.yaml",
         "warm_up": "one run of each side, not counted",
         "ours": "POST /v1/jobs to the report of step 1",
         "peer": "JobSubmissionClient.submit_job to the end of step 1, on the same Ray cluster",

@@ -20,13 +20,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tests.benchmarks.emulated_hosts import (
-    EmulatedHosts,
-    EmulationError,
-    Link,
-    missing_requirement,
-)
-from tests.benchmarks.emulated_ranks import HostRanks
 from tests.benchmarks.peers.stock_1d import FP16_WIRE, VARIANTS
 from tests.benchmarks.report import (
     BenchmarkError,
@@ -48,6 +41,13 @@ from tests.benchmarks.two_d_workload import (
     ZIPF_EXPONENT,
     TwoDLayout,
 )
+from tests.harness.emulated import (
+    EmulatedHosts,
+    EmulationError,
+    Link,
+    missing_requirement,
+)
+from tests.harness.host_ranks import HostRanks
 
 NAME = "two_d"
 NUM_HOSTS = 2

@@ -14,16 +14,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tests.benchmarks.emulated_hosts import sent_bytes
 from tests.benchmarks.peers.stock_1d import StockTrainer
 from tests.benchmarks.two_d_workload import TwoDLayout, make_batches, spec_of
-from trainer.balance import LookupCounter
+from tests.harness.emulated import sent_bytes
 from trainer.data.batches import Batch
-from trainer.parallel.groups import build_groups
-from trainer.parallel.layout import Layout, WorkerSite
+from trainer.layout.layout import Layout, WorkerSite
+from trainer.parallel.mesh import build_groups
 from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import SyncReport, build_sync, is_sync_step
-from trainer.parallel_model import build_parallel_model
+from trainer.training.metrics import LookupCounter
 
 NUM_BATCHES = 32  # the steps take turns with them
 _COLLECTIVE_TIMEOUT_S = 120

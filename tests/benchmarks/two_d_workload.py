@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from torchrec import KeyedJaggedTensor
 
 from trainer.data.batches import Batch
-from trainer.spec import JobSpec, validate_spec
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
 
 NUM_TABLES = 26
 NUM_DENSE = 13

@@ -9,12 +9,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from trainer.data.manifest import load_manifest
-from trainer.data.prepare.generate import generate_movielens
-from trainer.data.prepare.movielens import prepare_movielens
-from trainer.data.resolve import resolve_tables
-from trainer.spec import JobSpec, apply_overrides, parse_document, validate_spec
+from trainer.datasets.movielens.prepare import prepare_movielens
+from trainer.datasets.movielens.synthetic import generate_movielens
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.spec.parse import apply_overrides, parse_document
+from trainer.spec.resolve import resolve_tables
 
-EXAMPLE_SPEC = Path(__file__).parents[2] / "deploy" / "examples" / "movielens.yaml"
+EXAMPLE_SPEC = Path(__file__).parents[2] / "examples" / "movielens.yaml"
 NUM_RATINGS = 100_000
 DATA_SEED = 0
 WORLD_SIZE = 4

@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from playwright.sync_api import Browser, ConsoleMessage, Page, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
-from service.dashboard.pages import mount
+from service.dashboard.app import mount
+from service.db.jobs import JobStore
 from service.settings import Settings
-from service.store.sql import SqlJobStore
+from tests.harness.databases import SqliteTemplate, open_migrated
+from tests.harness.wait import scaled
 
 _CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 _CHROMIUM_ARGS = [
@@ -31,6 +33,8 @@ _CHROMIUM_ARGS = [
     "--disable-sync",
 ]
 _START_TIMEOUT_S = 20.0
+# What playwright itself has as its defaults.
+_EXPECT_MS, _ACTION_MS = 5_000, 30_000
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Dashboard:
     """A running server; `url` has no slash at its end, `woken` is set when a page woke the loop."""
 
     url: str
-    store: SqlJobStore
+    store: JobStore
     runs_dir: Path
     woken: threading.Event
 
@@ -49,7 +53,7 @@ class Server(uvicorn.Server):
     def start(self) -> threading.Thread:
         thread = threading.Thread(target=self.run, daemon=True)
         thread.start()
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + scaled(_START_TIMEOUT_S)
         while not self.started:
             assert thread.is_alive(), "the server ended while starting"
             assert time.monotonic() < deadline, "the server did not start in time"
@@ -62,10 +66,11 @@ class Server(uvicorn.Server):
 
 
 @pytest.fixture
-def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
+def dashboard(tmp_path: Path, sqlite_template: SqliteTemplate) -> Iterator[Dashboard]:
     """The dashboard over an empty store."""
     settings = Settings(home=tmp_path)
-    store = SqlJobStore.open(settings.database_url)
+    sqlite_template.copy(settings.database_url)
+    store = open_migrated(settings.database_url)
     app = FastAPI()
     woken = threading.Event()
     mount(app, store, settings, woken.set)
@@ -73,7 +78,7 @@ def dashboard(tmp_path: Path) -> Iterator[Dashboard]:
     thread = server.start()
     yield Dashboard(f"http://127.0.0.1:{server.port}", store, settings.runs_dir, woken)
     server.should_exit = True
-    thread.join(timeout=10)
+    thread.join(timeout=scaled(10))
     store.close()
 
 
@@ -86,6 +91,7 @@ def browser() -> Iterator[Browser]:
     """
     if _CHROMIUM is None:
         pytest.skip("needs a browser: no 'chromium' on PATH (apt-get install chromium)")
+    expect.set_options(timeout=scaled(_EXPECT_MS))
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=_CHROMIUM, args=_CHROMIUM_ARGS)
         yield launched
@@ -97,6 +103,7 @@ def page(browser: Browser, dashboard: Dashboard) -> Iterator[Page]:
     """A tab. The test fails if it logged an error, threw, or asked another host for anything."""
     faults: list[str] = []
     context = browser.new_context(base_url=dashboard.url, viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(scaled(_ACTION_MS))
     tab = context.new_page()
     tab.on("console", lambda message: note_console(message, faults))
     tab.on("pageerror", lambda error: faults.append(f"exception: {error}"))

@@ -6,9 +6,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from service.domain import Job, JobStatus
-from service.store.sql import SqlJobStore
-from tests.unit.service.builders import (
+from service.db.jobs import JobStore
+from service.domain.models import Job, JobStatus
+from tests.harness.builders import (
     attempt_of,
     batch,
     checkpoint,
@@ -23,7 +23,14 @@ from tests.unit.service.builders import (
     table_wise_plan,
     workers_started,
 )
-from trainer.events import AttemptStarted, Event, HostExcluded, Metrics, Progress, TablePlan
+from trainer.protocol.events import (
+    AttemptStarted,
+    Event,
+    HostExcluded,
+    Metrics,
+    Progress,
+    TablePlan,
+)
 
 ELASTIC = {
     "workers": {"min": 4, "max": 8},
@@ -37,13 +44,13 @@ ELASTIC = {
 class ElasticJob:
     """The job in a store; times are seconds after its submission, `began` is that in Unix time."""
 
-    store: SqlJobStore
+    store: JobStore
     job: Job
     began: float
 
     @classmethod
     def start(
-        cls, store: SqlJobStore, name: str = "movielens-elastic", age_s: float = 120.0
+        cls, store: JobStore, name: str = "movielens-elastic", age_s: float = 120.0
     ) -> ElasticJob:
         """Submit the job `age_s` ago and let its three groups train."""
         began = time.time() - age_s

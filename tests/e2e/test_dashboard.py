@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
-from service.domain import EndReason, Job, JobStatus
+from service.domain.models import EndReason, Job, JobStatus
 from tests.e2e.conftest import Dashboard
-from tests.unit.service.builders import (
+from tests.harness.builders import (
     attempt_of,
     batch,
     checkpoint,
@@ -23,12 +23,13 @@ from tests.unit.service.builders import (
     trace_written,
     workers_started,
 )
-from trainer.events import Event, Progress
+from tests.harness.wait import scaled
 from trainer.export.artifact import write_manifest
-from trainer.export.folder import list_exports
-from trainer.run_dir import RunDir
+from trainer.export.requests import list_exports
+from trainer.protocol.events import Event, Progress
+from trainer.protocol.run_dir import RunDir
 
-LIVE_MS = 8_000
+LIVE_MS = scaled(8_000)
 
 
 def submit(dashboard: Dashboard, name: str) -> Job:
@@ -102,11 +103,12 @@ def settled_picture(chart: Locator) -> bytes:
     return picture
 
 
+@pytest.mark.slow
 def test_an_empty_service_says_how_to_submit_and_shows_the_first_job_at_once(
     page: Page, dashboard: Dashboard
 ) -> None:
     page.goto("/")
-    expect(page.get_by_text("shardloom run deploy/examples/")).to_be_visible()
+    expect(page.get_by_text("shardloom run examples/")).to_be_visible()
     job = submit(dashboard, "the-first")
     expect(page.get_by_role("link", name=job.name)).to_be_visible(timeout=LIVE_MS)
     expect(page.get_by_text("No jobs yet")).not_to_be_visible()
@@ -126,6 +128,7 @@ def test_the_list_shows_jobs_follows_them_and_leads_to_their_pages(
     expect(page).to_have_url(f"{dashboard.url}/dashboard/jobs/{running.id}")
 
 
+@pytest.mark.slow
 def test_the_list_filters_by_status_and_name(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
@@ -160,18 +163,7 @@ def test_the_job_page_shows_figures_charts_groups_timeline_and_checkpoints(
     expect(page.locator(".spec")).to_contain_text("embedding_tables:")
 
 
-def test_the_sharding_section_shows_plan_loads_and_policy(page: Page, running: Job) -> None:
-    open_job(page, running)
-    section = page.locator(".sharding-panel")
-    expect(section.locator(".plan .name")).to_have_text(["users", "movies"])
-    expect(section.locator(".plan-map rect")).to_have_count(3)
-    users, movies = section.locator(".load").all()
-    assert len(users.locator("i").all()) == 1
-    assert len(movies.locator("i").all()) == 2
-    expect(section).to_contain_text("the rows touched since the last sync")
-    expect(section.get_by_role("alert")).not_to_be_visible()
-
-
+@pytest.mark.slow
 def test_a_divergence_raises_an_alarm_without_a_reload(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
@@ -181,6 +173,7 @@ def test_a_divergence_raises_an_alarm_without_a_reload(
     expect(page.locator(".timeline .tone-bad")).to_contain_text("shard 1")
 
 
+@pytest.mark.slow
 def test_a_chart_appears_with_its_first_data(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
@@ -212,19 +205,6 @@ def test_a_trace_is_asked_for_and_then_offered_for_download(
     expect(link).to_be_visible(timeout=LIVE_MS)
     wanted = f"/v1/jobs/{running.id}/traces/{request['id']}-rank0.json.gz?attempt={running.id}-a0"
     expect(link).to_have_attribute("href", wanted)
-
-
-def test_a_job_without_plan_and_phases_is_shown_without_empty_charts(
-    page: Page, dashboard: Dashboard
-) -> None:
-    job = submit(dashboard, "from-last-year")
-    attempt = attempt_of(job)
-    dashboard.store.update_job(replace(job, current_attempt_id=attempt.id), attempt=attempt)
-    records = batch(workers_started(), metrics(10, train_loss=0.5))
-    dashboard.store.append_events(attempt.id, records, time.time())
-    open_job(page, job)
-    expect(page.locator(".chart-panel:visible")).to_have_count(3)
-    expect(page.locator(".sharding-panel")).to_contain_text("once the workers have told their plan")
 
 
 def test_progress_and_charts_follow_the_store_without_a_reload(
@@ -271,6 +251,7 @@ def test_cancelling_asks_first_and_then_stops_the_job(
     assert dashboard.woken.is_set()
 
 
+@pytest.mark.slow
 def test_a_failed_job_says_why(page: Page, dashboard: Dashboard) -> None:
     job = submit(dashboard, "broken")
     message = "ratings.csv, line 7: <b>rating</b> is not a number"
@@ -302,6 +283,7 @@ def test_a_phone_needs_no_sideways_scrolling(page: Page, running: Job) -> None:
     assert page.evaluate("document.documentElement.scrollWidth") == 400
 
 
+@pytest.mark.slow
 def test_the_theme_switch_is_remembered(page: Page) -> None:
     page.goto("/dashboard/")
     switch = page.get_by_role("button", name="Switch theme")
@@ -311,6 +293,7 @@ def test_the_theme_switch_is_remembered(page: Page) -> None:
     expect(page.locator("body.body--dark")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_an_export_is_asked_for_and_offered_for_download_when_it_is_done(
     page: Page, dashboard: Dashboard, running: Job
 ) -> None:
@@ -336,3 +319,49 @@ def test_an_export_is_asked_for_and_offered_for_download_when_it_is_done(
     page.get_by_role("dialog").get_by_role("button", name="Delete").click()
     expect(page.get_by_text("Nothing has been exported yet")).to_be_visible(timeout=LIVE_MS)
     assert not folder.root.exists()
+
+
+# ---- buttons that change a job's course
+
+
+def test_a_running_job_is_paused_by_a_button(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    open_job(page, running)
+    expect(page.get_by_role("button", name="Resume")).not_to_be_visible()
+    page.get_by_role("button", name="Pause").click()
+    expect(page.get_by_role("button", name="Pausing")).to_be_disabled(timeout=LIVE_MS)
+    asked = dashboard.store.get_job(running.id)
+    assert asked.pause_requested
+    assert dashboard.woken.is_set()
+
+
+@pytest.mark.slow
+def test_a_job_that_waits_pauses_at_once_and_goes_back_to_its_place(
+    page: Page, dashboard: Dashboard
+) -> None:
+    job = submit(dashboard, "patient")
+    open_job(page, job)
+    page.get_by_role("button", name="Pause").click()
+    expect(page.locator(".heading .status")).to_have_text("paused", timeout=LIVE_MS)
+    page.get_by_role("button", name="Resume").click()
+    expect(page.locator(".heading .status")).to_have_text("queued", timeout=LIVE_MS)
+    assert dashboard.store.get_job(job.id).queued_at == job.queued_at
+
+
+@pytest.mark.slow
+def test_a_job_that_ended_goes_on_from_the_checkpoint_that_was_chosen(
+    page: Page, dashboard: Dashboard, running: Job
+) -> None:
+    report(dashboard, running, checkpoint(50))
+    ended = replace(dashboard.store.get_job(running.id), status=JobStatus.FAILED, message="broke")
+    dashboard.store.update_job(ended)
+    open_job(page, running)
+    expect(page.get_by_role("button", name="Cancel job")).not_to_be_visible()
+    page.get_by_role("button", name="Go on from checkpoint").click()
+    page.get_by_role("combobox", name="Checkpoint").click()
+    page.get_by_role("option", name="step 40, best so far").click()
+    page.get_by_role("dialog").get_by_role("button", name="Go on").click()
+    expect(page.locator(".heading .status")).to_have_text("queued", timeout=LIVE_MS)
+    resumed_from = dashboard.store.get_job(running.id).resume_from
+    assert resumed_from and resumed_from.endswith("step-00000040")

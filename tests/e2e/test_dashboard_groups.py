@@ -9,10 +9,11 @@ from playwright.sync_api import Page, expect
 
 from tests.e2e.conftest import Dashboard
 from tests.e2e.scenes import ElasticJob
-from tests.unit.service.builders import HOSTS
-from trainer.run_dir import RunDir
+from tests.harness.builders import HOSTS
+from tests.harness.wait import scaled
+from trainer.protocol.run_dir import RunDir
 
-LIVE_MS = 8_000
+LIVE_MS = scaled(8_000)
 
 
 @pytest.fixture
@@ -58,6 +59,7 @@ def test_a_loss_and_the_recovery_are_followed_without_a_reload(
     expect(page.locator(".timeline")).to_contain_text("joined again: copied 105.0 MB")
 
 
+@pytest.mark.slow
 def test_the_list_marks_a_job_with_fewer_groups_than_it_should_have(
     page: Page, elastic: ElasticJob
 ) -> None:
@@ -69,6 +71,7 @@ def test_the_list_marks_a_job_with_fewer_groups_than_it_should_have(
     expect(row).to_contain_text("2 of 3 groups", timeout=LIVE_MS)
 
 
+@pytest.mark.slow
 def test_goodput_is_shown_with_what_took_the_rest(page: Page, elastic: ElasticJob) -> None:
     open_job(page, elastic)
     goodput = page.locator(".goodput")
@@ -78,6 +81,7 @@ def test_goodput_is_shown_with_what_took_the_rest(page: Page, elastic: ElasticJo
     expect(page.locator(".membership-facts")).to_contain_text("10 steps")
 
 
+@pytest.mark.slow
 def test_a_size_is_chosen_from_those_that_fit(
     page: Page, dashboard: Dashboard, elastic: ElasticJob
 ) -> None:
@@ -92,6 +96,7 @@ def test_a_size_is_chosen_from_those_that_fit(
     assert wanted_of(dashboard, elastic)["workers"] == 8
 
 
+@pytest.mark.slow
 def test_a_host_is_drained_and_taken_back(
     page: Page, dashboard: Dashboard, elastic: ElasticJob
 ) -> None:
@@ -107,6 +112,7 @@ def test_a_host_is_drained_and_taken_back(
         assert wanted_of(dashboard, elastic)["drain_hosts"] == wanted
 
 
+@pytest.mark.slow
 def test_groups_need_no_sideways_scrolling_on_a_phone(page: Page, elastic: ElasticJob) -> None:
     elastic.lose(100)
     page.set_viewport_size({"width": 400, "height": 800})

@@ -11,17 +11,19 @@ import pytest
 import uvicorn
 from playwright.sync_api import Browser, Page, expect
 
+from service.app import create_app
+from service.auth.security import Security
 from service.backends.fake import FakeBackend
-from service.main import create_app
-from service.security.bundle import Security
-from service.security.keys import ApiKey, AuditFilter, hash_of, new_key_text
-from service.security.principal import Role
+from service.db.jobs import JobStore
+from service.domain.auth import ApiKey, AuditFilter, Role, hash_of, new_key_text
 from service.settings import Settings
-from service.store.sql import SqlJobStore
 from tests.e2e.conftest import Server, note_console, note_request
-from tests.unit.service.builders import queued_job
+from tests.harness.builders import queued_job
+from tests.harness.databases import SqliteTemplate, open_migrated
+from tests.harness.wait import scaled
 
 _JOIN_TIMEOUT_S = 10
+LIVE_MS = scaled(10_000)
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Guarded:
 
     url: str
     key: str
-    store: SqlJobStore
+    store: JobStore
     security: Security
 
 
@@ -40,10 +42,11 @@ def auth(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def guarded(tmp_path: Path, auth: str) -> Iterator[Guarded]:
+def guarded(tmp_path: Path, auth: str, sqlite_template: SqliteTemplate) -> Iterator[Guarded]:
     """A whole service on a free port, with two jobs."""
     settings = Settings(home=tmp_path, backend="fake", auth=auth)  # type: ignore[arg-type]
-    store = SqlJobStore.open(settings.database_url)
+    sqlite_template.copy(settings.database_url)
+    store = open_migrated(settings.database_url)
     app = create_app(settings, store, FakeBackend(tmp_path / "fake"))
     security: Security = app.state.context.security
     key_id, text = new_key_text()
@@ -99,11 +102,11 @@ def test_the_pages_live_under_the_policy(tab: Page, guarded: Guarded, auth: str)
     expect(tab.get_by_role("link", name="movie-nights")).to_be_visible()
     # Only an open websocket brings this.
     guarded.store.create_job(queued_job(name="later"), idempotency_key=None, request_hash="")
-    expect(tab.get_by_role("link", name="later")).to_be_visible(timeout=10_000)
+    expect(tab.get_by_role("link", name="later")).to_be_visible(timeout=LIVE_MS)
     tab.get_by_role("link", name="later").click()
     tab.get_by_role("button", name="Cancel job").first.click()
     tab.locator(".dialog").get_by_role("button", name="Cancel job").click()
-    expect(tab.locator(".job-head")).to_contain_text("cancelled", timeout=10_000)
+    expect(tab.locator(".job-head")).to_contain_text("cancelled", timeout=LIVE_MS)
     guarded.security.audit.flush()
     [line] = guarded.security.keys.list_audit(AuditFilter(action="PAGE cancel"))
     assert line.actor == ("key:ada" if auth == "required" else "local")

@@ -17,7 +17,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
 from torchrec.distributed.types import ShardedTensor, ShardingPlan
 
-from tests.integration.sharding_cases import (
+from tests.integration.ranks.sharding_cases import (
     DENSE_LR,
     Lookups,
     ShardingCase,
@@ -25,15 +25,17 @@ from tests.integration.sharding_cases import (
     make_rows,
 )
 from trainer.data.batches import Batch
-from trainer.models.dlrm import build_model
-from trainer.parallel.groups import MeshGroups, build_groups
-from trainer.parallel.layout import Layout
+from trainer.layout.layout import Layout
+from trainer.models.networks import build_model
+from trainer.parallel.mesh import MeshGroups, build_groups
+from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
-from trainer.parallel.plan import make_plan
-from trainer.parallel.sharders import sharders
+from trainer.parallel.planner import make_plan
+from trainer.parallel.sharding import sharders
 from trainer.parallel.sync import build_sync
-from trainer.parallel.two_d import TwoDParallel
-from trainer.spec import JobSpec, SyncSpec, validate_spec
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import SyncSpec
 
 SyncMode = Literal["full", "touched_rows"]
 _NUM_WARM_UP, _NUM_TIMED = 10, 50

@@ -11,7 +11,9 @@ import torch
 
 from tests.gpu.cuda_cases import SyncMode, compare, throughput
 from tests.gpu.nccl import run_ranks
-from tests.integration.sharding_cases import ShardingCase
+from tests.integration.ranks.sharding_cases import ShardingCase
+
+pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-6
 

@@ -1,4 +1,4 @@
-"""What the tests share that costs seconds to start: the stack on real Ray, PostgreSQL."""
+"""The stack on real Ray, which costs the most to start, and the API server."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.integration.kube.fixtures import api_server, kube, shared_api_server  # noqa: F401
-from tests.integration.postgresql import PostgresqlServer, run_server
-from tests.integration.stack import Stack
+from tests.harness.kube.cluster import kube, kube_api_server, own_kube  # noqa: F401
+from tests.harness.stack import Stack
 
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Service and Ray, up for the whole test session."""
+    """Service and Ray, up for the whole test session; nothing of them may be left after it."""
     stack = Stack(tmp_path_factory.mktemp("shardloom"))
-    stack.up()
-    yield stack
-    stack.down()
-
-
-@pytest.fixture(scope="session")
-def postgresql() -> Iterator[PostgresqlServer]:
-    """A PostgreSQL server, up for the whole test session."""
-    with run_server() as server:
-        yield server
+    with stack.running():
+        yield stack

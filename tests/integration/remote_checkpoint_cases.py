@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from tests.integration.checkpoint_cases import Sharding, build, held, load, spec_of, train
-from tests.integration.save_cases import Saver, config_of
-from trainer import events
-from trainer.data.storage import Location
-from trainer.elastic.checkpoint import CheckpointError, list_committed
-from trainer.elastic.checkpoint_folder import checkpoints_of
-from trainer.elastic.training_state import state_to_save
-from trainer.elastic.warm_start import warm_start
-from trainer.run_dir import COMMIT_MARKER
-from trainer.saving import Checkpoints, State
+from tests.integration.ranks.checkpoint_cases import Sharding, build, held, load, spec_of, train
+from tests.integration.ranks.save_cases import Saver, config_of
+from trainer.checkpoint.files import checkpoints_of
+from trainer.checkpoint.manager import CheckpointManager, TrainState
+from trainer.checkpoint.resume import warm_start
+from trainer.checkpoint.save_load import CheckpointError, list_committed
+from trainer.checkpoint.state_dict import state_to_save
+from trainer.protocol import events
+from trainer.protocol.run_dir import COMMIT_MARKER
+from trainer.storage import Location
 
 
 def train_save_and_load(
@@ -33,12 +33,14 @@ def train_save_and_load(
     config = config_of(sharding, run_dir, path=path)
     model, optimizers = build(sharding, config.spec)
     said: list[events.Event] = []
-    checkpoints = Checkpoints(config, model.groups, said.append)
+    checkpoints = CheckpointManager(config, model.groups, said.append)
     checkpoints.newest()
     train(model, optimizers, config.spec, steps=[1, 2])
     at_save = held(model, optimizers)
     state = state_to_save(model, optimizers.combined)
-    checkpoints.save(state, State(step=2), {}, False, is_last=True, started_s=time.perf_counter())
+    checkpoints.save(
+        state, TrainState(step=2), {}, False, is_last=True, started_s=time.perf_counter()
+    )
     found = checkpoints.newest()
     assert found is not None
     return {"at_save": at_save, "loaded": load(sharding, found.path), "said": said}
@@ -81,7 +83,7 @@ def save_large(
     for step in steps:
         tensors = {f"weight-{dist.get_rank()}": _noise(step, num_bytes)}
         saver.checkpoints.save(
-            tensors, State(step=step), {}, False, step == steps[-1], time.perf_counter()
+            tensors, TrainState(step=step), {}, False, step == steps[-1], time.perf_counter()
         )
     return {"said": saver.said, "notes": saver.notes(), "equal": _is_as_saved(saver, num_bytes)}
 
@@ -92,13 +94,13 @@ def _noise(step: int, num_bytes: int) -> torch.Tensor:
 
 
 def _is_as_saved(saver: Saver, num_bytes: int) -> bool:
-    from trainer.elastic import checkpoint
+    from trainer.checkpoint import save_load
 
     found = saver.checkpoints.newest()
     if found is None:
         return False
     state = {f"weight-{dist.get_rank()}": torch.zeros(num_bytes, dtype=torch.uint8)}
-    checkpoint.load(found.path, state)
+    save_load.load(found.path, state)
     return torch.equal(*state.values(), _noise(found.commit.step, num_bytes))
 
 
@@ -112,7 +114,7 @@ def look_for_newest(environment: Mapping[str, str], run_dir: Path, path: str) ->
 
 def look_with_impatient_peers(environment: Mapping[str, str], run_dir: Path, path: str) -> int:
     """The step that a start finds and loads where no other collective waits for 2 s."""
-    from trainer.elastic import checkpoint
+    from trainer.checkpoint import save_load
 
     os.environ.update(environment)
     saver = Saver.open(run_dir, path=path)
@@ -121,7 +123,7 @@ def look_with_impatient_peers(environment: Mapping[str, str], run_dir: Path, pat
     found = saver.checkpoints.newest()
     assert found is not None
     state = {f"weight-{dist.get_rank()}": torch.zeros(1000, dtype=torch.uint8)}
-    checkpoint.load(found.path, state, saver.checkpoints.group)
+    save_load.load(found.path, state, saver.checkpoints.group)
     _set_pg_timeout(timedelta(seconds=60), dist.group.WORLD)
     return found.commit.step
 
@@ -186,13 +188,13 @@ def die_in_the_middle(environment: Mapping[str, str], run_dir: Path, path: str) 
     """A whole save, then one in which this process ends by SIGKILL once objects are written."""
     import signal
 
-    from trainer.elastic import checkpoint
+    from trainer.checkpoint import files
 
     os.environ.update(environment)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     saver = Saver.open(run_dir, path=path)
     saver.save(1)
     saver.checkpoints.wait()
-    checkpoint.write_marker = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    files.write_marker = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     saver.save(2)
     saver.checkpoints.wait()

@@ -8,7 +8,7 @@ from tests.benchmarks.ne_parity import NOISE, name_of_scale, variants_of
 from tests.benchmarks.ne_parity_case import Settings
 from tests.benchmarks.ne_parity_ranks import measure_seed
 from tests.benchmarks.ne_parity_report import PEER
-from tests.integration.gloo import run_ranks
+from tests.harness.ranks import run_ranks
 
 SETTINGS = Settings(
     world_size=2,

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.benchmarks.quality import OUR_NAME
-from trainer.data.prepare.generate import generate_movielens
+from trainer.datasets.movielens.synthetic import generate_movielens
 
 
 def test_it_measures_every_model_on_the_same_rows(tmp_path):

@@ -1,1 +1,3 @@
 """Parquet sources, batches and the global data position."""
+
+from __future__ import annotations

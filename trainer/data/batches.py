@@ -1,38 +1,98 @@
-"""Batches for one rank: tensors and a TorchRec KeyedJaggedTensor, made ahead by one thread."""
+"""One thread that makes batches before they are wanted.
+
+Rows that fill up a batch repeat others, and bad ones hold made-up ids. In a table whose rows are
+the ids that weighs nothing, as their gradients are 0; a dynamic table would count them as seen,
+keep their ids for it, and evict others.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Collection, Container, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
 from torchrec import KeyedJaggedTensor
 
-from trainer.data.columns import layout_of
-from trainer.data.errors import TooFewRowsError
+from trainer.coordination.messages import Lease
+from trainer.data.decode import layout_of
+from trainer.data.parquet import ParquetSource
 from trainer.data.position import (
     START,
     BatchShape,
     DataPosition,
+    Span,
     advance,
     rank_rows,
     step_rows,
     step_start,
 )
 from trainer.data.quarantine import FaultLog, QuarantinedRows
-from trainer.data.read_ahead import NUM_PREFETCHED, ReadAhead
 from trainer.data.reader import DEFAULT_CACHE_BYTES, DEFAULT_WINDOW_ROWS, RowReader
-from trainer.data.row_columns import RowColumns
-from trainer.data.rows import FloatArray, Rows
-from trainer.data.source import ParquetSource
-from trainer.data.spans import Span
-from trainer.data.sparse_ids import SparseIds
-from trainer.data.uncounted import without_uncounted
-from trainer.spec import JobSpec
+from trainer.data.rows import FloatArray, RowColumns, Rows, SparseIds
+from trainer.errors import TooFewRowsError
+from trainer.spec.job import JobSpec
+
+NUM_PREFETCHED = 4
+"""Batches that are made ahead."""
+Task = ParamSpec("Task")
+Made = TypeVar("Made")
+
+
+class ReadAhead:
+    """Runs tasks in the order given; `wait_s` is the time in seconds spent waiting for them."""
+
+    def __init__(self) -> None:
+        self.wait_s = 0.0
+        # One worker runs the tasks in order, so that they may share a reader.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="batches")
+
+    def submit(
+        self, task: Callable[Task, Made], *args: Task.args, **kwargs: Task.kwargs
+    ) -> Future[Made]:
+        """Run `task` after those submitted before."""
+        return self._thread.submit(task, *args, **kwargs)
+
+    def wait_for(self, made: Future[Made]) -> Made:
+        """The result of a task, or what it raised."""
+        begun = time.perf_counter()
+        result = made.result()
+        self.wait_s += time.perf_counter() - begun
+        return result
+
+    def close(self) -> None:
+        """End the thread; tasks that have not begun are dropped. Harmless when called again."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+
+# Rows that do not count have no ids in dynamic tables: nothing is to be learnt from them there.
+
+
+def drop_padding_ids(
+    ids: KeyedJaggedTensor, keys: Collection[str], row_weight: torch.Tensor
+) -> KeyedJaggedTensor:
+    """`ids` without those that the features `keys` have in rows of weight 0: `row_weight` [B]."""
+    names = ids.keys()
+    is_chosen = torch.tensor([name in keys for name in names], dtype=torch.bool)
+    is_dropped = (is_chosen[:, None] & (row_weight == 0)).ravel()
+    if not is_dropped.any():
+        return ids
+    lengths = ids.lengths()
+    is_kept = ~is_dropped.repeat_interleave(lengths)
+    weights = ids.weights_or_none()
+    return KeyedJaggedTensor(
+        keys=names,
+        values=ids.values()[is_kept],
+        lengths=lengths.masked_fill(is_dropped, 0),
+        weights=None if weights is None else weights[is_kept],
+    )
+
+
+# Batches for one rank: tensors and a TorchRec KeyedJaggedTensor, made ahead by one thread.
 
 
 @dataclass(frozen=True)
@@ -141,10 +201,8 @@ def _without_uncounted(batch: Batch, dynamic: frozenset[str]) -> Batch:
     sequences = batch.sequences
     return replace(
         batch,
-        sparse=without_uncounted(batch.sparse, dynamic, batch.weight),
-        sequences=None
-        if sequences is None
-        else without_uncounted(sequences, dynamic, batch.weight),
+        sparse=drop_padding_ids(batch.sparse, dynamic, batch.weight),
+        sequences=None if sequences is None else drop_padding_ids(sequences, dynamic, batch.weight),
     )
 
 
@@ -315,3 +373,101 @@ def validation_batches(
     for _ in range(shape.steps_per_epoch):
         yield maker.make(0, step_rows(position, shape))
         position = advance(position, shape)
+
+
+# Batches of leased rows for one rank of a group, made ahead in the order of the leases.
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The rows that one step takes of a lease, over all ranks of the group."""
+
+    lease: Lease
+    rows: Span
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends the lease."""
+        return self.rows[1] == self.lease.stop
+
+
+class LeaseBatches:
+    """Batches of the leases submitted so far, in that order, made by one thread.
+
+    Iterating gives (batch, lease, whether it is the lease's last) and stops where no more leases
+    were submitted; after another `submit` it goes on. Every rank of the group gets equally many
+    batches of `data.batch_size` rows, filled up with rows of weight 0 at a lease's end, so that
+    each row counts exactly once. A fault found while reading is raised at the batch that it spoils.
+    Not for several threads at once; use it as a context manager, or call `close`.
+    """
+
+    def __init__(
+        self,
+        source: ParquetSource,
+        spec: JobSpec,
+        rank: int,
+        num_ranks: int,
+        *,
+        cache_bytes: int = DEFAULT_CACHE_BYTES,
+        window_rows: int = DEFAULT_WINDOW_ROWS,
+        pin: bool = False,
+    ) -> None:
+        """`rank` of the `num_ranks` ranks of a group; `pin` as for `TrainBatches`."""
+        self._shape = BatchShape(source.num_rows, num_ranks, spec.data.batch_size)
+        reader = train_reader(source, spec, cache_bytes, window_rows)
+        self._maker = BatchMaker(reader, spec, rank, num_ranks, pin=pin)
+        self._thread = ReadAhead()
+        self._planned: deque[_Step] = deque()
+        self._ahead: deque[tuple[_Step, Future[Batch]]] = deque()
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that the consumer has waited for batches."""
+        return self._thread.wait_s
+
+    def submit(self, lease: Lease) -> None:
+        """Read `lease` after those submitted before."""
+        self._planned.extend(self._steps_of(lease))
+        self._read_ahead()
+
+    def forget(self, ids: Container[int]) -> None:
+        """Give no more batches of leases `ids`, which were taken back; others stay in order."""
+        for step, made in self._ahead:
+            if step.lease.id in ids:
+                made.cancel()
+        self._ahead = deque(each for each in self._ahead if each[0].lease.id not in ids)
+        self._planned = deque(step for step in self._planned if step.lease.id not in ids)
+        self._read_ahead()
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> tuple[Batch, Lease, bool]:
+        if not self._ahead:
+            raise StopIteration
+        step, made = self._ahead.popleft()
+        batch = self._thread.wait_for(made)
+        self._read_ahead()
+        return batch, step.lease, step.is_last
+
+    def close(self) -> None:
+        """Stop reading ahead and forget all leases; harmless when called again."""
+        self._planned.clear()
+        self._ahead.clear()
+        self._thread.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _steps_of(self, lease: Lease) -> Iterator[_Step]:
+        for start in range(lease.start, lease.stop, self._shape.rows_per_step):
+            yield _Step(lease, (start, min(start + self._shape.rows_per_step, lease.stop)))
+
+    def _read_ahead(self) -> None:
+        while self._planned and len(self._ahead) < NUM_PREFETCHED:
+            step = self._planned.popleft()
+            made = self._thread.submit(self._maker.make, step.lease.epoch, [step.rows])
+            self._ahead.append((step, made))

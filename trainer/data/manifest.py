@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from trainer.data.errors import (
+from trainer.errors import (
     CorruptFileError,
     ManifestError,
     SourceMissingError,

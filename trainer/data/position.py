@@ -1,17 +1,84 @@
-"""Where training is in the data, and which rows each rank takes next. Pure arithmetic.
+"""Sets of rows as sorted spans [start, stop): small, however many rows they hold.
 
 A position says which rows of an epoch's order are consumed, by all ranks together. The order does
 not depend on the number of ranks T, so a job that resumes at another T loses and repeats nothing.
 Every rank gets the same number of batches: the last step of an epoch takes what is left, shared out
 evenly, and the batches are filled up with rows of weight 0.
+
+In the domain `job` the workers start again from the newest checkpoint, which holds no NaN, and take
+these rows for done. Groups that are failure domains need no file: the coordinator skips the lease.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
-from trainer.data.spans import Span, Spans
-from trainer.elastic.protocol import EpochRows, Ledger
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from trainer.coordination.messages import EpochRows, Ledger
+
+Span = tuple[int, int]
+"""Rows [start, stop)."""
+
+
+class Spans:
+    """A set of row numbers, kept as the bounds of spans that neither overlap nor touch."""
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        """`spans` may come in any order, and may overlap; empty ones are left out."""
+        self._bounds: list[int] = []  # start, stop, start, stop, ... in ascending order
+        for start, stop in spans:
+            self.add(start, stop)
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return sum(self._bounds[1::2]) - sum(self._bounds[::2])
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The spans, sorted."""
+        return tuple(zip(self._bounds[::2], self._bounds[1::2], strict=True))
+
+    def add(self, start: int, stop: int) -> None:
+        """Take rows [start, stop) in."""
+        self._replace(start, stop, is_in=True)
+
+    def remove(self, start: int, stop: int) -> None:
+        """Take rows [start, stop) out."""
+        self._replace(start, stop, is_in=False)
+
+    def _replace(self, start: int, stop: int, *, is_in: bool) -> None:
+        if start >= stop:
+            return
+        first, last = bisect_left(self._bounds, start), bisect_right(self._bounds, stop)
+        # An odd place is inside a span. A bound is needed where that changes at `start` or `stop`.
+        new_start = [start] if first % 2 != is_in else []
+        new_stop = [stop] if last % 2 != is_in else []
+        self._bounds[first:last] = new_start + new_stop
+
+    def gap(self, start: int, stop: int) -> Span | None:
+        """The first run of rows in [start, stop) that are not in the set, if there are any."""
+        place = bisect_right(self._bounds, start)
+        if place % 2:
+            start = self._bounds[place]
+            place += 1
+        if place < len(self._bounds):
+            stop = min(stop, self._bounds[place])
+        return (start, stop) if start < stop else None
+
+    def gaps(self, start: int, stop: int) -> list[Span]:
+        """All runs of rows in [start, stop) that are not in the set, in order."""
+        found = []
+        while (gap := self.gap(start, stop)) is not None:
+            found.append(gap)
+            start = gap[1]
+        return found
+
+
+# Where training is in the data, and which rows each rank takes next. Pure arithmetic.
 
 
 @dataclass(frozen=True, order=True)
@@ -148,3 +215,70 @@ def _position(epoch: int, consumed: Spans, later: dict[int, tuple[Span, ...]]) -
     spans = consumed.spans
     row = spans[0][1] if spans and spans[0][0] == 0 else 0
     return DataPosition(epoch, row, spans[1:] if row else spans, tuple(sorted(later.items())))
+
+
+# Rows that a run leaves out because the loss became NaN or infinite on them: a file of the run.
+
+EpochSpans = tuple[int, tuple[Span, ...]]
+"""Rows of an epoch's order."""
+
+
+class SkippedRows(BaseModel):
+    """What the file holds: spans of each epoch's order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    epochs: tuple[tuple[int, tuple[Span, ...]], ...] = Field(default=())
+
+    @classmethod
+    def read(cls, path: Path) -> SkippedRows:
+        """What `path` holds; nothing where there is no such file. Raises OSError."""
+        try:
+            return cls.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return cls()
+        except ValidationError as error:
+            raise OSError(f"{path} is damaged: {error}; remove it to train all rows") from None
+
+    def with_rows(self, more: Iterable[EpochSpans]) -> SkippedRows:
+        """These rows and `more`."""
+        together = {epoch: Spans(spans) for epoch, spans in self.epochs}
+        for epoch, spans in more:
+            rows = together.setdefault(epoch, Spans())
+            for span in spans:
+                rows.add(*span)
+        return SkippedRows(epochs=tuple((n, rows.spans) for n, rows in sorted(together.items())))
+
+    def write(self, path: Path) -> None:
+        """Store it; the file appears whole. Raises OSError."""
+        partial = path.with_name(f".partial-{path.name}")
+        partial.write_text(self.model_dump_json())
+        partial.replace(path)
+
+
+def rows_between(before: DataPosition, after: DataPosition, num_rows: int) -> list[EpochSpans]:
+    """Rows consumed at `after` and not yet at `before`, in epochs of `num_rows` rows."""
+    found = []
+    for epoch in range(before.epoch, after.epoch + 1):
+        rows = _consumed_rows(after, epoch, num_rows)
+        for span in _consumed_rows(before, epoch, num_rows).spans:
+            rows.remove(*span)
+        if rows.spans:
+            found.append((epoch, rows.spans))
+    return found
+
+
+def _consumed_rows(position: DataPosition, epoch: int, num_rows: int) -> Spans:
+    if epoch < position.epoch:
+        return Spans([(0, num_rows)])
+    begun = {rows.epoch: rows.done for rows in ledger_of(position).open_epochs}
+    return Spans(begun.get(epoch, ()))
+
+
+def without(position: DataPosition, skipped: SkippedRows) -> DataPosition:
+    """`position` with the skipped rows taken for consumed."""
+    ledger = ledger_of(position)
+    begun = SkippedRows(epochs=tuple((rows.epoch, rows.done) for rows in ledger.open_epochs))
+    ahead = [(epoch, spans) for epoch, spans in skipped.epochs if epoch >= position.epoch]
+    rows = tuple(EpochRows(epoch=n, done=done) for n, done in begun.with_rows(ahead).epochs)
+    return position_of(ledger.model_copy(update={"open_epochs": rows}))

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.errors import TooManyBadRowsError
 from trainer.data.ragged import IntArray
+from trainer.errors import TooManyBadRowsError
 
 FaultArray = NDArray[np.int32]
 FilesOf = Callable[[IntArray], list[tuple[Path, IntArray]]]

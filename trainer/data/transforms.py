@@ -18,10 +18,9 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from trainer.data.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.data.ragged import IntArray
-from trainer.spec.data import FeatureSpec
-from trainer.spec.encoding import DenseTransform, VocabularySpec
+from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
+from trainer.spec.data import DenseTransform, FeatureSpec, VocabularySpec
 
 MISSING_ID = 0
 _SLICE_BYTES = 2**18  # of text; what is made of it then fits into a processor's cache

@@ -1,1 +1,3 @@
 """Durable checkpoints and recovery."""
+
+from __future__ import annotations

@@ -17,23 +17,29 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from trainer.announcement import workers_started
-from trainer.data.batches import Batch
-from trainer.data.lease_batches import LeaseBatches
+from trainer.checkpoint.manager import TrainState
+from trainer.coordination.client import CoordinatorClient, HeartbeatReporter, Identity, end_process
+from trainer.coordination.messages import (
+    Arrive,
+    GroupState,
+    LeaderProgress,
+    Lease,
+    Ledger,
+    Report,
+    RoundResult,
+)
+from trainer.data.batches import Batch, LeaseBatches
 from trainer.data.position import position_of
-from trainer.elastic import stop_request
 from trainer.elastic.group_sync import GroupSync
-from trainer.elastic.member import Member
-from trainer.elastic.protocol import Arrive, Lease, Led, Ledger, Report, Standing, Verdict
 from trainer.failures import NonFiniteLoss
-from trainer.parallel.groups import MeshGroups
-from trainer.parallel.layout import Layout
+from trainer.layout.layout import Layout
+from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import mode_for
-from trainer.pulse import Pulse
-from trainer.ray_worker import GroupConfig, WorkerConfig
-from trainer.saving import State
-from trainer.session import Session
-from trainer.spec import SyncSpec
+from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
+from trainer.spec.parallelism import SyncSpec
+from trainer.training import worker
+from trainer.training.session import Session, workers_started
+from trainer.training.worker import groups_of, named_failures, prepare_process
 
 
 @dataclass
@@ -54,20 +60,20 @@ class Interval:
 class GroupSession(Session):
     """One life of one rank of one group."""
 
-    def __init__(self, config: WorkerConfig, groups: MeshGroups, member: Member) -> None:
+    def __init__(self, config: WorkerConfig, groups: MeshGroups, member: CoordinatorClient) -> None:
         assert config.group, "the config of a group's worker names the group"
         self.group: GroupConfig = config.group
         self.member = member
         self.ledger = Ledger()
-        self.standing: Standing = "initial"
+        self.standing: GroupState = "initial"
         self.is_leader = False
         self._leases: deque[Lease] = deque()
         self._report = Report()
-        self._verdict: Verdict | None = None
-        self._before = State()
+        self._verdict: RoundResult | None = None
+        self._before = TrainState()
         self._announced: list[tuple[int, int]] = []
         self._has_finished = False
-        super().__init__(config, groups, Pulse(member))
+        super().__init__(config, groups, HeartbeatReporter(member))
         self._interval = self._new_interval()
         self._seen_rows, self._seen_at = 0, time.perf_counter()
         self._loader = self._open_loader()
@@ -205,7 +211,7 @@ class GroupSession(Session):
             interval.weight_sum += self.shares.total
         self.tracer.end_step(step)
 
-    def sync_groups(self) -> Verdict:
+    def sync_groups(self) -> RoundResult:
         """One committed sync with the other groups. Collective over all ranks of all groups."""
         with self.phases.during("sync"):
             verdict, cost = self.group_sync.exchange(self._arrival)
@@ -230,7 +236,7 @@ class GroupSession(Session):
             sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},
         )
 
-    def _take(self, verdict: Verdict) -> None:
+    def _take(self, verdict: RoundResult) -> None:
         """Go on from where the committed syncs have come to."""
         self._verdict, self._before = verdict, self.state
         self.standing = verdict.standing
@@ -254,7 +260,7 @@ class GroupSession(Session):
         position = position_of(ledger)
         rows_done = position.rows_done(self.shape.num_rows)
         is_complete = rows_done >= self.num_rows
-        self.state = State(
+        self.state = TrainState(
             step=self.total_steps if is_complete else rows_done // self.shape.rows_per_step,
             position=position,
             rows_trained=ledger.rows_trained,
@@ -329,7 +335,7 @@ class GroupSession(Session):
             plateau=self.state.plateau,
             metrics=self.final_metrics,
             checkpoint_commit=self.checkpoints.newest_commit,
-            led=Led(step=self.state.step, epoch=self.state.position.epoch),
+            led=LeaderProgress(step=self.state.step, epoch=self.state.position.epoch),
             has_finished=self._has_finished,
         )
 
@@ -338,14 +344,14 @@ class GroupSession(Session):
 
         Collective over the group on report steps.
         """
-        if not stop_request.is_asked(self.config, self.is_report_due()):
+        if not worker.is_asked(self.config, self.is_report_due()):
             return
         self.checkpoints.wait()
         if self.checkpoints.newest_commit != self.state.commit:
             self.save_checkpoint(is_best=False)
         self.checkpoints.wait()
         if self.checkpoints.newest_commit == self.state.commit:
-            stop_request.mark_stopping(self.config)
+            worker.mark_stopping(self.config)
 
     def report(self) -> None:
         """Send metrics and progress, which the leader does for all. Collective over the group."""
@@ -369,3 +375,77 @@ class GroupSession(Session):
         values["speed/steps_per_s"] = values["speed/rows_per_s"] / self.shape.rows_per_step
         self._seen_rows, self._seen_at = rows, now
         return values
+
+
+# The loop of a rank whose group is a failure domain, on one screen: train a lease, sync, lead.
+
+_LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one before
+
+
+def train_group(session: GroupSession) -> dict[str, float]:
+    """Train with the other groups to the end, or until asked to leave; the final metrics."""
+    try:
+        session.begin()
+        while not session.is_over:
+            session.train_lease()
+            session.sync_groups()
+            session.announce()
+            session.checkpoints.poll()
+            if session.is_report_due():
+                session.report()
+            if session.is_leader:
+                session.lead()
+    finally:
+        session.close()
+    return session.final_metrics
+
+
+def run_group(
+    config: WorkerConfig, member: CoordinatorClient, host: str | None = None
+) -> dict[str, float]:
+    """One life of one rank inside its group's initialised default process group.
+
+    Raises `WorkerFailure` with a reason that the control plane knows.
+    """
+    size = config.spec.parallelism.group_size
+    with named_failures(config.spec.model.module):
+        prepare_process(config)
+        groups = groups_of(config, Layout(size, size, "inter_host"), host)
+        return train_group(GroupSession(config, groups, member))
+
+
+def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dict[str, float]:
+    """`run_group` for a worker that Ray Train started."""
+    identity = Identity(
+        group=group.group,
+        incarnation=group.incarnation,
+        rank=dist.get_rank(),
+        num_ranks=dist.get_world_size(),
+        host=host,
+    )
+    member = CoordinatorClient(
+        identity, lambda: locate(group), config.spec.recovery.heartbeat_timeout_s
+    )
+    member.on_refusal = end_process
+    try:
+        return run_group(config, member, host)
+    finally:
+        member.close()
+
+
+def locate(group: GroupConfig) -> str:
+    """Address (host:port) of the coordinator, also after it was restarted.
+
+    Raises `ConnectionError` or `ValueError` while there is none.
+    """
+    if group.address is not None:
+        return group.address
+    import ray
+    from ray.exceptions import RayError
+
+    assert group.actor_name is not None, "a group knows its coordinator by name or by address"
+    coordinator = ray.get_actor(group.actor_name, namespace=ACTOR_NAMESPACE)
+    try:
+        return str(ray.get(coordinator.address.remote(), timeout=_LOCATE_S))
+    except RayError as error:
+        raise ConnectionError(f"the coordinator's actor is away: {error}") from error

@@ -1,4 +1,13 @@
-"""The sync between groups that are worlds of their own: averaged in rounds, applied after a vote.
+"""Process groups across worlds: one rank of each group, formed anew for every generation.
+
+Each group is a torch.distributed world of its own, so a replica group over several of them is
+known to none. It is a bare backend (gloo, on GPUs NCCL) whose ranks find each other in the
+coordinator's store, under keys that no other generation uses.
+
+Whoever cannot go on drops the group at once, which closes its sockets: gloo tells nobody that a
+rank has given up, and the others would wait for it until the time-out. What gloo is still waiting
+for itself cannot be stopped, only left behind, so an operation that is called off ends by itself
+later, in memory that nobody uses any more.
 
 Rank s of every group in a round averages its shard with the other ranks s, into buffers. Each then
 tells the coordinator whether it holds the averages, and only when all ranks of all groups do are
@@ -12,25 +21,174 @@ weighs nothing, and nothing of it gets into the means.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
-from trainer.elastic import faults
-from trainer.elastic.free_group import ExchangeError, FreeGroup, Seat
-from trainer.elastic.fuzzy_copy import pieces_of
-from trainer.elastic.member import Member
-from trainer.elastic.peer_copy import DonorServer, Joiner
-from trainer.elastic.protocol import Arrive, Round, RoundMember, Verdict, Vote
-from trainer.parallel.averaging import Batch, Block, ReplicaCollectives
-from trainer.parallel.replica_sync import Extra, SyncReport, blocks_of
+from trainer import fault_injection
+from trainer.coordination.client import CoordinatorClient
+from trainer.coordination.messages import Arrive, Round, RoundMember, RoundResult, Vote
+from trainer.elastic.peer_copy import DonorServer, Joiner, pieces_of
+from trainer.parallel.collectives import Batch, Block, ReplicaCollectives
+from trainer.parallel.model import TableShard, TwoDParallel
+from trainer.parallel.sync import Extra, SyncReport, blocks_of
 from trainer.parallel.touched_rows import RowNumbers, TouchedRows, unite
-from trainer.parallel.two_d import TableShard, TwoDParallel
-from trainer.spec import SyncSpec
-from trainer.spec.run import RecoverySpec
+from trainer.spec.parallelism import SyncSpec
+from trainer.spec.training import RecoverySpec
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroupGloo as Gloo
+    from torch.distributed import ProcessGroupNCCL as Nccl
+
+_POLL = timedelta(milliseconds=20)
+_MEET_POLL_S = 0.001
+_DEVICE_POLL_S = 0.0002
+IsAborted = Callable[[], bool]
+
+
+class ExchangeError(RuntimeError):
+    """A group could not be formed, or one of its operations failed: a peer is gone, or slow."""
+
+
+@dataclass(frozen=True)
+class ReplicaRank:
+    """The place of this rank, `index` of `size`, among those with its shard in a generation."""
+
+    generation: int
+    shard_index: int
+    index: int
+    size: int
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of this replica group begin with in the store."""
+        return f"gen{self.generation}/s{self.shard_index}"
+
+
+class CrossGroupProcessGroup:
+    """A replica group outside torch.distributed's world (a `ReplicaGroup`).
+
+    Collective over the group; every method may raise `ExchangeError`, after which the group is
+    good for nothing but `drop`. One operation takes at most `timeout_s`, and less when
+    `is_aborted` becomes true.
+    """
+
+    def __init__(
+        self,
+        seat: ReplicaRank,
+        store: dist.Store,
+        device: torch.device,
+        timeout_s: float,
+        is_aborted: IsAborted,
+    ) -> None:
+        self.seat = seat
+        self._device = device
+        self._timeout_s = timeout_s
+        self._is_aborted = is_aborted
+        self._is_stuck = False  # an operation goes on that nobody waits for any more
+        own_keys = dist.PrefixStore(seat.prefix, store)
+        self._meet(own_keys)
+        self._backend: Gloo | Nccl | None = self._form(own_keys)
+
+    def _meet(self, store: dist.Store) -> None:
+        """Wait until all are here. Forming the backend waits too, but cannot be called off."""
+        here = [f"here{index}" for index in range(self.seat.size)]
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            store.set(here[self.seat.index], "")
+            while not store.check(here):
+                self._check(deadline, "meet")
+                time.sleep(_MEET_POLL_S)
+        except RuntimeError as error:
+            raise ExchangeError(f"the replica group could not meet: {_first_line(error)}") from None
+
+    def _form(self, store: dist.Store) -> Gloo | Nccl:
+        timeout = timedelta(seconds=self._timeout_s)
+        try:
+            if self._device.type == "cuda":
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                return dist.ProcessGroupNCCL(store, self.seat.index, self.seat.size, options)
+            return dist.ProcessGroupGloo(store, self.seat.index, self.seat.size, timeout)
+        except RuntimeError as error:
+            raise ExchangeError(f"no replica group was formed: {_first_line(error)}") from None
+
+    def size(self) -> int:
+        return self.seat.size
+
+    def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
+        backend = self._backend
+        assert backend is not None, "a dropped group exchanges nothing"
+        self._complete(lambda: backend._allgather_base(out, part))  # type: ignore[union-attr]
+
+    def all_to_all(self, out: torch.Tensor, parts: torch.Tensor) -> None:
+        backend = self._backend
+        assert backend is not None, "a dropped group exchanges nothing"
+        self._complete(lambda: backend.alltoall_base(out, parts, [], []))  # type: ignore[union-attr]
+
+    def _complete(self, start: Callable[[], dist.Work]) -> None:
+        # The operation holds the sockets open: no frame of the error's traceback may hold it.
+        if problem := self._problem_of(start):
+            raise ExchangeError(f"an exchange between the copies failed: {problem}")
+
+    def _problem_of(self, start: Callable[[], dist.Work]) -> str:
+        """Run an operation to its end; what went wrong, empty if nothing did."""
+        deadline = time.monotonic() + self._timeout_s
+        try:
+            work = start()
+            while not self._is_over(work):
+                self._is_stuck = True
+                self._check(deadline, "answer")
+            self._is_stuck = False
+            work.wait()
+        except RuntimeError as error:
+            return _first_line(error)
+        return ""
+
+    def _is_over(self, work: dist.Work) -> bool:
+        """Whether `work` has ended in whatever way; waits a little for it."""
+        if self._device.type == "cuda":
+            time.sleep(0 if work.is_completed() else _DEVICE_POLL_S)
+        else:
+            # Not over yet, or over with an error, which the last wait raises again.
+            with suppress(RuntimeError):
+                work.wait(_POLL)
+        return work.is_completed()
+
+    def _check(self, deadline: float, verb: str) -> None:
+        if self._is_aborted():
+            raise ExchangeError("the round was given up, since a group was lost or is too slow")
+        if time.monotonic() > deadline:
+            raise ExchangeError(
+                f"some rank did not {verb} within {self._timeout_s:g} s "
+                "(recovery.exchange_timeout_s)"
+            )
+
+    def drop(self) -> None:
+        """Close the sockets, so that nobody waits for this rank. Harmless when repeated."""
+        held = [self._backend]
+        self._backend = None
+        if held[0] is not None:
+            held[0].abort()
+        if self._is_stuck:
+            # Its end waits for the operation's, which the rank must not.
+            threading.Thread(target=held.clear, name="dropped group", daemon=True).start()
+        else:
+            held.clear()
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).splitlines()[0]
+
+
+# The sync between groups that are worlds of their own: averaged in rounds, applied after a vote.
 
 
 @dataclass
@@ -63,7 +221,7 @@ class GroupSync:
         model: TwoDParallel,
         spec: SyncSpec,
         extra: Extra,
-        member: Member,
+        member: CoordinatorClient,
         shard_index: int,
         recovery: RecoverySpec,
     ) -> None:
@@ -79,7 +237,7 @@ class GroupSync:
         self._touched = TouchedRows(self._numbers) if spec.mode == "touched_rows" else None
         self._server = DonorServer(member.identity, pieces_of(self._numbers))
         self._joiner: Joiner | None = None
-        self._group: FreeGroup | None = None
+        self._group: CrossGroupProcessGroup | None = None
         self._round = 0
         self.members: tuple[RoundMember, ...] = ()
 
@@ -97,7 +255,7 @@ class GroupSync:
             self._touched.close()
 
     @torch.no_grad()
-    def exchange(self, make_arrival: Callable[[], Arrive]) -> tuple[Verdict, SyncReport]:
+    def exchange(self, make_arrival: Callable[[], Arrive]) -> tuple[RoundResult, SyncReport]:
         """One committed sync, tried until there is one. Collective over all ranks of all groups.
 
         `make_arrival` says anew for every try what this rank comes with. The verdict is of a round
@@ -119,7 +277,7 @@ class GroupSync:
                 time_s = time.perf_counter() - started
                 return verdict, self._report(time_s, num_bytes, means.rows)
 
-    def _try(self, round_: Round, is_copied: bool) -> tuple[Means, Verdict]:
+    def _try(self, round_: Round, is_copied: bool) -> tuple[Means, RoundResult]:
         """Average, vote, and apply what was averaged if all agree."""
         self._round, self.members = round_.round, round_.members
         means, error = Means(self._nothing()), ""
@@ -143,7 +301,7 @@ class GroupSync:
         self._stand(verdict)
         return means, verdict
 
-    def _vote(self, round_: Round, error: str) -> Verdict:
+    def _vote(self, round_: Round, error: str) -> RoundResult:
         if self._joiner:
             self._joiner.vote()
         vote = Vote(round=round_.round, commit=round_.commit, ok=not error, error=error)
@@ -167,7 +325,7 @@ class GroupSync:
             self._joiner.close()
         self._joiner = None
 
-    def _stand(self, verdict: Verdict) -> None:
+    def _stand(self, verdict: RoundResult) -> None:
         if self._joiner and verdict.standing == "current":
             self._stop_listening()
         elif self._joiner and verdict.standing == "initial":
@@ -212,14 +370,16 @@ class GroupSync:
     def _nothing(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self._device)
 
-    def _group_of(self, round_: Round) -> FreeGroup:
+    def _group_of(self, round_: Round) -> CrossGroupProcessGroup:
         """The process group of the round's generation, formed where there is none yet."""
-        seat = Seat(round_.generation, self._shard_index, self._index, len(round_.members))
+        seat = ReplicaRank(round_.generation, self._shard_index, self._index, len(round_.members))
         if self._group and self._group.seat != seat:
             self._drop_group()
         if self._group is None:
             store, timeout_s = self._member.store(), self._timeout_s
-            self._group = FreeGroup(seat, store, self._device, timeout_s, self._is_aborted)
+            self._group = CrossGroupProcessGroup(
+                seat, store, self._device, timeout_s, self._is_aborted
+            )
         return self._group
 
     def _is_aborted(self) -> bool:
@@ -238,9 +398,9 @@ class GroupSync:
         if self._touched and not round_.is_idle:
             self._touched.clear()
 
-    def _fault_point(self, phase: faults.Phase, round_: Round) -> None:
+    def _fault_point(self, phase: fault_injection.Phase, round_: Round) -> None:
         identity = self._member.identity
-        faults.point(phase, identity.group, identity.rank, round_.commit)
+        fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
 
     def _report(self, time_s: float, num_bytes: int, rows: torch.Tensor | None) -> SyncReport:
         if rows is None:

@@ -1,1 +1,3 @@
 """Trained models as files that serve without Shardloom's service (`python -m trainer.export`)."""
+
+from __future__ import annotations

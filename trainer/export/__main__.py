@@ -18,12 +18,12 @@ from pathlib import Path
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from trainer.data.errors import DataError
-from trainer.elastic.checkpoint import CheckpointError
-from trainer.export.errors import ExportError
-from trainer.export.folder import ExportFolder
+from trainer.checkpoint.save_load import CheckpointError
+from trainer.errors import DataError
+from trainer.export.artifact import ExportError
+from trainer.export.exporter import ExportRequest, Tell, export
 from trainer.export.report import DEFAULT_ROWS
-from trainer.export.run import ExportRequest, Tell, export
+from trainer.export.requests import ExportFolder
 from trainer.failures import UserCodeError
 
 _REFUSALS = (

@@ -19,16 +19,15 @@ from pydantic import BaseModel
 from torch import nn
 
 from trainer.data.batches import make_batch
-from trainer.data.columns import RowLayout, layout_of
-from trainer.data.decode import decode
-from trainer.data.errors import DataError, SourceMissingError
+from trainer.data.decode import RowLayout, decode, layout_of
+from trainer.data.parquet import ParquetSource
 from trainer.data.quarantine import FaultLog, FaultMarks
 from trainer.data.rows import Rows
-from trainer.data.source import ParquetSource
-from trainer.export.errors import NotExportable
+from trainer.errors import DataError, SourceMissingError
+from trainer.export.artifact import NotExportable
 from trainer.export.predict import Predictions, Predictor, in_own_unit
-from trainer.spec import JobSpec
-from trainer.spec.export import Quantization
+from trainer.spec.job import JobSpec
+from trainer.spec.training import Quantization
 
 DEFAULT_ROWS = 100_000
 _VALIDATION = Path("validation")

@@ -1,9 +1,22 @@
-"""The sparse half of a model: pooled and sequence lookups as one vector for each feature."""
+"""What a user did before, read by a transformer encoder next to the candidate.
+
+    ratings   r_1 ... r_N            candidate
+    movies    e_1 ... e_N                c           x_i = W [e_i, r_i e_i] + position(i)
+               |       |                 |           position counts from the most recent
+              x_1 ... x_N               x_0
+               '---- encoder, padding masked ---'
+              h_1 ... h_N               h_0 -> first output: the candidate among the history
+               '---- sum_i a_i r_i h_i ---------> second output, a = softmax(h_0 . h_i)
+
+After Behavior Sequence Transformer (Chen et al. 2019), where the candidate enters the encoder as
+one more item; the second output weighs what was rated before by how it was rated.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -23,9 +36,40 @@ from torchrec.modules.mc_embedding_modules import (
 )
 from torchrec.types import DataType
 
-from trainer.models.dynamic import dynamic_bags, dynamic_lists
-from trainer.models.history import History
-from trainer.spec import EmbeddingTableSpec, FeatureSpec, JobSpec
+from trainer.models.managed_collision import dynamic_bags, dynamic_lists
+from trainer.spec.data import FeatureSpec
+from trainer.spec.job import JobSpec
+from trainer.spec.tables import EmbeddingTableSpec
+
+
+@dataclass(frozen=True)
+class History:
+    """B users' histories, most recent last and padded at the end.
+
+    `vectors` [B, N, D], `lengths` [B] of what is there, `ratings` [B, N], anything at padding.
+    """
+
+    vectors: torch.Tensor
+    lengths: torch.Tensor
+    ratings: torch.Tensor
+
+    @property
+    def is_padding(self) -> torch.Tensor:
+        """[B, N] bool."""
+        return self._places >= self.lengths[:, None]
+
+    @property
+    def recency(self) -> torch.Tensor:
+        """[B, N] int64: 0 for the most recent one, 1 for the one before; N - 1 at padding."""
+        recency = self.lengths[:, None].long() - 1 - self._places
+        return torch.where(recency < 0, self.vectors.shape[1] - 1, recency)
+
+    @property
+    def _places(self) -> torch.Tensor:
+        return torch.arange(self.vectors.shape[1], device=self.vectors.device)
+
+
+# The sparse half of a model: pooled and sequence lookups as one vector for each feature.
 
 _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 

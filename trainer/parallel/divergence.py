@@ -32,9 +32,8 @@ import torch
 import torch.distributed as dist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from trainer.parallel.dense_sync import dense_part
-from trainer.parallel.two_d import TwoDParallel
-from trainer.spec import DivergenceCheckSpec
+from trainer.parallel.model import TwoDParallel, dense_part
+from trainer.spec.parallelism import DivergenceCheckSpec
 
 # Elements summed at a time: bounds the temporary memory (8 bytes each), fits a CPU's cache, and
 # keeps the launches on a GPU few.

@@ -1,4 +1,15 @@
-"""Optimizers: fused into the tables, keyed for data-parallel tables and for the dense part.
+r"""Gradients of several batches as those of one: their mean, weighted by what each batch weighs.
+
+Backward passes add gradients up, each the mean over its batch's rows. With S = sum(w_i g_i) and w
+the weight of the newest batch, what is held is S / w: before a batch of weight w' adds its own
+gradient, that is scaled by w / w'. Divided by sum(w_i) / w it is the mean over all rows. Batches of
+equal weight are added as they are.
+
+factor
+  1 |    /\__              warm-up: k / warmup_steps at step k
+    |   /    \__           decay: a line or half a cosine from the peak
+    |  /        \__        down to min_ratio at the last step
+  0 +-------------------- step
 
 In 2D the second moment v of a row grows M times faster than in 1D, because each of the M groups
 divides its gradient by L instead of T. Algorithm 1 of the 2D sparse parallelism paper divides it
@@ -17,7 +28,7 @@ optimizer with the same formula updates them after the backward pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,11 +38,77 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from trainer.parallel.accumulation import Window
-from trainer.parallel.schedule import factor
-from trainer.parallel.two_d import TwoDParallel
-from trainer.spec import DenseOptimizerSpec, SparseOptimizerSpec
-from trainer.spec.optimizer import OptimizerSpec
+from trainer.parallel.model import TwoDParallel
+from trainer.spec.training import (
+    DenseOptimizerSpec,
+    OptimizerSpec,
+    ScheduleSpec,
+    SparseOptimizerSpec,
+)
+
+Gradients = Sequence[torch.Tensor]
+
+
+class GradientAccumulator:
+    """The batches since the last step of the dense part. Nothing waits for the device."""
+
+    def __init__(self) -> None:
+        self.num_batches = 0
+        self._newest: torch.Tensor | None = None
+        self._total: torch.Tensor | None = None
+
+    def add(self, held: Gradients, weight: torch.Tensor) -> None:
+        """Make room in the gradients held for those of a batch: call it before its backward pass.
+
+        `weight` is the sum of its rows' weights over all ranks, a scalar. A batch that weighs 0 has
+        gradients of 0.
+        """
+        weight = weight.detach().double()
+        self.num_batches += 1
+        if self._newest is None or self._total is None:
+            self._newest, self._total = weight, weight
+            return
+        counts = weight > 0
+        scale = torch.where(counts, self._newest / weight, 1.0)
+        if held:
+            torch._foreach_mul_(list(held), scale.to(held[0].dtype))
+        self._newest = torch.where(counts, weight, self._newest)
+        self._total = self._total + weight
+
+    def close(self, held: Gradients) -> None:
+        """Make the gradients held the weighted mean, and begin anew."""
+        if self._newest is not None and self._total is not None and held:
+            share = torch.where(self._newest > 0, self._total / self._newest, 1.0)
+            torch._foreach_div_(list(held), share.to(held[0].dtype))
+        self.num_batches, self._newest, self._total = 0, None, None
+
+
+# Learning-rate schedules: the factor of each step, as pure arithmetic.
+
+
+def factor(step: int, total_steps: int, spec: ScheduleSpec | None) -> float:
+    """What the learning rates are multiplied by at `step`, counted from 1 to `total_steps`.
+
+    Between min_ratio (or 1 / warmup_steps) and 1; 1 without a schedule. A run that is shorter
+    than its warm-up never decays, and steps past the last one keep its factor.
+    """
+    if spec is None:
+        return 1.0
+    if step <= spec.warmup_steps:
+        return step / spec.warmup_steps
+    if spec.decay == "constant":
+        return 1.0
+    peak = max(spec.warmup_steps, 1)
+    progress = min((step - peak) / max(total_steps - peak, 1), 1.0)
+    left = 1.0 - progress if spec.decay == "linear" else _half_cosine(progress)
+    return spec.min_ratio + (1.0 - spec.min_ratio) * left
+
+
+def _half_cosine(progress: float) -> float:
+    return (1.0 + math.cos(math.pi * progress)) / 2.0
+
+
+# Optimizers: fused into the tables, keyed for data-parallel tables and for the dense part.
 
 _FUSED_OPTIMIZERS = {
     "sgd": EmbOptimType.EXACT_SGD,
@@ -176,7 +253,7 @@ class Optimizers:
         self._clip_norm = clip_norm
         self._gradient_norm: torch.Tensor | None = None
         self._num_accumulated = 0
-        self._window = Window()
+        self._window = GradientAccumulator()
         self._lr_scale = math.sqrt(moment_scale)
         self._factor = 1.0
         self._fused = model.fused_optimizer

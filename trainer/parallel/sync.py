@@ -1,4 +1,13 @@
-"""Sync: averaging the copies of every shard over its replica group, by the policy of the spec.
+"""Means that are formed while training goes on, and how they are applied to what has moved on.
+
+A round takes a snapshot of the rows, forms their means in the background, and lands later: each
+value becomes mean + (current - snapshot). Where nothing changed since the snapshot that is exactly
+the mean, so such rows end bitwise equal on all copies; the others keep what they learned meanwhile
+and are averaged again at the next sync.
+
+The background has a process group of its own, over the same ranks as the replica group, so that
+its collectives never interleave with those of the training step: on CPU a thread calls them, on
+CUDA they are queued on a side stream.
 
 Collectives, all on the *replica group* of the rank; nothing runs on the sharding group or on the
 global group:
@@ -14,25 +23,430 @@ the ranks of the replica group, the *background group*, by a thread (CUDA: on a 
 the training step uses the others; only steps 1 and 2 stay on the replica group.
 
 What is always averaged whole (`extra`) goes along with the rows. Means are formed in fp32 and in a
-fixed order (`trainer.parallel.averaging`), so all copies end bitwise equal, and touched_rows gives
-what full gives: bitwise for M a power of two; otherwise full lets rows that nobody touched drift
-by a rounding, which touched_rows does not.
+fixed order (`trainer.parallel.collectives`), so all copies end bitwise equal, and touched_rows
+gives what full gives: bitwise for M a power of two; otherwise full lets rows that nobody touched
+drift by a rounding, which touched_rows does not.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import queue
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
+import torch.distributed as dist
 
-from trainer.parallel.replica_sync import Extra, Mode, NoSync, ReplicaSync, Sync, SyncReport
-from trainer.parallel.two_d import TwoDParallel
-from trainer.spec import JobSpec, SparseOptimizerSpec, SyncSpec
+from trainer.parallel.collectives import Block, ReplicaCollectives, WorldReplicaGroup
+from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.model import TableShard, TwoDParallel
+from trainer.parallel.touched_rows import (
+    NoBase,
+    RowBase,
+    RowNumbers,
+    SyncBase,
+    TableBase,
+    TouchedRows,
+    unite,
+    wires,
+)
+from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import SyncSpec
+from trainer.spec.training import SparseOptimizerSpec
+
+
+def apply_difference(
+    current: torch.Tensor, snapshot: torch.Tensor, mean: torch.Tensor
+) -> torch.Tensor:
+    """`mean` plus what changed since `snapshot`: exactly `mean` where nothing did.
+
+    All of one shape and dtype; computed in at least fp32. A second moment stays non-negative: an
+    AdaGrad's only grows after its snapshot, and Adam's loses a thousandth in the one step between.
+    """
+    dtype = torch.promote_types(current.dtype, torch.float32)
+    return (mean.to(dtype) + (current.to(dtype) - snapshot.to(dtype))).to(current.dtype)
+
+
+def background_group(groups: MeshGroups) -> dist.ProcessGroup:
+    """A second process group over this rank's replica group. Collective over all ranks."""
+    formed = {
+        ranks: dist.new_group(list(ranks), timeout=groups.timeout, sort_ranks=False)
+        for ranks in groups.mesh.replica_groups
+    }
+    return next(group for ranks, group in formed.items() if groups.rank in ranks)
+
+
+class SyncThread:
+    """Runs functions one after the other beside the training step, in the order submitted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tasks: queue.Queue[tuple[Callable[[], None], Future[None]] | None] = queue.Queue()
+        if self._stream is None:
+            # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
+            threading.Thread(target=self._work, name="sync", daemon=True).start()
+
+    def submit(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Start `task`; the function returned waits for it and raises what it raised."""
+        if self._stream is not None:
+            return self._queue_on(self._stream, task)
+        done: Future[None] = Future()
+        self._tasks.put((task, done))
+        return done.result
+
+    @staticmethod
+    def _queue_on(stream: torch.cuda.Stream, task: Callable[[], None]) -> Callable[[], None]:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            task()
+        return lambda: torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def _work(self) -> None:
+        while item := self._tasks.get():
+            task, done = item
+            try:
+                task()
+            except BaseException as error:  # whatever it is, the rank that waits must see it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def close(self) -> None:
+        """End the thread once all tasks are done."""
+        self._tasks.put(None)
+
+
+class PendingSync:
+    """Blocks on their way to their means.
+
+    Takes memory for the snapshot and the means: twice the blocks' size. `replicas` is its own, as
+    the thread counts costs there.
+    """
+
+    def __init__(
+        self, blocks: Iterable[Block], replicas: ReplicaCollectives, background: SyncThread
+    ) -> None:
+        self.replicas = replicas
+        self._batches = list(replicas.batches(blocks))
+        self._snapshots = [batch.pack() for batch in self._batches]
+        self._means: list[torch.Tensor] = []
+        self._wait = background.submit(self._form_means)
+
+    @torch.no_grad()
+    def _form_means(self) -> None:
+        for batch, snapshot in zip(self._batches, self._snapshots, strict=True):
+            self._means.append(self.replicas.mean_of(batch, snapshot))
+
+    def wait(self) -> None:
+        """Wait until the means are there; raises what forming them raised."""
+        self._wait()
+
+    def land(self) -> list[Block]:
+        """Wait for the means and apply them; the blocks that it was about, in pieces."""
+        self.wait()
+        for batch, snapshot, mean in zip(self._batches, self._snapshots, self._means, strict=True):
+            moved = apply_difference(batch.pack(), snapshot, mean)
+            for (block, new), (_, agreed) in zip(
+                batch.unpack(moved), batch.unpack(mean), strict=True
+            ):
+                block.write(new)
+                block.agree(agreed)
+        return [block for batch in self._batches for block in batch.blocks]
+
+
+# The sync itself: what is averaged when, and what a sync costs.
 
 logger = logging.getLogger(__name__)
+Mode = Literal["full", "touched_rows"]
+Extra = Callable[[], tuple[list[torch.Tensor], list[torch.Tensor]]]
+_WIRES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
-__all__ = ["Sync", "SyncReport", "build_sync", "is_sync_step", "mode_for"]
+
+@dataclass(frozen=True)
+class SyncReport:
+    """Price of one sync on this rank.
+
+    `time_s` is the time that training stood still and `num_bytes` what the rank sent (an
+    all-reduce of n bytes would send 2 (M - 1) / M n), that of `finish` since the sync before
+    included. `density` is the share of this rank's rows that were averaged, 1 in mode full.
+    """
+
+    time_s: float
+    num_bytes: int
+    density: float = 1.0
+    mode: Mode = "full"
+
+
+class Sync(ABC):
+    """Keeps the copies of a rank's shards together. All ranks call the same methods in turn."""
+
+    @abstractmethod
+    def __call__(self) -> SyncReport:
+        """One sync by the policy. Collective over the replica group."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Wait for what still overlaps with training and apply it, if anything does.
+
+        Comes at the end of every step, before a sync at that step, and before validation.
+        """
+
+    @abstractmethod
+    def flush(self) -> SyncReport:
+        """Make all copies equal, moments included, in full precision. Before a save. Collective."""
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Take the copies as they are for equal: after something else has made them so."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Begin anew from copies that are equal: after a load, before training goes on."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove the hooks and stop the thread, if any."""
+
+
+class NoSync(Sync):
+    """With M = 1 there is one copy and nothing to do."""
+
+    def __call__(self) -> SyncReport:
+        return SyncReport(0.0, 0)
+
+    def finish(self) -> None:
+        """Nothing overlaps."""
+
+    def flush(self) -> SyncReport:
+        return SyncReport(0.0, 0)
+
+    def renew(self) -> None:
+        """Nothing is kept."""
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class ReplicaSync(Sync):
+    """Averages the rows that need it over the replica group.
+
+    Rows are given by number (`RowNumbers`), int64 and sorted; None stands for all rows.
+    """
+
+    def __init__(
+        self, model: TwoDParallel, spec: SyncSpec, extra: Extra, warn: Callable[[str], None]
+    ) -> None:
+        device = model.groups.device
+        self._spec = spec
+        self._extra = extra
+        self._replicas = ReplicaCollectives(WorldReplicaGroup(model.groups.replica_group), device)
+        self._numbers = RowNumbers(model.table_shards(), device)
+        is_first = dist.get_rank(model.groups.replica_group) == 0
+        self._overflows = OverflowWarning(warn if is_first else logger.warning)
+        self._agreed: SyncBase = NoBase()
+        self._touched: TouchedRows | None = None
+        self._watch()
+        self._background: SyncThread | None = None
+        if spec.overlap or spec.optimizer_state == "delayed":
+            self._background = SyncThread(device)
+            self._background_group = WorldReplicaGroup(background_group(model.groups))
+        self._pending: PendingSync | None = None  # lands at the end of the next step
+        self._pending_moments: PendingSync | None = None  # lands at the next sync
+        self._finish_s = 0.0
+
+    def _watch(self) -> None:
+        """Begin to mark touched rows and to keep what the copies agreed on, as the policy needs."""
+        spec, shards = self._spec, self._numbers.shards
+        tensors = {}
+        if spec.dtype in _WIRES:
+            tensors = wires(shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
+        if spec.mode == "full":
+            self._agreed = TableBase(tensors) if tensors else NoBase()
+            return
+        rows = RowBase(self._numbers, tensors) if tensors else None
+        self._agreed = rows or NoBase()
+        self._touched = TouchedRows(self._numbers, rows.save if rows else None)
+        # Rows whose moments differ between the copies because the policy does not average them.
+        self._stale = torch.zeros_like(self._touched.bits)
+
+    @torch.no_grad()
+    def __call__(self) -> SyncReport:
+        self.finish()
+        started = time.perf_counter()
+        self._land_moments()
+        rows = self._take_union()
+        numbers, (weights, states) = self._numbers, self._extra()
+        blocks = [*blocks_of(numbers, rows, weight_of, self._agreed.block), *map(Block, weights)]
+        moments = [*blocks_of(numbers, rows, moments_of, self._agreed.block)]
+        self._agreed.begin_window()
+        if self._spec.optimizer_state != "never":
+            # Never delayed: Adam's second moments decay, so a late difference could turn them
+            # negative. Those of the AdaGrads only grow.
+            blocks += map(Block, states)
+        if self._spec.optimizer_state == "every":
+            blocks += moments
+        elif self._spec.optimizer_state == "delayed":
+            self._pending_moments = self._start(moments)
+        if self._spec.overlap:
+            self._pending = self._start(blocks)
+        else:
+            self._replicas.average_in_place(blocks)
+        return self._report(started, rows)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        if self._pending is None:
+            return
+        started = time.perf_counter()
+        self._agreed.landed(self._land(self._pending))
+        self._pending = None
+        self._finish_s += time.perf_counter() - started
+
+    @torch.no_grad()
+    def flush(self) -> SyncReport:
+        self.finish()
+        started = time.perf_counter()
+        self._land_moments()
+        rows = self._take_union()
+        numbers, (weights, states) = self._numbers, self._extra()
+        blocks = [*blocks_of(numbers, rows, weight_of, Block), *map(Block, weights)]
+        moment_rows = self._take_stale(rows)
+        blocks += [*blocks_of(numbers, moment_rows, moments_of, Block), *map(Block, states)]
+        self._replicas.average_in_place(blocks)
+        self._agreed.renew()
+        return self._report(started, rows)
+
+    def renew(self) -> None:
+        self._agreed.renew()
+
+    def reset(self) -> None:
+        for pending in (self._pending, self._pending_moments):
+            if pending is not None:
+                pending.wait()
+        self._pending = self._pending_moments = None
+        if self._touched:
+            self._touched.clear()
+            self._stale.zero_()
+        self._agreed.renew()
+
+    def close(self) -> None:
+        if self._touched:
+            self._touched.close()
+        if self._background:
+            self._background.close()
+
+    def _start(self, blocks: Iterable[Block]) -> PendingSync:
+        assert self._background, "only a policy with a background starts rounds"
+        beside = ReplicaCollectives(self._background_group, self._replicas.device)
+        return PendingSync(blocks, beside, self._background)
+
+    def _land(self, pending: PendingSync) -> list[Block]:
+        blocks = pending.land()
+        self._replicas.add_costs(pending.replicas)
+        return blocks
+
+    def _land_moments(self) -> None:
+        if self._pending_moments is not None:
+            self._land(self._pending_moments)
+            self._pending_moments = None
+
+    def _take_union(self) -> torch.Tensor | None:
+        """Rows that any copy touched; they count as untouched from here on. Collective."""
+        if self._touched is None:
+            return None
+        unite(self._touched.bits, self._replicas)
+        if self._spec.optimizer_state == "never":
+            self._stale |= self._touched.bits
+        rows = self._touched.bits.nonzero().view(-1)
+        self._touched.clear()
+        # A row that travels as a change needs its base, which is kept for single rows only.
+        may_be_whole = self._spec.dtype == "fp32"
+        return None if may_be_whole and self._density(rows) > self._spec.full_above else rows
+
+    def _take_stale(self, rows: torch.Tensor | None) -> torch.Tensor | None:
+        """Rows whose moments differ when `rows` were touched; they count as equal from here on."""
+        if rows is None or self._spec.optimizer_state != "never":
+            moment_rows = rows
+        else:
+            moment_rows = self._stale.nonzero().view(-1)
+        if self._touched:
+            self._stale.zero_()
+        return moment_rows
+
+    def _density(self, rows: torch.Tensor) -> float:
+        return rows.numel() / max(1, self._numbers.num_rows)
+
+    def _report(self, started: float, rows: torch.Tensor | None) -> SyncReport:
+        if self._replicas.device.type == "cuda" and not self._spec.overlap:
+            torch.cuda.synchronize(self._replicas.device)
+        num_bytes, num_overflows = self._replicas.take_costs()
+        self._overflows.count(num_overflows)
+        time_s = time.perf_counter() - started + self._finish_s
+        self._finish_s = 0.0
+        if rows is None:
+            return SyncReport(time_s, num_bytes)
+        return SyncReport(time_s, num_bytes, self._density(rows), "touched_rows")
+
+
+def weight_of(shard: TableShard) -> list[torch.Tensor]:
+    """The weight of a shard, as what `blocks_of` takes."""
+    return [shard.weight]
+
+
+def moments_of(shard: TableShard) -> list[torch.Tensor]:
+    """The optimizer state of a shard, as what `blocks_of` takes."""
+    return list(shard.states.values())
+
+
+def blocks_of(
+    numbers: RowNumbers,
+    rows: torch.Tensor | None,
+    tensors_of: Callable[[TableShard], Iterable[torch.Tensor]],
+    block: Callable[[torch.Tensor, torch.Tensor | None], Block],
+) -> Iterator[Block]:
+    """A `block` of each tensor of every shard, in shard order: at `rows`, or all rows."""
+    if rows is None:
+        for shard in numbers.shards:
+            yield from (block(tensor, None) for tensor in tensors_of(shard))
+        return
+    for shard, local_rows in numbers.by_shard(rows):
+        yield from (block(tensor, local_rows) for tensor in tensors_of(shard))
+
+
+class OverflowWarning:
+    """Warns of changes too large for fp16: the first time, then at 10, 100, 1000, ... syncs."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._num_syncs = 0
+        self._warn_at = 1
+
+    def count(self, num_exchanges: int) -> None:
+        """Count a sync of which `num_exchanges` exchanges had to travel in fp32."""
+        if not num_exchanges:
+            return
+        self._num_syncs += 1
+        if self._num_syncs < self._warn_at:
+            return
+        self._warn_at *= 10
+        self._warn(
+            "parallelism.sync.dtype fp16: a change since the last sync was too large for fp16 on "
+            "some copy, so it travelled in fp32 with its neighbours (nothing is lost); syncs with "
+            f"such changes so far: {self._num_syncs}. Use bf16, a lower optimizer.sparse.lr, or "
+            "sync more often"
+        )
+
+
+# Sync: averaging the copies of every shard over its replica group, by the policy of the spec.
 
 
 def is_sync_step(step: int, spec: SyncSpec) -> bool:

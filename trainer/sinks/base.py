@@ -1,12 +1,24 @@
-"""What a sink is, and what it is given."""
+"""What a sink is, and what it is given.
+
+The files are the queue: a sink that is slow or away for a while reads on later, holds nothing up,
+and costs no memory. How far it came is kept on run storage, so that an attempt goes on where the
+one before it was, and takes what that one was killed with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.events import Event
+from trainer.protocol.events import Event, Note, read_record
+from trainer.protocol.run_dir import AttemptDir, RunDir
 
 # What a sink remembers from one attempt to the next: plain JSON.
 Memory = dict[str, Any]
@@ -38,3 +50,158 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Nothing more will come."""
+
+
+# Feeds a sink with a job's records, from the files that hold them: the outboxes of its attempts.
+
+logger = logging.getLogger(__name__)
+INTERVAL_S = 1.0
+_MAX_PAUSE_S = 60.0
+_MAX_BATCH = 500
+
+
+class Feed:
+    """Feeds one sink until closed. `warn` tells the timeline, once, that the sink fails.
+
+    A sink that `is_of_attempt` takes no records of earlier attempts.
+    """
+
+    def __init__(
+        self,
+        sink: Sink,
+        run_dir: RunDir,
+        attempt_id: str,
+        warn: Callable[[str], None],
+        *,
+        is_of_attempt: bool = False,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self._sink = sink
+        self._cursor = Cursor(run_dir, sink.name)
+        attempts = attempts_up_to(run_dir, attempt_id)
+        self._attempts = attempts[-1:] if is_of_attempt else attempts
+        self._warn = warn
+        self._interval_s = interval_s
+        self._is_open = False
+        self._has_warned = False
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"sink-{sink.name}", daemon=True)
+
+    def start(self) -> None:
+        """Begin feeding."""
+        self._thread.start()
+
+    def close(self, timeout_s: float) -> None:
+        """Feed what is left, for at most `timeout_s`; the next attempt would take the rest."""
+        self._closing.set()
+        if self._thread.ident is None:
+            self._thread.start()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        pause_s = self._interval_s
+        while not self._closing.wait(pause_s):
+            has_worked = self.feed()
+            pause_s = self._interval_s if has_worked else min(_MAX_PAUSE_S, 2 * pause_s)
+        if self.feed():
+            with contextlib.suppress(Exception):  # nothing is lost that was taken
+                self._sink.close()
+
+    def feed(self) -> bool:
+        """Hand everything new to the sink; False if it failed."""
+        try:
+            if not self._is_open:
+                self._sink.open(self._cursor.memory)
+                self._cursor.save()
+                self._is_open = True
+            self._feed_attempts()
+        except Exception as error:  # libraries of others: whatever they raise, training goes on
+            self._note_failure(error)
+            return False
+        return True
+
+    def _feed_attempts(self) -> None:
+        """Read all attempts; those before this one for the last time once they write no more."""
+        is_alone = self._is_alone()
+        for files in self._attempts:
+            self._feed_attempt(files)
+        if is_alone:
+            self._attempts = self._attempts[-1:]
+
+    def _is_alone(self) -> bool:
+        """Whether no earlier attempt writes: workers start only where the run folder is free."""
+        return any(path.stem != "driver" for path in self._attempts[-1].stream_paths())
+
+    def _feed_attempt(self, files: AttemptDir) -> None:
+        for path in files.stream_paths():
+            key = f"{files.root.name}/{path.name}"
+            for events, offset in read_batches(path, self._cursor.offsets.get(key, 0)):
+                self._sink.take(events)
+                self._cursor.offsets[key] = offset
+                self._cursor.save()
+
+    def _note_failure(self, error: Exception) -> None:
+        message = f"{self._sink.name} does not take the job's records: {_told(error)}"
+        if self._has_warned:
+            logger.debug("%s", message)
+            return
+        self._has_warned = True
+        logger.warning("%s", message, exc_info=error)
+        self._warn(f"{message}; training goes on, and they are offered again")
+
+
+def _told(error: Exception) -> str:
+    text = str(error).partition("\n")[0][:300]
+    mend = "; install it where the driver runs" if isinstance(error, ImportError) else ""
+    return f"{type(error).__name__}: {text}{mend}"
+
+
+def note_of(message: str) -> Note:
+    """The timeline's line about a sink that fails."""
+    return Note(time=time.time(), level="warning", message=message)
+
+
+class Cursor:
+    """How far a sink has read, by stream, and what it remembers; a file on run storage."""
+
+    def __init__(self, run_dir: RunDir, name: str) -> None:
+        self._path = run_dir.sink_path(name)
+        kept = _read_json(self._path)
+        self.offsets: dict[str, int] = kept.get("offsets", {})
+        self.memory: dict[str, Any] = kept.get("memory", {})
+
+    def save(self) -> None:
+        """Write it, whole or not at all; raises OSError."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(json.dumps({"offsets": self.offsets, "memory": self.memory}))
+        partial.replace(self._path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def attempts_up_to(run_dir: RunDir, attempt_id: str) -> list[AttemptDir]:
+    """Files of the attempts of a job up to this one, in order."""
+    job, _, newest = attempt_id.rpartition("-a")
+    return [run_dir.attempt(f"{job}-a{index}") for index in range(int(newest) + 1)]
+
+
+def read_batches(path: Path, offset: int) -> Iterator[tuple[Sequence[Event], int]]:
+    """Records behind a byte offset, each batch with the offset behind it; raises OSError."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        while True:
+            lines: list[bytes] = []
+            while len(lines) < _MAX_BATCH and (line := file.readline()).endswith(b"\n"):
+                lines.append(line)
+                offset += len(line)
+            if not lines:
+                return
+            yield [read_record(line, time.time()) for line in lines], offset
+            file.seek(offset)

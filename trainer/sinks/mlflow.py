@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trainer.events import AttemptEnded, AttemptStarted, Event, Metrics
+from trainer.protocol.events import AttemptEnded, AttemptStarted, Event, Metrics
 from trainer.sinks.base import JobFacts, Memory
 
 _JOB_TAG = "shardloom.job_id"

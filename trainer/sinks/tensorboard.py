@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.events import Event, Metrics, WorkersStarted
+from trainer.protocol.events import Event, Metrics, WorkersStarted
 from trainer.sinks.base import Memory
 
 

@@ -13,67 +13,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.spec.base import NAME_PATTERN
-from trainer.spec.data import FeatureSpec
-from trainer.spec.dynamic import DynamicSpec
+from trainer.spec.base import FieldProblem, SpecError, problems_of
 from trainer.spec.job import JobSpec
-from trainer.spec.model import InteractionSpec, TaskSpec, TransformerSpec
-from trainer.spec.optimizer import DenseOptimizerSpec, ScheduleSpec, SparseOptimizerSpec
-from trainer.spec.parallelism import (
-    AllToAllSpec,
-    DivergenceCheckSpec,
-    ParallelismSpec,
-    PlannerSpec,
-    SurviveSpec,
-    SyncSpec,
-    WorkersSpec,
-)
-from trainer.spec.problems import FieldProblem, SpecError, problems_of
-from trainer.spec.reading import apply_overrides, check_depth, parse_document, set_values
-from trainer.spec.run import (
-    CheckpointSpec,
-    EarlyStoppingSpec,
-    RecoverySpec,
-    TraceSpec,
-    WarmStartSpec,
-)
-from trainer.spec.tables import EmbeddingTableSpec, TableConstraints
-
-__all__ = [
-    "NAME_PATTERN",
-    "AllToAllSpec",
-    "CheckpointSpec",
-    "DenseOptimizerSpec",
-    "DivergenceCheckSpec",
-    "DynamicSpec",
-    "EarlyStoppingSpec",
-    "EmbeddingTableSpec",
-    "FeatureSpec",
-    "FieldProblem",
-    "InteractionSpec",
-    "JobSpec",
-    "ParallelismSpec",
-    "PlannerSpec",
-    "RecoverySpec",
-    "ScheduleSpec",
-    "SparseOptimizerSpec",
-    "SpecError",
-    "SurviveSpec",
-    "SyncSpec",
-    "TableConstraints",
-    "TaskSpec",
-    "TraceSpec",
-    "TransformerSpec",
-    "WarmStartSpec",
-    "WorkersSpec",
-    "apply_overrides",
-    "check_depth",
-    "json_schema",
-    "load_spec",
-    "parse_document",
-    "set_values",
-    "validate_spec",
-]
+from trainer.spec.parse import apply_overrides, parse_document
 
 
 def validate_spec(document: Any) -> JobSpec:

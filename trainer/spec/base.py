@@ -1,17 +1,109 @@
-"""What every section of the spec shares: strict models and name patterns."""
+"""What is wrong with a spec, in the user's words: problems that name the path of a field."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
-from trainer.spec.problems import problem
+
+@dataclass(frozen=True)
+class FieldProblem:
+    """One thing wrong with a spec.
+
+    `path` is the field in the user's own words, as in `embedding_tables[0].embedding_dim`;
+    `code` is stable and machine-readable.
+    """
+
+    path: str
+    code: str
+    message: str
+
+
+class SpecError(ValueError):
+    """A spec that cannot be accepted; `problems` lists every fault found."""
+
+    def __init__(self, problems: Sequence[FieldProblem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("; ".join(f"{p.path}: {p.message}" for p in self.problems))
+
+
+def problem(code: str, message: str, at: str = "") -> PydanticCustomError:
+    """A fault for a validator to raise; `at` is the faulty field below the one being checked."""
+    # Braces would be read as placeholders of pydantic's message template.
+    return PydanticCustomError(code, "{message}", {"message": message, "at": at})
+
+
+# pydantic adds the tag of a union's branch to a location ("constrained-int", "WorkersSpec",
+# "literal['auto']"); users never wrote that.
+_UNION_TAG = re.compile(r"[A-Z\[]|^constrained-|^int$")
+
+
+def _path(location: tuple[int | str, ...], at: str) -> str:
+    parts = [part for part in location if not (isinstance(part, str) and _UNION_TAG.search(part))]
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    if at:
+        text = f"{text}.{at}" if text else at
+    # An unknown key may hold half a surrogate pair, which no answer could carry.
+    return text.encode(errors="replace").decode() or "spec"
+
+
+# Of all that the branches of a union say, these alone tell what the user did wrong.
+_UNION_CODES = frozenset({"not_supported_yet", "bounds"})
+_MESSAGES = {
+    "extra_forbidden": "unknown field; check the spelling against `shardloom spec schema`",
+    "missing": "required field is missing",
+}
+
+
+def _message(error: Any) -> str:
+    if error["loc"] == ("name",) and error["type"] == "string_pattern_mismatch":
+        return "a name is 1 to 63 of a-z, 0-9 and '-', and begins and ends with a letter or digit"
+    if error["type"] == "extra_forbidden" and error["loc"][-1] == "constraints":
+        return "unknown field; each table has its own limits: embedding_tables[].constraints"
+    return _MESSAGES.get(error["type"], error["msg"])
+
+
+# Nobody mends more at once, and looking through them takes time.
+_MAX_ERRORS = 200
+
+
+def problems_of(errors: Sequence[Any]) -> list[FieldProblem]:
+    """Pydantic's errors as problems, one a field.
+
+    What the branches of a union say of the same value is one fault.
+    """
+    by_path: dict[str, list[FieldProblem]] = {}
+    for error in errors[:_MAX_ERRORS]:
+        path = _path(error["loc"], error.get("ctx", {}).get("at", ""))
+        by_path.setdefault(path, []).append(FieldProblem(path, error["type"], _message(error)))
+    # A list that lost its faulty items also counts as too short; the items are the fault.
+    return [
+        _merge(found)
+        for path, found in by_path.items()
+        if not any(other.startswith(f"{path}[") for other in by_path)
+    ]
+
+
+def _merge(found: list[FieldProblem]) -> FieldProblem:
+    ours = [fault for fault in found if fault.code in _UNION_CODES]
+    if ours or len(found) == 1:
+        return (ours or found)[0]
+    messages = dict.fromkeys(fault.message for fault in found)
+    return FieldProblem(found[0].path, found[0].code, ", or: ".join(messages))
+
+
+# What every section of the spec shares: strict models and name patterns.
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 LABEL_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$"
 IDENTIFIER_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]{0,62}$"
-
 Identifier = Annotated[str, Field(pattern=IDENTIFIER_PATTERN)]
 Label = Annotated[str, Field(pattern=LABEL_PATTERN)]
 

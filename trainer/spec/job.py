@@ -7,30 +7,26 @@ from typing import TYPE_CHECKING, Annotated, Self
 
 from pydantic import Field, ValidationError, ValidationInfo, model_validator
 
-from trainer.spec import checks
-from trainer.spec.base import NAME_PATTERN, Label, SpecModel
+from trainer.spec import validation
+from trainer.spec.base import NAME_PATTERN, Label, SpecError, SpecModel, problems_of
 from trainer.spec.data import DataSpec, FeatureSpec
-from trainer.spec.dynamic import DynamicSpec
-from trainer.spec.export import ExportSpec
 from trainer.spec.model import ModelSpec
-from trainer.spec.optimizer import OptimizerSpec
 from trainer.spec.parallelism import ParallelismSpec
-from trainer.spec.problems import SpecError, problems_of
-from trainer.spec.run import (
+from trainer.spec.sections import DEFAULT_PROJECT, MAX_PRIORITY
+from trainer.spec.tables import DynamicSpec, EmbeddingTableSpec
+from trainer.spec.training import (
     CheckpointSpec,
+    ExportSpec,
+    OptimizerSpec,
     RecoverySpec,
     ResourcesSpec,
     RetrySpec,
+    SinksSpec,
     TrainingSpec,
 )
-from trainer.spec.sinks import SinksSpec
-from trainer.spec.tables import EmbeddingTableSpec
 
 if TYPE_CHECKING:
-    from trainer.parallel.layout import Layout
-
-DEFAULT_PROJECT = "default"
-MAX_PRIORITY = 1000
+    from trainer.layout.layout import Layout
 
 
 class JobSpec(SpecModel):
@@ -190,6 +186,6 @@ class JobSpec(SpecModel):
         context = info.context or {}
         # A stored spec was accepted once; what newer versions refuse must not make it unreadable.
         if not context.get("stored"):
-            for check in checks.OF_LAYOUT if context.get("chosen") else checks.ALL:
+            for check in validation.OF_LAYOUT if context.get("chosen") else validation.ALL:
                 check(self)
         return self

@@ -14,12 +14,11 @@ from pydantic import (
     model_validator,
 )
 
-from trainer.spec.base import SpecModel
-from trainer.spec.problems import problem
+from trainer.spec.base import SpecModel, problem
 from trainer.spec.tables import Precision
 
 if TYPE_CHECKING:
-    from trainer.parallel.layout import Layout
+    from trainer.layout.layout import Layout
 
 FailureDomain = Literal["job", "replica_group"]
 

@@ -1,4 +1,10 @@
-"""`embedding_tables`: sizes, data types, and limits on how the planner may shard each one."""
+"""Tables whose rows are given to ids as they turn up, and taken back from those that went away.
+
+Without `dynamic` the id in the data *is* the row. With it the data may hold any id (hashes, ids
+of a growing catalogue): TorchRec's managed collision gives each id that it admits a row of its
+own, so that no two ids share one, and evicts ids when a table is full. See
+`trainer.models.managed_collision` for how, and for what is exact.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,119 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from trainer.spec.base import Identifier, SpecModel
-from trainer.spec.dynamic import DynamicSpec
+
+MAX_INPUT_HASH_SIZE = 2**62
+DEFAULT_NUM_BUCKETS = 16
+# Lookups that a shard holds one by one before it folds those of the same id into one.
+MAX_SEEN = 2**20
+# A lookup, or an id, that waits for its admission: id, count, step.
+_WAITING_BYTES = 3 * 8
+
+
+class DynamicSpec(SpecModel):
+    """How ids of a table get rows.
+
+    Every `eviction_interval` steps the ids seen since are admitted: to free rows, then in place
+    of ids that the policy ranks lower. `lru` keeps what was seen last, `lfu` what was seen most
+    often, `distance_lfu` weighs counts by their age. Until it is admitted an id shares the row of
+    all ids that are not. Ids are 0 to `input_hash_size` - 1.
+
+    Rows are divided into `num_buckets` equal parts by a hash of the id; the shard group size must
+    divide their number, so that each shard holds whole buckets and a checkpoint fits any of those
+    sizes.
+    """
+
+    eviction: Literal["lru", "lfu", "distance_lfu"] = "lru"
+    input_hash_size: Annotated[PositiveInt, Field(le=MAX_INPUT_HASH_SIZE)] = MAX_INPUT_HASH_SIZE
+    eviction_interval: Annotated[PositiveInt, Field(le=100_000)] = 10
+    num_buckets: Annotated[PositiveInt, Field(le=1024)] = DEFAULT_NUM_BUCKETS
+
+    @property
+    def state_bytes_per_row(self) -> int:
+        """What is kept for each row beside its weights: id, row, and what the policy remembers."""
+        return 8 * (4 if self.eviction == "distance_lfu" else 3)
+
+    def waiting_bytes(self, lookups_per_step: int, num_rows: int, num_shards: int) -> int:
+        """Most bytes of what was looked up since the last admission, over all shards.
+
+        Lookups of the same id are held as one beyond `MAX_SEEN` of a shard; as many ids are assumed
+        to turn up between two admissions as the table has rows at most.
+        """
+        num_lookups = lookups_per_step * self.eviction_interval
+        num_held = max(num_shards * MAX_SEEN, 2 * num_rows) + lookups_per_step
+        return _WAITING_BYTES * min(num_lookups, num_held)
+
+
+# Names that no embedding table can have: torch keeps tables as attributes of a module.
+
+# Public attributes of torch.nn.ModuleDict; a unit test holds them equal to the installed torch's.
+# Those that begin with "_" are refused as a whole.
+MODULE_ATTRIBUTES = frozenset(
+    [
+        "T_destination",
+        "add_module",
+        "apply",
+        "bfloat16",
+        "buffers",
+        "call_super_init",
+        "children",
+        "clear",
+        "compile",
+        "cpu",
+        "cuda",
+        "double",
+        "dump_patches",
+        "eval",
+        "extra_repr",
+        "float",
+        "forward",
+        "get_buffer",
+        "get_extra_state",
+        "get_parameter",
+        "get_submodule",
+        "half",
+        "ipu",
+        "items",
+        "keys",
+        "load_state_dict",
+        "modules",
+        "mtia",
+        "named_buffers",
+        "named_children",
+        "named_modules",
+        "named_parameters",
+        "parameters",
+        "pop",
+        "register_backward_hook",
+        "register_buffer",
+        "register_forward_hook",
+        "register_forward_pre_hook",
+        "register_full_backward_hook",
+        "register_full_backward_pre_hook",
+        "register_load_state_dict_post_hook",
+        "register_load_state_dict_pre_hook",
+        "register_module",
+        "register_parameter",
+        "register_state_dict_post_hook",
+        "register_state_dict_pre_hook",
+        "requires_grad_",
+        "set_extra_state",
+        "set_submodule",
+        "share_memory",
+        "state_dict",
+        "to",
+        "to_empty",
+        "train",
+        "training",
+        "type",
+        "update",
+        "values",
+        "xpu",
+        "zero_grad",
+    ]
+)
+
+# `embedding_tables`: sizes, data types, and limits on how the planner may shard each one.
 
 ShardingTypeName = Literal[
     "data_parallel",

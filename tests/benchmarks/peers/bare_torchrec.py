@@ -33,7 +33,8 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from trainer.data.batches import Batch, TrainBatches
 from trainer.data.reader import open_source
-from trainer.spec import JobSpec, load_spec
+from trainer.spec import load_spec
+from trainer.spec.job import JobSpec
 
 POOLING = {"sum": PoolingType.SUM, "mean": PoolingType.MEAN}
 

@@ -19,7 +19,7 @@ from typing import Any, Self
 import httpx
 
 from tests.benchmarks.report import BenchmarkError
-from tests.integration.ports import free_port
+from tests.harness.wait import free_port
 
 _PACKAGE = "mlflow==3.17.2"
 _START_TIMEOUT_S = 180.0

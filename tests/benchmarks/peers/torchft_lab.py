@@ -23,7 +23,7 @@ from tests.benchmarks.elastic_jobs import (
     peer_spec,
 )
 from tests.benchmarks.report import BenchmarkError
-from tests.integration.ports import free_port
+from tests.harness.wait import free_port
 
 _PACKAGE = "torchft==0.2.0"
 # What it needs besides torch, which is there.

@@ -1,1 +1,1 @@
-"""A Kubernetes API server for tests, in process, and stand-ins for KubeRay and Kueue."""
+"""The KubeRay backend against an API server of the tests, or that of KUBECONFIG."""

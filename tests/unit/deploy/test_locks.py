@@ -28,7 +28,6 @@ IMAGE = {
     "python_version": "3.11",
     "sys_platform": "linux",
 }
-every_lock = pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
 
 
 def _versions(lock: Lock) -> dict[str, str]:
@@ -53,9 +52,18 @@ def _applies(requirement: Requirement, extras: frozenset[str] = frozenset()) -> 
     return any(requirement.marker.evaluate({**IMAGE, "extra": each}) for each in ("", *extras))
 
 
+every_lock = pytest.mark.parametrize("lock", LOCKS, ids=lambda lock: lock.name)
+
+
 @every_lock
-def test_a_lock_has_what_pyproject_asks_for(lock: Lock) -> None:
-    versions = _versions(lock)
+def test_a_lock_has_exact_lines_with_hashes_and_all_that_pyproject_asks_for(lock: Lock) -> None:
+    text, versions = lock.path.read_text(), _versions(lock)
+    assert versions
+    for line in text.splitlines():
+        assert re.fullmatch(
+            r"#.*|[a-z0-9-]+==[\w.+!]+ \\|    --hash=sha256:[0-9a-f]{64}( \\)?", line
+        ), line
+    assert not re.search(r"://|file:|@ |index", text)
     asked = [Requirement(each) for each in lock.more]
     for extra in lock.extras:
         asked += [*_asked(None), *_asked(extra)]
@@ -66,36 +74,39 @@ def test_a_lock_has_what_pyproject_asks_for(lock: Lock) -> None:
             assert requirement.specifier.contains(versions[name]), str(requirement)
 
 
-@every_lock
-def test_a_lock_lacks_nothing_that_its_packages_need(lock: Lock) -> None:
+def test_locks_lack_nothing_that_their_packages_need() -> None:
     """As far as the packages are here in the locked version: images resolve nothing anew."""
-    versions, num_checked = _versions(lock), 0
-    for name, version in versions.items():
-        try:
-            found = distribution(name)
-        except PackageNotFoundError:
-            continue
-        if found.version != version:
-            continue
-        num_checked += 1
-        for needed in map(Requirement, found.requires or ()):
-            key = canonicalize_name(needed.name)
-            if _applies(needed) and key not in (*lock.elsewhere, *lock.without):
-                assert key in versions, f"{name} needs {needed}"
-                assert needed.specifier.contains(versions[key], prereleases=True), str(needed)
-    # Here are the newest versions, which leave those of a lock behind one by one.
-    assert num_checked > 0 or not lock.extras
+    for lock in LOCKS:
+        versions, num_checked = _versions(lock), 0
+        for name, version in versions.items():
+            try:
+                found = distribution(name)
+            except PackageNotFoundError:
+                continue
+            if found.version != version:
+                continue
+            num_checked += 1
+            for needed in filter(_applies, map(Requirement, found.requires or ())):
+                key = canonicalize_name(needed.name)
+                if key not in (*lock.elsewhere, *lock.without):
+                    assert key in versions, f"{lock.name}: {name} needs {needed}"
+                    assert needed.specifier.contains(versions[key], prereleases=True), str(needed)
+        # Here are the newest versions, which leave those of a lock behind one by one.
+        assert num_checked > 0 or not lock.extras, lock.name
 
 
-@every_lock
-def test_every_line_is_exact_and_has_hashes_and_no_place(lock: Lock) -> None:
-    text = lock.path.read_text()
-    assert pins_of(lock.path)
-    for line in text.splitlines():
-        assert re.fullmatch(
-            r"#.*|[a-z0-9-]+==[\w.+!]+ \\|    --hash=sha256:[0-9a-f]{64}( \\)?", line
-        ), line
-    assert not re.search(r"://|file:|@ |index", text)
+def test_locks_that_lie_in_one_image_agree() -> None:
+    for lock in LOCKS:
+        ours = _versions(lock)
+        for name in lock.beside:
+            theirs = {pin.name: pin.version for pin in pins_of(FOLDER / f"{name}.txt")}
+            shared = ours.keys() & theirs.keys()
+            assert shared
+            assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
+    for variant in ("cpu", "cuda"):
+        # A layer of its own, which holds nothing but what the trainer has.
+        layer, whole = (pins_of(FOLDER / f"{name}-{variant}.txt") for name in ("torch", "trainer"))
+        assert set(layer) < set(whole)
 
 
 def test_a_line_without_hashes_is_refused(tmp_path: Path) -> None:
@@ -107,25 +118,6 @@ def test_a_line_without_hashes_is_refused(tmp_path: Path) -> None:
 
 def test_there_is_no_lock_that_nobody_writes() -> None:
     assert {path.stem for path in FOLDER.glob("*")} == {lock.name for lock in LOCKS}
-
-
-@every_lock
-def test_locks_that_lie_in_one_image_agree(lock: Lock) -> None:
-    ours = _versions(lock)
-    for name in lock.beside:
-        theirs = {pin.name: pin.version for pin in pins_of(FOLDER / f"{name}.txt")}
-        shared = ours.keys() & theirs.keys()
-        assert shared
-        assert {key: ours[key] for key in shared} == {key: theirs[key] for key in shared}
-
-
-@pytest.mark.parametrize("variant", ["cpu", "cuda"])
-def test_the_layer_with_torch_holds_nothing_but_what_the_trainer_has(variant: str) -> None:
-    layer, whole = (
-        pins_of(FOLDER / f"torch-{variant}.txt"),
-        pins_of(FOLDER / f"trainer-{variant}.txt"),
-    )
-    assert set(layer) < set(whole)
 
 
 def test_the_cpu_stack_has_nothing_of_cuda() -> None:

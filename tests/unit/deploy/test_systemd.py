@@ -12,12 +12,13 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from service.cli import build_app
+from service.cli.main import build_app
 from service.settings import Settings
 from tests.conftest import REPO
 
 FOLDER = REPO / "deploy" / "systemd"
-UNITS = sorted(FOLDER.glob("*.service"))
+UNITS = [FOLDER / f"shardloom-{kind}.service" for kind in ("head", "worker")]
+every_unit = pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 PROGRAM = "/opt/shardloom/.venv/bin/shardloom"
 # What the units and commands read beside the settings of the service.
 OTHER_VARIABLES = {
@@ -39,12 +40,8 @@ def _commands(unit: Path) -> list[list[str]]:
     return [each[1:] for each in words]
 
 
-def test_there_is_a_unit_for_each_kind_of_machine() -> None:
-    assert [unit.name for unit in UNITS] == ["shardloom-head.service", "shardloom-worker.service"]
-
-
 @pytest.mark.skipif(not shutil.which("systemd-analyze"), reason="systemd-analyze is not here")
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+@every_unit
 def test_systemd_takes_the_unit_without_a_word(unit: Path, tmp_path: Path) -> None:
     # It looks for the program, which a newcomer's machine has elsewhere.
     installed = tmp_path / unit.name
@@ -58,7 +55,7 @@ def test_systemd_takes_the_unit_without_a_word(unit: Path, tmp_path: Path) -> No
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+@every_unit
 def test_a_unit_calls_commands_and_options_that_there_are(unit: Path) -> None:
     commands = get_command(build_app()).commands  # type: ignore[attr-defined]
     for name, *arguments in _commands(unit):
@@ -67,7 +64,7 @@ def test_a_unit_calls_commands_and_options_that_there_are(unit: Path) -> None:
         assert CliRunner().invoke(build_app(), [name, "--help"]).exit_code == 0
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+@every_unit
 def test_a_unit_waits_longer_for_its_end_than_its_command_takes(unit: Path) -> None:
     text = unit.read_text()
     (limit_s,) = re.findall(r"^TimeoutStopSec=(\d+)$", text, re.MULTILINE)
@@ -81,25 +78,9 @@ def test_a_unit_waits_longer_for_its_end_than_its_command_takes(unit: Path) -> N
 CLOSE_DEVICES = {"ProtectClock", "PrivateDevices", "DeviceAllow", "DevicePolicy", "RootImage"}
 
 
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
+@every_unit
 def test_a_unit_leaves_the_devices_of_gpus_open(unit: Path) -> None:
     assert not CLOSE_DEVICES & set(re.findall(r"^(\w+)=", unit.read_text(), re.MULTILINE))
-
-
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_a_unit_starts_again_after_a_failure_and_not_after_down_or_leave(unit: Path) -> None:
-    assert re.findall(r"^Restart=(.*)$", unit.read_text(), re.MULTILINE) == ["on-failure"]
-
-
-@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
-def test_a_unit_waits_for_its_storage_and_can_write_its_caches(unit: Path) -> None:
-    text = unit.read_text()
-    (storage,) = re.findall(r"^ReadWritePaths=(.*)$", text, re.MULTILINE)
-    assert f"\nRequiresMountsFor={storage}\n" in text
-    caches = re.findall(r"^Environment=\w+_(?:HOME|DIR|PATH)=(.*)$", text, re.MULTILINE)
-    assert len(caches) == 3
-    assert all(cache.startswith("/var/cache/shardloom") for cache in caches)
-    assert "\nCacheDirectory=shardloom\n" in text
 
 
 def test_the_environment_file_names_what_somebody_reads() -> None:

@@ -30,9 +30,18 @@ VARIANTS = {
     "spot+volcano": ("overlays/spot", "components/volcano"),
 }
 GPU_VARIANTS = tuple(name for name in VARIANTS if name != "dev")
+# The variant that has all of ours beside queues of the platform.
+FULL = "gpu+own-clusters"
+# Those that `make test` builds; together they have nearly all that the others have.
+_FIRST = ("dev", FULL, "spot+kueue")
+_MARKED = [
+    pytest.param(name, marks=() if name in _FIRST else pytest.mark.slow) for name in VARIANTS
+]
 
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
-every_gpu_variant = pytest.mark.parametrize("variant", GPU_VARIANTS)
+every_variant = pytest.mark.parametrize("variant", _MARKED)
+every_gpu_variant = pytest.mark.parametrize(
+    "variant", [each for each in _MARKED if each.values != ("dev",)]
+)
 
 
 @cache
@@ -59,7 +68,8 @@ def build_folder(folder: Path) -> tuple[Manifest, ...]:
     done = subprocess.run([*_command(), str(folder)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert not done.stderr, "kustomize warns: " + done.stderr
-    return tuple(yaml.safe_load_all(done.stdout))
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return tuple(yaml.load_all(done.stdout, loader))
 
 
 def _command() -> list[str]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
-import yaml
 
-from tests.unit.k8s.rendering import ROOT, Manifest
+from tests.harness.kube.objects import CRD_FOLDER as CRDS
+from tests.harness.kube.objects import built_in_validator, crd_validator
+from tests.unit.k8s.rendering import Manifest
 
-CRDS = ROOT.parent / "shared" / "kuberay-crds"
-# The oldest version that we name in k8s/README.md, and the newest that the package knows.
+__all__ = ["CRDS"]
+# The oldest version that docs/guides/kubernetes.md names, and the newest the package knows.
 OLDEST_KUBERNETES = "1.32"
 NEWEST_KUBERNETES = kubernetes_validate.latest_version()
-_OPEN = "x-kubernetes-preserve-unknown-fields"
 
 _NAME = {"type": "string", "minLength": 1}
 _LABELS = {"type": "object", "additionalProperties": {"type": "string"}}
@@ -98,7 +96,7 @@ def type_of(manifest: Manifest) -> str:
 
 def check_kubernetes(manifest: Manifest, version: str) -> None:
     """Raise unless an object of Kubernetes itself is valid for that version."""
-    kubernetes_validate.validate(manifest, version, strict=True)
+    built_in_validator(manifest["apiVersion"], manifest["kind"], version).validate(manifest)
 
 
 def check_third_party(manifest: Manifest) -> None:
@@ -117,31 +115,9 @@ def check_third_party(manifest: Manifest) -> None:
 
 def check_ray_cluster(manifest: Manifest) -> None:
     """Raise unless a RayCluster is valid by the schema of its CRD."""
-    jsonschema.validate(manifest, _crd_schema(CRDS / "ray.io_rayclusters.yaml", "v1"))
+    crd_validator("rayclusters.ray.io", "v1").validate(manifest)
 
 
 def check_ray_job(manifest: Manifest) -> None:
     """Raise unless a RayJob is valid by the schema of its CRD."""
-    jsonschema.validate(manifest, _crd_schema(CRDS / "ray.io_rayjobs.yaml", "v1"))
-
-
-@cache
-def _crd_schema(path: Path, version: str) -> dict[str, Any]:
-    crd = yaml.load(path.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    (found,) = [each for each in crd["spec"]["versions"] if each["name"] == version]
-    schema: dict[str, Any] = _strict(found["schema"]["openAPIV3Schema"])
-    return schema
-
-
-def _strict(schema: Any) -> Any:
-    """The schema with unknown fields forbidden wherever known ones are listed."""
-    if isinstance(schema, list):
-        return [_strict(each) for each in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: _strict(value) for key, value in schema.items()}
-    # `properties` itself may have a property of that name, which is then a schema and no list.
-    is_object = found.get("type") == "object" and isinstance(found.get("properties"), dict)
-    if is_object and not found.get(_OPEN) and "additionalProperties" not in found:
-        found["additionalProperties"] = False
-    return found
+    crd_validator("rayjobs.ray.io", "v1").validate(manifest)

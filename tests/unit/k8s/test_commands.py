@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service.security.bootstrap import has_no_key
-from service.store.engine import newest_revision, open_engine, stored_revision
+from service.auth.security import has_no_key
+from service.db.engine import newest_revision, open_engine, stored_revision
 from tests.unit.k8s.pods import pods_of
 from tests.unit.k8s.rendering import FOLDER, ROOT, build, build_folder
 

@@ -10,7 +10,9 @@ from typing import Any
 
 import yaml
 
-FOLDER = Path(__file__).parents[3] / "deploy" / "observability"
+REPO = Path(__file__).parents[3]
+FOLDER = REPO / "deploy" / "observability"
+KUBERNETES = REPO / "k8s" / "base" / "observability"
 _STRING = re.compile(r'"[^"]*"')
 _BY = re.compile(r"\b(?:by|on|without|ignoring|group_left|group_right)\s*\([^)]*\)")
 _MATCHERS = re.compile(r"\{[^}]*\}")
@@ -33,7 +35,7 @@ def alerts() -> dict[str, dict[str, Any]]:
 
 def dashboard_documents() -> dict[str, dict[str, Any]]:
     """Every dashboard by the name of its file."""
-    files = sorted((FOLDER / "grafana" / "dashboards").glob("*.json"))
+    files = sorted((KUBERNETES / "dashboards").glob("*.json"))
     return {file.name: json.loads(file.read_text()) for file in files}
 
 

@@ -8,33 +8,59 @@ from pathlib import Path
 import pytest
 from fastapi.testclient import TestClient
 
+from service.app import create_app
 from service.backends.fake import FakeBackend
-from service.client import RetryPolicy, ShardloomClient
-from service.commands import context
-from service.main import create_app
+from service.cli import common
+from service.client.client import ShardloomClient
+from service.client.transport import RetryPolicy
+from service.db.jobs import JobStore
 from service.settings import Settings
-from service.store.sql import SqlJobStore
-from tests.unit.service.api_house import LOOPBACK_URL, Api
-from tests.unit.service.fake_service import FakeService
-from tests.unit.service.house import House
+from tests.harness.databases import PostgresqlServer, SqliteTemplate, open_migrated
+from tests.harness.service import LOOPBACK_URL, Api, FakeService, House
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run what is marked `every_database` on PostgreSQL, too; with `slow=True` in test-all only."""
+    mark = metafunc.definition.get_closest_marker("every_database")
+    if mark and "database" in metafunc.fixturenames:
+        marks = [pytest.mark.slow] if mark.kwargs.get("slow") else []
+        kinds = ["sqlite", pytest.param("postgresql", marks=marks)]
+        metafunc.parametrize("database", kinds, indirect=True)
 
 
 @pytest.fixture
-def database_url(tmp_path: Path) -> str:
-    """A SQLite file that is not there yet."""
-    return f"sqlite:///{tmp_path / 'shardloom.db'}"
+def database(request: pytest.FixtureRequest) -> str:
+    """The kind of database that `database_url` and `store` are on."""
+    return getattr(request, "param", "sqlite")
 
 
 @pytest.fixture
-def store(database_url: str) -> Iterator[SqlJobStore]:
-    """A store on a real database."""
-    opened = SqlJobStore.open(database_url)
+def database_url(database: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
+    """A database without tables: a SQLite file that is not there yet, or one of PostgreSQL."""
+    if database == "sqlite":
+        return f"sqlite:///{tmp_path / 'shardloom.db'}"
+    server: PostgresqlServer = request.getfixturevalue("postgresql")
+    return server.empty_database()
+
+
+@pytest.fixture
+def store(
+    database: str, tmp_path: Path, request: pytest.FixtureRequest, sqlite_template: SqliteTemplate
+) -> Iterator[JobStore]:
+    """A store on a migrated database; on SQLite that of `database_url`."""
+    if database == "sqlite":
+        url = f"sqlite:///{tmp_path / 'shardloom.db'}"
+        sqlite_template.copy(url)
+    else:
+        server: PostgresqlServer = request.getfixturevalue("postgresql")
+        url = server.migrated_database()
+    opened = open_migrated(url)
     yield opened
     opened.close()
 
 
 @pytest.fixture
-def house(store: SqlJobStore, tmp_path: Path) -> House:
+def house(store: JobStore, tmp_path: Path) -> House:
     """A control plane without jobs."""
     settings = Settings(home=tmp_path, backend="fake", trainer_python="/usr/bin/my python")
     return House(store, FakeBackend(tmp_path / "fake"), settings)
@@ -47,7 +73,7 @@ def app_settings(tmp_path: Path) -> Settings:
 
 
 @pytest.fixture
-def api(store: SqlJobStore, app_settings: Settings) -> Iterator[Api]:
+def api(store: JobStore, app_settings: Settings) -> Iterator[Api]:
     """A client of an app over the store; its reconciler runs only when told to."""
     backend = FakeBackend(app_settings.home / "fake")
     # Not entered as a context manager: the lifespan, and with it the loop, stays out.
@@ -61,7 +87,7 @@ def api(store: SqlJobStore, app_settings: Settings) -> Iterator[Api]:
 def service(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeService:
     """The in-memory service that the commands talk to."""
     fake = FakeService()
-    monkeypatch.setattr(context, "open_client", fake.client)
+    monkeypatch.setattr(common, "open_client", fake.client)
     monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("SHARDLOOM_URL", raising=False)
     return fake
@@ -73,11 +99,9 @@ def client(api: Api, monkeypatch: pytest.MonkeyPatch) -> Iterator[ShardloomClien
 
     def connect(url: str | None = None) -> ShardloomClient:
         return ShardloomClient(
-            LOOPBACK_URL,
-            transport=api.http._transport,
-            retry=RetryPolicy(num_retries=0),
+            LOOPBACK_URL, transport=api.http._transport, retry=RetryPolicy(num_retries=0)
         )
 
-    monkeypatch.setattr(context, "open_client", connect)
+    monkeypatch.setattr(common, "open_client", connect)
     with connect() as opened:
         yield opened

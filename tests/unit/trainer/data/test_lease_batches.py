@@ -8,14 +8,13 @@ from collections import Counter
 
 import pytest
 
-from trainer.data.batches import TrainBatches
-from trainer.data.errors import BadValueError
-from trainer.data.lease_batches import LeaseBatches
+from trainer.coordination.messages import Lease
+from trainer.data.batches import LeaseBatches, TrainBatches
+from trainer.data.parquet import ParquetSource
 from trainer.data.position import DataPosition
 from trainer.data.reader import lease_windows, open_source
-from trainer.data.source import ParquetSource
-from trainer.elastic.leases import LeaseBook
-from trainer.elastic.protocol import Lease
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.errors import BadValueError
 
 WINDOW_ROWS = 200
 
@@ -65,17 +64,17 @@ def test_a_lease_is_trained_whole_by_the_ranks_of_a_group(make_spec, train, rows
     assert Counter(parts[4]) == Counter(rows_of(40, 77, epoch=1))
 
 
-@pytest.mark.parametrize(("num_rows", "counted"), [(1, [0, 0, 1]), (2, [0, 1, 1]), (7, [2, 2, 3])])
-def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train, num_rows, counted):
-    found = []
-    for rank in range(3):
-        with LeaseBatches(train, make_spec(batch_size=8), rank, num_ranks=3) as batches:
-            batches.submit(lease(0, train.num_rows - num_rows, train.num_rows))
-            ((batch, _, is_last),) = list(batches)
-        assert is_last
-        assert batch.num_rows == 8
-        found.append(int(batch.weight.sum()))
-    assert found == counted
+def test_ranks_without_rows_get_batches_that_do_not_count(make_spec, train):
+    for num_rows, counted in ((1, [0, 0, 1]), (2, [0, 1, 1]), (7, [2, 2, 3])):
+        found = []
+        for rank in range(3):
+            with LeaseBatches(train, make_spec(batch_size=8), rank, num_ranks=3) as batches:
+                batches.submit(lease(0, train.num_rows - num_rows, train.num_rows))
+                ((batch, _, is_last),) = list(batches)
+            assert is_last
+            assert batch.num_rows == 8
+            found.append(int(batch.weight.sum()))
+        assert found == counted
 
 
 def test_leases_may_be_submitted_while_iterating_and_after_the_end(make_spec, train):
@@ -103,14 +102,6 @@ def test_leases_taken_back_give_no_more_batches(make_spec, train, rows_of):
     assert keys_of(rest[0][0]) == rows_of(150, 160)
 
 
-def test_waiting_for_leased_rows_is_measured(make_spec, train):
-    with LeaseBatches(train, make_spec(), 0, 1) as batches:
-        assert batches.wait_s == 0
-        batches.submit(lease(0, 0, 16))
-        next(batches)
-        assert batches.wait_s > 0
-
-
 def test_a_fault_in_leased_rows_is_raised_at_the_batch_that_it_spoils(spoil, make_spec):
     spec = make_spec(shuffle=False, batch_size=16)
     source = open_source(spec, spoil("rating", 0, float("nan")))
@@ -124,8 +115,10 @@ def test_a_fault_in_leased_rows_is_raised_at_the_batch_that_it_spoils(spoil, mak
 
 def test_closing_ends_the_thread_and_forgets_the_leases(make_spec, train):
     batches = LeaseBatches(train, make_spec(), 0, 1)
+    assert batches.wait_s == 0
     batches.submit(lease(0, 0, 1000))
     next(batches)
+    assert batches.wait_s > 0
     batches.close()
     batches.close()
     assert list(batches) == []

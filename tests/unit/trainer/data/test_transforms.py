@@ -9,12 +9,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.data import transforms
-from trainer.data.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.data.transforms import HashEncoder, apply, load_vocabulary
+from trainer.errors import ColumnError, CorruptFileError, SourceMissingError
 from trainer.spec.data import FeatureSpec
 
 WORD = 2**64
@@ -51,7 +51,6 @@ SIZES = st.integers(2, 2**40)
 SEEDS = st.integers(0, 2**32 - 1)
 
 
-@settings(deadline=None)  # polars and pyarrow load at the first call
 @given(
     values=st.lists(st.one_of(st.none(), st.text(max_size=9)), max_size=20),
     size=SIZES,
@@ -63,7 +62,6 @@ def test_strings_hash_as_in_plain_arithmetic(values, size, seed, skipped):
     assert found.tolist() == [expected_id(value, size, seed) for value in values[skipped:]]
 
 
-@settings(deadline=None)  # polars and pyarrow load at the first call
 @given(
     values=st.lists(st.one_of(st.none(), st.integers(-(2**63), 2**63 - 1)), max_size=20),
     size=SIZES,
@@ -110,7 +108,6 @@ def vocabulary(tmp_path):
     return write
 
 
-@settings(deadline=None)  # polars and pyarrow load at the first call
 @given(
     known=st.lists(st.integers(-50, 50), unique=True, max_size=20),
     values=st.lists(st.one_of(st.none(), st.integers(-60, 60)), max_size=20),
@@ -131,6 +128,11 @@ def test_strings_rarer_than_the_threshold_are_unknown(vocabulary):
     rare = feature(vocabulary={"min_count": 5})
     values = pa.array(["a", "b", "c", "d", None])
     assert apply(rare, values, folder=folder).tolist() == [0, 1, 3, 0, 0]
+    # A null in a vocabulary names nothing.
+    folder = vocabulary(["b", None, "a"], [1, 2, 3])
+    found = apply(feature(vocabulary={}), pa.array(["a", None, "b"]), folder=folder)
+    assert found.tolist() == [3, 0, 1]
+    folder = vocabulary(["b", "a", "c"], [1, 2, 3], count=[5, 1, 9])
     named = feature(vocabulary={"path": "vocab/f.parquet"})
     assert apply(named, values.dictionary_encode(), folder=folder).tolist() == [2, 1, 3, 0, 0]
 
@@ -141,18 +143,20 @@ def test_a_vocabulary_that_cannot_be_used_is_named(vocabulary, tmp_path):
     path = vocabulary(["a"], [1]) / "vocab" / "f.parquet"
     with pytest.raises(ColumnError, match="no column 'count'"):
         load_vocabulary(path, min_count=2)
-    vocabulary(["a"], [0])
-    with pytest.raises(ColumnError, match="column 'index' holds 0"):
-        load_vocabulary(path)
-    vocabulary([0.5], [1])
-    with pytest.raises(ColumnError, match="column 'value' is double"):
-        load_vocabulary(path)
+    for values, index, message in (
+        (["a"], [0], "column 'index' holds 0"),
+        ([0.5], [1], "column 'value' is double"),
+        (["a", "b"], [1, None], "holds a null"),
+        (["a", "b"], ["one", "two"], "holds what it cannot"),
+    ):
+        vocabulary(values, index)
+        with pytest.raises(ColumnError, match=message):
+            load_vocabulary(path)
     path.write_bytes(b"PAR1")
     with pytest.raises(CorruptFileError, match="no vocabulary that can be read"):
         load_vocabulary(path)
 
 
-@settings(deadline=None)  # polars and pyarrow load at the first call
 @given(
     boundaries=st.lists(st.integers(-20, 20), min_size=1, max_size=6, unique=True).map(sorted),
     values=st.lists(st.one_of(st.none(), st.floats(-30, 30), st.just(math.nan)), max_size=12),
@@ -174,20 +178,12 @@ def test_dense_values_are_replaced_then_transformed():
     assert logs.tolist() == pytest.approx([0, 0, -math.log(4), 0, math.log(8)], rel=1e-6)
     standard = dense(transform="standardise", missing=10, mean=10, std=2)
     assert apply(standard, values).tolist() == [0, 0, -6.5, -5, -1.5]
+    # Large numbers keep their differences.
+    seconds = dense(transform="standardise", mean=1_700_000_000, std=60)
+    assert apply(seconds, pa.array([1_700_000_000, 1_700_000_030])).tolist() == [0, 0.5]
     plain = apply(dense(), values)
     assert np.isnan(plain[:2]).all()
     assert plain[2:].tolist() == [-3, 0, 7]
-
-
-def test_large_numbers_keep_their_differences_when_standardised():
-    seconds = pa.array([1_700_000_000, 1_700_000_030])
-    standard = dense(transform="standardise", mean=1_700_000_000, std=60)
-    assert apply(standard, seconds).tolist() == [0, 0.5]
-
-
-def test_ids_without_an_encoding_stay_as_they_are():
-    found = apply(feature(), pa.array([3, 0], pa.int32()))
-    assert (found.tolist(), found.dtype) == ([3, 0], np.int64)
 
 
 BIG = 2**64 - 5
@@ -206,28 +202,12 @@ def test_ids_of_64_bits_are_looked_up_whatever_type_holds_them(tmp_path, held, s
     assert encoder.encode(pa.array(values, sent)).tolist() == [1, second, 0, 0]
 
 
-@pytest.mark.parametrize(
-    ("index", "message"), [([1, None], "holds a null"), (["one", "two"], "holds what it cannot")]
-)
-def test_a_vocabulary_with_unusable_ids_is_named(tmp_path, index, message) -> None:
-    pq.write_table(pa.table({"value": ["a", "b"], "index": index}), tmp_path / "v.parquet")
-    with pytest.raises(ColumnError, match=rf"v\.parquet.*{message}"):
-        load_vocabulary(tmp_path / "v.parquet")
-
-
-def test_a_null_in_a_vocabulary_names_nothing(tmp_path) -> None:
-    table = pa.table({"value": ["b", None, "a"], "index": [1, 2, 3]})
-    pq.write_table(table, tmp_path / "v.parquet")
-    encoder = load_vocabulary(tmp_path / "v.parquet")
-    assert encoder.encode(pa.array(["a", None, "b"])).tolist() == [3, 0, 1]
-
-
-@pytest.mark.parametrize("slice_bytes", [1, 7, 64])
-def test_strings_hash_alike_in_slices_of_any_size(monkeypatch, slice_bytes) -> None:
+def test_strings_hash_alike_in_slices_of_any_size(monkeypatch) -> None:
     texts = pa.array(["", "a", "", "long enough to need a slice of its own", "é", "b" * 7, "", ""])
     whole = HashEncoder(1000, 3).encode(texts.slice(1))
-    monkeypatch.setattr(transforms, "_SLICE_BYTES", slice_bytes)
-    assert HashEncoder(1000, 3).encode(texts.slice(1)).tolist() == whole.tolist()
+    for slice_bytes in (1, 7, 64):
+        monkeypatch.setattr(transforms, "_SLICE_BYTES", slice_bytes)
+        assert HashEncoder(1000, 3).encode(texts.slice(1)).tolist() == whole.tolist()
 
 
 def test_hashing_strings_takes_no_multiple_of_the_text() -> None:

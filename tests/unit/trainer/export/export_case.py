@@ -13,11 +13,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from trainer.elastic.marker import Commit, file_record, write_marker
-from trainer.export.weights import materialize
-from trainer.models.dlrm import build_model
-from trainer.run_dir import RunDir
-from trainer.spec import JobSpec, validate_spec
+from trainer.checkpoint.files import Commit, file_record, write_marker
+from trainer.export.load import materialize
+from trainer.models.networks import build_model
+from trainer.protocol.run_dir import RunDir
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
 
 NUM_IDS = 40
 NUM_ROWS = 90

@@ -1,4 +1,4 @@
-"""The specs of deploy/examples as exports: a transformer, attention, a module of the user's own."""
+"""The specs of examples as exports: a transformer, attention, a module of the user's own."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 
 from tests.conftest import EXAMPLE_SPEC
 from tests.unit.trainer.export.export_case import write_run
-from trainer.code_archive import id_of, pack
 from trainer.data.inputs import resolve_inputs
-from trainer.export.errors import NotExportable
-from trainer.export.run import ExportRequest, export
-from trainer.run_dir import RunDir
-from trainer.spec import JobSpec, load_spec
+from trainer.export.artifact import NotExportable
+from trainer.export.exporter import ExportRequest, export
+from trainer.protocol.code_archive import id_of, pack
+from trainer.protocol.run_dir import RunDir
+from trainer.spec import load_spec
+from trainer.spec.job import JobSpec
 
 EXAMPLES = EXAMPLE_SPEC.parent
 CODE = EXAMPLES / "code"
@@ -36,6 +37,7 @@ def exported_error(run_dir: RunDir, folder: Path) -> float:
     return task.max_abs_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["movielens-transformer", "movielens-sequence"])
 def test_an_example_is_exported_with_the_predictions_of_its_model(
     small_movielens: Path, tmp_path: Path, name: str

@@ -14,21 +14,21 @@ import pytest
 from tests.unit.trainer.export.export_case import make_spec, spec_document, write_data, write_run
 from trainer.export.__main__ import main
 from trainer.export.artifact import read_manifest, write_manifest
-from trainer.export.folder import (
+from trainer.export.requests import (
     ExportFolder,
     ask_for,
+    export_on_success,
     find_export,
     list_exports,
     remove_deleted,
 )
-from trainer.export.on_success import export_on_success
-from trainer.run_dir import RunDir
-from trainer.spec import SpecError, validate_spec
-from trainer.spec.export import ExportSpec
+from trainer.protocol.run_dir import RunDir
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
 
 HOLD = """
 import sys, pathlib
-from trainer.export.folder import ExportFolder
+from trainer.export.requests import ExportFolder
 with ExportFolder(pathlib.Path(sys.argv[1])).hold() as is_open:
     print(is_open, flush=True)
     sys.stdin.read()
@@ -62,8 +62,7 @@ def test_an_export_is_queued_then_done_or_failed(tmp_path: Path) -> None:
 
 def test_what_is_no_request_is_not_listed(tmp_path: Path) -> None:
     run_dir = RunDir(tmp_path)
-    folder = ask_for(run_dir, "newest", "int8")
-    (folder.root / "request.json").write_text("{")
+    (ask_for(run_dir, "newest", "int8").root / "request.json").write_text("{")
     (run_dir.exports_dir / "x-strange").mkdir()
     (run_dir.exports_dir / "x-strange" / "request.json").write_text("{}")
     assert list_exports(run_dir) == []
@@ -92,7 +91,13 @@ def test_a_job_that_asks_for_no_export_makes_none(tmp_path: Path) -> None:
     assert not (tmp_path / "exports").exists()
 
 
-def test_an_export_that_fails_at_the_end_of_a_job_is_told_in_its_timeline(tmp_path: Path) -> None:
+def test_an_export_that_fails_at_the_end_of_a_job_is_told_in_its_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(folder: ExportFolder) -> None:
+        folder.fail("no checkpoint yet")
+
+    monkeypatch.setattr("trainer.export.requests._run", fails)
     spec = make_spec(tmp_path, export={"on_success": True, "checkpoint": "best"})
     told = []
     export_on_success(spec, RunDir(tmp_path), told.append)
@@ -100,6 +105,11 @@ def test_an_export_that_fails_at_the_end_of_a_job_is_told_in_its_timeline(tmp_pa
     assert "no checkpoint yet" in told[-1].message
     (folder,) = list_exports(RunDir(tmp_path))
     assert (folder.status, folder.wanted.checkpoint) == ("failed", "best")
+    # A job whose export is deleted meanwhile says so.
+    monkeypatch.setattr("trainer.export.requests._run", ExportFolder.mark_deleted)
+    export_on_success(spec, RunDir(tmp_path), told.append)
+    assert [note.level for note in told[2:]] == ["info", "info"]
+    assert "was deleted before it was done" in told[-1].message
 
 
 def test_a_job_that_asks_for_an_export_has_one_when_it_has_ended(tmp_path: Path) -> None:
@@ -114,26 +124,17 @@ def test_a_job_that_asks_for_an_export_has_one_when_it_has_ended(tmp_path: Path)
     assert folder.id in told[-1].message
 
 
-def test_dynamic_tables_refuse_an_export_with_the_spec(tmp_path: Path) -> None:
+def test_what_cannot_be_exported_is_refused_with_the_spec(tmp_path: Path) -> None:
     document = spec_document(tmp_path, export={"on_success": True})
     document["embedding_tables"][0] |= {"dynamic": {}, "num_embeddings": 48}
-    with pytest.raises(SpecError) as caught:
-        validate_spec(document)
-    (found,) = caught.value.problems
-    assert (found.path, found.code) == ("embedding_tables[0].dynamic", "not_exportable")
-
-
-def test_sharded_exports_are_refused_with_the_reason(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match="shards share one memory") as caught:
-        make_spec(tmp_path, export={"shards": 2})
-    (found,) = caught.value.problems
-    assert (found.path, found.code) == ("export.shards", "not_exportable")
-
-
-def test_a_spec_says_what_to_export() -> None:
-    assert make_spec(Path("x")).export is None
-    spec = make_spec(Path("x"), export={"quantize": "fp16"})
-    assert spec.export == ExportSpec(on_success=False, checkpoint="newest", quantize="fp16")
+    sharded = spec_document(tmp_path, export={"shards": 2})
+    paths = {"embedding_tables[0].dynamic": document, "export.shards": sharded}
+    for path, refused in paths.items():
+        with pytest.raises(SpecError) as caught:
+            validate_spec(refused)
+        (found,) = caught.value.problems
+        assert (found.path, found.code) == (path, "not_exportable")
+    assert "shards share one memory" in found.message
 
 
 @pytest.fixture
@@ -162,14 +163,3 @@ def test_the_process_ends_when_its_export_is_deleted(
     assert remove_deleted(RunDir(tmp_path)) == 1
     assert list((tmp_path / "exports").iterdir()) == []
     assert main(["--request", str(folder.root)]) == 1
-
-
-def test_a_job_whose_export_is_deleted_meanwhile_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainer.export.on_success._run", ExportFolder.mark_deleted)
-    spec = make_spec(tmp_path, export={"on_success": True})
-    told = []
-    export_on_success(spec, RunDir(tmp_path), told.append)
-    assert [note.level for note in told] == ["info", "info"]
-    assert "was deleted before it was done" in told[-1].message

@@ -13,32 +13,37 @@ import pyarrow.parquet as pq
 import pytest
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
+from tests.unit.trainer.export.conftest import Exports
 from tests.unit.trainer.export.export_case import (
     make_spec,
     random_model,
     rows,
     spec_document,
-    write_data,
     write_run,
 )
-from trainer.data.columns import layout_of
-from trainer.data.decode import decode
-from trainer.data.errors import ColumnError
-from trainer.export.artifact import read_manifest
-from trainer.export.errors import (
+from trainer.data.decode import decode, layout_of
+from trainer.errors import ColumnError
+from trainer.export.artifact import (
     ArtifactError,
     BadRow,
     NoCheckpoint,
     NotEnoughMemory,
     NotExportable,
+    read_manifest,
+)
+from trainer.export.exporter import ExportRequest, export
+from trainer.export.load import (
+    bytes_needed,
+    check_memory,
+    find_checkpoint,
+    read_run_spec,
+    stored_weights,
 )
 from trainer.export.predict import Predictor, in_own_unit, predict
-from trainer.export.report import outputs_of
-from trainer.export.run import ExportRequest, export
-from trainer.export.source import find_checkpoint, read_run_spec, stored_weights
-from trainer.export.weights import bytes_needed, check_memory
-from trainer.run_dir import RunDir
-from trainer.spec import JobSpec, validate_spec
+from trainer.export.report import Report, outputs_of
+from trainer.protocol.run_dir import RunDir
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
 
 DCN = {
     "arch": "dcn_v2",
@@ -49,23 +54,6 @@ DCN = {
         {"name": "liked", "loss": "bce", "label": {"column": "liked"}},
     ],
 }
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_data(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def run_dir(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
-    return write_run(tmp_path_factory.mktemp("run"), make_spec(data), 7, 20)
-
-
-@pytest.fixture(scope="module")
-def exported(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exports") / "int8"
-    export(ExportRequest(run_dir.root, folder))
-    return folder
 
 
 def trainers(spec: JobSpec, seed: int) -> dict[str, Any]:
@@ -79,11 +67,11 @@ def trainers(spec: JobSpec, seed: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("quantize", "most"), [("none", 1e-5), ("fp16", 2e-3), ("int8", 3e-2)])
 def test_an_export_predicts_what_the_model_of_the_checkpoint_does(
-    run_dir: RunDir, data: Path, tmp_path: Path, quantize: Any, most: float
+    exports: Exports, data: Path, quantize: Any, most: float
 ) -> None:
-    report = export(ExportRequest(run_dir.root, tmp_path / "out", quantize=quantize))
+    folder, report = exports(quantize)
     wanted = trainers(make_spec(data), 20)["stars"]
-    found = predict(tmp_path / "out", rows())["stars"]
+    found = predict(folder, rows())["stars"]
     assert wanted.std() > 0.1
     error = np.abs(found - wanted).max()
     assert error <= most
@@ -121,6 +109,9 @@ def test_the_job_may_be_exported_without_its_data(data: Path, tmp_path: Path) ->
     report = export(ExportRequest(run_dir.root, tmp_path / "out"))
     assert report.not_measured is not None
     assert "gone" in report.notes[0]
+    # The program is checked where no row can be compared.
+    assert report.program_error is not None
+    assert report.program_error < 1e-5
     assert len(predict(tmp_path / "out", rows())["stars"]) == len(rows())
 
 
@@ -136,40 +127,28 @@ def test_what_is_missing_from_a_row_is_an_empty_list_an_unknown_value_or_a_fault
         predictor.predict([full, row])
 
 
-@pytest.mark.parametrize(
-    ("change", "column"),
-    [
-        ({"user": 40}, "user"),
-        ({"user": -1}, "user"),
-        ({"user": "3"}, "user"),
-        ({"user": 1.5}, "user"),
-        ({"user": True}, "user"),
-        ({"user": 2**64}, "user"),
-        ({"seen": [1, "2"]}, "seen"),
-        ({"seen": [1.5]}, "seen"),
-        ({"tags": 3}, "tags"),
-        ({"tags": [1, 2]}, "tag_weights"),
-        ({"colour": 5}, "colour"),
-        ({"age": "old"}, "age"),
-        ({"age": float("nan")}, "age"),
-        ({"spread": 0}, "spread"),
-        ({"aeg": 1}, "aeg"),
-    ],
-)
-def test_a_bad_value_names_its_row_and_column(
-    exported: Path, change: dict[str, Any], column: str
-) -> None:
+def test_a_bad_value_names_its_row_and_column(exported: Path) -> None:
     good = {"age": 1.0, "user": 3, "colour": "red", "mean": 3.0, "spread": 1.0}
-    with pytest.raises(BadRow) as caught:
-        Predictor(exported).predict([good, good | change])
-    assert (caught.value.row, caught.value.column) == (1, column)
-
-
-def test_a_table_with_other_types_is_refused(exported: Path) -> None:
+    predictor = Predictor(exported)
+    for column, values in {
+        "user": (40, -1, "3", 1.5, True, 2**64),
+        "seen": ([1, "2"], [1.5]),
+        "tags": (3,),
+        "colour": (5,),
+        "age": ("old", float("nan")),
+        "spread": (0,),
+        "aeg": (1,),
+    }.items():
+        for value in values:
+            with pytest.raises(BadRow) as caught:
+                predictor.predict([good, good | {column: value}])
+            assert (caught.value.row, caught.value.column) == (1, column)
+    with pytest.raises(BadRow, match="tag_weights"):
+        predictor.predict([good | {"tags": [1, 2]}])
     table = rows()
     table = table.set_column(table.column_names.index("user"), "user", table["colour"])
     with pytest.raises(ColumnError, match="user"):
-        Predictor(exported).predict(table)
+        predictor.predict(table)
 
 
 def test_the_checkpoint_is_the_one_that_was_asked_for(run_dir: RunDir, tmp_path: Path) -> None:
@@ -214,14 +193,18 @@ def test_a_checkpoint_of_another_model_is_refused(run_dir: RunDir, tmp_path: Pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
 
 
-def test_dynamic_tables_are_refused_with_the_reason(data: Path, tmp_path: Path) -> None:
-    document = spec_document(data)
-    document["embedding_tables"][0] |= {"dynamic": {}, "num_embeddings": 48}
+def test_what_cannot_be_exported_is_refused_with_the_reason(data: Path, tmp_path: Path) -> None:
     run_dir = write_run(tmp_path / "run", make_spec(data), 3)
     path = run_dir.attempt("job-x-a0").spec_path
-    path.write_text(json.dumps(validate_spec(document).model_dump(mode="json")))
+    dynamic, own = spec_document(data), json.loads(path.read_text())
+    dynamic["embedding_tables"][0] |= {"dynamic": {}, "num_embeddings": 48}
+    path.write_text(json.dumps(validate_spec(dynamic).model_dump(mode="json")))
     with pytest.raises(NotExportable, match="managed collision"):
         export(ExportRequest(run_dir.root, tmp_path / "out"))
+    own["model"]["module"] = "mine:Net"
+    path.write_text(json.dumps(own))
+    with pytest.raises(NotExportable, match="no user code may run here"):
+        export(ExportRequest(run_dir.root, tmp_path / "out", may_run_code=False))
 
 
 def test_an_export_replaces_nothing_and_says_what_changed_since(
@@ -242,43 +225,14 @@ def test_an_export_replaces_nothing_and_says_what_changed_since(
         Predictor(copy)
 
 
-def test_user_code_is_refused_where_it_may_not_run(data: Path, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", make_spec(data), 3)
-    path = run_dir.attempt("job-x-a0").spec_path
-    document = json.loads(path.read_text())
-    document["model"]["module"] = "mine:Net"
-    path.write_text(json.dumps(document))
-    with pytest.raises(NotExportable, match="no user code may run here"):
-        export(ExportRequest(run_dir.root, tmp_path / "out", may_run_code=False))
+class Call:
+    """Unpickled it is what `function` returns; so do early Pythons 3.11 write members of enums."""
 
-
-class Hostile:
-    """Touches a file when it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, function: Any, *arguments: Any) -> None:
+        self.call = function, arguments
 
     def __reduce__(self) -> Any:
-        return (Path.touch, (self.path,))
-
-
-def test_a_checkpoints_description_runs_nothing(data: Path, tmp_path: Path) -> None:
-    run_dir = write_run(tmp_path / "run", make_spec(data), 3)
-    (folder,) = run_dir.checkpoints_dir.iterdir()
-    (folder / ".metadata").write_bytes(pickle.dumps(Hostile(tmp_path / "ran")))
-    with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
-        stored_weights(folder)
-    assert not (tmp_path / "ran").exists()
-
-
-class Attribute:
-    """Unpickled it is an attribute of `kind`; so do early Pythons 3.11 write members of enums."""
-
-    def __init__(self, kind: type, name: str) -> None:
-        self.kind, self.name = kind, name
-
-    def __reduce__(self) -> Any:
-        return (getattr, (self.kind, self.name))
+        return self.call
 
 
 def test_a_checkpoint_that_debians_python_wrote_can_be_read(
@@ -295,15 +249,20 @@ def test_a_checkpoint_that_debians_python_wrote_can_be_read(
     assert stored_weights(folder) == expected
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "mro")])
-def test_a_checkpoints_description_gets_no_other_attribute(
-    data: Path, tmp_path: Path, kind: type, name: str
+def test_a_checkpoints_description_runs_nothing_and_gets_no_other_attribute(
+    data: Path, tmp_path: Path
 ) -> None:
     run_dir = write_run(tmp_path / "run", make_spec(data), 3)
     (folder,) = run_dir.checkpoints_dir.iterdir()
-    (folder / ".metadata").write_bytes(pickle.dumps(Attribute(kind, name)))
-    with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
-        stored_weights(folder)
+    for call in (
+        Call(Path.touch, tmp_path / "ran"),
+        Call(getattr, Metadata, "__init__"),
+        Call(getattr, _MEM_FORMAT_ENCODING, "mro"),
+    ):
+        (folder / ".metadata").write_bytes(pickle.dumps(call))
+        with pytest.raises(NoCheckpoint, match="is no description of a checkpoint"):
+            stored_weights(folder)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_of_remote_data_only_what_is_compared_is_fetched(
@@ -330,20 +289,30 @@ def test_of_remote_data_only_what_is_compared_is_fetched(
     assert kinds["colour"] == "string"
 
 
-def test_a_number_sent_as_json_falls_into_the_bucket_of_training(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, pa.Table, Report]:
+    """An export whose model cuts a score into buckets; training leaves one of its rows out."""
+    folder = tmp_path_factory.mktemp("scored")
     values = pa.array([3.3, 0.7, 2.0, 3.4] * 10, pa.float32())
     table = rows(len(values)).append_column("score", values)
-    for part in ("train", "validation"):
-        (tmp_path / "data" / part).mkdir(parents=True)
-        pq.write_table(table, tmp_path / "data" / part / "part-0.parquet")
-    document = spec_document(tmp_path / "data")
-    bucketize = {"boundaries": [0.7, 3.3]}
-    document["features"].append(
-        {"name": "score", "type": "id", "table": "users", "bucketize": bucketize}
-    )
-    run_dir = write_run(tmp_path / "run", validate_spec(document), 3)
-    export(ExportRequest(run_dir.root, tmp_path / "out", quantize="none"))
-    predictor = Predictor(tmp_path / "out")
+    ids = table["user"].to_numpy().copy()
+    ids[3] = 10**6
+    with_a_bad_row = table.set_column(table.column_names.index("user"), "user", pa.array(ids))
+    for part, content in (("train", table), ("validation", with_a_bad_row)):
+        (folder / "data" / part).mkdir(parents=True)
+        pq.write_table(content, folder / "data" / part / "part-0.parquet")
+    document = spec_document(folder / "data")
+    document["data"]["on_bad_rows"] = "quarantine"
+    score = {"name": "score", "type": "id", "table": "users"}
+    document["features"].append(score | {"bucketize": {"boundaries": [0.7, 3.3]}})
+    run_dir = write_run(folder / "run", validate_spec(document), 3)
+    report = export(ExportRequest(run_dir.root, folder / "out", quantize="none"))
+    return folder / "out", table, report
+
+
+def test_a_number_sent_as_json_falls_into_the_bucket_of_training(scored: Any) -> None:
+    folder, table, _ = scored
+    predictor = Predictor(folder)
     names = [each["name"] for each in predictor.features["inputs"]]
     dicts = table.select(names).to_pylist()
     for row, sent in zip(dicts, [3.3, 0.7, 2, 3.4] * 10, strict=True):
@@ -354,29 +323,7 @@ def test_a_number_sent_as_json_falls_into_the_bucket_of_training(tmp_path: Path)
     assert (score["kind"], score["wanted"], score["precision"]) == ("number", "a number", "float32")
 
 
-def data_with_a_bad_row(folder: Path) -> Path:
-    write_data(folder)
-    table = rows()
-    ids = table["user"].to_numpy().copy()
-    ids[3] = 10**6
-    table = table.set_column(table.column_names.index("user"), "user", pa.array(ids))
-    pq.write_table(table, folder / "validation" / "part-0.parquet", row_group_size=50)
-    return folder
-
-
-def test_rows_that_training_leaves_out_are_not_compared(tmp_path: Path) -> None:
-    document = spec_document(data_with_a_bad_row(tmp_path / "data"))
-    document["data"]["on_bad_rows"] = "quarantine"
-    run_dir = write_run(tmp_path / "run", validate_spec(document), 3)
-    report = export(ExportRequest(run_dir.root, tmp_path / "out", quantize="none"))
-    assert (report.not_measured, report.num_rows) == (None, len(rows()) - 1)
+def test_rows_that_training_leaves_out_are_not_compared(scored: Any) -> None:
+    _, table, report = scored
+    assert (report.not_measured, report.num_rows) == (None, len(table) - 1)
     assert report.tasks["stars"].max_abs_error < 1e-5
-
-
-def test_the_program_is_checked_where_no_row_can_be_compared(tmp_path: Path) -> None:
-    spec = make_spec(data_with_a_bad_row(tmp_path / "data"))
-    run_dir = write_run(tmp_path / "run", spec, 3)
-    report = export(ExportRequest(run_dir.root, tmp_path / "out"))
-    assert report.not_measured is not None
-    assert report.program_error is not None
-    assert report.program_error < 1e-5

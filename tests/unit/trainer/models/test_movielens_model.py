@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torchrec import KeyedJaggedTensor
 
+from tests.unit.trainer.spec.test_spec import minimal
 from trainer.data.batches import Batch
 from trainer.export.program import write_program
-from trainer.models.dlrm import Recommender, build_model
-from trainer.models.history import History, HistoryEncoder
-from trainer.spec import JobSpec, SpecError, TransformerSpec, validate_spec
+from trainer.models.networks import HistoryEncoder, Recommender, build_model
+from trainer.models.sparse import History
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
+from trainer.spec.model import TransformerSpec
 
 DIM, MAX_LENGTH, NUM_ROWS = 8, 4, 12
 CPU = torch.device("cpu")
@@ -24,25 +28,18 @@ Lists = list[list[int]]
 
 def document(**model: Any) -> dict[str, Any]:
     """A small job whose candidate and history share the table `movies`."""
-    tables = ("users", "movies", "genres")
-    return {
-        "name": "job",
-        "data": {"path": "unused", "label": {"column": "y"}},
+    history = {"name": "history", "type": "sequence", "table": "movies", "max_length": MAX_LENGTH}
+    return minimal() | {
         "features": [
             {"name": "user", "type": "id", "table": "users"},
             {"name": "movie", "type": "id", "table": "movies"},
             {"name": "genres", "type": "id_list", "table": "genres"},
-            {
-                "name": "history",
-                "type": "sequence",
-                "table": "movies",
-                "weights_column": "ratings",
-                "max_length": MAX_LENGTH,
-            },
+            history | {"weights_column": "ratings"},
             {"name": "year", "type": "dense"},
         ],
         "embedding_tables": [
-            {"name": name, "embedding_dim": DIM, "num_embeddings": NUM_ROWS} for name in tables
+            {"name": name, "embedding_dim": DIM, "num_embeddings": NUM_ROWS}
+            for name in ("users", "movies", "genres")
         ],
         "model": {
             "arch": "movielens",
@@ -153,7 +150,6 @@ def test_the_candidate_and_the_history_learn_in_one_table() -> None:
     lengths=st.lists(st.integers(0, MAX_LENGTH), min_size=1, max_size=4),
     padding=st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False),
 )
-@settings(max_examples=40, deadline=None)
 def test_padding_never_reaches_the_result(lengths: list[int], padding: float) -> None:
     torch.manual_seed(sum(lengths))
     spec = TransformerSpec(sequence="history", candidate="movie", dropout=0.0)
@@ -196,47 +192,29 @@ def test_several_tasks_add_up_by_their_weights() -> None:
     assert loss.item() == pytest.approx(((3 * rows[0] + rows[1]) / 4).item(), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("model", "path", "code"),
-    [
-        ({"transformer": None}, "model.transformer", "missing_section"),
-        ({"arch": "dcn_v2"}, "model.transformer", "unexpected_section"),
-        (
-            {"transformer": {"sequence": "genres", "candidate": "movie"}},
-            "model.transformer.sequence",
-            "unknown_feature",
-        ),
-        (
-            {"transformer": {"sequence": "history", "candidate": "year"}},
-            "model.transformer.candidate",
-            "unknown_feature",
-        ),
-        (
-            {"transformer": {"sequence": "history", "candidate": "movie", "num_heads": 3}},
-            "model.transformer.num_heads",
-            "num_heads",
-        ),
-        (
-            {"tasks": [{"loss": "mse"}, {"name": "other", "loss": "mse"}]},
-            "model.over_arch.layer_sizes",
-            "over_arch_width",
-        ),
-        ({"tasks": [{"loss": "mse"}, {"loss": "bce"}]}, "model.tasks", "duplicate_name"),
+def test_a_model_that_cannot_be_built_is_refused_by_field() -> None:
+    ends = {"sequence": "history", "candidate": "movie"}
+    other = {"name": "other", "loss": "mse"}
+    for model, path, code in (
+        ({"transformer": None}, "transformer", "missing_section"),
+        ({"arch": "dcn_v2"}, "transformer", "unexpected_section"),
+        ({"transformer": ends | {"sequence": "genres"}}, "transformer.sequence", "unknown_feature"),
+        ({"transformer": ends | {"candidate": "year"}}, "transformer.candidate", "unknown_feature"),
+        ({"transformer": ends | {"num_heads": 3}}, "transformer.num_heads", "num_heads"),
+        ({"tasks": [{"loss": "mse"}, other]}, "over_arch.layer_sizes", "over_arch_width"),
+        ({"tasks": [{"loss": "mse"}, {"loss": "bce"}]}, "tasks", "duplicate_name"),
         (
             {"tasks": [{"loss": "bce", "auc_threshold": 0.5}]},
-            "model.tasks[0].auc_threshold",
+            "tasks[0].auc_threshold",
             "unexpected_threshold",
         ),
-    ],
-)
-def test_a_model_that_cannot_be_built_is_refused_by_field(
-    model: dict[str, Any], path: str, code: str
-) -> None:
-    with pytest.raises(SpecError) as caught:
-        validate_spec(document(**model))
-    assert [(p.path, p.code) for p in caught.value.problems] == [(path, code)]
+    ):
+        with pytest.raises(SpecError) as caught:
+            validate_spec(document(**model))
+        assert [(p.path, p.code) for p in caught.value.problems] == [(f"model.{path}", code)]
 
 
+@pytest.mark.slow
 def test_the_exported_program_predicts_as_the_model_does(tmp_path: Path) -> None:
     model = make_model().eval()
     write_program(model, SPEC, tmp_path / "model.pt2")

@@ -12,16 +12,20 @@ import torch
 from torch import nn
 from torchrec import KeyedJaggedTensor
 
+from tests.conftest import REPO
 from tests.unit.trainer.models.test_recommender import CPU, POOLED, make_batch, make_spec
 from trainer import failures
 from trainer.data.batches import Batch
 from trainer.failures import UserCodeError, WorkerFailure
-from trainer.models.dlrm import build_model
-from trainer.models.module import UserRecommender, load_class
-from trainer.spec import DynamicSpec, JobSpec, TaskSpec, load_spec
-from trainer.worker import named_failures
+from trainer.models.networks import build_model
+from trainer.models.user_module import UserRecommender, load_class
+from trainer.spec import load_spec
+from trainer.spec.job import JobSpec
+from trainer.spec.model import TaskSpec
+from trainer.spec.tables import DynamicSpec
+from trainer.training.worker import named_failures
 
-EXAMPLES = Path(__file__).parents[4] / "deploy" / "examples"
+EXAMPLES = REPO / "examples"
 TASK = TaskSpec(name="rating", loss="mse")
 
 SOURCE = """
@@ -94,32 +98,28 @@ def test_a_class_of_the_users_trains_in_the_place_of_ours(
     assert model.network.scale.weight.grad is not None
 
 
-def test_losses_count_by_the_weights_of_their_tasks() -> None:
-    class Two(nn.Module):
+def answering(forward: Callable[[], Any], tasks: tuple[TaskSpec, ...] = (TASK,)) -> Any:
+    """What a user's network whose forward is `forward` gives for a batch."""
+
+    class Own(nn.Module):
         def forward(self, batch: Any) -> Any:
-            one = torch.ones((), requires_grad=True)
-            return {"clicks": 2 * one, "other": one}, torch.zeros(3, 1)
+            return forward()
 
-    tasks = (TaskSpec(name="clicks", loss="bce", weight=0.25),)
-    batch = make_batch(make_spec(POOLED[:1]))
-    loss, _ = UserRecommender(Two(), "own:Two", tasks)(batch)
-    assert loss.item() == pytest.approx(0.25 * 2 + 1)
+    return UserRecommender(Own(), "own:Own", tasks)(make_batch(make_spec(POOLED[:1])))
 
 
-def answer_of(answer: Any) -> str:
-    """What is said of a network that answers so."""
-
-    class Odd(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            return answer
-
-    batch = make_batch(make_spec(POOLED[:1]))
-    with pytest.raises(UserCodeError) as caught:
-        UserRecommender(Odd(), "own:Odd", (TASK,))(batch)
-    return str(caught.value)
+def raising(error: BaseException) -> Any:
+    raise error
 
 
 LOSS = torch.ones((), requires_grad=True)
+
+
+def test_losses_count_by_the_weights_of_their_tasks() -> None:
+    tasks = (TaskSpec(name="clicks", loss="bce", weight=0.25),)
+    losses = {"clicks": 2 * LOSS, "other": LOSS}
+    loss, _ = answering(lambda: (losses, torch.zeros(3, 1)), tasks)
+    assert loss.item() == pytest.approx(0.25 * 2 + 1)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,6 @@ LOSS = torch.ones((), requires_grad=True)
     [
         (LOSS, "must return (losses, predictions), not a tensor []"),
         ((LOSS, torch.zeros(3, 2)), "one column for each of model.tasks; got a tensor [3, 2]"),
-        ((LOSS, torch.zeros(4)), "got a tensor [4]"),
         ((LOSS, [1.0]), "got list"),
         ((torch.ones(3, requires_grad=True), torch.zeros(3, 1)), "one number, not a tensor [3]"),
         (({"rating": 0.5}, torch.zeros(3, 1)), "loss 'rating' must be a tensor"),
@@ -136,7 +135,9 @@ LOSS = torch.ones((), requires_grad=True)
     ],
 )
 def test_an_answer_that_breaks_the_contract_says_what_was_expected(answer: Any, said: str) -> None:
-    assert said in answer_of(answer)
+    with pytest.raises(UserCodeError) as caught:
+        answering(lambda: answer)
+    assert said in str(caught.value)
 
 
 def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(
@@ -169,8 +170,10 @@ def test_an_error_in_the_users_code_is_shown_by_its_own_lines_alone(
         ("def broken(:\n", "SyntaxError"),
         ("x = 1\n", "has no 'Net'"),
         ("raise ValueError('not today')\n", "ValueError: not today"),
+        ("raise ValueError('x' * 100_000 + '\\n' + 'y' * 100_000)\n", "ValueError: x"),
         ("def Net(spec, device):\n    return 1\n", "must give a torch.nn.Module"),
         ("def Net(spec):\n    return 1\n", "TypeError"),
+        ("import sys\nsys.exit(2)\n", 'SystemExit: 2 (at "own_c.py", line 2'),
     ],
 )
 def test_code_that_cannot_be_built_is_the_users_failure(
@@ -180,6 +183,8 @@ def test_code_that_cannot_be_built_is_the_users_failure(
     with pytest.raises(UserCodeError) as caught:
         build_model(spec_of("own_c:Net"), CPU)
     assert said in str(caught.value)
+    assert len(str(caught.value)) < 1000
+    assert sum(map(len, caught.value.lines)) < 2000
     sys.modules.pop("own_c", None)
 
 
@@ -190,30 +195,6 @@ def test_a_module_that_is_nowhere_says_how_to_ship_it() -> None:
         load_class("own_nowhere.net:Net", is_shipped=True)
 
 
-def test_a_lost_peer_inside_the_users_forward_is_no_fault_of_the_user() -> None:
-    class Lost(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1")
-
-    batch = make_batch(make_spec(POOLED[:1]))
-    with pytest.raises(WorkerFailure) as caught, named_failures():
-        UserRecommender(Lost(), "own:Lost", (TASK,))(batch)
-    assert caught.value.reason == failures.WORKERS_LOST
-
-
-def reason_for(error: BaseException) -> str:
-    """Why a job ends whose forward raises `error` by itself."""
-
-    class Failing(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            raise error
-
-    batch = make_batch(make_spec(POOLED[:1]))
-    with pytest.raises(WorkerFailure) as caught, named_failures("own:Failing"):
-        UserRecommender(Failing(), "own:Failing", (TASK,))(batch)
-    return caught.value.reason
-
-
 @pytest.mark.parametrize(
     ("error", "reason"),
     [
@@ -222,39 +203,26 @@ def reason_for(error: BaseException) -> str:
         (RuntimeError("timed out waiting for my feature server"), failures.USER_CODE),
         (SystemExit(2), failures.USER_CODE),
         (RuntimeError("[c10d] Timed out waiting for 2 ranks"), failures.WORKERS_LOST),
+        (RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:1"), failures.WORKERS_LOST),
         (MemoryError("std::bad_alloc"), failures.HOST_OOM),
     ],
 )
 def test_the_users_own_connections_and_exits_are_no_loss_of_a_peer(
     error: BaseException, reason: str
 ) -> None:
-    assert reason_for(error) == reason
+    with pytest.raises(WorkerFailure) as caught, named_failures("own:Own"):
+        answering(lambda: raising(error))
+    assert caught.value.reason == reason
 
 
 def test_a_collective_that_ends_below_the_users_forward_is_a_lost_peer() -> None:
     # Words without a name, raised where PyTorch's own code ends.
-    code = compile(
-        "def raising():\n    raise RuntimeError('Broken pipe')\n", torch.__file__, "exec"
-    )
+    source = "def raising():\n    raise RuntimeError('Broken pipe')\n"
     names: dict[str, Any] = {}
-    exec(code, names)
-
-    class Calling(nn.Module):
-        def forward(self, batch: Any) -> Any:
-            names["raising"]()
-
-    batch = make_batch(make_spec(POOLED[:1]))
-    with pytest.raises(WorkerFailure) as caught, named_failures("own:Calling"):
-        UserRecommender(Calling(), "own:Calling", (TASK,))(batch)
+    exec(compile(source, torch.__file__, "exec"), names)
+    with pytest.raises(WorkerFailure) as caught, named_failures("own:Own"):
+        answering(names["raising"])
     assert caught.value.reason == failures.WORKERS_LOST
-
-
-def test_a_script_that_exits_when_it_is_imported_is_the_users_failure(
-    write: Callable[[str, str], None],
-) -> None:
-    write("own_i.py", "import argparse\nargparse.ArgumentParser().parse_args(['--odd'])\n")
-    with pytest.raises(UserCodeError, match=r"SystemExit: 2 \(at \"own_i.py\", line 2"):
-        load_class("own_i:Net")
 
 
 def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(
@@ -279,16 +247,6 @@ def test_a_bug_in_the_users_backward_is_shown_by_its_own_lines(
     with pytest.raises(WorkerFailure) as caught, named_failures("own_j:Net"):
         raise OSError("No space left on device")
     assert caught.value.reason == failures.STORAGE_ERROR
-
-
-def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], None]) -> None:
-    write(
-        "own_d.py",
-        "from torch import nn\n\nclass Net(nn.Module):\n"
-        "    def __init__(self, spec, device):\n        super().__init__()\n",
-    )
-    with pytest.raises(UserCodeError, match=r"missing: \[\('tags', 11, 4\), \('users', 11, 4\)\]"):
-        build_model(spec_of("own_d:Net"), CPU)
 
 
 BAGS = """
@@ -317,6 +275,10 @@ class Twice(Net):
     def __init__(self, spec, device):
         super().__init__(spec, device)
         self.more = bags(spec)
+
+class Without(nn.Module):
+    def __init__(self, spec, device):
+        super().__init__()
 """
 
 
@@ -328,11 +290,13 @@ def with_dynamic_ids(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"embedding_tables": tables})
 
 
-def test_a_table_held_twice_is_refused(write: Callable[[str, str], None]) -> None:
+def test_tables_that_differ_from_the_spec_are_named(write: Callable[[str, str], None]) -> None:
     write("own_f.py", BAGS)
     build_model(spec_of("own_f:Net"), CPU)
     with pytest.raises(UserCodeError, match=r"missing: none, unknown: \[\('tags', 11, 4\), "):
         build_model(spec_of("own_f:Twice"), CPU)
+    with pytest.raises(UserCodeError, match=r"missing: \[\('tags', 11, 4\), \('users', 11, 4\)\]"):
+        build_model(spec_of("own_f:Without"), CPU)
 
 
 def test_a_dynamic_table_in_a_plain_collection_is_refused(
@@ -345,14 +309,6 @@ def test_a_dynamic_table_in_a_plain_collection_is_refused(
     build_model(with_dynamic_ids(spec_of("own_h:Net")), CPU)
 
 
-def test_a_user_failure_is_never_retried() -> None:
-    failure = failures.Failure(failures.USER_CODE, "a bug")
-    assert not failures.should_restart(failure, num_paid=0, max_failures=5)
-    assert not failures.should_replace(failure, num_suspicious=0, max_failures=5)
-    lost = failures.Failure(failures.WORKERS_LOST, "gone", is_death=True)
-    assert failures.explain([lost, failure]) == failure
-
-
 def test_the_shipped_example_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES / "code")
     overrides = [f"embedding_tables[{i}].num_embeddings=11" for i in range(6)]
@@ -361,24 +317,13 @@ def test_the_shipped_example_can_be_trained(monkeypatch: pytest.MonkeyPatch) -> 
     names = [feature.name for feature in spec.pooled_features]
     empty = torch.zeros(3 * len(names), dtype=torch.int32)
     no_ids = torch.zeros(0, dtype=torch.int64)
-    column = torch.ones(3, 1)
     batch = Batch(
         dense=torch.rand(3, len(spec.dense_features)),
         sparse=KeyedJaggedTensor(keys=names, values=no_ids, lengths=empty),
-        label=column,
-        label_offset=column,
-        label_scale=column,
+        **dict.fromkeys(("label", "label_offset", "label_scale"), torch.ones(3, 1)),
         weight=torch.tensor([1.0, 1.0, 0.0]),
     )
     loss, outputs = model(batch)
     loss.backward()
     assert outputs.shape == (3, 1)
     assert model.network.movie_tower[0].weight.grad is not None
-
-
-def test_an_endless_message_is_cut(write: Callable[[str, str], None]) -> None:
-    write("own_e.py", "raise ValueError('x' * 100_000 + '\\n' + 'y' * 100_000)\n")
-    with pytest.raises(UserCodeError) as caught:
-        build_model(spec_of("own_e:Net"), CPU)
-    assert len(str(caught.value)) < 1000
-    assert sum(map(len, caught.value.lines)) < 2000

@@ -1,0 +1,430 @@
+"""Authentication middleware: credentials, CSRF, rate limits, audit.
+
+How fast each caller may ask (token buckets), and how much at the same time.
+
+Whatever is not public needs a principal. Roles are judged behind the gate (`service.api.deps`),
+where the route is known. Streams and websockets are asked again while they last.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from urllib.parse import quote
+
+from fastapi.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
+from starlette.requests import ClientDisconnect, HTTPConnection
+from starlette.responses import RedirectResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.api.middleware import SAFE_METHODS, is_foreign, refuse
+from service.auth.authenticator import Credentials
+from service.auth.permissions import RULES
+from service.auth.permissions import Scope as RuleScope
+from service.auth.security import Security
+from service.domain.auth import LOCAL, AuditRecord, Principal
+from service.errors import (
+    CsrfRefused,
+    ForeignOrigin,
+    InvalidRequest,
+    NotSignedIn,
+    ServiceError,
+    TooManyOpen,
+    TooManyRequests,
+)
+from service.observability.logging_setup import request_id
+from service.schemas.common import FieldError
+from service.settings import Settings
+
+_MAX_BUCKETS = 10_000
+
+
+@dataclass(frozen=True)
+class Rate:
+    """`per_s` requests per second in the long run, `burst` at once."""
+
+    per_s: float
+    burst: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """How many requests are left at a time (seconds of any clock)."""
+
+    left: float
+    at: float
+
+
+def take(bucket: Bucket | None, rate: Rate, now: float) -> tuple[Bucket, float]:
+    """The bucket after one more request, and seconds to wait where it is refused, else 0."""
+    if bucket is None:
+        return Bucket(rate.burst - 1.0, now), 0.0
+    left = min(float(rate.burst), bucket.left + max(0.0, now - bucket.at) * rate.per_s)
+    if left >= 1.0:
+        return Bucket(left - 1.0, now), 0.0
+    return Bucket(left, now), (1.0 - left) / rate.per_s
+
+
+class RateLimiter:
+    """A bucket for each caller; who has not asked for longest is forgotten first."""
+
+    def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
+        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
+        self._max_buckets = max_buckets
+        self._lock = threading.Lock()
+
+    def take(self, caller: str, rate: Rate, now: float) -> float:
+        """Take one request; seconds to wait where it is refused, else 0."""
+        with self._lock:
+            bucket, wait_s = take(self._buckets.pop(caller, None), rate, now)
+            self._buckets[caller] = bucket
+            if len(self._buckets) > self._max_buckets:
+                self._buckets.popitem(last=False)
+            return wait_s
+
+
+class ConcurrencyLimiter:
+    """Counts what each caller has open: requests under way, and streams that it follows.
+
+    For one thread alone, that of the event loop.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num_open: Counter[str] = Counter()
+
+    @contextmanager
+    def one_of(self, caller: str) -> Iterator[bool]:
+        """Hold one more open; False where the caller has `most` of them already."""
+        is_room = self._num_open[caller] < self._most
+        self._num_open[caller] += is_room
+        try:
+            yield is_room
+        finally:
+            self._num_open[caller] -= is_room
+            if not self._num_open[caller]:
+                del self._num_open[caller]
+
+
+# The gate before every route: who asks, how fast, from whose page; and the audit log behind it.
+
+logger = logging.getLogger(__name__)
+SESSION_COOKIE = "shardloom-session"
+CSRF_COOKIE = "shardloom-csrf"
+CSRF_HEADER = "x-csrf-token"
+LOGIN_PATH = "/login"
+# How long a stream may outlive its key.
+_ASK_AGAIN_S = 30.0
+_FAILED_SIGN_INS = Rate(per_s=0.5, burst=20)
+# Programs that have lost their key go on asking; browsers without a session are led to the form.
+_UNKNOWN = Rate(per_s=5.0, burst=100)
+_NOTED_REPORTS = Rate(per_s=0.01, burst=3)
+_MAX_OBJECT_CHARS = 512
+_MAX_ACTOR_CHARS = 255
+_CLOSED_FOR_POLICY = 1008
+
+
+class AuthenticationMiddleware:
+    """Lets in who may come in; `clock` gives seconds for rates and streams."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        settings: Settings,
+        security: Security,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._app = app
+        self._settings = settings
+        self._security = security
+        self._clock = clock
+        self._buckets = RateLimiter()
+        self._rates = {
+            "attempt": Rate(settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst),
+        }
+        self._rate = Rate(settings.rate_limit_per_s, settings.rate_limit_burst)
+        self._open = ConcurrencyLimiter(settings.max_open_requests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one connection."""
+        if scope["type"] == "http":
+            await self._serve(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await self._serve_socket(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    # ---- requests
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = _Answer(send)
+        connection = HTTPConnection(scope)
+        try:
+            try:
+                await self._admit(scope, connection)
+            except ServiceError as error:
+                await self._refuse(error, scope, receive, answer)
+                return
+            await self._serve_one_of(scope, connection, receive, answer)
+        finally:
+            self._note(scope, connection, answer)
+
+    async def _serve_one_of(
+        self, scope: Scope, connection: HTTPConnection, receive: Receive, answer: _Answer
+    ) -> None:
+        """Serve one of the requests that a caller may have open at the same time."""
+        principal = scope["state"].get("principal")
+        if principal is None or principal.kind == "local":
+            await self._serve_admitted(scope, connection, receive, answer)
+            return
+        with self._open.one_of(_caller(principal)) as is_room:
+            if is_room:
+                await self._serve_admitted(scope, connection, receive, answer)
+                return
+        full = TooManyOpen(self._settings.max_open_requests)
+        await self._refuse(full, scope, receive, answer)
+
+    async def _serve_admitted(
+        self, scope: Scope, connection: HTTPConnection, receive: Receive, answer: _Answer
+    ) -> None:
+        watch = _Watch(self, connection, self._clock)
+
+        async def send_while_admitted(message: Message) -> None:
+            if message.get("more_body") and not await watch.is_still_admitted():
+                await answer({"type": "http.response.body", "body": b"", "more_body": False})
+                raise OSError("the credentials of a stream have ended")
+            await answer(message)
+
+        try:
+            await self._app(scope, receive, send_while_admitted)
+        except (ClientDisconnect, OSError):
+            if watch.is_admitted:
+                raise
+
+    async def _admit(self, scope: Scope, connection: HTTPConnection) -> None:
+        """Set the principal of a request; raises `ServiceError` where it may not come in."""
+        state = scope.setdefault("state", {})
+        if "\x00" in scope["path"] or b"%00" in scope["query_string"]:
+            # No database keeps it, and none can be asked for it.
+            fault = FieldError(path="url", code="nul", message="holds a NUL character")
+            raise InvalidRequest([fault])
+        is_public = _is_public(scope)
+        if is_public and scope["method"] in SAFE_METHODS:
+            return
+        if is_public:
+            self._limit(f"ip:{_remote(scope)}", _FAILED_SIGN_INS)
+            principal = LOCAL if self._settings.auth == "local" else None
+        else:
+            principal = await self._signed_in(connection)
+            self._limit_principal(principal)
+        state["principal"] = principal
+        if scope["method"] not in SAFE_METHODS:
+            self._check_origin(connection, principal)
+
+    async def principal_of(self, connection: HTTPConnection) -> Principal:
+        """Whoever has opened a connection; raises `NotSignedIn`."""
+        credentials = credentials_of(connection)
+        authenticator = self._security.authenticator
+        if authenticator.is_quick(credentials):
+            return authenticator.principal_of(credentials)
+        return await run_in_threadpool(authenticator.principal_of, credentials)
+
+    async def _signed_in(self, connection: HTTPConnection) -> Principal:
+        """Whoever has opened a connection; `TooManyRequests` for who fails again and again."""
+        try:
+            return await self.principal_of(connection)
+        except NotSignedIn:
+            remote = _remote(connection.scope)
+            if credentials_of(connection) == Credentials():
+                self._limit(f"unknown:{remote}", _UNKNOWN)
+            else:
+                self._limit(f"ip:{remote}", _FAILED_SIGN_INS)
+            raise
+
+    def _limit_principal(self, principal: Principal) -> None:
+        if principal.kind != "local":
+            rate = self._rates.get(principal.kind, self._rate)
+            self._limit(_caller(principal), rate)
+
+    def _limit(self, caller: str, rate: Rate) -> None:
+        wait_s = self._buckets.take(caller, rate, self._clock())
+        if wait_s > 0:
+            raise TooManyRequests(math.ceil(wait_s))
+
+    def _check_origin(self, connection: HTTPConnection, principal: Principal | None) -> None:
+        """Refuse what a page of another site does with the rights that a browser brings along."""
+        if principal is not None and principal.kind not in ("local", "session"):
+            return
+        headers = connection.headers
+        origin = headers.get("origin")
+        site = headers.get("sec-fetch-site")
+        if is_foreign(origin, site, headers.get("host", ""), self._settings.allowed_origins):
+            raise ForeignOrigin(origin or "another site")
+        # Forms carry the token in a field, which their handlers check; NiceGUI's own transport
+        # cannot carry one, and is bound to a page by an id that other sites do not know.
+        is_form = connection.scope["path"].startswith(("/dashboard/", "/login", "/logout"))
+        if principal is not None and principal.kind == "session" and not is_form:
+            cookie = connection.cookies.get(SESSION_COOKIE, "")
+            expected = self._security.authenticator.csrf_token(cookie)
+            if headers.get(CSRF_HEADER) != expected:
+                raise CsrfRefused
+
+    async def _refuse(
+        self, error: ServiceError, scope: Scope, receive: Receive, answer: _Answer
+    ) -> None:
+        connection = HTTPConnection(scope)
+        wants_page = "text/html" in connection.headers.get("accept", "")
+        if isinstance(error, NotSignedIn) and wants_page and scope["method"] in SAFE_METHODS:
+            location = f"{LOGIN_PATH}?next={quote(scope['path'], safe='/')}"
+            await RedirectResponse(location, HTTPStatus.SEE_OTHER)(scope, receive, answer)
+            return
+        await refuse(error, scope, receive, answer)
+
+    # ---- audit
+
+    def _note(self, scope: Scope, connection: HTTPConnection, answer: _Answer) -> None:
+        is_refused = answer.status >= HTTPStatus.BAD_REQUEST
+        if scope["method"] in SAFE_METHODS:
+            return
+        path, route = scope["path"], getattr(scope.get("route"), "path", None)
+        # What drivers report is in the timeline already, and the pages' transport says nothing.
+        is_report = path.startswith(("/v1/attempts/", "/dashboard/_nicegui"))
+        if is_report and not (is_refused and self._is_notable(scope, answer)):
+            return
+        principal = scope["state"].get("principal")
+        if principal is None and is_refused and not self._is_first(scope):
+            return
+        self._security.audit.append(
+            AuditRecord(
+                id=0,
+                time=time.time(),
+                actor=plain(principal.name)[:_MAX_ACTOR_CHARS] if principal else "anonymous",
+                actor_kind=principal.kind if principal else "none",
+                action=plain(f"{scope['method']} {route or path}")[:128],
+                object=plain(answer.location or path)[:_MAX_OBJECT_CHARS],
+                remote=_remote(scope)[:64],
+                status=answer.status,
+                request_id=request_id.get(),
+            )
+        )
+
+    def _is_notable(self, scope: Scope, answer: _Answer) -> bool:
+        """Whether a refused report belongs into the log: a driver repeats it for ever."""
+        is_denied = answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+        caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
+        return is_denied and not self._buckets.take(caller, _NOTED_REPORTS, self._clock())
+
+    def _is_first(self, scope: Scope) -> bool:
+        """Whether few refusals came from there lately: nobody may fill the log without a key."""
+        return not self._buckets.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self._clock())
+
+    # ---- websockets
+
+    async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = HTTPConnection(scope)
+        headers = connection.headers
+        origin, host = headers.get("origin"), headers.get("host", "")
+        try:
+            if is_foreign(origin, None, host, self._settings.allowed_origins):
+                raise ForeignOrigin(origin or "another site")
+            principal = await self._signed_in(connection)
+        except ServiceError as error:
+            logger.info("a websocket is refused: %s", error)
+            await receive()
+            await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
+            return
+        scope.setdefault("state", {})["principal"] = principal
+        watch = _Watch(self, connection, self._clock)
+
+        async def receive_while_admitted() -> Message:
+            message = await receive()
+            if await watch.is_still_admitted():
+                return message
+            await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
+            return {"type": "websocket.disconnect", "code": _CLOSED_FOR_POLICY}
+
+        await self._app(scope, receive_while_admitted, send)
+
+
+class _Answer:
+    """Passes an answer on, and remembers its status and what it created."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        # What the server makes of an app that raises.
+        self.status: int = HTTPStatus.INTERNAL_SERVER_ERROR
+        self.location: str | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self.status == HTTPStatus.CREATED:
+                self.location = MutableHeaders(scope=message).get("location")
+        await self._send(message)
+
+
+class _Watch:
+    """Asks from time to time whether whoever opened a connection may still come in."""
+
+    def __init__(
+        self, gate: AuthenticationMiddleware, connection: HTTPConnection, clock: Callable[[], float]
+    ) -> None:
+        self._gate = gate
+        self._connection = connection
+        self._clock = clock
+        self._asked_at = clock()
+        self._lock = asyncio.Lock()
+        self.is_admitted = True
+
+    async def is_still_admitted(self) -> bool:
+        """Whether the credentials still count, as of at most `_ASK_AGAIN_S` ago."""
+        if self._clock() - self._asked_at < _ASK_AGAIN_S:
+            return self.is_admitted
+        async with self._lock:
+            self._asked_at = self._clock()
+            try:
+                await self._gate.principal_of(self._connection)
+            except NotSignedIn:
+                self.is_admitted = False
+            except ServiceError:
+                # That the database is away says nothing about the credentials.
+                logger.warning("cannot ask again for the credentials of a stream")
+        return self.is_admitted
+
+
+def credentials_of(connection: HTTPConnection) -> Credentials:
+    """What a connection carries to say who has opened it."""
+    scheme, _, token = connection.headers.get("authorization", "").partition(" ")
+    if scheme:
+        return Credentials(bearer=token.strip() if scheme.lower() == "bearer" else "")
+    return Credentials(cookie=connection.cookies.get(SESSION_COOKIE))
+
+
+def plain(text: str) -> str:
+    """A text as every database and terminal takes it: printable ASCII, the rest escaped."""
+    is_plain = text.isascii() and text.isprintable()
+    return text if is_plain else text.encode("unicode_escape").decode("ascii")
+
+
+def _is_public(scope: Scope) -> bool:
+    method = "GET" if scope["method"] == "HEAD" else scope["method"]
+    rule = RULES.get((method, scope["path"]))
+    return rule is not None and rule.scope is RuleScope.PUBLIC
+
+
+def _caller(principal: Principal) -> str:
+    return f"{principal.kind}:{principal.credential_id or principal.name}"
+
+
+def _remote(scope: Scope) -> str:
+    client = scope.get("client")
+    return client[0] if client else ""

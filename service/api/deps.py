@@ -1,0 +1,288 @@
+"""FastAPI dependencies: context, principal and rights, If-Match.
+
+Rights in the handlers' hands: who asks, and whether a project or a job is theirs.
+
+`authorize` runs before every handler and judges by `service.auth.permissions`; `get_job` of
+`service.api.deps` judges again once the job, and with it the project, is known.
+
+A job's version rises with what is decided about it, not with its progress, so that a tag says
+whether status, requests and attempts are still the same.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Header, Request, Response
+from fastapi import Path as PathParameter
+from starlette.requests import HTTPConnection
+
+from service.api.views import detail_of
+from service.auth.permissions import (
+    Rule,
+    Scope,
+    Verdict,
+    job_of_checkpoints,
+    job_of_path,
+    judge,
+    outside_roots,
+    paths_of,
+    paths_written,
+    roots_of,
+    rule_of,
+)
+from service.auth.security import Security
+from service.backends.base import Backend
+from service.db.jobs import JobStore
+from service.db.projects import ProjectStore
+from service.db.webhooks import WebhookStore
+from service.domain.auth import Principal, Role
+from service.domain.models import Job
+from service.errors import (
+    Forbidden,
+    JobNotFound,
+    NotSignedIn,
+    ProjectNotFound,
+    StorageUnavailable,
+    VersionUnknown,
+)
+from service.jobs.export_runner import ExportRunner
+from service.jobs.run_storage import run_dir_of, write_text
+from service.jobs.submit import find_job
+from service.observability.metrics import ServiceMetrics
+from service.observability.tracing import Tracing
+from service.schemas.jobs import JobDetail
+from service.settings import Settings
+from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.job import JobSpec
+
+
+def known_principal(connection: HTTPConnection) -> Principal | None:
+    """Whoever asks; None on public routes, where nobody was asked."""
+    principal: Principal | None = connection.scope.get("state", {}).get("principal")
+    return principal
+
+
+async def get_principal(request: Request) -> Principal:
+    """Whoever asks; raises `NotSignedIn`."""
+    principal = known_principal(request)
+    if principal is None:
+        raise NotSignedIn
+    return principal
+
+
+PrincipalDep = Annotated[Principal, Depends(get_principal)]
+
+
+def current_rule(request: Request) -> Rule:
+    """What the route of a request asks for."""
+    return rule_of(request.method, request.scope["route"].path)
+
+
+async def authorize(request: Request) -> None:
+    """Judge a request by its route; raises `NotSignedIn`, `Forbidden` or `ProjectNotFound`."""
+    rule, principal = current_rule(request), known_principal(request)
+    match judge(rule, principal, request.path_params):
+        case Verdict.NOT_SIGNED_IN:
+            raise NotSignedIn
+        case Verdict.FORBIDDEN:
+            assert principal is not None
+            name = request.path_params.get("name", "")
+            if rule.scope is Scope.PROJECT and principal.role_in(name) is None:
+                raise ProjectNotFound(name)
+            raise Forbidden(_why(rule, principal))
+
+
+def _why(rule: Rule, principal: Principal) -> str:
+    if rule.scope is Scope.ATTEMPT:
+        return "only the driver of this attempt may do this, with the attempt's own token"
+    where = "all projects" if rule.scope is Scope.EVERYTHING else "the project"
+    return f"this wants the role {rule.role.label} in {where}; {_held(principal)}"
+
+
+def _held(principal: Principal) -> str:
+    roles = ", ".join(f"{role.label} in {name}" for name, role in sorted(principal.roles.items()))
+    return f"{principal.name} has {roles or 'no role'}"
+
+
+def check_project(principal: Principal, project: str, role: Role) -> None:
+    """Raise `Forbidden` unless a role is held in a project."""
+    if not principal.may(role, project):
+        raise Forbidden(f"this wants the role {role.label} in '{project}'; {_held(principal)}")
+
+
+def check_job(principal: Principal, job: Job, role: Role) -> None:
+    """Raise `Forbidden` for lack of a role, `JobNotFound` where the job may not even be seen."""
+    if principal.role_in(job.project) is None:
+        raise JobNotFound(job.id)
+    check_project(principal, job.project, role)
+
+
+def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: JobStore) -> None:
+    """Raise `SpecError` for paths outside of the storage roots, or in runs of foreign projects.
+
+    What a job writes beside its own run folder may only lie in runs of its own project.
+    """
+    problems = outside_roots(spec, roots_of(settings))
+    written = paths_written(spec)
+    for name, path in paths_of(spec).items():
+        job_id = _job_of(name, path, settings)
+        if job_id is None or principal.kind == "local":
+            continue
+        project = _project_of(job_id, store)
+        if name in written and not _may_write_run(project, spec, principal):
+            message = f"{path[:200]} is not in the run folder of a job of '{spec.project}'"
+            problems.append(FieldProblem(name, "foreign_run", message))
+        elif not _may_read_run(project, principal):
+            message = f"{path[:200]} is in the run folder of a job that is not in your projects"
+            problems.append(FieldProblem(name, "foreign_run", message))
+    if problems:
+        raise SpecError(problems)
+
+
+def _job_of(field: str, path: str, settings: Settings) -> str | None:
+    """Id of the job whose files a path leads into, as `job_of_path` gives it."""
+    found = job_of_path(Path(path), settings.runs_dir)
+    if found is not None:
+        return found
+    found = job_of_checkpoints(path, settings.checkpoint_root)
+    # A job that keeps its checkpoints there has a folder of its own in it.
+    return None if field == "checkpoint.path" and found == "" else found
+
+
+def _project_of(job_id: str, store: JobStore) -> str | None:
+    try:
+        return store.get_job(job_id).project
+    except JobNotFound:
+        return None
+
+
+def _may_read_run(project: str | None, principal: Principal) -> bool:
+    if principal.projects is None:
+        return True
+    return project is not None and principal.role_in(project) is not None
+
+
+def _may_write_run(project: str | None, spec: JobSpec, principal: Principal) -> bool:
+    return project == spec.project and principal.may(Role.SUBMITTER, spec.project)
+
+
+# What the handlers share: one `Context` per app, and small dependencies over it.
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that a handler may use. `wake` makes the reconciler look at once.
+
+    `has_died` says whether the reconciler gave up; `closing` is set when the server is about to
+    stop, so that followed streams end.
+    """
+
+    settings: Settings
+    store: JobStore
+    backend: Backend
+    telemetry: ServiceMetrics
+    wake: Callable[[], None]
+    has_died: Callable[[], bool]
+    security: Security
+    webhooks: WebhookStore
+    tracing: Tracing
+    projects: ProjectStore
+    exports: ExportRunner
+    closing: threading.Event = field(default_factory=threading.Event)
+
+
+def get_context(request: Request) -> Context:
+    """The context of the app that serves a request."""
+    context: Context = request.app.state.context
+    return context
+
+
+ContextDep = Annotated[Context, Depends(get_context)]
+
+
+def get_job(
+    context: ContextDep,
+    request: Request,
+    principal: PrincipalDep,
+    job: Annotated[
+        str, PathParameter(description="Id, unique prefix of one, or name (the newest job).")
+    ],
+) -> Job:
+    """The job that the path names; raises `JobNotFound`, also for jobs of others' projects.
+
+    Raises `Forbidden` where it may be seen but not what the route does be done with it.
+    """
+    found = find_job(context.store, job, principal.projects)
+    check_job(principal, found, current_rule(request).role)
+    return found
+
+
+JobDep = Annotated[Job, Depends(get_job)]
+
+
+def wants_stream(request: Request) -> bool:
+    """Whether the client asked for server-sent events."""
+    return "text/event-stream" in request.headers.get("accept", "")
+
+
+StreamDep = Annotated[bool, Depends(wants_stream)]
+
+# Secrets of jobs: in with the submission, out to the attempt's own driver, never elsewhere.
+
+
+def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:
+    """Keep the secrets of a job that is about to be stored, and tell its driver of them.
+
+    Raises `StorageUnavailable` or `StoreUnavailable`.
+    """
+    if not secrets:
+        return
+    context.security.seal_secrets(job_id, secrets)
+    path = run_dir_of(context.settings, job_id).secret_names_path
+    try:
+        write_text(path, json.dumps(sorted(secrets)))
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+
+
+# ETags of jobs: a change may ask that the job still be as its reader saw it (RFC 9110, If-Match).
+
+_TAG = re.compile(r'"(\d{1,18})"')
+
+
+def if_match_version(
+    if_match: Annotated[
+        str | None,
+        Header(
+            alias="If-Match",
+            description="`ETag` of the job as it was read: 412 if it has changed since.",
+            examples=['"7"'],
+        ),
+    ] = None,
+) -> int | None:
+    """The version that a change is meant for; None where any will do.
+
+    Raises `VersionUnknown` for a tag that was never given out.
+    """
+    if if_match is None or if_match.strip() == "*":
+        return None
+    found = _TAG.fullmatch(if_match.strip())
+    if found is None:
+        raise VersionUnknown(if_match)
+    return int(found[1])
+
+
+VersionDep = Annotated[int | None, Depends(if_match_version)]
+
+
+def with_etag(job: Job, settings: Settings, response: Response) -> JobDetail:
+    """A job as the body of an answer, whose ETag is its version."""
+    response.headers["ETag"] = f'"{job.version}"'
+    return detail_of(job, settings)

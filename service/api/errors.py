@@ -1,0 +1,149 @@
+"""What the control plane raises, and how each error reads as an RFC 9457 problem.
+
+    ServiceError                      status  code
+    ├── InvalidRequest                422     invalid_request   (`fields` say where)
+    ├── who may call, and how much: `service.errors`
+    ├── jobs and what they report: `service.errors`
+    ├── what they read and leave: `service.errors`
+    ├── NotFound                      404
+    │   ├── ProjectNotFound                   project_not_found
+    │   ├── NotAHead                          not_a_head
+    │   ├── WebhookNotFound                   webhook_not_found
+    │   └── DeliveryNotFound                  delivery_not_found
+    ├── Conflict                      409
+    │   ├── IdempotencyConflict               idempotency_conflict
+    │   └── RequestInProgress                   request_under_way (`Retry-After`)
+    ├── PreconditionFailed            412
+    ├── BackendError                  502
+    │   ├── SubmissionRefused                 submission_refused
+    │   └── BackendUnreachable        503     backend_unreachable
+    ├── StoreUnavailable              503     store_unavailable
+    ├── StorageUnavailable            503     storage_unavailable
+    ├── ReconcilerDied                503     reconciler_died
+    └── PortInUse                     (start) port_in_use
+
+`trainer.spec.SpecError` maps to 422 `invalid_spec`.
+"""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from service.errors import InvalidRequest, ServiceError
+from service.observability.logging_setup import request_id
+from service.schemas.common import FieldError, Problem
+from trainer.spec.base import SpecError
+
+
+def problem_of(error: ServiceError) -> dict[str, object]:
+    """The problem document of an error, extension members included."""
+    problem = Problem(
+        title=error.title,
+        status=error.status,
+        detail=str(error),
+        code=error.code,
+        fields=list(error.fields),
+    )
+    return {**problem.model_dump(), **error.extensions}
+
+
+def problem_of_spec(error: SpecError) -> dict[str, object]:
+    """The problem document of a faulty spec: one field per fault, by its path in the spec."""
+    faults = [FieldError(path=p.path, code=p.code, message=p.message) for p in error.problems]
+    return Problem(
+        title="Invalid spec", status=422, detail=str(error), code="invalid_spec", fields=faults
+    ).model_dump()
+
+
+# Every error of the API as `application/problem+json` (RFC 9457).
+
+logger = logging.getLogger(__name__)
+
+
+class ProblemResponse(JSONResponse):
+    """A problem document."""
+
+    media_type = "application/problem+json"
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Answer every error of `app` with a problem."""
+    app.add_exception_handler(ServiceError, _on_service_error)
+    app.add_exception_handler(SpecError, _on_spec_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_error)
+    app.add_exception_handler(Exception, _on_unexpected)
+
+
+def _answer(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
+    body = {**problem, "instance": request.url.path}
+    if known := request_id.get():
+        body["request_id"] = known
+    return ProblemResponse(body, status_code=int(problem["status"]), **options)
+
+
+def _on_service_error(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, ServiceError)
+    return answer_error(request, error)
+
+
+def answer_error(request: Request, error: ServiceError) -> ProblemResponse:
+    """The answer to a request that failed so."""
+    if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        logger.warning("%s %s: %s", request.method, request.url.path, error)
+    return _answer(request, problem_of(error), headers=error.headers)
+
+
+def _on_spec_error(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, SpecError)
+    return _answer(request, problem_of_spec(error))
+
+
+def _on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, RequestValidationError)
+    faults = [
+        FieldError(path=_path(fault), code=fault["type"], message=fault["msg"])
+        for fault in error.errors()
+    ]
+    return _answer(request, problem_of(InvalidRequest(faults)))
+
+
+def _path(fault: dict[str, Any]) -> str:
+    # The first part says where the field was (body, query, path, header), not what it is called.
+    where, *parts = fault["loc"]
+    if fault["type"] == "json_invalid":
+        return str(where)
+    text = ""
+    for part in parts:
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text or str(where)
+
+
+def _on_http_error(request: Request, error: Exception) -> ProblemResponse:
+    assert isinstance(error, HTTPException)
+    status = HTTPStatus(error.status_code)
+    problem = Problem(
+        title=status.phrase,
+        status=status,
+        detail=f"{request.method} {request.url.path}: {error.detail}",
+        code=status.name.lower(),
+    )
+    return _answer(request, problem.model_dump(), headers=error.headers)
+
+
+def _on_unexpected(request: Request, error: Exception) -> ProblemResponse:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    problem = Problem(
+        title=ServiceError.title,
+        status=ServiceError.status,
+        detail="the service failed on this request; its log says more",
+        code=ServiceError.code,
+    )
+    return _answer(request, problem.model_dump())

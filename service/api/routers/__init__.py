@@ -1,0 +1,1 @@
+"""Route handlers, one file for each group of resources."""

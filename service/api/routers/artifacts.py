@@ -1,0 +1,193 @@
+"""Exports, profiler traces, code archives.
+
+Code of users: upload an archive that `model.code` of a spec may name.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Query, Request, Response, status
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse, StreamingResponse
+
+from service.api.deps import ContextDep, JobDep
+from service.api.views import describe, describe_or_fail
+from service.errors import ExportPending, StorageUnavailable
+from service.jobs.code_archives import keep_code
+from service.jobs.exports import (
+    archive,
+    delete_export,
+    get_export,
+    get_finished_export,
+    request_export,
+)
+from service.jobs.profiling import find_trace, list_traces, request_trace
+from service.jobs.run_storage import run_dir_of
+from service.schemas.common import Page
+from service.schemas.jobs import (
+    CodeOut,
+    ExportOut,
+    RequestExport,
+    RequestTrace,
+    TraceOut,
+    TraceRequested,
+)
+from trainer.export.requests import list_exports
+from trainer.protocol.run_dir import trace_name
+
+code_router = APIRouter(prefix="/v1/code", tags=["code"])
+MEDIA_TYPE = "application/zip"
+
+
+@code_router.post(
+    "",
+    summary="Upload the code of a module",
+    status_code=status.HTTP_201_CREATED,
+    openapi_extra={
+        "requestBody": {
+            "required": True,
+            "content": {MEDIA_TYPE: {"schema": {"type": "string", "format": "binary"}}},
+        }
+    },
+)
+async def upload_code(request: Request, context: ContextDep) -> CodeOut:
+    """Keep a zip archive whose files all lie under `code/`; its id is the SHA-256 of its bytes.
+
+    The same archive sent again has the same id. 422 for what could not be unpacked safely,
+    507 where as much is kept as the settings allow.
+    """
+    data = await request.body()
+    try:
+        kept = await run_in_threadpool(keep_code, context.settings, data)
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+    return CodeOut(id=kept.id, num_files=kept.num_files, size_bytes=kept.size_bytes)
+
+
+# Exports of a job: ask for one, look at them, download or delete one.
+
+exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])
+ARCHIVE_MEDIA_TYPE = "application/x-tar"
+
+
+@exports_router.post(
+    "", summary="Export the model of a checkpoint", status_code=status.HTTP_202_ACCEPTED
+)
+def post_export(
+    body: RequestExport, job: JobDep, context: ContextDep, response: Response
+) -> ExportOut:
+    """Ask for an export, which a process beside the service makes; poll it until it is done.
+
+    404 if the job has no such checkpoint, 409 while another export of the job is not done.
+    """
+    try:
+        folder = request_export(
+            context.store, context.settings, job, body.checkpoint, body.quantize
+        )
+    except ExportPending as error:
+        # Storage may have failed for so long that nobody here tries it any more.
+        context.exports.submit(get_export(context.settings, job.id, error.export_id))
+        raise
+    context.exports.submit(folder)
+    response.headers["Location"] = f"/v1/jobs/{job.id}/exports/{folder.id}"
+    return describe(folder)
+
+
+@exports_router.get("", summary="Exports of a job")
+def read_exports(job: JobDep, context: ContextDep) -> Page[ExportOut]:
+    """Exports in the order of asking, all on one page."""
+    found = list_exports(run_dir_of(context.settings, job.id))
+    return Page(items=[describe_or_fail(folder) for folder in found])
+
+
+@exports_router.get("/{export_id}", summary="An export of a job")
+def read_export(export_id: str, job: JobDep, context: ContextDep) -> ExportOut:
+    """Where it stands, and its report once it is done."""
+    return describe(get_export(context.settings, job.id, export_id))
+
+
+@exports_router.delete(
+    "/{export_id}", summary="Delete an export", status_code=status.HTTP_204_NO_CONTENT
+)
+def remove_export(export_id: str, job: JobDep, context: ContextDep) -> None:
+    """It is gone at once, done or not; one that is being made is given up.
+
+    Downloads that have begun go on to their end, later ones are 404.
+    """
+    delete_export(get_export(context.settings, job.id, export_id))
+
+
+@exports_router.get(
+    "/{export_id}/archive",
+    summary="Download an export",
+    response_class=StreamingResponse,
+    responses={200: {"content": {ARCHIVE_MEDIA_TYPE: {}}}},
+)
+def download_export(export_id: str, job: JobDep, context: ContextDep) -> StreamingResponse:
+    """The folder as a tar file; 409 until the export is done."""
+    folder = get_finished_export(context.settings, job.id, export_id)
+    size, chunks = archive(folder.artifact)
+    headers = {
+        "Content-Length": str(size),
+        # Or it would be compressed on the way, which quantised tables hardly are.
+        "Content-Encoding": "identity",
+        "Content-Disposition": f'attachment; filename="{job.name}-{folder.id}.tar"',
+    }
+    return StreamingResponse(chunks, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
+
+
+# Profiler traces: ask for one, list them, download one.
+
+traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"])
+TRACE_MEDIA_TYPE = "application/gzip"
+
+
+@traces_router.post(
+    "", summary="Record the next steps of a running job", status_code=status.HTTP_202_ACCEPTED
+)
+def post_trace(body: RequestTrace, job: JobDep, context: ContextDep) -> TraceRequested:
+    """Ask the workers for a trace; it is listed once it is written.
+
+    409 if the job does not run, or an earlier request is still being answered.
+    """
+    run_dir = run_dir_of(context.settings, job.id)
+    asked = request_trace(context.store, run_dir, job.id, body.num_steps, body.ranks)
+    return TraceRequested(
+        id=asked.id,
+        attempt_id=asked.attempt_id,
+        num_steps=asked.num_steps,
+        ranks=list(asked.ranks),
+        names=[trace_name(asked.id, rank) for rank in asked.ranks],
+    )
+
+
+@traces_router.get("", summary="Traces of a job")
+def read_traces(job: JobDep, context: ContextDep) -> Page[TraceOut]:
+    """Traces in the order of writing, all on one page."""
+    found = list_traces(context.store, job.id)
+    return Page(items=[TraceOut.model_validate(trace) for trace in found])
+
+
+@traces_router.get(
+    "/{name}",
+    summary="Download a trace",
+    response_class=FileResponse,
+    responses={200: {"content": {TRACE_MEDIA_TYPE: {}}}},
+)
+def download_trace(
+    name: str,
+    job: JobDep,
+    context: ContextDep,
+    attempt: Annotated[
+        str | None, Query(description="Attempt id; the newest that has the trace if left away.")
+    ] = None,
+) -> FileResponse:
+    """The gzipped JSON, as chrome://tracing and Perfetto read it."""
+    run_dir = run_dir_of(context.settings, job.id)
+    path = find_trace(context.store, run_dir, job.id, name, attempt)
+    return FileResponse(path, media_type=TRACE_MEDIA_TYPE, filename=f"{job.name}-{name}")
+
+
+# Included by the app, in this order.
+routers = (code_router, exports_router, traces_router)

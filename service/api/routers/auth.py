@@ -1,0 +1,107 @@
+"""The audit log: who changed what, when, from where, and with what result."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, status
+
+from service.api.deps import ContextDep, PrincipalDep
+from service.domain.auth import ApiKey, AuditFilter, hash_of, new_key_text, parse_roles, role_names
+from service.errors import InvalidRequest
+from service.schemas.admin import AuditOut, CreateKey, KeyOut, NewKey, WhoAmI
+from service.schemas.common import FieldError, Page
+
+router = APIRouter(prefix="/v1", tags=["access"])
+
+_MAX_DIGITS = 18
+
+
+@router.get("/audit", summary="Read the audit log, newest first")
+def list_audit(
+    context: ContextDep,
+    after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=500)] = 100,
+    actor: Annotated[str | None, Query(max_length=255, examples=["key:ci"])] = None,
+    action: Annotated[
+        str | None, Query(max_length=128, examples=["POST /v1/jobs/{job}:cancel"])
+    ] = None,
+    object: Annotated[
+        str | None, Query(max_length=512, description="Path of what was changed.")
+    ] = None,
+    since: Annotated[float | None, Query(ge=0, description="Unix seconds.")] = None,
+    refused: Annotated[bool, Query(description="Only what was refused or failed.")] = False,
+) -> Page[AuditOut]:
+    """Every request that changes something, the refused ones included."""
+    context.security.audit.flush()
+    wanted = AuditFilter(actor, action, object, since, refused)
+    before = None if after is None else _line_id(after)
+    found = context.security.keys.list_audit(wanted, before=before, limit=limit + 1)
+    shown = [AuditOut.model_validate(record) for record in found[:limit]]
+    return Page(items=shown, next=str(shown[-1].id) if len(found) > limit else None)
+
+
+def _line_id(after: str) -> int:
+    if not (after.isascii() and after.isdecimal() and len(after) <= _MAX_DIGITS):
+        fault = FieldError(path="after", code="cursor", message="not the `next` of a page")
+        raise InvalidRequest([fault])
+    return int(after)
+
+
+# API keys, and who one is.
+
+
+@router.get("/whoami", summary="Who asks, and what they may do")
+def who_am_i(principal: PrincipalDep, context: ContextDep) -> WhoAmI:
+    """The principal behind the request's credentials."""
+    return WhoAmI.model_validate(
+        {
+            "name": principal.name,
+            "kind": principal.kind,
+            "roles": role_names(principal.roles),
+            "auth": context.settings.auth,
+        }
+    )
+
+
+@router.post("/keys", summary="Make an API key", status_code=status.HTTP_201_CREATED)
+def create_key(body: CreateKey, principal: PrincipalDep, context: ContextDep) -> NewKey:
+    """A new key; its text is in this answer and nowhere else."""
+    now = time.time()
+    key_id, text = new_key_text()
+    key = ApiKey(
+        id=key_id,
+        name=body.name,
+        roles=parse_roles(body.roles),
+        created_at=now,
+        created_by=principal.name,
+        expires_at=None if body.expires_in_s is None else now + body.expires_in_s,
+    )
+    context.security.keys.add_key(key, hash_of(text))
+    return NewKey.model_validate({**key_fields(key), "key": text})
+
+
+@router.get("/keys", summary="List API keys")
+def list_keys(
+    context: ContextDep,
+    after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+) -> Page[KeyOut]:
+    """One page of keys, the revoked ones included; never their secrets."""
+    found = context.security.keys.list_keys(after=after, limit=limit + 1)
+    shown = [KeyOut.model_validate(key_fields(key)) for key in found[:limit]]
+    return Page(items=shown, next=shown[-1].id if len(found) > limit else None)
+
+
+@router.delete("/keys/{key_id}", summary="Revoke an API key")
+def revoke_key(key_id: Annotated[str, Path(max_length=64)], context: ContextDep) -> KeyOut:
+    """End a key and the sessions that were opened with it. Doing it again changes nothing."""
+    revoked = context.security.keys.revoke_key(key_id, time.time())
+    context.security.authenticator.forget_key(key_id)
+    return KeyOut.model_validate(key_fields(revoked))
+
+
+def key_fields(key: ApiKey) -> dict[str, Any]:
+    """A key as its bodies show it."""
+    return {**vars(key), "roles": role_names(key.roles)}

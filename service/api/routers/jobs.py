@@ -1,0 +1,356 @@
+"""Jobs: submit, list, read, cancel."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Response, status
+from pydantic import Field
+
+from service.api.deps import (
+    ContextDep,
+    JobDep,
+    PrincipalDep,
+    VersionDep,
+    check_paths,
+    check_project,
+    keep_secrets,
+    with_etag,
+)
+from service.api.views import attempt_view, summary_of
+from service.auth.permissions import roots_of, without_lost_place
+from service.backends.base import check_cluster, hosts_for
+from service.domain.auth import Role
+from service.domain.models import JobStatus
+from service.domain.timeline import ResizeRequest
+from service.errors import StorageUnavailable
+from service.jobs.actions import (
+    cancel_job,
+    cloned_spec,
+    delete_job,
+    pause_job,
+    request_drain,
+    request_resize,
+    restart_job,
+    resume_job,
+)
+from service.jobs.code_archives import check_code
+from service.jobs.planning import plan_of
+from service.jobs.run_storage import run_dir_of
+from service.jobs.submit import check_data, submit_job, with_table_sizes
+from service.schemas.common import Page
+from service.schemas.jobs import (
+    AttemptOut,
+    CloneJob,
+    DeletedJob,
+    DrainHost,
+    JobDetail,
+    JobPlan,
+    JobSummary,
+    RemainingPathOut,
+    ResizeJob,
+    ResizeRequestOut,
+    RestartJob,
+    SubmitJob,
+)
+from trainer.spec import validate_spec
+
+router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
+# Each label is a join of its own.
+_MAX_LABELS = 20
+_MAX_ALTERNATIVES = 20
+LabelQuery = Annotated[str, Field(pattern=r"^[^=]+=", examples=["team=ads"])]
+KeyHeader = Annotated[
+    str | None,
+    Header(
+        alias="Idempotency-Key",
+        min_length=1,
+        max_length=255,
+        description="The same key and spec make one job, however often the request is sent.",
+        examples=["5f0c9f6e-2f3c-4b36-9d6b-3f1b7f1e2a11"],
+    ),
+]
+
+
+@router.post(
+    "",
+    summary="Submit a job, or check a spec with `dry_run`",
+    status_code=status.HTTP_201_CREATED,
+    response_model=JobDetail | JobPlan,
+    responses={200: {"model": JobPlan, "description": "The plan of a dry run."}},
+)
+def submit(
+    body: SubmitJob,
+    context: ContextDep,
+    principal: PrincipalDep,
+    response: Response,
+    idempotency_key: KeyHeader = None,
+    dry_run: Annotated[bool, Query(description="Check and plan only.")] = False,
+) -> JobDetail | JobPlan:
+    """Check the spec and create a job; `Location` names it."""
+    spec = validate_spec(body.spec)
+    check_project(principal, spec.project, Role.SUBMITTER)
+    check_paths(spec, principal, context.settings, context.store)
+    check_code(context.settings, spec)
+    check_cluster(context.backend, spec)
+    if dry_run:
+        check_data(spec)
+        response.status_code = status.HTTP_200_OK
+        is_shared = spec.resources.cluster == "shared"
+        most = context.settings.cluster_max_workers if is_shared else None
+        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
+    began_at = time.time()
+    job = submit_job(
+        context.store,
+        spec,
+        idempotency_key=idempotency_key,
+        prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
+        actor=principal.name,
+        checkpoint_root=context.settings.checkpoint_root,
+    )
+    context.tracing.submitted(job, began_at)
+    context.wake()
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return with_etag(job, context.settings, response)
+
+
+@router.get("", summary="List jobs, newest first")
+def list_jobs(
+    context: ContextDep,
+    principal: PrincipalDep,
+    after: Annotated[str | None, Query(description="`next` of the page before.")] = None,
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    statuses: Annotated[
+        list[JobStatus] | None, Query(alias="status", max_length=_MAX_ALTERNATIVES)
+    ] = None,
+    name: Annotated[str | None, Query(examples=["movielens-demo"])] = None,
+    project: Annotated[str | None, Query(examples=["ads"])] = None,
+    labels: Annotated[
+        list[LabelQuery] | None,
+        Query(
+            alias="label",
+            max_length=_MAX_LABELS,
+            description="`KEY=VALUE`; of several, all must hold.",
+        ),
+    ] = None,
+    created_after: Annotated[
+        datetime | None, Query(description="ISO 8601 (UTC if it names no zone) or Unix seconds.")
+    ] = None,
+    created_before: Annotated[datetime | None, Query(description="As `created_after`.")] = None,
+) -> Page[JobSummary]:
+    """One page of jobs; several `status` parameters are alternatives."""
+    jobs, following = context.store.list_jobs(
+        after=after,
+        limit=limit,
+        statuses=statuses or (),
+        name=name,
+        project=project,
+        projects=principal.projects,
+        labels=dict(_split_label(label) for label in labels or ()),
+        created_after=_unix_s(created_after),
+        created_before=_unix_s(created_before),
+    )
+    return Page(items=[summary_of(job) for job in jobs], next=following)
+
+
+def _split_label(label: str) -> tuple[str, str]:
+    key, _, value = label.partition("=")
+    return key, value
+
+
+def _unix_s(moment: datetime | None) -> float | None:
+    if moment is None:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+@router.get("/{job}", summary="Read a job")
+def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
+    """A job by id, by a unique prefix of it, or by name (the newest of that name)."""
+    names = context.security.keys.secret_names(job.id)
+    return with_etag(job, context.settings, response).model_copy(update={"secret_names": names})
+
+
+@router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)
+def cancel(
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+) -> JobDetail:
+    """Ask a job to stop; it has stopped when its status says so. 409 if it has ended."""
+    cancelled = cancel_job(context.store, context.settings, job.id, principal.name, version)
+    context.wake()
+    return with_etag(cancelled, context.settings, response)
+
+
+@router.get("/{job}/attempts", summary="List the attempts of a job")
+def list_attempts(job: JobDep, context: ContextDep) -> Page[AttemptOut]:
+    """Attempts in order, all on one page."""
+    attempts = context.store.list_attempts(job.id)
+    return Page(items=[attempt_view(attempt) for attempt in attempts])
+
+
+# The course of a job: pause, resume, clone, restart from a checkpoint, delete.
+
+
+@router.post("/{job}:pause", summary="Pause a job", status_code=status.HTTP_202_ACCEPTED)
+def pause(
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+) -> JobDetail:
+    """Let the workers save a checkpoint and leave; the job keeps its place in the queue.
+
+    It has paused when its status says so. 409 if it has ended.
+    """
+    paused = pause_job(context.store, context.settings, job.id, principal.name, version)
+    context.wake()
+    return with_etag(paused, context.settings, response)
+
+
+@router.post("/{job}:resume", summary="Resume a paused job", status_code=status.HTTP_202_ACCEPTED)
+def resume(
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+) -> JobDetail:
+    """Let a paused job wait for its workers again, with its old place. 409 if it is not paused."""
+    resumed = resume_job(context.store, context.settings, job.id, principal.name, version)
+    context.wake()
+    return with_etag(resumed, context.settings, response)
+
+
+@router.post("/{job}:clone", summary="Clone a job", status_code=status.HTTP_201_CREATED)
+def clone(
+    job: JobDep,
+    body: CloneJob,
+    context: ContextDep,
+    principal: PrincipalDep,
+    response: Response,
+    idempotency_key: KeyHeader = None,
+) -> JobDetail:
+    """Submit the spec of a job again, with changes; `Location` names the new job.
+
+    Secrets do not come along: give those that the clone needs.
+    """
+    spec = cloned_spec(job, body.set, body.patch, body.name)
+    spec = without_lost_place(spec, job.spec, roots_of(context.settings))
+    check_project(principal, spec.project, Role.SUBMITTER)
+    check_paths(spec, principal, context.settings, context.store)
+    check_cluster(context.backend, spec)
+    try:
+        check_code(context.settings, spec, run_dir_of(context.settings, job.id))
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+    made = submit_job(
+        context.store,
+        spec,
+        idempotency_key=idempotency_key,
+        actor=principal.name,
+        prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
+        checkpoint_root=context.settings.checkpoint_root,
+    )
+    context.wake()
+    response.headers["Location"] = f"/v1/jobs/{made.id}"
+    return with_etag(made, context.settings, response)
+
+
+@router.post(
+    "/{job}:restart", summary="Go on from a checkpoint", status_code=status.HTTP_202_ACCEPTED
+)
+def restart(
+    job: JobDep,
+    context: ContextDep,
+    principal: PrincipalDep,
+    version: VersionDep,
+    response: Response,
+    body: RestartJob | None = None,
+) -> JobDetail:
+    """Let a job that has ended, waits or is paused go on from one of its checkpoints.
+
+    Its later checkpoints count no more, and are removed once a new one is committed. 409 while it
+    has workers, 404 for a checkpoint that it does not have.
+    """
+    wanted = body or RestartJob()
+    restarted = restart_job(
+        context.store,
+        context.settings,
+        job.id,
+        step=wanted.step,
+        path=wanted.path,
+        actor=principal.name,
+        version=version,
+    )
+    context.wake()
+    return with_etag(restarted, context.settings, response)
+
+
+@router.delete("/{job}", summary="Delete a job")
+def delete(
+    job: JobDep,
+    context: ContextDep,
+    version: VersionDep,
+    artifacts: Annotated[
+        bool, Query(description="With its files: checkpoints, logs and traces.")
+    ] = True,
+) -> DeletedJob:
+    """Delete a job that has ended. 409 while it lives; may be repeated if it was cut off.
+
+    Checkpoints on object storage stay: the answer says where.
+    """
+    found = delete_job(
+        context.store, context.settings, job.id, artifacts=artifacts, version=version
+    )
+    left = [RemainingPathOut(path=each.path, why=each.why) for each in found]
+    return DeletedJob(id=job.id, left=left)
+
+
+# Another size of a running job, and hosts that it should leave.
+
+
+@router.post(
+    "/{job}/resize",
+    summary="Ask for another number of workers",
+    status_code=status.HTTP_202_ACCEPTED,
+)
+def resize(
+    body: ResizeJob, job: JobDep, context: ContextDep, principal: PrincipalDep
+) -> ResizeRequestOut:
+    """Grow or shrink a running job; the timeline tells when it has (`resized`).
+
+    409 if the job does not run. Asking again for the same size changes nothing.
+    """
+    run_dir = run_dir_of(context.settings, job.id)
+    wish = request_resize(context.store, run_dir, job.id, body.workers, principal.name)
+    return _answer(wish)
+
+
+@router.post(
+    "/{job}/drain", summary="Ask the workers to leave a host", status_code=status.HTTP_202_ACCEPTED
+)
+def drain(
+    body: DrainHost, job: JobDep, context: ContextDep, principal: PrincipalDep
+) -> ResizeRequestOut:
+    """Let groups leave a host in good order, or with `undo` use it again.
+
+    409 if the job does not run. Asking again for the same changes nothing.
+    """
+    run_dir = run_dir_of(context.settings, job.id)
+    wish = request_drain(
+        context.store, run_dir, job.id, body.host, undo=body.undo, actor=principal.name
+    )
+    return _answer(wish)
+
+
+def _answer(wish: ResizeRequest) -> ResizeRequestOut:
+    return ResizeRequestOut(
+        id=wish.id, workers=wish.num_workers, drain_hosts=list(wish.drain_hosts)
+    )

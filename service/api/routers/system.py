@@ -1,0 +1,165 @@
+"""Health, metrics, cluster, queue, projects.
+
+Projects: quotas of workers and running jobs, and what is in use.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Response, status
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from service.api.deps import Context, ContextDep, PrincipalDep
+from service.api.views import project_view, queue_view, usage_by_project
+from service.backends.base import HostFacts
+from service.compatibility import HeadFacts, storage_id, versions_here
+from service.domain.models import Project, Usage, with_unlisted
+from service.errors import (
+    BackendUnreachable,
+    NotAHead,
+    ProjectNotFound,
+    ReconcilerDied,
+    StorageUnavailable,
+)
+from service.schemas.admin import ClusterOut, HostOut, ProjectOut, Quotas
+from service.schemas.common import Page
+from service.schemas.jobs import QueueOut
+from trainer.spec.base import NAME_PATTERN
+
+projects_router = APIRouter(prefix="/v1/projects", tags=["projects"])
+NamePath = Annotated[str, Path(pattern=NAME_PATTERN, examples=["ads"])]
+
+
+@projects_router.get("", summary="List projects")
+def list_projects(context: ContextDep, principal: PrincipalDep) -> Page[ProjectOut]:
+    """Every project that has quotas or jobs that have not ended, by name, all on one page."""
+    usage = usage_by_project(context.store.list_live_jobs())
+    known = with_unlisted(context.projects.list(), usage)
+    visible = principal.projects
+    return Page(
+        items=[
+            project_view(project, usage.get(project.name, Usage()))
+            for project in known
+            if visible is None or project.name in visible
+        ]
+    )
+
+
+@projects_router.get("/{name}", summary="Read a project")
+def get_project(name: NamePath, context: ContextDep) -> ProjectOut:
+    """Quotas and use of a project; 404 for one without quotas whose jobs have all ended."""
+    usage = usage_by_project(context.store.list_live_jobs())
+    try:
+        project = context.projects.get(name)
+    except ProjectNotFound:
+        if name not in usage:
+            raise
+        project = Project(name)
+    return project_view(project, usage.get(name, Usage()))
+
+
+@projects_router.put("/{name}", summary="Set the quotas of a project")
+def set_quotas(name: NamePath, body: Quotas, context: ContextDep) -> ProjectOut:
+    """Set both quotas; null is no limit. What runs already is left to run."""
+    wanted = Project(name, body.max_workers, body.max_running_jobs)
+    return _changed(context, context.projects.put(wanted, time.time()))
+
+
+@projects_router.delete(
+    "/{name}", summary="Remove the quotas of a project", status_code=status.HTTP_204_NO_CONTENT
+)
+def delete_project(name: NamePath, context: ContextDep) -> None:
+    """Take the quotas away; the project's jobs stay. 404 if it has none."""
+    context.projects.remove(name)
+    context.wake()
+
+
+def _changed(context: Context, project: Project) -> ProjectOut:
+    context.wake()
+    usage = usage_by_project(context.store.list_live_jobs())
+    return project_view(project, usage.get(project.name, Usage()))
+
+
+# The queue: who waits for what, and who holds the workers.
+
+queue_router = APIRouter(prefix="/v1/queue", tags=["queue"])
+
+
+@queue_router.get("", summary="Read the queue")
+def get_queue(context: ContextDep, principal: PrincipalDep) -> QueueOut:
+    """Waiting jobs in the order of their turn, with the reason why each waits; running jobs."""
+    return queue_view(context.store.list_live_jobs(), principal.projects)
+
+
+# The service itself: health, readiness, cluster, Prometheus metrics.
+
+system_router = APIRouter(tags=["service"])
+
+
+@system_router.get("/v1/cluster", summary="The cluster behind the service")
+def get_cluster(context: ContextDep) -> ClusterOut:
+    """Ask the backend whether it is there; always 200."""
+    backend = context.backend
+    hosts: tuple[HostFacts, ...] = ()
+    try:
+        reachable, message = True, backend.check()
+        hosts = backend.hosts() or ()
+    except BackendUnreachable as error:
+        reachable, message = False, str(error)
+    return ClusterOut(
+        reachable=reachable,
+        backend=backend.name,
+        address=backend.address,
+        message=message,
+        max_workers=context.settings.cluster_max_workers,
+        hosts=[HostOut.model_validate(host) for host in hosts],
+    )
+
+
+@system_router.get("/v1/cluster/head", summary="What a machine must know to join the cluster")
+def get_head(context: ContextDep) -> HeadFacts:
+    """For `shardloom join`: answers to Ray's token, and on a head that others can join only."""
+    settings = context.settings
+    if settings.gcs_address is None:
+        raise NotAHead
+    try:
+        storage = storage_id(settings.runs_dir)
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+    return HeadFacts(
+        gcs_address=settings.gcs_address,
+        ray_address=settings.ray_address,
+        runs_dir=str(settings.runs_dir),
+        storage_id=storage,
+        versions=versions_here(),
+    )
+
+
+@system_router.get("/healthz", summary="Whether the process answers")
+def get_health() -> dict[str, str]:
+    """200 as long as requests are answered at all."""
+    return {"status": "ok"}
+
+
+@system_router.get("/readyz", summary="Whether the service can do its work")
+def get_readiness(context: ContextDep) -> dict[str, Any]:
+    """200 when the store answers and is migrated and the reconciler is at work, else 503.
+
+    A cluster that is away does not make the service unready: it still takes jobs and shows
+    them, and starts them when the cluster is back. `/v1/cluster` tells about the cluster.
+    """
+    if context.has_died():
+        raise ReconcilerDied
+    return {"status": "ready", "store": context.store.ping()}
+
+
+@system_router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+def get_prometheus(context: ContextDep) -> Response:
+    """Counters of the service in Prometheus' text format."""
+    return Response(context.telemetry.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+# Included by the app, in this order.
+routers = (system_router, projects_router, queue_router)

@@ -1,0 +1,312 @@
+"""Which hosts and sites a request may come through, and where the service may listen. Pure.
+
+python -m service.app      with the SHARDLOOM_* variables of `service.settings`
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import sys
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+
+import uvicorn
+from fastapi import Depends, FastAPI
+from pydantic import ValidationError
+from sqlalchemy import Engine
+from starlette.middleware.cors import CORSMiddleware
+from starlette.middleware.gzip import GZipMiddleware
+
+from service.api import openapi
+from service.api.authentication import AuthenticationMiddleware
+from service.api.deps import Context, authorize
+from service.api.errors import add_error_handlers
+from service.api.middleware import (
+    BodyLimitMiddleware,
+    IdempotencyMiddleware,
+    RequestIdMiddleware,
+    RequestMetricsMiddleware,
+    SecurityHeadersMiddleware,
+    TrustedHostMiddleware,
+)
+from service.api.routers import artifacts, auth, drivers, jobs, records, system, webhooks
+from service.auth.security import Security
+from service.backends.base import Backend
+from service.backends.fake import FakeBackend
+from service.backends.ray_jobs import RayJobsBackend
+from service.db.engine import WalCheckpointer
+from service.db.idempotency import IdempotencyStore
+from service.db.jobs import JobStore
+from service.db.projects import ProjectStore
+from service.db.webhooks import WebhookStore
+from service.errors import PortInUse, ServiceError, UnsafeAddress
+from service.files import make_private
+from service.jobs.export_runner import ExportRunner
+from service.network import is_loopback
+from service.observability import logging_setup
+from service.observability.metrics import ServiceMetrics
+from service.observability.tracing import Tracing
+from service.reconciler.loop import Reconciler
+from service.settings import Settings
+from service.webhooks.sender import WebhookSender
+
+
+def check_address(settings: Settings, *, has_credentials: bool) -> None:
+    """Raise `UnsafeAddress` where the service would let anybody on the network in, or nobody."""
+    where = f"SHARDLOOM_HOST={settings.host}"
+    if settings.auth == "local" and not is_loopback(settings.host):
+        raise UnsafeAddress(
+            f"{where} can be reached from the network, and SHARDLOOM_AUTH=local would let anybody "
+            "in: set SHARDLOOM_AUTH=required, or listen on 127.0.0.1"
+        )
+    if settings.auth == "required" and not has_credentials:
+        raise UnsafeAddress(
+            f"{where} with SHARDLOOM_AUTH=required, but there is no API key yet, so that nobody "
+            "could call: make the first one with `shardloom keys create NAME --admin` (it works "
+            "directly on the database), or set SHARDLOOM_OIDC_ISSUER"
+        )
+    if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
+        raise ServiceError("SHARDLOOM_SSL_CERTFILE and SHARDLOOM_SSL_KEYFILE go together")
+
+
+# Composition root: the one place that knows every concrete class of the control plane.
+
+# Not __name__, which is __main__ when the module is run.
+logger = logging.getLogger("service.app")
+_BACKLOG = 2048
+_SWITCH_INTERVAL_S = 0.0005
+_GZIP_FROM_BYTES = 1024
+# What a higher level saves in bytes it costs in time.
+_GZIP_LEVEL = 4
+
+
+def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI:
+    """Wire the REST API, the reconciler and the dashboard over `store` and `backend`.
+
+    Starting the app starts the reconciler; stopping it closes reconciler, store and backend.
+    """
+    telemetry = ServiceMetrics(max_jobs=settings.metrics_max_jobs)
+    tracing = Tracing.from_settings(settings)
+    telemetry.watch(store.engine)
+    reconciler = Reconciler(store, backend, settings, telemetry, tracing=tracing)
+    app = FastAPI(
+        title="Shardloom",
+        summary="Elastic 2D-sparse training for recommendation models.",
+        version="0.1.0",
+        lifespan=partial(_lifespan, reconciler=reconciler, wal=WalCheckpointer(store.engine)),
+        dependencies=[Depends(authorize)],
+    )
+    security = Security.open(settings, store, store.engine)
+    app.state.context = Context(
+        settings,
+        store,
+        backend,
+        telemetry,
+        reconciler.wake,
+        lambda: reconciler.has_died,
+        security,
+        WebhookStore(store.engine),
+        tracing,
+        ProjectStore(store.engine),
+        ExportRunner(store, settings, secrets_of=security.open_secrets),
+    )
+    add_error_handlers(app)
+    for router in (
+        jobs.router,
+        auth.router,
+        drivers.router,
+        records.router,
+        webhooks.router,
+        *artifacts.routers,
+        *system.routers,
+    ):
+        app.include_router(router)
+    if settings.dashboard:
+        # Imported here because it takes a second that an API without pages need not spend.
+        from service.dashboard.app import mount
+
+        mount(app, store, settings, reconciler.wake)
+    _add_middleware(app, settings, security, telemetry, store.engine)
+    openapi.install(app)
+    return app
+
+
+def _add_middleware(
+    app: FastAPI, settings: Settings, security: Security, telemetry: ServiceMetrics, engine: Engine
+) -> None:
+    """What is around every request; the first one added is the innermost."""
+    app.add_middleware(
+        IdempotencyMiddleware, store=IdempotencyStore(engine), master=security.master
+    )
+    app.add_middleware(AuthenticationMiddleware, settings=settings, security=security)
+    app.add_middleware(BodyLimitMiddleware, limit_bytes=settings.max_body_bytes)
+    app.add_middleware(GZipMiddleware, minimum_size=_GZIP_FROM_BYTES, compresslevel=_GZIP_LEVEL)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-ID", "ETag", "Location", "Retry-After"],
+        )
+    app.add_middleware(TrustedHostMiddleware, settings=settings)
+    app.add_middleware(SecurityHeadersMiddleware)
+    app.add_middleware(RequestMetricsMiddleware, telemetry=telemetry)
+    app.add_middleware(RequestIdMiddleware)
+
+
+@asynccontextmanager
+async def _lifespan(
+    app: FastAPI, *, reconciler: Reconciler, wal: WalCheckpointer
+) -> AsyncIterator[None]:
+    context: Context = app.state.context
+    context.security.forget_orphans()
+    sender = WebhookSender(
+        context.webhooks, context.security.master, context.settings, context.telemetry
+    )
+    wal.start()
+    reconciler.start()
+    sender.start()
+    context.exports.start()
+    try:
+        yield
+    finally:
+        context.closing.set()
+        reconciler.close()
+        sender.close()
+        context.exports.close()
+        wal.close()
+        context.tracing.close()
+        context.security.close()
+        context.backend.close()
+        context.store.close()
+
+
+def build_app(settings: Settings) -> FastAPI:
+    """The app over the store and backend that the settings name; raises `StoreUnavailable`."""
+    make_private(settings.home)
+    store = JobStore.open(settings.database_url)
+    return create_app(settings, store, _backend_of(settings))
+
+
+def _backend_of(settings: Settings) -> Backend:
+    if settings.backend == "fake":
+        return FakeBackend(settings.home / "fake-cluster")
+    if settings.backend == "kuberay":
+        return _kuberay(settings)
+    return _ray_jobs(settings, settings.ray_address)
+
+
+def _ray_jobs(settings: Settings, address: str) -> RayJobsBackend:
+    token = settings.ray_auth_token
+    return RayJobsBackend(
+        address,
+        auth_token=token.get_secret_value() if token else None,
+        timeout_s=settings.backend_timeout_s,
+        submit_timeout_s=settings.submit_timeout_s,
+    )
+
+
+def _kuberay(settings: Settings) -> Backend:
+    # Imported here because the client of Kubernetes is large, and most services need none.
+    from service.backends.kuberay.backend import FileTemplate, KubeRayBackend, LiveTemplate
+    from service.backends.kuberay.client import KubeApi
+    from service.backends.kuberay.manifest import ClusterOptions
+
+    namespace, path = settings.kuberay_namespace, settings.kuberay_template_file
+    options = ClusterOptions(namespace, settings.kuberay_ttl_s, settings.kuberay_queue)
+    api = KubeApi.open(settings.kubeconfig, namespace, settings.backend_timeout_s)
+    backend = KubeRayBackend(
+        api,
+        _ray_jobs(settings, settings.ray_address) if settings.ray_address else None,
+        FileTemplate(path) if path else LiveTemplate(api, settings.kuberay_template_cluster),
+        options,
+        partial(_ray_jobs, settings),
+    )
+    backend.start()
+    return backend
+
+
+class _Server(uvicorn.Server):
+    """Tells followed streams to end before it waits for open requests to finish."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End streams, then stop as uvicorn does."""
+        app: FastAPI = self.config.app  # type: ignore[assignment]
+        app.state.context.closing.set()
+        await super().shutdown(sockets)
+
+
+def serve(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; raises `PortInUse` before anything else is touched."""
+    check_address(settings, has_credentials=True)
+    # A request that comes back from the database waits this long for a thread that computes, and
+    # does so many times: at Python's own 5 ms that adds up to most of an answer's time.
+    sys.setswitchinterval(_SWITCH_INTERVAL_S)
+    with bind(settings.host, settings.port) as listener:
+        app = build_app(settings)
+        check_address(settings, has_credentials=_has_credentials(app))
+        config = uvicorn.Config(
+            app,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=settings.shutdown_timeout_s,
+        )
+        logger.info("Shardloom listens on %s", settings.service_url)
+        server = _Server(config)
+        # uvicorn has shut down in good order when it raises the signal again.
+        with suppress(KeyboardInterrupt):
+            server.run(sockets=[listener])
+        if not server.started:
+            raise ServiceError("the app did not start; the log above says why")
+
+
+def _has_credentials(app: FastAPI) -> bool:
+    """Whether anybody could sign in."""
+    context: Context = app.state.context
+    return context.security.authenticator.knows_provider or context.security.keys.has_usable_key(
+        time.time()
+    )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket; raises `PortInUse` if the address cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # A restarted service must not wait for old connections to time out.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise PortInUse(host, port, error.strerror or str(error)) from error
+    return listener
+
+
+def main() -> int:
+    """Run the service with the settings of the environment; returns the exit code."""
+    logging_setup.configure("text")
+    try:
+        settings = Settings()
+        logging_setup.configure(settings.log_format)
+        serve(settings)
+    except ValidationError as error:
+        for fault in error.errors():
+            name = "_".join(str(part) for part in fault["loc"]).upper()
+            logger.error("SHARDLOOM_%s: %s", name, fault["msg"])
+        return 2
+    except (ServiceError, OSError) as error:
+        logger.error("the service cannot start: %s", error)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Who may do what: credentials, roles, keys, sealed secrets."""

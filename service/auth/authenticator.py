@@ -1,0 +1,176 @@
+"""From the credentials of a request to the principal behind it. Blocking: reads the database."""
+
+from __future__ import annotations
+
+import hmac
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.auth.crypto import ATTEMPT_TOKEN_PREFIX, MasterKeys
+from service.auth.oidc import TokenVerifier
+from service.db.auth import KeyStore
+from service.domain.auth import (
+    KEY_PREFIX,
+    LOCAL,
+    ApiKey,
+    Principal,
+    Session,
+    fits,
+    hash_of,
+    key_id_of,
+    new_session_token,
+    principal_of,
+)
+from service.errors import NotSignedIn
+
+# How long a revocation by another replica may go unnoticed.
+_CACHE_S = 1.0
+# `last_used_at` is no log: it says whether a key is still in use.
+_USE_NOTED_EVERY_S = 300.0
+_MAX_CACHED = 1000
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a request carries: the bearer token, or the session cookie of a browser."""
+
+    bearer: str | None = None
+    cookie: str | None = None
+
+
+class Authenticator:
+    """Tells who asks. `is_local`: whoever asks without an attempt's token is `LOCAL`.
+
+    Who has the `machine_token` is a machine of the cluster.
+    """
+
+    def __init__(
+        self,
+        keys: KeyStore,
+        master: MasterKeys,
+        verifier: TokenVerifier | None,
+        *,
+        is_local: bool,
+        session_ttl_s: float,
+        machine_token: str | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._keys = keys
+        self._master = master
+        self._verifier = verifier
+        self._is_local = is_local
+        self._session_ttl_s = session_ttl_s
+        self._machine_token = machine_token
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._cache: dict[str, tuple[float, ApiKey, str]] = {}
+        self._noted_at: dict[str, float] = {}
+
+    @property
+    def knows_provider(self) -> bool:
+        """Whether tokens of an identity provider count."""
+        return self._verifier is not None
+
+    def is_quick(self, credentials: Credentials) -> bool:
+        """Whether `principal_of` answers without asking database or provider."""
+        is_attempt = (credentials.bearer or "").startswith(ATTEMPT_TOKEN_PREFIX)
+        return self._is_local or is_attempt or credentials == Credentials()
+
+    def principal_of(self, credentials: Credentials) -> Principal:
+        """Whoever carries the credentials; raises `NotSignedIn` where they do not count."""
+        bearer = credentials.bearer
+        if bearer is not None and bearer.startswith(ATTEMPT_TOKEN_PREFIX):
+            return self._attempt(bearer)
+        if self._is_local:
+            return LOCAL
+        if bearer is not None:
+            return self._bearer(bearer)
+        if credentials.cookie is not None:
+            return self._session(credentials.cookie)
+        raise NotSignedIn
+
+    def sign_in(self, key_text: str) -> tuple[str, Session]:
+        """A session for whoever has this API key; raises `NotSignedIn`."""
+        key = self._key(key_text)
+        now = self._clock()
+        expires_at = now + self._session_ttl_s
+        if key.expires_at is not None:
+            expires_at = min(expires_at, key.expires_at)
+        token, session = new_session_token(), Session(key.id, now, expires_at)
+        self._keys.add_session(session, hash_of(token))
+        return token, session
+
+    def sign_out(self, cookie: str) -> None:
+        """End a session."""
+        self._keys.end_session(hash_of(cookie))
+
+    def csrf_token(self, cookie: str) -> str:
+        """What the pages of a session send along with changes."""
+        return self._master.csrf_token(cookie)
+
+    def forget_key(self, key_id: str) -> None:
+        """Notice at once that a key was revoked."""
+        with self._lock:
+            self._cache.pop(key_id, None)
+
+    def _attempt(self, bearer: str) -> Principal:
+        attempt_id = self._master.attempt_of(bearer)
+        if attempt_id is None:
+            raise NotSignedIn("the attempt's token does not count: was the secret key changed?")
+        return Principal(attempt_id, "attempt")
+
+    def _bearer(self, bearer: str) -> Principal:
+        if bearer.startswith(KEY_PREFIX):
+            return principal_of(self._key(bearer))
+        if self._machine_token and hmac.compare_digest(
+            bearer.encode(), self._machine_token.encode()
+        ):
+            return Principal("machine", "machine")
+        if self._verifier is None:
+            raise NotSignedIn("the bearer token is not an API key of this service")
+        return self._verifier.principal_of(bearer)
+
+    def _key(self, text: str) -> ApiKey:
+        """The usable key that a text is; one sentence for all that may be wrong with it."""
+        key_id = key_id_of(text)
+        found = self._find(key_id) if key_id is not None else None
+        if found is None or not fits(text, found[1]) or not found[0].is_usable(self._clock()):
+            raise NotSignedIn("the API key is unknown, expired or revoked")
+        self._note_use(found[0])
+        return found[0]
+
+    def _session(self, cookie: str) -> Principal:
+        session = self._keys.find_session(hash_of(cookie))
+        now = self._clock()
+        if session is None or session.expires_at <= now:
+            raise NotSignedIn("the session has ended")
+        found = self._find(session.key_id)
+        if found is None or not found[0].is_usable(now):
+            raise NotSignedIn("the session's API key is expired or revoked")
+        return principal_of(found[0], is_session=True)
+
+    def _find(self, key_id: str) -> tuple[ApiKey, str] | None:
+        now = self._clock()
+        with self._lock:
+            cached = self._cache.get(key_id)
+        if cached is not None and now - cached[0] < _CACHE_S:
+            return cached[1:]
+        found = self._keys.find_key(key_id)
+        if found is not None:
+            with self._lock:
+                if len(self._cache) >= _MAX_CACHED:
+                    self._cache.clear()
+                self._cache[key_id] = (now, *found)
+        return found
+
+    def _note_use(self, key: ApiKey) -> None:
+        now = self._clock()
+        with self._lock:
+            noted_at = self._noted_at.get(key.id, key.last_used_at or 0.0)
+            is_due = now - noted_at >= _USE_NOTED_EVERY_S
+            if is_due:
+                self._noted_at[key.id] = now
+        if is_due:
+            self._keys.note_use(key.id, now)

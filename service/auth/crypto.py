@@ -1,0 +1,134 @@
+"""The service's own secret, and the keys that are derived from it, one for each purpose.
+
+SHARDLOOM_SECRET_KEY, or the file `secret-key` (mode 0600) under the service's home, which is made
+on first use. Several secrets, separated by commas, are a rotation: the first one signs and
+encrypts, all of them verify and decrypt. Replicas of the service must have the same.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import os
+import secrets
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+
+from cryptography.fernet import Fernet, InvalidToken, MultiFernet
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from service.errors import SecretKeyUnusable
+from service.settings import Settings
+
+FILE_NAME = "secret-key"
+ATTEMPT_TOKEN_PREFIX = "sla_"
+_MIN_CHARS = 32
+
+
+class MasterKeys:
+    """Signs attempt tokens and encrypts job secrets; the newest of `masters` comes first."""
+
+    def __init__(self, masters: tuple[str, ...]) -> None:
+        if not masters or any(len(master) < _MIN_CHARS for master in masters):
+            raise SecretKeyUnusable(f"a secret key has at least {_MIN_CHARS} characters")
+        fernets = [Fernet(base64.urlsafe_b64encode(_derive(m, "job-secrets"))) for m in masters]
+        self._box = MultiFernet(fernets)
+        self._token_keys = [_derive(master, "attempt-tokens") for master in masters]
+        self._csrf_key = _derive(masters[0], "csrf-tokens")
+        self._export_keys = [_derive(master, "export-seals") for master in masters]
+
+    def seal(self, text: str) -> str:
+        """Text that only these keys can read."""
+        return self._box.encrypt(text.encode()).decode()
+
+    def open(self, sealed: str) -> str:
+        """The text of `seal`; raises `SecretKeyUnusable` if no key fits."""
+        try:
+            return self._box.decrypt(sealed.encode()).decode()
+        except InvalidToken:
+            raise SecretKeyUnusable(
+                "a stored secret cannot be decrypted: it was stored under another secret key; "
+                "add that key behind the present one, after a comma"
+            ) from None
+
+    def attempt_token(self, attempt_id: str) -> str:
+        """The token with which the driver of an attempt speaks, the same whenever it is made."""
+        return _attempt_token(self._token_keys[0], attempt_id)
+
+    def attempt_of(self, token: str) -> str | None:
+        """The attempt that a token is for; None if the token is not one of ours."""
+        attempt_id = token.removeprefix(ATTEMPT_TOKEN_PREFIX).rpartition(".")[0]
+        expected = [_attempt_token(key, attempt_id) for key in self._token_keys]
+        fits = [hmac.compare_digest(token.encode(), each.encode()) for each in expected]
+        return attempt_id if attempt_id and any(fits) else None
+
+    def csrf_token(self, session_token: str) -> str:
+        """What a page of a session must send along with whatever changes something."""
+        return hmac.new(self._csrf_key, session_token.encode(), hashlib.sha256).hexdigest()
+
+    def export_seal(self, text: str) -> str:
+        """By which the service knows on run storage, where jobs write, what it asked for itself."""
+        return _hex_mac(self._export_keys[0], text)
+
+    def is_export_seal(self, text: str, seal: str) -> bool:
+        """Whether `export_seal` made a seal of a text, under any of the keys."""
+        made = [_hex_mac(key, text) for key in self._export_keys]
+        fits = [hmac.compare_digest(each.encode(), seal.encode()) for each in made]
+        return any(fits)
+
+
+def _hex_mac(key: bytes, text: str) -> str:
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+
+
+def _derive(master: str, purpose: str) -> bytes:
+    info = f"shardloom/{purpose}".encode()
+    return HKDF(SHA256(), length=32, salt=None, info=info).derive(master.encode())
+
+
+def _attempt_token(key: bytes, attempt_id: str) -> str:
+    mac = hmac.new(key, attempt_id.encode(), hashlib.sha256).hexdigest()
+    return f"{ATTEMPT_TOKEN_PREFIX}{attempt_id}.{mac}"
+
+
+def master_keys_of(settings: Settings) -> MasterKeys:
+    """The keys that the settings name; raises `SecretKeyUnusable`."""
+    given = settings.secret_key.get_secret_value() if settings.secret_key else None
+    return _keys(given, settings.home)
+
+
+@lru_cache(maxsize=16)
+def _keys(given: str | None, home: Path) -> MasterKeys:
+    text = given if given is not None else _from_file(home / FILE_NAME)
+    return MasterKeys(tuple(part.strip() for part in text.split(",") if part.strip()))
+
+
+def _from_file(path: Path) -> str:
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _read_private(path) if path.exists() else _make(path)
+    except OSError as error:
+        raise SecretKeyUnusable(f"cannot use {path} ({error.strerror}); check its rights") from None
+
+
+def _read_private(path: Path) -> str:
+    if path.stat().st_mode & 0o077:
+        raise SecretKeyUnusable(f"{path} can be read by others: chmod 600 {path}")
+    return path.read_text().strip()
+
+
+def _make(path: Path) -> str:
+    """Write a new key in one step; whoever comes second takes what the first one wrote."""
+    draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(secrets.token_urlsafe(48))
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+    return _read_private(path)

@@ -1,0 +1,223 @@
+"""Token verification and the JWKS cache.
+
+The published keys of an identity provider, fetched so that a slow provider holds up few.
+
+One thread fetches at a time, and no lock is held meanwhile. Whoever has keys that are merely old
+goes on with them; who has none waits a moment, or is told that the provider is away. After a fetch,
+good or bad, there is no other for `RELOAD_PAUSE_S`.
+
+Only asymmetric signatures count, so that neither `none` nor a public key used as a shared secret
+gets anybody in. The provider's keys are kept; a token signed with an unknown one makes us look
+again, but not too often (`service.auth.oidc`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from joserfc import jwt
+from joserfc.errors import JoseError
+from joserfc.jwk import KeySet
+
+from service.domain.auth import Principal, Role
+from service.errors import IdentityProviderAway, NotSignedIn
+from service.settings import Settings
+
+RELOAD_PAUSE_S = 10.0
+_TIMEOUT_S = 5.0
+_WAIT_S = 1.0
+# Each holds a thread of the service, of which requests with an API key have need, too.
+_MAX_WAITING = 8
+
+
+class ProviderKeys:
+    """The keys at `url`, kept for `ttl_s`; `clock` gives seconds. Safe in several threads."""
+
+    def __init__(
+        self,
+        url: str,
+        ttl_s: float,
+        transport: httpx.BaseTransport | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._url = url
+        self._ttl_s = ttl_s
+        self._http = httpx.Client(transport=transport, timeout=_TIMEOUT_S)
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._keys = KeySet([])
+        self._loaded_at = self._tried_at = -1e18
+        self._failure = "not read yet"
+        self._is_fetching = False
+        self._num_waiting = 0
+
+    def current(self) -> KeySet:
+        """The keys as far as they are known; raises `IdentityProviderAway` if none are."""
+        with self._changed:
+            is_old = self._clock() - self._loaded_at >= self._ttl_s
+        if is_old:
+            self._refresh(must_wait=not self._keys.keys)
+        if not self._keys.keys:
+            raise IdentityProviderAway(self._url, self._failure)
+        return self._keys
+
+    def newer_than(self, known: KeySet) -> KeySet:
+        """Keys that were read after `known`; `known` itself where it is too early to look."""
+        if self._keys is known:
+            self._refresh(must_wait=True)
+        return self._keys
+
+    def _refresh(self, *, must_wait: bool) -> None:
+        """Fetch the keys, unless that was tried lately; wait for the thread that does it."""
+        with self._changed:
+            if self._is_fetching:
+                if must_wait:
+                    self._wait()
+                return
+            if self._clock() - self._tried_at < RELOAD_PAUSE_S:
+                return
+            self._is_fetching, self._tried_at = True, self._clock()
+        fetched: KeySet | None = None
+        try:
+            fetched = self._fetched()
+        finally:
+            with self._changed:
+                if fetched is not None:
+                    self._keys, self._loaded_at = fetched, self._clock()
+                self._is_fetching, self._tried_at = False, self._clock()
+                self._changed.notify_all()
+
+    def _wait(self) -> None:
+        if self._num_waiting >= _MAX_WAITING:
+            return
+        self._num_waiting += 1
+        try:
+            self._changed.wait_for(lambda: not self._is_fetching, _WAIT_S)
+        finally:
+            self._num_waiting -= 1
+
+    def _fetched(self) -> KeySet | None:
+        """The keys as they are published; None if they cannot be had."""
+        try:
+            response = self._http.get(self._url)
+            response.raise_for_status()
+            self._failure = "it publishes none"
+            return KeySet.import_key_set(_public_only(response.json()))
+        except (httpx.HTTPError, JoseError, ValueError, KeyError, TypeError) as error:
+            # Keys that were good an hour ago are better than nobody let in.
+            self._failure = type(error).__name__
+            return None
+
+
+def _public_only(document: Any) -> Any:
+    """The published keys without shared secrets, which no provider should publish."""
+    return {"keys": [key for key in document["keys"] if key.get("kty") != "oct"]}
+
+
+# Bearer tokens of an identity provider: checked by its published keys, never by what they say.
+
+ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
+LEEWAY_S = 30
+_MAX_TOKEN_CHARS = 8192
+
+
+@dataclass(frozen=True)
+class Provider:
+    """An identity provider, and what its tokens are worth here.
+
+    `roles` maps a value of the claim `roles_claim` (dots lead into objects) to roles by project.
+    """
+
+    issuer: str
+    audience: str
+    jwks_url: str
+    roles_claim: str
+    roles: Mapping[str, Mapping[str, Role]]
+    jwks_ttl_s: float = 3600.0
+
+
+def provider_of(settings: Settings) -> Provider | None:
+    """The provider that the settings name; None if they name none."""
+    issuer, audience, url = settings.oidc_issuer, settings.oidc_audience, settings.oidc_jwks_url
+    if not (issuer and audience and url):
+        return None
+    roles = {
+        value: {project: Role.named(name) for project, name in granted.items()}
+        for value, granted in settings.oidc_roles.items()
+    }
+    return Provider(
+        issuer, audience, url, settings.oidc_roles_claim, roles, settings.oidc_jwks_ttl_s
+    )
+
+
+class TokenVerifier:
+    """Checks the tokens of one provider; `clock` gives Unix seconds. Safe in several threads."""
+
+    def __init__(
+        self,
+        provider: Provider,
+        transport: httpx.BaseTransport | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._provider = provider
+        self._clock = clock
+        self._keys = ProviderKeys(provider.jwks_url, provider.jwks_ttl_s, transport, clock)
+
+    def principal_of(self, token: str) -> Principal:
+        """Whoever a token is for; raises `NotSignedIn`, or `IdentityProviderAway`."""
+        if len(token) > _MAX_TOKEN_CHARS:
+            raise NotSignedIn("the bearer token is too long")
+        try:
+            claims = self._verified(token)
+            self._check_claims(claims)
+        except (JoseError, ValueError, TypeError, KeyError) as error:
+            # The class says what was wrong; a text of the library could quote the token.
+            cause = getattr(error, "error", type(error).__name__)
+            raise NotSignedIn(f"the bearer token is refused ({cause})") from None
+        return _principal(claims, self._provider)
+
+    def _verified(self, token: str) -> dict[str, Any]:
+        """Claims of a token that one of the provider's keys has signed."""
+        keys = self._keys.current()
+        try:
+            return jwt.decode(token, keys, algorithms=ALGORITHMS).claims
+        except (JoseError, ValueError):
+            # The provider may have changed its keys.
+            fresh = self._keys.newer_than(keys)
+            if fresh is keys:
+                raise
+            return jwt.decode(token, fresh, algorithms=ALGORITHMS).claims
+
+    def _check_claims(self, claims: dict[str, Any]) -> None:
+        registry = jwt.JWTClaimsRegistry(
+            now=int(self._clock()),
+            leeway=LEEWAY_S,
+            iss={"essential": True, "value": self._provider.issuer},
+            aud={"essential": True, "value": self._provider.audience},
+            exp={"essential": True},
+            sub={"essential": True},
+        )
+        registry.validate(claims)
+
+
+def _principal(claims: Mapping[str, Any], provider: Provider) -> Principal:
+    granted: dict[str, Role] = {}
+    for value in _values(claims, provider.roles_claim):
+        for project, role in provider.roles.get(value, {}).items():
+            granted[project] = max(role, granted.get(project, role))
+    return Principal(f"oidc:{claims['sub']}"[:255], "oidc", granted)
+
+
+def _values(claims: Mapping[str, Any], path: str) -> list[str]:
+    """Values of a claim, which may be a list, or one text with spaces between."""
+    found: Any = claims
+    for part in path.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if isinstance(found, str):
+        return found.split()
+    return [value for value in found if isinstance(value, str)] if isinstance(found, list) else []

@@ -1,0 +1,313 @@
+"""Who may call which route, who may read which path.
+
+Which folders jobs may read: below the configured roots, whatever links lie on the way.
+
+A route without an entry asks for an administrator of everything, and fails
+tests/unit/service/auth/test_permissions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from service.domain.auth import ALL_PROJECTS, Principal, Role
+from service.files import is_below
+from service.settings import Settings
+from trainer.spec.base import FieldProblem
+from trainer.spec.job import JobSpec
+
+_TRACKING_URI = "sinks.mlflow.tracking_uri"
+_HTTP = ("http", "https")
+_REMOTE = ("s3://", "gs://")
+# What comes before the path of a file in the path of a URI, by its scheme.
+_PREFIXES = {"": "", "file": "", "sqlite": "/"}
+
+
+def roots_of(settings: Settings) -> tuple[Path | str, ...] | None:
+    """Folders (paths, or URLs) below which all lies that jobs may read; None: anything may be."""
+    ours = (settings.runs_dir, *([settings.checkpoint_root] if settings.checkpoint_root else []))
+    if settings.storage_roots is None:
+        return None if settings.auth == "local" else ours
+    return (*ours, *settings.storage_roots)
+
+
+def paths_of(spec: JobSpec) -> dict[str, str]:
+    """Every path that a spec names, to read or to write, by its field."""
+    return _paths_read(spec) | paths_written(spec)
+
+
+def _paths_read(spec: JobSpec) -> dict[str, str]:
+    warm_start = spec.checkpoint.warm_start
+    found = {"data.path": spec.data.path}
+    return found | ({"checkpoint.warm_start.path": warm_start.path} if warm_start else {})
+
+
+def paths_written(spec: JobSpec) -> dict[str, str]:
+    """Every path that a spec names to write below, by its field."""
+    tensorboard, mlflow = spec.sinks.tensorboard, spec.sinks.mlflow
+    found = {
+        "checkpoint.path": spec.checkpoint.path,
+        "sinks.tensorboard.dir": tensorboard.dir if tensorboard else None,
+        _TRACKING_URI: file_of(mlflow.tracking_uri) if mlflow else None,
+    }
+    return {field: path for field, path in found.items() if path is not None}
+
+
+def file_of(uri: str) -> str | None:
+    """The file or folder that a URI stands for; None for one behind HTTP, or an unclear one."""
+    if is_unclear(uri):
+        return None
+    parts = urlsplit(uri)
+    # sqlite:////FOLDER/FILE has one slash more than file:///FOLDER.
+    return None if parts.scheme in _HTTP else parts.path.removeprefix(_PREFIXES[parts.scheme])
+
+
+def is_unclear(uri: str) -> bool:
+    """Whether MLflow, SQLAlchemy and we might each read another path from a URI."""
+    parts = urlsplit(uri)
+    if parts.scheme in _HTTP:
+        return not parts.netloc
+    if parts.scheme not in _PREFIXES or parts.netloc:
+        return True
+    path = parts.path.removeprefix(_PREFIXES[parts.scheme])
+    # Among others this finds what `urlsplit` removes on its way, such as a line feed.
+    is_as_written = uri.removeprefix(f"{parts.scheme}:").removeprefix("//") == parts.path
+    has_marks = any(mark in uri for mark in "%?#")
+    return not (is_as_written and path.startswith("/")) or has_marks or ".." in path.split("/")
+
+
+def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[FieldProblem]:
+    """A problem for each path of a spec that lies, or might lie, outside of the roots."""
+    if roots is None:
+        return []
+    known = ", ".join(str(root) for root in roots)
+    problems = [
+        FieldProblem(
+            field,
+            "outside_roots",
+            f"{path[:200]} is outside of the folders that jobs may read ({known}); "
+            "SHARDLOOM_STORAGE_ROOTS names them",
+        )
+        for field, path in paths_of(spec).items()
+        if not _is_allowed(path, roots)
+    ]
+    mlflow = spec.sinks.mlflow
+    if mlflow is not None and is_unclear(mlflow.tracking_uri):
+        message = (
+            "must be http://HOST, https://HOST, file:///FOLDER, sqlite:////FOLDER/FILE or an "
+            "absolute folder, without '%', '?', '#' and '..'"
+        )
+        problems.append(FieldProblem(_TRACKING_URI, "unclear_uri", message))
+    return problems
+
+
+def without_lost_place(
+    spec: JobSpec, cloned: JobSpec, roots: Sequence[Path | str] | None
+) -> JobSpec:
+    """The spec of a clone without the place for checkpoints of the job that it was made of.
+
+    Where jobs may not write there any more: it was the service's own then, or lay below a root, and
+    a clone has no checkpoints yet to be parted from.
+    """
+    path = spec.checkpoint.path
+    if roots is None or path is None or path != cloned.checkpoint.path or _is_allowed(path, roots):
+        return spec
+    checkpoint = spec.checkpoint.model_copy(update={"path": None})
+    return spec.model_copy(update={"checkpoint": checkpoint})
+
+
+def _is_allowed(path: str, roots: Sequence[Path | str]) -> bool:
+    """Whether a path or URL lies below one of the roots."""
+    if path.startswith(_REMOTE):
+        return any(_is_below_url(path, root) for root in roots if isinstance(root, str))
+    folders = [root for root in roots if isinstance(root, Path)]
+    # A driver has another working folder: of a relative path we cannot say where it would lie.
+    return Path(path).is_absolute() and is_below(Path(path), folders)
+
+
+def _is_below_url(url: str, root: str) -> bool:
+    """Whether a URL lies below another one, on the endpoint that the operator chose."""
+    folder = root.rstrip("/")
+    is_plain = not any(mark in url for mark in "%?#") and ".." not in url.split("/")
+    return is_plain and (url == folder or url.startswith(f"{folder}/"))
+
+
+def job_of_path(path: Path, runs_dir: Path) -> str | None:
+    """Id of the job whose run folder a path leads into; "" where it is `runs_dir` itself.
+
+    None where it leads elsewhere.
+    """
+    real, runs = path.resolve(), runs_dir.resolve()
+    if not real.is_relative_to(runs):
+        return None
+    return next(iter(real.relative_to(runs).parts), "")
+
+
+def job_of_checkpoints(path: str, root: Path | str | None) -> str | None:
+    """The same for a path or URL that may lead into the service's place for checkpoints."""
+    if isinstance(root, str):
+        folder = root.rstrip("/")
+        is_inside = path.rstrip("/") == folder or path.startswith(f"{folder}/")
+        return path[len(folder) :].strip("/").partition("/")[0] if is_inside else None
+    return job_of_path(Path(path), root) if root and "://" not in path else None
+
+
+# The one table of what a route asks of who calls it; pure.
+
+
+class Scope(Enum):
+    """Where the role of a rule must be held."""
+
+    PUBLIC = "public"
+    """Nowhere: no credentials are asked for."""
+    SIGNED_IN = "signed_in"
+    """Nowhere, but one must be somebody."""
+    ANYWHERE = "anywhere"
+    """In some project; the handler shows or takes only what belongs to such projects."""
+    JOB = "job"
+    """In the project of the job that the path names; other people's jobs do not exist."""
+    PROJECT = "project"
+    """In the project that the path names."""
+    EVERYTHING = "everything"
+    """In all projects."""
+    ATTEMPT = "attempt"
+    """None: only the attempt that the path names may, by its own token."""
+    MACHINE = "machine"
+    """In all projects; machines of the cluster may as well, by Ray's token."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a route asks for. `is_secret`: local mode without credentials does not suffice."""
+
+    scope: Scope
+    role: Role = Role.VIEWER
+    is_secret: bool = False
+
+
+_PUBLIC = Rule(Scope.PUBLIC)
+_SIGNED_IN = Rule(Scope.SIGNED_IN)
+_SEE_JOB = Rule(Scope.JOB)
+_CHANGE_JOB = Rule(Scope.JOB, Role.SUBMITTER)
+_SEE_SOME = Rule(Scope.ANYWHERE)
+_ADMINISTER = Rule(Scope.EVERYTHING, Role.ADMIN)
+_ADMINISTER_SOME = Rule(Scope.ANYWHERE, Role.ADMIN)
+_DELIVER = Rule(Scope.ATTEMPT)
+UNLISTED = _ADMINISTER
+"""What a route asks for that nobody thought of."""
+_JOB = "/v1/jobs/{job}"
+_WEBHOOK = "/v1/webhooks/{webhook_id}"
+_CHANGES = ("cancel", "pause", "resume", "restart")
+_READS = (
+    "attempts",
+    "events",
+    "metrics",
+    "logs",
+    "logs:download",
+    "checkpoints",
+    "traces",
+    "traces/{name}",
+    "exports",
+    "exports/{export_id}",
+    "exports/{export_id}/archive",
+)
+RULES: Mapping[tuple[str, str], Rule] = {
+    ("GET", "/healthz"): _PUBLIC,
+    ("GET", "/readyz"): _PUBLIC,
+    ("GET", "/"): _PUBLIC,
+    ("GET", "/login"): _PUBLIC,
+    ("POST", "/login"): _PUBLIC,
+    ("POST", "/logout"): _SIGNED_IN,
+    ("GET", "/docs"): _SIGNED_IN,
+    ("GET", "/docs/oauth2-redirect"): _SIGNED_IN,
+    ("GET", "/redoc"): _SIGNED_IN,
+    ("GET", "/openapi.json"): _SIGNED_IN,
+    ("GET", "/metrics"): Rule(Scope.EVERYTHING),
+    ("GET", "/v1/whoami"): _SIGNED_IN,
+    ("GET", "/v1/cluster"): _SEE_SOME,
+    ("GET", "/v1/cluster/head"): Rule(Scope.MACHINE, Role.ADMIN),
+    ("GET", "/v1/queue"): _SEE_SOME,
+    ("GET", "/v1/jobs"): _SEE_SOME,
+    ("POST", "/v1/jobs"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
+    ("POST", "/v1/code"): Rule(Scope.ANYWHERE, Role.SUBMITTER),
+    ("GET", _JOB): _SEE_JOB,
+    ("DELETE", _JOB): _CHANGE_JOB,
+    ("PATCH", _JOB): _CHANGE_JOB,
+    # Whoever sees a job may copy it; where to is checked like any submission.
+    ("POST", f"{_JOB}:clone"): _CHANGE_JOB,
+    ("POST", f"{_JOB}/resize"): _CHANGE_JOB,
+    ("POST", f"{_JOB}/drain"): _CHANGE_JOB,
+    ("POST", f"{_JOB}/traces"): _CHANGE_JOB,
+    ("POST", f"{_JOB}/exports"): _CHANGE_JOB,
+    ("DELETE", f"{_JOB}/exports/{{export_id}}"): _CHANGE_JOB,
+    **{("POST", f"{_JOB}:{change}"): _CHANGE_JOB for change in _CHANGES},
+    **{("GET", f"{_JOB}/{read}"): _SEE_JOB for read in _READS},
+    ("POST", "/v1/attempts/{attempt_id}/events"): _DELIVER,
+    ("GET", "/v1/attempts/{attempt_id}/secrets"): Rule(Scope.ATTEMPT, is_secret=True),
+    ("GET", "/v1/projects"): _SEE_SOME,
+    ("GET", "/v1/projects/{name}"): Rule(Scope.PROJECT),
+    ("PUT", "/v1/projects/{name}"): _ADMINISTER,
+    ("DELETE", "/v1/projects/{name}"): _ADMINISTER,
+    ("GET", "/v1/keys"): _ADMINISTER,
+    ("POST", "/v1/keys"): _ADMINISTER,
+    ("DELETE", "/v1/keys/{key_id}"): _ADMINISTER,
+    ("GET", "/v1/audit"): _ADMINISTER,
+    # The handlers want it in the webhook's own project.
+    ("GET", "/v1/webhooks"): _ADMINISTER_SOME,
+    ("POST", "/v1/webhooks"): _ADMINISTER_SOME,
+    ("GET", _WEBHOOK): _ADMINISTER_SOME,
+    ("PATCH", _WEBHOOK): _ADMINISTER_SOME,
+    ("DELETE", _WEBHOOK): _ADMINISTER_SOME,
+    ("POST", f"{_WEBHOOK}:rotate"): _ADMINISTER_SOME,
+    ("POST", f"{_WEBHOOK}:test"): _ADMINISTER_SOME,
+    ("GET", f"{_WEBHOOK}/deliveries"): _ADMINISTER_SOME,
+    ("POST", f"{_WEBHOOK}/deliveries/{{delivery_id}}:redeliver"): _ADMINISTER_SOME,
+}
+
+
+class Verdict(Enum):
+    """What a rule says to a principal."""
+
+    ALLOWED = "allowed"
+    NOT_SIGNED_IN = "not_signed_in"
+    FORBIDDEN = "forbidden"
+
+
+def rule_of(method: str, path: str) -> Rule:
+    """The rule of a route, by its path template."""
+    return RULES.get(("GET" if method == "HEAD" else method, path), UNLISTED)
+
+
+def judge(rule: Rule, principal: Principal | None, path_params: Mapping[str, str]) -> Verdict:
+    """Whether a rule lets a principal in, as far as the path alone can tell.
+
+    A rule of scope JOB or ANYWHERE is judged again where the project of the object is known.
+    """
+    if rule.scope is Scope.PUBLIC:
+        return Verdict.ALLOWED
+    if principal is None:
+        return Verdict.NOT_SIGNED_IN
+    return Verdict.ALLOWED if _holds(rule, principal, path_params) else Verdict.FORBIDDEN
+
+
+def _holds(rule: Rule, principal: Principal, path_params: Mapping[str, str]) -> bool:
+    if rule.scope is Scope.ATTEMPT:
+        is_own = principal.kind == "attempt" and principal.name == path_params.get("attempt_id")
+        return is_own or (principal.kind == "local" and not rule.is_secret)
+    if principal.kind == "machine":
+        return rule.scope is Scope.MACHINE
+    if principal.kind == "attempt":
+        return False
+    match rule.scope:
+        case Scope.SIGNED_IN:
+            return True
+        case Scope.PROJECT:
+            return principal.may(rule.role, path_params.get("name", ""))
+        case Scope.EVERYTHING | Scope.MACHINE:
+            return principal.may(rule.role, ALL_PROJECTS)
+        case _:
+            return principal.may_somewhere(rule.role)

@@ -1,0 +1,237 @@
+"""Security facade, audit writer, attempt rights, first key.
+
+What the token of an attempt is still worth once the attempt has ended.
+
+So no request waits for its line, nor for the disk because of its neighbours' lines. A service that
+is killed loses the lines of its last fifth of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Engine
+
+from service.auth.authenticator import Authenticator
+from service.auth.crypto import MasterKeys, master_keys_of
+from service.auth.oidc import TokenVerifier, provider_of
+from service.db.auth import KeyStore
+from service.db.engine import migrate, open_engine
+from service.db.jobs import JobStore
+from service.domain.auth import ApiKey, AuditRecord, hash_of, new_key_text, parse_roles, role_names
+from service.domain.models import Attempt, Job, JobStatus
+from service.errors import Forbidden
+from service.files import make_private
+from service.schemas.admin import NewKey
+from service.settings import Settings
+
+LATE_REPORTS_S = 3600.0
+"""Seconds for which records of an ended attempt are taken: they may have waited in its outbox."""
+# A driver posts several times a second, and its attempt ends but once.
+_CACHE_S = 10.0
+_MAX_CACHED = 10_000
+
+
+def may_report(attempt: Attempt, now: float) -> bool:
+    """Whether an attempt's token still lets it deliver records at a time (Unix seconds)."""
+    return attempt.ended_at is None or now - attempt.ended_at < LATE_REPORTS_S
+
+
+def may_read_secrets(job: Job, attempt: Attempt) -> bool:
+    """Whether an attempt's token lets it read the job's secrets: its driver does so as it starts.
+
+    Once there are workers nobody needs to, so that a token which leaked later opens nothing.
+    """
+    is_current = job.current_attempt_id == attempt.id and attempt.end_reason is None
+    return is_current and job.status is JobStatus.STARTING
+
+
+class AttemptRights:
+    """Remembers for some seconds who may report, so that not every batch asks the database."""
+
+    def __init__(self, store: JobStore, clock: Callable[[], float] = time.time) -> None:
+        self._store = store
+        self._clock = clock
+        self._asked_at: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def check_may_report(self, attempt_id: str) -> None:
+        """Raise `Forbidden` for an attempt that ended long ago, `AttemptNotFound` for none."""
+        now = self._clock()
+        with self._lock:
+            if now - self._asked_at.get(attempt_id, -_CACHE_S) < _CACHE_S:
+                return
+        if not may_report(self._store.get_attempt(attempt_id), now):
+            raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
+        with self._lock:
+            if len(self._asked_at) >= _MAX_CACHED:
+                self._asked_at.clear()
+            self._asked_at[attempt_id] = now
+
+
+# Writes the audit log beside the requests: lines of a fifth of a second share a transaction.
+
+logger = logging.getLogger(__name__)
+_MAX_BATCH = 500
+# Some megabytes: what a database that stands still may cost us.
+_MAX_PENDING = 10_000
+_LINGER_S = 0.2
+_FLUSH_TIMEOUT_S = 10.0
+
+
+class AuditWriter:
+    """Appends records in order, from a thread that lives while there are some."""
+
+    def __init__(self, keys: KeyStore) -> None:
+        self._keys = keys
+        self._pending: list[AuditRecord] = []
+        self._num_appended = 0
+        self._num_written = 0
+        self._num_dropped = 0
+        self._changed = threading.Condition()
+        self._is_running = False
+        self._is_wanted_now = threading.Event()
+
+    def append(self, record: AuditRecord) -> None:
+        """Write a record soon; drop it where too many wait, which the service's log tells."""
+        with self._changed:
+            if len(self._pending) >= _MAX_PENDING:
+                self._num_dropped += 1
+                return
+            self._pending.append(record)
+            self._num_appended += 1
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._write_all, name="audit", daemon=True).start()
+
+    def flush(self) -> None:
+        """Wait until all that was appended before is written, at most some seconds."""
+        with self._changed:
+            wanted = self._num_appended
+            self._is_wanted_now.set()
+            self._changed.wait_for(lambda: self._num_written >= wanted, _FLUSH_TIMEOUT_S)
+
+    def _write_all(self) -> None:
+        while True:
+            # More lines may come that can share the transaction, unless somebody wants to read.
+            self._is_wanted_now.wait(_LINGER_S)
+            records = self._take()
+            if not records:
+                return
+            self._write(records)
+            self._tell_dropped()
+            with self._changed:
+                self._num_written += len(records)
+                self._changed.notify_all()
+
+    def _write(self, records: Sequence[AuditRecord]) -> None:
+        try:
+            self._keys.append_audit(records)
+        except Exception as error:  # whatever it is, the lines that follow must be written
+            # The log of the service is the second-best place.
+            logger.error("%d lines of the audit log are not kept: %s", len(records), error)
+            for record in records:
+                logger.error("audit: %s", record)
+
+    def _tell_dropped(self) -> None:
+        with self._changed:
+            num_dropped, self._num_dropped = self._num_dropped, 0
+        if num_dropped:
+            logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
+
+    def _take(self) -> list[AuditRecord]:
+        with self._changed:
+            batch, self._pending = self._pending[:_MAX_BATCH], self._pending[_MAX_BATCH:]
+            self._is_wanted_now.clear()
+            self._is_running = bool(batch)
+            return batch
+
+
+# The first API key, written to the database itself: nobody could ask the service for it.
+
+
+def has_no_key() -> bool:
+    """Whether the configured database has no usable key; raises `StoreUnavailable`."""
+    with _Opened() as keys:
+        return not keys.has_usable_key(time.time())
+
+
+def create_first_key(name: str, roles: Mapping[str, str], expires_in_s: float | None) -> NewKey:
+    """Write a key to the configured database; raises `StoreUnavailable`."""
+    now = time.time()
+    key_id, text = new_key_text()
+    expires_at = None if expires_in_s is None else now + expires_in_s
+    user = os.environ.get("USER", "unknown")
+    key = ApiKey(key_id, name, parse_roles(roles), now, f"bootstrap by {user}", expires_at)
+    with _Opened() as keys:
+        keys.add_key(key, hash_of(text))
+    fields: dict[str, Any] = {**vars(key), "roles": role_names(key.roles), "key": text}
+    return NewKey.model_validate(fields)
+
+
+class _Opened:
+    """The keys of the configured database, migrated."""
+
+    def __enter__(self) -> KeyStore:
+        settings = Settings()
+        make_private(settings.home)
+        self._engine = open_engine(settings.database_url)
+        migrate(self._engine)
+        return KeyStore(self._engine)
+
+    def __exit__(self, *_: object) -> None:
+        self._engine.dispose()
+
+
+# Everything that guards one service, built once over its settings and database.
+
+_ORPHAN_AGE_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Security:
+    """Keys, sessions, secrets and the audit log of one service."""
+
+    keys: KeyStore
+    master: MasterKeys
+    authenticator: Authenticator
+    audit: AuditWriter
+    attempts: AttemptRights
+
+    @classmethod
+    def open(cls, settings: Settings, store: JobStore, engine: Engine) -> Security:
+        """Build it; raises `SecretKeyUnusable`."""
+        keys, master, provider = KeyStore(engine), master_keys_of(settings), provider_of(settings)
+        authenticator = Authenticator(
+            keys,
+            master,
+            TokenVerifier(provider) if provider else None,
+            is_local=settings.auth == "local",
+            session_ttl_s=settings.session_ttl_s,
+            machine_token=token.get_secret_value() if (token := settings.ray_auth_token) else None,
+        )
+        return cls(keys, master, authenticator, AuditWriter(keys), AttemptRights(store))
+
+    def seal_secrets(self, job_id: str, secrets: Mapping[str, str]) -> None:
+        """Keep secrets of a job that is about to be stored; raises `StoreUnavailable`."""
+        sealed = {name: self.master.seal(value) for name, value in secrets.items()}
+        self.keys.keep_secrets(job_id, sealed, time.time())
+
+    def open_secrets(self, job_id: str) -> dict[str, str]:
+        """Secrets of a job, readable; raises `SecretKeyUnusable`."""
+        sealed = self.keys.secrets_of(job_id)
+        return {name: self.master.open(text) for name, text in sealed.items()}
+
+    def forget_orphans(self) -> None:
+        """Delete secrets that were kept for jobs which then were not stored, or are deleted."""
+        self.keys.forget_orphans(time.time() - _ORPHAN_AGE_S)
+
+    def close(self) -> None:
+        """Write what is left of the audit log."""
+        self.audit.flush()

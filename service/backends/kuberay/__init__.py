@@ -1,0 +1,1 @@
+"""Attempts as RayJobs of KubeRay."""

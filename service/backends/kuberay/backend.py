@@ -1,0 +1,535 @@
+"""KubeRayBackend, cluster template, submit backoff, garbage collection.
+
+When a submission that Kubernetes could not take is worth another try.
+
+The reconciler looks every second; a quota or a right is mended in minutes. A hundred jobs that wait
+for it must not be hundreds of requests a second to the API server, nor as many writes of ours:
+`Backend.may_submit` is asked before anything is prepared.
+
+KubeRay takes the cluster of a job that has ended down and leaves the RayJob: it goes later, so that
+its end is seen even by a service that was away for long.
+
+The live one has what kustomize made of it (images by digest, patches of overlays), so that there is
+one place for it.
+
+Shared jobs go through Ray's Jobs API (`service.backends.ray_jobs`). A job with `cluster: own` is a
+RayJob, whose operator makes the cluster, starts the driver and takes the cluster down. Nothing is
+remembered here that cannot be found again: a RayJob by its name, the rest by asking Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.backends.kuberay.client import RAYCLUSTERS, RAYJOBS, SECRETS, KubeApi, KubeRefused
+from service.backends.kuberay.manifest import (
+    SELECTOR,
+    ClusterOptions,
+    Manifest,
+    attempt_of,
+    hosts_of,
+    is_submitted,
+    name_of,
+    note_let_go,
+    rayjob_of,
+    release_of,
+    secret_of,
+    size_of,
+    was_let_go,
+)
+from service.backends.kuberay.status import (
+    going_since,
+    is_cut_off,
+    is_evicted,
+    is_given_up,
+    is_over,
+    is_pending,
+    is_suspended,
+    observation_of,
+    unix_s,
+)
+from service.backends.kuberay.watch import WATCH_S, PodProblems, RayJobWatch
+from service.backends.ray_jobs import RayJobsBackend
+from service.domain.models import Observation, ObservedState
+from service.errors import BackendUnreachable, SubmissionRefused
+
+_FIRST_PAUSE_S = 2.0
+_MAX_PAUSE_S = 30.0
+_MAX_REMEMBERED = 10_000
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    message: str
+    num_times: int
+    until: float
+
+
+class SubmitBackoff:
+    """Pauses that grow with the failures in a row of each attempt; `clock` gives seconds.
+
+    The second try follows at once: the first may have been bad luck.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._troubles: dict[str, _Trouble] = {}
+
+    def is_over(self, attempt_id: str) -> bool:
+        """Whether the pause after the last try has passed."""
+        before = self._troubles.get(attempt_id)
+        return before is None or self._clock() >= before.until
+
+    @contextmanager
+    def trying(self, attempt_id: str) -> Iterator[None]:
+        """Around a try; raises the `BackendUnreachable` of the one before while it is too early."""
+        before = self._troubles.get(attempt_id)
+        if before is not None and not self.is_over(attempt_id):
+            raise BackendUnreachable(before.message)
+        try:
+            yield
+        except BackendUnreachable as error:
+            self._note(attempt_id, str(error), before.num_times + 1 if before else 1)
+            raise
+        self._troubles.pop(attempt_id, None)
+
+    def _note(self, attempt_id: str, message: str, num_times: int) -> None:
+        if len(self._troubles) > _MAX_REMEMBERED:
+            self._troubles.clear()
+        doublings = min(num_times - 2, 10)
+        pause_s = 0.0 if num_times == 1 else min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0**doublings)
+        self._troubles[attempt_id] = _Trouble(message, num_times, self._clock() + pause_s)
+
+
+# Which RayJobs nobody needs any more. Pure.
+
+KEEP_ENDED_S = 24 * 3600.0
+# A submission is tried again within half a minute; one that is not has no job any more. One that
+# is, and cannot be carried through, makes it again.
+KEEP_CUT_OFF_S = 900.0
+
+
+def is_garbage(rayjob: Mapping[str, Any], now: float) -> bool:
+    """Whether a RayJob of ours has ended long ago, or was never submitted to the end."""
+    if attempt_of(rayjob) is None or "deletionTimestamp" in rayjob["metadata"]:
+        return False
+    created_at = unix_s(rayjob["metadata"]["creationTimestamp"])
+    if is_over(rayjob):
+        ended = (rayjob.get("status") or {}).get("endTime")
+        return now - (unix_s(ended) if ended else created_at) > KEEP_ENDED_S
+    return is_cut_off(rayjob) and now - created_at > KEEP_CUT_OFF_S
+
+
+# The RayCluster from which clusters of jobs' own are made: the live shared one, or a file.
+
+_MAX_AGE_S = 30.0
+
+
+class Template(Protocol):
+    """Where the manifest comes from."""
+
+    def read(self) -> Manifest:
+        """The manifest of a RayCluster; raises `BackendUnreachable`."""
+
+
+class FileTemplate:
+    """The first RayCluster in a YAML file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> Manifest:
+        """The manifest, read anew: a mounted ConfigMap changes under us."""
+        try:
+            documents = list(yaml.safe_load_all(self._path.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError) as error:
+            raise BackendUnreachable(
+                f"cannot read the cluster template {self._path} ({error}); "
+                "SHARDLOOM_KUBERAY_TEMPLATE_FILE names it"
+            ) from error
+        for document in documents:
+            if isinstance(document, dict) and document.get("kind") == "RayCluster":
+                return document
+        raise BackendUnreachable(f"{self._path} has no RayCluster; see k8s/base/raycluster.yaml")
+
+
+class LiveTemplate:
+    """A RayCluster of the namespace, looked at every half minute."""
+
+    def __init__(
+        self, api: KubeApi, name: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._api = api
+        self._name = name
+        self._clock = clock
+        self._known: tuple[float, Manifest] | None = None
+
+    def read(self) -> Manifest:
+        """The manifest as it is, or was a moment ago."""
+        if self._known is None or self._clock() - self._known[0] > _MAX_AGE_S:
+            self._known = (self._clock(), self._get())
+        return self._known[1]
+
+    def _get(self) -> Manifest:
+        try:
+            return self._api.get(RAYCLUSTERS, self._name)
+        except KubeRefused as error:
+            raise BackendUnreachable(
+                f"no RayCluster {self._name} to make clusters from ({error}); "
+                "SHARDLOOM_KUBERAY_TEMPLATE_CLUSTER names it, or give a file by "
+                "SHARDLOOM_KUBERAY_TEMPLATE_FILE"
+            ) from error
+
+
+# Runs attempts on Kubernetes: on the shared Ray cluster, or on clusters of their own (KubeRay).
+
+logger = logging.getLogger(__name__)
+STOP_FAILED_AT = "shardloom.io/stop-failed-at"
+# A head that cannot be asked to stop its driver for this long goes with its cluster.
+STOP_GRACE_S = 30.0
+# Pods have this long to go (a worker's preStop alone 150 s) before an attempt ends without them.
+TAKE_DOWN_S = 300.0
+
+
+class KubeRayBackend:
+    """A namespace of Kubernetes with KubeRay, and the Ray cluster there that jobs share (if any).
+
+    `open_head` gives the Jobs API behind an address, for the heads of other clusters.
+    """
+
+    name = "kuberay"
+    makes_clusters = True
+
+    def __init__(
+        self,
+        api: KubeApi,
+        shared: RayJobsBackend | None,
+        template: Template,
+        options: ClusterOptions,
+        open_head: Callable[[str], RayJobsBackend],
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.address = f"{api.address} (namespace {options.namespace})"
+        self._api = api
+        self._shared = shared
+        self._template = template
+        self._options = options
+        self._open_head = open_head
+        self._clock = clock
+        self._patience = SubmitBackoff(clock)
+        self._obstacles = PodProblems(api, clock)
+        self._watch = RayJobWatch(_RayJobs(api), self._sweep)
+        # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
+        self._is_own: dict[str, bool] = {}
+        # How attempts ended whose RayJobs we deleted, for the look that finds them gone.
+        self._endings: dict[str, Observation] = {}
+
+    def start(self) -> None:
+        """Begin to watch RayJobs; without, every look asks for its own."""
+        self._watch.start()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._watch.close()
+        self._api.close()
+        if self._shared is not None:
+            self._shared.close()
+
+    # ---- submit
+
+    def submit(self, submission: Submission) -> None:
+        """Start an attempt where its job wants to run; a known id is accepted without effect."""
+        self._remember(submission.attempt_id, is_own=submission.cluster.is_own)
+        if not submission.cluster.is_own:
+            self._shared_or_refuse().submit(submission)
+            return
+        with self._patience.trying(submission.attempt_id):
+            self._submit_own(submission)
+
+    def may_submit(self, attempt_id: str) -> bool:
+        """Whether it is time to try again what Kubernetes could not take."""
+        return self._patience.is_over(attempt_id)
+
+    def _submit_own(self, submission: Submission) -> None:
+        rayjob = self._create_rayjob(submission)
+        if is_submitted(rayjob):
+            return
+        try:
+            self._create_secret(submission, rayjob)
+            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], release_of(rayjob))
+        except KubeRefused as error:
+            self._delete(rayjob)
+            raise self._refusal(error) from error
+
+    def _create_rayjob(self, submission: Submission) -> Manifest:
+        """The RayJob of an attempt, made now or before."""
+        nonce = secrets.token_hex(4)
+        manifest = rayjob_of(submission, self._template.read(), self._options, nonce)
+        try:
+            return self._api.create(RAYJOBS, manifest)
+        except KubeRefused as error:
+            if not error.is_conflict:
+                raise self._refusal(error) from error
+        found = self._get(submission.attempt_id)
+        if found is None or going_since(found):
+            name = name_of(submission.attempt_id)
+            raise BackendUnreachable(f"RayJob {name} of an earlier try is just being deleted")
+        if attempt_of(found) != submission.attempt_id:
+            raise SubmissionRefused(
+                f"namespace {self._options.namespace} has another RayJob with the name "
+                f"{found['metadata']['name']}; delete it, or use a namespace of your own"
+            )
+        return found
+
+    def _create_secret(self, submission: Submission, rayjob: Manifest) -> None:
+        try:
+            self._api.create(SECRETS, secret_of(submission, rayjob, self._options))
+        except KubeRefused as error:
+            # Other conflicts (a quota that two write at once) leave no Secret.
+            if error.reason != "AlreadyExists":
+                raise
+
+    def _refusal(self, error: KubeRefused) -> SubmissionRefused | BackendUnreachable:
+        if error.is_conflict or error.is_missing:
+            # Somebody else wrote, or deleted, at the same moment.
+            return BackendUnreachable(f"a conflict in Kubernetes, trying again: {error}")
+        return SubmissionRefused(
+            f"Kubernetes refuses the RayJob (HTTP {error.status}): {error}; compare the cluster "
+            "template with what KubeRay and the policies of the cluster allow"
+        )
+
+    def _shared_or_refuse(self) -> RayJobsBackend:
+        if self._shared is None:
+            raise SubmissionRefused(
+                "there is no shared cluster (SHARDLOOM_RAY_ADDRESS is empty); set "
+                "resources.cluster to own"
+            )
+        return self._shared
+
+    # ---- observe
+
+    def observe(self, attempt_id: str) -> Observation:
+        """Say what is known of an attempt; never raises."""
+        try:
+            rayjob = self._find(attempt_id)
+            if rayjob is not None:
+                return self._observed(rayjob)
+        except (BackendUnreachable, KubeRefused) as error:
+            away = Observation(ObservedState.UNREACHABLE, str(error))
+            return self._unless_shared(attempt_id, away)
+        gone = Observation(ObservedState.NOT_FOUND, "there is no RayJob of this attempt")
+        return self._unless_shared(attempt_id, self._endings.get(attempt_id, gone))
+
+    def _find(self, attempt_id: str) -> Manifest | None:
+        """The RayJob of an attempt, from the watch or by asking; None where there is none."""
+        if self._is_own.get(attempt_id) is False:
+            return None
+        found = self._watch.find(name_of(attempt_id))
+        if found is None or is_cut_off(found):
+            # It may have been made, or carried through, a moment ago.
+            found = self._get(attempt_id)
+        return found if found is not None and attempt_of(found) == attempt_id else None
+
+    def _get(self, attempt_id: str) -> Manifest | None:
+        try:
+            return self._api.get(RAYJOBS, name_of(attempt_id))
+        except KubeRefused as error:
+            if error.is_missing:
+                return None
+            raise
+
+    def _unless_shared(self, attempt_id: str, otherwise: Observation) -> Observation:
+        """What the shared cluster knows, if it may be one of its attempts."""
+        is_own = self._is_own.get(attempt_id)
+        if is_own or self._shared is None:
+            return otherwise
+        found = self._shared.observe(attempt_id)
+        if found.state not in (ObservedState.NOT_FOUND, ObservedState.UNREACHABLE):
+            self._remember(attempt_id, is_own=False)
+            return found
+        is_settled = is_own is False or otherwise.state is ObservedState.NOT_FOUND
+        return found if is_settled else otherwise
+
+    def _observed(self, rayjob: Manifest) -> Observation:
+        self._remember(str(attempt_of(rayjob)), is_own=True)
+        if is_cut_off(rayjob):
+            # Submitted again, it is carried through.
+            return Observation(ObservedState.NOT_FOUND, "its submission was cut off")
+        if is_evicted(rayjob) or is_given_up(rayjob):
+            return self._taken_down(rayjob)
+        since = going_since(rayjob)
+        if since and not is_over(rayjob):
+            message = f"its RayJob is being deleted since {since}; if that takes minutes: is "
+            message += "KubeRay's operator at work, and are the machines of its pods there?"
+            return Observation(ObservedState.PENDING, message)
+        self._note_let_go(rayjob)
+        if is_pending(rayjob):
+            return observation_of(rayjob, self._obstacles.of(rayjob))
+        return observation_of(rayjob)
+
+    def _taken_down(self, rayjob: Manifest) -> Observation:
+        """How an attempt ended whose driver may run on: said once its cluster is gone.
+
+        KubeRay asks the driver to stop as the RayJob is deleted.
+        """
+        end, since, name = observation_of(rayjob), going_since(rayjob), rayjob["metadata"]["name"]
+        self._forget_many(self._endings)
+        self._endings[str(attempt_of(rayjob))] = end
+        if since is None:
+            logger.info("RayJob %s: %s; deleting it", name, end.message)
+            self._delete(rayjob)
+        elif self._clock() - unix_s(since) > TAKE_DOWN_S:
+            return end
+        return Observation(ObservedState.PENDING, f"its cluster is taken down: {end.message}")
+
+    def _note_let_go(self, rayjob: Manifest) -> None:
+        """Note that Kueue admitted a RayJob: suspended again, it has been evicted."""
+        if is_suspended(rayjob) or was_let_go(rayjob) or is_over(rayjob):
+            return
+        # The next look comes soon.
+        with suppress(BackendUnreachable, KubeRefused):
+            self._api.patch(RAYJOBS, rayjob["metadata"]["name"], note_let_go())
+
+    # ---- stop
+
+    def stop(self, attempt_id: str) -> None:
+        """Ask an attempt to end; an ended or unknown one is left alone.
+
+        A driver that runs is asked by its head, and saves; before, the RayJob is deleted.
+        """
+        try:
+            rayjob = None if self._is_own.get(attempt_id) is False else self._get(attempt_id)
+            if rayjob is not None and attempt_of(rayjob) == attempt_id:
+                self._stop_own(rayjob)
+                return
+        except KubeRefused as error:
+            raise BackendUnreachable(f"cannot stop {attempt_id}: {error}") from error
+        if self._shared is not None and not self._is_own.get(attempt_id):
+            self._shared.stop(attempt_id)
+
+    def _stop_own(self, rayjob: Manifest) -> None:
+        if going_since(rayjob) or (is_over(rayjob) and not is_given_up(rayjob)):
+            return
+        if is_pending(rayjob) or is_evicted(rayjob) or is_given_up(rayjob):
+            self._delete(rayjob)
+            return
+        try:
+            with closing(self._head_of(rayjob)) as head:
+                head.stop(str(attempt_of(rayjob)))
+        except BackendUnreachable:
+            self._stop_without_head(rayjob)
+
+    def _stop_without_head(self, rayjob: Manifest) -> None:
+        """Delete a cluster whose head does not answer; not for the first silence.
+
+        When it was silent first is kept with the RayJob, where every replica finds it.
+        """
+        metadata, now = rayjob["metadata"], self._clock()
+        since = (metadata.get("annotations") or {}).get(STOP_FAILED_AT)
+        silent_s = now - _number(since, now)
+        if silent_s >= STOP_GRACE_S:
+            logger.warning("RayJob %s: no answer from its head, deleting it", metadata["name"])
+            self._delete(rayjob)
+            return
+        if since is None or silent_s <= 0.0:
+            noted = {"metadata": {"annotations": {STOP_FAILED_AT: f"{now:.0f}"}}}
+            self._api.patch(RAYJOBS, metadata["name"], noted)
+        raise BackendUnreachable(
+            f"the head of RayJob {metadata['name']} does not answer; its cluster is deleted if it "
+            f"does not within {STOP_GRACE_S:g} s"
+        )
+
+    def _delete(self, rayjob: Manifest) -> None:
+        """Delete a RayJob, and by its owner references all that was made for it."""
+        metadata = rayjob["metadata"]
+        # A conflict says that another object has the name now: ours is gone.
+        with suppress(KubeRefused):
+            self._api.delete(RAYJOBS, metadata["name"], uid=metadata["uid"])
+
+    def _sweep(self, rayjobs: list[Manifest]) -> None:
+        """Delete RayJobs that nobody needs any more."""
+        for rayjob in rayjobs:
+            if is_garbage(rayjob, self._clock()):
+                logger.info("RayJob %s is over, deleting it", rayjob["metadata"]["name"])
+                self._delete(rayjob)
+
+    # ---- what else is asked
+
+    def tail_driver_log(self, attempt_id: str, num_chars: int = 4000) -> str:
+        """End of the driver's output; empty when not to be had."""
+        try:
+            rayjob = self._find(attempt_id)
+            if rayjob is not None:
+                return self._own_log(rayjob, attempt_id, num_chars)
+        except (BackendUnreachable, KubeRefused):
+            return ""
+        return self._shared.tail_driver_log(attempt_id, num_chars) if self._shared else ""
+
+    def _own_log(self, rayjob: Manifest, attempt_id: str, num_chars: int) -> str:
+        if not (rayjob.get("status") or {}).get("dashboardURL"):
+            return ""
+        with closing(self._head_of(rayjob)) as head:
+            return head.tail_driver_log(attempt_id, num_chars)
+
+    def check(self) -> str:
+        """Say what answers; raises `BackendUnreachable`."""
+        version = self._api.version()
+        if not self._api.serves(RAYJOBS):
+            raise BackendUnreachable(
+                f"Kubernetes {version} does not know RayJobs: the CRD {RAYJOBS.crd} is missing; "
+                "install KubeRay v1.7.0"
+            )
+        shared = self._shared.check() if self._shared else "none"
+        return f"Kubernetes {version} with ray.io/v1; shared cluster: {shared}"
+
+    def hosts(self) -> tuple[HostFacts, ...] | None:
+        """Live hosts of the shared cluster; None where there is none."""
+        return self._shared.hosts() if self._shared else None
+
+    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...] | None:
+        """Hosts that a cluster of a job's own would have at most."""
+        groups = (self._template.read().get("spec") or {}).get("workerGroupSpecs") or []
+        return hosts_of(size_of(need, groups))
+
+    def _head_of(self, rayjob: Manifest) -> RayJobsBackend:
+        return self._open_head(f"http://{rayjob['status']['dashboardURL']}")
+
+    def _remember(self, attempt_id: str, *, is_own: bool) -> None:
+        self._forget_many(self._is_own)
+        self._is_own[attempt_id] = is_own
+
+    @staticmethod
+    def _forget_many(remembered: dict[str, Any]) -> None:
+        if len(remembered) > _MAX_REMEMBERED:
+            remembered.clear()
+
+
+class _RayJobs:
+    """The RayJobs that Shardloom made, as the watch wants them."""
+
+    def __init__(self, api: KubeApi) -> None:
+        self._api = api
+
+    def list(self) -> Manifest:
+        return self._api.list(RAYJOBS, label_selector=SELECTOR)
+
+    def watch(self, version: str) -> AbstractContextManager[Iterator[Manifest]]:
+        return self._api.watch(RAYJOBS, version, SELECTOR, WATCH_S)
+
+
+def _number(text: str | None, otherwise: float) -> float:
+    """An annotation as a number: anybody may write it, or nobody have written it."""
+    try:
+        return float(text or "")
+    except ValueError:
+        return otherwise

@@ -1,0 +1,324 @@
+"""Requests to the API server of Kubernetes, and what is wrong with its answers, in words.
+
+Objects are plain dicts, as the manifests are. Whatever an administrator or time mends (no answer,
+5xx, 429, 401, missing rights, a used-up quota, a missing CRD) raises `BackendUnreachable`: nothing
+is concluded from it, and the request is sent again later. `KubeRefused` is a clear no to the
+request itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import urllib3
+import yaml
+from kubernetes import client, config
+from kubernetes.client.exceptions import ApiException
+
+from service.backends.kuberay.manifest import Manifest
+from service.errors import BackendUnreachable
+
+_MAX_ERROR_CHARS = 500
+_MERGE_PATCH = "application/merge-patch+json"
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind of object in one namespace."""
+
+    prefix: str
+    plural: str
+    crd: str = ""
+
+    def path(self, namespace: str, name: str | None = None) -> str:
+        """The path of the collection, or of one object."""
+        parts = [self.prefix, "namespaces", namespace, self.plural, name]
+        return "/".join(part for part in parts if part)
+
+
+RAYJOBS = Resource("/apis/ray.io/v1", "rayjobs", crd="rayjobs.ray.io")
+RAYCLUSTERS = Resource("/apis/ray.io/v1", "rayclusters", crd="rayclusters.ray.io")
+SECRETS = Resource("/api/v1", "secrets")
+PODS = Resource("/api/v1", "pods")
+EVENTS = Resource("/api/v1", "events")
+
+
+class KubeRefused(Exception):
+    """The API server understood a request and said no; `status` is that of HTTP."""
+
+    def __init__(self, status: int, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the object is not there."""
+        return self.status == 404
+
+    @property
+    def is_conflict(self) -> bool:
+        """Whether the object is there already, or has changed."""
+        return self.status == 409
+
+
+class KubeApi:
+    """The API server that a kubeconfig, or the pod that we run in, names; one namespace of it.
+
+    Every request ends within `timeout_s` seconds.
+    """
+
+    def __init__(self, configuration: client.Configuration, namespace: str, timeout_s: float):
+        # We send again ourselves, at the next look; a look must not take four time-outs.
+        configuration.retries = False
+        self.address = str(configuration.host)
+        self.namespace = namespace
+        self._timeout_s = timeout_s
+        self._client = client.ApiClient(configuration)
+
+    @classmethod
+    def open(cls, kubeconfig: Path | None, namespace: str, timeout_s: float) -> KubeApi:
+        """With a kubeconfig, else as the pod that we run in; raises `BackendUnreachable`."""
+        configuration = client.Configuration()
+        try:
+            if kubeconfig:
+                config.load_kube_config(str(kubeconfig), client_configuration=configuration)
+            else:
+                config.load_incluster_config(client_configuration=configuration)
+        except (config.ConfigException, OSError, TypeError, yaml.YAMLError) as error:
+            where = kubeconfig or "the service account of this pod"
+            raise BackendUnreachable(
+                f"no access to Kubernetes by {where} ({error}); set SHARDLOOM_KUBECONFIG or "
+                "KUBECONFIG, or mount the token of the service account"
+            ) from error
+        return cls(configuration, namespace, timeout_s)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def get(self, resource: Resource, name: str) -> Manifest:
+        """One object."""
+        return self._json("get", resource, name)
+
+    def list(self, resource: Resource, **options: str) -> Manifest:
+        """A list object, with its `items` and `metadata.resourceVersion`."""
+        return self._json("list", resource, query=_camel(options))
+
+    def create(self, resource: Resource, manifest: Mapping[str, Any]) -> Manifest:
+        """Create an object; unknown fields are refused."""
+        query = {"fieldValidation": "Strict"}
+        return self._json("create", resource, query=query, body=manifest)
+
+    def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> Manifest:
+        """Merge a change into an object."""
+        return self._json("patch", resource, name, body=change)
+
+    def delete(self, resource: Resource, name: str, **preconditions: str) -> None:
+        """Delete what an object owns, and then itself; one that is not there is no error.
+
+        As long as it is there, so may be its pods.
+        """
+        body: Manifest = {"propagationPolicy": "Foreground"}
+        if preconditions:
+            body["preconditions"] = _camel(preconditions)
+        try:
+            self._json("delete", resource, name, body=body)
+        except KubeRefused as error:
+            if not error.is_missing:
+                raise
+
+    def version(self) -> str:
+        """The version of Kubernetes, as in v1.33.1."""
+        return str(self._plain("/version").get("gitVersion", "of an unknown version"))
+
+    def serves(self, resource: Resource) -> bool:
+        """Whether the API server knows a kind of object."""
+        try:
+            found = self._plain(resource.prefix).get("resources", [])
+        except KubeRefused as error:
+            if error.is_missing:
+                return False
+            raise
+        return any(each.get("name") == resource.plural for each in found)
+
+    @contextmanager
+    def watch(
+        self, resource: Resource, version: str, selector: str, duration_s: int
+    ) -> Iterator[Iterator[Manifest]]:
+        """Events after a resource version, for at most `duration_s` seconds."""
+        query = {
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "labelSelector": selector,
+            "timeoutSeconds": str(duration_s),
+        }
+        # A server that is cut off says nothing: no event for longer than this is no watch.
+        timeout = (self._timeout_s, duration_s + self._timeout_s)
+        with self._answer("watch", resource, query=query, timeout=timeout) as response:
+            yield _events(response)
+
+    # ---- one request
+
+    def _json(
+        self,
+        verb: str,
+        resource: Resource,
+        name: str | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> Manifest:
+        with self._answer(verb, resource, name, query=query, body=body) as response:
+            return _object(response.data)
+
+    @contextmanager
+    def _answer(
+        self,
+        verb: str,
+        resource: Resource,
+        name: str | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        timeout: tuple[float, float] | None = None,
+    ) -> Iterator[urllib3.HTTPResponse]:
+        path = resource.path(self.namespace, name)
+        try:
+            response = self._send(_METHODS[verb], path, query, body, timeout)
+            try:
+                yield response
+            finally:
+                response.close()
+        except ApiException as error:
+            raise self._fault(error, verb, resource, name) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise self._silent(error) from error
+
+    def _plain(self, path: str) -> Manifest:
+        try:
+            return _object(self._send("GET", path).data)
+        except ApiException as error:
+            raise self._fault(error, "get", Resource("", path), None) from error
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise self._silent(error) from error
+
+    def _send(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        timeout: tuple[float, float] | None = None,
+    ) -> urllib3.HTTPResponse:
+        content = _MERGE_PATCH if method == "PATCH" else "application/json"
+        return self._client.call_api(
+            path,
+            method,
+            query_params=list((query or {}).items()),
+            header_params={"Accept": "application/json", "Content-Type": content},
+            body=body,
+            auth_settings=["BearerToken"],
+            _preload_content=False,
+            _return_http_data_only=True,
+            _request_timeout=timeout or self._timeout_s,
+        )
+
+    # ---- what is wrong
+
+    def _silent(self, error: Exception) -> BackendUnreachable:
+        cause = str(error) or type(error).__name__
+        return BackendUnreachable(
+            f"no answer from Kubernetes at {self.address} ({cause[:_MAX_ERROR_CHARS]}); is its "
+            "API server up, and open to this service?"
+        )
+
+    def _fault(
+        self, error: ApiException, verb: str, resource: Resource, name: str | None
+    ) -> Exception:
+        status, body = int(error.status or 0), _object(error.body)
+        message = str(body.get("message") or error.body or error.reason)[:_MAX_ERROR_CHARS]
+        known = _explained(status, body, message, verb, resource, self.namespace)
+        if known:
+            return BackendUnreachable(known)
+        if status == 0 or status >= 500 or status == 429:
+            return BackendUnreachable(
+                f"Kubernetes at {self.address} cannot {verb} {resource.plural} now "
+                f"(HTTP {status}: {message})"
+            )
+        return KubeRefused(status, str(body.get("reason", "")), message)
+
+
+_METHODS = {
+    "get": "GET",
+    "list": "GET",
+    "watch": "GET",
+    "create": "POST",
+    "patch": "PATCH",
+    "delete": "DELETE",
+}
+
+
+def _explained(
+    status: int, body: Manifest, message: str, verb: str, resource: Resource, namespace: str
+) -> str | None:
+    """What an administrator has to mend, where it is something of theirs; else None."""
+    if status == 401:
+        return f"Kubernetes does not know our token (HTTP 401: {message}); renew the kubeconfig"
+    if status == 403:
+        return _forbidden(message, verb, resource, namespace)
+    if status == 404 and resource.crd and _is_unknown_kind(body):
+        return (
+            f"Kubernetes does not know {resource.plural}: the CRD {resource.crd} is missing; "
+            "install KubeRay v1.7.0"
+        )
+    if status == 404 and (body.get("details") or {}).get("kind") == "namespaces":
+        return f"the namespace {namespace} is missing ({message}); SHARDLOOM_KUBERAY_NAMESPACE"
+    return None
+
+
+def _forbidden(message: str, verb: str, resource: Resource, namespace: str) -> str | None:
+    if "exceeded quota" in message:
+        return f"the quota of namespace {namespace} is used up, trying again: {message}"
+    if "being terminated" in message:
+        return f"the namespace {namespace} is being deleted: {message}"
+    if "admission webhook" in message or "denied the request" in message:
+        return None
+    return (
+        f"the service may not {verb} {resource.plural} in namespace {namespace}: grant the verb "
+        f"'{verb}' on '{resource.plural}' to its service account, as "
+        f"k8s/components/own-clusters does ({message})"
+    )
+
+
+def _is_unknown_kind(body: Manifest) -> bool:
+    """Whether a 404 is about the kind and not about one object, whose name it would give."""
+    return not (body.get("details") or {}).get("name")
+
+
+def _object(data: bytes | str | None) -> Manifest:
+    try:
+        found = json.loads(data or "{}")
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _camel(options: Mapping[str, str]) -> dict[str, str]:
+    """Python's names of parameters as Kubernetes spells them."""
+    words = ((name.split("_"), value) for name, value in options.items())
+    return {first + "".join(map(str.title, rest)): value for (first, *rest), value in words}
+
+
+def _events(response: urllib3.HTTPResponse) -> Iterator[Manifest]:
+    """Objects, one a line, as they arrive; what is cut off at the end is no event."""
+    rest = b""
+    for part in response.stream(amt=None, decode_content=False):
+        *lines, rest = (rest + part).split(b"\n")
+        yield from (json.loads(line) for line in lines if line.strip())

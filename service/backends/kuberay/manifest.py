@@ -1,0 +1,431 @@
+"""RayJob and Secret of an attempt, sizing of its cluster.
+
+How large a cluster of a job's own is: pods of the template that its workers fill. Pure.
+
+    RayJob  NAME         the template's cluster, sized for the job, and the driver's command
+    Secret  NAME-env-X   the driver's environment, tokens included; goes with the RayJob
+
+X differs with each RayJob that is made, so that none meets the Secret of an earlier one. NAME
+follows from the attempt's id, so that a repeated submission finds what an earlier one made. The
+RayJob comes first and suspended, then the Secret that it owns, then the RayJob is let go: a
+submission that is cut off leaves nothing that is not found again by the RayJob's labels, and no pod
+starts without its environment. With a queue it is Kueue that lets go, perhaps before the Secret is
+there: the pods then wait for it. KubeRay retries nothing (`backoffLimit: 0`, and no second head
+where the first one's state is lost with it): the service counts.
+
+The driver is started over HTTP. KubeRay's SidecarMode adds a container without a security context,
+which a namespace that enforces the level `restricted`, as ours does, admits no head with.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from service.backends.base import ClusterNeed, HostFacts, Submission
+from service.errors import SubmissionRefused
+
+Manifest = dict[str, Any]
+# https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/
+_UNITS = {
+    "": 1.0,
+    "m": 1e-3,
+    **{unit: 1000.0**power for power, unit in enumerate("kMGTPE", 1)},
+    **{f"{unit}i": 1024.0**power for power, unit in enumerate("KMGTPE", 1)},
+}
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """What each pod of a worker group offers to Ray."""
+
+    name: str
+    num_cpus: float
+    num_gpus: float
+    memory_bytes: int
+    num_hosts: int = 1
+
+    def num_fitting(self, need: ClusterNeed) -> int:
+        """How many workers fit a pod, as whole sharding groups where such must not be split."""
+        fitting = int(self.num_cpus / need.cpus_per_worker + 1e-6)
+        if self.gives_gpus(need):
+            fitting = min(fitting, int(self.num_gpus))
+        size = need.group_size
+        is_spread = need.num_hosts > 1 and size is not None and size <= fitting
+        return fitting // size * size if is_spread and size else fitting
+
+    def gives_gpus(self, need: ClusterNeed) -> bool:
+        """Whether each worker takes a GPU of the pod."""
+        return need.device == "cuda" or (need.device == "auto" and self.num_gpus > 0)
+
+
+@dataclass(frozen=True)
+class ClusterSize:
+    """The pods of a cluster: those that start, and the most that there may be."""
+
+    shape: GroupShape
+    num_fitting: int
+    min_pods: int
+    max_pods: int
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the autoscaler has anything to do."""
+        return self.min_pods < self.max_pods
+
+
+def size_of(need: ClusterNeed, groups: Sequence[Mapping[str, Any]]) -> ClusterSize:
+    """The size for a job, in pods of the first worker group that holds its workers.
+
+    Raises `SubmissionRefused` where none does.
+    """
+    shapes = [shape_of(group) for group in groups]
+    # Machines with GPUs are the last that workers without any are given.
+    for shape in sorted(shapes, key=lambda each: need.device == "cpu" and each.num_gpus > 0):
+        fitting = shape.num_fitting(need)
+        if fitting:
+            _check_single(shape)
+            least = max(need.num_hosts, math.ceil(need.min_workers / fitting))
+            most = max(least, math.ceil(need.max_workers / fitting))
+            return ClusterSize(shape, fitting, least, most)
+    raise SubmissionRefused(_too_large(need, shapes))
+
+
+def _check_single(shape: GroupShape) -> None:
+    if shape.num_hosts > 1:
+        raise SubmissionRefused(
+            f"worker group {shape.name} of the cluster template has numOfHosts "
+            f"{shape.num_hosts}; clusters of jobs' own are made of groups with 1"
+        )
+
+
+def _too_large(need: ClusterNeed, shapes: Sequence[GroupShape]) -> str:
+    wanted = f"{need.cpus_per_worker:g} CPU(s)" + (" and a GPU" if need.device == "cuda" else "")
+    offers = "; ".join(
+        f"{each.name}: {each.num_cpus:g} CPU(s), {each.num_gpus:g} GPU(s)" for each in shapes
+    )
+    return (
+        f"a worker takes {wanted}, which no pod of the cluster template has ({offers or 'none'}); "
+        "lower resources.cpus_per_worker, change resources.device, or enlarge a worker group of "
+        "the template"
+    )
+
+
+def shape_of(group: Mapping[str, Any]) -> GroupShape:
+    """What Ray will count on a pod of a worker group, as KubeRay tells it.
+
+    Raises `SubmissionRefused` where the group is no usable one.
+    """
+    try:
+        return _shape_of(group)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SubmissionRefused(
+            f"a worker group of the cluster template cannot be read ({type(error).__name__}: "
+            f"{error}); the template is no usable RayCluster, compare it with "
+            "k8s/base/raycluster.yaml"
+        ) from error
+
+
+def _shape_of(group: Mapping[str, Any]) -> GroupShape:
+    (container, *_) = group["template"]["spec"]["containers"]
+    resources = container.get("resources", {})
+    amounts = {**resources.get("requests", {}), **resources.get("limits", {})}
+    start = group.get("rayStartParams") or {}
+    gpus = sum(quantity(amount) for name, amount in amounts.items() if name.endswith("/gpu"))
+    # Ray rounds a share of a CPU up.
+    cpus = math.ceil(quantity(amounts.get("cpu", 0)))
+    return GroupShape(
+        name=group["groupName"],
+        num_cpus=float(start.get("num-cpus", cpus)),
+        num_gpus=float(start.get("num-gpus", gpus)),
+        memory_bytes=int(start.get("memory", quantity(amounts.get("memory", 0)))),
+        num_hosts=int(group.get("numOfHosts", 1)),
+    )
+
+
+def quantity(text: str | float) -> float:
+    """A Kubernetes quantity as a number, as in 500m, 1e3 or 16Gi; raises ValueError."""
+    found = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)([A-Za-z]*)", str(text))
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"'{text}' is no quantity of Kubernetes")
+    return float(found[1]) * _UNITS[found[2]]
+
+
+def hosts_of(size: ClusterSize) -> tuple[HostFacts, ...]:
+    """The hosts of a cluster at its largest, which have no addresses yet."""
+    shape = size.shape
+    return tuple(
+        HostFacts(
+            address=f"{shape.name}-{index}",
+            num_cpus=shape.num_cpus,
+            num_gpus=shape.num_gpus,
+            memory_bytes=shape.memory_bytes,
+        )
+        for index in range(size.max_pods)
+    )
+
+
+# What is sent to Kubernetes for an attempt with a cluster of its own: a RayJob and a Secret.
+# Pure.
+
+GROUP, VERSION = "ray.io", "v1"
+MANAGER = "shardloom"
+MANAGED_BY = "app.kubernetes.io/managed-by"
+ATTEMPT = "shardloom.io/attempt"
+JOB = "shardloom.io/job"
+PROJECT = "shardloom.io/project"
+JOB_NAME = "shardloom.io/job-name"
+PRIORITY = "shardloom.io/priority"
+# On pods of the shared cluster alone: what keeps its head from eviction goes by it.
+SHARED = "shardloom.io/shared"
+SUBMITTED = "shardloom.io/submitted"
+LET_GO = "shardloom.io/let-go"
+SECRET = "shardloom.io/secret"
+SELECTOR = f"{MANAGED_BY}={MANAGER}"
+QUEUE = "kueue.x-k8s.io/queue-name"
+ELASTIC = "kueue.x-k8s.io/elastic-job"
+# Of KubeRay: a head that is lost is not made again, empty, to start the driver a second time.
+_NO_SECOND_HEAD = "ray.io/disable-provisioned-head-restart"
+# KubeRay: a RayJob's name is a DNS-1035 label of no more than this.
+_MAX_NAME_CHARS = 47
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_LABEL_VALUE = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+# Of one cluster's life, not of how clusters are made.
+_OF_CLUSTER = ("managedBy", "suspend", "upgradeStrategy")
+_OF_GROUP = ("scaleStrategy", "suspend")
+
+
+@dataclass(frozen=True)
+class ClusterOptions:
+    """What the service's settings say of clusters that it makes.
+
+    A cluster goes `ttl_s` seconds after its job has ended. `queue` is the Kueue queue of jobs that
+    name none.
+    """
+
+    namespace: str
+    ttl_s: int = 60
+    queue: str | None = None
+
+
+def name_of(attempt_id: str) -> str:
+    """The name of an attempt's RayJob."""
+    if len(attempt_id) <= _MAX_NAME_CHARS and _NAME.fullmatch(attempt_id):
+        return attempt_id
+    return f"{MANAGER}-{hashlib.sha256(attempt_id.encode()).hexdigest()[:24]}"
+
+
+def secret_name_of(rayjob: Mapping[str, Any]) -> str:
+    """The name of the Secret that the pods of a RayJob take their environment from."""
+    return str(rayjob["metadata"]["annotations"][SECRET])
+
+
+def attempt_of(manifest: Mapping[str, Any]) -> str | None:
+    """The attempt that an object was made for; None where it is none of ours."""
+    metadata = manifest.get("metadata", {})
+    if (metadata.get("labels") or {}).get(MANAGED_BY) != MANAGER:
+        return None
+    found = (metadata.get("annotations") or {}).get(ATTEMPT)
+    return None if found is None else str(found)
+
+
+def secret_of(
+    submission: Submission, rayjob: Mapping[str, Any], options: ClusterOptions
+) -> Manifest:
+    """The environment of the driver and its workers, to be deleted with the RayJob."""
+    owner = {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "RayJob",
+        "name": rayjob["metadata"]["name"],
+        "uid": rayjob["metadata"]["uid"],
+    }
+    metadata = _metadata(submission, options, secret_name_of(rayjob))
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {**metadata, "ownerReferences": [owner]},
+        "type": "Opaque",
+        "stringData": dict(submission.env),
+    }
+
+
+def release_of(rayjob: Mapping[str, Any]) -> Manifest:
+    """The change that ends a submission: what Kueue does not hold back may start."""
+    annotations = {SUBMITTED: "true"}
+    if QUEUE in rayjob["metadata"].get("labels", {}):
+        return {"metadata": {"annotations": annotations}}
+    return {
+        "metadata": {"annotations": {**annotations, LET_GO: "true"}},
+        "spec": {"suspend": False},
+    }
+
+
+def note_let_go() -> Manifest:
+    """The change that notes on a RayJob that its driver may have been started."""
+    return {"metadata": {"annotations": {LET_GO: "true"}}}
+
+
+def was_let_go(rayjob: Mapping[str, Any]) -> bool:
+    """Whether a RayJob is known to have been let go, whether or not it still is."""
+    return (rayjob["metadata"].get("annotations") or {}).get(LET_GO) == "true"
+
+
+def is_submitted(rayjob: Mapping[str, Any]) -> bool:
+    """Whether a submission was carried through."""
+    annotations = rayjob["metadata"].get("annotations") or {}
+    return annotations.get(SUBMITTED) == "true"
+
+
+def rayjob_of(
+    submission: Submission,
+    template: Mapping[str, Any],
+    options: ClusterOptions,
+    nonce: str = "0",
+) -> Manifest:
+    """The RayJob of an attempt, from the manifest of a RayCluster.
+
+    `nonce` tells its Secret from those of other RayJobs of the same name. Raises
+    `SubmissionRefused` where the template holds none of the job's workers, or is none.
+    """
+    name = name_of(submission.attempt_id)
+    secret = f"{name}-env-{nonce}"
+    try:
+        spec = _cluster_spec(submission, template["spec"], secret)
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise SubmissionRefused(
+            f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
+            "compare it with k8s/base/raycluster.yaml"
+        ) from error
+    need, queue = submission.cluster, queue_of(submission.cluster, options)
+    metadata = _metadata(submission, options, name)
+    metadata["annotations"][SECRET] = secret
+    if not _outlives_its_head(spec):
+        metadata["annotations"][_NO_SECOND_HEAD] = "true"
+    if queue:
+        metadata["labels"][QUEUE] = queue
+        if spec["enableInTreeAutoscaling"]:
+            metadata["annotations"][ELASTIC] = "true"
+    job = {
+        "entrypoint": submission.entrypoint,
+        "jobId": submission.attempt_id,
+        "metadata": dict(submission.metadata),
+        "submissionMode": "HTTPMode",
+        "shutdownAfterJobFinishes": True,
+        "ttlSecondsAfterFinished": options.ttl_s,
+        "backoffLimit": 0,
+        "suspend": True,
+        "rayClusterSpec": spec,
+    }
+    if need.deadline_s:
+        job["activeDeadlineSeconds"] = need.deadline_s
+    if submission.code_uris:
+        job["runtimeEnvYAML"] = yaml.safe_dump({"py_modules": list(submission.code_uris)})
+    return {
+        "apiVersion": f"{GROUP}/{VERSION}",
+        "kind": "RayJob",
+        "metadata": metadata,
+        "spec": job,
+    }
+
+
+def queue_of(need: ClusterNeed, options: ClusterOptions) -> str | None:
+    """The Kueue queue that admits a cluster, if any."""
+    return need.queue or options.queue
+
+
+def _metadata(submission: Submission, options: ClusterOptions, name: str) -> Manifest:
+    need = submission.cluster
+    return {
+        "name": name,
+        "namespace": options.namespace,
+        "labels": {
+            "app.kubernetes.io/part-of": MANAGER,
+            MANAGED_BY: MANAGER,
+            **_own_labels(submission),
+        },
+        # What need not fit a label, in full.
+        "annotations": {
+            ATTEMPT: submission.attempt_id,
+            JOB_NAME: need.job_name,
+            PRIORITY: str(need.priority),
+        },
+    }
+
+
+def _own_labels(submission: Submission) -> dict[str, str]:
+    return {
+        JOB: label_value(submission.job_id),
+        ATTEMPT: label_value(submission.attempt_id),
+        PROJECT: label_value(submission.cluster.project or "default"),
+    }
+
+
+def label_value(text: str) -> str:
+    """A text as the value of a label: itself, or its hash where that is not allowed."""
+    if _LABEL_VALUE.fullmatch(text):
+        return text
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _cluster_spec(submission: Submission, template: Mapping[str, Any], secret: str) -> Manifest:
+    spec: Manifest = copy.deepcopy({**template})
+    for name in _OF_CLUSTER:
+        spec.pop(name, None)
+    size = size_of(submission.cluster, spec["workerGroupSpecs"])
+    spec["workerGroupSpecs"] = _groups(spec["workerGroupSpecs"], size, submission.cluster)
+    # A cluster of one size is kept at it by the operator.
+    spec["enableInTreeAutoscaling"] = size.is_elastic
+    if not size.is_elastic:
+        spec.pop("autoscalerOptions", None)
+    source = {"secretRef": {"name": secret}}
+    head = spec["headGroupSpec"]["template"]
+    if not _outlives_its_head(spec):
+        head["spec"]["restartPolicy"] = "Never"
+    for pod in (head, *_templates(spec["workerGroupSpecs"])):
+        labels = pod.setdefault("metadata", {}).setdefault("labels", {})
+        labels.pop(SHARED, None)
+        labels |= _own_labels(submission)
+        container = pod["spec"]["containers"][0]
+        container["envFrom"] = [*container.get("envFrom", []), source]
+    return spec
+
+
+def _outlives_its_head(spec: Manifest) -> bool:
+    """Whether a head that starts again knows of the driver that ran on the one before."""
+    return bool(spec.get("gcsFaultToleranceOptions"))
+
+
+def _templates(groups: list[Manifest]) -> list[Manifest]:
+    return [group["template"] for group in groups]
+
+
+def _groups(groups: list[Manifest], size: ClusterSize, need: ClusterNeed) -> list[Manifest]:
+    """The group that holds the fewest workers, and those of its kind that may add more."""
+    kept = []
+    for group in groups:
+        if group["groupName"] == size.shape.name:
+            kept.append(_resized(group, size.min_pods, size.max_pods, size))
+        elif size.is_elastic and kept and _is_alike(group, size, need):
+            kept.append(_resized(group, 0, size.max_pods - size.min_pods, size))
+    return kept
+
+
+def _is_alike(group: Manifest, size: ClusterSize, need: ClusterNeed) -> bool:
+    """Whether as many workers fit its pods, on the same device."""
+    shape = shape_of(group)
+    is_same_device = shape.gives_gpus(need) == size.shape.gives_gpus(need)
+    return is_same_device and shape.num_fitting(need) == size.num_fitting
+
+
+def _resized(group: Manifest, least: int, most: int, size: ClusterSize) -> Manifest:
+    resized = {name: value for name, value in group.items() if name not in _OF_GROUP}
+    if not size.is_elastic:
+        resized.pop("idleTimeoutSeconds", None)
+    return {**resized, "replicas": least, "minReplicas": least, "maxReplicas": most}

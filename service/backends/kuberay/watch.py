@@ -1,0 +1,231 @@
+"""Watch of RayJobs, and events of their pods.
+
+What keeps the pods of a job's own cluster from running: asked for now and then, and kept.
+
+A list comes first; the watch goes on from its version and, when it ends or breaks, from the newest
+version seen. A server that does not keep that version any more (410) is asked for a list again. As
+long as nothing has answered for a while `find` gives nothing at all: the caller then asks itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from service.backends.kuberay.client import EVENTS, PODS, KubeApi, KubeRefused, Resource
+from service.backends.kuberay.manifest import Manifest
+from service.backends.kuberay.status import is_suspended, obstacle_in
+from service.errors import BackendUnreachable
+
+_AGE_S = 5.0
+_MAX_REMEMBERED = 10_000
+
+
+class PodProblems:
+    """Obstacles of RayJobs that wait, at most some seconds old; `clock` gives Unix seconds."""
+
+    def __init__(self, api: KubeApi, clock: Callable[[], float]) -> None:
+        self._api = api
+        self._clock = clock
+        self._known: dict[str, tuple[float, str]] = {}
+
+    def of(self, rayjob: Manifest) -> str:
+        """What keeps the pods of a RayJob from running; empty where nothing is known to."""
+        name = rayjob["metadata"]["name"]
+        cluster = str((rayjob.get("status") or {}).get("rayClusterName") or "")
+        if is_suspended(rayjob) or not cluster:
+            return ""
+        asked_at, known = self._known.get(name, (0.0, ""))
+        if 0.0 <= self._clock() - asked_at < _AGE_S:
+            return known
+        if len(self._known) > _MAX_REMEMBERED:
+            self._known.clear()
+        found = ""
+        # It is a courtesy: the job is pending whether we are told why or not.
+        with suppress(BackendUnreachable, KubeRefused):
+            found = self._ask(name, cluster)
+        self._known[name] = (self._clock(), found)
+        return found
+
+    def _ask(self, name: str, cluster: str) -> str:
+        """Pods tell most; events of those that could not be made, and of the cluster itself."""
+        pods = self._items(PODS, label_selector=f"ray.io/cluster={cluster}")
+        found = obstacle_in(pods)
+        if found:
+            return found
+        events: list[Manifest] = []
+        for each in (name, cluster):
+            events += self._items(EVENTS, field_selector=f"involvedObject.name={each}")
+        return obstacle_in((), events, self._clock())
+
+    def _items(self, resource: Resource, **selector: Any) -> list[Manifest]:
+        return list(self._api.list(resource, **selector).get("items") or [])
+
+
+# Our RayJobs as they are now, told by a watch, so that a look costs no request.
+
+logger = logging.getLogger(__name__)
+WATCH_S = 45
+_FIRST_PAUSE_S = 0.5
+_MAX_PAUSE_S = 30.0
+# A stream that ends sooner was none: a server may refuse each, and a proxy cut each.
+_SHORT_S = 1.0
+_GONE = 410
+
+
+class Source(Protocol):
+    """Where the objects are."""
+
+    def list(self) -> Manifest:
+        """All of them, with `metadata.resourceVersion`."""
+
+    def watch(self, version: str) -> AbstractContextManager[Iterator[Manifest]]:
+        """Events after a version."""
+
+
+class WatchExpired(Exception):
+    """The server does not keep what happened after a version: a list must come first."""
+
+
+@dataclass
+class WatchCache:
+    """What is known of the objects, by name. Pure; `version` is None before the first list."""
+
+    objects: dict[str, Manifest] = field(default_factory=dict)
+    version: str | None = None
+
+    def replace(self, listed: Mapping[str, object]) -> None:
+        """Take over a list."""
+        items: list[Manifest] = listed.get("items") or []  # type: ignore[assignment]
+        self.objects = {item["metadata"]["name"]: item for item in items}
+        self.version = str(listed["metadata"]["resourceVersion"])  # type: ignore[index]
+
+    def apply(self, event: Manifest) -> None:
+        """Take over an event; raises `WatchExpired`, and `BackendUnreachable` for other errors."""
+        kind, found = event["type"], event["object"]
+        if kind == "ERROR":
+            self._fail(found)
+        metadata = found["metadata"]
+        if kind in ("ADDED", "MODIFIED"):
+            self.objects[metadata["name"]] = found
+        elif kind == "DELETED":
+            self.objects.pop(metadata["name"], None)
+        # A bookmark has nothing but its version.
+        self.version = str(metadata["resourceVersion"])
+
+    def _fail(self, status: Manifest) -> None:
+        if status.get("code") == _GONE:
+            raise WatchExpired
+        raise BackendUnreachable(f"the watch of RayJobs broke: {status.get('message')}")
+
+
+class RayJobWatch:
+    """A thread that keeps a `WatchCache` of what `source` has.
+
+    `on_turn` gets all objects after each list and each watch, which is about once a minute.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        on_turn: Callable[[list[Manifest]], None] = lambda objects: None,
+        pause: Callable[[float], object] | None = None,
+    ) -> None:
+        self._source = source
+        self._on_turn = on_turn
+        self._copy = WatchCache()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._pause = pause or self._closing.wait
+        self._is_live = False
+        self._thread = threading.Thread(target=self._run, name="rayjobs", daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no more; a stream that is open ends by itself, and nothing of it is used."""
+        self._closing.set()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether what is known here is what the server says now."""
+        return self._is_live
+
+    def find(self, name: str) -> Manifest | None:
+        """An object as it is now; None where it is not known, or nothing is."""
+        with self._lock:
+            return self._copy.objects.get(name) if self._is_live else None
+
+    def all(self) -> list[Manifest]:
+        """Every object that is known."""
+        with self._lock:
+            return list(self._copy.objects.values())
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing.is_set():
+            began = time.monotonic()
+            is_well = self.follow()
+            lasted_s = time.monotonic() - began
+            if is_well and lasted_s > _SHORT_S:
+                failures = 0
+                continue
+            is_first = lasted_s > _MAX_PAUSE_S
+            failures = 1 if is_first else failures + 1
+            self._pause(min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (failures - 1)))
+
+    def follow(self) -> bool:
+        """List if that is needed, then watch until the stream ends; whether it ended well."""
+        try:
+            if self._copy.version is None:
+                self._relist()
+            assert self._copy.version is not None
+            with self._source.watch(self._copy.version) as events:
+                self._is_live = True
+                for event in events:
+                    self._take(event)
+                    if self._closing.is_set():
+                        return True
+            if not self._closing.is_set():
+                self._on_turn(self.all())
+        except WatchExpired:
+            self._lose(is_expired=True)
+        except KubeRefused as error:
+            self._lose(is_expired=error.status == _GONE)
+            if error.status != _GONE and not self._closing.is_set():
+                logger.warning("cannot watch RayJobs, asking for each of them: %s", error)
+            if error.status != _GONE:
+                return False
+        except BackendUnreachable as error:
+            self._lose(is_expired=False)
+            logger.info("the watch of RayJobs broke: %s", error)
+            return False
+        except Exception:
+            # Whatever came was no event: nothing of what is known may be relied on.
+            self._lose(is_expired=True)
+            if not self._closing.is_set():
+                logger.exception("the watch of RayJobs broke")
+            return False
+        return True
+
+    def _relist(self) -> None:
+        listed = self._source.list()
+        with self._lock:
+            self._copy.replace(listed)
+
+    def _take(self, event: Manifest) -> None:
+        with self._lock:
+            self._copy.apply(event)
+
+    def _lose(self, *, is_expired: bool) -> None:
+        with self._lock:
+            self._is_live = False
+            if is_expired:
+                self._copy.version = None

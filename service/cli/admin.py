@@ -1,0 +1,546 @@
+"""Commands about access: login, logout, whoami, keys, audit."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from service.cli import common
+from service.cli.common import (
+    JsonOption,
+    UrlOption,
+    console,
+    error_console,
+    human_age,
+    human_duration,
+    print_json,
+)
+from service.client import credentials
+from service.client.client import ShardloomClient
+from service.domain.membership import span_text
+from service.schemas.admin import (
+    AuditOut,
+    DeliveryOut,
+    KeyOut,
+    NewKey,
+    ProjectOut,
+    WebhookCreated,
+    WebhookOut,
+    WhoAmI,
+)
+from service.schemas.jobs import QueueOut
+
+keys_app = typer.Typer(no_args_is_help=True, help="Make, list and revoke API keys.")
+_DAY_S = 86_400.0
+_KEY_SHOWN_ONCE = "shown this once: keep it where only its user can read it"
+
+
+def login(url: UrlOption = None) -> None:
+    """Keep an API key for a service, asked for without echo, in a file that only you can read."""
+    service = common.service_url(url)
+    key = typer.prompt(f"API key for {service}", hide_input=True, err=True).strip()
+    with ShardloomClient(service, api_key=key, retry=common.CLI_RETRY) as client:
+        found = client.whoami()
+    if found.kind == "local":
+        error_console().print(Text("this service asks for no key; it is kept all the same"))
+    path = credentials.keep_key(service, key)
+    console().print(f"signed in as {found.name}; the key is in {path}")
+
+
+def logout(url: UrlOption = None) -> None:
+    """Forget the API key for a service."""
+    service = common.service_url(url)
+    is_forgotten = credentials.forget_key(service)
+    console().print(f"the key for {service} is forgotten" if is_forgotten else "there was no key")
+
+
+def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Say who you are to the service, and what you may do."""
+    with common.open_client(url) as client:
+        found = client.whoami()
+    if as_json:
+        print_json(found)
+    else:
+        console().print(_who(found))
+
+
+@keys_app.command("create")
+def create_key(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Whose key it is, as in ci.")],
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PROJECT=ROLE",
+            help="Role in a project: viewer, submitter or admin; repeatable.",
+        ),
+    ] = None,
+    admin: Annotated[bool, typer.Option("--admin", help="Administrator of everything.")] = False,
+    expires_days: Annotated[
+        float | None, typer.Option(min=0.001, help="Days after which it no longer counts.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make an API key. The very first one is written to the database that SHARDLOOM_* names.
+
+    That one must be made with --admin, where the service's database can be reached.
+    """
+    roles = _roles(role or [], admin=admin)
+    expires_in_s = None if expires_days is None else expires_days * _DAY_S
+    if admin and url is None and _may_bootstrap():
+        made = _bootstrap(name, roles, expires_in_s)
+    else:
+        with common.open_client(url) as client:
+            made = client.create_key(name, roles, expires_in_s=expires_in_s)
+    if as_json:
+        print_json(made)
+        return
+    error_console().print(Text(f"key {made.id} of {made.name}, {_KEY_SHOWN_ONCE}", style="dim"))
+    typer.echo(made.key)
+
+
+@keys_app.command("list")
+def list_keys(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """List API keys; their secrets are known to nobody."""
+    found: list[KeyOut] = []
+    with common.open_client(url) as client:
+        after: str | None = None
+        while True:
+            page = client.list_keys(after=after)
+            found += page.items
+            after = page.next
+            if after is None:
+                break
+    if as_json:
+        print_json(found)
+    else:
+        console().print(_key_table(found, time.time()))
+
+
+@keys_app.command("revoke")
+def revoke_key(
+    key_id: Annotated[str, typer.Argument(metavar="ID", help="Id of the key.")],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End an API key and the sessions that were opened with it."""
+    with common.open_client(url) as client:
+        found = client.revoke_key(key_id)
+    if as_json:
+        print_json(found)
+    else:
+        console().print(f"key {found.id} ({found.name}) is revoked")
+
+
+def audit(
+    actor: Annotated[str | None, typer.Option(help="Only what this one did, as key:ci.")] = None,
+    object: Annotated[str | None, typer.Option(help="Only changes of this path.")] = None,
+    refused: Annotated[bool, typer.Option("--refused", help="Only what was refused.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="Lines, newest first.")] = 50,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show who changed what, when, from where, and with what result."""
+    with common.open_client(url) as client:
+        found = client.audit(actor=actor, object=object, refused=refused, limit=limit).items
+    if as_json:
+        print_json(found)
+    else:
+        console().print(_audit_table(found))
+
+
+def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
+    roles: dict[str, Any] = {"*": "admin"} if admin else {}
+    for text in given:
+        project, _, role = text.rpartition("=")
+        if not project or role not in ("viewer", "submitter", "admin"):
+            raise typer.BadParameter(f"'{text}': a role reads PROJECT=viewer|submitter|admin")
+        roles[project] = role
+    if not roles:
+        raise typer.BadParameter("say what the key may do: --role PROJECT=ROLE, or --admin")
+    return roles
+
+
+def _may_bootstrap() -> bool:
+    """Whether the database of the settings has no key yet, so that nobody could ask for one."""
+    from service.auth.security import has_no_key
+
+    return has_no_key()
+
+
+def _bootstrap(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey:
+    from service.auth.security import create_first_key
+
+    return create_first_key(name, roles, expires_in_s)
+
+
+def _who(found: WhoAmI) -> Text:
+    roles = ", ".join(f"{role} in {project}" for project, role in found.roles.items())
+    return Text.assemble((found.name, "bold"), f"  ({found.kind})  ", roles or "no role")
+
+
+def _key_table(keys: list[KeyOut], now: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("Id", "Name", "Roles", "Made", "Last used", "State"):
+        table.add_column(title, no_wrap=True)
+    for key in keys:
+        roles = ", ".join(f"{project}={role}" for project, role in key.roles.items())
+        used = human_age(key.last_used_at, now) if key.last_used_at else "never"
+        table.add_row(
+            key.id, key.name, roles, human_age(key.created_at, now), used, _key_state(key, now)
+        )
+    return table
+
+
+def _key_state(key: KeyOut, now: float) -> Text:
+    if key.revoked_at is not None:
+        return Text("revoked", style="red")
+    if key.expires_at is None:
+        return Text("good", style="green")
+    if key.expires_at <= now:
+        return Text("expired", style="red")
+    return Text(f"good for {(key.expires_at - now) / _DAY_S:.0f} days", style="green")
+
+
+def _audit_table(lines: list[AuditOut]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in ("Time", "Who", "From", "What", "Object", "Status"):
+        table.add_column(title, no_wrap=True)
+    for line in lines:
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.time))
+        status = Text(str(line.status), style="red" if line.status >= 400 else "green")
+        table.add_row(moment, line.actor, line.remote, line.action, line.object, status)
+    return table
+
+
+# The command that brings the database of the service to its version: migrate.
+
+
+def migrate(
+    check: Annotated[
+        bool,
+        typer.Option("--check", help="Change nothing; exit with 1 if the database is behind."),
+    ] = False,
+) -> None:
+    """Bring the service's database to this version; run it where SHARDLOOM_DATABASE_URL is set.
+
+    Several at once wait for the first. The service does the same when it starts.
+    """
+    # It opens the database, which needs what the CLI itself does not import.
+    from service.db.migrate import main
+
+    raise typer.Exit(main(check=check))
+
+
+# Commands about projects: `shardloom projects list|show|set|remove`.
+
+projects_app = typer.Typer(no_args_is_help=True, help="Quotas of projects, and what is in use.")
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the project.")]
+
+
+@projects_app.command("list")
+def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """List projects that have quotas or jobs that have not ended."""
+    with common.open_client(url) as client:
+        found = client.projects()
+    if as_json:
+        print_json(found)
+    elif found:
+        common.console().print(_projects_table(found))
+    else:
+        common.console().print("no projects yet; `project: NAME` in a spec makes one")
+
+
+@projects_app.command("show")
+def show_project(name: NameArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Show the quotas of a project and what its jobs hold."""
+    with common.open_client(url) as client:
+        _print_project(client.project(name), as_json=as_json)
+
+
+@projects_app.command("set")
+def set_quotas(
+    name: NameArgument,
+    max_workers: Annotated[
+        int | None, typer.Option(min=0, help="Most workers at the same time (default: no limit).")
+    ] = None,
+    max_running_jobs: Annotated[
+        int | None, typer.Option(min=0, help="Most jobs at the same time (default: no limit).")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Set both quotas of a project; what runs already is left to run."""
+    with common.open_client(url) as client:
+        changed = client.set_quotas(
+            name, max_workers=max_workers, max_running_jobs=max_running_jobs
+        )
+    _print_project(changed, as_json=as_json)
+
+
+@projects_app.command("remove")
+def remove_project(name: NameArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Take the quotas of a project away; its jobs stay."""
+    with common.open_client(url) as client:
+        client.remove_quotas(name)
+    if as_json:
+        print_json({"name": name, "removed": True})
+    else:
+        typer.echo(f"project {name} has no quotas any more")
+
+
+def _print_project(project: ProjectOut, *, as_json: bool) -> None:
+    if as_json:
+        print_json(project)
+    else:
+        common.console().print(_projects_table([project]))
+
+
+def _projects_table(projects: list[ProjectOut]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in ("PROJECT", "WORKERS", "RUNNING", "QUEUED"):
+        table.add_column(heading)
+    for each in projects:
+        table.add_row(
+            each.name,
+            _of(each.num_workers, each.max_workers),
+            _of(each.num_running_jobs, each.max_running_jobs),
+            str(each.num_queued_jobs),
+        )
+    return table
+
+
+def _of(used: int, most: int | None) -> str:
+    return str(used) if most is None else f"{used} of {most}"
+
+
+# The command `queue`: who waits for what, and who holds the workers.
+
+
+def queue(url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Show who waits for workers, in which order and why, and who holds them."""
+    with common.open_client(url) as client:
+        found = client.queue()
+    if as_json:
+        print_json(found)
+        return
+    if not found.waiting and not found.running:
+        common.console().print("nothing waits and nothing runs")
+    if found.waiting:
+        common.console().print(_waiting_table(found, time.time()))
+    if found.running:
+        common.console().print(_running_table(found))
+
+
+def _waiting_table(found: QueueOut, now: float) -> Table:
+    table = _table("#", "JOB", "NAME", "PROJECT", "PRIORITY", "WORKERS", "WAITS", "WHY")
+    for job in found.waiting:
+        table.add_row(
+            "-" if job.position is None else str(job.position),
+            job.id,
+            job.name,
+            job.project,
+            str(job.priority),
+            span_text(job.min_workers, job.world_size),
+            human_duration(max(0.0, now - job.waits_since)),
+            job.reason,
+        )
+    return table
+
+
+def _running_table(found: QueueOut) -> Table:
+    table = _table("RUNS", "NAME", "PROJECT", "PRIORITY", "WORKERS", "")
+    for job in found.running:
+        makes_way = f"makes way for {job.preempted_by}" if job.preempted_by else "pauses"
+        table.add_row(
+            job.id,
+            job.name,
+            job.project,
+            str(job.priority),
+            str(job.num_workers),
+            makes_way if job.is_pausing else "",
+        )
+    return table
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for heading in headings:
+        table.add_column(heading)
+    return table
+
+
+# Commands about webhooks: who hears of what, and what came of the messages.
+
+webhooks_app = typer.Typer(no_args_is_help=True, help="Let URLs hear of what happens to jobs.")
+WebhookArgument = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id.")]
+KindOption = Annotated[
+    list[str] | None,
+    typer.Option("--kind", help="Kind of timeline line, as in job_ended; repeatable (all)."),
+]
+_SECRET_SHOWN_ONCE = "the secret that signs its messages, shown this once"
+
+
+@webhooks_app.command("create")
+def create_webhook(
+    target: Annotated[str, typer.Argument(metavar="URL", help="Where messages go.")],
+    project: Annotated[str, typer.Option(help="Project, or * for every one.")] = "default",
+    kind: KindOption = None,
+    description: Annotated[str, typer.Option(help="What it is for.")] = "",
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a webhook, and print the secret that its messages are signed with."""
+    with common.open_client(url) as client:
+        made = client.create_webhook(
+            target, project=project, kinds=kind or (), description=description
+        )
+    _print_secret(made, as_json=as_json)
+
+
+@webhooks_app.command("list")
+def list_webhooks(
+    project: Annotated[str | None, typer.Option(help="Only of this project.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List webhooks."""
+    with common.open_client(url) as client:
+        found = client.webhooks(project=project)
+    if as_json:
+        print_json(found)
+    elif not found:
+        console().print("no webhooks; `shardloom webhooks create URL` makes one")
+    else:
+        console().print(_webhooks_table(found))
+
+
+@webhooks_app.command("change")
+def change_webhook(
+    webhook: WebhookArgument,
+    target: Annotated[str | None, typer.Option("--to", help="Another URL.")] = None,
+    kind: KindOption = None,
+    on: Annotated[bool | None, typer.Option("--on/--off", help="Switch it on or off.")] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Change a webhook, or switch it off or on again."""
+    wanted = {"url": target, "kinds": kind, "is_active": on}
+    changes = {name: value for name, value in wanted.items() if value is not None}
+    with common.open_client(url) as client:
+        changed = client.change_webhook(webhook, **changes)
+    _print_webhook(changed, as_json=as_json)
+
+
+@webhooks_app.command("delete")
+def delete_webhook(webhook: WebhookArgument, url: UrlOption = None) -> None:
+    """Forget a webhook and what was not delivered yet."""
+    with common.open_client(url) as client:
+        client.delete_webhook(webhook)
+
+
+@webhooks_app.command("rotate")
+def rotate_secret(
+    webhook: WebhookArgument, url: UrlOption = None, as_json: JsonOption = False
+) -> None:
+    """Give a webhook a new secret."""
+    with common.open_client(url) as client:
+        made = client.rotate_webhook(webhook)
+    _print_secret(made, as_json=as_json)
+
+
+@webhooks_app.command("test")
+def send_test(webhook: WebhookArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Send a test message."""
+    with common.open_client(url) as client:
+        queued = client.try_webhook(webhook)
+    if as_json:
+        print_json(queued)
+    else:
+        typer.echo(f"queued as {queued.id}; `shardloom webhooks deliveries {webhook}` tells more")
+
+
+@webhooks_app.command("deliveries")
+def list_deliveries(
+    webhook: WebhookArgument,
+    state: Annotated[str | None, typer.Option(help="pending, delivered or dead.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many of the newest.")] = 20,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List messages to a webhook, newest first."""
+    with common.open_client(url) as client:
+        found = list(itertools.islice(client.deliveries(webhook, state=state), limit))
+    if as_json:
+        print_json(found)
+    else:
+        console().print(_deliveries_table(found, time.time()))
+
+
+@webhooks_app.command("redeliver")
+def redeliver(
+    webhook: WebhookArgument,
+    delivery: Annotated[int, typer.Argument(metavar="DELIVERY", help="Its number.")],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Send a message again."""
+    with common.open_client(url) as client:
+        queued = client.redeliver(webhook, delivery)
+    if as_json:
+        print_json(queued)
+    else:
+        typer.echo(f"message {queued.message_id} goes out again")
+
+
+def _print_secret(made: WebhookCreated, *, as_json: bool) -> None:
+    if as_json:
+        print_json(made)
+        return
+    error_console().print(Text(f"webhook {made.id}; {_SECRET_SHOWN_ONCE}", style="dim"))
+    typer.echo(made.secret)
+
+
+def _print_webhook(webhook: WebhookOut, *, as_json: bool) -> None:
+    if as_json:
+        print_json(webhook)
+    else:
+        console().print(_webhooks_table([webhook]))
+
+
+def _webhooks_table(found: list[WebhookOut]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("ID", "PROJECT", "URL", "KINDS", "STATE"):
+        table.add_column(heading, overflow="fold")
+    for each in found:
+        state = "on" if each.is_active else f"off  {each.note}".rstrip()
+        table.add_row(each.id, each.project, each.url, " ".join(each.kinds) or "all", state)
+    return table
+
+
+def _deliveries_table(found: list[DeliveryOut], now_s: float) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("DELIVERY", "KIND", "JOB", "MADE", "TRIES", "STATE"):
+        table.add_column(heading, overflow="fold")
+    for each in found:
+        table.add_row(
+            str(each.id),
+            each.kind,
+            each.job_id or "",
+            human_age(each.created_at, now_s),
+            str(each.num_tries),
+            _delivery_state(each, now_s),
+        )
+    return table
+
+
+def _delivery_state(delivery: DeliveryOut, now_s: float) -> str:
+    parts = [delivery.state]
+    if delivery.state == "pending" and delivery.num_tries:
+        parts.append(f"next in {human_duration(max(0.0, delivery.next_try_at - now_s))}")
+    return "  ".join([*parts, delivery.message]).rstrip()

@@ -1,0 +1,383 @@
+"""Commands about trained models: export, exports, serve."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from service.cli import common
+from service.cli.common import (
+    JobArgument,
+    JsonOption,
+    UrlOption,
+    console,
+    human_age,
+    human_bytes,
+    print_json,
+)
+from service.cli.render import plain_table, traces_table
+from service.client.client import ShardloomClient
+from service.client.resources import LogQuery
+from service.schemas.jobs import ExportOut, LogLine, TraceOut, TraceRequested
+from trainer.spec.training import Quantization
+
+_DEFAULT_PORT = 8800
+_ANSWERS_WITHOUT_SERVICE = "needs either JOB or --run-dir, not both"
+
+
+def export(
+    job: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[JOB]",
+            help="Id, unique prefix of it, or name (the newest).",
+            autocompletion=common.job_names,
+        ),
+    ] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder to write; it must not exist.")
+    ] = None,
+    checkpoint: Annotated[
+        str, typer.Option(help="newest, best, or a step (with --run-dir also a folder).")
+    ] = "newest",
+    quantize: Annotated[
+        Quantization, typer.Option(help="Precision of the tables: int8, fp16 or none.")
+    ] = "int8",
+    run_dir: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Export from a job's folder on run storage, without a service."
+        ),
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Export the model of a checkpoint: unsharded, quantised, ready for `shardloom serve`.
+
+    The export says how far its predictions are from the trainer's on the validation rows.
+    """
+    if (job is None) == (run_dir is None):
+        raise typer.BadParameter(_ANSWERS_WITHOUT_SERVICE)
+    if to is None:
+        raise typer.BadParameter("--to says which folder to write")
+    if to.exists():
+        raise typer.BadParameter(f"--to: {to} exists already; name a folder that does not")
+    if run_dir is not None:
+        _export_here(run_dir, to, checkpoint, quantize, as_json=as_json)
+        return
+    assert job is not None
+    with common.open_client(url) as client:
+        _export_there(client, job, to, checkpoint, quantize, as_json=as_json)
+
+
+def exports(
+    job: JobArgument,
+    delete: Annotated[
+        str | None,
+        typer.Option(metavar="ID", help="Delete this one instead; one being made is given up."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the exports of a job, or delete one."""
+    with common.open_client(url) as client:
+        if delete is not None:
+            _delete(client, job, delete, yes=yes, as_json=as_json)
+            return
+        found = client.exports(job)
+    if as_json:
+        print_json(found)
+    elif not found:
+        console().print(f"no exports yet; `shardloom export {job} --to DIR` makes one")
+    else:
+        console().print(exports_table(found, time.time()))
+
+
+def _delete(client: ShardloomClient, job: str, export_id: str, *, yes: bool, as_json: bool) -> None:
+    if not yes:
+        # From the list, which tells of damaged ones, too.
+        found = next((each for each in client.exports(job) if each.id == export_id), None)
+        what = "" if found is None else f" ({found.checkpoint}, {found.quantize}, {found.status})"
+        typer.confirm(f"delete export {export_id} of {job}{what}?", abort=True, err=True)
+    client.delete_export(job, export_id)
+    if as_json:
+        print_json({"id": export_id, "deleted": True})
+    else:
+        typer.echo(f"export {export_id} of {job} is deleted")
+
+
+def serve(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an export.")],
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = _DEFAULT_PORT,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of one prediction.")] = 1,
+) -> None:
+    """Score with an export over HTTP: POST /v1/predict. Needs no service and no cluster."""
+    command = ["-m", "trainer.export.server", str(folder), "--host", host, "--port", str(port)]
+    # In our place: signals and the exit code are the scorer's.
+    os.execv(sys.executable, [sys.executable, *command, "--threads", str(threads)])
+
+
+def exports_table(found: list[ExportOut], now: float) -> Table:
+    """A row for each export."""
+    table = plain_table("id", "status", "checkpoint", "tables", "size", "age", "")
+    for each in found:
+        what = each.checkpoint if each.step is None else f"{each.checkpoint} (step {each.step})"
+        num_bytes = "" if each.size_bytes is None else human_bytes(each.size_bytes)
+        since = human_age(each.created, now)
+        table.add_row(
+            each.id, each.status, what, each.quantize, num_bytes, since, each.message or ""
+        )
+    return table
+
+
+def _export_there(
+    client: ShardloomClient,
+    job: str,
+    to: Path,
+    checkpoint: str,
+    quantize: Quantization,
+    *,
+    as_json: bool,
+) -> None:
+    asked = client.request_export(job, checkpoint=checkpoint, quantize=quantize)
+    if not as_json:
+        common.error_console().print(f"export {asked.id} is asked for", style="dim")
+    done = client.wait_for_export(job, asked.id)
+    try:
+        client.download_export(job, asked.id, to)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write to {to}: {error.strerror or error}") from None
+    if as_json:
+        print_json(done)
+        return
+    for line in (comparison(done), f"{to}"):
+        console().print(line, soft_wrap=True)
+
+
+def comparison(done: ExportOut) -> str:
+    """What the report says of the predictions, in a line for each task."""
+    report = done.report or {}
+    if report.get("not_measured"):
+        return f"predictions were not compared with the trainer's: {report['not_measured']}"
+    lines = [
+        f"{name}: |export - trainer| mean {task['mean_abs_error']:.2e}, max "
+        f"{task['max_abs_error']:.2e}; {task['metric']} {task['trainer_metric']:.6f} (trainer) "
+        f"{task['export_metric']:.6f} (export)"
+        for name, task in report.get("tasks", {}).items()
+    ]
+    return "\n".join([f"{report.get('num_rows', 0)} validation rows compared", *lines])
+
+
+def _export_here(run_dir: Path, to: Path, checkpoint: str, quantize: str, *, as_json: bool) -> None:
+    """Run the trainer's own command in a process of its own: the CLI imports no torch."""
+    options = ["--run-dir", str(run_dir), "--to", str(to)]
+    chosen = ["--checkpoint", checkpoint, "--quantize", quantize]
+    command = [sys.executable, "-m", "trainer.export", *options, *chosen]
+    # Its lines are for people; a program reads the report.
+    code = subprocess.run(command, stdout=sys.stderr if as_json else None, check=False).returncode
+    if code:
+        raise typer.Exit(code)
+    if as_json:
+        print(json.dumps(json.loads((to / "report.json").read_text(encoding="utf-8")), indent=2))
+
+
+# The command `logs`: read, search, follow and save what a job's processes wrote.
+
+DEFAULT_TAIL = 100
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
+_STYLES = {"warning": "yellow", "error": "red", "critical": "bold red"}
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
+SourceOption = Annotated[
+    str | None, typer.Option(help="One log only: driver, rank-0, group-1-rank-0, ...")
+]
+LevelOption = Annotated[
+    Literal["debug", "info", "warning", "error", "critical"] | None,
+    typer.Option(help="Only lines of this level on."),
+]
+TailOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="Last lines of each log (100, or all where lines are picked)."),
+]
+
+
+def logs(
+    job: JobArgument,
+    url: UrlOption = None,
+    follow: FollowOption = False,
+    source: SourceOption = None,
+    rank: Annotated[list[int] | None, typer.Option(min=0, help="Only ranks; repeatable.")] = None,
+    level: LevelOption = None,
+    grep: Annotated[
+        str | None, typer.Option(help="Only lines with this text; * stands for anything.")
+    ] = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="TIME", help="As in 10m (ago), or 2026-11-21T10:00.")
+    ] = None,
+    until: Annotated[str | None, typer.Option(metavar="TIME", help="As --since.")] = None,
+    attempt: Annotated[str | None, typer.Option(help="Attempt id (the newest).")] = None,
+    tail: TailOption = None,
+    download: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Save the logs of all attempts: .zip, or text as .gz."),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the logs of a job's newest attempt, follow them, or save them all."""
+    now_s = time.time()
+    query = LogQuery(
+        attempt=attempt,
+        source=source,
+        ranks=rank or (),
+        level=level,
+        text=grep,
+        since=moment(since, now_s),
+        until=moment(until, now_s),
+    )
+    query = LogQuery(**{**vars(query), "tail": _tail(tail, query)})
+    with common.open_client(url) as client:
+        if download is not None:
+            _save_logs(client, job, download, attempt)
+        elif follow:
+            _follow_logs(client, job, query, as_json=as_json)
+        else:
+            _print_logs(client, job, query, as_json=as_json)
+
+
+def _tail(wanted: int | None, query: LogQuery) -> int | None:
+    picks = bool(query.level or query.text or query.since or query.until)
+    return wanted if wanted is not None or picks else DEFAULT_TAIL
+
+
+def moment(text: str | None, now_s: float) -> float | None:
+    """Unix seconds of a time: an ISO date and time (local), or how long ago, as in `10m`.
+
+    Raises `typer.BadParameter`.
+    """
+    if text is None:
+        return None
+    if match := _AGO.fullmatch(text):
+        return max(0.0, now_s - float(match[1]) * _UNITS_S[match[2]])
+    try:
+        return max(0.0, datetime.fromisoformat(text).timestamp())
+    except (ValueError, OverflowError):
+        raise typer.BadParameter(
+            f"{text!r} is no time; write 10m, 2h or 2026-11-21T10:00"
+        ) from None
+
+
+def _print_logs(client: ShardloomClient, job: str, query: LogQuery, *, as_json: bool) -> None:
+    answer = client.read_logs(job, query=query)
+    if as_json:
+        print_json(answer)
+        return
+    for line in answer.lines:
+        _print_line(line)
+
+
+def _follow_logs(client: ShardloomClient, job: str, query: LogQuery, *, as_json: bool) -> None:
+    # Ctrl-C is the usual way out of a log that goes on.
+    with contextlib.suppress(KeyboardInterrupt):
+        for line in client.follow_logs(job, query=query):
+            if as_json:
+                typer.echo(line.model_dump_json())
+            else:
+                _print_line(line)
+
+
+def _save_logs(client: ShardloomClient, job: str, target: Path, attempt: str | None) -> None:
+    try:
+        path = client.download_logs(job, target, attempt=attempt)
+    except OSError as error:
+        raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from None
+    console().print(str(path), soft_wrap=True)
+
+
+def _print_line(line: LogLine) -> None:
+    style = _STYLES.get(line.level or "", "")
+    text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
+    console().print(text, soft_wrap=True)
+
+
+# Commands about profiler traces: trace, traces.
+
+
+def trace(
+    job: JobArgument,
+    steps: Annotated[int, typer.Option(min=1, max=100, help="How many steps to record.")] = 3,
+    rank: Annotated[
+        list[int] | None, typer.Option(min=0, help="A rank to record; repeatable (default 0).")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until the trace is written.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Save the files in a folder, once they are written."),
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Record the next steps of a running job with torch.profiler.
+
+    A trace shows training only: it ends early where a checkpoint or a validation begins.
+
+    The files are gzipped traces in Chrome's format: open them at https://ui.perfetto.dev.
+    """
+    with common.open_client(url) as client:
+        requested = client.request_trace(job, num_steps=steps, ranks=rank or (0,))
+        if not wait and out is None:
+            _print_requested(job, requested, as_json=as_json)
+            return
+        written = client.wait_for_traces(job, requested)
+        if as_json:
+            print_json(written)
+        elif out is None:
+            console().print(traces_table(written, time.time()))
+        if out is not None:
+            _save_traces(client, job, written, out, is_quiet=as_json)
+
+
+def traces(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """List the traces of a job."""
+    with common.open_client(url) as client:
+        found = client.traces(job)
+    if as_json:
+        print_json(found)
+    elif not found:
+        console().print(f"no traces yet; `shardloom trace {job}` records one")
+    else:
+        console().print(traces_table(found, time.time()))
+
+
+def _save_traces(
+    client: ShardloomClient, job: str, written: list[TraceOut], folder: Path, *, is_quiet: bool
+) -> None:
+    for each in written:
+        try:
+            path = client.download_trace(job, each, folder)
+        except OSError as error:
+            raise typer.BadParameter(f"cannot write to {folder}: {error.strerror}") from None
+        if not is_quiet:
+            console().print(str(path), soft_wrap=True)
+
+
+def _print_requested(job: str, requested: TraceRequested, *, as_json: bool) -> None:
+    if as_json:
+        print_json(requested)
+        return
+    typer.echo(requested.id)
+    hint = f"is asked for; `shardloom traces {job}` lists it once it is written"
+    common.error_console().print(Text(f"the trace {hint}", style="dim"))

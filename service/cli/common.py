@@ -1,0 +1,347 @@
+"""What every command needs: options in one wording, the output, and a client.
+
+    0    done; for `run`, `submit --wait` and `follow`: the job succeeded
+    1    the job failed; `migrate --check`: the database is behind
+    2    the request was refused: wrong usage, a faulty spec, no such job; or a trace never came
+    3    no service could be reached, or the local stack did not start
+    4    detached by Ctrl-C: the job goes on
+    130  the job was cancelled
+
+Detaching has a code of its own, so that a script never takes an unfinished job for a success.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import typer
+from pydantic import BaseModel
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+from typer.core import TyperGroup
+
+from service.client.client import ShardloomClient
+from service.client.errors import (
+    CredentialsUnusable,
+    ExportFailed,
+    InvalidRequest,
+    NotFound,
+    NotSignedIn,
+    ProblemError,
+    ServiceUnreachable,
+    ShardloomError,
+    TraceLost,
+)
+from service.client.transport import DEFAULT_URL, RetryPolicy
+from service.domain.models import JobStatus
+from service.local.state import StackError, StackHome
+from trainer.spec.base import SpecError
+from trainer.spec.parse import apply_overrides, parse_document
+
+# A person waits for the answer, and the error says how to go on: give up within two seconds.
+CLI_RETRY = RetryPolicy(num_retries=3)
+_AT_ONCE = RetryPolicy(num_retries=0)
+_MAX_COMPLETIONS = 50
+# A table that is piped into a file must not be cut at 80 columns.
+PIPED_WIDTH = 200
+
+
+def job_names(incomplete: str) -> list[tuple[str, str]]:
+    """(name or id, what it is) of the newest jobs that begin so, for the shell's completion.
+
+    Empty if the service does not answer at once: somebody waits with a finger on the tab key.
+    """
+    try:
+        with open_client(None, _AT_ONCE) as client:
+            jobs = client.list_jobs(limit=_MAX_COMPLETIONS).items
+    except ShardloomError:
+        return []
+    offered = {job.name: f"newest: {job.status.lower()}" for job in reversed(jobs)}
+    if incomplete.startswith("job-"):  # else all ids would be in the way
+        offered |= {job.id: f"{job.name}, {job.status.lower()}" for job in jobs}
+    return [(name, hint) for name, hint in offered.items() if name.startswith(incomplete)]
+
+
+JobArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="JOB",
+        help="Id, unique prefix of it, or name (the newest).",
+        autocompletion=job_names,
+    ),
+]
+SpecArgument = Annotated[
+    str, typer.Argument(metavar="SPEC", help="Job spec, YAML or JSON; - reads standard input.")
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Override a field, as in training.epochs=3; repeatable."
+    ),
+]
+UrlOption = Annotated[
+    str | None,
+    typer.Option(
+        "--url", envvar="SHARDLOOM_URL", help="Service to talk to (default: the local one)."
+    ),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def console() -> Console:
+    """Where answers go: standard output."""
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    return Console(width=width, highlight=False, markup=False, emoji=False)
+
+
+def error_console() -> Console:
+    """Where errors and hints go: standard error."""
+    width = None if sys.stderr.isatty() else PIPED_WIDTH
+    return Console(stderr=True, width=width, highlight=False, markup=False, emoji=False)
+
+
+def service_url(url: str | None) -> str:
+    """URL to use: the one given, that of the head joined, the local stack's, the default.
+
+    What runs comes first: both may have been left by an earlier boot.
+    """
+    if url:
+        return url
+    home = StackHome.from_environment()
+    joined = home.read_joined()
+    if joined is not None and joined.is_running:
+        return joined.head_url
+    if state := home.read_state():
+        return state.url
+    return joined.head_url if joined is not None else DEFAULT_URL
+
+
+def open_client(url: str | None, retry: RetryPolicy = CLI_RETRY) -> ShardloomClient:
+    """A client of the service that the command is about."""
+    return ShardloomClient(service_url(url), retry=retry)
+
+
+def print_json(value: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> None:
+    """Print one JSON document on standard output."""
+    if isinstance(value, BaseModel):
+        plain: Any = value.model_dump(mode="json")
+    elif isinstance(value, dict):
+        plain = value
+    else:
+        plain = [item.model_dump(mode="json") for item in value]
+    typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
+
+
+def read_spec(source: str, overrides: Sequence[str] | None) -> dict[str, Any]:
+    """The spec document of a file or standard input (`-`), with overrides and an absolute path.
+
+    Raises `SpecError`, or `typer.BadParameter` if the file cannot be read.
+    """
+    try:
+        text = sys.stdin.read() if source == "-" else Path(source).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise typer.BadParameter(f"cannot read the spec {source!r}: {reason}") from None
+    document = apply_overrides(parse_document(text), overrides or ())
+    return absolute_data_path(document, Path.cwd())
+
+
+def absolute_data_path(document: Any, folder: Path) -> Any:
+    """The document with a relative `data.path` resolved against `folder`; URLs stay as they are.
+
+    The service and its workers run in folders of their own.
+    """
+    data = document.get("data") if isinstance(document, dict) else None
+    if not isinstance(data, dict):
+        return document
+    path = data.get("path")
+    if not isinstance(path, str) or not path or "://" in path:
+        return document
+    absolute = os.path.normpath(folder / Path(path).expanduser())
+    return {**document, "data": {**data, "path": absolute}}
+
+
+# Exit codes of the CLI.
+
+JOB_FAILED = 1
+REFUSED = 2
+UNAVAILABLE = 3
+DETACHED = 4
+JOB_CANCELLED = 130
+_BY_STATUS = {
+    JobStatus.SUCCEEDED: 0,
+    JobStatus.FAILED: JOB_FAILED,
+    JobStatus.CANCELLED: JOB_CANCELLED,
+}
+
+
+def exit_code_of(status: JobStatus) -> int:
+    """Exit code that mirrors a job; one that has not ended counts as detached."""
+    return _BY_STATUS.get(status, DETACHED)
+
+
+# How errors read on the command line, and the exit code of each.
+
+
+class Fault(Protocol):
+    """A faulty field: where it is and what is wrong."""
+
+    @property
+    def path(self) -> str:
+        """Path of the field in the spec."""
+
+    @property
+    def message(self) -> str:
+        """What is wrong with it."""
+
+
+class ErrorReportingGroup(TyperGroup):
+    """A group of commands that turns our exceptions into a message and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; raises `typer.Exit` where it failed in a way that we know."""
+        try:
+            return super().invoke(ctx)
+        except (ShardloomError, SpecError, StackError) as error:
+            error_console().print(describe(error))
+            raise typer.Exit(exit_code_of_error(error)) from error
+
+
+def exit_code_of_error(error: Exception) -> int:
+    """2 where the request was refused, 3 where there is nobody to answer it."""
+    refused = isinstance(error, SpecError | ExportFailed | TraceLost | CredentialsUnusable) or (
+        isinstance(error, ProblemError) and error.status < 500
+    )
+    return REFUSED if refused else UNAVAILABLE
+
+
+def describe(error: Exception) -> RenderableType:
+    """The message of an error, with what to do about it."""
+    if isinstance(error, SpecError):
+        return _faults("the spec", error.problems)
+    if isinstance(error, InvalidRequest) and error.fields:
+        what = "the spec" if error.code == "invalid_spec" else "the request"
+        return _faults(what, error.fields)
+    if isinstance(error, ServiceUnreachable):
+        return _message(
+            str(error),
+            "start one on this machine with `shardloom up`, or name another with --url "
+            "or SHARDLOOM_URL",
+        )
+    if isinstance(error, NotSignedIn):
+        return _message(str(error), "`shardloom login` keeps an API key for this service")
+    if isinstance(error, NotFound) and error.code == "job_not_found":
+        return _message(str(error), "`shardloom ps --all` lists the jobs")
+    return _message(str(error))
+
+
+def _message(text: str, hint: str = "") -> RenderableType:
+    line = Text.assemble(("error  ", "bold red"), text)
+    return Group(line, Text(f"       {hint}", style="dim")) if hint else line
+
+
+def _faults(what: str, faults: Sequence[Fault]) -> RenderableType:
+    number = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
+    table = Table.grid(padding=(0, 2))
+    for fault in faults:
+        table.add_row("     ", Text(fault.path, style="bold"), Text(fault.message))
+    return Group(_message(f"{what} has {number}:"), table)
+
+
+# Numbers, sizes and times as people read them; pure functions.
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+_SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def human_bytes(num_bytes: float) -> str:
+    """A size in decimal units, as in `12.3 MB`."""
+    size, unit = float(num_bytes), 0
+    while size >= 999.95 and unit < len(_SIZE_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.0f} B" if unit == 0 else f"{size:.1f} {_SIZE_UNITS[unit]}"
+
+
+def human_duration(duration_s: float) -> str:
+    """A duration in its two largest units, as in `1h 05m` or `42s`."""
+    if duration_s < 10:
+        return f"{max(duration_s, 0.0):.1f}s"
+    whole_s = round(duration_s)
+    minutes, seconds = divmod(whole_s, 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days}d {hours:02}h"
+    if hours:
+        return f"{hours}h {minutes:02}m"
+    return f"{minutes}m {seconds:02}s" if minutes else f"{seconds}s"
+
+
+def human_age(time_s: float, now_s: float) -> str:
+    """How long ago a Unix time was, in its largest unit, as in `2 m ago`."""
+    age_s = now_s - time_s
+    for unit_s, unit in ((86400, "d"), (3600, "h"), (60, "m"), (1, "s")):
+        if age_s >= unit_s:
+            return f"{int(age_s // unit_s)} {unit} ago"
+    return "now"
+
+
+def human_count(count: float) -> str:
+    """A count in three digits, as in `21.3k`."""
+    for unit, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= unit:
+            return f"{count / unit:.1f}{suffix}"
+    return f"{count:.0f}"
+
+
+def human_number(value: float) -> str:
+    """A metric's value in four significant digits, without an exponent where that reads well."""
+    if math.isnan(value) or math.isinf(value):
+        return str(value)
+    if value != 0 and not 1e-4 <= abs(value) < 1e7:
+        return f"{value:.3e}"
+    digits = max(0, 4 - len(f"{abs(value):.0f}")) if abs(value) >= 1 else 4
+    return f"{value:,.{digits}f}"
+
+
+def clock(time_s: float) -> str:
+    """Local time of day of a Unix time, as in `14:03:59`."""
+    return time.strftime("%H:%M:%S", time.localtime(time_s))
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """A curve of block characters; at most `width` of them, each the mean of its share of values.
+
+    Values that are not finite leave a gap.
+    """
+    buckets = _buckets(values, width)
+    finite = [value for value in buckets if math.isfinite(value)]
+    if not finite:
+        return ""
+    low, span = min(finite), max(finite) - min(finite)
+    return "".join(_block(value, low, span) for value in buckets)
+
+
+def _block(value: float, low: float, span: float) -> str:
+    if not math.isfinite(value):
+        return " "
+    if span == 0:
+        return BLOCKS[len(BLOCKS) // 2]
+    return BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))]
+
+
+def _buckets(values: Sequence[float], width: int) -> list[float]:
+    num_buckets = min(width, len(values))
+    if num_buckets == 0:
+        return []
+    edges = [index * len(values) // num_buckets for index in range(num_buckets + 1)]
+    return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]

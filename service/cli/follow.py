@@ -1,0 +1,271 @@
+"""Following a job in the terminal: a live display, or plain lines where the output is no terminal.
+
+Events scroll by and stay; below them the live display shows status, progress and metrics.
+Following only reads. It ends when the job does, and a service that restarts meanwhile is waited
+for; Ctrl-C detaches and the job goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from service.cli.common import DETACHED, exit_code_of, human_count, human_duration
+from service.cli.render import (
+    event_line,
+    groups_text,
+    headline_metric,
+    metrics_line,
+    progress_line,
+    shape_text,
+    status_text,
+)
+from service.client.client import ShardloomClient
+from service.client.errors import ShardloomError
+from service.client.transport import PATIENCE_S, may_pass
+from service.domain.models import JobStatus
+from service.schemas.jobs import JobDetail, TimelineEventOut
+
+LIVE_POLL_S = 0.5
+PLAIN_POLL_S = 1.0
+# Plain lines end up in logs, where one every few seconds is enough.
+PLAIN_LINE_EVERY_S = 10.0
+
+
+@dataclass
+class Followed:
+    """What is known of the job so far. `trouble` says why the last look failed, if it did."""
+
+    job: JobDetail
+    last_event_id: int = 0
+    trouble: str = ""
+
+
+class View(Protocol):
+    """Shows what is followed."""
+
+    poll_s: float
+
+    def __enter__(self) -> View:
+        """Take the screen."""
+
+    def __exit__(self, *exc: object) -> None:
+        """Give the screen back."""
+
+    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
+        """Show the newest state and the events that are new in it."""
+
+
+class LiveView:
+    """Events above a display that stays in place and is redrawn."""
+
+    poll_s = LIVE_POLL_S
+
+    def __init__(self, console: Console) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+
+    def __enter__(self) -> LiveView:
+        self._live.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.stop()
+
+    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
+        """Print the new events and redraw the rest."""
+        for event in fresh:
+            self._live.console.print(event_line(event))
+        self._live.update(live_page(followed), refresh=True)
+
+
+class PlainView:
+    """Lines that are printed once: every event, and the progress now and then."""
+
+    poll_s = PLAIN_POLL_S
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._status: JobStatus | None = None
+        self._message = ""
+        self._step = -1
+        self._next_line_s = 0.0
+
+    def __enter__(self) -> PlainView:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return None
+
+    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
+        """Print what is new."""
+        job = followed.job
+        for event in fresh:
+            self._console.print(event_line(event))
+        if job.status is not self._status:
+            self._status = job.status
+            if not job.status.is_terminal:
+                self._console.print(Text.assemble(f"{job.name}  ", status_text(job.status)))
+        if job.message != self._message:
+            self._message = job.message
+            if job.message and not job.status.is_terminal:
+                self._console.print(job.message)
+        if job.progress.step != self._step and self._clock() >= self._next_line_s:
+            self._step = job.progress.step
+            self._next_line_s = self._clock() + PLAIN_LINE_EVERY_S
+            if job.progress.total_steps:
+                metric = headline_metric(job.latest_metrics)
+                self._console.print(progress_line(job) + (f", {metric}" if metric else ""))
+        if followed.trouble:
+            self._console.print(followed.trouble)
+
+
+@contextmanager
+def detaching(job_id: str, output: Console) -> Iterator[None]:
+    """Ctrl-C inside only detaches: says how to come back, and raises `typer.Exit`."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        output.print(detached_message(job_id))
+        raise typer.Exit(DETACHED) from None
+
+
+def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
+    """Show a job until it has ended; returns the exit code that mirrors it.
+
+    Raises `ServiceUnreachable` or `ServerFault` after `PATIENCE_S` without an answer.
+    """
+    view: View = LiveView(console) if console.is_terminal else PlainView(console)
+    job = watch(client, job_id, view)
+    console.print(end_page(job))
+    return exit_code_of(job.status)
+
+
+def watch(
+    client: ShardloomClient,
+    job_id: str,
+    view: View,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> JobDetail:
+    """Poll a job into `view` until it has ended, and return it."""
+    followed = Followed(client.get_job(job_id))
+    answered_s = clock()
+    with view:
+        while True:
+            try:
+                fresh = poll(client, followed)
+                answered_s, followed.trouble = clock(), ""
+            except ShardloomError as error:
+                if not may_pass(error) or clock() - answered_s > PATIENCE_S:
+                    raise
+                fresh, followed.trouble = [], f"{error}; the job goes on, trying again"
+            view.show(followed, fresh)
+            if followed.job.status.is_terminal and not followed.trouble:
+                return followed.job
+            sleep(view.poll_s)
+
+
+def poll(client: ShardloomClient, followed: Followed) -> list[TimelineEventOut]:
+    """Bring `followed` up to date; returns the events that are new.
+
+    The job is read before its events: once it has ended, its last events are seen as well.
+    """
+    followed.job = client.get_job(followed.job.id)
+    fresh = list(client.iter_events(followed.job.id, after=followed.last_event_id))
+    if fresh:
+        followed.last_event_id = fresh[-1].id
+    return fresh
+
+
+def live_page(followed: Followed) -> RenderableType:
+    """The live display: where the job stands now."""
+    job = followed.job
+    title = Text.assemble(
+        (job.name, "bold"), "  ", status_text(job.status), (f"  {job.id}  {shape_text(job)}", "dim")
+    )
+    if groups := groups_text(job):
+        title.append(f"  {groups}", style="yellow")
+    parts: list[RenderableType] = [title, _progress_row(job)]
+    parts += _metrics_rows(job)
+    if followed.trouble:
+        parts.append(Text(followed.trouble, style="yellow"))
+    elif job.message and not job.status.is_terminal:
+        parts.append(Text(job.message, style="yellow"))
+    parts.append(Text("Ctrl-C detaches, the job goes on", style="dim"))
+    return Group(*parts)
+
+
+def _progress_row(job: JobDetail) -> RenderableType:
+    progress = job.progress
+    known = progress.total_steps > 0
+    bar = ProgressBar(
+        total=progress.total_steps if known else None,
+        completed=progress.step,
+        width=40,
+        pulse=not known,
+        style="grey30",
+        complete_style="cyan",
+        finished_style="green",
+    )
+    row = Table.grid(padding=(0, 2, 0, 0))
+    if not known:
+        row.add_row(bar, Text("waiting for the first step", style="dim"))
+        return row
+    eta = "" if progress.eta_s is None else f"ETA {human_duration(progress.eta_s)}"
+    row.add_row(
+        bar,
+        f"{progress.step:,}/{progress.total_steps:,}",
+        f"{progress.percent:.1f} %",
+        f"{human_count(progress.rows_per_s)} rows/s",
+        eta,
+    )
+    return row
+
+
+def _metrics_rows(job: JobDetail) -> list[RenderableType]:
+    return [
+        Text.assemble((f"{part:<12}", "dim"), line)
+        for part in ("train", "validation")
+        if (line := metrics_line(job.latest_metrics, part))
+    ]
+
+
+def end_page(job: JobDetail) -> RenderableType:
+    """How a job ended, with its last metrics."""
+    took = ""
+    if job.started_at is not None and job.ended_at is not None:
+        took = f" after {human_duration(job.ended_at - job.started_at)}"
+    head = Text.assemble((job.name, "bold"), "  ", status_text(job.status), took)
+    if job.message and job.status is not JobStatus.SUCCEEDED:
+        head.append(f": {job.message}")
+    parts: list[RenderableType] = [head, *_metrics_rows(job)]
+    if job.advice and job.status is JobStatus.FAILED:
+        parts.append(Text(job.advice, style="yellow"))
+    if job.status is JobStatus.FAILED:
+        parts.append(Text(f"`shardloom logs {job.id}` shows its logs", style="dim"))
+    return Group(*parts)
+
+
+def detached_message(job_id: str) -> RenderableType:
+    """How to come back to a job that goes on, and how to stop it."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for command, purpose in (
+        (f"shardloom follow {job_id}", "come back to this display"),
+        (f"shardloom logs -f {job_id}", "read its logs"),
+        (f"shardloom show {job_id}", "see where it stands"),
+        (f"shardloom cancel {job_id}", "stop it"),
+    ):
+        grid.add_row(f"  {command}", Text(purpose, style="dim"))
+    return Group(Text("Detached; the job goes on."), grid)

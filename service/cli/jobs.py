@@ -1,0 +1,308 @@
+"""Commands that read jobs: ps, show, metrics, events, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from datetime import datetime
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from service.cli import common
+from service.cli.common import JobArgument, JsonOption, SetOption, UrlOption, console, print_json
+from service.cli.render import (
+    SHOWN_KINDS,
+    checkpoints_table,
+    event_line,
+    job_page,
+    jobs_table,
+    metrics_table,
+)
+from service.cli.submit import SecretOption, read_secrets
+from service.client.client import ShardloomClient
+from service.domain.models import JobStatus
+from service.schemas.jobs import JobDetail, ResizeRequestOut
+from trainer.spec.parse import parse_document
+
+DEFAULT_NUM_JOBS = 20
+FollowOption = Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job ends.")]
+
+
+def ps(
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+    show_all: Annotated[bool, typer.Option("--all", "-a", help="All, not the newest 20.")] = False,
+    status: Annotated[
+        list[JobStatus] | None, typer.Option(help="Only jobs in this status; repeatable.")
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="Only jobs of this name.")] = None,
+    project: Annotated[str | None, typer.Option(help="Only jobs of this project.")] = None,
+    label: Annotated[
+        list[str] | None, typer.Option(help="Only jobs with this label, KEY=VALUE; repeatable.")
+    ] = None,
+    since: Annotated[
+        datetime | None, typer.Option(help="Only jobs created at or after this local time.")
+    ] = None,
+    until: Annotated[
+        datetime | None, typer.Option(help="Only jobs created before this local time.")
+    ] = None,
+) -> None:
+    """List jobs, newest first."""
+    with common.open_client(url) as client:
+        found = client.iter_jobs(
+            statuses=status or (),
+            name=name,
+            project=project,
+            labels=dict(_split_label(each) for each in label or ()),
+            created_after=since.timestamp() if since else None,
+            created_before=until.timestamp() if until else None,
+        )
+        jobs = list(found if show_all else itertools.islice(found, DEFAULT_NUM_JOBS + 1))
+    shown = jobs if show_all else jobs[:DEFAULT_NUM_JOBS]
+    if as_json:
+        print_json(shown)
+    elif not jobs:
+        console().print("no jobs; `shardloom run SPEC` starts one")
+    else:
+        console().print(jobs_table(shown, time.time()))
+        if len(shown) < len(jobs):
+            console().print(Text("there are more: shardloom ps --all", style="dim"))
+
+
+def _split_label(label: str) -> tuple[str, str]:
+    key, separator, value = label.partition("=")
+    if not key or not separator:
+        raise typer.BadParameter(f"{label!r} is no label; give KEY=VALUE, as in team=ads")
+    return key, value
+
+
+def show(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Show a job: status, progress, metrics, sharding, attempts."""
+    with common.open_client(url) as client:
+        found = client.get_job(job)
+        if as_json:
+            print_json(found)
+            return
+        lines = list(client.iter_events(found.id, kinds=SHOWN_KINDS))
+        console().print(job_page(found, client.attempts(found.id), lines, time.time()))
+
+
+def metrics(
+    job: JobArgument,
+    url: UrlOption = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="One metric, as in train/loss; repeatable.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Show the metrics of a job: latest, least, greatest and the curve of each."""
+    with common.open_client(url) as client:
+        answer = client.metrics(job, names=name or ())
+    if as_json:
+        print_json(answer)
+        return
+    missing = sorted(set(name or ()) - set(answer.names))
+    if missing:
+        known = ", ".join(answer.names) or "none yet"
+        raise typer.BadParameter(f"no metric is named {missing[0]!r}; the job has: {known}")
+    if not answer.series:
+        console().print("no metrics yet")
+        return
+    console().print(metrics_table(answer.series))
+
+
+def events(
+    job: JobArgument,
+    url: UrlOption = None,
+    follow: FollowOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Print the timeline of a job."""
+    with common.open_client(url) as client:
+        if follow:
+            with contextlib.suppress(KeyboardInterrupt):
+                _follow_events(client, job, as_json=as_json)
+            return
+        found = list(client.iter_events(job))
+    if as_json:
+        print_json(found)
+    else:
+        for event in found:
+            console().print(event_line(event))
+
+
+def checkpoints(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """List the checkpoints of a job."""
+    with common.open_client(url) as client:
+        found = client.checkpoints(job)
+    if as_json:
+        print_json(found)
+    elif not found:
+        console().print("no checkpoints yet")
+    else:
+        console().print(checkpoints_table(found, time.time()))
+
+
+def _follow_events(client: ShardloomClient, job: str, *, as_json: bool) -> None:
+    for event in client.follow_events(job):
+        if as_json:
+            typer.echo(event.model_dump_json())
+        else:
+            console().print(event_line(event))
+
+
+# Commands about the course of a job: pause, resume, clone, restart, delete.
+
+
+def pause(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Let a job save a checkpoint and release its workers; it keeps its place in the queue."""
+    with common.open_client(url) as client:
+        found = client.pause(job)
+    paused = "is paused" if found.status.value == "PAUSED" else "saves a checkpoint and pauses"
+    _tell(found, paused, f"`shardloom resume {found.id}` lets it go on", as_json=as_json)
+
+
+def resume(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
+    """Let a paused job go on, with its old place in the queue."""
+    with common.open_client(url) as client:
+        found = client.resume(job)
+    _tell(found, "goes on when it is its turn", "`shardloom queue` shows when", as_json=as_json)
+
+
+def clone(
+    job: JobArgument,
+    overrides: SetOption = None,
+    name: Annotated[str | None, typer.Option(help="Name of the new job.")] = None,
+    secret: SecretOption = None,
+    idempotency_key: Annotated[
+        str | None, typer.Option(help="Makes repeated clones one job.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Submit the spec of a job again, with changes, and print the new job's id.
+
+    Its secrets do not come along: name those that the new job needs.
+    """
+    changes = {}
+    for each in overrides or ():
+        key, separator, text = each.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"an override reads KEY=VALUE, not {each!r}")
+        changes[key] = parse_document(text)
+    with common.open_client(url) as client:
+        secrets = read_secrets(secret or [])
+        made = client.clone(
+            job, name=name, set=changes, secrets=secrets, idempotency_key=idempotency_key
+        )
+    if as_json:
+        print_json(made)
+    else:
+        typer.echo(made.id)
+
+
+def restart(
+    job: JobArgument,
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Step of the checkpoint (default: the newest).")
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(help="Its path, as `shardloom checkpoints` prints it.")
+    ] = None,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a job that has ended or is paused go on from one of its checkpoints.
+
+    Later checkpoints count no more, and are removed once the new attempt has saved one.
+    """
+    with common.open_client(url) as client:
+        found = client.restart(job, step=step, path=checkpoint)
+    hint = f"`shardloom follow {found.id}` shows it at work"
+    _tell(found, "goes on from its checkpoint", hint, as_json=as_json)
+
+
+def delete(
+    job: JobArgument,
+    keep_files: Annotated[
+        bool, typer.Option("--keep-files", help="Keep checkpoints, logs and traces.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Delete a job that has ended, with everything it left."""
+    with common.open_client(url) as client:
+        found = client.get_job(job)
+        if not yes:
+            what = "" if keep_files else " with its checkpoints, logs and traces"
+            typer.confirm(f"delete {found.id} ({found.name}){what}?", abort=True, err=True)
+        deleted = client.delete(found.id, artifacts=not keep_files)
+    if as_json:
+        print_json({"id": found.id, "deleted": True, "left": deleted.model_dump()["left"]})
+    else:
+        typer.echo(f"{found.id} ({found.name}) is deleted")
+        for each in deleted.left:
+            typer.echo(f"its checkpoints stay at {each.path}: {each.why}", err=True)
+
+
+def recover() -> None:
+    """Find jobs again from run storage, after their database was lost; run it where the service is.
+
+    It takes the SHARDLOOM_* settings of the service. A job that still trains trains on.
+    """
+    # It opens the database, which no other command does.
+    from service.reconciler.recover import main
+
+    raise typer.Exit(main())
+
+
+def _tell(job: JobDetail, what: str, hint: str, *, as_json: bool) -> None:
+    if as_json:
+        print_json(job)
+        return
+    common.console().print(f"{job.id} ({job.name}) {what}")
+    common.error_console().print(Text(hint, style="dim"))
+
+
+# Commands that place a running job anew: resize, drain.
+
+
+def resize(
+    job: JobArgument,
+    workers: Annotated[int, typer.Argument(min=1, metavar="N", help="How many workers.")],
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Grow or shrink a running job to N workers.
+
+    N is a multiple of shard_group_size within parallelism.workers. Groups that stay train on.
+    """
+    with common.open_client(url) as client:
+        _print_wish(job, client.resize(job, workers), as_json=as_json)
+
+
+def drain(
+    job: JobArgument,
+    host: Annotated[str, typer.Argument(metavar="HOST", help="As `shardloom show` names it.")],
+    undo: Annotated[bool, typer.Option("--undo", help="Use the host again.")] = False,
+    url: UrlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Let a running job leave a host in good order, before its maintenance."""
+    with common.open_client(url) as client:
+        _print_wish(job, client.drain(job, host, undo=undo), as_json=as_json)
+
+
+def _print_wish(job: str, wish: ResizeRequestOut, *, as_json: bool) -> None:
+    if as_json:
+        print_json(wish)
+        return
+    size = f"{wish.workers} workers" if wish.workers else "its workers"
+    hosts = f" without {', '.join(wish.drain_hosts)}" if wish.drain_hosts else ""
+    typer.echo(f"asked for {size}{hosts}")
+    hint = f"`shardloom events -f {job}` tells when it is so"
+    common.error_console().print(Text(hint, style="dim"))

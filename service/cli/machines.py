@@ -1,0 +1,257 @@
+"""Commands for several machines: join, leave; and what `up --head` needs."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.text import Text
+
+from service import compatibility
+from service.cli.common import UNAVAILABLE, console, error_console, human_bytes
+from service.client import credentials
+from service.local.join import JoinedMachine, JoinRequest, head_url, read_token
+from service.local.ray_node import (
+    NODE_PORT,
+    RAY_DASHBOARD_PORT,
+    RAY_PORT,
+    WORKER_PORTS,
+    MachineHead,
+    MachineNode,
+    NodePorts,
+    RayNode,
+    parse_ports,
+)
+from service.local.state import JoinedState, StackError, StackHome, StackState
+from service.network import NoAddress, address_towards, interface_of
+
+GRACE_S = 120
+CpusOption = Annotated[
+    int | None,
+    typer.Option(min=0, help="CPUs that jobs may use on this machine (default: all)."),
+]
+GpusOption = Annotated[
+    int | None, typer.Option(min=0, help="GPUs that jobs may use here (default: all).")
+]
+NodePortOption = Annotated[
+    int,
+    typer.Option(
+        min=1024, max=65530, envvar="SHARDLOOM_NODE_PORT", help="First of six ports of the node."
+    ),
+]
+WorkerPortsOption = Annotated[
+    str,
+    typer.Option(
+        metavar="FIRST-LAST", envvar="SHARDLOOM_WORKER_PORTS", help="Ports of Ray's workers."
+    ),
+]
+RayPortOption = Annotated[
+    int,
+    typer.Option(min=1024, max=65535, envvar="SHARDLOOM_RAY_PORT", help="Where machines join."),
+]
+DashboardPortOption = Annotated[
+    int,
+    typer.Option(
+        min=1024, max=65535, envvar="SHARDLOOM_RAY_DASHBOARD_PORT", help="Ray's Jobs API."
+    ),
+]
+GraceOption = Annotated[
+    int,
+    typer.Option(
+        "--grace-s", min=0, help="Longest wait, in seconds, for jobs to leave; 0 asks nobody."
+    ),
+]
+
+
+@dataclass(frozen=True)
+class HeadOptions:
+    """Options of `up --head`."""
+
+    host: str | None = None
+    num_cpus: int | None = None
+    num_gpus: int | None = None
+    node_port: int = NODE_PORT
+    worker_ports: str = WORKER_PORTS
+    ray_port: int = RAY_PORT
+    dashboard_port: int = RAY_DASHBOARD_PORT
+
+    def head(self) -> MachineHead:
+        """The head that they describe; raises `StackError`."""
+        if os.environ.get("SHARDLOOM_RAY_ADDRESS") or os.environ.get("SHARDLOOM_BACKEND") == "fake":
+            raise StackError(
+                "machines join a Ray that `up --head` starts itself: unset SHARDLOOM_RAY_ADDRESS "
+                "and SHARDLOOM_BACKEND"
+            )
+        try:
+            address = self.host or address_towards()
+            interface = interface_of(address)
+        except NoAddress as error:
+            raise StackError(f"{error}; --host names the one that the others reach") from None
+        ports = _ports(self.node_port, self.worker_ports)
+        node = MachineNode(address, interface, _cpus(self.num_cpus), self.num_gpus, ports)
+        head = MachineHead(node, self.ray_port, self.dashboard_port)
+        try:
+            head.check_ports()
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        return head
+
+
+def check_storage(home: StackHome) -> None:
+    """Raise `StackError` where the run storage is not the one that this head had before."""
+    # Imported late, as below.
+    from service.settings import Settings
+
+    try:
+        runs_dir = Settings().runs_dir
+    except ValidationError as error:
+        # Not the values: one of them may be a secret.
+        rows = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()]
+        raise StackError(
+            f"settings (SHARDLOOM_...) that cannot be used: {'; '.join(rows)}"
+        ) from None
+    try:
+        home.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fault = compatibility.changed_storage(runs_dir, home.root / "storage-id")
+    except OSError as error:
+        raise StackError(
+            f"the run storage {runs_dir} cannot be used ({error.strerror}): is it mounted, and may "
+            "this user write there?"
+        ) from None
+    if fault:
+        raise StackError(fault)
+
+
+def first_key(url: str, *, keeps_it: bool) -> str | None:
+    """Make the first API key, and keep it for this user and the service at `url` if wanted.
+
+    Returns its text, or None where somebody can sign in already. Raises `StackError`.
+    """
+    # Imported late: only a machine that has the service's database has what they need.
+    from service.auth.security import create_first_key, has_no_key
+    from service.errors import ServiceError
+
+    try:
+        if os.environ.get("SHARDLOOM_OIDC_ISSUER") or not has_no_key():
+            return None
+        made = create_first_key("head", {"*": "admin"}, None)
+    except ServiceError as error:
+        raise StackError(f"{error}; SHARDLOOM_DATABASE_URL names the database") from None
+    if keeps_it:
+        credentials.keep_key(url, made.key)
+    return made.key
+
+
+def about_first_key(key: str, *, keeps_it: bool) -> Text:
+    """What is said of it, this once."""
+    lines = Text()
+    lines.append(f"API key of an administrator, shown this once: {key}", "bold")
+    if keeps_it:
+        lines.append("\n`shardloom` on this machine knows it already", "dim")
+    return lines
+
+
+def how_to_join(home: StackHome, state: StackState) -> Text:
+    """What the head says once it is up: how others join."""
+    lines = Text()
+    where = state.url if "https:" in state.url else state.url.removeprefix("http://")
+    lines.append("On each other machine, with a copy of ", "dim")
+    lines.append(str(home.token_path))
+    lines.append(" (0600):\n", "dim")
+    lines.append(f"  shardloom join {where} --token-file COPY")
+    return lines
+
+
+def join(
+    head: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADDRESS", help="The head's: ADDRESS, ADDRESS:PORT or https://ADDRESS:PORT."
+        ),
+    ],
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            envvar="SHARDLOOM_TOKEN_FILE",
+            help="Copy of the head's file ray-token (default: that of the last time).",
+        ),
+    ] = None,
+    address: Annotated[
+        str | None,
+        typer.Option(help="Address of this machine (default: the one that leads to the head)."),
+    ] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Leave it running in the background.")
+    ] = False,
+    grace_s: GraceOption = GRACE_S,
+    cpus: CpusOption = None,
+    gpus: GpusOption = None,
+    node_port: NodePortOption = NODE_PORT,
+    worker_ports: WorkerPortsOption = WORKER_PORTS,
+) -> None:
+    """Make this machine a host of the cluster of another one; Ctrl-C leaves it again.
+
+    Both machines must have the same versions and see the same run storage; what differs is said.
+    """
+    machine = JoinedMachine(StackHome.from_environment())
+    token = read_token(token_file or machine.home.cluster_token_path)
+    request = JoinRequest(
+        head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
+    )
+    state, node = machine.join(request, _say)
+    console().print(_joined(state, node))
+    if detach:
+        console().print(Text("`shardloom leave` ends it", style="dim"))
+    else:
+        _stay(machine, state, grace_s)
+
+
+def leave(grace_s: GraceOption = GRACE_S) -> None:
+    """Let the jobs leave this machine, then end what `shardloom join` started."""
+    if not JoinedMachine(StackHome.from_environment()).leave(grace_s, _say):
+        console().print("this machine is in no cluster")
+
+
+def _stay(machine: JoinedMachine, state: JoinedState, grace_s: int) -> None:
+    # A supervisor's SIGTERM and a closed terminal end it as Ctrl-C does.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        console().print(Text("Ctrl-C leaves it", style="dim"))
+        message = machine.wait_until_ended(state)
+    except KeyboardInterrupt:
+        console().print("leaving")
+        machine.leave(grace_s, _say)
+        return
+    if message is not None:
+        machine.leave(0, _say)
+        error_console().print(message)
+        raise typer.Exit(UNAVAILABLE)
+
+
+def _joined(state: JoinedState, node: RayNode) -> Text:
+    memory = human_bytes(node.memory_bytes)
+    return Text(
+        f"joined {state.head_url} as {state.address}: {node.num_cpus:g} CPUs, "
+        f"{node.num_gpus:g} GPUs, {memory}"
+    )
+
+
+def _say(line: str) -> None:
+    console().print(Text(line, style="dim"))
+
+
+def _cpus(number: int | None) -> int:
+    return (os.cpu_count() or 1) if number is None else number
+
+
+def _ports(first: int, workers: str) -> NodePorts:
+    try:
+        return parse_ports(first, workers)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None

@@ -1,0 +1,490 @@
+"""The groups of a job in the terminal: who trains, copies alive, recoveries, time lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from service.backends.base import cluster_text
+from service.cli.common import (
+    clock,
+    human_age,
+    human_bytes,
+    human_count,
+    human_duration,
+    human_number,
+    sparkline,
+)
+from service.domain.membership import span_text
+from service.domain.metrics import goodput_of, phase_shares, steps_at_risk
+from service.domain.models import JobStatus
+from service.domain.retries import advice_of
+from service.domain.sharding import (
+    DATA_PARALLEL,
+    DIVERGENCE,
+    STARTED,
+    imbalance,
+    loads_of,
+    newest_workers,
+    sync_text,
+)
+from service.domain.timeline import RESIZE_KINDS, WRITTEN, latest_resize_request
+from service.schemas.jobs import (
+    AttemptOut,
+    CheckpointOut,
+    GoneGroupOut,
+    JobDetail,
+    JobPlan,
+    JobSummary,
+    MemberOut,
+    MembershipOut,
+    MetricSeries,
+    TimelineEventOut,
+    TraceOut,
+)
+from trainer.protocol.events import TablePlan, WorkersStarted
+
+Fact = tuple[str, Text | str]
+_DOMAINS = {
+    "replica_group": "a lost host takes down its groups; the others train on",
+    "job": "a lost worker restarts all of them from the newest checkpoint",
+}
+_STANDING_STYLES = {"current": "green", "listening": "cyan", "initial": "dim"}
+_STANDING_WORDS = {"current": "trains", "listening": "copies from a peer", "initial": "starts"}
+
+
+def groups_text(job: JobSummary) -> str:
+    """How many groups train, as in `2 of 3 groups`; empty while all do or nothing is known."""
+    current, wanted = job.num_current_groups, job.num_wanted_groups
+    if current is None or wanted is None or current >= wanted:
+        return ""
+    return f"{current} of {wanted} groups"
+
+
+def groups_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: float) -> list[Fact]:
+    """(subject, text) about groups and lost time, in reading order, as far as known."""
+    facts: list[Fact] = []
+    membership = job.membership
+    if membership is not None:
+        facts += _membership_facts(job, membership, now_s)
+    wish = latest_resize_request(timeline)
+    if wish.id and not job.status.is_terminal:
+        parts = [f"{wish.num_workers} workers"] if wish.num_workers else []
+        parts += [f"without {host}" for host in wish.drain_hosts]
+        if parts:
+            facts.append(("wanted", ", ".join(parts)))
+    return facts + _time_facts(job)
+
+
+def _membership_facts(job: JobDetail, membership: MembershipOut, now_s: float) -> list[Fact]:
+    facts: list[Fact] = []
+    layout = membership.layout
+    if layout is not None:
+        facts.append(("domain", f"{layout.failure_domain}: {_DOMAINS[layout.failure_domain]}"))
+        facts.append(("chosen", _layout_text(membership)))
+    if membership.changed_at and job.status is JobStatus.RUNNING:
+        facts.append(("groups", _counts_text(membership)))
+        facts.append(("copies", _copies_text(membership)))
+    if membership.last_recovery is not None:
+        facts.append(("recovered", _recovery_text(membership, now_s)))
+    excluded = [host for host in membership.excluded_hosts if host.until > now_s]
+    if excluded and not job.status.is_terminal:
+        named = (f"{host.host} (for {human_duration(host.until - now_s)})" for host in excluded)
+        facts.append(("left out", Text(", ".join(named), style="yellow")))
+    return facts
+
+
+def _layout_text(membership: MembershipOut) -> str:
+    layout = membership.layout
+    assert layout is not None
+    price = f"{human_bytes(layout.memory_overhead_bytes)} more memory a worker"
+    if layout.sync_latency_s is not None:
+        price += f", {layout.sync_latency_s * 1000:.3g} ms a full sync"
+    return f"{layout.reason} ({price})"
+
+
+def _counts_text(membership: MembershipOut) -> Text:
+    is_whole = membership.num_current >= membership.num_wanted
+    counts = f"{membership.num_current} of {membership.num_wanted} train"
+    rest = f", generation {membership.generation}, commit {membership.commit:,}"
+    return Text.assemble((counts, "green" if is_whole else "yellow"), rest)
+
+
+def _copies_text(membership: MembershipOut) -> Text:
+    copies, hosts = membership.copies_alive, membership.host_copies_alive
+    text = (
+        f"{copies} {'copy' if copies == 1 else 'copies'} of each shard on "
+        f"{hosts} {'host' if hosts == 1 else 'hosts'}"
+    )
+    needed = membership.host_copies_needed
+    if not needed:
+        return Text(text)
+    if hosts >= needed:
+        return Text(f"{text}; the loss of {needed - 1} more is survived", style="green")
+    return Text(f"{text}; survive needs {needed}", style="yellow")
+
+
+def _recovery_text(membership: MembershipOut, now_s: float) -> str:
+    recovery = membership.last_recovery
+    assert recovery is not None
+    redo = f"{recovery.syncs_lost} sync interval(s) to redo"
+    losses = membership.num_losses
+    so_far = f"; {losses} {'group' if losses == 1 else 'groups'} lost so far" if losses else ""
+    return (
+        f"{human_age(recovery.time, now_s)}, after a pause of {recovery.pause_s:.2f} s, "
+        f"{redo if recovery.syncs_lost else 'nothing to redo'}{so_far}"
+    )
+
+
+def _time_facts(job: JobDetail) -> list[Fact]:
+    facts: list[Fact] = []
+    steps = steps_at_risk(job.latest_metrics)
+    if steps is not None and not job.status.is_terminal:
+        rows = steps * job.world_size * job.spec.data.batch_size
+        facts.append(
+            ("at risk", f"{steps:,} steps ({human_count(rows)} rows) since the newest checkpoint")
+        )
+    goodput = goodput_of(job.latest_metrics)
+    if goodput is not None:
+        lost = ", ".join(f"{cause} {share:.1%}" for cause, share in goodput.lost_shares)
+        facts.append(("goodput", f"{goodput.share:.1%}" + (f"; lost: {lost}" if lost else "")))
+    return facts
+
+
+def groups_table(membership: MembershipOut, now_s: float) -> Table:
+    """One row a group, those that are awaited included."""
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
+    for heading in ("Group", "Standing", "Life", "Hosts"):
+        table.add_column(heading)
+    groups: list[MemberOut | GoneGroupOut] = [*membership.members, *membership.missing]
+    for group in sorted(groups, key=lambda each: each.group):
+        hosts = ", ".join(dict.fromkeys(group.hosts))
+        table.add_row(str(group.group), _standing(group, now_s), str(group.incarnation), hosts)
+    return table
+
+
+def _standing(group: MemberOut | GoneGroupOut, now_s: float) -> Text:
+    if isinstance(group, MemberOut):
+        word = _STANDING_WORDS.get(group.standing, group.standing)
+        return Text(word, style=_STANDING_STYLES.get(group.standing, ""))
+    reason = group.reason.replace("_", " ")
+    return Text(f"gone {human_age(group.time, now_s)} ({reason})", style="yellow")
+
+
+# Tables and summaries; functions from what the service answered to what Rich prints.
+
+# Lines of the timeline that a job's page is made from.
+SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN, *RESIZE_KINDS)
+_STYLES = {
+    JobStatus.QUEUED: "dim",
+    JobStatus.STARTING: "cyan",
+    JobStatus.RUNNING: "cyan",
+    JobStatus.PAUSED: "yellow",
+    JobStatus.STOPPING: "yellow",
+    JobStatus.SUCCEEDED: "green",
+    JobStatus.FAILED: "red",
+    JobStatus.CANCELLED: "yellow",
+}
+# Where more than one metric is known, the first of these is the one to show in a narrow place.
+_HEADLINE_METRICS = ("validation/rmse", "validation/ne", "train/rmse", "train/ne", "train/loss")
+
+
+def status_text(status: JobStatus) -> Text:
+    """A status in its colour."""
+    return Text(status.value, style=_STYLES[status])
+
+
+def headline_metric(metrics: Mapping[str, float]) -> str:
+    """The one metric that says most, as in `validation/rmse 0.9123`; empty if none is known."""
+    for name in _HEADLINE_METRICS:
+        if name in metrics:
+            return f"{name} {human_number(metrics[name])}"
+    return ""
+
+
+def metrics_line(metrics: Mapping[str, float], part: str) -> str:
+    """Metrics of one part (`train`, `validation`) in a line, as in `loss 0.41   rmse 0.93`."""
+    prefix = f"{part}/"
+    return "   ".join(
+        f"{name.removeprefix(prefix)} {human_number(value)}"
+        for name, value in sorted(metrics.items())
+        if name.startswith(prefix)
+    )
+
+
+def shape_text(job: JobSummary | JobPlan) -> str:
+    """The layout in words, as in `4 workers (2 replicas x 2 shards)`."""
+    span = span_text(job.min_workers, job.world_size)
+    workers = "1 worker" if span == "1" else f"{span} workers"
+    if job.num_replicas is None or job.shard_group_size is None:
+        return f"{workers} (auto)"
+    replicas = span_text(job.min_workers // job.shard_group_size, job.num_replicas)
+    return f"{workers} ({replicas} replicas x {job.shard_group_size} shards)"
+
+
+def jobs_table(jobs: Sequence[JobSummary], now_s: float) -> Table:
+    """One row a job: what `shardloom ps` prints."""
+    table = plain_table(
+        "Job", "Name", "Status", ">Progress", "Metric", ">Workers", "Created", "Time"
+    )
+    for job in jobs:
+        table.add_row(
+            job.id,
+            job.name,
+            Text.assemble(status_text(job.status), (_aside(job), "yellow")),
+            _progress_text(job),
+            headline_metric(job.latest_metrics),
+            span_text(job.min_workers, job.world_size),
+            human_age(job.created_at, now_s),
+            _took(job, now_s),
+        )
+    return table
+
+
+def _progress_text(job: JobSummary) -> str:
+    """Share of the steps, rows, and the time that is left, as in `45 %  1.2M rows  3m 20s left`."""
+    progress = job.progress
+    if not progress.total_steps:
+        return ""
+    parts = [f"{progress.percent:.0f} %", f"{human_count(progress.rows)} rows"]
+    if progress.eta_s is not None and not job.status.is_terminal:
+        parts.append(f"{human_duration(progress.eta_s)} left")
+    return "  ".join(parts)
+
+
+def _aside(job: JobSummary) -> str:
+    if job.queue and job.queue.position:
+        return f" #{job.queue.position}"
+    if job.pause_requested:
+        return " pausing"
+    groups = groups_text(job)
+    return f" {groups}" if groups else ""
+
+
+def queue_text(job: JobSummary) -> str:
+    """Where a waiting job stands and why, as in `#1: waiting for 4 of 8 workers`."""
+    assert job.queue is not None
+    place = f"#{job.queue.position}: " if job.queue.position else ""
+    return f"{place}{job.queue.reason}"
+
+
+def job_page(
+    job: JobDetail,
+    attempts: Sequence[AttemptOut],
+    timeline: Sequence[TimelineEventOut],
+    now_s: float,
+) -> RenderableType:
+    """All about one job: what `shardloom show` prints; of the timeline `SHOWN_KINDS` suffice."""
+    title = Text.assemble((job.name, "bold"), f"  {job.id}")
+    parts: list[RenderableType] = [title, _job_facts(job, timeline, now_s)]
+    if job.membership and not job.status.is_terminal and job.membership.changed_at:
+        parts += [Text(), groups_table(job.membership, now_s)]
+    workers = newest_workers(timeline)
+    if workers is not None and workers.tables:
+        parts += [Text(), plan_table(workers), Text(_loads_line(workers), style="dim")]
+    if len(attempts) > 1 or any(attempt.message for attempt in attempts):
+        parts += [Text(), attempts_table(attempts, now_s), *_end_lines(job, attempts)]
+    return Group(*parts)
+
+
+def _job_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: float) -> Table:
+    """(subject, text) of everything that is said in a line."""
+    grid = facts_grid()
+    head = Text.assemble(status_text(job.status), f"  {job.message}" if job.message else "")
+    grid.add_row("status", head)
+    if job.queue and job.queue.reason:
+        grid.add_row("queue", queue_text(job))
+    grid.add_row("layout", shape_text(job))
+    if job.spec.resources.cluster == "own":
+        grid.add_row("cluster", cluster_text(job.spec))
+    for subject, text in groups_facts(job, timeline, now_s):
+        grid.add_row(subject, text)
+    grid.add_row("sync", sync_text(job.spec))
+    grid.add_row("created", f"{human_age(job.created_at, now_s)}, at {clock(job.created_at)}")
+    if took := _took(job, now_s):
+        grid.add_row("took" if job.status.is_terminal else "runs for", took)
+    if job.progress.total_steps:
+        grid.add_row("progress", progress_line(job))
+    for part in ("train", "validation"):
+        if line := metrics_line(job.latest_metrics, part):
+            grid.add_row(part, line)
+    if line := phases_line(job.latest_metrics):
+        grid.add_row("step", line)
+    if alarms := [line for line in timeline if line.kind == DIVERGENCE]:
+        grid.add_row("diverged", Text(f"{_times(len(alarms))}; {alarms[-1].message}", style="red"))
+    if num_traces := sum(line.kind == WRITTEN for line in timeline):
+        grid.add_row("traces", f"{num_traces} (`shardloom traces {job.id}`)")
+    if job.labels:
+        grid.add_row("labels", "  ".join(f"{key}={value}" for key, value in job.labels.items()))
+    if job.secret_names:
+        grid.add_row("secrets", "  ".join(job.secret_names))
+    grid.add_row("data", job.spec.data.path)
+    grid.add_row("files", job.run_dir)
+    return grid
+
+
+def _end_lines(job: JobSummary, attempts: Sequence[AttemptOut]) -> list[RenderableType]:
+    """What the end of the newest attempt was read from, and what to change."""
+    last = attempts[-1]
+    grid = facts_grid()
+    for name, value in last.evidence.items():
+        grid.add_row(name, value)
+    lines: list[RenderableType] = [Text(), grid] if last.evidence else []
+    if job.status is JobStatus.FAILED and (advice := advice_of(job.reason, last.end_reason)):
+        lines += [Text(), Text(advice, style="yellow")]
+    return lines
+
+
+def _times(number: int) -> str:
+    return "once" if number == 1 else f"{number} times"
+
+
+def phases_line(metrics: Mapping[str, float]) -> str:
+    """Where a step's time goes, as in `41.2 ms: backward 33 %, dense 21 %, ...`."""
+    phases = phase_shares(metrics)
+    total_s = sum(seconds for _, seconds in phases)
+    shares = ", ".join(
+        f"{phase.replace('_', ' ')} {seconds / total_s:.0%}" for phase, seconds in phases
+    )
+    return f"{total_s * 1000:.3g} ms: {shares}" if phases else ""
+
+
+def plan_table(workers: WorkersStarted) -> Table:
+    """One row a table: how it is sharded, and which positions of a sharding group hold it."""
+    table = plain_table("Table", "Sharding", "Type", ">Rows", ">Columns", ">Size", "Positions")
+    for plan in workers.tables:
+        table.add_row(
+            plan.name,
+            plan.sharding_type.replace("_", "-"),
+            plan.data_type,
+            f"{plan.num_embeddings:,}",
+            str(plan.embedding_dim),
+            human_bytes(plan.size_bytes),
+            _positions_text(plan),
+        )
+    return table
+
+
+def _positions_text(plan: TablePlan) -> str:
+    if plan.sharding_type == DATA_PARALLEL:
+        return "all, whole"
+    return " ".join(str(position) for position in sorted({s.position for s in plan.shards}))
+
+
+def _loads_line(workers: WorkersStarted) -> str:
+    loads = loads_of(workers.tables, workers.shard_group_size)
+    held = ", ".join(f"{load.position}: {human_bytes(load.size_bytes)}" for load in loads)
+    ratio = imbalance(loads)
+    return f"per position  {held}" + (f"  (imbalance {ratio:.2f})" if ratio else "")
+
+
+def progress_line(job: JobSummary) -> str:
+    """Progress in a line, as in `step 1,200 of 5,000 (24.0 %), 2.1M rows, 21.3k rows/s`."""
+    progress = job.progress
+    line = (
+        f"step {progress.step:,} of {progress.total_steps:,} ({progress.percent:.1f} %), "
+        f"{human_count(progress.rows)} rows, {human_count(progress.rows_per_s)} rows/s"
+    )
+    if job.status is JobStatus.RUNNING and progress.eta_s is not None:
+        line += f", {human_duration(progress.eta_s)} to go"
+    return line
+
+
+def attempts_table(attempts: Sequence[AttemptOut], now_s: float) -> Table:
+    """One row an attempt."""
+    table = plain_table("Attempt", "Started", "Took", "End", ">Restarts", "Message")
+    for attempt in attempts:
+        start_s = attempt.started_at or attempt.created_at
+        table.add_row(
+            attempt.id,
+            clock(start_s),
+            human_duration((attempt.ended_at or now_s) - start_s),
+            attempt.end_reason.value if attempt.end_reason else "",
+            str(attempt.num_worker_failures),
+            attempt.message,
+        )
+    return table
+
+
+def metrics_table(series: Iterable[MetricSeries]) -> Table:
+    """One row a metric: latest, least and greatest value, and its curve."""
+    table = plain_table("Metric", ">Latest", ">Min", ">Max", ">Step", "Curve")
+    for one in series:
+        if not one.points:
+            continue
+        table.add_row(
+            one.name,
+            human_number(one.points[-1].value),
+            human_number(min(point.min for point in one.points)),
+            human_number(max(point.max for point in one.points)),
+            f"{one.points[-1].step:,}",
+            Text(sparkline([point.value for point in one.points]), style="cyan"),
+        )
+    return table
+
+
+def checkpoints_table(checkpoints: Sequence[CheckpointOut], now_s: float) -> Table:
+    """One row a checkpoint, in step order."""
+    table = plain_table(">Step", "", ">Size", "Written", "Metric", "Path")
+    for checkpoint in checkpoints:
+        table.add_row(
+            f"{checkpoint.step:,}",
+            Text("best", style="green") if checkpoint.is_best else "",
+            human_bytes(checkpoint.size_bytes),
+            human_age(checkpoint.created_at, now_s),
+            headline_metric(checkpoint.metrics),
+            Text(checkpoint.path, overflow="fold"),
+        )
+    return table
+
+
+def traces_table(traces: Sequence[TraceOut], now_s: float) -> Table:
+    """One row a trace, in the order of writing."""
+    table = plain_table("Trace", ">Rank", ">Steps", ">Up to step", ">Size", "Written", "Attempt")
+    for trace in traces:
+        table.add_row(
+            trace.name,
+            str(trace.rank),
+            str(trace.num_steps),
+            f"{trace.step:,}",
+            human_bytes(trace.size_bytes),
+            human_age(trace.time, now_s),
+            trace.attempt_id,
+        )
+    return table
+
+
+def event_line(event: TimelineEventOut) -> Text:
+    """One line of the timeline."""
+    level = event.data.get("level")
+    style = {"warning": "yellow", "error": "red"}.get(str(level), "")
+    return Text.assemble(
+        (clock(event.time), "dim"), "  ", (f"{event.kind:<22}", "cyan"), (event.message, style)
+    )
+
+
+def _took(job: JobSummary, now_s: float) -> str:
+    if job.started_at is None:
+        return ""
+    return human_duration((job.ended_at or now_s) - job.started_at)
+
+
+def facts_grid() -> Table:
+    """A table without lines: subject and text."""
+    grid = Table.grid(padding=(0, 3, 0, 0))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    return grid
+
+
+def plain_table(*headings: str) -> Table:
+    """A plain table; a heading that starts with `>` is of a right-aligned column."""
+    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
+    for heading in headings:
+        table.add_column(
+            heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left"
+        )
+    return table

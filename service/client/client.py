@@ -1,0 +1,442 @@
+"""ShardloomClient; re-exported by service.client.client.
+
+Calls of the SDK about the course of a job, the queue and the quotas of projects.
+
+    with ShardloomClient("http://127.0.0.1:8700") as client:
+        job = client.submit(yaml.safe_load(open("job.yaml")))
+        job = client.wait(job.id)
+
+A job is named by its id, a unique prefix of it, or its name (the newest of that name). Requests
+that are safe to repeat are retried with backoff: every GET, `resize`, `drain`, and `submit`, which
+always carries an Idempotency-Key. Nothing else is ever sent twice. What follows a job (`wait`,
+`follow_*`) outlasts a restart of the service. Errors: see `service.client.errors`.
+"""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+from urllib.parse import quote
+
+import httpx
+
+from service.client.errors import TraceLost
+from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
+from service.client.transport import PATIENCE_S, Connection, Params, if_version
+from service.domain.models import JobStatus
+from service.schemas.admin import ClusterOut, ProjectOut, Quotas
+from service.schemas.common import Page
+from service.schemas.jobs import (
+    AttemptOut,
+    CheckpointOut,
+    CloneJob,
+    CodeOut,
+    DeletedJob,
+    DrainHost,
+    JobDetail,
+    JobPlan,
+    JobSummary,
+    MetricsOut,
+    ProgressOut,
+    QueueOut,
+    RequestTrace,
+    ResizeJob,
+    ResizeRequestOut,
+    RestartJob,
+    SubmitJob,
+    TimelineEventOut,
+    TraceOut,
+    TraceRequested,
+)
+from trainer.spec.job import JobSpec
+
+
+class LifecycleCalls(Connection):
+    """Pause, resume, clone, restart, delete; the queue; projects.
+
+    With a `version` (of a job that was read) a change raises `Conflict` if the job is at another
+    one by now. What is safe to repeat is retried: pauses and resumes are not, as somebody may have
+    asked for the opposite in between.
+    """
+
+    def pause(self, job: str, *, version: int | None = None) -> JobDetail:
+        """Ask a job to save, release its workers and keep its place; `Conflict` if it has ended."""
+        return self._verb(job, "pause", version=version)
+
+    def resume(self, job: str, *, version: int | None = None) -> JobDetail:
+        """Let a paused job wait for its workers again; raises `Conflict` if it is not paused."""
+        return self._verb(job, "resume", version=version)
+
+    def restart(
+        self,
+        job: str,
+        *,
+        step: int | None = None,
+        path: str | None = None,
+        version: int | None = None,
+    ) -> JobDetail:
+        """Let a job go on from one of its checkpoints, by default the newest.
+
+        Raises `Conflict` while it has workers, `NotFound` for a checkpoint that it does not have.
+        """
+        body = RestartJob.model_construct(step=step, path=path).model_dump()
+        return self._verb(job, "restart", body, version=version)
+
+    def clone(
+        self,
+        job: str,
+        *,
+        name: str | None = None,
+        set: Mapping[str, Any] | None = None,
+        patch: Mapping[str, Any] | None = None,
+        secrets: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+    ) -> JobDetail:
+        """Submit the spec of a job again, with changes; raises `InvalidRequest` for bad ones.
+
+        `set` has values by dotted path, `patch` is a JSON merge patch. Secrets of the job do not
+        come along. Sent again if unanswered, always with the same Idempotency-Key.
+        """
+        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
+        document = CloneJob.model_construct(name=name, set=dict(set or {}), patch=patch)
+        body = {**document.model_dump(exclude={"secrets"}), "secrets": dict(secrets or {})}
+        response = self._with_retries(
+            lambda: self._http.post(f"{_path(job)}:clone", json=body, headers=headers)
+        )
+        return self._parse(response, JobDetail)
+
+    def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> DeletedJob:
+        """Delete a job that has ended, with its files unless `artifacts` is False; what is left.
+
+        Raises `Conflict` while it lives.
+        """
+        params = {"artifacts": "true" if artifacts else "false"}
+        headers = if_version(version)
+        response = self._once(lambda: self._http.delete(_path(job), params=params, headers=headers))
+        return self._parse(response, DeletedJob)
+
+    def _verb(
+        self,
+        job: str,
+        verb: str,
+        body: dict[str, Any] | None = None,
+        *,
+        version: int | None = None,
+    ) -> JobDetail:
+        headers = if_version(version)
+        response = self._once(
+            lambda: self._http.post(f"{_path(job)}:{verb}", json=body, headers=headers)
+        )
+        return self._parse(response, JobDetail)
+
+    # ---- the queue and projects
+
+    def queue(self) -> QueueOut:
+        """Who waits for what, in the order of their turn, and who holds the workers."""
+        return self._get("/v1/queue", QueueOut)
+
+    def projects(self) -> list[ProjectOut]:
+        """Projects that have quotas or live jobs, by name."""
+        return self._get("/v1/projects", Page[ProjectOut]).items
+
+    def project(self, name: str) -> ProjectOut:
+        """Quotas and use of a project; raises `NotFound`."""
+        return self._get(_project_path(name), ProjectOut)
+
+    def set_quotas(
+        self, name: str, *, max_workers: int | None = None, max_running_jobs: int | None = None
+    ) -> ProjectOut:
+        """Set both quotas of a project; None is no limit."""
+        quotas = Quotas.model_construct(max_workers=max_workers, max_running_jobs=max_running_jobs)
+        body = quotas.model_dump()
+        response = self._with_retries(lambda: self._http.put(_project_path(name), json=body))
+        return self._parse(response, ProjectOut)
+
+    def remove_quotas(self, name: str) -> None:
+        """Take the quotas of a project away; raises `NotFound` if it has none."""
+        self._once(lambda: self._http.delete(_project_path(name)))
+
+
+def _path(job: str) -> str:
+    return f"/v1/jobs/{quote(job, safe='')}"
+
+
+def _project_path(name: str) -> str:
+    return f"/v1/projects/{quote(name, safe='')}"
+
+
+# The Python SDK: a typed, synchronous client of the REST API.
+
+TRACE_TIMEOUT_S = 600.0
+
+
+class JobFilters(TypedDict, total=False):
+    """Which jobs are listed: those that fit everything given. Times are Unix seconds."""
+
+    statuses: Sequence[JobStatus]
+    name: str | None
+    project: str | None
+    labels: Mapping[str, str]
+    created_after: float | None
+    created_before: float | None
+
+
+class ShardloomClient(AccessCalls, ExportCalls, LifecycleCalls, LogCalls, WebhookCalls):
+    """A connection to one service; close it, or use it as a context manager."""
+
+    # ---- jobs
+
+    def submit(
+        self,
+        spec: JobSpec | Mapping[str, Any],
+        *,
+        idempotency_key: str | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> JobDetail:
+        """Create a job from a spec; raises `InvalidRequest` with the faulty fields.
+
+        `secrets` are environment variables for its processes, kept encrypted, never shown. With
+        the same `idempotency_key` the same spec makes one job, however often it is sent.
+        """
+        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
+        body: dict[str, Any] = {"spec": _document(spec)}
+        if secrets:
+            body["secrets"] = dict(secrets)
+        response = self._with_retries(
+            lambda: self._http.post("/v1/jobs", json=body, headers=headers)
+        )
+        return self._parse(response, JobDetail)
+
+    def upload_code(self, archive: bytes) -> CodeOut:
+        """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
+
+        Raises `InvalidRequest` for one that cannot be unpacked safely. Safe to repeat.
+        """
+        headers = {"Content-Type": "application/zip"}
+        response = self._with_retries(
+            lambda: self._http.post("/v1/code", content=archive, headers=headers)
+        )
+        return self._parse(response, CodeOut)
+
+    def plan(self, spec: JobSpec | Mapping[str, Any]) -> JobPlan:
+        """Check a spec without creating a job, and say which groups it would form."""
+        body = SubmitJob(spec=_document(spec)).model_dump()
+        response = self._once(
+            lambda: self._http.post("/v1/jobs", json=body, params={"dry_run": "true"})
+        )
+        return self._parse(response, JobPlan)
+
+    def list_jobs(
+        self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]
+    ) -> Page[JobSummary]:
+        """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
+        params = {"after": after, "limit": limit, **_filter_params(filters)}
+        return self._get("/v1/jobs", Page[JobSummary], params)
+
+    def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:
+        """Every job, newest first, fetched page by page as they are consumed."""
+        after: str | None = None
+        while True:
+            page = self.list_jobs(after=after, **filters)
+            yield from page.items
+            if page.next is None:
+                return
+            after = page.next
+
+    def get_job(self, job: str) -> JobDetail:
+        """Read a job; raises `NotFound`."""
+        return self._get(_job_path(job), JobDetail)
+
+    def cancel(self, job: str, *, version: int | None = None) -> JobDetail:
+        """Ask a job to stop; raises `Conflict` if it has ended. Sent once, never retried.
+
+        Raises `Conflict` as well if the job is not at `version` any more, where one is given.
+        """
+        headers = if_version(version)
+        response = self._once(lambda: self._http.post(f"{_job_path(job)}:cancel", headers=headers))
+        return self._parse(response, JobDetail)
+
+    def resize(self, job: str, num_workers: int) -> ResizeRequestOut:
+        """Ask a running job for another number of workers.
+
+        Raises `InvalidRequest` for a size that it cannot train with, `Conflict` if it does not run.
+        """
+        body = ResizeJob.model_construct(workers=num_workers).model_dump()
+        return self._wish(job, "resize", body)
+
+    def drain(self, job: str, host: str, *, undo: bool = False) -> ResizeRequestOut:
+        """Ask a running job to leave a host, or with `undo` to use it again.
+
+        Raises `InvalidRequest` for a host without its workers, `Conflict` if it does not run.
+        """
+        body = DrainHost.model_construct(host=host, undo=undo).model_dump()
+        return self._wish(job, "drain", body)
+
+    def _wish(self, job: str, part: str, body: dict[str, Any]) -> ResizeRequestOut:
+        # Asking twice for the same changes nothing.
+        response = self._with_retries(lambda: self._http.post(_job_path(job, part), json=body))
+        return self._parse(response, ResizeRequestOut)
+
+    def wait(
+        self,
+        job: str,
+        *,
+        timeout_s: float | None = None,
+        poll_s: float = 1.0,
+        patience_s: float = PATIENCE_S,
+    ) -> JobDetail:
+        """Block until the job has ended and return it; raises `TimeoutError` after `timeout_s`.
+
+        A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
+        """
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - self._clock())
+            found = self._get(_job_path(job), JobDetail, patience_s=min(patience_s, left_s))
+            if found.status.is_terminal:
+                return found
+            if self._clock() >= deadline:
+                raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
+            self._sleep(poll_s)
+
+    # ---- what a job left behind
+
+    def attempts(self, job: str) -> list[AttemptOut]:
+        """Attempts of a job, oldest first."""
+        return self._get(_job_path(job, "attempts"), Page[AttemptOut]).items
+
+    def checkpoints(self, job: str) -> list[CheckpointOut]:
+        """Committed checkpoints that still exist, in step order."""
+        return self._get(_job_path(job, "checkpoints"), Page[CheckpointOut]).items
+
+    def metrics(
+        self, job: str, *, names: Sequence[str] = (), max_points: int | None = None
+    ) -> MetricsOut:
+        """Downsampled series of the metrics asked for (all of them where none is named)."""
+        params = {"name": list(names), "max_points": max_points}
+        return self._get(_job_path(job, "metrics"), MetricsOut, params)
+
+    def events(
+        self, job: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
+    ) -> list[TimelineEventOut]:
+        """Timeline lines with an id above `after`, in order, at most `limit`; `kinds` filters."""
+        params: Params = {"after": after, "limit": limit, "kind": list(kinds)}
+        return self._get(_job_path(job, "events"), Page[TimelineEventOut], params).items
+
+    def iter_events(
+        self, job: str, *, after: int = 0, kinds: Sequence[str] = ()
+    ) -> Iterator[TimelineEventOut]:
+        """Every timeline line so far with an id above `after`, fetched page by page."""
+        while page := self.events(job, after=after, kinds=kinds):
+            yield from page
+            after = page[-1].id
+
+    def follow_events(
+        self, job: str, *, after: int = 0, patience_s: float = PATIENCE_S
+    ) -> Iterator[TimelineEventOut]:
+        """Timeline lines as they happen, until the job has ended; survives broken connections.
+
+        A service that does not answer is asked again for `patience_s`.
+        """
+        for event in self._stream(_job_path(job, "events"), {"after": after}, patience_s):
+            yield self._parse_event(event, TimelineEventOut)
+
+    def follow_progress(
+        self, job: str, *, after: int = 0, patience_s: float = PATIENCE_S
+    ) -> Iterator[ProgressOut | TimelineEventOut]:
+        """As `follow_events`, and how far the job has come whenever that changes."""
+        params: Params = {"after": after, "progress": "true"}
+        for event in self._stream(_job_path(job, "events"), params, patience_s):
+            if event.name == "progress":
+                yield self._parse_event(event, ProgressOut)
+            else:
+                yield self._parse_event(event, TimelineEventOut)
+
+    # ---- traces
+
+    def request_trace(
+        self, job: str, *, num_steps: int = 3, ranks: Sequence[int] = (0,)
+    ) -> TraceRequested:
+        """Ask a running job to record its next steps; never sent twice.
+
+        Raises `Conflict` if the job does not run or an earlier trace is still being recorded.
+        """
+        body = RequestTrace.model_construct(num_steps=num_steps, ranks=list(ranks)).model_dump()
+        response = self._once(lambda: self._http.post(_job_path(job, "traces"), json=body))
+        return self._parse(response, TraceRequested)
+
+    def traces(self, job: str) -> list[TraceOut]:
+        """Traces that the job's workers wrote, in the order of writing."""
+        return self._get(_job_path(job, "traces"), Page[TraceOut]).items
+
+    def wait_for_traces(
+        self,
+        job: str,
+        requested: TraceRequested,
+        *,
+        timeout_s: float = TRACE_TIMEOUT_S,
+        poll_s: float = 0.5,
+    ) -> list[TraceOut]:
+        """Block until everything that a request asked for is written; raises `TraceLost`."""
+        deadline = self._clock() + timeout_s
+        while True:
+            # The job first: what was written before it ended is then found below.
+            found = self.get_job(job)
+            written = {t.name: t for t in self.traces(job) if t.attempt_id == requested.attempt_id}
+            if written.keys() >= set(requested.names):
+                return [written[name] for name in requested.names]
+            if found.status.is_terminal or found.current_attempt_id != requested.attempt_id:
+                raise TraceLost(requested.id, f"the workers it was asked of ended ({found.status})")
+            if self._clock() >= deadline:
+                raise TraceLost(requested.id, f"it was not written within {timeout_s:g} s")
+            self._sleep(poll_s)
+
+    def download_trace(self, job: str, trace: TraceOut, folder: Path) -> Path:
+        """Save a trace in a folder, which is made if missing; returns the file's path.
+
+        Raises `NotFound` if it is gone, and OSError if it cannot be written.
+        """
+        params = {"attempt": trace.attempt_id}
+        path = _job_path(job, f"traces/{quote(trace.name, safe='')}")
+        response = self._with_retries(lambda: self._http.get(path, params=params))
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / Path(trace.name).name
+        target.write_bytes(response.content)
+        return target
+
+    # ---- the service itself
+
+    def cluster(self) -> ClusterOut:
+        """What the service knows of the cluster behind it."""
+        return self._get("/v1/cluster", ClusterOut)
+
+    def is_alive(self) -> bool:
+        """Whether a service answers right now; one attempt, never raises `ServiceUnreachable`."""
+        try:
+            return self._http.get("/healthz", timeout=2.0).is_success
+        except httpx.TransportError:
+            return False
+
+
+def _filter_params(filters: JobFilters) -> dict[str, Any]:
+    labels = filters.get("labels", {})
+    return {
+        "status": list(filters.get("statuses", ())),
+        "name": filters.get("name"),
+        "project": filters.get("project"),
+        "label": [f"{key}={value}" for key, value in labels.items()],
+        "created_after": filters.get("created_after"),
+        "created_before": filters.get("created_before"),
+    }
+
+
+def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
+    return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
+
+
+def _job_path(job: str, part: str = "") -> str:
+    path = f"/v1/jobs/{quote(job, safe='')}"
+    return f"{path}/{part}" if part else path

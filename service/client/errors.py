@@ -1,0 +1,124 @@
+"""What the SDK raises.
+
+ShardloomError
+├── ServiceUnreachable      nobody answered at the URL, after the retries
+├── CredentialsUnusable     the file of API keys or of CA certificates cannot be used
+├── TraceLost               a trace that was asked for did not come
+├── ExportFailed            an export that was asked for did not come
+├── UnexpectedAnswer        somebody answered, but not a Shardloom service of this version
+└── ProblemError            the service said no (RFC 9457 problem: status, code, detail, fields)
+    ├── InvalidRequest      400, 422   a faulty spec or parameter; `fields` say where
+    ├── NotSignedIn         401        no credentials, or some that do not count
+    ├── Forbidden           403        credentials that do not suffice
+    ├── NotFound            404        no such job, attempt, log or trace
+    ├── Conflict            409, 412   not possible in the present state of the job
+    └── ServerFault         5xx        the service itself is in trouble
+"""
+
+from __future__ import annotations
+
+import httpx
+from pydantic import ValidationError
+
+from service.schemas.common import FieldError, Problem
+
+
+class ShardloomError(Exception):
+    """Base of everything the SDK raises."""
+
+
+class ServiceUnreachable(ShardloomError):
+    """Nobody answered at `url`; the request may or may not have arrived."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        self.cause = cause
+        super().__init__(f"no Shardloom service answers at {url} ({cause})")
+
+
+class CredentialsUnusable(ShardloomError):
+    """The file of API keys, or of CA certificates, cannot be used."""
+
+
+class TraceLost(ShardloomError):
+    """A trace that was asked for did not come."""
+
+    def __init__(self, trace_id: str, cause: str) -> None:
+        super().__init__(f"trace {trace_id} did not come: {cause}")
+
+
+class ExportFailed(ShardloomError):
+    """An export that was asked for did not come."""
+
+    def __init__(self, export_id: str, cause: str) -> None:
+        super().__init__(f"export {export_id} did not come: {cause}")
+
+
+class UnexpectedAnswer(ShardloomError):
+    """An answer that is not what a Shardloom service of this version sends."""
+
+    def __init__(self, url: str, cause: str) -> None:
+        self.url = url
+        self.cause = cause
+        super().__init__(
+            f"{url} gave an answer that this client does not understand ({cause}); is it a "
+            "Shardloom service of the same version?"
+        )
+
+
+class ProblemError(ShardloomError):
+    """The service refused: HTTP `status`, machine-readable `code`, `detail`, faulty `fields`."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.status = problem.status
+        self.code = problem.code
+        self.detail = problem.detail
+        self.fields: tuple[FieldError, ...] = tuple(problem.fields)
+        super().__init__(problem.detail or problem.title)
+
+
+class InvalidRequest(ProblemError):
+    """A faulty spec or parameter; `fields` name the path of each fault."""
+
+
+class NotSignedIn(ProblemError):
+    """No credentials, or some that do not count."""
+
+
+class Forbidden(ProblemError):
+    """Credentials that do not suffice for this."""
+
+
+class NotFound(ProblemError):
+    """No such job, attempt, log or trace."""
+
+
+class Conflict(ProblemError):
+    """Not possible in the present state of the job."""
+
+
+class ServerFault(ProblemError):
+    """The service itself is in trouble; its log says more."""
+
+
+_BY_STATUS: dict[int, type[ProblemError]] = {
+    400: InvalidRequest,
+    401: NotSignedIn,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    412: Conflict,
+    422: InvalidRequest,
+}
+
+
+def error_of_response(response: httpx.Response) -> ShardloomError:
+    """The exception for an answer whose status is 400 or above; its body must have been read."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        return UnexpectedAnswer(
+            str(response.url), f"HTTP {response.status_code} {response.reason_phrase}"
+        )
+    fallback = ServerFault if problem.status >= 500 else ProblemError
+    return _BY_STATUS.get(problem.status, fallback)(problem)

@@ -1,0 +1,345 @@
+"""The SDK's calls about access: who one is, API keys, the audit log."""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from service.client.errors import ExportFailed
+from service.client.transport import PATIENCE_S, Connection, Params
+from service.schemas.admin import (
+    AuditOut,
+    CreateKey,
+    CreateWebhook,
+    DeliveryOut,
+    KeyOut,
+    NewKey,
+    RoleName,
+    WebhookCreated,
+    WebhookOut,
+    WhoAmI,
+)
+from service.schemas.common import Page
+from service.schemas.jobs import ExportOut, LogLine, LogsOut, RequestExport
+from trainer.export.artifact import ArtifactError, check_files, read_manifest
+from trainer.spec.training import Quantization
+
+
+class AccessCalls(Connection):
+    """Calls about access."""
+
+    def whoami(self) -> WhoAmI:
+        """Who one is to the service; raises `NotSignedIn`."""
+        return self._get("/v1/whoami", WhoAmI)
+
+    def create_key(
+        self, name: str, roles: Mapping[str, RoleName], *, expires_in_s: float | None = None
+    ) -> NewKey:
+        """Make an API key, whose text is in the answer and nowhere else. Sent once."""
+        body = CreateKey.model_construct(name=name, roles=dict(roles), expires_in_s=expires_in_s)
+        response = self._once(lambda: self._http.post("/v1/keys", json=body.model_dump()))
+        return self._parse(response, NewKey)
+
+    def list_keys(self, *, after: str | None = None, limit: int = 50) -> Page[KeyOut]:
+        """One page of API keys, the revoked ones included."""
+        return self._get("/v1/keys", Page[KeyOut], {"after": after, "limit": limit})
+
+    def revoke_key(self, key_id: str) -> KeyOut:
+        """End an API key; raises `NotFound`. Doing it again changes nothing."""
+        path = f"/v1/keys/{quote(key_id, safe='')}"
+        return self._parse(self._with_retries(lambda: self._http.delete(path)), KeyOut)
+
+    def audit(
+        self,
+        *,
+        after: str | None = None,
+        limit: int = 100,
+        actor: str | None = None,
+        action: str | None = None,
+        object: str | None = None,
+        since: float | None = None,
+        refused: bool = False,
+    ) -> Page[AuditOut]:
+        """One page of the audit log, newest first; the filters must all fit."""
+        params = {
+            "after": after,
+            "limit": limit,
+            "actor": actor,
+            "action": action,
+            "object": object,
+            "since": since,
+            "refused": "true" if refused else None,
+        }
+        return self._get("/v1/audit", Page[AuditOut], params)
+
+
+# Calls of the SDK about exports of models.
+
+EXPORT_TIMEOUT_S = 6 * 3600.0
+
+
+class ExportCalls(Connection):
+    """Ask for exports, wait for them, download them, delete them."""
+
+    def request_export(
+        self,
+        job: str,
+        *,
+        checkpoint: str = "newest",
+        quantize: Quantization = "int8",
+        idempotency_key: str | None = None,
+    ) -> ExportOut:
+        """Ask for an export of a checkpoint: `newest`, `best` or a step.
+
+        Raises `NotFound` if the job has no such checkpoint, `Conflict` while another is not done.
+        """
+        body = RequestExport.model_construct(checkpoint=checkpoint, quantize=quantize)
+        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
+        response = self._with_retries(
+            lambda: self._http.post(_exports_path(job), json=body.model_dump(), headers=headers)
+        )
+        return self._parse(response, ExportOut)
+
+    def exports(self, job: str) -> list[ExportOut]:
+        """Exports of a job in the order of asking, done or not."""
+        return self._get(_exports_path(job), Page[ExportOut]).items
+
+    def export(self, job: str, export_id: str) -> ExportOut:
+        """One export; raises `NotFound`."""
+        return self._get(_exports_path(job, export_id), ExportOut)
+
+    def wait_for_export(
+        self, job: str, export_id: str, *, timeout_s: float = EXPORT_TIMEOUT_S, poll_s: float = 0.5
+    ) -> ExportOut:
+        """Block until an export is done; raises `ExportFailed`."""
+        deadline = self._clock() + timeout_s
+        while True:
+            found = self.export(job, export_id)
+            if found.status == "succeeded":
+                return found
+            if found.status == "failed":
+                raise ExportFailed(export_id, found.message)
+            if self._clock() >= deadline:
+                raise ExportFailed(export_id, f"it was not done within {timeout_s:g} s")
+            self._sleep(poll_s)
+
+    def download_export(self, job: str, export_id: str, to: Path) -> Path:
+        """Save an export as the new folder `to`, checked file by file; returns `to`.
+
+        Raises `Conflict` until it is done, `ExportFailed` where what came is not whole, and
+        OSError (FileExistsError where `to` exists).
+        """
+        if to.exists():
+            raise FileExistsError(f"{to} exists already")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        staging = to.with_name(f".{to.name}.{uuid.uuid4().hex[:8]}.partial")
+        staging.mkdir()
+        tar = staging.with_suffix(".tar")
+        try:
+            self._save(_exports_path(job, f"{export_id}/archive"), {}, tar)
+            with tarfile.open(tar) as archive:
+                _unpack(archive, staging)
+            check_files(staging, read_manifest(staging))
+            return staging.rename(to)
+        except (tarfile.TarError, ArtifactError) as error:
+            raise ExportFailed(export_id, f"the download is not whole: {error}") from error
+        finally:
+            tar.unlink(missing_ok=True)
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def delete_export(self, job: str, export_id: str) -> None:
+        """Delete an export, done or not; one that is being made is given up. Raises `NotFound`."""
+        self._once(lambda: self._http.delete(_exports_path(job, export_id)))
+
+
+def _unpack(archive: tarfile.TarFile, to: Path) -> None:
+    """Take files out, below `to` only; raises `tarfile.ReadError` for anything else.
+
+    By hand, as Pythons before 3.11.4 (Debian 12 has 3.11.2) know no filter that sees to it.
+    """
+    root = to.resolve()
+    for member in archive:
+        place = (root / member.name).resolve()
+        source = archive.extractfile(member) if member.isfile() else None
+        if source is None or not place.is_relative_to(root):
+            if member.isdir():
+                continue
+            raise tarfile.ReadError(f"it holds {member.name!r}, which is no file of an export")
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with source, place.open("xb") as target:
+            shutil.copyfileobj(source, target)
+
+
+def _exports_path(job: str, rest: str = "") -> str:
+    path = f"/v1/jobs/{quote(job, safe='')}/exports"
+    return f"{path}/{rest}" if rest else path
+
+
+# The SDK's calls about logs.
+
+
+@dataclass(frozen=True)
+class LogQuery:
+    """Which lines of a job's logs are wanted; what is left away lets everything through.
+
+    `attempt` is an id, the newest by default; `level` as in `warning`; `text` is looked for
+    whatever the case, and `*` in it stands for anything. Times are Unix seconds. `tail` looks at
+    the last lines of each log only.
+    """
+
+    attempt: str | None = None
+    source: str | None = None
+    ranks: Sequence[int] = ()
+    level: str | None = None
+    text: str | None = None
+    since: float | None = None
+    until: float | None = None
+    tail: int | None = None
+
+    @property
+    def params(self) -> Params:
+        """Parameters of the request."""
+        return {
+            "attempt": self.attempt,
+            "source": self.source,
+            "rank": [str(rank) for rank in self.ranks] or None,
+            "level": self.level,
+            "q": self.text or None,
+            "since": self.since,
+            "until": self.until,
+            "tail": self.tail,
+        }
+
+
+class LogCalls(Connection):
+    """Calls about logs."""
+
+    def logs(self, job: str, *, after: str | None = None, query: LogQuery | None = None) -> LogsOut:
+        """A piece of a job's logs; `after` takes the `cursor` of an earlier answer."""
+        params = {**(query or LogQuery()).params, "after": after}
+        return self._get(_logs_path(job), LogsOut, {**params, "tail": None} if after else params)
+
+    def read_logs(
+        self,
+        job: str,
+        *,
+        source: str | None = None,
+        tail: int | None = None,
+        query: LogQuery | None = None,
+    ) -> LogsOut:
+        """All log lines so far, asked for piece by piece: of a source, or those of a `query`."""
+        query = query or LogQuery(source=source, tail=tail)
+        answer = piece = self.logs(job, query=query)
+        lines = list(answer.lines)
+        while piece.lines or piece.more:
+            piece = self.logs(job, after=piece.cursor, query=query)
+            lines += piece.lines
+        return piece.model_copy(update={"lines": lines})
+
+    def follow_logs(
+        self,
+        job: str,
+        *,
+        source: str | None = None,
+        tail: int | None = None,
+        query: LogQuery | None = None,
+        patience_s: float = PATIENCE_S,
+    ) -> Iterator[LogLine]:
+        """Log lines as they are written, until the job has ended; survives broken connections.
+
+        A service that does not answer is asked again for `patience_s`.
+        """
+        query = query or LogQuery(source=source, tail=tail)
+        for event in self._stream(_logs_path(job), query.params, patience_s):
+            yield self._parse_event(event, LogLine)
+
+    def download_logs(self, job: str, target: Path, *, attempt: str | None = None) -> Path:
+        """Save all logs of a job, or of one attempt, in a file: ZIP, or gzipped text for `.gz`.
+
+        Raises OSError if it cannot be written; a file that is there is replaced when all is read.
+        """
+        form = "gzip" if target.suffix == ".gz" else "zip"
+        params = {"format": form, **({"attempt": attempt} if attempt else {})}
+        return self._save(f"{_logs_path(job)}:download", params, target)
+
+
+def _logs_path(job: str) -> str:
+    return f"/v1/jobs/{quote(job, safe='')}/logs"
+
+
+# The SDK's calls about webhooks.
+
+
+class WebhookCalls(Connection):
+    """Calls about webhooks. What makes or sends something is sent once."""
+
+    def create_webhook(
+        self,
+        url: str,
+        *,
+        project: str = "default",
+        kinds: Sequence[str] = (),
+        description: str = "",
+    ) -> WebhookCreated:
+        """Let a URL hear of timeline lines; the answer has the secret, which is not shown again."""
+        body = CreateWebhook.model_construct(
+            url=url, project=project, kinds=list(kinds), description=description
+        )
+        return self._post("/v1/webhooks", WebhookCreated, body.model_dump())
+
+    def webhooks(self, *, project: str | None = None) -> list[WebhookOut]:
+        """Webhooks of a project, or all, oldest first."""
+        return self._get("/v1/webhooks", Page[WebhookOut], {"project": project}).items
+
+    def get_webhook(self, webhook: str) -> WebhookOut:
+        """Read a webhook; raises `NotFound`."""
+        return self._get(_webhook_path(webhook), WebhookOut)
+
+    def change_webhook(self, webhook: str, **changes: Any) -> WebhookOut:
+        """Change `url`, `kinds`, `description` or `is_active`; raises `NotFound`."""
+        # Asking twice for the same changes nothing.
+        response = self._with_retries(
+            lambda: self._http.patch(_webhook_path(webhook), json=changes)
+        )
+        return self._parse(response, WebhookOut)
+
+    def delete_webhook(self, webhook: str) -> None:
+        """Forget a webhook and what was not delivered yet; raises `NotFound`."""
+        self._once(lambda: self._http.delete(_webhook_path(webhook)))
+
+    def rotate_webhook(self, webhook: str) -> WebhookCreated:
+        """Give a webhook a new secret, which the answer has."""
+        return self._post(f"{_webhook_path(webhook)}:rotate", WebhookCreated)
+
+    def try_webhook(self, webhook: str) -> DeliveryOut:
+        """Queue a test message."""
+        return self._post(f"{_webhook_path(webhook)}:test", DeliveryOut)
+
+    def deliveries(self, webhook: str, *, state: str | None = None) -> Iterator[DeliveryOut]:
+        """Messages to a webhook, newest first, fetched page by page as they are consumed."""
+        after: str | None = None
+        while True:
+            params = {"after": after, "state": state}
+            page = self._get(f"{_webhook_path(webhook)}/deliveries", Page[DeliveryOut], params)
+            yield from page.items
+            if page.next is None:
+                return
+            after = page.next
+
+    def redeliver(self, webhook: str, delivery: int) -> DeliveryOut:
+        """Send a message again, with the same id; raises `NotFound`."""
+        return self._post(f"{_webhook_path(webhook)}/deliveries/{delivery}:redeliver", DeliveryOut)
+
+    def _post(self, path: str, answer: Any, body: dict[str, Any] | None = None) -> Any:
+        response = self._once(lambda: self._http.post(path, json=body))
+        return self._parse(response, answer)
+
+
+def _webhook_path(webhook: str) -> str:
+    return f"/v1/webhooks/{quote(webhook, safe='')}"

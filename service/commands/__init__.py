@@ -1,1 +1,0 @@
-"""The commands of the CLI, one module per family; `service.cli` puts them together."""

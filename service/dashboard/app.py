@@ -1,0 +1,246 @@
+"""Mount and sign-in page.
+
+Signing in and out with a browser: an API key becomes a session, kept in a cookie.
+
+The page is plain HTML without scripts, so that it works before anything else is allowed to load.
+
+NiceGUI keeps one application per process. A process that makes several apps (tests do) hands
+it from one to the next: the newest `mount` is the one that answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from http import HTTPStatus
+from inspect import isawaitable
+from pathlib import Path
+from urllib.parse import parse_qs
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import HTMLResponse, RedirectResponse
+from jinja2 import Environment, FileSystemLoader, select_autoescape
+from nicegui import app as nicegui_app
+from nicegui import ui
+from starlette.exceptions import HTTPException
+
+from service.api.authentication import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
+from service.api.deps import Context, ContextDep
+from service.auth.authenticator import Credentials
+from service.dashboard.auth import reader, set_rules
+from service.dashboard.pages import JobPage, ListPage
+from service.dashboard.panels import Submit
+from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
+from service.dashboard.snapshots import ListFeed
+from service.db.jobs import JobStore
+from service.domain.auth import Session, hash_of
+from service.errors import CsrfRefused, NotSignedIn
+from service.settings import Settings
+from trainer.export.requests import ExportFolder
+
+router = APIRouter(include_in_schema=False)
+_HOME = f"{MOUNT_PATH}/"
+_MAX_FORM_BYTES = 8192
+# The page may stand at any path, whose own policy would forbid its style.
+_UNKNOWN_PAGE_CSP = (
+    "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+_TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent / "templates"),
+    autoescape=select_autoescape(["html"]),
+)
+
+
+def add_login(app: FastAPI) -> None:
+    """Serve the pages of signing in and out from `app`."""
+    app.include_router(router)
+
+
+@router.get(LOGIN_PATH)
+def show_login(request: Request, context: ContextDep) -> Response:
+    """The form; whoever needs none is sent on."""
+    wanted = safe_target(request.query_params.get("next"))
+    if context.settings.auth == "local" or _is_signed_in(request, context):
+        return RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
+    return _page(wanted)
+
+
+@router.post(LOGIN_PATH)
+async def sign_in(request: Request, context: ContextDep) -> Response:
+    """Open a session for the key in the form, and go on to where the reader wanted to go."""
+    form = await _form_of(request)
+    wanted = safe_target(form.get("next"))
+    authenticator = context.security.authenticator
+    if context.settings.auth == "local":
+        return RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
+    try:
+        token, session = await run_in_threadpool(authenticator.sign_in, form.get("key", ""))
+        principal = await run_in_threadpool(authenticator.principal_of, Credentials(cookie=token))
+    except NotSignedIn:
+        return _page(wanted, "This key is unknown, expired or revoked.", HTTPStatus.UNAUTHORIZED)
+    # For the audit log: nobody was signed in when the request came.
+    request.scope["state"]["principal"] = principal
+    answer = RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
+    _set_cookies(answer, request, context, token, session)
+    return answer
+
+
+@router.post("/logout")
+async def sign_out(request: Request, context: ContextDep) -> Response:
+    """End the session; raises `CsrfRefused` without the token that our pages send."""
+    cookie = request.cookies.get(SESSION_COOKIE, "")
+    form = await _form_of(request)
+    authenticator = context.security.authenticator
+    if cookie and form.get("csrf") != authenticator.csrf_token(cookie):
+        raise CsrfRefused
+    if cookie:
+        await run_in_threadpool(authenticator.sign_out, cookie)
+    answer = RedirectResponse(LOGIN_PATH, HTTPStatus.SEE_OTHER)
+    for name in (SESSION_COOKIE, CSRF_COOKIE):
+        answer.delete_cookie(name)
+    return answer
+
+
+def safe_target(wanted: str | None) -> str:
+    """Where to go after signing in: a path of ours, whatever the address of the form said."""
+    if wanted is None or not wanted.startswith("/") or wanted.startswith(("//", LOGIN_PATH)):
+        return _HOME
+    is_plain = wanted.isprintable() and "\\" not in wanted
+    return wanted if is_plain and wanted != "/" else _HOME
+
+
+def _is_signed_in(request: Request, context: Context) -> bool:
+    cookie = request.cookies.get(SESSION_COOKIE)
+    if cookie is None or context.security.keys.find_session(hash_of(cookie)) is None:
+        return False
+    try:
+        context.security.authenticator.principal_of(Credentials(cookie=cookie))
+    except NotSignedIn:
+        return False
+    return True
+
+
+def _set_cookies(
+    answer: Response, request: Request, context: Context, token: str, session: Session
+) -> None:
+    max_age_s = int(session.expires_at - session.created_at)
+    is_tls = request.url.scheme == "https"
+    answer.set_cookie(
+        SESSION_COOKIE, token, max_age=max_age_s, httponly=True, secure=is_tls, samesite="lax"
+    )
+    # For scripts of our own pages, which send it back in a header.
+    csrf_token = context.security.authenticator.csrf_token(token)
+    answer.set_cookie(CSRF_COOKIE, csrf_token, max_age=max_age_s, secure=is_tls, samesite="strict")
+
+
+async def _form_of(request: Request) -> dict[str, str]:
+    body = (await request.body())[:_MAX_FORM_BYTES]
+    fields = parse_qs(body.decode("utf-8", "replace"))
+    return {name: values[-1].strip() for name, values in fields.items()}
+
+
+def unknown_page(path: str) -> HTMLResponse:
+    """The answer to a browser that asks for what does not exist."""
+    html = _render("unknown_page.html", path=path, home=_HOME)
+    headers = {"Content-Security-Policy": _UNKNOWN_PAGE_CSP}
+    return HTMLResponse(html, HTTPStatus.NOT_FOUND, headers=headers)
+
+
+def _page(wanted: str, fault: str = "", status: HTTPStatus = HTTPStatus.OK) -> HTMLResponse:
+    html = _render("login.html", next=wanted, fault=fault)
+    return HTMLResponse(html, status, headers={"Cache-Control": "no-store"})
+
+
+def _render(template: str, **values: str) -> str:
+    logo = (STATIC_DIR / "logo.svg").read_text(encoding="utf-8")
+    return _TEMPLATES.get_template(template).render(logo=logo, **values)
+
+
+# Mounts the dashboard on the service's own FastAPI app, under `/dashboard`.
+
+# A page that a busy machine builds slowly is late, and no error 500, as it is after NiceGUI's 3 s.
+_BUILD_TIMEOUT_S = 30.0
+
+
+def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
+    """Serve the dashboard from `app`: the list at `/dashboard/`, a job below `jobs/`.
+
+    `wake` makes the reconciler look at once at what a reader asked for. Call it after the API's
+    routes are in place; `/` then leads to the list.
+    """
+    _forget_former_mount()
+    context = getattr(app.state, "context", None)
+    security = context.security if context is not None else None
+    set_rules(is_local=settings.auth == "local", security=security)
+    submit = context.exports.submit if context is not None else _forget
+    _register_pages(store, settings, wake, submit)
+    if security is not None:
+        add_login(app)
+
+    @app.get("/", include_in_schema=False)
+    def _home() -> RedirectResponse:
+        return RedirectResponse(f"{MOUNT_PATH}/")
+
+    _show_unknown_pages(app)
+    ui.run_with(
+        app,
+        root=_unknown_page,
+        mount_path=MOUNT_PATH,
+        title="Shardloom",
+        favicon=STATIC_DIR / "logo.svg",
+        dark=None,
+        tailwind=False,
+        show_welcome_message=False,
+    )
+
+
+def _forget_former_mount() -> None:
+    # Starlette refuses to add middleware to an app that has answered a request.
+    nicegui_app.middleware_stack = None
+    nicegui_app.user_middleware.clear()
+
+
+def _forget(folder: ExportFolder) -> None:
+    """Without the API nothing makes exports; a service that starts later will."""
+
+
+def _register_pages(
+    store: JobStore, settings: Settings, wake: Callable[[], None], submit: Submit
+) -> None:
+    feed = ListFeed(store)
+
+    @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
+    async def _list() -> None:
+        await ListPage(feed, reader().projects).build()
+
+    @ui.page("/jobs/{job_id}", response_timeout=_BUILD_TIMEOUT_S)
+    async def _job(job_id: str) -> None:
+        await JobPage(store, settings, job_id, wake, submit).build()
+
+
+def _show_unknown_pages(app: FastAPI) -> None:
+    """Answer browsers with a page where nothing is at a path outside of the API.
+
+    Everything else is answered as before.
+    """
+    otherwise = app.exception_handlers[HTTPException]
+
+    async def _on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code == HTTPStatus.NOT_FOUND and _wants_page(request):
+            return unknown_page(request.url.path)
+        answer = otherwise(request, error)
+        return await answer if isawaitable(answer) else answer
+
+    app.add_exception_handler(HTTPException, _on_http_error)
+
+
+def _wants_page(request: Request) -> bool:
+    is_api = request.url.path.startswith("/v1/")
+    is_read = request.method in ("GET", "HEAD")
+    return is_read and not is_api and "text/html" in request.headers.get("accept", "")
+
+
+def _unknown_page() -> None:
+    not_found("This page does not exist", "The address may be misspelt, or the page has moved.")

@@ -1,0 +1,94 @@
+"""Who reads a page, and what they may change from it.
+
+NiceGUI keeps one application per process, and so this keeps one set of rules: those of the app that
+was mounted last.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from nicegui import ui
+
+from service.api.authentication import SESSION_COOKIE
+from service.api.deps import known_principal
+from service.auth.security import Security
+from service.domain.auth import LOCAL, AuditRecord, Principal, Role
+from service.domain.models import Job
+from service.errors import Forbidden, NotSignedIn
+
+
+@dataclass
+class _Rules:
+    is_local: bool = True
+    security: Security | None = None
+
+
+_rules = _Rules()
+
+
+def set_rules(*, is_local: bool, security: Security | None) -> None:
+    """Take the rules of the app that serves the pages from now on."""
+    _rules.is_local, _rules.security = is_local, security
+
+
+def reader() -> Principal:
+    """Whoever reads the page being built or used; raises `NotSignedIn`."""
+    if _rules.is_local:
+        return LOCAL
+    principal = known_principal(ui.context.client.request)
+    if principal is None:
+        raise NotSignedIn
+    return principal
+
+
+def may_see(job: Job) -> bool:
+    """Whether the reader may see a job."""
+    return reader().role_in(job.project) is not None
+
+
+def may_change(job: Job) -> bool:
+    """Whether the reader may change a job."""
+    return reader().may(Role.SUBMITTER, job.project)
+
+
+def check_change(job: Job, what: str) -> None:
+    """Note in the audit log that the reader does `what` to a job; raises `Forbidden`."""
+    principal = reader()
+    is_allowed = principal.may(Role.SUBMITTER, job.project)
+    _note(principal, job, what, 202 if is_allowed else 403)
+    if not is_allowed:
+        raise Forbidden(f"this wants the role submitter in '{job.project}'")
+
+
+def _note(principal: Principal, job: Job, what: str, status: int) -> None:
+    if _rules.security is None:
+        return
+    client = ui.context.client.request.client
+    _rules.security.audit.append(
+        AuditRecord(
+            id=0,
+            time=time.time(),
+            actor=principal.name,
+            actor_kind=principal.kind,
+            action=f"PAGE {what}",
+            object=f"/v1/jobs/{job.id}",
+            remote=client.host if client else "",
+            status=status,
+            request_id="",
+        )
+    )
+
+
+def account_menu() -> None:
+    """Who is signed in, and the way out; nothing in local mode."""
+    if _rules.is_local or _rules.security is None:
+        return
+    cookie = ui.context.client.request.cookies.get(SESSION_COOKIE, "")
+    ui.label(reader().name.removeprefix("key:")).classes("account-name")
+    with ui.element("form").props('method="post" action="/logout"').classes("account-form"):
+        token = _rules.security.authenticator.csrf_token(cookie)
+        ui.element("input").props(f'type="hidden" name="csrf" value="{token}"')
+        with ui.element("button").props('type="submit"').classes("account-button"):
+            ui.label("Sign out")

@@ -1,0 +1,540 @@
+"""The buttons that change the course of a job: cancel, pause, resume, go on from a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+
+from nicegui import ui
+
+from service.api.views import describe_or_fail
+from service.dashboard import format, fragments
+from service.dashboard.auth import check_change, may_change, reader
+from service.dashboard.groups import groups_view
+from service.dashboard.shell import panel
+from service.dashboard.snapshots import JobSnapshot
+from service.db.jobs import JobStore
+from service.domain.membership import failure_domain
+from service.domain.models import Job, JobStatus
+from service.domain.timeline import latest_resize_request
+from service.errors import Conflict, JobEnded, ServiceError, StaleVersion
+from service.jobs.actions import (
+    cancel_job,
+    known_hosts,
+    legal_sizes,
+    pause_job,
+    request_drain,
+    request_resize,
+    restart_job,
+    resume_job,
+)
+from service.jobs.exports import delete_export, get_export, request_export
+from service.jobs.logs import LogPiece, LogPosition, list_sources, read_new, tail_position
+from service.jobs.profiling import request_trace
+from service.jobs.run_storage import run_dir_of
+from service.schemas.jobs import ExportOut
+from service.settings import Settings
+from trainer.export.requests import ExportFolder, list_exports
+from trainer.protocol.run_dir import AttemptDir, RunDir
+
+_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
+
+
+class ActionsPanel:
+    """Buttons for what may be done with a job now; `on_asked` runs after something was asked."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        settings: Settings,
+        snapshot: JobSnapshot,
+        on_asked: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._snapshot = snapshot
+        self._on_asked = on_asked
+        self._cancel_dialog = self._build_cancel_dialog()
+        self._restart_dialog = self._build_restart_dialog()
+        with ui.element("div").classes("course-buttons"):
+            self._pause = _button("Pause", self._pause_now)
+            self._resume = _button("Resume", self._resume_now)
+            self._restart = _button("Go on from checkpoint", self._open_restart)
+            self._cancel = _button("Cancel job", self._cancel_dialog.open, "cancel-button")
+
+    def show(self, snapshot: JobSnapshot) -> None:
+        """Offer what fits the job as it is now."""
+        self._snapshot = snapshot
+        job = snapshot.job
+        is_pausing = job.pause_requested and job.status is not JobStatus.PAUSED
+        is_open = may_change(job) and not job.status.is_terminal and not job.cancel_requested
+        self._pause.set_visibility(is_open and job.status is not JobStatus.PAUSED)
+        self._pause.set_enabled(not is_pausing)
+        self._pause.set_text("Pausing" if is_pausing else "Pause")
+        self._resume.set_visibility(is_open and (is_pausing or job.status is JobStatus.PAUSED))
+        self._restart.set_visibility(may_change(job) and self._may_restart(job))
+        self._cancel.set_visibility(not job.status.is_terminal and may_change(job))
+        self._cancel.set_enabled(not job.cancel_requested)
+        self._cancel.set_text("Cancelling" if job.cancel_requested else "Cancel job")
+
+    def _may_restart(self, job: Job) -> bool:
+        return bool(self._snapshot.checkpoints) and (
+            job.status.is_terminal or job.status in _AT_REST
+        )
+
+    # ---- dialogs
+
+    def _build_cancel_dialog(self) -> ui.dialog:
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label(f"Cancel {self._snapshot.job.name}?").classes("dialog-title")
+            ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
+            with ui.element("div").classes("dialog-actions"):
+                keep = ui.button("Keep it", on_click=dialog.close)
+                keep.props("flat no-caps").classes("quiet")
+                stop = ui.button("Cancel job", on_click=self._cancel_now)
+                stop.props("unelevated no-caps color=negative")
+        return dialog
+
+    def _build_restart_dialog(self) -> ui.dialog:
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label("Go on from a checkpoint").classes("dialog-title")
+            ui.label("Later checkpoints count no more, and go once a new one is committed.")
+            with ui.element("div").classes("dialog-fields wide"):
+                self._step = ui.select({}, label="Checkpoint").props("dense outlined")
+            with ui.element("div").classes("dialog-actions"):
+                leave = ui.button("Leave it", on_click=dialog.close)
+                leave.props("flat no-caps").classes("quiet")
+                start = ui.button("Go on", on_click=self._restart_now)
+                start.props("unelevated no-caps")
+        return dialog
+
+    def _open_restart(self) -> None:
+        found = sorted(self._snapshot.checkpoints, key=lambda each: -each.step)
+        options = {
+            each.step: f"step {each.step:,}{', best so far' if each.is_best else ''}, "
+            f"{format.size(each.size_bytes)}"
+            for each in found
+        }
+        self._step.set_options(options, value=found[0].step)
+        self._restart_dialog.open()
+
+    # ---- asking
+
+    async def _cancel_now(self) -> None:
+        self._cancel_dialog.close()
+        await self._ask(
+            "cancel", lambda job, actor: cancel_job(self._store, self._settings, job, actor)
+        )
+
+    async def _pause_now(self) -> None:
+        await self._ask(
+            "pause", lambda job, actor: pause_job(self._store, self._settings, job, actor)
+        )
+
+    async def _resume_now(self) -> None:
+        await self._ask(
+            "resume", lambda job, actor: resume_job(self._store, self._settings, job, actor)
+        )
+
+    async def _restart_now(self) -> None:
+        self._restart_dialog.close()
+        step = self._step.value
+        await self._ask(
+            "restart",
+            lambda job, actor: restart_job(
+                self._store, self._settings, job, step=step, actor=actor
+            ),
+        )
+
+    async def _ask(self, verb: str, change: Callable[[str, str], object]) -> None:
+        job = self._snapshot.job
+        try:
+            check_change(job, verb)
+            await asyncio.to_thread(change, job.id, reader().name)
+        except JobEnded:
+            ui.notify("The job had already ended.")
+        except StaleVersion:
+            ui.notify("The job changed at that moment; please try again.", type="warning")
+        except ServiceError as error:
+            ui.notify(str(error), type="warning")
+        await self._on_asked()
+
+
+def _button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
+    button = ui.button(text, on_click=on_click, color=None)
+    button.props("outline no-caps dense").classes(style)
+    return button
+
+
+# Exports of a job, below its checkpoints: a list with downloads, made and deleted by buttons.
+
+Submit = Callable[[ExportFolder], None]
+_EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
+_TABLES = {"int8": "int8", "fp16": "fp16", "none": "as trained (float32)"}
+
+
+class ExportPanel:
+    """Shows what was exported and asks for more; `submit` hands a request to what makes it."""
+
+    def __init__(
+        self, store: JobStore, settings: Settings, snapshot: JobSnapshot, submit: Submit
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._job = snapshot.job
+        self._submit = submit
+        self._dialog = self._build_dialog()
+        self._delete_dialog = self._build_delete_dialog()
+        with ui.element("div").classes("trace-head"):
+            self._button = ui.button("Export", on_click=self._dialog.open, color=None)
+            self._button.props("outline no-caps dense").classes("quiet-button").mark("export")
+            self._delete_button = ui.button(
+                "Delete an export", on_click=self._delete_dialog.open, color=None
+            )
+            self._delete_button.props("outline no-caps dense").classes("quiet-button")
+            ui.label(_EXPORT_HINT).classes("trace-hint")
+        self._list = ui.html(sanitize=False)
+
+    async def refresh(self) -> None:
+        """Look at run storage, in a thread, and show where the exports stand."""
+        found = await asyncio.to_thread(self._read)
+        self._list.set_content(fragments.exports(self._job, found, time.time()))
+        self._doomed.set_options([each.id for each in found])
+        self._delete_button.set_enabled(bool(found))
+
+    def show(self, snapshot: JobSnapshot) -> None:
+        """Offer what can be exported now."""
+        steps = [str(checkpoint.step) for checkpoint in reversed(snapshot.checkpoints)]
+        self._checkpoint.set_options(["newest", "best", *steps])
+        self._button.set_enabled(bool(steps))
+
+    def _read(self) -> list[ExportOut]:
+        folders = list_exports(run_dir_of(self._settings, self._job.id))
+        found = []
+        for folder in reversed(folders):
+            try:
+                found.append(describe_or_fail(folder))
+            except (ServiceError, OSError, ValueError):
+                continue  # it is being deleted
+        return found
+
+    def _build_dialog(self) -> ui.dialog:
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label("Export the model").classes("dialog-title")
+            ui.label("It says how far its predictions are from the trainer's on validation rows.")
+            with ui.element("div").classes("dialog-fields"):
+                self._checkpoint = ui.select(["newest"], label="Checkpoint", value="newest")
+                self._tables = ui.select(_TABLES, label="Tables", value="int8")
+                for field in (self._checkpoint, self._tables):
+                    field.props("dense outlined")
+            with ui.element("div").classes("dialog-actions"):
+                close = ui.button("Not now", on_click=dialog.close)
+                close.props("flat no-caps").classes("quiet")
+                ui.button("Export", on_click=self._ask).props("unelevated no-caps")
+        return dialog
+
+    def _build_delete_dialog(self) -> ui.dialog:
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label("Delete an export").classes("dialog-title")
+            ui.label("Its files go; one that is being made is given up.")
+            with ui.element("div").classes("dialog-fields"):
+                self._doomed = ui.select([], label="Export").props("dense outlined")
+            with ui.element("div").classes("dialog-actions"):
+                close = ui.button("Not now", on_click=dialog.close)
+                close.props("flat no-caps").classes("quiet")
+                ui.button("Delete", on_click=self._delete).props("unelevated no-caps")
+        return dialog
+
+    async def _delete(self) -> None:
+        if self._doomed.value is None:
+            ui.notify("Say which one.", type="warning")
+            return
+        self._delete_dialog.close()
+        export_id = str(self._doomed.value)
+        try:
+            check_change(self._job, f"delete export {export_id}")
+            await asyncio.to_thread(self._delete_here, export_id)
+        except ServiceError as error:
+            ui.notify(str(error), type="warning")
+            return
+        ui.notify(f"Export {export_id} is deleted.")
+        await self.refresh()
+
+    def _delete_here(self, export_id: str) -> None:
+        delete_export(get_export(self._settings, self._job.id, export_id))
+
+    async def _ask(self) -> None:
+        self._dialog.close()
+        checkpoint, quantize = str(self._checkpoint.value), self._tables.value
+        try:
+            check_change(self._job, "export")
+            folder = await asyncio.to_thread(
+                request_export, self._store, self._settings, self._job, checkpoint, quantize
+            )
+        except ServiceError as error:
+            ui.notify(str(error), type="warning")
+            return
+        self._submit(folder)
+        ui.notify("The export appears here; it takes seconds to minutes.")
+        await self.refresh()
+
+
+# The log tail of a job's newest attempt, with a choice of source.
+
+MAX_LOG_LINES = 500
+
+
+class LogView:
+    """Follows one log of one attempt; switches to a new attempt by itself."""
+
+    def __init__(self, run_dir: RunDir) -> None:
+        self._run_dir = run_dir
+        self._attempt_id: str | None = None
+        self._position: LogPosition | None = None
+        self._suggested: str | None = None
+        with ui.element("div").classes("log-head"):
+            self._source = ui.select([], on_change=self._restart).props("dense outlined")
+            self._source.props('aria-label="Log source"').classes("log-source")
+            self._hint = ui.label().classes("log-hint")
+        self._lines = ui.log(max_lines=MAX_LOG_LINES).classes("log-lines")
+
+    async def refresh(self, attempt_id: str | None, *, is_final: bool) -> None:
+        """Show what is new; `is_final` says that nobody writes to the logs any more."""
+        if attempt_id != self._attempt_id:
+            self._attempt_id = attempt_id
+            self._restart()
+        if attempt_id is None:
+            self._hint.set_text("Logs appear once the job has been submitted to the cluster.")
+            return
+        files = self._run_dir.attempt(attempt_id)
+        self._show_sources(await asyncio.to_thread(list_sources, files))
+        if self._source.value:
+            await self._follow(files, attempt_id, self._source.value, is_final)
+
+    def _show_sources(self, sources: list[str]) -> None:
+        if sources != self._source.options:
+            is_ours = self._source.value == self._suggested
+            self._suggested = suggested_source(sources)
+            kept = self._source.value if self._source.value in sources and not is_ours else None
+            self._source.set_options(sources, value=kept or self._suggested)
+        self._source.set_visibility(bool(sources))
+        self._hint.set_text("" if sources else "No log has been written yet.")
+
+    async def _follow(
+        self, files: AttemptDir, attempt_id: str, source: str, is_final: bool
+    ) -> None:
+        before = self._position
+        start, pieces = await asyncio.to_thread(_read, files, attempt_id, source, before, is_final)
+        # The reader may have picked another source while the thread was reading.
+        if before is not self._position or source != self._source.value:
+            return
+        self._position = pieces[-1].position if pieces else start
+        for piece in pieces[-MAX_LOG_LINES:]:
+            # An empty label has no height, and a blank line should keep its place.
+            self._lines.push(piece.text or "\N{NO-BREAK SPACE}")
+
+    def _restart(self) -> None:
+        self._position = None
+        self._lines.clear()
+
+
+def suggested_source(sources: list[str]) -> str | None:
+    """The log to show until the reader picks one: a rank 0's, where training can be watched."""
+    ranks = (source for source in sources if source.endswith("rank-0"))
+    return next(ranks, next(iter(sources), None))
+
+
+def _read(
+    files: AttemptDir, attempt_id: str, source: str, position: LogPosition | None, is_final: bool
+) -> tuple[LogPosition, list[LogPiece]]:
+    """Where reading began and what follows; without a position, from the file's last lines."""
+    start = position or tail_position(files, attempt_id, source, MAX_LOG_LINES)
+    return start, list(read_new(files, start, source, is_final=is_final))
+
+
+# Who trains when, and the buttons that ask for another size or for leaving a host.
+
+_RESIZE_HINTS = {
+    "replica_group": "Groups that stay train on; new ones copy their state from a live group.",
+    "job": "The workers save a checkpoint and start again from it in the new size.",
+}
+
+
+class PlacementPanel:
+    """Shows the groups of a job and moves them; `on_asked` runs after a request was made."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        run_dir: RunDir,
+        snapshot: JobSnapshot,
+        on_asked: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._snapshot = snapshot
+        self._on_asked = on_asked
+        self._resize_dialog = self._build_resize_dialog()
+        self._drain_dialog = self._build_drain_dialog()
+        with panel("Groups", "membership-panel") as self._box:
+            with ui.element("div").classes("panel-buttons") as self._buttons:
+                self._resize_button = _quiet_button("Resize", self._open_resize)
+                self._drain_button = _quiet_button("Drain hosts", self._open_drain)
+            self._content = ui.html(sanitize=False)
+
+    def show(self, snapshot: JobSnapshot, now: float) -> None:
+        """Show the groups of a snapshot; `now` is Unix time in seconds."""
+        self._snapshot = snapshot
+        job = snapshot.job
+        view = groups_view(job, snapshot.timeline, snapshot.checkpoints, now)
+        self._content.set_content(fragments.membership(view))
+        self._box.set_visibility(view.has_content)
+        self._buttons.set_visibility(job.status is JobStatus.RUNNING)
+        self._resize_button.set_visibility(job.spec.parallelism.is_elastic)
+        self._drain_button.set_visibility(bool(self._hosts()))
+
+    def _hosts(self) -> list[str]:
+        return known_hosts(self._snapshot.job, self._snapshot.timeline)
+
+    # ---- dialogs
+
+    def _build_resize_dialog(self) -> ui.dialog:
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label("Resize").classes("dialog-title")
+            self._resize_hint = ui.label()
+            with ui.element("div").classes("dialog-fields"):
+                self._size = ui.select([], label="Workers").props("dense outlined")
+            _dialog_actions(dialog, "Resize", self._resize)
+        return dialog
+
+    def _build_drain_dialog(self) -> ui.dialog:
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label("Drain hosts").classes("dialog-title")
+            ui.label("Groups leave these hosts in good order, and none is placed there.")
+            with ui.element("div").classes("dialog-fields wide"):
+                self._drained = ui.select([], label="Hosts to leave", multiple=True)
+                self._drained.props("dense outlined use-chips")
+            _dialog_actions(dialog, "Apply", self._drain)
+        return dialog
+
+    def _open_resize(self) -> None:
+        try:
+            sizes = legal_sizes(self._snapshot.job)
+        except Conflict as error:
+            ui.notify(str(error), type="warning")
+            return
+        self._resize_hint.set_text(_RESIZE_HINTS[failure_domain(self._snapshot.job)])
+        wanted = latest_resize_request(self._snapshot.timeline).num_workers
+        self._size.set_options(sizes, value=wanted if wanted in sizes else None)
+        self._resize_dialog.open()
+
+    def _open_drain(self) -> None:
+        drained = list(latest_resize_request(self._snapshot.timeline).drain_hosts)
+        self._drained.set_options(sorted({*self._hosts(), *drained}), value=drained)
+        self._drain_dialog.open()
+
+    async def _resize(self) -> None:
+        if self._size.value is None:
+            ui.notify("Say how many workers.", type="warning")
+            return
+        self._resize_dialog.close()
+        job_id, size = self._snapshot.job.id, int(self._size.value)
+        await self._ask("resize", lambda: request_resize(self._store, self._run_dir, job_id, size))
+
+    async def _drain(self) -> None:
+        self._drain_dialog.close()
+        wanted = set(self._drained.value)
+        drained = set(latest_resize_request(self._snapshot.timeline).drain_hosts)
+        await self._ask("drain", lambda: self._move(wanted - drained, drained - wanted))
+
+    def _move(self, to_leave: set[str], to_use: set[str]) -> None:
+        job_id = self._snapshot.job.id
+        for host in sorted(to_leave | to_use):
+            request_drain(self._store, self._run_dir, job_id, host, undo=host in to_use)
+
+    async def _ask(self, what: str, request: Callable[[], object]) -> None:
+        try:
+            check_change(self._snapshot.job, what)
+            await asyncio.to_thread(request)
+        except ServiceError as error:
+            ui.notify(str(error), type="warning")
+        await self._on_asked()
+
+
+def _quiet_button(text: str, on_click: Callable[[], None]) -> ui.button:
+    button = ui.button(text, on_click=on_click, color=None)
+    return button.props("outline no-caps dense").classes("quiet-button")
+
+
+def _dialog_actions(dialog: ui.dialog, text: str, on_click: Callable[[], Awaitable[None]]) -> None:
+    with ui.element("div").classes("dialog-actions"):
+        close = ui.button("Not now", on_click=dialog.close)
+        close.props("flat no-caps").classes("quiet")
+        ui.button(text, on_click=on_click).props("unelevated no-caps")
+
+
+# The traces of a job: a list with downloads, and a button that records one.
+
+_TRACE_HINT = "Gzipped traces in Chrome's format: open them at ui.perfetto.dev or chrome://tracing."
+
+
+class TracePanel:
+    """Shows what was recorded and asks for more; `on_asked` runs after a request was made."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        run_dir: RunDir,
+        snapshot: JobSnapshot,
+        on_asked: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._store = store
+        self._run_dir = run_dir
+        self._job = snapshot.job
+        self._job_id = snapshot.job.id
+        self._on_asked = on_asked
+        world_size = snapshot.job.spec.parallelism.world_size
+        self._dialog = self._build_dialog(list(range(world_size)))
+        with ui.element("div").classes("trace-head"):
+            self._button = ui.button("Record a trace", on_click=self._dialog.open, color=None)
+            self._button.props("outline no-caps dense").classes("quiet-button")
+            ui.label(_TRACE_HINT).classes("trace-hint")
+        self._list = ui.html(sanitize=False)
+
+    def show(self, snapshot: JobSnapshot, now: float) -> None:
+        """Show the traces of a snapshot; `now` is Unix time in seconds."""
+        self._list.set_content(fragments.traces(snapshot.job, snapshot.timeline, now))
+        self._button.set_enabled(snapshot.job.status is JobStatus.RUNNING)
+
+    def _build_dialog(self, ranks: list[int]) -> ui.dialog:
+        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+            ui.label("Record a trace").classes("dialog-title")
+            ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
+            with ui.element("div").classes("dialog-fields"):
+                self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
+                self._ranks = ui.select(ranks, label="Ranks", value=[0], multiple=True)
+                for field in (self._steps, self._ranks):
+                    field.props("dense outlined")
+            with ui.element("div").classes("dialog-actions"):
+                close = ui.button("Not now", on_click=dialog.close)
+                close.props("flat no-caps").classes("quiet")
+                ui.button("Record", on_click=self._ask).props("unelevated no-caps")
+        return dialog
+
+    async def _ask(self) -> None:
+        if not self._steps.value or not self._ranks.value:
+            ui.notify("Say how many steps, and of which ranks.", type="warning")
+            return
+        self._dialog.close()
+        num_steps, ranks = int(self._steps.value), list(self._ranks.value)
+        try:
+            check_change(self._job, "trace")
+            await asyncio.to_thread(
+                request_trace, self._store, self._run_dir, self._job_id, num_steps, ranks
+            )
+        except ServiceError as error:
+            ui.notify(str(error), type="warning")
+            return
+        ui.notify("The trace appears here once it is written.")
+        await self._on_asked()

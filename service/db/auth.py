@@ -1,0 +1,164 @@
+"""Who may call, and what callers did: API keys, browser sessions, secrets of jobs, the audit log.
+
+Of keys and sessions only hashes are kept, of secrets only what `MasterKeys` encrypted. The audit
+log is append-only: nothing here changes a line, and the database refuses to.
+
+api_keys 1 ── n sessions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+from sqlalchemy import Engine, RowMapping, delete, func, insert, select, update
+
+from service.db.engine import Transactions
+from service.db.tables import api_keys, audit_log, job_secrets, jobs, sessions
+from service.domain.auth import ApiKey, AuditFilter, AuditRecord, Session, parse_roles, role_names
+from service.errors import KeyNotFound
+
+
+class KeyStore:
+    """Keys, sessions, secrets and the audit log in the database of the jobs."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.transactions = Transactions(engine)
+
+    # ---- keys
+
+    def add_key(self, key: ApiKey, secret_hash: str) -> None:
+        """Store a new key."""
+        values = {**vars(key), "roles": role_names(key.roles), "secret_hash": secret_hash}
+        with self.transactions.write() as connection:
+            connection.execute(insert(api_keys), values)
+
+    def find_key(self, key_id: str) -> tuple[ApiKey, str] | None:
+        """A key and the hash of its secret; None if there is no such key."""
+        with self.transactions.read() as connection:
+            query = select(api_keys).where(api_keys.c.id == key_id)
+            row = connection.execute(query).mappings().first()
+        return None if row is None else (_key_of(row), row["secret_hash"])
+
+    def list_keys(self, *, after: str | None = None, limit: int = 50) -> list[ApiKey]:
+        """Keys in the order of their ids, behind `after`."""
+        query = select(api_keys).order_by(api_keys.c.id).limit(limit)
+        if after is not None:
+            query = query.where(api_keys.c.id > after)
+        with self.transactions.read() as connection:
+            return [_key_of(row) for row in connection.execute(query).mappings()]
+
+    def has_usable_key(self, now: float) -> bool:
+        """Whether anybody could sign in with a key at this time (Unix seconds)."""
+        is_fresh = api_keys.c.expires_at.is_(None) | (api_keys.c.expires_at > now)
+        query = select(func.count()).where(api_keys.c.revoked_at.is_(None), is_fresh)
+        with self.transactions.read() as connection:
+            return bool(connection.execute(query).scalar_one())
+
+    def revoke_key(self, key_id: str, now: float) -> ApiKey:
+        """End a key and its sessions; raises `KeyNotFound`. Doing it again changes nothing."""
+        is_key = api_keys.c.id == key_id
+        with self.transactions.write() as connection:
+            unrevoked = is_key & api_keys.c.revoked_at.is_(None)
+            connection.execute(update(api_keys).where(unrevoked).values(revoked_at=now))
+            connection.execute(delete(sessions).where(sessions.c.key_id == key_id))
+            row = connection.execute(select(api_keys).where(is_key)).mappings().first()
+        if row is None:
+            raise KeyNotFound(key_id)
+        return _key_of(row)
+
+    def note_use(self, key_id: str, now: float) -> None:
+        """Note that a key was used."""
+        with self.transactions.write() as connection:
+            query = update(api_keys).where(api_keys.c.id == key_id)
+            connection.execute(query.values(last_used_at=now))
+
+    # ---- sessions
+
+    def add_session(self, session: Session, token_hash: str) -> None:
+        """Store a session, and forget those that have expired by then."""
+        with self.transactions.write() as connection:
+            is_over = sessions.c.expires_at <= session.created_at
+            connection.execute(delete(sessions).where(is_over))
+            connection.execute(insert(sessions), {**vars(session), "token_hash": token_hash})
+
+    def find_session(self, token_hash: str) -> Session | None:
+        """A session by the hash of its token, expired or not."""
+        with self.transactions.read() as connection:
+            query = select(sessions).where(sessions.c.token_hash == token_hash)
+            row = connection.execute(query).mappings().first()
+        if row is None:
+            return None
+        return Session(row["key_id"], row["created_at"], row["expires_at"])
+
+    def end_session(self, token_hash: str) -> None:
+        """Forget a session."""
+        with self.transactions.write() as connection:
+            connection.execute(delete(sessions).where(sessions.c.token_hash == token_hash))
+
+    # ---- secrets of jobs
+
+    def keep_secrets(self, job_id: str, sealed: Mapping[str, str], now: float) -> None:
+        """Store encrypted secrets of a job, by name."""
+        rows = [
+            {"job_id": job_id, "name": name, "sealed": text, "created_at": now}
+            for name, text in sealed.items()
+        ]
+        if rows:
+            with self.transactions.write() as connection:
+                connection.execute(insert(job_secrets), rows)
+
+    def secrets_of(self, job_id: str) -> dict[str, str]:
+        """Encrypted secrets of a job, by name."""
+        query = select(job_secrets).where(job_secrets.c.job_id == job_id)
+        with self.transactions.read() as connection:
+            rows = connection.execute(query.order_by(job_secrets.c.name)).mappings()
+            return {row["name"]: row["sealed"] for row in rows}
+
+    def secret_names(self, job_id: str) -> list[str]:
+        """Names of a job's secrets."""
+        query = select(job_secrets.c.name).where(job_secrets.c.job_id == job_id)
+        with self.transactions.read() as connection:
+            return list(connection.execute(query.order_by(job_secrets.c.name)).scalars())
+
+    def forget_secrets(self, job_id: str) -> None:
+        """Delete the secrets of a job."""
+        with self.transactions.write() as connection:
+            connection.execute(delete(job_secrets).where(job_secrets.c.job_id == job_id))
+
+    def forget_orphans(self, before: float) -> int:
+        """Delete secrets stored before a time whose job does not exist; how many."""
+        is_orphan = job_secrets.c.job_id.not_in(select(jobs.c.id))
+        with self.transactions.write() as connection:
+            query = delete(job_secrets).where(is_orphan, job_secrets.c.created_at < before)
+            return connection.execute(query).rowcount
+
+    # ---- audit
+
+    def append_audit(self, records: Sequence[AuditRecord]) -> None:
+        """Add lines to the audit log; their ids are the database's to give."""
+        values = [{k: v for k, v in vars(record).items() if k != "id"} for record in records]
+        with self.transactions.write() as connection:
+            connection.execute(insert(audit_log), values)
+
+    def list_audit(
+        self, wanted: AuditFilter, *, before: int | None = None, limit: int = 50
+    ) -> list[AuditRecord]:
+        """Lines that fit, newest first, with an id below `before`."""
+        query = select(audit_log).order_by(audit_log.c.id.desc()).limit(limit)
+        if before is not None:
+            query = query.where(audit_log.c.id < before)
+        for name in ("actor", "action", "object"):
+            if (value := getattr(wanted, name)) is not None:
+                query = query.where(audit_log.c[name] == value)
+        if wanted.since is not None:
+            query = query.where(audit_log.c.time >= wanted.since)
+        if wanted.only_refused:
+            query = query.where(audit_log.c.status >= 400)
+        with self.transactions.read() as connection:
+            return [AuditRecord(**row) for row in connection.execute(query).mappings()]
+
+
+def _key_of(row: RowMapping) -> ApiKey:
+    same = {each.name: row[each.name] for each in fields(ApiKey) if each.name != "roles"}
+    return ApiKey(**same, roles=parse_roles(row["roles"]))

@@ -1,0 +1,317 @@
+"""Metric points: kept once per (metric, step), read back in buckets of steps.
+
+*By age*: points older than so many days are deleted. *By count*: a metric of a job with more
+points than allowed keeps the newest half of that number as they are, and of the older ones every
+second. A metric that goes on is thus thinned again and again: the older, the coarser, and as the
+points to drop are chosen by their place alone, means are not moved. A NaN is never dropped for
+its neighbour.
+
+Deletes run in small transactions, so that ingest never waits long. `metric_names` bounds from
+above how many points a metric has and from below how old they are, so that no look at the points
+is needed to find the metrics that have too many; each look corrects the bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Float,
+    Integer,
+    RowMapping,
+    bindparam,
+    case,
+    delete,
+    func,
+    select,
+    update,
+)
+
+from service.db.engine import Transactions, insert_for
+from service.db.tables import metric_names, metric_points
+from service.domain.models import MetricPoint
+
+Points = Mapping[tuple[str, int], tuple[float, float]]
+
+
+def save_points(connection: Connection, job_id: str, attempt_index: int, points: Points) -> None:
+    """Store points (name, step) -> (value, time); those of a newer attempt stand."""
+    if not points:
+        return
+    ids = _ids_of_names(connection, job_id, {name for name, _ in points})
+    rows = [
+        {
+            "name_id": ids[name],
+            "step": step,
+            "value": None if math.isnan(value) else value,
+            "time": time,
+            "attempt_index": attempt_index,
+        }
+        for (name, step), (value, time) in points.items()
+    ]
+    _widen_bounds(connection, rows)
+    insert = insert_for(connection, metric_points)
+    new = insert.excluded
+    statement = insert.on_conflict_do_update(
+        index_elements=["name_id", "step"],
+        set_={"value": new.value, "time": new.time, "attempt_index": new.attempt_index},
+        where=new.attempt_index >= metric_points.c.attempt_index,
+    )
+    connection.execute(statement, rows)
+
+
+def _ids_of_names(connection: Connection, job_id: str, names: set[str]) -> dict[str, int]:
+    query = select(metric_names.c.name, metric_names.c.id).where(metric_names.c.job_id == job_id)
+    ids = {row.name: row.id for row in connection.execute(query)}
+    new = [{"job_id": job_id, "name": name} for name in sorted(names - ids.keys())]
+    if not new:
+        return ids
+    connection.execute(insert_for(connection, metric_names).on_conflict_do_nothing(), new)
+    return {row.name: row.id for row in connection.execute(query)}
+
+
+def _widen_bounds(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Count new points with their metrics, and note the oldest: see `service.db.metrics`."""
+    bounds: dict[int, tuple[int, float]] = {}
+    for row in rows:
+        num_points, oldest_at = bounds.get(row["name_id"], (0, math.inf))
+        bounds[row["name_id"]] = (num_points + 1, min(oldest_at, row["time"]))
+    known = metric_names.c
+    oldest = bindparam("oldest", type_=Float)
+    is_older = known.oldest_at.is_(None) | (known.oldest_at > oldest)
+    statement = update(metric_names).where(known.id == bindparam("name_id"))
+    statement = statement.values(
+        num_points=known.num_points + bindparam("added", type_=Integer),
+        oldest_at=case((is_older, oldest), else_=known.oldest_at),
+    )
+    # In the order of ids, as others that change several rows do.
+    connection.execute(
+        statement,
+        [
+            {"name_id": name_id, "added": num_points, "oldest": oldest_at}
+            for name_id, (num_points, oldest_at) in sorted(bounds.items())
+        ],
+    )
+
+
+def read_names(connection: Connection, job_id: str) -> list[str]:
+    """Names of every metric of a job, sorted."""
+    query = select(metric_names.c.name).where(metric_names.c.job_id == job_id)
+    # Sorted here: databases differ in how they sort texts.
+    return sorted(connection.execute(query).scalars())
+
+
+def read_points(
+    connection: Connection,
+    job_id: str,
+    name: str,
+    from_step: int | None,
+    to_step: int | None,
+    max_points: int,
+) -> list[MetricPoint]:
+    """Points of one metric in step order, in at most `max_points` buckets of equal width."""
+    wanted = _wanted(job_id, name, from_step, to_step)
+    step = metric_points.c.step
+    span = connection.execute(
+        select(func.count(), func.min(step), func.max(step)).where(wanted)
+    ).one()
+    num_points, first, last = span
+    if num_points == 0:
+        return []
+    if num_points <= max_points:
+        query = select(metric_points).where(wanted).order_by(step)
+        return [_exact_point(row) for row in connection.execute(query).mappings()]
+    bucket = (step - first) * max_points // (last - first + 1)
+    return _read_buckets(connection, wanted, bucket)
+
+
+def _wanted(
+    job_id: str, name: str, from_step: int | None, to_step: int | None
+) -> ColumnElement[bool]:
+    name_id = select(metric_names.c.id).where(
+        metric_names.c.job_id == job_id, metric_names.c.name == name
+    )
+    wanted = metric_points.c.name_id == name_id.scalar_subquery()
+    if from_step is not None:
+        wanted = wanted & (metric_points.c.step >= from_step)
+    if to_step is not None:
+        wanted = wanted & (metric_points.c.step <= to_step)
+    return wanted
+
+
+def _read_buckets(
+    connection: Connection, wanted: ColumnElement[bool], bucket: ColumnElement[Any]
+) -> list[MetricPoint]:
+    value = metric_points.c.value
+    buckets = (
+        select(
+            func.max(metric_points.c.step).label("last_step"),
+            func.avg(value).label("mean"),
+            func.min(value).label("low"),
+            func.max(value).label("high"),
+            (func.count() - func.count(value)).label("num_nan"),
+        )
+        .where(wanted)
+        .group_by(bucket)
+        .subquery()
+    )
+    query = (
+        select(buckets, metric_points.c.time)
+        .join(metric_points, metric_points.c.step == buckets.c.last_step)
+        .where(wanted)
+        .order_by(buckets.c.last_step)
+    )
+    return [_bucket_point(row) for row in connection.execute(query).mappings()]
+
+
+def _exact_point(row: RowMapping) -> MetricPoint:
+    value = _nan_if_null(row["value"])
+    return MetricPoint(row["step"], row["time"], value, value, value)
+
+
+def _bucket_point(row: RowMapping) -> MetricPoint:
+    # One NaN among a thousand points is what the reader must not miss.
+    mean = math.nan if row["num_nan"] else _nan_if_null(row["mean"])
+    low, high = _nan_if_null(row["low"]), _nan_if_null(row["high"])
+    return MetricPoint(row["last_step"], row["time"], mean, low, high)
+
+
+def _nan_if_null(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+# How long metric points are kept: by age, and by count with older points ever farther apart.
+
+_BATCH = 5000
+_MAX_METRICS = 100
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Points older than `days` go; 0 keeps them. More than `max_points` of a metric are thinned."""
+
+    days: float
+    max_points: int
+
+
+def steps_to_drop(points: Sequence[tuple[int, bool]]) -> list[int]:
+    """Of each two neighbours (step, is NaN) the second, or the first if only the second is NaN."""
+    pairs = zip(points[::2], points[1::2], strict=False)
+    return [first[0] if second[1] and not first[1] else second[0] for first, second in pairs]
+
+
+def prune(transactions: Transactions, retention: Retention, now: float) -> int:
+    """Delete what `retention` does not keep at `now` (Unix seconds); returns how many points.
+
+    Looks at no more than 100 metrics each way, so that it ends soon; the rest is for next time.
+    """
+    num_deleted = 0
+    if retention.days > 0:
+        cutoff = now - retention.days * _DAY_S
+        for name_id in _read_ids(transactions, metric_names.c.oldest_at < cutoff):
+            num_deleted += _drop_old(transactions, name_id, cutoff)
+    for name_id in _read_ids(transactions, metric_names.c.num_points > retention.max_points):
+        num_deleted += _thin(transactions, name_id, retention.max_points)
+    return num_deleted
+
+
+def _read_ids(transactions: Transactions, wanted: object) -> list[int]:
+    query = select(metric_names.c.id).where(wanted).limit(_MAX_METRICS)  # type: ignore[arg-type]
+    with transactions.read() as connection:
+        return list(connection.execute(query).scalars())
+
+
+def _drop_old(transactions: Transactions, name_id: int, cutoff: float) -> int:
+    points = metric_points.c
+    is_old = (points.name_id == name_id) & (points.time < cutoff)
+    num_deleted = 0
+    while True:
+        with transactions.write() as connection:
+            query = select(points.step).where(is_old).order_by(points.step).limit(_BATCH)
+            steps = list(connection.execute(query).scalars())
+            _delete_steps(connection, name_id, steps)
+            num_deleted += len(steps)
+            if len(steps) < _BATCH:
+                _correct_bounds(connection, name_id)
+                return num_deleted
+
+
+def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
+    """Drop every second point below the newest half of `max_points`; returns how many."""
+    with transactions.write() as connection:
+        if not _claim(connection, name_id, max_points):
+            return 0
+        if _count(connection, name_id) <= max_points:
+            _correct_bounds(connection, name_id)
+            return 0
+        newest = _step_from_newest(connection, name_id, max_points // 2)
+    num_deleted, last = 0, None
+    while True:
+        with transactions.write() as connection:
+            found = _points_between(connection, name_id, last, newest)
+            dropped = steps_to_drop(found)
+            _delete_steps(connection, name_id, dropped)
+            num_deleted += len(dropped)
+            if len(found) < _BATCH:
+                _correct_bounds(connection, name_id)
+                return num_deleted
+        last = found[-1][0]
+
+
+def _claim(connection: Connection, name_id: int, max_points: int) -> bool:
+    """Lower the bound to the limit; False if another replica did, which thins the metric now."""
+    known = metric_names.c
+    above = update(metric_names).where(known.id == name_id, known.num_points > max_points)
+    return connection.execute(above.values(num_points=max_points)).rowcount == 1
+
+
+def _count(connection: Connection, name_id: int) -> int:
+    query = select(func.count()).where(metric_points.c.name_id == name_id)
+    return int(connection.execute(query).scalar_one())
+
+
+def _step_from_newest(connection: Connection, name_id: int, num_points: int) -> int:
+    """The step that so many points lie above."""
+    points = metric_points.c
+    query = select(points.step).where(points.name_id == name_id).order_by(points.step.desc())
+    return int(connection.execute(query.offset(num_points).limit(1)).scalar_one())
+
+
+def _points_between(
+    connection: Connection, name_id: int, after: int | None, to_step: int
+) -> list[tuple[int, bool]]:
+    points = metric_points.c
+    query = select(points.step, points.value.is_(None)).where(
+        points.name_id == name_id, points.step <= to_step
+    )
+    if after is not None:
+        query = query.where(points.step > after)
+    found = connection.execute(query.order_by(points.step).limit(_BATCH))
+    return [(step, bool(is_nan)) for step, is_nan in found]
+
+
+def _delete_steps(connection: Connection, name_id: int, steps: Sequence[int]) -> None:
+    points = metric_points.c
+    # In pieces: SQLite takes 32 766 values at most in a statement, and plans short ones faster.
+    for start in range(0, len(steps), 500):
+        piece = steps[start : start + 500]
+        connection.execute(
+            delete(metric_points).where(points.name_id == name_id, points.step.in_(piece))
+        )
+
+
+def _correct_bounds(connection: Connection, name_id: int) -> None:
+    """Set both bounds of a metric to what is true."""
+    locked = select(metric_names.c.id).where(metric_names.c.id == name_id).with_for_update()
+    connection.execute(locked)
+    query = select(func.count(), func.min(metric_points.c.time))
+    of_metric = metric_points.c.name_id == name_id
+    num_points, oldest_at = connection.execute(query.where(of_metric)).one()
+    bounds = update(metric_names).where(metric_names.c.id == name_id)
+    connection.execute(bounds.values(num_points=num_points, oldest_at=oldest_at))

@@ -1,0 +1,374 @@
+"""Statements and list queries used by JobStore.
+
+Finding jobs: pages of a filtered list, the live ones, the queue. Each query has an index.
+
+A page is found by ids alone, newest first, from an index that has them in that order already;
+only the rows of the page are then read. Several statuses or projects are several such walks,
+merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    Text,
+    delete,
+    func,
+    insert,
+    select,
+    text,
+    type_coerce,
+    union_all,
+    update,
+)
+
+from service.db import metrics, rows, webhooks
+from service.db.engine import insert_for
+from service.db.tables import (
+    LIVE,
+    attempts,
+    checkpoints,
+    idempotency_keys,
+    job_labels,
+    job_progress,
+    jobs,
+    streams,
+)
+from service.domain.ingest import IngestResult
+from service.domain.models import (
+    Attempt,
+    Job,
+    JobStatus,
+    TimelineEvent,
+    highest_job_id,
+    lowest_job_id,
+)
+from service.errors import AttemptNotFound, IdempotencyConflict, JobNotFound, StaleVersion
+from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
+
+# Statuses and projects, of which a job has one each; an empty set of statuses or None is any.
+Kind = tuple[Collection[JobStatus], Collection[str] | None]
+# SQLite merges 500 at most; with more than this, one look at job by job is faster anyway.
+_MAX_WALKS = 64
+_JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
+
+
+@dataclass(frozen=True)
+class JobFilter:
+    """Which jobs are wanted; an empty filter wants all.
+
+    `projects` are those whose jobs may be shown, None for all; `labels` must all be there.
+    `created_after` (inclusive) and `created_before` (exclusive) are Unix seconds; `after` is the
+    id of the last job of the page before.
+    """
+
+    after: str | None = None
+    statuses: Collection[JobStatus] = ()
+    name: str | None = None
+    projects: Collection[str] | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    created_after: float | None = None
+    created_before: float | None = None
+
+
+def common_projects(wanted: str | None, visible: Collection[str] | None) -> Collection[str] | None:
+    """The projects to list when one is wanted (None: any) and some are visible (None: all)."""
+    if wanted is None:
+        return visible
+    return [wanted] if visible is None or wanted in visible else []
+
+
+def select_jobs() -> Select[Any]:
+    """Jobs joined with their progress, as `rows.job_of` reads them: specs as they are stored."""
+    spec = type_coerce(jobs.c.spec, Text).label("spec")
+    joined = jobs.join(job_progress, job_progress.c.job_id == jobs.c.id)
+    return select(*_JOB_COLUMNS, spec, *job_progress.c).select_from(joined)
+
+
+def select_page(wanted: JobFilter, limit: int) -> Select[Any]:
+    """The newest `limit` jobs that a filter wants."""
+    walks = [_walk(wanted, kind, limit) for kind in _kinds(wanted)]
+    merged = union_all(*(select(walk.subquery().c.id) for walk in walks)).subquery()
+    page = select(merged.c.id).order_by(merged.c.id.desc()).limit(limit)
+    return select_jobs().where(jobs.c.id.in_(page)).order_by(jobs.c.id.desc())
+
+
+def _kinds(wanted: JobFilter) -> list[Kind]:
+    """Kinds of jobs of which each has an index that holds them newest first."""
+    statuses: list[tuple[JobStatus, ...]] = [(status,) for status in sorted(wanted.statuses)] or [
+        ()
+    ]
+    projects: list[tuple[str, ...] | None] = [
+        (name,) for name in sorted(wanted.projects or ())
+    ] or [None]
+    if len(statuses) * len(projects) > _MAX_WALKS:
+        return [(wanted.statuses, wanted.projects)]
+    return list(product(statuses, projects))
+
+
+def _walk(wanted: JobFilter, kind: Kind, limit: int) -> Select[Any]:
+    """Ids of jobs of one kind, newest first."""
+    if wanted.labels:
+        return _walk_label(wanted, kind, limit)
+    return (
+        select(jobs.c.id)
+        .where(*_bounds(wanted, jobs.c.id), *_conditions(wanted, kind))
+        .order_by(jobs.c.id.desc())
+        .limit(limit)
+    )
+
+
+def _walk_label(wanted: JobFilter, kind: Kind, limit: int) -> Select[Any]:
+    """The same along the first label; the others are looked up job by job."""
+    (key, value), *others = wanted.labels.items()
+    job_id = job_labels.c.job_id
+    query = select(job_id.label("id")).where(
+        job_labels.c.key == key, job_labels.c.value == value, *_bounds(wanted, job_id)
+    )
+    for other_key, other_value in others:
+        other = job_labels.alias()
+        same_job = select(other.c.job_id).where(
+            other.c.job_id == job_id, other.c.key == other_key, other.c.value == other_value
+        )
+        query = query.where(same_job.exists())
+    conditions = _conditions(wanted, kind)
+    if conditions:
+        query = query.where(select(jobs.c.id).where(jobs.c.id == job_id, *conditions).exists())
+    return query.order_by(job_id.desc()).limit(limit)
+
+
+def _bounds(wanted: JobFilter, job_id: ColumnElement[str]) -> list[ColumnElement[bool]]:
+    """Ids sort by time of creation, so times bound them, to a millisecond or two."""
+    bounds = []
+    if wanted.after is not None:
+        bounds.append(job_id < wanted.after)
+    if wanted.created_after is not None:
+        bounds.append(job_id >= lowest_job_id(wanted.created_after))
+    if wanted.created_before is not None:
+        bounds.append(job_id < highest_job_id(wanted.created_before))
+    return bounds
+
+
+def _conditions(wanted: JobFilter, kind: Kind) -> list[ColumnElement[bool]]:
+    statuses, projects = kind
+    conditions = []
+    if statuses:
+        conditions.append(_is_one_of(jobs.c.status, [status.value for status in statuses]))
+    if wanted.name is not None:
+        conditions.append(jobs.c.name == wanted.name)
+    if projects is not None:
+        conditions.append(_is_one_of(jobs.c.project, projects))
+    if wanted.created_after is not None:
+        conditions.append(jobs.c.created_at >= wanted.created_after)
+    if wanted.created_before is not None:
+        conditions.append(jobs.c.created_at < wanted.created_before)
+    return conditions
+
+
+def _is_one_of(column: ColumnElement[str], values: Collection[str]) -> ColumnElement[bool]:
+    (first, *others) = values
+    return column.in_(values) if others else column == first
+
+
+def select_live() -> Select[Any]:
+    """Every job whose status is not terminal, oldest first."""
+    return select_jobs().where(text(LIVE)).order_by(jobs.c.id)
+
+
+def select_queue() -> Select[Any]:
+    """Every job that waits for its turn, the first one first."""
+    is_queued = jobs.c.status == JobStatus.QUEUED.value
+    since = func.coalesce(jobs.c.queued_at, jobs.c.created_at)
+    return select_jobs().where(is_queued).order_by(jobs.c.priority.desc(), since, jobs.c.id)
+
+
+def select_queued_id() -> Select[Any]:
+    """The id of any job that waits for its turn."""
+    return select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
+
+
+def select_counts(project: str | None) -> Select[Any]:
+    """How many jobs there are in each status, of one project or of all."""
+    query = select(jobs.c.status, func.count()).group_by(jobs.c.status)
+    return query if project is None else query.where(jobs.c.project == project)
+
+
+# The statements of the SQL store, each run inside a transaction of the caller.
+
+
+def read_job(connection: Connection, job_id: str) -> Job:
+    """Read a job; raises `JobNotFound` or `JobUnreadable`."""
+    row = connection.execute(select_jobs().where(jobs.c.id == job_id)).mappings().one_or_none()
+    if row is None:
+        raise JobNotFound(job_id)
+    return rows.job_of(row)
+
+
+def read_attempt(connection: Connection, attempt_id: str) -> Attempt:
+    """Read an attempt; raises `AttemptNotFound`."""
+    query = select(attempts).where(attempts.c.id == attempt_id)
+    row = connection.execute(query).mappings().one_or_none()
+    if row is None:
+        raise AttemptNotFound(attempt_id)
+    return rows.attempt_of(row)
+
+
+def job_of_key(
+    connection: Connection, project: str, key: str | None, request_hash: str
+) -> str | None:
+    """Id of the job that a key made, if any; raises `IdempotencyConflict`."""
+    query = select(idempotency_keys.c.job_id, idempotency_keys.c.request_hash).where(
+        idempotency_keys.c.project == project, idempotency_keys.c.key == key
+    )
+    found = connection.execute(query).one_or_none()
+    if found is None or key is None:
+        return None
+    if found.request_hash != request_hash:
+        raise IdempotencyConflict(key)
+    return str(found.job_id)
+
+
+def keep_key(connection: Connection, job: Job, key: str, request_hash: str) -> None:
+    """Remember which job a key made."""
+    values = {
+        "project": job.project,
+        "key": key,
+        "request_hash": request_hash,
+        "job_id": job.id,
+    }
+    connection.execute(insert(idempotency_keys), values)
+
+
+def add_labels(connection: Connection, job: Job) -> None:
+    """Write the labels of a new job's spec, by which jobs are found."""
+    labels = rows.label_values(job)
+    if labels:
+        connection.execute(insert(job_labels), labels)
+
+
+def submitted_line(job: Job, actor: str) -> TimelineEvent:
+    """The first line of a timeline."""
+    parallelism = job.spec.parallelism
+    return TimelineEvent(
+        id=0,
+        job_id=job.id,
+        attempt_id=None,
+        time=job.created_at,
+        kind="job_submitted",
+        message=f"job '{job.name}' submitted",
+        actor=actor,
+        data={
+            "name": job.name,
+            "project": job.project,
+            "priority": job.priority,
+            "labels": dict(job.spec.labels),
+            "min_workers": parallelism.min_workers,
+            "max_workers": parallelism.world_size,
+        },
+    )
+
+
+def write_job(connection: Connection, job: Job, *, expected_version: int) -> None:
+    """Write a job over the version that was read; raises `StaleVersion`."""
+    unchanged = jobs.c.version == expected_version
+    values = rows.job_values(job)
+    # A spec never changes after submission, and is the one big column.
+    del values["spec"]
+    statement = update(jobs).where(jobs.c.id == job.id, unchanged).values(**values)
+    if connection.execute(statement).rowcount != 1:
+        raise StaleVersion(job.id, expected_version)
+
+
+def write_attempt(connection: Connection, attempt: Attempt) -> None:
+    """Write an attempt, new or known."""
+    values = rows.attempt_values(attempt)
+    statement = insert_for(connection, attempts).values(values)
+    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
+
+
+def add_timeline(connection: Connection, lines: Sequence[TimelineEvent]) -> None:
+    """Append lines to a timeline, and what webhooks are to hear of them."""
+    if lines:
+        webhooks.insert_lines(connection, lines)
+
+
+def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
+    """Job and attempt with the job's row locked, so that ingest and decisions take turns."""
+    job_id = read_attempt(connection, attempt_id).job_id
+    connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
+    return read_job(connection, job_id), read_attempt(connection, attempt_id)
+
+
+def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
+    """Sequence number of the first record of a stream that was not taken yet."""
+    query = select(streams.c.next_seq).where(
+        streams.c.attempt_id == attempt_id, streams.c.stream == stream
+    )
+    return connection.execute(query).scalar_one_or_none() or 0
+
+
+def move_stream(connection: Connection, attempt_id: str, stream: str, next_seq: int) -> None:
+    """Set the sequence number of the record that a stream goes on with."""
+    values = {"attempt_id": attempt_id, "stream": stream, "next_seq": next_seq}
+    statement = insert_for(connection, streams).values(values)
+    connection.execute(
+        statement.on_conflict_do_update(
+            index_elements=["attempt_id", "stream"], set_={"next_seq": next_seq}
+        )
+    )
+
+
+def save_intake(connection: Connection, job: Job, attempt: Attempt, intake: IngestResult) -> None:
+    """Write what a batch of records changed; the version rises only where a decision may."""
+    before, after = _decision_part(job), _decision_part(intake.job)
+    if before != after or attempt != intake.attempt:
+        written = replace(intake.job, version=job.version + 1)
+        write_job(connection, written, expected_version=job.version)
+        write_attempt(connection, intake.attempt)
+    if intake.job is not job:
+        progress = rows.progress_values(intake.job)
+        statement = update(job_progress).where(job_progress.c.job_id == job.id)
+        connection.execute(statement.values(**progress))
+    metrics.save_points(connection, job.id, attempt.index, intake.points)
+    for change in intake.checkpoints:
+        _change_checkpoint(connection, job.id, change)
+    add_timeline(connection, intake.timeline)
+
+
+def _decision_part(job: Job) -> tuple[JobStatus, float | None, str | None]:
+    return job.status, job.started_at, job.resume_from
+
+
+def _change_checkpoint(
+    connection: Connection, job_id: str, change: CheckpointCommitted | CheckpointDeleted
+) -> None:
+    if isinstance(change, CheckpointDeleted):
+        connection.execute(
+            delete(checkpoints).where(
+                checkpoints.c.job_id == job_id, checkpoints.c.path == change.path
+            )
+        )
+        return
+    if change.is_best:
+        others = update(checkpoints).where(checkpoints.c.job_id == job_id)
+        connection.execute(others.values(is_best=False))
+    values = {
+        "job_id": job_id,
+        "path": change.path,
+        "step": change.step,
+        "size_bytes": change.size_bytes,
+        "created_at": change.time,
+        "is_best": change.is_best,
+        "metrics": change.metrics,
+    }
+    statement = insert_for(connection, checkpoints).values(values)
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=["job_id", "path"], set_=values)
+    )

@@ -1,0 +1,367 @@
+"""Tables of the store. Times are Unix seconds, sizes bytes.
+
+jobs 1 ── 1 job_progress        what training reports often, outside the version guard
+jobs 1 ── n job_labels          those of the spec, for filters
+jobs 1 ── n attempts 1 ── n streams
+jobs 1 ── n timeline, checkpoints, metric_names 1 ── n metric_points
+
+A row is made before the request is carried out, so that two of the same never run at the same
+time; it has no answer until then. Bodies may hold secrets that are shown once: they come sealed.
+
+Of keys and sessions only hashes are kept, of secrets only what `MasterKeys` encrypted. The audit
+log is append-only: nothing here changes a line, and the database refuses to.
+
+api_keys 1 ── n sessions
+
+A lock is a row with an owner and a time: whoever finds it free or run out takes it in one
+statement, so at most one holds it at any time, as far as their clocks agree within its length.
+
+A delivery is written in the transaction of its line, so none is lost; a sender claims it for a
+while before it sends, so two replicas do not send it both, and one that dies in between leaves
+it to the others. A receiver may still hear a delivery twice and tells it by its id.
+
+webhooks 1 ── n webhook_deliveries
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Dialect,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    TypeDecorator,
+    UniqueConstraint,
+    false,
+    text,
+)
+
+from service.domain.models import JobStatus
+
+
+class JsonText(TypeDecorator[Any]):
+    """JSON kept as text in Python's dialect: it has NaN and infinity, SQL's own JSON has not."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:
+        """Write a value as JSON."""
+        return None if value is None else json.dumps(value, separators=(",", ":"))
+
+    def process_result_value(self, value: str | None, dialect: Dialect) -> Any:
+        """Read a value back."""
+        return None if value is None else json.loads(value)
+
+
+_ENDED = ", ".join(f"'{status}'" for status in JobStatus if status.is_terminal)
+# Spelled out, not bound: a planner uses a partial index only for a query with the same words.
+LIVE = f"status NOT IN ({_ENDED})"
+
+
+class PlainText(TypeDecorator[str]):
+    """Text of any origin: PostgreSQL cannot hold a NUL, which the output of a worker may have."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        """Write a text with a mark where each NUL was, on every database alike."""
+        return None if value is None else value.replace("\x00", "\ufffd")
+
+
+# Named constraints can be changed by later migrations on any database.
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+jobs = Table(
+    "jobs",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("name", String(64), nullable=False),
+    Column("spec", JsonText, nullable=False),
+    Column("status", String(16), nullable=False),
+    Column("version", Integer, nullable=False),
+    Column("reason", String(32)),
+    Column("message", PlainText, nullable=False),
+    Column("cancel_requested", Boolean, nullable=False),
+    Column("num_failures", Integer, nullable=False),
+    Column("retry_at", Float),
+    Column("created_at", Float, nullable=False),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    Column("current_attempt_id", String(48)),
+    Column("priority", Integer, nullable=False, server_default="0"),
+    Column("pause_requested", Boolean, nullable=False, server_default=false()),
+    Column("queued_at", Float),
+    Column("resume_from", PlainText),
+    Column("queue_note", JsonText),
+    # Which replica of the service looks at the job, and until when. Outside the version guard.
+    Column("lease_owner", String(255)),
+    Column("lease_until", Float),
+    Index("ix_jobs_name_id", "name", "id"),
+    Index("ix_jobs_status_id", "status", "id"),
+    Index("ix_jobs_project_id", "project", "id"),
+    Index("ix_jobs_project_status_id", "project", "status", "id"),
+    Index("ix_jobs_live", "id", sqlite_where=text(LIVE), postgresql_where=text(LIVE)),
+)
+job_labels = Table(
+    "job_labels",
+    metadata,
+    Column("job_id", ForeignKey("jobs.id"), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("value", String(255), nullable=False),
+    Index("ix_job_labels_key_value_job_id", "key", "value", "job_id"),
+    sqlite_with_rowid=False,
+)
+job_progress = Table(
+    "job_progress",
+    metadata,
+    Column("job_id", ForeignKey("jobs.id"), primary_key=True),
+    Column("step", BigInteger, nullable=False),
+    Column("total_steps", BigInteger, nullable=False),
+    Column("epoch", Integer, nullable=False),
+    Column("rows", BigInteger, nullable=False),
+    Column("rows_per_s", Float, nullable=False),
+    Column("eta_s", Float),
+    Column("latest_metrics", JsonText, nullable=False),
+    # Null until an attempt told of its groups.
+    Column("membership", JsonText),
+    Column("advanced_at", Float),
+    Column("checkpoint_at", Float),
+)
+idempotency_keys = Table(
+    "idempotency_keys",
+    metadata,
+    Column("project", String(64), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("request_hash", String(64), nullable=False),
+    Column("job_id", ForeignKey("jobs.id"), nullable=False),
+)
+attempts = Table(
+    "attempts",
+    metadata,
+    Column("id", String(48), primary_key=True),
+    Column("job_id", ForeignKey("jobs.id"), nullable=False),
+    Column("index", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("last_submit_at", Float),
+    Column("submitted_at", Float),
+    Column("started_at", Float),
+    Column("ended_at", Float),
+    Column("end_reason", String(32)),
+    Column("message", PlainText, nullable=False),
+    Column("num_worker_failures", Integer, nullable=False),
+    Column("reported_reason", String(32)),
+    Column("reported_message", PlainText),
+    Column("reported_at", Float),
+    Column("reported_evidence", JsonText),
+    Column("token_hash", String(64)),
+    UniqueConstraint("job_id", "index"),
+)
+streams = Table(
+    "streams",
+    metadata,
+    Column("attempt_id", ForeignKey("attempts.id"), primary_key=True),
+    Column("stream", String(64), primary_key=True),
+    Column("next_seq", BigInteger, nullable=False),
+)
+timeline = Table(
+    "timeline",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("job_id", ForeignKey("jobs.id"), nullable=False),
+    Column("attempt_id", String(48)),
+    Column("time", Float, nullable=False),
+    Column("kind", String(32), nullable=False),
+    Column("message", PlainText, nullable=False),
+    Column("actor", String(255), nullable=False),
+    Column("data", JsonText, nullable=False),
+    Index("ix_timeline_job_id_id", "job_id", "id"),
+    # Ids are never reused, or a follower's cursor could skip a line.
+    sqlite_autoincrement=True,
+)
+metric_names = Table(
+    "metric_names",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("job_id", ForeignKey("jobs.id"), nullable=False),
+    Column("name", String(255), nullable=False),
+    # At least as many points, and none older, than there are: retention looks closer at these.
+    Column("num_points", BigInteger, nullable=False, server_default="0"),
+    Column("oldest_at", Float),
+    UniqueConstraint("job_id", "name"),
+    Index("ix_metric_names_num_points", "num_points"),
+    Index("ix_metric_names_oldest_at", "oldest_at"),
+)
+# `value` is null for NaN, which SQLite cannot hold.
+metric_points = Table(
+    "metric_points",
+    metadata,
+    Column("name_id", ForeignKey("metric_names.id"), primary_key=True),
+    Column("step", BigInteger, primary_key=True),
+    Column("value", Float),
+    Column("time", Float, nullable=False),
+    Column("attempt_index", Integer, nullable=False),
+    sqlite_with_rowid=False,
+)
+checkpoints = Table(
+    "checkpoints",
+    metadata,
+    Column("job_id", ForeignKey("jobs.id"), primary_key=True),
+    Column("path", String(1024), primary_key=True),
+    Column("step", BigInteger, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("is_best", Boolean, nullable=False),
+    Column("metrics", JsonText, nullable=False),
+)
+
+# Answers to requests that carried an Idempotency-Key, kept for a day so that a repeat gets them.
+
+answers = Table(
+    "answers",
+    metadata,
+    Column("principal", String(255), primary_key=True),
+    Column("key", String(255), primary_key=True),
+    Column("request_hash", String(64), nullable=False),
+    Column("created_at", Float, nullable=False),
+    # Null until the request was carried out.
+    Column("status", Integer),
+    Column("headers", JsonText),
+    Column("sealed_body", Text),
+    Index("ix_answers_created_at", "created_at"),
+)
+
+# Who may call, and what callers did: API keys, browser sessions, secrets of jobs, the audit log.
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("id", String(16), primary_key=True),
+    Column("name", String(64), nullable=False),
+    Column("secret_hash", String(64), nullable=False),
+    # Project -> role; "*" stands for all projects.
+    Column("roles", JsonText, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("created_by", String(255), nullable=False),
+    Column("expires_at", Float),
+    Column("revoked_at", Float),
+    Column("last_used_at", Float),
+)
+sessions = Table(
+    "sessions",
+    metadata,
+    Column("token_hash", String(64), primary_key=True),
+    Column("key_id", ForeignKey("api_keys.id"), nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("expires_at", Float, nullable=False),
+    Index("ix_sessions_expires_at", "expires_at"),
+)
+# Written before their job, which must not start without them: hence no foreign key.
+job_secrets = Table(
+    "job_secrets",
+    metadata,
+    Column("job_id", String(32), primary_key=True),
+    Column("name", String(128), primary_key=True),
+    Column("sealed", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+)
+audit_log = Table(
+    "audit_log",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("time", Float, nullable=False),
+    Column("actor", String(255), nullable=False),
+    Column("actor_kind", String(16), nullable=False),
+    Column("action", String(128), nullable=False),
+    Column("object", String(512), nullable=False),
+    Column("remote", String(64), nullable=False),
+    Column("status", Integer, nullable=False),
+    Column("request_id", String(64), nullable=False),
+    Index("ix_audit_log_actor_id", "actor", "id"),
+    Index("ix_audit_log_object_id", "object", "id"),
+    # Ids are never reused, or a cursor could skip a line.
+    sqlite_autoincrement=True,
+)
+
+# Projects with their quotas, and locks that keep two replicas from doing the same at once.
+
+projects = Table(
+    "projects",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    # Null is no limit.
+    Column("max_workers", Integer),
+    Column("max_running_jobs", Integer),
+    Column("updated_at", Float, nullable=False),
+)
+locks = Table(
+    "locks",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("owner", String(255), nullable=False),
+    Column("until", Float, nullable=False),
+)
+
+# Webhooks and their outbox: what is to be sent is stored with the timeline line that it tells of.
+
+webhooks = Table(
+    "webhooks",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("project", String(64), nullable=False),
+    Column("url", String(2048), nullable=False),
+    Column("description", Text, nullable=False),
+    # Kinds of timeline lines, empty for all.
+    Column("kinds", JsonText, nullable=False),
+    # Sealed: see service.auth.crypto.
+    Column("secret", Text, nullable=False),
+    Column("is_active", Boolean, nullable=False),
+    Column("note", Text, nullable=False),
+    Column("num_dead_in_a_row", Integer, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Index("ix_webhooks_project_id", "project", "id"),
+)
+# SQLite numbers rows by itself only where the key is an INTEGER.
+_Id = BigInteger().with_variant(Integer, "sqlite")
+webhook_deliveries = Table(
+    "webhook_deliveries",
+    metadata,
+    Column("id", _Id, primary_key=True, autoincrement=True),
+    # No foreign keys: a delivery may outlive its job, and a webhook that is deleted while a line is
+    # written must not refuse the line. What nobody has is never claimed, and goes with age.
+    Column("webhook_id", String(32), nullable=False),
+    Column("job_id", String(32)),
+    Column("event_id", BigInteger),
+    Column("kind", String(32), nullable=False),
+    Column("body", Text, nullable=False),
+    Column("created_at", Float, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("num_tries", Integer, nullable=False),
+    Column("next_try_at", Float, nullable=False),
+    Column("claimed_until", Float, nullable=False),
+    Column("ended_at", Float),
+    Column("status_code", Integer),
+    Column("message", Text, nullable=False),
+    Index("ix_webhook_deliveries_state_next_try_at", "state", "next_try_at"),
+    Index("ix_webhook_deliveries_webhook_id_id", "webhook_id", "id"),
+    sqlite_autoincrement=True,
+)

@@ -1,0 +1,1 @@
+"""What a job is and what happens to it: pure, without I/O."""

@@ -1,0 +1,512 @@
+"""The pure state machine: decide() and the user requests.
+
+The life of a job as one pure function: `decide(job, attempt, observation, now) -> Decision`.
+
+    QUEUED ──► STARTING ──► RUNNING ──► SUCCEEDED | FAILED | CANCELLED
+    ▲  ▲          │            │                         ▲
+    │  └─ retry ──┴────────────┤                         │
+    │                          ├── cancel ──► STOPPING ──┘
+    └── resume ── PAUSED ◄─────┘ pause
+
+`decide` is total: any status, attempt and observation gives a decision, and the same input gives
+the same one. A decision is what to store first and what to ask of the backend afterwards, so
+that a crash in between repeats the question and nothing else. An UNREACHABLE observation says
+nothing about the attempt: it never ends, stops or submits anything. It only shows in the job's
+message, until the backend answers again.
+
+A job leaves the queue when `service.scheduler.policy` admits it: `start` then gives it an attempt.
+STARTING turns into RUNNING when the driver reports that its workers started, which the store
+applies as the record arrives. What people ask for is in `service.domain.lifecycle`; what follows
+when an attempt ends, in `service.domain.retries`; everything else about a status is decided here.
+
+Each gives the job as it should be stored and the lines that tell of it; asking twice changes
+nothing. The reconciler carries out what was asked (`service.domain.lifecycle.decide`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from service.domain.models import (
+    Attempt,
+    EndReason,
+    Job,
+    JobStatus,
+    Observation,
+    ObservedState,
+    QueueState,
+    TimelineEvent,
+    attempt_id,
+)
+from service.domain.retries import RULES, Budget, backoff_s
+from service.domain.timeline import end_details, reason_of, timeline_event
+
+# A submission may be in flight this long after it was sent, while the backend knows nothing of it.
+NOT_FOUND_GRACE_S = 30.0
+# A driver that reported its end is stopped after this, and believed after twice this.
+REPORT_GRACE_S = 60.0
+# With the longest backoff between them these take most of a day: nothing will change any more.
+MAX_ATTEMPTS = 250
+# The driver restarts workers after these itself, and reports each time, the last one included.
+_RESTARTED_BY_DRIVER = frozenset(
+    {
+        EndReason.WORKERS_LOST,
+        EndReason.DIVERGED,
+        EndReason.ROWS_SKIPPED,
+        EndReason.HANG,
+        EndReason.DEVICE_OOM,
+        EndReason.HOST_OOM,
+    }
+)
+_FINAL_STATUS = {
+    EndReason.COMPLETED: JobStatus.SUCCEEDED,
+    EndReason.CANCELLED: JobStatus.CANCELLED,
+}
+
+
+class Action(StrEnum):
+    """What to do for an attempt once a decision is stored.
+
+    PAUSE shows the driver on run storage that it shall save and end.
+    """
+
+    NONE = "none"
+    SUBMIT = "submit"
+    STOP = "stop"
+    PAUSE = "pause"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The job and attempt as they should be stored, and the action that follows."""
+
+    job: Job
+    attempt: Attempt | None
+    action: Action = Action.NONE
+    timeline: tuple[TimelineEvent, ...] = ()
+
+
+@dataclass(frozen=True)
+class _End:
+    reason: EndReason
+    message: str
+
+
+def decide(job: Job, attempt: Attempt | None, observation: Observation, now: float) -> Decision:
+    """What follows for a job whose newest attempt was just observed. `now` is Unix seconds."""
+    if job.status.is_terminal:
+        return Decision(job, attempt)
+    if attempt is None or attempt.end_reason is not None:
+        return _between_attempts(job, attempt, now)
+    if _has_existed(attempt, observation):
+        # A job goes back once: the next attempt follows what this one saved.
+        job = replace(job, resume_from=None)
+    end = _end_of(job, attempt, observation, now)
+    if end is not None:
+        return _end_attempt(job, attempt, end, now)
+    if is_stopping(job):
+        return _stop(job, attempt, observation)
+    if job.pause_requested:
+        return _pause(job, attempt, observation, now)
+    return _keep_going(job, attempt, observation, now)
+
+
+def start(job: Job, now: float, note: QueueState) -> Decision:
+    """A job leaves the queue with a new attempt, which is then observed and submitted."""
+    index = job.num_attempts
+    attempt = Attempt(id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=now)
+    started = replace(
+        job,
+        status=JobStatus.STARTING,
+        retry_at=None,
+        current_attempt_id=attempt.id,
+        queue_note=note.document,
+        message="",
+    )
+    waited_s = None if job.queued_at is None else round(max(0.0, now - job.queued_at), 3)
+    made = timeline_event(
+        job,
+        attempt,
+        now,
+        "attempt_created",
+        f"attempt {index} created",
+        data={"queued_s": waited_s, "resume_from": job.resume_from},
+    )
+    return Decision(started, attempt, timeline=(made,))
+
+
+def submission_accepted(
+    job: Job, attempt: Attempt, now: float, notes: tuple[str, ...] = ()
+) -> Decision:
+    """The backend took the attempt; `notes` say what it does otherwise than those before."""
+    message = "; ".join((f"attempt {attempt.index} submitted", *notes))
+    sent = timeline_event(job, attempt, now, "attempt_submitted", message)
+    accepted = replace(attempt, submitted_at=now)
+    return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
+
+
+def submission_unanswered(job: Job, attempt: Attempt, message: str) -> Decision:
+    """The backend did not say whether it took the attempt: it is asked again."""
+    return Decision(replace(job, message=message), attempt)
+
+
+def submission_failed(
+    job: Job, attempt: Attempt, reason: EndReason, message: str, now: float
+) -> Decision:
+    """The attempt cannot be submitted at all: the backend refused, or storage did."""
+    return _end_attempt(job, attempt, _End(reason, message), now)
+
+
+def remaining_failures(job: Job) -> int:
+    """How many failures the budget of a job still allows."""
+    return max(0, job.spec.retry.max_failures - job.num_failures)
+
+
+def is_stopping(job: Job) -> bool:
+    """Whether a job ends as soon as its attempt does, because somebody asked."""
+    return job.cancel_requested or job.status is JobStatus.STOPPING
+
+
+def _between_attempts(job: Job, last: Attempt | None, now: float) -> Decision:
+    """Nothing runs: the job waits for the queue, for somebody to resume it, or for nothing."""
+    if is_stopping(job):
+        return finish(job, EndReason.CANCELLED, "cancelled", now, last)
+    if job.status is JobStatus.PAUSED or job.pause_requested:
+        paused = replace(job, status=JobStatus.PAUSED, pause_requested=False)
+        return Decision(job if job.status is JobStatus.PAUSED else paused, last)
+    return Decision(replace(job, status=JobStatus.QUEUED), last)
+
+
+def _end_of(job: Job, attempt: Attempt, observation: Observation, now: float) -> _End | None:
+    """How the attempt ended, or None while it lives or nothing is known."""
+    match observation.state:
+        case ObservedState.UNREACHABLE:
+            return None
+        case ObservedState.PENDING | ObservedState.RUNNING:
+            has_ended = _s_since_report(attempt, now) > 2 * REPORT_GRACE_S
+        case ObservedState.NOT_FOUND:
+            has_ended = not _may_be_in_flight(job, attempt, now)
+        case _:
+            has_ended = True
+    return _explain(job, attempt, observation) if has_ended else None
+
+
+def _has_existed(attempt: Attempt, observation: Observation) -> bool:
+    """Whether the attempt is known to have reached the cluster, with or without an answer."""
+    unknown = (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND)
+    return attempt.reported_end is not None or observation.state not in unknown
+
+
+def _s_since_report(attempt: Attempt, now: float) -> float:
+    return now - attempt.reported_end.time if attempt.reported_end else 0.0
+
+
+def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
+    if attempt.reported_end is not None:
+        return False
+    if attempt.submitted_at is None and not is_stopping(job) and not job.pause_requested:
+        return True
+    sent_at = [sent for sent in (attempt.last_submit_at, attempt.submitted_at) if sent is not None]
+    return bool(sent_at) and now - max(sent_at) < NOT_FOUND_GRACE_S
+
+
+def _explain(job: Job, attempt: Attempt, observation: Observation) -> _End:
+    """The driver's own word where there is one, else what the backend's answer implies."""
+    end = _implied_end(observation)
+    if attempt.reported_end is not None:
+        end = _End(attempt.reported_end.reason, attempt.reported_end.message)
+    if is_stopping(job) and end.reason is not EndReason.COMPLETED:
+        return _End(EndReason.CANCELLED, "cancelled on request")
+    was_stopped_by_us = job.pause_requested or bool(QueueState.of(job).stop_sent)
+    if end.reason is EndReason.CANCELLED and was_stopped_by_us:
+        # Also of a pause that was taken back after the stop had gone out.
+        message = "stopped before it had saved; training goes on from the newest checkpoint"
+        return _End(EndReason.PAUSED, message)
+    if not job.pause_requested:
+        return end
+    if attempt.submitted_at is None and end.reason is EndReason.FORGOTTEN:
+        return _End(EndReason.PAUSED, "paused before it was submitted")
+    return end
+
+
+def _implied_end(observation: Observation) -> _End:
+    detail = f": {observation.message}" if observation.message else ""
+    match observation.state:
+        case ObservedState.SUCCEEDED:
+            return _End(EndReason.COMPLETED, "the driver exited with success")
+        case ObservedState.STOPPED:
+            return _End(EndReason.CANCELLED, f"stopped on the cluster, not by the service{detail}")
+        case ObservedState.NOT_FOUND:
+            return _End(EndReason.FORGOTTEN, "the cluster knows no such submission any more")
+        case _ if observation.reason is not None:
+            return _End(observation.reason, observation.message)
+        case _:
+            return _End(EndReason.DRIVER_LOST, f"the driver ended without a report{detail}")
+
+
+def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
+    """What follows: the end of the job, a pause, or another turn in the queue."""
+    ended = replace(attempt, ended_at=now, end_reason=end.reason, message=end.message)
+    job = replace(job, num_failures=job.num_failures + _num_failures(attempt, end.reason))
+    is_spent = job.num_failures > job.spec.retry.max_failures
+    match RULES[end.reason].budget:
+        case Budget.NONE:
+            return finish(job, end.reason, end.message, now, ended)
+        case Budget.USER if is_spent:
+            return finish(job, EndReason.RETRIES_EXHAUSTED, _exhausted(job, end), now, ended)
+        case Budget.FREE if ended.index + 1 >= MAX_ATTEMPTS and end.reason is not EndReason.PAUSED:
+            return finish(job, EndReason.RETRIES_EXHAUSTED, _hopeless(ended, end), now, ended)
+    return _rest(job, ended, now) if job.pause_requested else _requeue(job, ended, now)
+
+
+def _num_failures(attempt: Attempt, reason: EndReason) -> int:
+    """Failures that an attempt spent: its worker restarts, and its own loss if not among them."""
+    if reason in _RESTARTED_BY_DRIVER:
+        return max(1, attempt.num_worker_failures)
+    is_lost = RULES[reason].budget is Budget.USER
+    return attempt.num_worker_failures + int(is_lost)
+
+
+def _exhausted(job: Job, end: _End) -> str:
+    return (
+        f"gave up after {job.num_failures} failure(s), retry.max_failures is "
+        f"{job.spec.retry.max_failures}; the last one: {end.message}"
+    )
+
+
+def _hopeless(ended: Attempt, end: _End) -> str:
+    return (
+        f"gave up after {ended.index + 1} attempts, the last of which ended without a fault of "
+        f"the job's own ({end.reason}): {end.message}"
+    )
+
+
+def _rest(job: Job, ended: Attempt, now: float) -> Decision:
+    """A job that was asked to pause has: it rests, or after a preemption waits again."""
+    note = QueueState.of(job)
+    cause = f"attempt {ended.index} ended ({ended.end_reason}: {ended.message})"
+    rested = replace(job, pause_requested=False, retry_at=None, message="")
+    if note.preempted_by is None:
+        told = timeline_event(
+            job, ended, now, "job_paused", f"paused: {cause}", data=reason_of(ended)
+        )
+        paused = replace(rested, status=JobStatus.PAUSED, queue_note=None)
+        return Decision(paused, ended, timeline=(told,))
+    message = f"made way for {note.preempted_by} and waits with its old place: {cause}"
+    facts = {**reason_of(ended), "preempted_by": note.preempted_by}
+    told = timeline_event(job, ended, now, "job_preempted", message, data=facts)
+    waiting = replace(rested, status=JobStatus.QUEUED, queue_note=None)
+    return Decision(waiting, ended, timeline=(told,))
+
+
+def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
+    """Another turn, after a wait that grows with the failures, or the attempts if it is free."""
+    assert ended.end_reason is not None
+    rule = RULES[ended.end_reason]
+    is_free = rule.budget is Budget.FREE
+    # Attempts stand for failures here, so that a cluster that keeps forgetting is spared.
+    num_in_a_row = ended.index + 1 if is_free else job.num_failures
+    delay_s = backoff_s(rule, num_in_a_row, ended.id)
+    allowed = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
+    cost = "not counted as a failure" if is_free else allowed
+    told = timeline_event(
+        job,
+        ended,
+        now,
+        "retry_scheduled",
+        f"attempt {ended.index} ended ({ended.end_reason}: {ended.message}); "
+        f"next one in {delay_s:g} s, {cost}",
+        data={
+            **end_details(job, ended),
+            "reason": ended.end_reason.value,
+            "delay_s": delay_s,
+            "is_counted": not is_free,
+        },
+    )
+    queued = replace(
+        job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="", queue_note=None
+    )
+    return Decision(queued, ended, timeline=(told,))
+
+
+def finish(
+    job: Job, reason: EndReason, message: str, now: float, attempt: Attempt | None = None
+) -> Decision:
+    """The job has ended for `reason`, which gives its final status."""
+    finished = replace(
+        job,
+        status=_FINAL_STATUS.get(reason, JobStatus.FAILED),
+        reason=reason,
+        message=message,
+        ended_at=now,
+        retry_at=None,
+        pause_requested=False,
+        queue_note=None,
+    )
+    told = timeline_event(
+        job,
+        attempt,
+        now,
+        "job_ended",
+        f"{finished.status} ({reason}): {message}",
+        data={**end_details(job, attempt), "status": finished.status.value, "reason": reason.value},
+    )
+    return Decision(finished, attempt, timeline=(told,))
+
+
+def _stop(job: Job, attempt: Attempt, observation: Observation) -> Decision:
+    # Asked again at every look until the end is observed: a lost request costs nothing, and a
+    # submission that is still in flight must not outlive its job.
+    is_answered = observation.state is not ObservedState.UNREACHABLE
+    stopping = replace(_with_contact(job, observation), status=JobStatus.STOPPING)
+    return Decision(stopping, attempt, Action.STOP if is_answered else Action.NONE)
+
+
+def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:
+    """Let the driver save and end; stop one that has nothing to save, or takes too long."""
+    if observation.state is ObservedState.UNREACHABLE:
+        return Decision(_with_contact(job, observation), attempt)
+    stop_at = QueueState.of(job).stop_at
+    is_late = stop_at is not None and now >= stop_at
+    has_begun = observation.state is ObservedState.RUNNING
+    pausing = replace(job, message="pausing: the workers save a checkpoint and leave")
+    if has_begun and not is_late:
+        return Decision(pausing, attempt, Action.PAUSE)
+    # Stored before it is sent: the end that follows is not somebody else's doing.
+    note = replace(QueueState.of(job), stop_sent=True)
+    return Decision(replace(pausing, queue_note=note.document), attempt, Action.STOP)
+
+
+def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:
+    if job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
+        job = replace(job, status=JobStatus.STARTING)
+    if observation.state is ObservedState.NOT_FOUND and attempt.submitted_at is None:
+        # The message may tell of a submission that got no answer: it stands until one does.
+        return Decision(job, attempt, Action.SUBMIT)
+    job = _with_contact(job, observation)
+    if observation.state in (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND):
+        return Decision(job, attempt)
+    if attempt.submitted_at is None:
+        # An earlier submission arrived although its answer did not.
+        attempt = replace(attempt, submitted_at=now)
+    if observation.state is ObservedState.RUNNING and attempt.started_at is None:
+        attempt = replace(attempt, started_at=now)
+    is_overdue = _s_since_report(attempt, now) > REPORT_GRACE_S
+    return Decision(job, attempt, Action.STOP if is_overdue else Action.NONE)
+
+
+def _with_contact(job: Job, observation: Observation) -> Job:
+    """The job with a message that says why its cluster does not answer, or does not start it."""
+    is_told = observation.state in (ObservedState.UNREACHABLE, ObservedState.PENDING)
+    return replace(job, message=observation.message if is_told else "")
+
+
+# What people, and the queue, ask of a job, as pure functions: cancel, pause, resume, go back.
+
+# Nothing runs for a job in one of these, so what is asked is done at once.
+_AT_REST = frozenset({JobStatus.QUEUED, JobStatus.PAUSED})
+
+
+def request_cancel(job: Job, now: float, actor: str = "user") -> Decision:
+    """Somebody asks a job to stop. A job for which nothing runs ends at once."""
+    if job.status.is_terminal or job.cancel_requested:
+        return Decision(job, None)
+    was = {"was": job.status.value}
+    asked = timeline_event(
+        job, None, now, "cancel_requested", "cancel requested", actor=actor, data=was
+    )
+    cancelling = replace(job, cancel_requested=True)
+    if job.status in _AT_REST:
+        finished = finish(cancelling, EndReason.CANCELLED, f"cancelled while {_resting(job)}", now)
+        return replace(finished, timeline=(asked, *finished.timeline))
+    return Decision(replace(cancelling, status=JobStatus.STOPPING), None, timeline=(asked,))
+
+
+def _resting(job: Job) -> str:
+    return "paused" if job.status is JobStatus.PAUSED else "queued"
+
+
+def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> Decision:
+    """Somebody asks a job to save, give its workers back and keep its place in the queue.
+
+    Its workers have `grace_s` seconds to save. A queued job pauses at once.
+    """
+    note = QueueState.of(job)
+    is_asked = job.pause_requested and note.preempted_by is None
+    if job.status.is_terminal or job.status is JobStatus.PAUSED or is_asked:
+        return Decision(job, None)
+    asked = timeline_event(
+        job,
+        None,
+        now,
+        "pause_requested",
+        "pause requested",
+        actor=actor,
+        data={"was": job.status.value, "grace_s": grace_s},
+    )
+    if job.status is JobStatus.QUEUED:
+        paused = replace(job, status=JobStatus.PAUSED, retry_at=None, queue_note=None, message="")
+        return Decision(paused, None, timeline=(asked,))
+    stop_at = note.stop_at if job.pause_requested else now + grace_s
+    pausing = replace(note, preempted_by=None, stop_at=stop_at)
+    job = replace(job, pause_requested=True, queue_note=pausing.document)
+    return Decision(job, None, timeline=(asked,))
+
+
+def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
+    """A running job makes way for one of a higher priority; it waits again when it has."""
+    if job.status.is_terminal or job.status in _AT_REST or job.pause_requested:
+        return Decision(job, None)
+    name = by.named_for(job)
+    note = replace(QueueState.of(job), preempted_by=name, stop_at=now + grace_s)
+    message = f"makes way for {name} of priority {by.priority}"
+    facts = {"preempted_by": name, "priority": by.priority, "grace_s": grace_s}
+    told = timeline_event(job, None, now, "preemption_requested", message, data=facts)
+    pausing = replace(job, pause_requested=True, queue_note=note.document)
+    return Decision(pausing, None, timeline=(told,))
+
+
+def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
+    """A paused job waits again, with its old place; one that still pauses goes on."""
+    is_preempted = QueueState.of(job).preempted_by is not None
+    is_pausing = job.pause_requested and not is_preempted
+    if job.status.is_terminal or not (job.status is JobStatus.PAUSED or is_pausing):
+        return Decision(job, None)
+    was = {"was": job.status.value}
+    asked = timeline_event(
+        job, None, now, "resume_requested", "resume requested", actor=actor, data=was
+    )
+    if job.status is JobStatus.PAUSED:
+        waiting = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
+        return Decision(waiting, None, timeline=(asked,))
+    # A driver that has seen the request ends all the same, and another attempt follows at once.
+    note = replace(QueueState.of(job), stop_at=None)
+    going_on = replace(job, pause_requested=False, queue_note=note.document, message="")
+    return Decision(going_on, None, timeline=(asked,))
+
+
+def request_restart(
+    job: Job, checkpoint: str, step: int, now: float, actor: str = "user"
+) -> Decision:
+    """A job that has ended, or rests, goes on from one of its checkpoints with a new budget."""
+    if not (job.status.is_terminal or job.status in _AT_REST):
+        return Decision(job, None)
+    message = f"restart from step {step} requested"
+    facts = {"was": job.status.value, "step": step, "checkpoint": checkpoint}
+    asked = timeline_event(job, None, now, "restart_requested", message, actor=actor, data=facts)
+    waiting = replace(
+        job,
+        status=JobStatus.QUEUED,
+        resume_from=checkpoint,
+        queued_at=now,
+        reason=None,
+        message="",
+        ended_at=None,
+        retry_at=None,
+        num_failures=0,
+        cancel_requested=False,
+        pause_requested=False,
+        queue_note=None,
+    )
+    return Decision(waiting, None, timeline=(asked,))

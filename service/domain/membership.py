@@ -1,0 +1,291 @@
+"""Groups and worker counts of the current attempt.
+
+Who trains in an attempt: a pure fold over its records, and what is read out of the result.
+
+All pure, and all from what is known: hosts as the cluster tells them, places of workers as the
+groups of a job tell theirs. `service.scheduler.policy` decides with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from service.domain.models import (
+    ChosenLayout,
+    ExcludedHost,
+    GoneGroup,
+    Job,
+    JobStatus,
+    Member,
+    Membership,
+    QueueState,
+    Recovery,
+)
+from trainer.protocol.events import (
+    Divergence,
+    Event,
+    GroupJoined,
+    GroupLeft,
+    GroupLost,
+    HostExcluded,
+    LayoutChosen,
+    MembershipChanged,
+    Recovered,
+    Resized,
+)
+from trainer.spec.job import JobSpec
+
+CURRENT = "current"
+# Causes after which no group of that number comes back: it is not wanted, or moves to another one.
+FOR_GOOD = frozenset({"resize", "drain"})
+
+
+def apply_event(membership: Membership | None, attempt_id: str, event: Event) -> Membership | None:
+    """The membership after a record of `attempt_id`; what an earlier attempt had is forgotten.
+
+    Records that say nothing of it leave it as it is. Streams arrive one after another, so a
+    membership that is older than the known one changes nothing.
+    """
+    take = _HANDLERS.get(type(event))
+    if take is None:
+        return membership
+    if membership is None or membership.attempt_id != attempt_id:
+        membership = Membership(attempt_id)
+    return take(membership, event)
+
+
+def _take_layout(membership: Membership, event: LayoutChosen) -> Membership:
+    layout = ChosenLayout(**event.model_dump(exclude={"kind", "time"}))
+    return replace(membership, layout=layout, world_size=layout.world_size)
+
+
+def _take_members(membership: Membership, event: MembershipChanged) -> Membership:
+    if event.time < membership.changed_at:
+        return membership
+    members = tuple(
+        Member(each.group, each.incarnation, tuple(each.hosts), each.standing)
+        for each in event.groups
+    )
+    changed = replace(
+        membership,
+        changed_at=event.time,
+        generation=event.generation,
+        commit=event.commit,
+        copies_alive=event.copies_alive,
+        host_copies_alive=event.host_copies_alive,
+        members=members,
+    )
+    if event.time < membership.sized_at:
+        return changed
+    # More may have come than the layout was chosen for; then that is what there should be.
+    num_workers = num_current(changed) * group_size(changed)
+    return replace(changed, world_size=max(changed.world_size, num_workers))
+
+
+def _take_lost(membership: Membership, event: GroupLost) -> Membership:
+    hosts = tuple(event.hosts)
+    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.reason, event.message)
+    lost = replace(_with_out(membership, event), num_losses=membership.num_losses + 1)
+    return replace(lost, gone=(*_without(lost.gone, event.group), gone))
+
+
+def _take_left(membership: Membership, event: GroupLeft) -> Membership:
+    left = _with_out(membership, event)
+    if event.cause in FOR_GOOD:
+        return left
+    hosts = tuple(event.hosts)
+    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.cause, "")
+    return replace(left, gone=(*_without(left.gone, event.group), gone))
+
+
+def _with_out(membership: Membership, event: GroupLost | GroupLeft) -> Membership:
+    """The membership without one life of a group."""
+    life = (event.group, event.incarnation)
+    members = tuple(m for m in membership.members if (m.group, m.incarnation) != life)
+    return replace(membership, members=members)
+
+
+def _take_joined(membership: Membership, event: GroupJoined) -> Membership:
+    return replace(membership, gone=_without(membership.gone, event.group))
+
+
+def _without(gone: Iterable[GoneGroup], group: int) -> tuple[GoneGroup, ...]:
+    return tuple(each for each in gone if each.group != group)
+
+
+def _take_recovery(membership: Membership, event: Recovered) -> Membership:
+    recovery = Recovery(
+        event.time,
+        event.generation,
+        event.cause,
+        event.pause_s,
+        event.syncs_lost,
+        event.num_tries,
+    )
+    return replace(
+        membership,
+        last_recovery=recovery,
+        num_recoveries=membership.num_recoveries + 1,
+        recovery_pause_s=membership.recovery_pause_s + event.pause_s,
+    )
+
+
+def _take_divergence(membership: Membership, event: Divergence) -> Membership:
+    return replace(membership, num_divergences=membership.num_divergences + 1)
+
+
+def _take_resized(membership: Membership, event: Resized) -> Membership:
+    return replace(membership, world_size=event.world_size, sized_at=event.time)
+
+
+def _take_excluded(membership: Membership, event: HostExcluded) -> Membership:
+    host = ExcludedHost(event.host, event.num_failures, event.until)
+    others = tuple(each for each in membership.excluded_hosts if each.host != event.host)
+    return replace(membership, excluded_hosts=(*others, host))
+
+
+_HANDLERS: dict[type, Callable[[Membership, Any], Membership]] = {
+    LayoutChosen: _take_layout,
+    MembershipChanged: _take_members,
+    GroupLost: _take_lost,
+    GroupLeft: _take_left,
+    GroupJoined: _take_joined,
+    Recovered: _take_recovery,
+    Resized: _take_resized,
+    HostExcluded: _take_excluded,
+    Divergence: _take_divergence,
+}
+
+
+def membership_of(job: Job) -> Membership | None:
+    """The membership of a job's newest attempt, once it has one; None before."""
+    membership = job.membership
+    if membership is None or membership.attempt_id != job.current_attempt_id:
+        return None
+    return membership if membership.changed_at else None
+
+
+def layout_of_attempt(job: Job) -> ChosenLayout | None:
+    """The layout that a job's newest attempt chose; None before it has."""
+    membership = job.membership
+    if membership is None or membership.attempt_id != job.current_attempt_id:
+        return None
+    return membership.layout
+
+
+def failure_domain(job: Job) -> str:
+    """What a lost host takes down, as the newest attempt chose it, else as the spec implies."""
+    chosen = layout_of_attempt(job)
+    if chosen is not None:
+        return chosen.failure_domain
+    parallelism = job.spec.parallelism
+    return parallelism.failure_domain if parallelism.is_resolved else "job"
+
+
+def num_current(membership: Membership) -> int:
+    """How many groups train."""
+    return sum(member.standing == CURRENT for member in membership.members)
+
+
+def group_size(membership: Membership) -> int:
+    """L, as the layout or the groups themselves tell it; 0 before either did."""
+    if membership.layout is not None:
+        return membership.layout.shard_group_size
+    hosts = [member.hosts for member in membership.members]
+    return max(map(len, [*hosts, *(gone.hosts for gone in membership.gone)]), default=0)
+
+
+def num_wanted(membership: Membership) -> int:
+    """How many groups there should be: as many as there were, unless another size was told."""
+    size = group_size(membership)
+    return max(membership.world_size // size if size else 0, len(membership.members))
+
+
+def missing(membership: Membership) -> tuple[GoneGroup, ...]:
+    """Groups that are gone and awaited: as many of the newest as there should be groups."""
+    num_awaited = max(0, num_wanted(membership) - len(membership.members))
+    present = {member.group for member in membership.members}
+    not_back = tuple(each for each in membership.gone if each.group not in present)
+    return not_back[max(0, len(not_back) - num_awaited) :]
+
+
+def is_degraded(job: Job) -> bool:
+    """Whether a running job trains with fewer groups than it should."""
+    membership = membership_of(job)
+    if membership is None or job.status is not JobStatus.RUNNING:
+        return False
+    return num_current(membership) < num_wanted(membership)
+
+
+def copies_needed(job: Job) -> int:
+    """Hosts that must hold a copy of each shard, for what the spec's `survive` asks; 0 if nothing.
+
+    k lost hosts are survived by copies on k + 1.
+    """
+    survive = job.spec.parallelism.survive
+    return 0 if survive is None else survive.hosts + 1
+
+
+# How many workers a job has and how they are grouped, as far as that is decided: pure.
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bounds of T, then L, M at most workers, and the placement; None while they are `auto`."""
+
+    min_workers: int
+    world_size: int
+    shard_group_size: int | None
+    placement: str | None
+
+    @property
+    def num_replicas(self) -> int | None:
+        """M at most workers; None while L is `auto`."""
+        return self.world_size // self.shard_group_size if self.shard_group_size else None
+
+
+def sizes_of_spec(spec: JobSpec) -> Sizes:
+    """The sizes that a spec gives."""
+    parallelism = spec.parallelism
+    size, placement = parallelism.shard_group_size, parallelism.placement
+    return Sizes(
+        min_workers=parallelism.min_workers,
+        world_size=parallelism.world_size,
+        shard_group_size=None if size == "auto" else size,
+        placement=None if placement == "auto" else placement,
+    )
+
+
+def sizes_of_job(job: Job) -> Sizes:
+    """The sizes that a job's newest attempt chose, else those that its spec gives."""
+    given, chosen = sizes_of_spec(job.spec), layout_of_attempt(job)
+    if chosen is None:
+        return given
+    size = chosen.shard_group_size
+    return Sizes(
+        # Bounds that were written without knowing L become multiples of it.
+        min_workers=-(-given.min_workers // size) * size,
+        world_size=given.world_size // size * size,
+        shard_group_size=size,
+        placement=chosen.placement,
+    )
+
+
+def span_text(least: int, most: int) -> str:
+    """Bounds in words: `4`, or `2-6` where they differ."""
+    return str(most) if least == most else f"{least}-{most}"
+
+
+# How much of the cluster jobs hold, and how many workers of a job it has room for.
+
+
+def workers_held(job: Job) -> int:
+    """The most workers that a job takes now; 0 where it does not run."""
+    if job.status.is_terminal or job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
+        return 0
+    membership = job.membership
+    if membership is not None and membership.attempt_id == job.current_attempt_id:
+        return membership.world_size or QueueState.of(job).workers or sizes_of_job(job).world_size
+    return QueueState.of(job).workers or sizes_of_job(job).world_size

@@ -1,0 +1,77 @@
+"""What a job's newest metrics say of time lost and work at risk: pure functions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
+# Causes as the coordinator counts them, in words, in the order of a run.
+CAUSES = {
+    "start": "start",
+    "recovery": "recovery",
+    "redo": "work done again",
+    "hang": "hangs",
+    "checkpoint": "checkpoints",
+    "validation": "validation",
+}
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Share of the groups' time that trained rows that count, in [0, 1], and what took the rest.
+
+    `lost_s` has (cause in words, group-seconds), the most first, without those that took nothing.
+    """
+
+    share: float
+    lost_s: tuple[tuple[str, float], ...]
+
+    @property
+    def lost_shares(self) -> tuple[tuple[str, float], ...]:
+        """(cause in words, its share of the groups' time): with `share` they add up to 1."""
+        total_s = sum(seconds for _, seconds in self.lost_s)
+        return tuple((cause, (1 - self.share) * lost / total_s) for cause, lost in self.lost_s)
+
+
+def goodput_of(metrics: Mapping[str, float]) -> Goodput | None:
+    """The goodput among a job's newest metrics; None before it was told."""
+    share = metrics.get(SHARE)
+    if share is None or not math.isfinite(share):
+        return None
+    lost_s = {
+        name.removeprefix(LOST_PREFIX): seconds
+        for name, seconds in metrics.items()
+        if name.startswith(LOST_PREFIX) and seconds > 0
+    }
+    named = ((CAUSES.get(cause, cause.replace("_", " ")), lost_s[cause]) for cause in lost_s)
+    return Goodput(share, tuple(sorted(named, key=lambda item: (-item[1], item[0]))))
+
+
+def steps_at_risk(metrics: Mapping[str, float]) -> int | None:
+    """Steps that no checkpoint holds yet; None where that is not known."""
+    steps = metrics.get(AT_RISK)
+    return round(steps) if steps is not None and math.isfinite(steps) else None
+
+
+# What a sharding plan means, for the dashboard and the command line: pure functions.
+
+# Phases of a training step in the order in which they happen; the metric is `phase/NAME_s`.
+PHASES = (
+    "data_wait",
+    "input_dist",
+    "lookup",
+    "output_dist",
+    "dense",
+    "backward",
+    "optimizer",
+    "sync",
+    "other",
+)
+
+
+def phase_shares(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+    """(phase, seconds of a step), the longest first; without those that took no time."""
+    found = [(phase, metrics.get(f"phase/{phase}_s", 0.0)) for phase in PHASES]
+    return sorted((item for item in found if item[1] > 0), key=lambda item: -item[1])

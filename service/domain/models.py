@@ -1,0 +1,438 @@
+"""Job, Attempt, Membership, Project, ids.
+
+What the control plane is about: jobs, attempts, statuses and reasons.
+
+    Job  1 ── n  Attempt (one Ray submission)  1 ── n  WorkerGroupRun (inside the attempt)
+
+A job's *status* says what the control plane has decided; what a cluster says is an
+*observation* and is kept apart. No FastAPI, SQL or Ray here.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+
+from trainer.spec.job import JobSpec
+
+DEFAULT_PROJECT = "default"
+
+
+class JobStatus(StrEnum):
+    """Where a job is in its life."""
+
+    QUEUED = "QUEUED"
+    STARTING = "STARTING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    STOPPING = "STOPPING"
+    SUCCEEDED = "SUCCEEDED"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether the job has ended for good."""
+        return self in _TERMINAL
+
+
+_TERMINAL = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED})
+
+
+class EndReason(StrEnum):
+    """Why an attempt, or a job, ended. Stored; the status follows from it."""
+
+    COMPLETED = "completed"
+    CANCELLED = "cancelled"
+    PAUSED = "paused"
+    WORKERS_LOST = "workers_lost"
+    DRIVER_LOST = "driver_lost"
+    FORGOTTEN = "forgotten"
+    SUBMISSION_REFUSED = "submission_refused"
+    BAD_SPEC = "bad_spec"
+    DATA_ERROR = "data_error"
+    STORAGE_ERROR = "storage_error"
+    TRAINING_ERROR = "training_error"
+    USER_CODE = "user_code"
+    VERSION_MISMATCH = "version_mismatch"
+    DIVERGED = "diverged"
+    HANG = "hang"
+    DEVICE_OOM = "device_oom"
+    HOST_OOM = "host_oom"
+    HOST_LOST = "host_lost"
+    PREEMPTED = "preempted"
+    NON_FINITE = "non_finite"
+    ROWS_SKIPPED = "rows_skipped"
+    NO_ROOM = "no_room"
+    RUN_IN_USE = "run_in_use"
+    RETRIES_EXHAUSTED = "retries_exhausted"
+
+
+class ObservedState(StrEnum):
+    """What the backend says of a submission.
+
+    UNREACHABLE means that nobody answered: it says nothing about the attempt and must never be
+    read as a failure. NOT_FOUND means that the cluster answered and knows no such submission.
+    """
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+    NOT_FOUND = "not_found"
+    UNREACHABLE = "unreachable"
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One look at a submission; `reason` is why it FAILED, where the backend knows."""
+
+    state: ObservedState
+    message: str = ""
+    reason: EndReason | None = None
+
+
+@dataclass(frozen=True)
+class ReportedEnd:
+    """How the driver itself said that its attempt ended (its `attempt_ended` record).
+
+    `time` is when the record arrived, by the service's clock. `evidence` is what the reason was
+    read from: exit code, signal, host, ...
+    """
+
+    reason: EndReason
+    message: str
+    time: float = 0.0
+    evidence: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a job has come; `rows` counts rows trained by all ranks.
+
+    `advanced_at` is when it last got further (an attempt began to train, or its step changed),
+    `checkpoint_at` since when it has trained without a checkpoint: the last was committed, or an
+    attempt began to train from one. Unix seconds, by the service's clock.
+    """
+
+    step: int = 0
+    total_steps: int = 0
+    epoch: int = 0
+    rows: int = 0
+    rows_per_s: float = 0.0
+    eta_s: float | None = None
+    advanced_at: float | None = None
+    checkpoint_at: float | None = None
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """The layout that an attempt trains with, why, and its price (as `LayoutChosen` tells)."""
+
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    failure_domain: str
+    num_hosts: int
+    num_hosts_survived: int
+    memory_overhead_bytes: int
+    sync_latency_s: float | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Member:
+    """A sharding group of the newest membership; `standing` as the coordinator says."""
+
+    group: int
+    incarnation: int
+    hosts: tuple[str, ...]
+    standing: str
+
+
+@dataclass(frozen=True)
+class GoneGroup:
+    """A group that was lost, or left as asked (`reason` says why), and has not joined again."""
+
+    group: int
+    incarnation: int
+    hosts: tuple[str, ...]
+    time: float
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How the groups went on after a loss: `pause_s` longer than usual between two syncs."""
+
+    time: float
+    generation: int
+    cause: str
+    pause_s: float
+    syncs_lost: int
+    num_tries: int
+
+
+@dataclass(frozen=True)
+class ExcludedHost:
+    """A host that failed so often that nothing is placed on it until `until` (Unix seconds)."""
+
+    host: str
+    num_failures: int
+    until: float
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who trains in an attempt, folded from its records.
+
+    `world_size` is the number of workers that it should have now, 0 while unknown, and `sized_at`
+    when another one was told. `changed_at` is the time of the newest membership, 0 before the
+    first; `copies_alive` and `host_copies_alive` are those of the shard with the fewest. What
+    happened is counted over the attempt; `recovery_pause_s` is what its recoveries
+    took in all.
+    """
+
+    attempt_id: str
+    layout: ChosenLayout | None = None
+    world_size: int = 0
+    sized_at: float = 0.0
+    changed_at: float = 0.0
+    generation: int = 0
+    commit: int = 0
+    copies_alive: int = 0
+    host_copies_alive: int = 0
+    members: tuple[Member, ...] = ()
+    gone: tuple[GoneGroup, ...] = ()
+    num_losses: int = 0
+    num_recoveries: int = 0
+    recovery_pause_s: float = 0.0
+    num_divergences: int = 0
+    last_recovery: Recovery | None = None
+    excluded_hosts: tuple[ExcludedHost, ...] = ()
+
+
+@dataclass(frozen=True)
+class QueueState:
+    """What the queue knows of a job, kept in `Job.queue_note`.
+
+    While it waits: its `position` (from 1) and `reason`. Once it started: the `workers` that it was
+    counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
+    `stop_at` (Unix seconds), when it is stopped whether it saved or not, `stop_sent` once it was,
+    and the job that it makes way for as `named_for` says (`preempted_by`), if any.
+    """
+
+    position: int | None = None
+    reason: str = ""
+    workers: int | None = None
+    max_workers: int | None = None
+    stop_at: float | None = None
+    stop_sent: bool | None = None
+    preempted_by: str | None = None
+
+    @classmethod
+    def of(cls, job: Job) -> QueueState:
+        """The note of a job; what a later version added is left out."""
+        known = {field.name for field in fields(cls)}
+        stored = job.queue_note or {}
+        return cls(**{name: value for name, value in stored.items() if name in known})  # type: ignore[arg-type]
+
+    @property
+    def document(self) -> dict[str, object] | None:
+        """As `Job.queue_note` keeps it: without what is not said, None where nothing is."""
+        said = {name: value for name, value in vars(self).items() if value not in (None, "")}
+        return said or None
+
+
+def attempt_id(job_id: str, index: int) -> str:
+    """Id of attempt `index` (from 0) of a job, which is its submission id as well."""
+    return f"{job_id}-a{index}"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One submission of a job to a backend. `id` is the submission id as well.
+
+    `last_submit_at` is when the backend was last asked to take it, `submitted_at` when it did.
+    `num_worker_failures` counts the losses of workers inside the attempt that spent the budget;
+    `end_reason` is None while it lives. `token_hash` is the SHA-256, in hex, of the token that its
+    driver posts with. Times are Unix seconds.
+    """
+
+    id: str
+    job_id: str
+    index: int
+    created_at: float
+    last_submit_at: float | None = None
+    submitted_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    end_reason: EndReason | None = None
+    message: str = ""
+    num_worker_failures: int = 0
+    reported_end: ReportedEnd | None = None
+    token_hash: str | None = None
+
+    @property
+    def evidence(self) -> Mapping[str, str]:
+        """What the reason of the end was read from, as far as the driver said."""
+        return self.reported_end.evidence if self.reported_end else {}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job as stored; `version` rises by one with every write (compare-and-set).
+
+    `queued_at` (Unix seconds) is when it last entered the queue, and `queue_note` says what it
+    waits for there. `resume_from` is the path of the checkpoint that its next attempt must start
+    from; without one it starts from its newest.
+    """
+
+    id: str
+    name: str
+    spec: JobSpec
+    status: JobStatus
+    created_at: float
+    version: int = 1
+    project: str = DEFAULT_PROJECT
+    reason: EndReason | None = None
+    message: str = ""
+    cancel_requested: bool = False
+    num_failures: int = 0
+    retry_at: float | None = None
+    started_at: float | None = None
+    ended_at: float | None = None
+    current_attempt_id: str | None = None
+    progress: Progress = field(default_factory=Progress)
+    latest_metrics: dict[str, float] = field(default_factory=dict)
+    membership: Membership | None = None
+    priority: int = 0
+    pause_requested: bool = False
+    queued_at: float | None = None
+    resume_from: str | None = None
+    queue_note: dict[str, object] | None = None
+
+    def named_for(self, reader: Job) -> str:
+        """How those who read another job are told of this one: by name only in its project."""
+        is_shared = self.project == reader.project
+        return f"job {self.id} ({self.name})" if is_shared else "a job of another project"
+
+    @property
+    def waits_since(self) -> float:
+        """When it entered the queue (Unix seconds); a retry, a pause and a preemption keep that."""
+        return self.created_at if self.queued_at is None else self.queued_at
+
+    @property
+    def num_attempts(self) -> int:
+        """How many attempts the job has had, read off the id of the newest."""
+        if self.current_attempt_id is None:
+            return 0
+        return int(self.current_attempt_id.rpartition("-a")[2]) + 1
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A committed checkpoint of a job."""
+
+    job_id: str
+    step: int
+    path: str
+    size_bytes: int
+    created_at: float
+    is_best: bool
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class MetricPoint:
+    """One downsampled bucket: `value` is the mean, `step` and `time` those of its last point."""
+
+    step: int
+    time: float
+    value: float
+    min: float
+    max: float
+
+
+@dataclass(frozen=True)
+class TimelineEvent:
+    """One line of a job's timeline; `id` rises along the timeline and is the paging cursor."""
+
+    id: int
+    job_id: str
+    attempt_id: str | None
+    time: float
+    kind: str
+    message: str
+    actor: str
+    data: dict[str, object]
+
+
+# Identifiers of jobs: `job-` and 12 characters that sort by time.
+
+_ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
+_NUM_CHARS = 12
+_RANDOM_BITS = 20
+# 40 bits of milliseconds since the start of 2025 last until 2059.
+_EPOCH_S = 1_735_689_600.0
+_SLACK_MS = 1
+
+
+def new_job_id(now: float) -> str:
+    """An id that sorts after every id made a millisecond or more before `now` (Unix seconds)."""
+    return _spelled(_elapsed_ms(now) << _RANDOM_BITS | secrets.randbits(_RANDOM_BITS))
+
+
+def lowest_job_id(now: float) -> str:
+    """An id below every id made at `now` (Unix seconds) or later, though not by much."""
+    return _spelled(max(0, _elapsed_ms(now) - _SLACK_MS) << _RANDOM_BITS)
+
+
+def highest_job_id(now: float) -> str:
+    """An id above every id made before `now` (Unix seconds), though not by much."""
+    return _spelled((_elapsed_ms(now) + 1 + _SLACK_MS) << _RANDOM_BITS)
+
+
+def _elapsed_ms(now: float) -> int:
+    return max(0, int((now - _EPOCH_S) * 1000))
+
+
+def _spelled(number: int) -> str:
+    digits = [_ALPHABET[number >> 5 * place & 31] for place in reversed(range(_NUM_CHARS))]
+    return "job-" + "".join(digits)
+
+
+# Projects: names that jobs belong to, with quotas of what may run at the same time.
+
+
+@dataclass(frozen=True)
+class Project:
+    """Quotas of a project; None is no limit. A project without a row has none.
+
+    `max_workers` bounds the workers of its running jobs together, `max_running_jobs` their number.
+    """
+
+    name: str
+    max_workers: int | None = None
+    max_running_jobs: int | None = None
+    updated_at: float | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the jobs of a project hold now."""
+
+    num_workers: int = 0
+    num_running_jobs: int = 0
+    num_queued_jobs: int = 0
+
+
+def with_unlisted(projects: Iterable[Project], names: Iterable[str]) -> list[Project]:
+    """The projects that have a row, and those that jobs name without one, by name."""
+    known = {project.name: project for project in projects}
+    return [known.get(name) or Project(name) for name in sorted({*known, *names})]

@@ -1,0 +1,256 @@
+"""The sharding plan and the sync policy of a job.
+
+How a job keeps its copies together, in words: for the dashboard and the command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.protocol.events import TablePlan, WorkersStarted
+from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import SyncSpec
+from trainer.spec.training import ScheduleSpec
+
+_OPTIMIZERS = {
+    "row_wise_adagrad": "row-wise AdaGrad",
+    "adagrad": "AdaGrad",
+    "adam": "Adam",
+    "sgd": "SGD",
+}
+
+
+def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
+    """(subject, policy in words), in reading order; what only concerns several copies is left out
+    where there is one."""
+    facts = [("Failure domain", _domain_text(spec)), ("Sync", sync_text(spec))]
+    if not _is_single_copy(spec):
+        facts += [
+            ("Optimizer state", _state_text(spec)),
+            ("Dense part", _dense_text(spec)),
+            ("Divergence check", _check_text(spec)),
+        ]
+    return [*facts, ("All-to-all", _all_to_all_text(spec)), ("Learning rates", _lr_text(spec))]
+
+
+def sync_text(spec: JobSpec) -> str:
+    """When the copies are averaged, and what travels then: rows in fp32, else their changes."""
+    if _is_single_copy(spec):
+        return "none: there is one copy of the tables"
+    sync = spec.parallelism.sync
+    parts = [f"{_every(sync.every_steps, 'step')}: {_moved_text(spec)}", f"in {sync.dtype}"]
+    if sync.overlap:
+        parts.append("overlapped with the next step")
+    return ", ".join(parts)
+
+
+def _moved_text(spec: JobSpec) -> str:
+    sync = spec.parallelism.sync
+    what = "" if sync.dtype == "fp32" else "the changes of "
+    if sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows:
+        return f"{what}every row"
+    return f"{what}the rows touched since the last sync{_fallback_text(sync)}"
+
+
+def _fallback_text(sync: SyncSpec) -> str:
+    # Changes are never sent of all rows: their bases are kept for the touched ones only.
+    has_fallback = sync.dtype == "fp32" and sync.full_above < 1
+    return f" (all rows above {sync.full_above:.0%})" if has_fallback else ""
+
+
+def _every(number: int, what: str) -> str:
+    return f"every {what}" if number == 1 else f"every {number:,} {what}s"
+
+
+def _state_text(spec: JobSpec) -> str:
+    if not spec.optimizer.sparse.has_moments:
+        return f"none ({_OPTIMIZERS[spec.optimizer.sparse.name]})"
+    averaged = {
+        "every": "averaged at each sync",
+        "delayed": "averaged, one sync behind the weights",
+        "never": "left to each replica",
+    }[spec.parallelism.sync.optimizer_state]
+    is_open = spec.parallelism.shard_group_size == "auto"
+    scale = "M" if is_open and spec.parallelism.moment_scale == "auto" else f"{spec.moment_scale:g}"
+    return f"{averaged}, moments scaled by {scale}"
+
+
+def _dense_text(spec: JobSpec) -> str:
+    averaged = {
+        "at_sync": "averaged at syncs, with the tables",
+        "every_step": "gradients averaged over all ranks at every step",
+    }
+    domain = failure_domain_of(spec)
+    if spec.parallelism.dense == "auto" and domain is None:
+        return "at every step, or at syncs if each group is a failure domain"
+    return averaged[spec.parallelism.dense_policy]
+
+
+def failure_domain_of(spec: JobSpec) -> str | None:
+    """`job` or `replica_group`; None while a choice of the layout decides it."""
+    try:
+        return spec.parallelism.failure_domain
+    except ValueError:
+        return None
+
+
+def _domain_text(spec: JobSpec) -> str:
+    survive = spec.parallelism.survive
+    lost = "one is"
+    if survive is not None:
+        lost = "any host is" if survive.hosts == 1 else f"any {survive.hosts} hosts are"
+    return {
+        "job": "the job: a lost host restarts all workers from the newest checkpoint",
+        "replica_group": f"a sharding group: the others train on when {lost} lost",
+        None: "decided with the layout",
+    }[failure_domain_of(spec)]
+
+
+def _is_single_copy(spec: JobSpec) -> bool:
+    parallelism = spec.parallelism
+    return parallelism.shard_group_size != "auto" and parallelism.num_replicas == 1
+
+
+def _check_text(spec: JobSpec) -> str:
+    check = spec.parallelism.divergence_check
+    if check is None:
+        return "off"
+    follows = {
+        "fail": "a mismatch fails the attempt",
+        "rebroadcast": "a mismatch is repaired from the copy that most ranks hold",
+    }[check.action]
+    return f"{_every(check.every_syncs, 'sync')}; {follows}"
+
+
+def _all_to_all_text(spec: JobSpec) -> str:
+    both = spec.parallelism.all_to_all
+    if both.forward == both.backward:
+        return both.forward
+    return f"{both.forward} forward, {both.backward} backward"
+
+
+def _lr_text(spec: JobSpec) -> str:
+    sparse, dense = spec.optimizer.sparse, spec.optimizer.dense
+    rates = (
+        f"tables {sparse.lr:g} ({_OPTIMIZERS[sparse.name]}), "
+        f"dense {dense.lr:g} ({_OPTIMIZERS[dense.name]})"
+    )
+    schedule = spec.optimizer.schedule
+    return rates if schedule is None else f"{rates}; {_schedule_text(schedule)}"
+
+
+def _schedule_text(schedule: ScheduleSpec) -> str:
+    parts = []
+    if schedule.warmup_steps:
+        parts.append(f"warm-up over {schedule.warmup_steps:,} steps")
+    decay = {
+        "constant": "constant",
+        "linear": f"linear to {schedule.min_ratio:.0%}",
+        "cosine": f"cosine to {schedule.min_ratio:.0%}",
+    }[schedule.decay]
+    return ", then ".join([*parts, decay])
+
+
+# What a sharding plan means, for the dashboard and the command line: pure functions.
+
+# Kinds of timeline lines.
+STARTED, DIVERGENCE = "workers_started", "divergence"
+DATA_PARALLEL = "data_parallel"
+_WORKERS_FIELDS = frozenset(WorkersStarted.model_fields)
+
+
+class TimelineEntry(Protocol):
+    """A line of a timeline, as the store and the client have it."""
+
+    @property
+    def kind(self) -> str:
+        """Kind of the record."""
+
+    @property
+    def time(self) -> float:
+        """Unix seconds."""
+
+    @property
+    def data(self) -> Mapping[str, object]:
+        """The rest of the record."""
+
+
+def newest_workers(timeline: Sequence[TimelineEntry]) -> WorkersStarted | None:
+    """The newest worker group run of a timeline; None before the first one."""
+    for line in reversed(timeline):
+        if line.kind == STARTED:
+            known = {name: value for name, value in line.data.items() if name in _WORKERS_FIELDS}
+            return WorkersStarted.model_validate({**known, "time": line.time})
+    return None
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one position of a sharding group holds of one table."""
+
+    table: str
+    size_bytes: float
+
+
+@dataclass(frozen=True)
+class PositionLoad:
+    """All that one position of every sharding group holds."""
+
+    position: int
+    shares: tuple[Share, ...]
+
+    @property
+    def size_bytes(self) -> float:
+        """Weights and optimizer state."""
+        return sum(share.size_bytes for share in self.shares)
+
+
+def loads_of(tables: Iterable[TablePlan], shard_group_size: int) -> list[PositionLoad]:
+    """What each position holds; a shard's bytes are its part of the table's cells.
+
+    A data-parallel table is whole on every position, whatever its shards say.
+    """
+    shares: list[dict[str, float]] = [{} for _ in range(shard_group_size)]
+    for table in tables:
+        if table.sharding_type == DATA_PARALLEL:
+            for held in shares:
+                held[table.name] = float(table.size_bytes)
+            continue
+        for shard in table.shards:
+            held, part = shares[shard.position], shard_fraction(table, shard)
+            held[table.name] = held.get(table.name, 0.0) + part * table.size_bytes
+    return [
+        PositionLoad(position, tuple(Share(table, size) for table, size in held.items()))
+        for position, held in enumerate(shares)
+    ]
+
+
+def shard_fraction(table: TablePlan, shard: TablePlan.Shard) -> float:
+    """Part of the table's cells that a shard has, in [0, 1]."""
+    num_cells = table.num_embeddings * table.embedding_dim
+    return shard.num_rows * shard.num_columns / num_cells if num_cells else 0.0
+
+
+def imbalance(loads: Sequence[PositionLoad]) -> float | None:
+    """The largest load over the mean (1 is perfect); None where nothing is held."""
+    total_bytes = sum(load.size_bytes for load in loads)
+    if not total_bytes:
+        return None
+    return max(load.size_bytes for load in loads) * len(loads) / total_bytes
+
+
+def shard_text(table: TablePlan, shard: TablePlan.Shard) -> str:
+    """The rectangle in words, as in `rows 0-499, columns 0-31`; `all` where it is whole."""
+    rows = _range("rows", shard.row_offset, shard.num_rows, table.num_embeddings)
+    columns = _range("columns", shard.column_offset, shard.num_columns, table.embedding_dim)
+    return ", ".join(part for part in (rows, columns) if part) or "all"
+
+
+def _range(what: str, offset: int, count: int, whole: int) -> str:
+    if count == whole:
+        return ""
+    if not count:
+        return f"no {what}"
+    return f"{what} {offset:,}-{offset + count - 1:,}"

@@ -1,0 +1,422 @@
+"""Timeline events: building, wording, reading back.
+
+Lines of a timeline that the service writes: a sentence for people, and facts for programs.
+
+What is wanted is told in the timeline, where the newest line holds all of it: the number of
+workers and every host to leave. A file of the attempt says the same to its driver, and a new
+attempt is given it again. To ask twice for the same thing changes nothing.
+
+A request is a file of the attempt that its workers look for at every report, and a line of the
+timeline, which makes it known to everybody who asks after it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from service.domain.membership import CURRENT
+from service.domain.models import Attempt, EndReason, Job, Membership, TimelineEvent
+from service.domain.sharding import TimelineEntry
+from trainer.protocol.events import (
+    AttemptEnded,
+    AttemptStarted,
+    CapacityRequested,
+    CheckpointCommitted,
+    CheckpointDeleted,
+    Divergence,
+    Event,
+    GroupJoined,
+    GroupLeft,
+    GroupLost,
+    HangFound,
+    HostExcluded,
+    LayoutChosen,
+    MembershipChanged,
+    Note,
+    Recovered,
+    Resized,
+    RowsQuarantined,
+    RowsSkipped,
+    StragglerFound,
+    TraceWritten,
+    WorkersLost,
+    WorkersStarted,
+)
+
+
+def timeline_event(
+    job: Job,
+    attempt: Attempt | None,
+    now: float,
+    kind: str,
+    message: str,
+    *,
+    actor: str = "service",
+    data: Mapping[str, object] | None = None,
+) -> TimelineEvent:
+    """A timeline line; the store gives it its id. `data` says for programs what `message` does."""
+    return TimelineEvent(
+        id=0,
+        job_id=job.id,
+        attempt_id=attempt.id if attempt else None,
+        time=now,
+        kind=kind,
+        message=message,
+        actor=actor,
+        data={"attempt": attempt.index, **(data or {})} if attempt else dict(data or {}),
+    )
+
+
+def end_details(job: Job, ended: Attempt | None) -> dict[str, object]:
+    """What programs want to know of an end: how often the job failed, and what was seen."""
+    evidence = dict(ended.evidence) if ended else {}
+    facts: dict[str, object] = {
+        "num_failures": job.num_failures,
+        "max_failures": job.spec.retry.max_failures,
+    }
+    return {**facts, "evidence": evidence} if evidence else facts
+
+
+def reason_of(ended: Attempt) -> dict[str, object]:
+    """The reason of an attempt's end."""
+    return {"reason": ended.end_reason.value} if ended.end_reason else {}
+
+
+# Another size of a running job, or hosts that it should leave: asked for by people.
+
+RESIZE, DRAIN = "resize_requested", "drain_requested"
+RESIZE_KINDS = (RESIZE, DRAIN)
+
+
+@dataclass(frozen=True)
+class ResizeRequest:
+    """What is wanted of the workers; `num_workers` is None while nobody asked for a size."""
+
+    id: str = ""
+    num_workers: int | None = None
+    drain_hosts: tuple[str, ...] = ()
+
+
+def latest_resize_request(lines: Iterable[TimelineEntry]) -> ResizeRequest:
+    """What the newest of some timeline lines wants."""
+    told = [line for line in lines if line.kind in RESIZE_KINDS]
+    if not told:
+        return ResizeRequest()
+    data = told[-1].data
+    hosts, workers = data["drain_hosts"], data["workers"]
+    assert isinstance(hosts, list)
+    assert workers is None or isinstance(workers, int)
+    return ResizeRequest(str(data["id"]), workers, tuple(hosts))
+
+
+# What each record of a driver says to a person: one line of the timeline, and its level.
+
+# Where the driver says that a group is lost; what the coordinator sees itself it tells in words.
+_LOSSES = {
+    "workers_lost": "its workers ended",
+    "host_lost": "its host stopped answering",
+    "preempted": "its host was taken away",
+    "device_oom": "a device ran out of memory",
+    "host_oom": "its host ran out of memory",
+}
+# Anything else that changes the size is the reason of a loss.
+_RESIZES = {
+    "request": "as asked",
+    "resize": "as asked",
+    "room": "as the cluster has room",
+    "drain": "to leave a host",
+}
+_LEAVES = {
+    "resize": "fewer workers are wanted",
+    "drain": "its host is drained",
+    "straggler": "it was too slow and is replaced",
+    "poisoned": "its loss became NaN or infinite, so its rows since the last sync do not count",
+}
+_ALARMING = (GroupLost, HangFound, HostExcluded, StragglerFound, RowsSkipped, RowsQuarantined)
+
+
+def level_of(event: Event) -> str | None:
+    """`warning` or `error` where a line should stand out by more than its kind."""
+    if isinstance(event, Divergence):
+        return "error"
+    is_alarming = isinstance(event, _ALARMING)
+    is_fault = isinstance(event, GroupLeft) and event.cause in ("straggler", "poisoned")
+    return "warning" if is_alarming or is_fault else None
+
+
+def describe(event: Event, membership: Membership | None = None) -> str:
+    """One line for a person; `membership` is what was known before the record."""
+    if isinstance(event, GroupLost):
+        return _group_lost(event, membership)
+    if isinstance(event, GroupJoined):
+        return _group_joined(event, membership)
+    say = _MESSAGES.get(type(event))
+    return event.kind if say is None else say(event)
+
+
+def _group_lost(event: GroupLost, membership: Membership | None) -> str:
+    cause = _LOSSES.get(event.reason) or event.message or event.reason.replace("_", " ")
+    others = [
+        member
+        for member in (membership.members if membership else ())
+        if member.standing == CURRENT and member.group != event.group
+    ]
+    follows = f"{_count(len(others), 'group trains', 'groups train')} on"
+    if not others:
+        follows = "no other group trains"
+    elif event.rows_returned:
+        follows += f" and will train its {event.rows_returned:,} rows"
+    return f"{_group(event)} was lost: {cause}; {follows}"
+
+
+def _group_joined(event: GroupJoined, membership: Membership | None) -> str:
+    gone = {each.group for each in membership.gone} if membership else set()
+    again = " again" if event.group in gone else ""
+    if event.how == "start":
+        return f"{_group(event)} joined{again} from the start"
+    copied = f"copied {_size(event.copied_bytes)} from a live group"
+    return f"{_group(event)} joined{again}: {copied} in {event.duration_s:.1f} s"
+
+
+def _group_left(event: GroupLeft) -> str:
+    return f"{_group(event)} left in good order: {_LEAVES[event.cause]}"
+
+
+def _membership_changed(event: MembershipChanged) -> str:
+    standings: dict[str, list[int]] = {}
+    for member in event.groups:
+        standings.setdefault(member.standing, []).append(member.group)
+    verbs = {"current": "train", "listening": "copy from a peer", "initial": "start"}
+    parts = [
+        f"{_groups(standings[standing])} {verb if len(standings[standing]) > 1 else _one(verb)}"
+        for standing, verb in verbs.items()
+        if standing in standings
+    ]
+    copies = ""
+    if event.copies_alive:
+        hosts = _count(event.host_copies_alive, "host")
+        copies = f"; each shard has {_count(event.copies_alive, 'copy', 'copies')} on {hosts}"
+    return f"generation {event.generation}: {', '.join(parts) or 'nobody is there'}{copies}"
+
+
+def _one(verb: str) -> str:
+    first, _, rest = verb.partition(" ")
+    singular = "copies" if first == "copy" else f"{first}s"
+    return f"{singular} {rest}".rstrip()
+
+
+def _recovered(event: Recovered) -> str:
+    redo = "nothing to redo"
+    if event.syncs_lost:
+        redo = f"{_count(event.syncs_lost, 'sync interval')} to redo"
+    tries = f", at try {event.num_tries}" if event.num_tries > 1 else ""
+    return f"recovered in {event.pause_s:.2f} s: generation {event.generation}, {redo}{tries}"
+
+
+def _room_asked(event: CapacityRequested) -> str:
+    num_missing = event.num_wanted - event.num_workers
+    each = ", ".join(f"{amount:g} {name}" for name, amount in event.resources_per_worker.items())
+    asked = f"the autoscaler was asked for room for {_count(num_missing, 'worker', 'workers')}"
+    if each:
+        asked += f" ({each} each)"
+    if event.num_workers < event.num_needed:
+        fitting = f"there is room for {event.num_workers} of at least {event.num_needed} workers"
+        return f"waits for room: {fitting}; {asked}"
+    return f"{asked}, to grow from {event.num_workers} to {event.num_wanted}"
+
+
+def _resized(event: Resized) -> str:
+    verb = "grew" if event.world_size > event.world_size_before else "shrank"
+    how = "by a restart from a checkpoint" if event.restarted else "without a restart"
+    cause = _RESIZES.get(event.cause, "after a loss")
+    return f"{verb} from {event.world_size_before} to {event.world_size} workers {how}, {cause}"
+
+
+def _layout_chosen(event: LayoutChosen) -> str:
+    groups = _count(event.num_replicas, "sharding group")
+    hosts = _count(event.num_hosts, "host")
+    return (
+        f"layout: {_count(event.world_size, 'worker')} on {hosts} as {groups} of "
+        f"{event.shard_group_size}, {event.placement.replace('_', '-')}; {event.reason}"
+    )
+
+
+def _straggler(event: StragglerFound) -> str:
+    follows = "its group is replaced" if event.action == "replace" else "it stays"
+    where = f"rank {event.rank} of group {event.group} ({event.host})"
+    return f"{where} is {event.slowdown:.1f} times as slow as the others; {follows}"
+
+
+def _hang(event: HangFound) -> str:
+    where = f"rank {event.rank} of group {event.group} ({event.host})"
+    return f"{where} hangs: nothing done for {event.idle_s:.0f} s in phase {event.phase}"
+
+
+def _host_excluded(event: HostExcluded) -> str:
+    pause_s = max(0.0, event.until - event.time)
+    pause = f"{pause_s / 60:.0f} min" if pause_s >= 120 else f"{pause_s:.0f} s"
+    failures = _count(event.num_failures, "time")
+    return f"host {event.host} failed {failures}: no worker is placed on it for {pause}"
+
+
+def _rows_skipped(event: RowsSkipped) -> str:
+    # Epochs are counted from 1 wherever people read them.
+    rows = f"rows {event.start:,} to {event.stop:,} of epoch {event.epoch + 1}"
+    return f"{rows} are left out: {event.reason}"
+
+
+def _rows_quarantined(event: RowsQuarantined) -> str:
+    return f"{_count(event.count, 'row')} of {event.file} left out: {event.reason}"
+
+
+def _attempt_started(event: AttemptStarted) -> str:
+    return f"driver is up, starting {event.world_size} worker(s)"
+
+
+def _workers_started(event: WorkersStarted) -> str:
+    resumed = f", resumed at step {event.resumed_step}" if event.resumed_step else ""
+    return (
+        f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
+        f"{event.shard_group_size}, {event.placement}, {event.backend}{resumed}"
+    )
+
+
+def _checkpoint_committed(event: CheckpointCommitted) -> str:
+    best = ", best so far" if event.is_best else ""
+    return (
+        f"checkpoint at step {event.step} ({_size(event.size_bytes)} in "
+        f"{event.duration_s:.1f} s{best})"
+    )
+
+
+def _checkpoint_deleted(event: CheckpointDeleted) -> str:
+    return f"checkpoint of step {event.step} removed by retention"
+
+
+def _trace_written(event: TraceWritten) -> str:
+    return (
+        f"trace of {event.num_steps} step(s) up to step {event.step} on rank {event.rank} "
+        f"written ({_size(event.size_bytes)})"
+    )
+
+
+def _workers_lost(event: WorkersLost) -> str:
+    follows = "restarting them" if event.will_restart else "not restarting"
+    what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
+    return f"workers {what} ({event.reason}: {event.message}); {follows}"
+
+
+def _attempt_ended(event: AttemptEnded) -> str:
+    return f"attempt ended ({event.reason}): {event.message}"
+
+
+def _divergence(event: Divergence) -> str:
+    follows = {
+        "fail": "the workers stop, to resume from a checkpoint while the budget lasts",
+        "rebroadcast": "the copy that most ranks of the replica group hold replaces it",
+    }[event.action]
+    ranks = ", ".join(str(rank) for rank in event.ranks)
+    # Tables are named by an identifier, parameters by their path in the model.
+    if "." in event.table:
+        what, part = f"dense parameter '{event.table}'", "that"
+    else:
+        what, part = f"table '{event.table}'", f"shard {event.shard}"
+    return (
+        f"copies of {what} diverged by step {event.step}: {part} of rank(s) {ranks} differs from "
+        f"its replicas; {follows}"
+    )
+
+
+_MESSAGES: dict[type, Callable[[Any], str]] = {
+    Note: lambda event: str(event.message),
+    AttemptStarted: _attempt_started,
+    WorkersStarted: _workers_started,
+    CheckpointCommitted: _checkpoint_committed,
+    CheckpointDeleted: _checkpoint_deleted,
+    Divergence: _divergence,
+    LayoutChosen: _layout_chosen,
+    MembershipChanged: _membership_changed,
+    GroupLeft: _group_left,
+    Recovered: _recovered,
+    CapacityRequested: _room_asked,
+    Resized: _resized,
+    StragglerFound: _straggler,
+    HangFound: _hang,
+    HostExcluded: _host_excluded,
+    RowsQuarantined: _rows_quarantined,
+    RowsSkipped: _rows_skipped,
+    TraceWritten: _trace_written,
+    WorkersLost: _workers_lost,
+    AttemptEnded: _attempt_ended,
+}
+
+
+def _group(event: GroupLost | GroupJoined | GroupLeft) -> str:
+    return f"group {event.group} ({', '.join(dict.fromkeys(event.hosts)) or 'no host'})"
+
+
+def _groups(numbers: Iterable[int]) -> str:
+    named = sorted(numbers)
+    listed = ", ".join(str(number) for number in named)
+    return f"group{'s' if len(named) > 1 else ''} {listed}"
+
+
+def _count(number: int, one: str, many: str = "") -> str:
+    return f"{number:,} {one if number == 1 else many or f'{one}s'}"
+
+
+def _size(num_bytes: int) -> str:
+    is_small = num_bytes < 100_000
+    return f"{num_bytes / 1e3:.1f} kB" if is_small else f"{num_bytes / 1e6:,.1f} MB"
+
+
+# Profiler traces of a job: asked for while it runs, listed, and found on run storage.
+
+REQUESTED, WRITTEN, WITHDRAWN = "trace_requested", "trace_written", "trace_withdrawn"
+# Anything else is refused before it becomes part of a path.
+_NAME_PATTERN = re.compile(r"(spec|t-[0-9a-f]{8})-rank(0|[1-9]\d{0,5})\.json\.gz")
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A trace that was written: `num_steps` steps of one rank, the last of them `step`.
+
+    `name` is that of its file, which is unique within the attempt.
+    """
+
+    name: str
+    attempt_id: str
+    rank: int
+    step: int
+    num_steps: int
+    size_bytes: int
+    time: float
+
+
+def traces_of(lines: Sequence[TimelineEvent]) -> list[Trace]:
+    """Traces that a timeline tells of; of files that were written again the newest record."""
+    found = [_trace_of(line) for line in lines if line.kind == WRITTEN]
+    named = {(t.attempt_id, t.name): t for t in found if _NAME_PATTERN.fullmatch(t.name)}
+    return sorted(named.values(), key=lambda trace: trace.time)
+
+
+def _trace_of(line: TimelineEvent) -> Trace:
+    data = line.data
+    return Trace(
+        name=Path(str(data["path"])).name,
+        attempt_id=line.attempt_id or "",
+        rank=_integer(data["rank"]),
+        step=_integer(data["step"]),
+        num_steps=_integer(data["num_steps"]),
+        size_bytes=_integer(data["size_bytes"]),
+        time=line.time,
+    )
+
+
+def _integer(value: object) -> int:
+    assert isinstance(value, int)
+    return value

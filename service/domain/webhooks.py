@@ -1,0 +1,197 @@
+"""Webhooks: what they are, what they send, and what follows from each try. Pure.
+
+Messages follow the Standard Webhooks specification: a receiver checks `webhook-signature`, the
+HMAC-SHA256 of `ID.TIMESTAMP.BODY` under the secret, and drops a `webhook-id` that it has seen.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from service.domain.models import TimelineEvent
+
+ALL_PROJECTS = "*"
+MAX_TRIES = 10
+FIRST_DELAY_S = 5.0
+MAX_DELAY_S = 6 * 3600.0
+_GROWTH = 4.0
+# Half of a delay is certain, the rest is drawn: receivers that come back are not stormed.
+_CERTAIN_SHARE = 0.5
+MAX_DEAD_IN_A_ROW = 5
+_SECRET_PREFIX = "whsec_"
+_SECRET_BYTES = 32
+_HTTP_GONE = 410
+
+
+@dataclass(frozen=True)
+class Webhook:
+    """A URL that hears of the timeline lines of a project (`*`: of every project).
+
+    `kinds` names the lines it wants, none for all. `secret` is sealed. `note` says why the service
+    switched it off, if it did.
+    """
+
+    id: str
+    project: str
+    url: str
+    description: str
+    kinds: tuple[str, ...]
+    secret: str
+    is_active: bool
+    created_at: float
+    note: str = ""
+    num_dead_in_a_row: int = 0
+
+
+class DeliveryState(StrEnum):
+    """Where a delivery is: `dead` ones are sent again only by hand."""
+
+    PENDING = "pending"
+    DELIVERED = "delivered"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """One message to one webhook. Times are Unix seconds."""
+
+    id: int
+    webhook_id: str
+    job_id: str | None
+    event_id: int | None
+    kind: str
+    body: str
+    created_at: float
+    state: DeliveryState
+    num_tries: int
+    next_try_at: float
+    ended_at: float | None
+    status_code: int | None
+    message: str
+
+    @property
+    def message_id(self) -> str:
+        """What a receiver tells repeated messages by: the same at every try."""
+        return f"msg-{self.webhook_id.partition('-')[2]}-{self.id}"
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """A delivery that this sender is to make: where to, and the sealed secret to sign it with."""
+
+    delivery: Delivery
+    url: str
+    secret: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of a try: the status of the answer, or None and why there was none."""
+
+    status_code: int | None
+    message: str = ""
+
+    @property
+    def is_success(self) -> bool:
+        """Whether the receiver took the message."""
+        return self.status_code is not None and 200 <= self.status_code < 300
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What follows from a try."""
+
+    state: DeliveryState
+    next_try_at: float
+    status_code: int | None
+    message: str
+
+    def disables(self, num_dead_in_a_row: int) -> bool:
+        """Whether the webhook is switched off: nothing reaches it, or it said that it is gone."""
+        if self.state is not DeliveryState.DEAD:
+            return False
+        return self.status_code == _HTTP_GONE or num_dead_in_a_row >= MAX_DEAD_IN_A_ROW
+
+
+def after_try(num_tries: int, answer: Answer, now: float, chance: float) -> Outcome:
+    """What follows from try number `num_tries` (from 1); `chance` in [0, 1) spreads the retries."""
+    if answer.is_success:
+        return Outcome(DeliveryState.DELIVERED, now, answer.status_code, "")
+    said = answer.message or f"answered {answer.status_code}"
+    if num_tries >= MAX_TRIES or answer.status_code == _HTTP_GONE:
+        return Outcome(DeliveryState.DEAD, now, answer.status_code, said)
+    next_try_at = now + retry_delay_s(num_tries, chance)
+    return Outcome(DeliveryState.PENDING, next_try_at, answer.status_code, said)
+
+
+def retry_delay_s(num_tries: int, chance: float) -> float:
+    """Seconds to the next try after `num_tries`, growing fourfold up to six hours."""
+    longest = min(MAX_DELAY_S, FIRST_DELAY_S * _GROWTH ** min(num_tries - 1, 20))
+    return longest * (_CERTAIN_SHARE + (1 - _CERTAIN_SHARE) * chance)
+
+
+def wants(kinds: Sequence[str], kind: str) -> bool:
+    """Whether a webhook that asked for `kinds` is to hear of a line."""
+    return not kinds or kind in kinds
+
+
+def body_of(line: TimelineEvent, project: str) -> str:
+    """The message about a timeline line, as JSON."""
+    data = {
+        "event_id": line.id,
+        "project": project,
+        "job_id": line.job_id,
+        "attempt_id": line.attempt_id,
+        "message": line.message,
+        "actor": line.actor,
+        "data": line.data,
+    }
+    return _message(line.kind, line.time, data)
+
+
+def test_body(webhook: Webhook, now: float) -> str:
+    """A message that tells of nothing, to try a webhook with."""
+    return _message("test", now, {"webhook_id": webhook.id, "project": webhook.project})
+
+
+def _message(kind: str, time: float, data: dict[str, object]) -> str:
+    moment = datetime.fromtimestamp(time, UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"type": kind, "timestamp": moment, "data": data}, separators=(",", ":"))
+
+
+def new_secret() -> str:
+    """A fresh secret, shown once: `whsec_` and 32 random bytes in base64."""
+    return _SECRET_PREFIX + base64.b64encode(secrets.token_bytes(_SECRET_BYTES)).decode()
+
+
+def new_webhook_id() -> str:
+    """A fresh id."""
+    return f"wh-{secrets.token_hex(8)}"
+
+
+def signature(secret: str, message_id: str, timestamp: int, body: str) -> str:
+    """The value of `webhook-signature` for a message sent at `timestamp` (Unix seconds)."""
+    key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
+    signed = f"{message_id}.{timestamp}.{body}".encode()
+    digest = hmac.new(key, signed, hashlib.sha256).digest()
+    return f"v1,{base64.b64encode(digest).decode()}"
+
+
+def headers_of(delivery: Delivery, secret: str, now: float) -> dict[str, str]:
+    """Headers of a try at `now`; the secret is the opened one."""
+    timestamp = int(now)
+    return {
+        "content-type": "application/json",
+        "user-agent": "shardloom-webhooks/1",
+        "webhook-id": delivery.message_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": signature(secret, delivery.message_id, timestamp, delivery.body),
+    }

@@ -1,0 +1,1 @@
+"""What can be done with a job: submit, act on it, read its logs and exports."""

@@ -1,0 +1,568 @@
+"""Cancel, pause, resume, restart, clone, delete, resize, drain.
+
+Checkpoints that a job keeps outside of its run folder, and what its deletion does about them.
+
+Folders are deleted. Objects are not: the service may have no credentials for them, and those of
+the job have gone with it; whoever deletes the job is told where they lie.
+
+The reconciler and the queue carry out what is asked here; whoever asks learns of it at once.
+
+What is wanted is told in the timeline, where the newest line holds all of it: the number of
+workers and every host to leave. A file of the attempt says the same to its driver, and a new
+attempt is given it again. To ask twice for the same thing changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from service.db.jobs import JobStore
+from service.domain.lifecycle import (
+    Decision,
+    request_cancel,
+    request_pause,
+    request_restart,
+    request_resume,
+)
+from service.domain.membership import copies_needed, layout_of_attempt
+from service.domain.models import Checkpoint, Job, JobStatus, TimelineEvent
+from service.domain.sharding import STARTED, newest_workers
+from service.domain.timeline import (
+    DRAIN,
+    RESIZE,
+    RESIZE_KINDS,
+    ResizeRequest,
+    latest_resize_request,
+)
+from service.errors import (
+    CheckpointNotFound,
+    HostUnknown,
+    JobActive,
+    JobEnded,
+    JobNotEnded,
+    JobNotFound,
+    JobNotPaused,
+    JobNotRunning,
+    JobUnreadable,
+    LayoutUnknown,
+    SizeRefused,
+    StaleVersion,
+    StorageUnavailable,
+    VersionChanged,
+)
+from service.jobs.run_storage import (
+    buried_places,
+    empty_trash,
+    move_to_trash,
+    remove_job_file,
+    restore_from_trash,
+    run_dir_of,
+    trashed_jobs,
+    update_job_file,
+    withdraw_pause,
+)
+from service.settings import Settings
+from trainer.protocol.run_dir import RunDir
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.spec.parse import check_depth, set_values
+
+logger = logging.getLogger(__name__)
+_REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
+
+
+@dataclass(frozen=True)
+class RemainingPath:
+    """What a deletion left: folder or URL, and why."""
+
+    path: str
+    why: str
+
+
+def place_of(checkpoint_path: str | None, job_id: str) -> str | None:
+    """The folder or URL that is a job's own below its `checkpoint.path`; None in its run folder."""
+    if checkpoint_path is None:
+        return None
+    is_url = "://" in checkpoint_path  # whose query has an endpoint, which nobody needs to see
+    above = checkpoint_path.partition("?")[0] if is_url else checkpoint_path
+    return f"{above.rstrip('/')}/{job_id}"
+
+
+def remove_checkpoints(place: str | None) -> list[RemainingPath]:
+    """Delete what a job kept at `place`; what is left of it, if anything may be."""
+    if place is None:
+        return []
+    if "://" in place:
+        return [RemainingPath(place, _REMOTE)]
+    folder = Path(place)
+    try:
+        if not folder.parent.is_dir():
+            return [RemainingPath(place, "the service's host does not see the folder above it")]
+        if folder.is_symlink() or folder.exists():
+            shutil.rmtree(folder)
+    except OSError as error:
+        logger.warning("checkpoints at %s stay: %s", place, error)
+        return [RemainingPath(place, f"it cannot be deleted: {error}")]
+    return []
+
+
+# What a user can do to a job that exists: cancel, pause, resume, clone, restart, delete.
+
+_MAX_TRIES = 5
+
+
+def cancel_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    actor: str = "user",
+    version: int | None = None,
+) -> Job:
+    """Ask a job to stop; the reconciler carries it out. Raises `JobNotFound` or `JobEnded`.
+
+    As all changes, it raises `VersionChanged` unless the job is at `version`, where one is given,
+    and `StaleVersion` only if others kept writing the job meanwhile.
+    """
+
+    def change(job: Job) -> Decision:
+        _check_lives(job)
+        return request_cancel(job, time.time(), actor)
+
+    cancelled = _change(store, job_id, change, version)
+    if cancelled.status.is_terminal:
+        update_job_file(cancelled, settings)
+    return cancelled
+
+
+def pause_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    actor: str = "user",
+    version: int | None = None,
+) -> Job:
+    """Ask a job to save, give its workers back and keep its place in the queue.
+
+    Raises `JobNotFound` or `JobEnded`, the latter also while it is being cancelled.
+    """
+
+    def change(job: Job) -> Decision:
+        _check_lives(job)
+        if job.cancel_requested:
+            raise JobEnded(job.id, job.status)
+        return request_pause(job, time.time(), settings.pause_grace_s, actor)
+
+    return _change(store, job_id, change, version)
+
+
+def resume_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    actor: str = "user",
+    version: int | None = None,
+) -> Job:
+    """Let a paused job wait for its workers again. Raises `JobNotFound` or `JobNotPaused`."""
+
+    def change(job: Job) -> Decision:
+        if job.status is not JobStatus.PAUSED and not job.pause_requested:
+            raise JobNotPaused(job.id, job.status)
+        return request_resume(job, time.time(), actor)
+
+    resumed = _change(store, job_id, change, version)
+    if resumed.current_attempt_id is not None and not resumed.pause_requested:
+        try:
+            withdraw_pause(settings, job_id, resumed.current_attempt_id)
+        except OSError as error:
+            # The driver then ends all the same, and another attempt follows at once.
+            logger.warning("job %s: the pause could not be withdrawn: %s", job_id, error)
+    return resumed
+
+
+def restart_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    *,
+    step: int | None = None,
+    path: str | None = None,
+    actor: str = "user",
+    version: int | None = None,
+) -> Job:
+    """Let a job that has ended or rests go on from one of its checkpoints, by default the newest.
+
+    Later checkpoints count no more, and are removed once the new attempt has committed one.
+    Raises `JobNotFound`, `JobActive`, `CheckpointNotFound` or `StorageUnavailable`.
+    """
+
+    def change(job: Job) -> Decision:
+        is_at_rest = job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
+        if not (job.status.is_terminal or is_at_rest):
+            raise JobActive(job.id, job.status, "pause or cancel it, and wait until it has stopped")
+        chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
+        _recall_files(settings, job.id)
+        return request_restart(job, chosen.path, chosen.step, time.time(), actor)
+
+    restarted = _change(store, job_id, change, version)
+    update_job_file(restarted, settings)
+    return restarted
+
+
+def _recall_files(settings: Settings, job_id: str) -> None:
+    """Give a job back the files that a deletion which was cut off took from it."""
+    try:
+        restore_from_trash(settings, job_id)
+    except OSError as error:
+        raise StorageUnavailable(f"cannot restore the files of job {job_id}: {error}") from error
+
+
+def _chosen(
+    checkpoints: list[Checkpoint], job_id: str, step: int | None, path: str | None
+) -> Checkpoint:
+    fitting = [
+        each
+        for each in checkpoints
+        if (step is None or each.step == step)
+        and (path is None or path in (each.path, Path(each.path).name))
+    ]
+    if not fitting:
+        wanted = path or (f"at step {step}" if step is not None else "yet")
+        raise CheckpointNotFound(job_id, wanted, [each.step for each in checkpoints])
+    return max(fitting, key=lambda each: (each.step, each.created_at))
+
+
+def cloned_spec(
+    job: Job, changes: Mapping[str, Any], patch: Mapping[str, Any] | None, name: str | None
+) -> JobSpec:
+    """The spec of a job with changes: a JSON merge patch, then values by dotted path.
+
+    Raises `SpecError` for what is not legal any more.
+    """
+    document: Any = job.spec.model_dump(mode="json", exclude_none=True)
+    if patch is not None:
+        check_depth(patch, "patch")
+        document = merged(document, patch)
+    if name is not None:
+        document = {**document, "name": name}
+    return validate_spec(set_values(document, changes))
+
+
+def merged(document: Any, patch: Any) -> Any:
+    """A document after a JSON merge patch (RFC 7396): null removes, lists are replaced whole."""
+    if not isinstance(patch, Mapping):
+        return patch
+    known = document if isinstance(document, Mapping) else {}
+    rest = {key: value for key, value in known.items() if key not in patch}
+    changed = {key: merged(known.get(key), value) for key, value in patch.items()}
+    return rest | {key: value for key, value in changed.items() if patch[key] is not None}
+
+
+def delete_job(
+    store: JobStore,
+    settings: Settings,
+    job_id: str,
+    *,
+    artifacts: bool = True,
+    version: int | None = None,
+) -> list[RemainingPath]:
+    """Delete a job that has ended, with run folder and checkpoints unless `artifacts` is False.
+
+    What is left of its checkpoints elsewhere. The folder is renamed first and removed last, so that
+    a deletion that was cut off anywhere can be asked for again, or is finished at the next start.
+    Raises `JobNotFound`, `JobNotEnded` or `StorageUnavailable`.
+    """
+    job = store.get_job(job_id)
+    _check_version(job, version)
+    if not job.status.is_terminal:
+        raise JobNotEnded(job_id, job.status)
+    set_aside = move_to_trash if artifacts else restore_from_trash
+    try:
+        set_aside(settings, job_id)
+        try:
+            store.delete_job(job_id)
+        except JobNotEnded:
+            # Somebody restarted it in this moment.
+            restore_from_trash(settings, job_id)
+            raise
+        if not artifacts:
+            remove_job_file(settings, job_id)
+            return []
+        # Once more: a service that started, or a restart that failed, may have undone it.
+        move_to_trash(settings, job_id)
+        left = remove_checkpoints(place_of(job.spec.checkpoint.path, job_id))
+        empty_trash(settings, job_id)
+    except OSError as error:
+        raise StorageUnavailable(f"cannot delete the files of job {job_id}: {error}") from error
+    return left
+
+
+def finish_deletions(store: JobStore, settings: Settings) -> None:
+    """Mend what deletions that were cut off left behind.
+
+    A job whose rows had gone loses its files, too; one that is still there gets its folder back,
+    as its checkpoints are still listed. Where it has a folder again, the old one is left to its
+    next restart or deletion: a job that runs is not given other files under its feet.
+    """
+    for job_id in trashed_jobs(settings):
+        try:
+            _mend(store, settings, job_id)
+        except OSError as error:
+            logger.warning("the buried files of job %s stay for now: %s", job_id, error)
+
+
+def _mend(store: JobStore, settings: Settings, job_id: str) -> None:
+    if not _is_stored(store, job_id):
+        for place in buried_places(settings, job_id):
+            for left in remove_checkpoints(place_of(place, job_id)):
+                logger.warning("job %s is deleted, but not %s: %s", job_id, left.path, left.why)
+        empty_trash(settings, job_id)
+    elif not run_dir_of(settings, job_id).root.exists():
+        restore_from_trash(settings, job_id)
+        logger.info("job %s was not deleted after all: it has its files again", job_id)
+
+
+def _is_stored(store: JobStore, job_id: str) -> bool:
+    try:
+        store.get_job(job_id)
+    except JobNotFound:
+        return False
+    except JobUnreadable:
+        return True
+    return True
+
+
+def _check_version(job: Job, wanted: int | None) -> None:
+    if wanted is not None and job.version != wanted:
+        raise VersionChanged(job.id, wanted, job.version)
+
+
+def _check_lives(job: Job) -> None:
+    if job.status.is_terminal:
+        raise JobEnded(job.id, job.status)
+
+
+def _change(
+    store: JobStore, job_id: str, change: Callable[[Job], Decision], version: int | None
+) -> Job:
+    """Store what a request makes of a job; read it again while others write it."""
+    for tries_left in reversed(range(_MAX_TRIES)):
+        job = store.get_job(job_id)
+        _check_version(job, version)
+        decision = change(job)
+        if decision.job == job:
+            return job
+        try:
+            return store.update_job(decision.job, timeline=decision.timeline)
+        except StaleVersion:
+            if not tries_left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+# Another size of a running job, or hosts that it should leave: asked for by people.
+
+_PAGE = 1000
+
+
+@dataclass(frozen=True)
+class Change:
+    """A wish as a request leaves it, and the line that tells of it."""
+
+    wish: ResizeRequest
+    kind: str
+    message: str
+
+
+def request_resize(
+    store: JobStore, run_dir: RunDir, job_id: str, num_workers: int, actor: str = "user"
+) -> ResizeRequest:
+    """Ask a running job for another number of workers.
+
+    Raises `JobNotFound`, `SizeRefused`, and as conflicts `JobNotRunning` and `LayoutUnknown`;
+    `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
+    """
+
+    def change(job: Job, known: ResizeRequest) -> Change:
+        check_size(job, num_workers)
+        wish = replace(known, num_workers=num_workers)
+        return Change(wish, RESIZE, f"resize to {num_workers} workers requested")
+
+    return _ask(store, run_dir, job_id, change, actor)
+
+
+def request_drain(
+    store: JobStore,
+    run_dir: RunDir,
+    job_id: str,
+    host: str,
+    *,
+    undo: bool = False,
+    actor: str = "user",
+) -> ResizeRequest:
+    """Ask a running job to leave a host, or with `undo` to use it again.
+
+    Raises as `request_resize`, with `HostUnknown` for a host that has none of the job's workers.
+    """
+
+    def change(job: Job, known: ResizeRequest) -> Change:
+        others = tuple(each for each in known.drain_hosts if each != host)
+        if undo:
+            wish = replace(known, drain_hosts=others)
+            return Change(wish, DRAIN, f"host {host} may be used again")
+        if host not in known.drain_hosts:
+            check_host(host, known_hosts(job, _read_lines(store, job.id, (STARTED,))))
+        wish = replace(known, drain_hosts=tuple(sorted({*others, host})))
+        return Change(wish, DRAIN, f"drain of host {host} requested")
+
+    return _ask(store, run_dir, job_id, change, actor)
+
+
+def legal_sizes(job: Job) -> list[int]:
+    """The numbers of workers that a job can train with; raises `LayoutUnknown`."""
+    sizes = job.spec.parallelism
+    group = _group_size(job)
+    fewest = max(sizes.min_workers, copies_needed(job) * group)
+    return [size for size in range(group, sizes.world_size + 1, group) if size >= fewest]
+
+
+def check_size(job: Job, num_workers: int) -> None:
+    """Raise `SizeRefused` if a job cannot train with so many workers, and `LayoutUnknown`."""
+    legal, sizes = legal_sizes(job), job.spec.parallelism
+    if num_workers in legal:
+        return
+    if not sizes.is_elastic:
+        raise SizeRefused(
+            "fixed_size",
+            f"the job was submitted with {sizes.world_size} workers and keeps them; submit it with "
+            "parallelism.workers: {min, max} to change its size while it trains",
+        )
+    why = f"it trains with {sizes.min_workers} to {sizes.world_size} workers"
+    why += f" in groups of {_group_size(job)}"
+    if copies_needed(job):
+        why += f", and survive needs {copies_needed(job)} groups"
+    listed = ", ".join(str(size) for size in legal)
+    raise SizeRefused("size", f"{num_workers} workers do not fit: {why}; possible: {listed}")
+
+
+def _group_size(job: Job) -> int:
+    chosen = layout_of_attempt(job)
+    if chosen is not None:
+        return chosen.shard_group_size
+    wanted = job.spec.parallelism.shard_group_size
+    if wanted == "auto":
+        raise LayoutUnknown(job.id)
+    return wanted
+
+
+def known_hosts(job: Job, lines: Iterable[TimelineEvent]) -> list[str]:
+    """Hosts that workers of the job's newest attempt are or were on."""
+    own = [line for line in lines if line.attempt_id == job.current_attempt_id]
+    workers, membership = newest_workers(own), job.membership
+    hosts = set(workers.hosts if workers else ())
+    if membership is not None and membership.attempt_id == job.current_attempt_id:
+        hosts.update(host for member in membership.members for host in member.hosts)
+        hosts.update(host for gone in membership.gone for host in gone.hosts)
+    return sorted(hosts)
+
+
+def check_host(host: str, known: Iterable[str]) -> None:
+    """Raise `HostUnknown` if no worker is on a host."""
+    hosts = list(known)
+    if host not in hosts:
+        raise HostUnknown(host, hosts)
+
+
+def copy_resize_request(store: JobStore, run_dir: RunDir, job_id: str, attempt_id: str) -> None:
+    """Tell a new attempt what is wanted of the job already; raises OSError."""
+    wish = _read_wish(store, job_id)
+    if wish.id:
+        _write(run_dir.attempt(attempt_id).resize_request_path, wish)
+
+
+def _ask(
+    store: JobStore,
+    run_dir: RunDir,
+    job_id: str,
+    change: Callable[[Job, ResizeRequest], Change],
+    actor: str,
+) -> ResizeRequest:
+    for tries_left in reversed(range(_MAX_TRIES)):
+        job = store.get_job(job_id)
+        if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
+            raise JobNotRunning(job.id, job.status, "to place anew")
+        known = _read_wish(store, job_id)
+        changed = change(job, known)
+        try:
+            if changed.wish != known:
+                # The version of the job lets one of two requests through, and a stopping job none.
+                store.update_job(job, timeline=[_line(job, changed, actor)])
+            return _place(store, run_dir, job)
+        except StaleVersion:
+            if not tries_left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def _line(job: Job, changed: Change, actor: str) -> TimelineEvent:
+    wish = replace(changed.wish, id=f"r-{secrets.token_hex(4)}")
+    return TimelineEvent(
+        id=0,
+        job_id=job.id,
+        attempt_id=job.current_attempt_id,
+        time=time.time(),
+        kind=changed.kind,
+        message=changed.message,
+        actor=actor,
+        data=_document(wish),
+    )
+
+
+def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
+    """Show the driver what the timeline wants, until nobody has changed it meanwhile."""
+    assert job.current_attempt_id is not None
+    path = run_dir.attempt(job.current_attempt_id).resize_request_path
+    wish = _read_wish(store, job.id)
+    for _ in range(_MAX_TRIES if wish.id else 0):
+        try:
+            _write(path, wish)
+        except OSError as error:
+            raise StorageUnavailable(str(error)) from error
+        placed, wish = wish, _read_wish(store, job.id)
+        if placed == wish:
+            break
+    return wish
+
+
+def _write(path: Path, wish: ResizeRequest) -> None:
+    partial = path.with_suffix(f".{secrets.token_hex(4)}.partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.write_text(json.dumps(_document(wish)), encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _document(wish: ResizeRequest) -> dict[str, object]:
+    return {"id": wish.id, "workers": wish.num_workers, "drain_hosts": list(wish.drain_hosts)}
+
+
+def _read_wish(store: JobStore, job_id: str) -> ResizeRequest:
+    return latest_resize_request(_read_lines(store, job_id, RESIZE_KINDS))
+
+
+def _read_lines(store: JobStore, job_id: str, kinds: tuple[str, ...]) -> list[TimelineEvent]:
+    lines: list[TimelineEvent] = []
+    after = 0
+    while page := store.list_timeline(job_id, after=after, limit=_PAGE, kinds=kinds):
+        lines += page
+        after = page[-1].id
+    return lines

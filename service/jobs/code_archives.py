@@ -1,0 +1,155 @@
+"""Archives of user code: kept by their content, given to the jobs that name them.
+
+    RUNS_DIR/.code/ID.zip          what was uploaded; ID is the SHA-256 of its bytes
+    RUNS_DIR/JOB_ID/code/ID.zip    the copy of a job, from which its attempts run
+
+A job has a copy of its own, so that its run folder is complete (an export years later needs the
+class) and nothing that happens to the uploads concerns it. Nothing in an archive is ever imported
+here, and every copy is held against its id.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+
+from service.errors import CodeStoreFull, InvalidRequest
+from service.schemas.common import FieldError
+from service.settings import Settings
+from trainer.protocol.code_archive import CodeError, CodeSummary, check, id_of
+from trainer.protocol.run_dir import RunDir
+from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.job import JobSpec
+
+_FOLDER = ".code"
+_DAY_S = 86400.0
+
+
+class CodeGone(Exception):
+    """The code that a job names is nowhere any more."""
+
+
+def keep_code(settings: Settings, data: bytes) -> CodeSummary:
+    """Check an uploaded archive and keep it; raises `InvalidRequest`, `CodeStoreFull`, OSError."""
+    try:
+        summary = check(data)
+    except CodeError as error:
+        raise InvalidRequest([FieldError(path="body", code="code", message=str(error))]) from None
+    path = _upload_path(settings, summary.id)
+    if _read(path, summary.id) is None:
+        _check_room(settings, len(data))
+        _write(path, data)
+    _renewed(path)
+    return summary
+
+
+def _check_room(settings: Settings, num_bytes: int) -> None:
+    kept = sum(path.stat().st_size for path in _uploads(settings))
+    if kept + num_bytes > settings.code_max_bytes:
+        raise CodeStoreFull(
+            f"uploads of code take {kept} bytes, and {settings.code_max_bytes} is the most that "
+            "is kept; raise SHARDLOOM_CODE_MAX_BYTES, or lower SHARDLOOM_CODE_RETENTION_DAYS"
+        )
+
+
+def remove_old_code(settings: Settings, now: float, read_named: Callable[[], set[str]]) -> int:
+    """Remove uploads that nobody has sent or named for the time that the settings keep them.
+
+    `read_named` gives the ids that living jobs may still need; their uploads stay. How many were
+    removed; raises OSError.
+    """
+    before = now - settings.code_retention_days * _DAY_S
+    old = [path for path in _uploads(settings) if path.stat().st_mtime < before]
+    if not old or not settings.code_retention_days:
+        return 0
+    named = read_named()
+    # Looked at again: one of them may have been named since.
+    gone = [p for p in old if p.stem not in named and p.stat().st_mtime < before]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return len(gone)
+
+
+def _uploads(settings: Settings) -> list[Path]:
+    return list((settings.runs_dir / _FOLDER).glob("*.zip"))
+
+
+def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) -> None:
+    """Raise `SpecError` where a spec names code that was not uploaded.
+
+    What was, but is gone since, comes back from `source`, the run folder of a job that has it.
+    Raises OSError where that fails.
+    """
+    code = spec.model.code
+    if code is None:
+        return
+    if _renewed(_upload_path(settings, code)):
+        return
+    data = _read(source.code_path(code), code) if source else None
+    if data is None:
+        raise SpecError([FieldProblem("model.code", "unknown_code", _unknown(code))])
+    _write(_upload_path(settings, code), data)
+
+
+def _unknown(code: str) -> str:
+    return (
+        f"no code {code[:12]}... was uploaded here; submit with `shardloom submit --code DIR`, or "
+        "POST the archive to /v1/code"
+    )
+
+
+def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None:
+    """The archive of a job's code in its run folder, copied there if it is not; None without code.
+
+    Raises `CodeGone` where neither the job nor the uploads have it whole, and OSError.
+    """
+    code = spec.model.code
+    if code is None:
+        return None
+    path = run_dir.code_path(code)
+    if _read(path, code) is None:
+        data = _read(_upload_path(settings, code), code)
+        if data is None:
+            raise CodeGone(
+                f"the code {code[:12]}... of the job is gone from run storage, or damaged; submit "
+                "again with `shardloom submit --code DIR`"
+            )
+        _write(path, data)
+    return path
+
+
+def _upload_path(settings: Settings, code: str) -> Path:
+    return settings.runs_dir / _FOLDER / f"{code}.zip"
+
+
+def _renewed(path: Path) -> bool:
+    """Whether an upload is there; it is as new as its last use then, and not removed for now."""
+    try:
+        os.utime(path)
+    except OSError:
+        return path.is_file()
+    return True
+
+
+def _read(path: Path, code: str) -> bytes | None:
+    """The archive at `path`, unless it is missing or another one."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    return data if id_of(data) == code else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,218 @@
+"""Exports of jobs: asked for over REST, made one at a time by a process of the trainer's Python.
+
+What was asked for lies on run storage (`trainer.export.requests`), and is made there: a service
+that is restarted goes on with what is not done, and the store knows nothing of it. Jobs write to
+run storage, too: what a service asked for bears its seal, and nothing else is made here. The
+process imports torch, which this one never does, and gets none of this one's secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from service.db.jobs import JobStore
+from service.errors import ServiceError
+from service.jobs.exports import (
+    PYTHON_VARIABLES,
+    _may_run_code,
+    logger,
+    may_be_made,
+    remove_all_deleted,
+    unfinished,
+)
+from service.settings import Settings
+from trainer.export.requests import ExportFolder, remove_deleted
+from trainer.protocol.run_dir import RunDir
+
+# What the process may see of our environment: secrets of the service are not among it, but the
+# credentials of the storage that jobs read, without which vocabularies cannot be had.
+_PASSED = (
+    *PYTHON_VARIABLES,
+    "OMP_NUM_THREADS",
+    # Storage of jobs' data (`trainer.storage`), and where it is cached.
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_ENDPOINT_URL",
+    "AWS_REGION",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_EC2_METADATA_DISABLED",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "STORAGE_EMULATOR_HOST",
+    "SHARDLOOM_DATA_CACHE",
+    "SHARDLOOM_DATA_CACHE_BYTES",
+    "SHARDLOOM_STORAGE_RETRY_S",
+    "SHARDLOOM_STORAGE_TIMEOUT_S",
+)
+# Of the secrets of a job, those by which it reaches its storage. Not AWS_PROFILE and its like: what
+# a file of theirs says may be run.
+_KEYS_OF_JOBS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION")
+_ENDPOINT = "AWS_ENDPOINT_URL"
+_STOP_WAIT_S = 5.0
+_POLL_S = 0.5
+_LONGEST_S = 6 * 3600.0
+# When storage fails, an export is tried again after these; then whoever asks again has it made.
+_RETRY_AFTER_S = (5.0, 30.0, 120.0)
+_End = Literal["ended", "late", "closed", "deleted"]
+StartProcess = Callable[..., "subprocess.Popen[Any]"]
+
+
+class ExportRunner:
+    """Makes what is asked for, one after another: an export takes a copy of all tables."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        settings: Settings,
+        start: StartProcess = subprocess.Popen,
+        secrets_of: Callable[[str], Mapping[str, str]] = lambda job_id: {},
+    ) -> None:
+        self._store = store
+        self._secrets_of = secrets_of
+        self._settings = settings
+        self._start_process = start
+        self._queue: queue.Queue[ExportFolder | None] = queue.Queue()
+        self._known: set[Path] = set()
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="exports", daemon=True)
+
+    def start(self) -> None:
+        """Begin, with what an earlier life of the service left undone."""
+        remove_all_deleted(self._settings)
+        for folder in unfinished(self._settings):
+            logger.info("export %s of %s is not done; going on", folder.id, folder.run_dir.name)
+            self.submit(folder)
+        self._thread.start()
+
+    def submit(self, folder: ExportFolder) -> None:
+        """Make an export as soon as those before it are done; one that waits stays where it is."""
+        with self._lock:
+            if folder.root in self._known:
+                return
+            self._known.add(folder.root)
+        self._queue.put(folder)
+
+    def close(self) -> None:
+        """Stop; what is not done is made when the service is back."""
+        self._closing.set()
+        self._queue.put(None)
+        if self._thread.is_alive():
+            self._thread.join(_STOP_WAIT_S + 2 * _POLL_S)
+
+    def _work(self) -> None:
+        while (folder := self._queue.get()) is not None and not self._closing.is_set():
+            self._make_or_retry(folder)
+            with self._lock:
+                self._known.discard(folder.root)
+
+    def _make_or_retry(self, folder: ExportFolder) -> None:
+        """Make an export, again where storage or the store fails, unless the job was deleted."""
+        for delay_s in (*_RETRY_AFTER_S, None):
+            try:
+                self._make(folder)
+            except (OSError, ServiceError) as error:
+                logger.warning("export %s cannot be made: %s", folder.root, error)
+            else:
+                return
+            if delay_s is None or not folder.root.exists() or self._closing.wait(delay_s):
+                return
+
+    def _make(self, folder: ExportFolder) -> None:
+        if not may_be_made(self._store, self._settings, folder):
+            logger.warning("%s was not asked for here, or may not run here", folder.root)
+            return
+        command = [self._settings.trainer_python, "-m", "trainer.export"]
+        if not _may_run_code(self._settings):
+            # The process reads the spec from run storage, where it may be another one.
+            command.append("--no-user-code")
+        with folder.open_log() as log:
+            process = self._start_process(
+                [*command, "--request", str(folder.root)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment_for(folder.run_dir.name),
+                # Ctrl-C is for the service, which ends the process in its own time.
+                start_new_session=True,
+            )
+            end = self._wait(process, folder)
+        if folder.is_deleted:
+            remove_deleted(RunDir(folder.run_dir))
+            return
+        # One that runs is in the hands of another replica, whose process waited for ours.
+        if end == "closed" or folder.status != "queued":
+            return
+        if end == "late":
+            folder.fail(f"it took longer than {_LONGEST_S / 3600:.0f} h and was ended")
+        else:
+            folder.fail(
+                f"the process that made the export ended with code {process.returncode}: "
+                f"{folder.last_output or 'it said nothing'} (see export.log in {folder.root}; -9 "
+                "is too little memory, and trainer_python must be a Python with the trainer's "
+                "packages)"
+            )
+
+    def _environment_for(self, job_id: str) -> dict[str, str]:
+        secrets = self._secrets_of(job_id)
+        ours = environment(os.environ)
+        return with_keys_of_job(ours, secrets, may_choose_endpoint=_may_run_code(self._settings))
+
+    def _wait(self, process: subprocess.Popen[Any], folder: ExportFolder) -> _End:
+        """How the process ended: by itself, too slow, with the service, or with its export."""
+        for _ in range(int(_LONGEST_S / _POLL_S)):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                code = process.wait(_POLL_S)
+                # Whoever stops a host or a unit signals all of its processes, in any order.
+                is_stopped = code in (-signal.SIGINT, -signal.SIGTERM)
+                return "closed" if is_stopped and self._closing.wait(_STOP_WAIT_S) else "ended"
+            if self._closing.is_set() or folder.is_deleted:
+                _end(process)
+                return "closed" if self._closing.is_set() else "deleted"
+        _end(process)
+        return "late"
+
+
+def _end(process: subprocess.Popen[Any]) -> None:
+    process.terminate()
+    try:
+        process.wait(_STOP_WAIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def environment(ours: Mapping[str, str]) -> dict[str, str]:
+    """What a process that exports sees of our environment."""
+    return {name: ours[name] for name in _PASSED if name in ours}
+
+
+def with_keys_of_job(
+    ours: Mapping[str, str], secrets: Mapping[str, str], *, may_choose_endpoint: bool
+) -> dict[str, str]:
+    """An environment in which storage is reached as the job does it, where its secrets say how.
+
+    Ours and a job's are never mixed. A job names another endpoint only where all who submit are
+    this host's own user: others could have it ask any server that this host reaches.
+    """
+    found = dict(ours)
+    if "AWS_ACCESS_KEY_ID" in secrets:
+        for name in (*_KEYS_OF_JOBS, "AWS_PROFILE", "AWS_ROLE_ARN", "AWS_WEB_IDENTITY_TOKEN_FILE"):
+            found.pop(name, None)
+        found |= {name: secrets[name] for name in _KEYS_OF_JOBS if name in secrets}
+    if may_choose_endpoint and _ENDPOINT in secrets:
+        found[_ENDPOINT] = secrets[_ENDPOINT]
+    return found

@@ -1,0 +1,311 @@
+"""Export requests, deletion, download.
+
+An export as one tar stream: its size is known before it begins, nothing is written to disk.
+
+All files are open before the first byte is sent: an export that is deleted meanwhile still comes
+whole.
+
+The service's own image has not: it is small because of that (`deploy/Dockerfile.service`).
+
+An export is marked first, and from then on nobody is told of it; its process, on whichever host,
+sees that and ends; then its files go. What a crash cuts off is removed when a service starts, and
+once a minute. A download that has begun goes on to its end (`service.jobs.exports`).
+
+What was asked for lies on run storage (`trainer.export.requests`), and is made there: a service
+that is restarted goes on with what is not done, and the store knows nothing of it. Jobs write to
+run storage, too: what a service asked for bears its seal, and nothing else is made here. The
+process imports torch, which this one never does, and gets none of this one's secrets.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import tarfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+from service.auth.crypto import master_keys_of
+from service.db.jobs import JobStore
+from service.domain.models import Job
+from service.errors import (
+    CheckpointNotFound,
+    ExportNotFound,
+    ExportNotReady,
+    ExportPending,
+    ExportRefused,
+    ExportUnavailable,
+    JobNotFound,
+    JobUnreadable,
+    StorageUnavailable,
+)
+from service.files import is_below
+from service.jobs.run_storage import run_dir_of
+from service.settings import Settings
+from trainer.export.artifact import MARKER, ArtifactError, Manifest, read_manifest
+from trainer.export.requests import ExportFolder, ask_for, find_export, list_exports, remove_deleted
+from trainer.protocol.run_dir import RunDir
+from trainer.spec.training import Quantization
+
+_CHUNK_BYTES = 2**18
+_BLOCK = tarfile.BLOCKSIZE
+
+
+def archive(folder: Path) -> tuple[int, Iterator[bytes]]:
+    """Size of the tar in bytes, and its bytes; raises `StorageUnavailable` where it is damaged.
+
+    Files that are not below `folder` (a link may lead anywhere) are no part of an export.
+    """
+    try:
+        with ExitStack() as opened:
+            paths = _paths(folder, read_manifest(folder))
+            files = [opened.enter_context(path.open("rb")) for path in paths]
+            headers = [_header(folder, file) for file in files]
+            chunks = _stream(files, headers, opened.pop_all())
+    except (ArtifactError, OSError) as error:
+        raise StorageUnavailable(str(error)) from error
+    next(chunks)
+    size = sum(len(header) + _padded(info.size) for info, header in headers) + 2 * _BLOCK
+    return size, chunks
+
+
+def _paths(folder: Path, manifest: Manifest) -> list[Path]:
+    # The marker last: what was cut off is no export.
+    paths = [folder / name for name in [*sorted(manifest.files), MARKER]]
+    if foreign := [path for path in paths if not is_below(path, (folder,))]:
+        raise ArtifactError(f"{foreign[0]} leads out of the export")
+    return paths
+
+
+def _header(folder: Path, file: IO[bytes]) -> tuple[tarfile.TarInfo, bytes]:
+    info = tarfile.TarInfo(Path(file.name).relative_to(folder).as_posix())
+    status = os.fstat(file.fileno())
+    info.size, info.mtime, info.mode = status.st_size, int(status.st_mtime), 0o644
+    return info, info.tobuf(tarfile.PAX_FORMAT)
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _stream(
+    files: Sequence[IO[bytes]], headers: Sequence[tuple[tarfile.TarInfo, bytes]], opened: ExitStack
+) -> Iterator[bytes]:
+    with opened:
+        yield b""  # begun: whoever drops us from here on closes the files
+        for file, (info, header) in zip(files, headers, strict=True):
+            yield header
+            num_left = info.size
+            while num_left and (chunk := file.read(min(_CHUNK_BYTES, num_left))):
+                num_left -= len(chunk)
+                yield chunk
+            if num_left:
+                raise OSError(f"{file.name} became shorter while it was sent")
+            yield bytes(_padded(info.size) - info.size)
+        yield bytes(2 * _BLOCK)
+
+
+# Whether the Python that makes exports beside this service has what they need.
+
+# What decides which packages a Python finds, and nothing else of our environment.
+PYTHON_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
+_NEEDED = ("torch", "torchrec", "fbgemm_gpu")
+# Looks packages up without importing them.
+_LOOK = (
+    "import importlib.util as u, sys; "
+    "print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
+)
+_TIMEOUT_S = 20.0
+
+
+def missing_for_exports(settings: Settings) -> str:
+    """What `trainer_python` lacks here, in words; empty if it can export."""
+    try:
+        done = subprocess.run(
+            [settings.trainer_python, "-c", _LOOK, *_NEEDED],
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_S,
+            check=False,
+            stdin=subprocess.DEVNULL,
+            # As an export finds its packages (`service.jobs.export_runner.environment`), without
+            # its keys.
+            env={name: os.environ[name] for name in PYTHON_VARIABLES if name in os.environ},
+        )
+    except FileNotFoundError:
+        return "it is not there"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"it does not run ({error})"
+    if done.returncode != 0:
+        return f"it ends with code {done.returncode}"
+    names = done.stdout.split()
+    return f"it has no {', '.join(names)}" if names else ""
+
+
+# Exports that are deleted: by somebody, or by age. Files alone say so, as with all of exports.
+
+logger = logging.getLogger(__name__)
+_DAY_S = 86400.0
+
+
+def delete_export(folder: ExportFolder) -> None:
+    """Delete an export; one that is being made is given up. Raises `StorageUnavailable`.
+
+    When this returns it is gone for all who ask; the files of one that is being made follow.
+    """
+    try:
+        folder.mark_deleted()
+    except FileNotFoundError:
+        return  # somebody else was faster
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+    _remove_deleted(RunDir(folder.run_dir))
+
+
+def remove_all_deleted(settings: Settings) -> None:
+    """Remove the files of exports whose deletion was cut off; what fails is logged."""
+    for run_dir in _run_dirs(settings):
+        _remove_deleted(run_dir)
+
+
+def remove_old_exports(settings: Settings, now: float) -> int:
+    """Delete the exports that the settings do not keep any more; how many. `now`: Unix seconds.
+
+    One that cannot be deleted, because its job's own code stands in the way or storage does, is
+    logged and left for the next time.
+    """
+    if not settings.export_retention_days:
+        return 0
+    before = now - settings.export_retention_days * _DAY_S
+    num_deleted = 0
+    for run_dir in _run_dirs(settings):
+        for folder in _exports_of(run_dir):
+            if _is_older(folder, before):
+                num_deleted += _try_to_delete(folder)
+    return num_deleted
+
+
+def _exports_of(run_dir: RunDir) -> list[ExportFolder]:
+    try:
+        return list_exports(run_dir)
+    except OSError as error:
+        logger.warning("cannot look for old exports in %s: %s", run_dir.root, error)
+        return []
+
+
+def _try_to_delete(folder: ExportFolder) -> bool:
+    try:
+        delete_export(folder)
+    except StorageUnavailable as error:
+        logger.warning("cannot delete the old export %s, trying again: %s", folder.root, error)
+        return False
+    return True
+
+
+def _is_older(folder: ExportFolder, before: float) -> bool:
+    """Whether an export that nobody is making was asked for before a time, in Unix seconds."""
+    try:
+        return folder.wanted.created < before and folder.status != "running"
+    except (OSError, ValueError):
+        return False
+
+
+def _remove_deleted(run_dir: RunDir) -> None:
+    try:
+        remove_deleted(run_dir)
+    except OSError as error:
+        logger.warning("deleted exports in %s keep files for now: %s", run_dir.root, error)
+
+
+def _run_dirs(settings: Settings) -> Iterator[RunDir]:
+    """Folders of jobs that have exports."""
+    for path in settings.runs_dir.glob("*/exports"):
+        yield RunDir(path.parent)
+
+
+# Exports of jobs: asked for over REST, made one at a time by a process of the trainer's Python.
+
+
+def request_export(
+    store: JobStore, settings: Settings, job: Job, checkpoint: str, quantize: Quantization
+) -> ExportFolder:
+    """Ask for an export of a job's checkpoint: `newest`, `best` or a step.
+
+    Raises `CheckpointNotFound`, `ExportPending` while another one of the job is not done,
+    `ExportRefused` where user code would run on this host, `ExportUnavailable` where the packages
+    for it are missing, and `StorageUnavailable`.
+    """
+    steps = [found.step for found in store.list_checkpoints(job.id)]
+    if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
+        raise CheckpointNotFound(job.id, checkpoint, steps)
+    if job.spec.model.module is not None and not _may_run_code(settings):
+        raise ExportRefused(job.id)
+    if missing := missing_for_exports(settings):
+        raise ExportUnavailable(settings.trainer_python, missing)
+    run_dir = run_dir_of(settings, job.id)
+    for each in list_exports(run_dir):
+        if is_pending(settings, each):
+            raise ExportPending(job.id, each.id)
+    try:
+        return ask_for(run_dir, checkpoint, quantize, master_keys_of(settings).export_seal)
+    except OSError as error:
+        raise StorageUnavailable(str(error)) from error
+
+
+def _may_run_code(settings: Settings) -> bool:
+    """Whether code of jobs may run on this host: where all who submit are its own user."""
+    return settings.auth == "local"
+
+
+def is_sealed(settings: Settings, folder: ExportFolder) -> bool:
+    """Whether a service with our keys asked for the export as it stands on run storage."""
+    wanted = folder.wanted
+    return master_keys_of(settings).is_export_seal(wanted.text_of(folder), wanted.seal)
+
+
+def is_pending(settings: Settings, folder: ExportFolder) -> bool:
+    """Whether somebody makes the export or will; what a killed driver left queued, nobody does."""
+    status = folder.status
+    return status == "running" or (status == "queued" and is_sealed(settings, folder))
+
+
+def may_be_made(store: JobStore, settings: Settings, folder: ExportFolder) -> bool:
+    """Whether the export of a job that is there was asked for by a service, and runs no user code.
+
+    Raises `StoreUnavailable`.
+    """
+    try:
+        job = store.get_job(folder.run_dir.name)
+        is_ours = is_sealed(settings, folder)
+    except (JobNotFound, JobUnreadable, OSError, ValueError):
+        return False
+    return is_ours and (job.spec.model.module is None or _may_run_code(settings))
+
+
+def get_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:
+    """An export of a job; raises `ExportNotFound`."""
+    found = find_export(run_dir_of(settings, job_id), export_id)
+    if found is None:
+        raise ExportNotFound(job_id, export_id)
+    return found
+
+
+def get_finished_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:
+    """One that is done; raises `ExportNotFound`, and `ExportNotReady` for another."""
+    found = get_export(settings, job_id, export_id)
+    if (status := found.status) != "succeeded":
+        raise ExportNotReady(export_id, status, found.message)
+    return found
+
+
+def unfinished(settings: Settings) -> list[ExportFolder]:
+    """Exports that a service asked for and that are neither done nor failed."""
+    found = []
+    for path in settings.runs_dir.glob("*/exports"):
+        for folder in list_exports(RunDir(path.parent)):
+            if folder.status in ("queued", "running") and is_sealed(settings, folder):
+                found.append(folder)
+    return found

@@ -1,0 +1,553 @@
+"""Parsing, reading, tailing, filtering, downloading logs.
+
+What a line of a log says about itself: level and time; and which lines somebody wants. Pure.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import io
+import json
+import math
+import os
+import re
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from enum import IntEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
+
+from service.errors import InvalidRequest, LogNotFound
+from service.files import is_below
+from service.schemas.common import FieldError
+from trainer.protocol.log_pump import parts_of
+from trainer.protocol.run_dir import AttemptDir, RunDir
+
+_SOURCE_PATTERN = re.compile(
+    r"(?P<single>driver|coordinator)|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
+)
+# As `trainer.driver.process_log` writes lines, Python's logging by itself, MLflow, Ray and its C++
+# part.
+_HEAD = re.compile(
+    r"\[?(?P<date>\d{4}([-/])\d\d\2\d\d)[T ](?P<clock>\d\d:\d\d:\d\d)"
+    r"(?:[.,](?P<ms>\d{3}))?(?P<zone>Z?)\s"
+    r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL|[DIWEF])\b"
+)
+# Of torch and its C++ part: [W1121 10:11:12.131415 File.cpp:7], [rank0]:W1121 10:11:12.131415 ...
+_GLOG = re.compile(r"(?:\[rank\d+\]:)?\[?(?P<letter>[DIWEF])\d{4} \d\d:\d\d:\d\d[.\d]* ")
+_LETTERS = {"D": "DEBUG", "I": "INFO", "W": "WARNING", "E": "ERROR", "F": "CRITICAL"}
+# Last words of a process: nobody dates them or gives them a level.
+_LAST_WORDS = re.compile(
+    r"Fatal Python error|terminate called|Segmentation fault|Aborted|\*\*\* (?:SIG|Aborted)|"
+    r"corrupted |double free|free\(\): |malloc\(\): |std::bad_alloc"
+)
+_TRACEBACK = "Traceback (most recent call last)"
+
+
+class Level(IntEnum):
+    """How much a line matters; the numbers are those of Python's logging."""
+
+    DEBUG = 10
+    INFO = 20
+    WARNING = 30
+    ERROR = 40
+    CRITICAL = 50
+
+
+@dataclass(frozen=True)
+class Head:
+    """Level and time (Unix seconds) of a line, None while no line of its log has said any."""
+
+    level: Level | None = None
+    time: float | None = None
+
+
+def is_source(name: str) -> bool:
+    """Whether a log can have this name."""
+    return _SOURCE_PATTERN.fullmatch(name) is not None
+
+
+def source_order(source: str) -> tuple[bool, bool, int, int]:
+    """Sort key: driver, coordinator, then groups and ranks by number."""
+    match = _SOURCE_PATTERN.fullmatch(source)
+    assert match, "the caller has checked the name"
+    is_rank = match["single"] is None
+    return is_rank, source == "coordinator", int(match["group"] or 0), int(match["rank"] or 0)
+
+
+def rank_of(source: str) -> int | None:
+    """The rank that wrote a log (in its group, where groups are failure domains)."""
+    match = _SOURCE_PATTERN.fullmatch(source)
+    return int(match["rank"]) if match and match["rank"] else None
+
+
+def group_of(source: str) -> int | None:
+    """The sharding group that wrote a log, where groups are failure domains."""
+    match = _SOURCE_PATTERN.fullmatch(source)
+    return int(match["group"]) if match and match["group"] else None
+
+
+def head_of(text: str) -> Head | None:
+    """What a line says itself; None for one that only goes on where the last one ended."""
+    if match := _HEAD.match(text):
+        level = _LETTERS.get(match["level"], match["level"])
+        return Head(Level[level], _time_of(match))
+    if match := _GLOG.match(text):
+        return Head(Level[_LETTERS[match["letter"]]])
+    if _LAST_WORDS.match(text):
+        return Head(Level.CRITICAL)
+    if text.startswith(_TRACEBACK):
+        return Head(Level.ERROR)
+    return None
+
+
+def following(before: Head, text: str) -> Head:
+    """Level and time of a line behind `before`: the lines of a traceback are as its first."""
+    own = head_of(text)
+    if own is None:
+        return before
+    if text.startswith(_TRACEBACK) and before.level is not None:
+        # Below the line that announced it the traceback is as bad as that line, or worse.
+        return Head(max(before.level, Level.ERROR), before.time)
+    return own if own.time is not None else Head(own.level, before.time)
+
+
+def _time_of(match: re.Match[str]) -> float | None:
+    try:
+        date = match["date"].replace("/", "-")
+        moment = datetime.fromisoformat(f"{date}T{match['clock']}.{match['ms'] or '000'}")
+        # Without a zone it is the local time of the host that wrote it: taken as our own.
+        return (moment.replace(tzinfo=UTC) if match["zone"] else moment).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
+
+
+@dataclass(frozen=True)
+class LogFilter:
+    """Which lines are wanted; what is left away lets everything through.
+
+    `text` is looked for in a line whatever the case, and `*` in it stands for anything. Times are
+    Unix seconds.
+    """
+
+    ranks: Sequence[int] = ()
+    min_level: Level | None = None
+    text: str = ""
+    since: float | None = None
+    until: float | None = None
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether no line can be refused."""
+        return self == LogFilter()
+
+    def takes_source(self, source: str) -> bool:
+        """Whether lines of a log are wanted at all."""
+        return not self.ranks or rank_of(source) in self.ranks
+
+    def takes(self, head: Head, text: str) -> bool:
+        """Whether a line is wanted. A line without a level is as `info`."""
+        if self.min_level is not None and (head.level or Level.INFO) < self.min_level:
+            return False
+        time = -math.inf if head.time is None else head.time
+        if self.since is not None and time < self.since:
+            return False
+        if self.until is not None and time >= self.until:
+            return False
+        return contains(text, self.text)
+
+
+def contains(text: str, wanted: str) -> bool:
+    """Whether `wanted` is in `text`, whatever the case; `*` stands for anything in between.
+
+    Part by part, from left to right: linear in the text, unlike a regular expression, so that no
+    search can hold up the service.
+    """
+    text, at = text.casefold(), 0
+    for part in wanted.casefold().split("*"):
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
+def last_head(lines: Sequence[str]) -> Head:
+    """Level and time at the end of some lines."""
+    head = Head()
+    for text in lines:
+        head = following(head, text)
+    return head
+
+
+def with_heads(before: Head, lines: Sequence[str]) -> Iterator[tuple[str, Head]]:
+    """Each line with its level and time."""
+    for text in lines:
+        before = following(before, text)
+        yield text, before
+
+
+# The files of one log as one text that is read by byte offset: see `trainer.protocol.log_pump`.
+
+_BLOCK_BYTES = 1 << 16
+# A tail is for people: nobody reads more, and looking for its beginning must end soon.
+MAX_TAIL_BYTES = 8 << 20
+# Far enough to find the line that a traceback belongs to.
+_CONTEXT_BYTES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of a log from `start` on; `num_dropped` bytes before them are gone.
+
+    With `is_cut` the bytes behind them are gone as well: a last line without an end stays so.
+    """
+
+    start: int
+    data: bytes
+    num_dropped: int = 0
+    is_cut: bool = False
+
+
+@dataclass(frozen=True)
+class _Part:
+    offset: int
+    path: Path
+    size: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.size
+
+
+def read_at(log: Path, offset: int, max_bytes: int) -> Piece | None:
+    """Bytes of a log from `offset` on, at most `max_bytes`; None where there are none yet."""
+    parts = [part for part in _parts(log) if part.end > offset]
+    if not parts:
+        return None
+    start = max(offset, parts[0].offset)
+    data, at = b"", start
+    for part in parts:
+        if part.offset > at or len(data) == max_bytes:
+            break
+        data += _read(part, at, max_bytes - len(data))
+        at = start + len(data)
+    # Right behind them begins a file that does not go on from them.
+    is_cut = any(part.end == at for part in parts) and all(part.offset != at for part in parts)
+    return Piece(start, data, start - offset, is_cut and any(part.offset > at for part in parts))
+
+
+def size_of(log: Path) -> int:
+    """Number of bytes that were ever written to a log."""
+    return max((part.end for part in _parts(log)), default=0)
+
+
+def context_before(log: Path, offset: int) -> bytes:
+    """Some bytes before `offset`, to learn what its line goes on from."""
+    start = max(0, offset - _CONTEXT_BYTES)
+    found = read_at(log, start, offset - start) if offset else None
+    return found.data if found and found.start + len(found.data) == offset else b""
+
+
+def tail_offset(log: Path, num_lines: int) -> int:
+    """Byte offset of the last `num_lines` lines, read block by block from the end.
+
+    Where they are longer than `MAX_TAIL_BYTES` it is that of as many bytes, within a line.
+    """
+    parts = _parts(log)
+    if not parts:
+        return 0
+    end = start = parts[-1].end
+    first_kept = max(_start_of_last_run(parts), end - MAX_TAIL_BYTES)
+    blocks: list[bytes] = []
+    # One more line end than wanted, since the last line has one as well.
+    num_ends = 0
+    while start > first_kept and num_ends <= num_lines:
+        begin = max(first_kept, start - _BLOCK_BYTES)
+        piece = read_at(log, begin, start - begin)
+        if piece is None or piece.start != begin:
+            break
+        blocks.append(piece.data)
+        num_ends += piece.data.count(b"\n")
+        start = begin
+    lines = split_at_lf(b"".join(reversed(blocks)))
+    return start + sum(len(line) for line in lines[: max(0, len(lines) - num_lines)])
+
+
+def split_at_lf(data: bytes) -> list[bytes]:
+    """Lines with their ends. Not `splitlines`: a carriage return alone redraws a line."""
+    parts = data.split(b"\n")
+    return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+
+
+def _parts(log: Path) -> list[_Part]:
+    found = []
+    for offset, path in parts_of(log):
+        # A job may lay a link among its files; what it leads to is not the job's to show.
+        if not is_below(path, (log.parent.parent,)):
+            continue
+        try:
+            found.append(_Part(offset, path, path.stat().st_size))
+        except FileNotFoundError:  # removed since it was listed
+            continue
+    return found
+
+
+def _start_of_last_run(parts: list[_Part]) -> int:
+    """Offset of the first byte after the last gap."""
+    start = parts[-1].offset
+    for part in reversed(parts[:-1]):
+        if part.end != start:
+            break
+        start = part.offset
+    return start
+
+
+def _read(part: _Part, at: int, max_bytes: int) -> bytes:
+    try:
+        with part.path.open("rb") as file:
+            file.seek(at - part.offset, os.SEEK_SET)
+            return file.read(max_bytes)
+    except FileNotFoundError:
+        return b""
+
+
+# Log files on run storage: they outlive the cluster, and are read in pieces of whole lines.
+
+# Most that one look reads: of one log, and of all of them together.
+MAX_READ_BYTES = 1 << 20
+_MAX_LOOK_BYTES = 1 << 23
+_MIN_READ_BYTES = 1 << 16
+# A file offset has 63 bits.
+_Offset = Annotated[int, Field(ge=0, lt=2**63)]
+NO_HEAD = Head()
+_CURSOR: TypeAdapter[tuple[str | None, dict[str, _Offset]]] = TypeAdapter(
+    tuple[str | None, dict[str, _Offset]]
+)
+
+
+@dataclass(frozen=True)
+class LogPosition:
+    """How far the logs of an attempt were read: a byte offset per source, 0 where missing."""
+
+    attempt_id: str | None = None
+    offsets: Mapping[str, int] = field(default_factory=dict)
+
+    def moved(self, source: str, offset: int) -> LogPosition:
+        """The position after reading `source` up to `offset`."""
+        return LogPosition(self.attempt_id, {**self.offsets, source: offset})
+
+    def encode(self) -> str:
+        """An opaque cursor."""
+        text = json.dumps([self.attempt_id, dict(self.offsets)], separators=(",", ":"))
+        return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
+
+    @classmethod
+    def decode(cls, cursor: str) -> LogPosition:
+        """Read a cursor back; raises `InvalidRequest` if it is none of ours."""
+        try:
+            text = base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+            attempt_id, offsets = _CURSOR.validate_json(text)
+            if attempt_id is not None and not attempt_id.isprintable():
+                raise ValueError("no id of an attempt")
+            return cls(attempt_id, offsets)
+        except ValueError:
+            message = "not a cursor that this service gave out; leave it away to start over"
+            raise InvalidRequest(
+                [FieldError(path="after", code="cursor", message=message)]
+            ) from None
+
+
+@dataclass(frozen=True)
+class LogPiece:
+    """One line, the position behind it, and its level and time as far as they are known."""
+
+    source: str
+    text: str
+    position: LogPosition
+    head: Head = NO_HEAD
+
+    @property
+    def level(self) -> str | None:
+        """How much it matters, as in `warning`."""
+        return self.head.level.name.lower() if self.head.level else None
+
+    @property
+    def time(self) -> float | None:
+        """When it was written, in Unix seconds."""
+        return self.head.time
+
+    @property
+    def rank(self) -> int | None:
+        """The rank that wrote it."""
+        return rank_of(self.source)
+
+    @property
+    def group(self) -> int | None:
+        """The sharding group that wrote it, where groups are failure domains."""
+        return group_of(self.source)
+
+
+def list_sources(files: AttemptDir) -> list[str]:
+    """Names of the logs of an attempt: driver, coordinator, then groups and ranks by number."""
+    names = [path.stem for path in files.logs_dir.glob("*.log")]
+    return sorted((name for name in names if is_source(name)), key=source_order)
+
+
+def check_source(source: str, known: Sequence[str]) -> None:
+    """Raise `LogNotFound` if `source` cannot name a log; a rank may have none *yet*."""
+    if not is_source(source):
+        raise LogNotFound(source, known)
+
+
+def read_new(
+    files: AttemptDir,
+    position: LogPosition,
+    source: str | Sequence[str] | None,
+    *,
+    is_final: bool,
+) -> Iterator[LogPiece]:
+    """Lines behind `position`, at most MAX_READ_BYTES per source: of some sources, or of all.
+
+    A last line without an end counts only if `is_final`, when nobody writes any more. Where a log
+    grew too long and lines were removed, a line says so.
+    """
+    names = _names(files, source)
+    share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_LOOK_BYTES // max(1, len(names))))
+    for name in names:
+        for text, head, offset in _read_lines(
+            files.log_path(name), position.offsets.get(name, 0), share, is_final=is_final
+        ):
+            position = position.moved(name, offset)
+            yield LogPiece(name, text, position, head)
+
+
+def _names(files: AttemptDir, source: str | Sequence[str] | None) -> Sequence[str]:
+    if source is None:
+        return list_sources(files)
+    return [source] if isinstance(source, str) else source
+
+
+def _read_lines(
+    log: Path, offset: int, max_bytes: int, *, is_final: bool
+) -> Iterator[tuple[str, Head, int]]:
+    """Lines of one log with level, time and the offset behind each."""
+    piece = read_at(log, offset, max_bytes)
+    if piece is None:
+        return
+    if piece.num_dropped:
+        yield dropped_notice(piece.num_dropped), Head(), piece.start
+    lines = split_at_lf(piece.data)
+    is_open = bool(lines) and not lines[-1].endswith(b"\n")
+    is_overlong = len(lines) == 1 and len(piece.data) == max_bytes
+    if is_open and not (is_final or is_overlong or piece.is_cut):
+        lines = lines[:-1]
+    if not lines:
+        return
+    before = last_head([_text(line) for line in split_at_lf(context_before(log, piece.start))])
+    offset = piece.start
+    texts = [_text(line) for line in lines]
+    for line, (text, head) in zip(lines, with_heads(before, texts), strict=True):
+        offset += len(line)
+        yield text, head, offset
+
+
+def dropped_notice(num_bytes: int) -> str:
+    """The line in the place of what was removed from a log that grew too long."""
+    return (
+        f"[shardloom] {num_bytes} bytes of this log were dropped here: it grew beyond "
+        "SHARDLOOM_LOG_MAX_BYTES"
+    )
+
+
+def _text(line: bytes) -> str:
+    return line.decode("utf-8", "replace").rstrip("\r\n")
+
+
+def tail_position(
+    files: AttemptDir, attempt_id: str, source: str | Sequence[str] | None, num_lines: int
+) -> LogPosition:
+    """The position from which `num_lines` lines of each source remain."""
+    position = LogPosition(attempt_id)
+    names = _names(files, source)
+    for name in names:
+        position = position.moved(name, tail_offset(files.log_path(name), num_lines))
+    return position
+
+
+# All logs of some attempts as one file, made piece by piece while it is sent.
+
+_CHUNK_BYTES = 1 << 18
+
+
+def logs_of(run_dir: RunDir, attempt_ids: Sequence[str]) -> list[tuple[str, Path]]:
+    """Name in the archive and path of every log."""
+    found = []
+    for attempt_id in attempt_ids:
+        files = run_dir.attempt(attempt_id)
+        for source in list_sources(files):
+            found.append((f"{attempt_id}/{source}.log", files.log_path(source)))
+    return found
+
+
+def as_zip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
+    """A ZIP archive with a file for each log."""
+    sink = _Sink()
+    with zipfile.ZipFile(sink, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, path in logs:
+            # Its size is not known beforehand: a job that runs goes on writing.
+            with archive.open(name, "w", force_zip64=True) as member:
+                for chunk in _contents(path):
+                    member.write(chunk)
+                    yield sink.take()
+    yield sink.take()
+
+
+def as_gzip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
+    """One text, gzipped, with a heading above each log."""
+    sink = _Sink()
+    with gzip.GzipFile(fileobj=sink, mode="wb", compresslevel=1) as text:
+        for name, path in logs:
+            text.write(f"==> {name} <==\n".encode())
+            for chunk in _contents(path):
+                text.write(chunk)
+                yield sink.take()
+            text.write(b"\n")
+    yield sink.take()
+
+
+def _contents(path: Path) -> Iterator[bytes]:
+    offset = 0
+    while (piece := read_at(path, offset, _CHUNK_BYTES)) is not None:
+        if piece.num_dropped:
+            yield f"\n{dropped_notice(piece.num_dropped)}\n".encode()
+        yield piece.data
+        offset = piece.start + len(piece.data)
+        if not piece.data:
+            return
+
+
+class _Sink(io.RawIOBase):
+    """Keeps what is written until somebody takes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept = bytearray()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        added = bytes(data)
+        self._kept += added
+        return len(added)
+
+    def take(self) -> bytes:
+        taken = bytes(self._kept)
+        self._kept.clear()
+        return taken

@@ -1,0 +1,193 @@
+"""What a job would look like: its layout on the cluster's hosts, why, and what a loss would cost.
+
+Pure arithmetic over the spec and what the backend knows of the cluster; the driver chooses for
+good when an attempt starts. Where the hosts are not known, each independent group is taken to have
+one of its own, and each job to fit on one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from service.backends.base import HostFacts, cluster_text
+from service.domain.membership import sizes_of_spec
+from service.schemas.jobs import JobPlan, LayoutOption
+from trainer.layout.choice import Choice, candidates, choose, need_of
+from trainer.layout.layout import LayoutError
+from trainer.spec.job import JobSpec
+
+_MAX_OPTIONS = 8
+_OPEN = "decided when an attempt starts, from the size of the tables and the hosts of the cluster"
+
+
+def plan_of(
+    spec: JobSpec, hosts: Sequence[HostFacts] = (), max_workers: int | None = None
+) -> JobPlan:
+    """What a dry run answers, for a spec whose table sizes are known as far as they can be.
+
+    A cluster that grows by itself does so to room for `max_workers`.
+    Raises `SpecError` where the spec does not allow the layout that would be chosen.
+    """
+    num_there = len(hosts)
+    hosts = hosts_to_come(spec, hosts, max_workers) if max_workers else hosts
+    stated, room = stated_rooms(spec), rooms(spec, hosts)
+    choice, obstacle = _chosen(spec, room, worker_bytes(spec, hosts)) if hosts else (None, "")
+    is_stated = choice is None and bool(stated)
+    if is_stated:
+        choice, _ = _chosen(spec, stated)
+    survive = spec.parallelism.survive
+    return JobPlan(
+        **_sizes(spec, choice),
+        cluster=_cluster_text(spec, room, num_there),
+        obstacle=obstacle,
+        reason=_reason(choice, is_stated=is_stated),
+        after_loss=after_loss(choice) if choice else "",
+        table_bytes=spec.table_bytes,
+        num_hosts_needed=survive.hosts + 1 if survive else None,
+        layout=_option(choice, choice) if choice else None,
+        options=[_option(each, choice) for each in _options(spec, hosts)],
+    )
+
+
+def _chosen(
+    spec: JobSpec, room: Sequence[int], memory_bytes: int | None = None
+) -> tuple[Choice | None, str]:
+    """The choice, or why there is none."""
+    try:
+        return choose(need_of(spec, room, memory_bytes)), ""
+    except LayoutError as error:
+        return None, str(error)
+
+
+def _reason(choice: Choice | None, *, is_stated: bool) -> str:
+    if choice is None:
+        return _OPEN
+    if not is_stated:
+        return choice.reason
+    is_group = choice.failure_domain == "replica_group"
+    given = "a host for each group" if is_group else "a host with room for all"
+    return f"given {given}, {choice.reason}"
+
+
+def _options(spec: JobSpec, hosts: Sequence[HostFacts]) -> list[Choice]:
+    """What the cluster can hold, best first; those that survive enough, if there are any."""
+    if spec.parallelism.is_resolved:
+        return []
+    need = need_of(spec, rooms(spec, hosts), worker_bytes(spec, hosts))
+    possible = candidates(need)
+    enough = [each for each in possible if each.num_hosts_survived >= need.survive_hosts]
+    return list(enough or possible)[:_MAX_OPTIONS]
+
+
+def rooms(spec: JobSpec, hosts: Sequence[HostFacts]) -> tuple[int, ...]:
+    """How many workers fit on each host as a whole, whoever uses it now."""
+    resources, with_gpu = spec.resources, _wants_gpu(spec, hosts)
+    return tuple(
+        int(min(host.num_cpus / resources.cpus_per_worker, host.num_gpus if with_gpu else 2**31))
+        for host in hosts
+    )
+
+
+def hosts_to_come(
+    spec: JobSpec, hosts: Sequence[HostFacts], max_workers: int
+) -> tuple[HostFacts, ...]:
+    """The hosts of a cluster that grows to room for `max_workers`: those there, and more like the
+    one with the most room; none where no host has room for a worker, so that nothing is known.
+    """
+    room = rooms(spec, hosts)
+    if not any(room):
+        return ()
+    most, model = max(zip(room, hosts, strict=True), key=lambda pair: pair[0])
+    num_more = max(0, max_workers - sum(room)) // most
+    return (*hosts, *(replace(model, address=f"new-{index}") for index in range(num_more)))
+
+
+def _wants_gpu(spec: JobSpec, hosts: Sequence[HostFacts]) -> bool:
+    if spec.resources.device != "auto":
+        return spec.resources.device == "cuda"
+    return sum(host.num_gpus for host in hosts) >= spec.parallelism.world_size
+
+
+def worker_bytes(spec: JobSpec, hosts: Sequence[HostFacts]) -> int | None:
+    """Memory that the poorest worker would have; None where it is a GPU's or not known."""
+    most = spec.parallelism.world_size
+    shares = [
+        host.memory_bytes // min(room, most)
+        for host, room in zip(hosts, rooms(spec, hosts), strict=True)
+        if room
+    ]
+    return None if _wants_gpu(spec, hosts) else min(shares, default=None)
+
+
+def stated_rooms(spec: JobSpec) -> tuple[int, ...]:
+    """Hosts that would suit the numbers that the spec gives; none while those leave it open."""
+    parallelism = spec.parallelism
+    if parallelism.shard_group_size == "auto":
+        return ()
+    if parallelism.placement == "inter_host" or parallelism.survive:
+        return (parallelism.group_size,) * parallelism.num_replicas
+    return (parallelism.world_size,) if parallelism.is_resolved else ()
+
+
+def after_loss(choice: Choice) -> str:
+    """What the loss of a host does, in words."""
+    num_groups, num_lost = choice.layout.num_replicas, choice.most_groups_per_host
+    if choice.failure_domain == "job":
+        return "a lost host stops all workers, which restart from the newest checkpoint"
+    if num_lost >= num_groups:
+        return f"a lost host takes down all {num_groups} groups: they are on one host"
+    lost = "one" if num_lost == 1 else f"up to {num_lost}"
+    rest = "the other trains on" if num_groups - num_lost == 1 else "the others train on"
+    return f"a lost host takes down {lost} of {num_groups} groups; {rest}"
+
+
+def _sizes(spec: JobSpec, choice: Choice | None) -> dict[str, Any]:
+    resolved = spec.with_layout(choice.layout) if choice else spec
+    sizes, layout = sizes_of_spec(resolved), choice.layout if choice else None
+    return {
+        "spec": spec,
+        "min_workers": sizes.min_workers,
+        "world_size": sizes.world_size,
+        "shard_group_size": sizes.shard_group_size,
+        "num_replicas": sizes.num_replicas,
+        "placement": sizes.placement,
+        "sharding_groups": layout.sharding_groups if layout else [],
+        "replica_groups": layout.replica_groups if layout else [],
+        "moment_scale": resolved.moment_scale if layout else None,
+    }
+
+
+def _cluster_text(spec: JobSpec, room: Sequence[int], num_there: int) -> str:
+    if spec.resources.cluster == "own":
+        return f"{cluster_text(spec)}: {_room_text(room, len(room))}"
+    return _room_text(room, num_there)
+
+
+def _room_text(room: Sequence[int], num_there: int) -> str:
+    if not room:
+        return "hosts not known"
+    workers = " + ".join(str(number) for number in room)
+    to_come = f", {len(room) - num_there} of them to be added" if len(room) > num_there else ""
+    return f"{len(room)} host(s) with room for {workers} worker(s){to_come}"
+
+
+def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
+    layout, overhead = choice.layout, choice.memory_overhead_bytes
+    return LayoutOption(
+        world_size=layout.world_size,
+        shard_group_size=layout.shard_group_size,
+        num_replicas=layout.num_replicas,
+        placement=layout.placement,
+        failure_domain=choice.failure_domain,
+        num_hosts=choice.num_hosts,
+        num_hosts_survived=choice.num_hosts_survived,
+        num_hosts_per_shard=min(len(holders) for holders in choice.copies_by_host),
+        memory_overhead_bytes=overhead,
+        sync_bytes=None if overhead is None else 2 * overhead,
+        sync_latency_s=choice.sync_latency_s,
+        is_chosen=chosen is not None
+        and choice.group_hosts == chosen.group_hosts
+        and layout == chosen.layout,
+    )

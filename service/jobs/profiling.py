@@ -1,0 +1,195 @@
+"""Profiler traces of a job: asked for while it runs, listed, and found on run storage.
+
+A request is a file of the attempt that its workers look for at every report, and a line of the
+timeline, which makes it known to everybody who asks after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from service.db.jobs import JobStore
+from service.domain.models import Job, JobStatus, TimelineEvent
+from service.domain.timeline import _NAME_PATTERN, REQUESTED, WITHDRAWN, WRITTEN, Trace, traces_of
+from service.errors import (
+    JobNotRunning,
+    RanksUnknown,
+    StaleVersion,
+    StorageUnavailable,
+    TraceNotFound,
+    TracePending,
+)
+from service.files import is_below
+from trainer.protocol.run_dir import RunDir, trace_name
+
+# A request that brought nothing for so long does not stand in the way of another.
+PATIENCE_S = 600.0
+_MAX_TRIES = 5
+_PAGE = 1000
+
+
+@dataclass(frozen=True)
+class TraceRequest:
+    """Steps that somebody wants traced on some ranks of an attempt."""
+
+    id: str
+    attempt_id: str
+    num_steps: int
+    ranks: tuple[int, ...]
+
+
+def request_trace(
+    store: JobStore, run_dir: RunDir, job_id: str, num_steps: int, ranks: Sequence[int]
+) -> TraceRequest:
+    """Ask the workers of a running job for a trace of their next steps.
+
+    Raises `JobNotFound`, `RanksUnknown`, and as conflicts `JobNotRunning` and `TracePending`;
+    `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
+    """
+    for tries_left in reversed(range(_MAX_TRIES)):
+        job = store.get_job(job_id)
+        request = _new_request(job, num_steps, ranks)
+        now = time.time()
+        _check_nothing_pending(_read_lines(store, job_id), request.attempt_id, now)
+        path = run_dir.attempt(request.attempt_id).trace_request_path
+        partial = _write_partial(path, request)
+        try:
+            # The version of the job lets one of two requests through, and a stopping job none.
+            store.update_job(job, timeline=[_requested_line(job, request, now)])
+            _place(store, job_id, request, partial, path)
+        except StaleVersion:
+            if not tries_left:
+                raise
+        else:
+            return request
+        finally:
+            _discard(partial)
+    raise AssertionError("the last try returns or raises")
+
+
+def _place(store: JobStore, job_id: str, request: TraceRequest, partial: Path, path: Path) -> None:
+    """Show the workers a request that is told already; raises `StorageUnavailable`."""
+    try:
+        partial.replace(path)
+    except OSError as error:
+        _withdraw(store, job_id, request, str(error))
+        raise StorageUnavailable(str(error)) from error
+
+
+def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -> None:
+    """Tell that a request never reached the workers, so that the next one need not wait for it.
+
+    Where others keep writing the job it is left to `PATIENCE_S`.
+    """
+    for _ in range(_MAX_TRIES):
+        job = store.get_job(job_id)
+        message = f"the trace {request.id} is withdrawn: its request cannot be written ({cause})"
+        line = _line(job, request, time.time(), WITHDRAWN, message)
+        with contextlib.suppress(StaleVersion):
+            store.update_job(job, timeline=[line])
+            return
+
+
+def _discard(partial: Path) -> None:
+    # Storage that cannot be written is told of already, or is of no concern any more.
+    with contextlib.suppress(OSError):
+        partial.unlink(missing_ok=True)
+
+
+def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:
+    world_size = job.spec.parallelism.world_size
+    if any(rank >= world_size for rank in ranks):
+        raise RanksUnknown(ranks, world_size)
+    if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
+        raise JobNotRunning(job.id, job.status)
+    chosen = tuple(sorted(set(ranks)))
+    return TraceRequest(f"t-{secrets.token_hex(4)}", job.current_attempt_id, num_steps, chosen)
+
+
+def _write_partial(path: Path, request: TraceRequest) -> Path:
+    """The request under another name, from which it is moved into place in one step."""
+    partial = path.with_suffix(f".{request.id}.partial")
+    wanted = {"id": request.id, "num_steps": request.num_steps, "ranks": request.ranks}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(wanted), encoding="utf-8")
+    except OSError as error:
+        _discard(partial)
+        raise StorageUnavailable(str(error)) from error
+    return partial
+
+
+def _requested_line(job: Job, request: TraceRequest, now: float) -> TimelineEvent:
+    ranks = ", ".join(str(rank) for rank in request.ranks)
+    message = f"trace of {request.num_steps} step(s) on rank(s) {ranks} requested"
+    return replace(_line(job, request, now, REQUESTED, message), actor="user")
+
+
+def _line(job: Job, request: TraceRequest, now: float, kind: str, message: str) -> TimelineEvent:
+    return TimelineEvent(
+        id=0,
+        job_id=job.id,
+        attempt_id=request.attempt_id,
+        time=now,
+        kind=kind,
+        message=message,
+        actor="service",
+        data={"id": request.id, "num_steps": request.num_steps, "ranks": list(request.ranks)},
+    )
+
+
+def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now: float) -> None:
+    """Raise `TracePending` if the attempt's newest request still waits for some of its traces."""
+    own = [line for line in lines if line.attempt_id == attempt_id]
+    request = next((line for line in reversed(own) if line.kind == REQUESTED), None)
+    if request is None or now - request.time > PATIENCE_S:
+        return
+    if any(line.kind == WITHDRAWN and line.data["id"] == request.data["id"] for line in own):
+        return
+    missing = _names_of(request) - {trace.name for trace in traces_of(own)}
+    if missing:
+        raise TracePending(str(request.data["id"]), sorted(missing))
+
+
+def _names_of(request: TimelineEvent) -> set[str]:
+    ranks = request.data["ranks"]
+    assert isinstance(ranks, list)
+    return {trace_name(str(request.data["id"]), rank) for rank in ranks}
+
+
+def list_traces(store: JobStore, job_id: str) -> list[Trace]:
+    """Traces that workers of a job wrote, in the order of writing."""
+    return traces_of(_read_lines(store, job_id))
+
+
+def find_trace(
+    store: JobStore, run_dir: RunDir, job_id: str, name: str, attempt_id: str | None
+) -> Path:
+    """File of a trace, in the attempt named or in the newest that has it; raises `TraceNotFound`.
+
+    Only what a trace can be called, in an attempt of this job, is looked for.
+    """
+    if _NAME_PATTERN.fullmatch(name):
+        for attempt in reversed(store.list_attempts(job_id)):
+            path = run_dir.attempt(attempt.id).traces_dir / name
+            is_wanted = attempt_id in (None, attempt.id) and path.is_file()
+            # A job may lay a link among its files; what it leads to is not the job's to show.
+            if is_wanted and is_below(path, (run_dir.root,)):
+                return path
+    raise TraceNotFound(name)
+
+
+def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
+    lines: list[TimelineEvent] = []
+    after = 0
+    kinds = (REQUESTED, WRITTEN, WITHDRAWN)
+    while page := store.list_timeline(job_id, after=after, limit=_PAGE, kinds=kinds):
+        lines += page
+        after = page[-1].id
+    return lines

@@ -1,0 +1,204 @@
+"""What the service writes to the folder of a job: each file appears whole or not at all.
+
+A *pause request*, a *rewind* and a *growth limit* are for the driver and its workers; `job.json` is
+for the service itself, should its store be lost (`service.reconciler.recover`). All functions but
+`note_course` raise OSError.
+
+A folder that is to be deleted is *buried* first: renamed, so that no job has it any more. There
+may be several of one job, where a deletion was cut off and its folder was made anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from service.domain.models import Attempt, Job
+from service.settings import Settings
+from trainer.protocol.run_dir import RunDir
+
+logger = logging.getLogger(__name__)
+_TOMBSTONE = ".deleted-"
+
+
+def run_dir_of(settings: Settings, job_id: str) -> RunDir:
+    """Where a job keeps its files."""
+    return RunDir(settings.runs_dir / job_id)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Replace a file in one step, on the disk when this returns; makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return _replace_text(path, text)
+
+
+def _replace_text(path: Path, text: str) -> Path:
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        return partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_job(job: Job, settings: Settings) -> None:
+    """Write what the store knows of a job and its folder otherwise would not."""
+    write_text(run_dir_of(settings, job.id).job_path, _text_of(job))
+
+
+def update_job_file(job: Job, settings: Settings) -> None:
+    """Write anew what is kept of a job that has just ended, or goes on, if anything is.
+
+    A recovery then knows that nobody waits for it any more. Storage that fails is only logged:
+    what happens to a job does not depend on it.
+    """
+    path = run_dir_of(settings, job.id).job_path
+    try:
+        if path.exists():
+            # Its folder is not made: somebody may delete it in this moment.
+            _replace_text(path, _text_of(job))
+    except OSError as error:
+        logger.warning(
+            "job %s: run storage does not say that it is %s: %s", job.id, job.status, error
+        )
+
+
+def _text_of(job: Job) -> str:
+    document = {
+        "id": job.id,
+        "project": job.project,
+        "created_at": job.created_at,
+        "queued_at": job.waits_since,
+        "num_failures": job.num_failures,
+        "ended": _end_of(job),
+        "spec": job.spec.model_dump(mode="json"),
+    }
+    return json.dumps(document, indent=2)
+
+
+def _end_of(job: Job) -> dict[str, Any] | None:
+    if not job.status.is_terminal:
+        return None
+    return {
+        "status": job.status,
+        "reason": job.reason,
+        "message": job.message,
+        "ended_at": job.ended_at,
+    }
+
+
+def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
+    """Every folder of a job with what `write_job` wrote there; None where that is unreadable."""
+    for path in sorted(runs_dir.glob("*/job.json")):
+        try:
+            document = json.loads(path.read_bytes())
+        except (OSError, ValueError):
+            document = None
+        yield path.parent, document if isinstance(document, dict) else None
+
+
+def note_rewind(job: Job, attempt: Attempt, settings: Settings) -> None:
+    """Tell the workers which checkpoint an attempt goes back to, if it does."""
+    if job.resume_from is not None:
+        document = {"checkpoint": Path(job.resume_from).name, "attempt_index": attempt.index}
+        write_text(run_dir_of(settings, job.id).rewind_path, json.dumps(document))
+
+
+def ask_to_pause(settings: Settings, attempt: Attempt) -> None:
+    """Show a driver that its attempt shall save and end."""
+    path = run_dir_of(settings, attempt.job_id).attempt(attempt.id).pause_request_path
+    if not path.exists():
+        write_text(path, json.dumps({"id": f"p-{secrets.token_hex(4)}"}))
+
+
+def withdraw_pause(settings: Settings, job_id: str, attempt_id: str) -> None:
+    """Take a pause request back; a driver that has seen it ends all the same."""
+    run_dir_of(settings, job_id).attempt(attempt_id).pause_request_path.unlink(missing_ok=True)
+
+
+def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
+    """Show the driver of a running job how far it may grow by itself; None lifts that."""
+    assert job.current_attempt_id is not None
+    path = run_dir_of(settings, job.id).attempt(job.current_attempt_id).growth_limit_path
+    if max_workers is None:
+        path.unlink(missing_ok=True)
+        return
+    text = json.dumps({"max_workers": max_workers})
+    if not (path.exists() and path.read_text(encoding="utf-8") == text):
+        write_text(path, text)
+
+
+def remove_job_file(settings: Settings, job_id: str) -> None:
+    """Let nobody take a folder that stays for one of a job that is to be recovered."""
+    run_dir_of(settings, job_id).job_path.unlink(missing_ok=True)
+
+
+def move_to_trash(settings: Settings, job_id: str) -> None:
+    """Rename the folder of a job, so that it is nobody's; harmless where that was done before."""
+    tombstone = settings.runs_dir / f"{_TOMBSTONE}{job_id}.{secrets.token_hex(4)}"
+    with contextlib.suppress(FileNotFoundError):
+        run_dir_of(settings, job_id).root.rename(tombstone)
+
+
+def restore_from_trash(settings: Settings, job_id: str) -> None:
+    """Give the job back what was buried; where it has a folder again, the files there stand."""
+    for folder in _tombstones(settings, job_id):
+        _merge(folder, run_dir_of(settings, job_id).root)
+
+
+def _merge(source: Path, target: Path) -> None:
+    """Move a folder, or what of it the target lacks; the rest goes. Others may do the same."""
+    with contextlib.suppress(FileNotFoundError):
+        if not target.exists():
+            source.rename(target)
+        elif source.is_dir() and target.is_dir():
+            for entry in list(source.iterdir()):
+                _merge(entry, target / entry.name)
+            shutil.rmtree(source)
+        else:
+            source.unlink()
+
+
+def empty_trash(settings: Settings, job_id: str) -> None:
+    """Delete what was buried of a job, if anything was."""
+    for folder in _tombstones(settings, job_id):
+        shutil.rmtree(folder)
+
+
+def buried_places(settings: Settings, job_id: str) -> set[str]:
+    """Each `checkpoint.path` that the buried folders of a job tell of."""
+    found = (_checkpoint_path(RunDir(each).job_path) for each in _tombstones(settings, job_id))
+    return {path for path in found if path is not None}
+
+
+def _checkpoint_path(job_path: Path) -> str | None:
+    try:
+        path = json.loads(job_path.read_bytes())["spec"]["checkpoint"]["path"]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        return None
+    return path if isinstance(path, str) else None
+
+
+def trashed_jobs(settings: Settings) -> list[str]:
+    """Ids of the jobs of which something was buried and not yet deleted."""
+    return sorted({_job_in(path) for path in settings.runs_dir.glob(f"{_TOMBSTONE}*")})
+
+
+def _tombstones(settings: Settings, job_id: str) -> list[Path]:
+    found = settings.runs_dir.glob(f"{_TOMBSTONE}{job_id}*")
+    return [path for path in found if _job_in(path) == job_id]
+
+
+def _job_in(tombstone: Path) -> str:
+    """The job that something was buried of; earlier versions gave the name no ending."""
+    return tombstone.name.removeprefix(_TOMBSTONE).partition(".")[0]

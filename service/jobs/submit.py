@@ -1,0 +1,209 @@
+"""What a user can do to jobs, whatever the door (REST, dashboard): submit and find them.
+
+What can be done to a job that exists is in `service.jobs.actions`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from pydantic import BaseModel, PositiveInt, ValidationError
+
+from service.db.jobs import JobStore
+from service.domain.models import Job, JobStatus, new_job_id
+from service.errors import JobNotFound
+from trainer.errors import ManifestError
+from trainer.spec.base import FieldProblem, SpecError
+from trainer.spec.job import JobSpec
+from trainer.spec.resolve import size_tables
+
+_MANIFEST_NAME = "manifest.json"
+_URL_SCHEMES = ("s3", "gs")
+_MAX_SHOWN_CHARS = 200
+
+
+def check_data(spec: JobSpec) -> None:
+    """Look at the folders that a spec reads; raises `SpecError` naming the field."""
+    warm_start = spec.checkpoint.warm_start
+    found = [_data_problem(spec)]
+    if warm_start is not None:
+        mend = "give the checkpoints folder of a job, or one checkpoint in it"
+        found.append(_place_problem(warm_start.path, "checkpoint.warm_start.path", mend))
+    if spec.checkpoint.path is not None:
+        mend = "make it, on storage that all hosts of the cluster share"
+        found.append(_place_problem(spec.checkpoint.path, "checkpoint.path", mend))
+    problems = [problem for problem in found if problem is not None]
+    if problems:
+        raise SpecError(problems)
+
+
+def _data_problem(spec: JobSpec) -> FieldProblem | None:
+    path = spec.data.path
+    if "://" in path:
+        return _url_problem(path, "data.path")
+    problem = _folder_problem(path, "data.path", "prepare one with `shardloom data prepare`")
+    if problem or not _is_plain_parquet(spec):
+        return problem or _manifest_problem(Path(path) / _MANIFEST_NAME)
+    return _unknown_size(spec)
+
+
+def _place_problem(path: str, field: str, mend: str) -> FieldProblem | None:
+    """What is wrong with a folder or URL, as far as one can tell from here."""
+    return _url_problem(path, field) if "://" in path else _folder_problem(path, field, mend)
+
+
+def with_checkpoint_root(spec: JobSpec, root: Path | str | None) -> JobSpec:
+    """The spec with the service's place for checkpoints, where it names none.
+
+    From then on it is the job's: another setting later does not part it from its checkpoints.
+    """
+    if root is None or spec.checkpoint.path is not None:
+        return spec
+    checkpoint = spec.checkpoint.model_copy(update={"path": str(root)})
+    return spec.model_copy(update={"checkpoint": checkpoint})
+
+
+def _url_problem(path: str, field: str) -> FieldProblem | None:
+    """What is behind the URL is seen when the job starts, with the credentials of the cluster."""
+    if path.split("://")[0] in _URL_SCHEMES:
+        return None
+    message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
+    return FieldProblem(field, "unknown_scheme", message)
+
+
+def _is_plain_parquet(spec: JobSpec) -> bool:
+    """Whether the folder has rows but was not made by `shardloom data prepare`."""
+    folder = Path(spec.data.path)
+    has_rows = any((folder / spec.data.split.train).glob("*.parquet"))
+    return has_rows and not (folder / _MANIFEST_NAME).exists()
+
+
+def _unknown_size(spec: JobSpec) -> FieldProblem | None:
+    """A table whose size only a manifest would tell, where there is none."""
+    read_later = {feature.name: 1 for feature in spec.features if feature.vocabulary}
+    try:
+        size_tables(spec, {}, read_later)
+    except ManifestError as error:
+        message = f"{spec.data.path} has no {_MANIFEST_NAME}: {error}"
+        return FieldProblem("embedding_tables", "unknown_size", message)
+    return None
+
+
+def _folder_problem(path: str, field: str, mend: str) -> FieldProblem | None:
+    folder = Path(path)
+    if not folder.is_absolute():
+        message = f"'{path}' is relative, but service and cluster have other working folders"
+        return FieldProblem(field, "relative_path", f"{message}; give an absolute path")
+    try:
+        is_folder = folder.is_dir()
+    except OSError as error:
+        shown = path if len(path) <= _MAX_SHOWN_CHARS else f"{path[:_MAX_SHOWN_CHARS]}..."
+        message = f"cannot look at {shown} ({error.strerror}); check the path and its rights"
+        return FieldProblem(field, "unreadable_path", message)
+    if not is_folder:
+        return FieldProblem(field, "missing_path", f"{path} is not a folder; {mend}")
+    return None
+
+
+def _manifest_problem(path: Path) -> FieldProblem | None:
+    again = "prepare the data again with `shardloom data prepare`"
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        message = f"{path} is missing, so the folder was never finished; {again}"
+        return FieldProblem("data.path", "missing_manifest", message)
+    except (OSError, ValueError) as error:
+        message = f"{path} cannot be read ({error}); {again}"
+        return FieldProblem("data.path", "unreadable_manifest", message)
+    if not isinstance(manifest, dict):
+        message = f"{path} is not a manifest; {again}"
+        return FieldProblem("data.path", "unreadable_manifest", message)
+    return None
+
+
+class _Vocabularies(BaseModel):
+    """What of a manifest tells the sizes of tables."""
+
+    vocab_sizes: dict[str, PositiveInt]
+
+
+def with_table_sizes(spec: JobSpec) -> JobSpec:
+    """The spec with the table sizes that its prepared data tells; unchanged where it does not."""
+    try:
+        manifest = (Path(spec.data.path) / _MANIFEST_NAME).read_bytes()
+        return size_tables(spec, _Vocabularies.model_validate_json(manifest).vocab_sizes)
+    except (OSError, ValidationError, ManifestError):
+        return spec
+
+
+def submit_job(
+    store: JobStore,
+    spec: JobSpec,
+    *,
+    idempotency_key: str | None,
+    prepare: Callable[[str], None] = lambda job_id: None,
+    actor: str = "user",
+    checkpoint_root: Path | str | None = None,
+) -> Job:
+    """Store a new job, or return the one that the key made.
+
+    `prepare` is called with the id of a new job before it is stored. Raises
+    `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is answered
+    as the first one was, whatever happened to the data since.
+    """
+    request_hash = _hash_of(spec)
+    if idempotency_key is not None:
+        known = store.find_submitted(idempotency_key, request_hash, spec.project)
+        if known is not None:
+            return known
+    spec = with_checkpoint_root(spec, checkpoint_root)
+    check_data(spec)
+    # To the microsecond, which is as fine as filters by time can name it.
+    now = round(time.time(), 6)
+    job = Job(
+        id=new_job_id(now),
+        name=spec.name,
+        spec=spec,
+        status=JobStatus.QUEUED,
+        created_at=now,
+        project=spec.project,
+        priority=spec.priority,
+        queued_at=now,
+    )
+    prepare(job.id)
+    return store.create_job(
+        job, idempotency_key=idempotency_key, request_hash=request_hash, actor=actor
+    )
+
+
+def _hash_of(spec: JobSpec) -> str:
+    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def find_job(store: JobStore, reference: str, projects: Collection[str] | None = None) -> Job:
+    """The job with this id, else the newest with this name, else the one whose id starts so.
+
+    `projects` are those whose jobs may be seen, None for all. Raises `JobNotFound`, also where a
+    prefix fits several jobs.
+    """
+    try:
+        found = store.get_job(reference)
+    except JobNotFound:
+        named, _ = store.list_jobs(name=reference, limit=1, projects=projects)
+    else:
+        if projects is not None and found.project not in projects:
+            raise JobNotFound(reference)
+        return found
+    if named:
+        return named[0]
+    # Ids sort by text and pages go down from a cursor: "~" comes after every character of an id.
+    near, _ = store.list_jobs(after=f"{reference}~", limit=2, projects=projects)
+    matches = [job for job in near if reference and job.id.startswith(reference)]
+    if len(matches) != 1:
+        raise JobNotFound(reference)
+    return matches[0]

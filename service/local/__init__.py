@@ -1,0 +1,1 @@
+"""The local stack: `shardloom up`, and machines that join it."""

@@ -1,0 +1,386 @@
+"""`shardloom join` and `leave`: this machine as a node of the cluster that another one heads.
+
+What is wrong is said before anything starts: head and token, versions, run storage, address and
+ports. `joined-HOSTNAME.json` remembers the node, and only that and what it started is ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from service.client.credentials import tls_context
+from service.compatibility import HeadFacts, differences, storage_fault, versions_here
+from service.local import ray_node
+from service.local.processes import ProcessId, is_alive, terminate_tree
+from service.local.ray_node import MachineNode, NodePorts, RayNode, RayState, check_node_ports_free
+from service.local.stack import DEFAULT_PORT, RAY_GRACE_S, LocalStack, Report
+from service.local.state import JoinedState, StackError, StackHome, boot_id
+from service.network import NoAddress, address_towards, interface_of
+from trainer.protocol.versions import check_versions
+
+_ASK_TIMEOUT_S = 10.0
+_CONNECT_TIMEOUT_S = 5.0
+# More than a node gives itself (`trainer.driver.ray_start`).
+_JOIN_TIMEOUT_S = 300.0
+_DRAIN_TIMEOUT_S = 30.0
+# A busy head may leave a question open; one that is gone for good must not cost the whole grace.
+_HEAD_PATIENCE_S = 20.0
+_MAX_TRIES = 3
+_POLL_S = 0.5
+Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True)
+class JoinRequest:
+    """What a machine joins with: see the options of `shardloom join`."""
+
+    head_url: str
+    token: str
+    address: str | None = None
+    num_cpus: int = field(default_factory=lambda: os.cpu_count() or 1)
+    num_gpus: int | None = None
+    ports: NodePorts = field(default_factory=NodePorts)
+
+
+@dataclass
+class JoinedMachine:
+    """This machine beside its head."""
+
+    home: StackHome
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def running(self) -> JoinedState | None:
+        """The node of this machine if it runs, else None."""
+        state = self.home.read_joined()
+        return state if state is not None and state.is_running else None
+
+    def join(self, request: JoinRequest, report: Report) -> tuple[JoinedState, RayNode]:
+        """Start the node and wait until the head counts it; raises `StackError`.
+
+        `report` gets a line per milestone. Nothing is left running after an error.
+        """
+        with self.home.lock():
+            self._check_is_free()
+            facts = ask_head(request.head_url, request.token)
+            node = _node_towards(facts, request)
+            for fault in check_facts(facts):
+                raise StackError(fault)
+            _check_reaches(facts.gcs_address)
+            check_node_ports_free(node.address, node.ports.fixed)
+            self.home.keep_cluster_token(request.token)
+            report(f"the head's versions and run storage {facts.runs_dir} are here, too")
+            return self._start(node, facts, request)
+
+    def leave(self, grace_s: int, report: Report) -> bool:
+        """Let jobs leave this machine for at most `grace_s`, then end its node.
+
+        False if it has not joined. Raises `StackError` if a process does not end.
+        """
+        with self.home.lock():
+            state = self.home.read_joined()
+            if state is None:
+                return False
+            was_running = state.is_running
+            if was_running and grace_s > 0:
+                self._drain(state, grace_s, report)
+            if state.boot_id == boot_id():
+                _end(state.node)
+            self.home.forget_joined()
+            if was_running:
+                report(f"the node at {state.address} has ended")
+            return was_running
+
+    def wait_until_ended(self, state: JoinedState) -> str | None:
+        """Block while the node runs; why it ended, with its last lines; None after a `leave`."""
+        while is_alive(state.node):
+            time.sleep(_POLL_S)
+        with self.home.lock():  # a `leave` that is at it forgets the node as its last act
+            left = self.home.read_joined() != state
+        if left:
+            return None
+        return f"the node has ended by itself; {self._stack.log_tail(_log(state.address))}"
+
+    @property
+    def _stack(self) -> LocalStack:
+        return LocalStack(self.home, self.environment)
+
+    def _check_is_free(self) -> None:
+        """Raise `StackError` where this machine is part of a cluster already."""
+        if state := self.running():
+            raise StackError(
+                f"this machine has joined {state.head_url} already, as {state.address}; "
+                "`shardloom leave` ends that"
+            )
+        stack = self.home.read_state()
+        if stack is not None and stack.is_running and stack.machine == socket.gethostname():
+            raise StackError(
+                f"a stack of {self.home.root} runs on this machine, which cannot join another "
+                "one; `shardloom down` ends it"
+            )
+        if mismatches := check_versions():
+            raise StackError("\n".join(mismatch.message for mismatch in mismatches))
+
+    def _start(
+        self, node: MachineNode, facts: HeadFacts, request: JoinRequest
+    ) -> tuple[JoinedState, RayNode]:
+        executable = ray_node.ray_executable()
+        if executable is None:
+            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-gpu]'")
+        ray = RayState(facts.ray_address, request.token)
+        folder = self.home.ray_dir
+        command = ray_node.join_command(executable, node, facts.gcs_address, folder)
+        environment = node.environment(self.environment, self.home.cluster_token_path)
+        known: set[str] = set()
+        for _ in range(_MAX_TRIES):
+            # One of before a crash, a cut link or the last try may not be given up yet.
+            known |= {node.node_id for node in ray.live_nodes() or ()}
+            ray_node.make_temp_dir(folder)
+            process = self._stack.spawn(_log(node.address), command, environment)
+            with ExitStack() as undo:
+                undo.callback(self._undo, process)
+                state = _state_of(node, facts, request, process)
+                self.home.write_joined(state)
+                if found := _wait_until_joined(node.address, process, ray, known):
+                    undo.pop_all()
+                    state = state.model_copy(update={"node_id": found.node_id})
+                    self.home.write_joined(state)
+                    return state, found
+                was_alive = is_alive(process)
+            # On a busy machine a node's agent may be later than Ray's patience with it.
+            if was_alive:
+                break
+        raise StackError(
+            f"{node.address} did not join {facts.gcs_address}: is the head still up, and do both "
+            "machines reach each other's ports? " + self._stack.log_tail(_log(node.address))
+        )
+
+    def _undo(self, process: ProcessId) -> None:
+        _end(process)
+        self.home.forget_joined()
+
+    def _drain(self, state: JoinedState, grace_s: int, report: Report) -> None:
+        """Tell the jobs that the machine goes, and wait until none has a worker here."""
+        try:
+            ray = RayState(state.ray_address, read_token(self.home.cluster_token_path))
+        except StackError as error:
+            report(f"{error}; the node ends without a word to its jobs")
+            return
+        started = time.monotonic()
+        nodes = _answer(ray.live_nodes, min(grace_s, _HEAD_PATIENCE_S))
+        if nodes is None:
+            report("the head does not answer: the node ends without a word to its jobs")
+            return
+        node_id = _own_node_id(state, nodes)
+        if node_id is None:
+            report("the head counts this node no more: its jobs have lost it already")
+            return
+        left_s = grace_s - (time.monotonic() - started)
+        if self._ask_to_drain(state, node_id, max(1, round(left_s)), report):
+            report(_wait_for_jobs(ray, state.node, node_id, started, grace_s))
+
+    def _ask_to_drain(self, state: JoinedState, node_id: str, grace_s: int, report: Report) -> bool:
+        executable = ray_node.ray_executable()
+        assert executable is not None  # it has started the node
+        environment = ray_node.node_environment(self.environment, self.home.cluster_token_path)
+        try:
+            done = subprocess.run(
+                ray_node.drain_command(executable, state.gcs_address, node_id, grace_s),
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=_DRAIN_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            report(f"Ray did not take the drain within {_DRAIN_TIMEOUT_S:.0f} s")
+            return False
+        if done.returncode:
+            lines = done.stderr.strip().splitlines() or ["no reason given"]
+            report(f"Ray refused the drain: {lines[-1]}")
+        return done.returncode == 0
+
+
+def head_url(address: str) -> str:
+    """URL of the head's service from what `join` is given: ADDRESS, ADDRESS:PORT or a URL."""
+    if "://" in address:
+        return address.rstrip("/")
+    _, _, port = address.rpartition(":")
+    return f"http://{address}" if port.isdecimal() else f"http://{address}:{DEFAULT_PORT}"
+
+
+def read_token(path: Path) -> str:
+    """The Ray token in a file that only its owner can read; raises `StackError`."""
+    try:
+        if path.stat().st_mode & 0o077:
+            raise StackError(f"{path} can be read by others: chmod 600 {path}")
+        token = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not a text file"
+        raise StackError(
+            f"no token in {path} ({reason}): copy the file `ray-token` from the head's "
+            "SHARDLOOM_HOME, as by scp, and name the copy with --token-file"
+        ) from None
+    if not token.isalnum():
+        raise StackError(f"{path} holds no token: it is a copy of the head's file `ray-token`")
+    return token
+
+
+def ask_head(url: str, token: str) -> HeadFacts:
+    """What the head says of itself; raises `StackError`."""
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        with httpx.Client(trust_env=False, timeout=_ASK_TIMEOUT_S, verify=tls_context()) as http:
+            answer = http.get(f"{url}/v1/cluster/head", headers=headers)
+    except (httpx.TransportError, httpx.InvalidURL) as error:
+        raise StackError(
+            f"no head answers at {url} ({error or type(error).__name__}): is `shardloom up --head` "
+            "running there, and its port open?"
+        ) from None
+    if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        raise StackError(
+            f"the head at {url} knows another token: copy its file `ray-token` again; it changes "
+            "when the head's SHARDLOOM_HOME is made anew"
+        )
+    code = answer.status_code
+    if code == httpx.codes.TOO_MANY_REQUESTS or code >= httpx.codes.INTERNAL_SERVER_ERROR:
+        raise StackError(
+            f"the head at {url} cannot say now how to join it (HTTP {code}): {_detail(answer)}"
+        )
+    try:
+        return HeadFacts.model_validate_json(answer.raise_for_status().content)
+    except (httpx.HTTPStatusError, ValueError):
+        raise StackError(
+            f"what answers at {url} is not a head that machines can join (HTTP {code}): start it "
+            "there by `shardloom up --head`"
+        ) from None
+
+
+def _detail(answer: httpx.Response) -> str:
+    """What a problem document says, or where to look."""
+    try:
+        return str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        return "its logs/service.log says why"
+
+
+def check_facts(facts: HeadFacts) -> list[str]:
+    """What keeps this machine from working with a head: versions, then the run storage."""
+    faults = []
+    if unlike := differences(facts.versions, versions_here()):
+        rows = "\n".join(f"  {line}" for line in unlike)
+        faults.append(f"head and machine must have the same versions; they differ:\n{rows}")
+    if fault := storage_fault(Path(facts.runs_dir), facts.storage_id):
+        faults.append(fault)
+    return faults
+
+
+def _node_towards(facts: HeadFacts, request: JoinRequest) -> MachineNode:
+    """This machine as the head will see it; raises `StackError`."""
+    host = facts.gcs_address.rpartition(":")[0]
+    try:
+        address = request.address or address_towards(host)
+        interface = interface_of(address)
+    except NoAddress as error:
+        raise StackError(f"{error}; --address names the one by which the head sees it") from None
+    if address == host:
+        raise StackError(f"{address} is the head itself, which has workers without joining")
+    return MachineNode(address, interface, request.num_cpus, request.num_gpus, request.ports)
+
+
+def _check_reaches(gcs_address: str) -> None:
+    """Raise `StackError` where Ray's own port of the head is closed to us."""
+    host, _, port = gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        reason = error.strerror or "no answer"
+        raise StackError(
+            f"Ray of the head cannot be reached at {gcs_address} ({reason}): open its ports "
+            "between the machines (docs/guides/machines.md lists them)"
+        ) from None
+
+
+def _state_of(
+    node: MachineNode, facts: HeadFacts, request: JoinRequest, process: ProcessId
+) -> JoinedState:
+    return JoinedState(
+        address=node.address,
+        head_url=request.head_url,
+        ray_address=facts.ray_address,
+        gcs_address=facts.gcs_address,
+        boot_id=boot_id(),
+        started_at=time.time(),
+        node=process,
+    )
+
+
+def _wait_until_joined(
+    address: str, process: ProcessId, ray: RayState, known: Collection[str]
+) -> RayNode | None:
+    """The new node as the head counts it; None if it gives up or its time is over."""
+    deadline = time.monotonic() + _JOIN_TIMEOUT_S
+    while is_alive(process) and time.monotonic() < deadline:
+        for node in ray.live_nodes() or ():
+            if node.address == address and node.node_id not in known:
+                return node
+        time.sleep(_POLL_S)
+    return None
+
+
+def _end(process: ProcessId) -> None:
+    """End a node and all that it started; raises `StackError`."""
+    if survivors := terminate_tree(process, grace_s=RAY_GRACE_S):
+        pids = ", ".join(str(survivor.pid) for survivor in survivors)
+        raise StackError(f"processes {pids} of the node do not end, even by SIGKILL")
+
+
+def _answer(ask: Callable[[], Answer | None], patience_s: float) -> Answer | None:
+    """What is answered within the patience; None if nothing is."""
+    deadline = time.monotonic() + patience_s
+    while (answer := ask()) is None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return answer
+
+
+def _own_node_id(state: JoinedState, nodes: Sequence[RayNode]) -> str | None:
+    """This machine's node among those that the head counts; None if it is not there.
+
+    Its address alone may also be that of an earlier node that is not given up yet.
+    """
+    here = [node.node_id for node in nodes if node.address == state.address]
+    if state.node_id is not None:
+        return state.node_id if state.node_id in here else None
+    return here[0] if here else None
+
+
+def _wait_for_jobs(
+    ray: RayState, process: ProcessId, node_id: str, started: float, grace_s: float
+) -> str:
+    """Wait until no job is on a node, at most until its grace is over; how that ended."""
+    while True:
+        num_actors = ray.num_actors_on(node_id)
+        elapsed_s = time.monotonic() - started
+        if num_actors == 0:
+            return f"no job is on this machine any more, after {elapsed_s:.1f} s"
+        if not is_alive(process):
+            return f"the node has ended by itself, after {elapsed_s:.1f} s"
+        if elapsed_s > grace_s:
+            break
+        time.sleep(_POLL_S)
+    if num_actors is None:
+        return f"the head has not said within {grace_s:g} s whether jobs are still here"
+    return f"{num_actors} processes of jobs are still here after {grace_s:g} s"
+
+
+def _log(address: str) -> str:
+    return f"node-{address}"

@@ -1,0 +1,482 @@
+"""How a private Ray cluster is started: command lines of head and further nodes, environment.
+
+Unlike the private Ray of one machine (`service.local.ray_node`) its ports are fixed, so that they
+can be opened. The node's and the workers' are those of every machine.
+
+    head  6379  Ray          node     8710-8715
+          8265  Jobs API     workers  10002-19999
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import socket
+import sys
+import sysconfig
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import httpx
+
+from service.local.state import StackError
+from service.network import port_fault
+
+# Ray replaces 127.0.0.1 by an address that other machines can reach. Any other loopback
+# address is kept, so the cluster stays private and survives a change of network.
+NODE_IP = "127.0.0.2"
+OBJECT_STORE_BYTES = 200_000_000
+# Slots are logical: four workers and the driver run on two cores as well, if more slowly.
+MIN_LOGICAL_CPUS = 8
+# Settings that the trainer reads on its own machine. All others are the service's, secrets among
+# them, and whatever a node has in its environment is read by the code of every job.
+TRAINER_SETTINGS = frozenset(
+    {
+        "SHARDLOOM_CA_FILE",
+        "SHARDLOOM_DATA_CACHE",
+        "SHARDLOOM_DATA_CACHE_BYTES",
+        "SHARDLOOM_FAULTS",
+        "SHARDLOOM_LOG_MAX_BYTES",
+        "SHARDLOOM_STORAGE_RETRY_S",
+        "SHARDLOOM_STORAGE_TIMEOUT_S",
+    }
+)
+_KEPT_FROM_JOBS = frozenset({"RAY_ADDRESS", "RAY_AUTH_TOKEN", "PGPASSWORD", "PGPASSFILE"})
+
+
+@dataclass(frozen=True)
+class RayPorts:
+    """TCP ports of the head, each free when chosen."""
+
+    gcs: int
+    dashboard: int
+    agent_http: int
+    dashboard_metrics: int
+    agent_grpc: int
+    runtime_env_agent: int
+    node_metrics: int
+
+
+def choose_ports() -> RayPorts:
+    """Free ports for a head; all are held until the last is found, so that they differ."""
+    sockets = [socket.socket() for _ in fields(RayPorts)]
+    try:
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return RayPorts(*(each.getsockname()[1] for each in sockets))
+    finally:
+        for each in sockets:
+            each.close()
+
+
+def ray_executable() -> str | None:
+    """Path of the `ray` command of this very environment, or else of PATH; None if absent."""
+    return shutil.which("ray", path=sysconfig.get_path("scripts")) or shutil.which("ray")
+
+
+def start_command(executable: str) -> list[str]:
+    """`ray start` of this environment, made fit for a busy machine; else of that executable."""
+    if importlib.util.find_spec("ray"):
+        return [sys.executable, "-m", "trainer.driver.ray_start"]
+    return [executable, "start"]
+
+
+def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: int) -> list[str]:
+    """Command that runs the head until it is told to stop."""
+    return [
+        *start_command(executable),
+        "--head",
+        "--block",
+        f"--node-ip-address={NODE_IP}",
+        f"--port={ports.gcs}",
+        # No cluster of these grows by itself.
+        "--no-monitor",
+        f"--dashboard-agent-listen-port={ports.agent_http}",
+        *_ports_of_agents(ports.agent_grpc, ports.runtime_env_agent, ports.node_metrics),
+        "--include-dashboard=true",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={ports.dashboard}",
+        # Random ports: the default range is the same for every cluster of the machine.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={max(MIN_LOGICAL_CPUS, num_cores)}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--temp-dir={temp_dir}",
+        "--disable-usage-stats",
+        "--include-log-monitor=false",
+        "--log-color=false",
+    ]
+
+
+def node_command(executable: str, gcs_address: str, node_ip: str, num_cores: int) -> list[str]:
+    """Command that runs a further node, with an address of its own, until it is told to stop."""
+    return [
+        *start_command(executable),
+        "--block",
+        f"--address={gcs_address}",
+        f"--node-ip-address={node_ip}",
+        f"--dashboard-agent-listen-port={free_port()}",
+        *_ports_of_agents(free_port(), free_port(), free_port()),
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--num-cpus={num_cores}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--disable-usage-stats",
+        "--log-color=false",
+    ]
+
+
+def _ports_of_agents(grpc: int, runtime_env: int, metrics: int) -> list[str]:
+    """A raylet that is told them does not wait for its agents, which it gives 15 s to come up.
+
+    That of the agent's own API `trainer.driver.ray_start` tells it.
+    """
+    return [
+        f"--dashboard-agent-grpc-port={grpc}",
+        f"--runtime-env-agent-port={runtime_env}",
+        f"--metrics-export-port={metrics}",
+    ]
+
+
+def free_port() -> int:
+    """A loopback port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
+    """Environment of any node and of everything below it, drivers and workers included.
+
+    Of the service's own settings only `TRAINER_SETTINGS`: no key, no database's password.
+    """
+    kept = {key: value for key, value in inherited.items() if _is_for_jobs(key)}
+    return kept | {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's default of 15 lets training starve beside anything else on the machine.
+        "RAY_worker_niceness": "0",
+        # On a small machine Ray's own helpers cost the job several percent of its rows a second:
+        # nobody reads these statistics here, and worker logs go to run storage by themselves.
+        "REPORTER_UPDATE_INTERVAL_MS": "30000",
+        "RAY_task_events_report_interval_ms": "0",
+        # On a busy machine agents and workers may be late, which is no reason to give a node up.
+        "RAY_agent_register_timeout_ms": "300000",
+        "RAY_worker_register_timeout_seconds": "300",
+        "RAY_raylet_start_wait_time_s": "240",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
+        # Ray would start a worker for each CPU with the first job, none of which has its
+        # environment, nor ever serves it.
+        "RAY_prestart_worker_first_driver": "0",
+        # Workers import the engine when they start; with 1 they leave others for the next job.
+        "RAY_preload_python_modules": "trainer.driver.preload",
+        # By default a head that is told to stop waits up to 30 s for its node to drain.
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+    }
+
+
+def _is_for_jobs(name: str) -> bool:
+    if name.startswith("SHARDLOOM_"):
+        return name in TRAINER_SETTINGS
+    return name not in _KEPT_FROM_JOBS
+
+
+def head_environment(
+    inherited: Mapping[str, str], ports: RayPorts, token_path: Path
+) -> dict[str, str]:
+    """Environment of the head."""
+    return node_environment(inherited, token_path) | {
+        # A host that dies is noticed within seconds, not in half a minute.
+        "RAY_health_check_initial_delay_ms": "1000",
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_timeout_ms": "5000",
+        "RAY_health_check_failure_threshold": "3",
+        "DASHBOARD_METRIC_PORT": str(ports.dashboard_metrics),
+    }
+
+
+def live_addresses(ray_address: str, token: str) -> set[str]:
+    """Addresses of the nodes that Ray counts as alive; none while it does not answer."""
+    headers = {"Authorization": f"Bearer {token}"}
+    try:
+        with httpx.Client(trust_env=False, timeout=5.0, headers=headers) as http:
+            nodes = http.get(f"{ray_address}/api/v0/nodes").json()["data"]["result"]["result"]
+    except (httpx.TransportError, ValueError, KeyError, TypeError):
+        return set()
+    return {node["node_ip"] for node in nodes if node["state"] == "ALIVE"}
+
+
+def make_temp_dir(path: Path) -> None:
+    """Make Ray's folder afresh, private to this user; raises `OSError` if another user owns it."""
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user; set SHARDLOOM_HOME elsewhere")
+    shutil.rmtree(path)
+    path.mkdir(mode=0o700)
+
+
+# Ray on machines of a network: command lines of the head and of machines that join it.
+
+RAY_PORT = 6379
+RAY_DASHBOARD_PORT = 8265
+NODE_PORT = 8710
+WORKER_PORTS = "10002-19999"
+_NODE_PORT_OPTIONS = (
+    "--node-manager-port",
+    "--object-manager-port",
+    "--dashboard-agent-grpc-port",
+    "--dashboard-agent-listen-port",
+    "--runtime-env-agent-port",
+    "--metrics-export-port",
+)
+_LAST_PORT = 2**16 - 1
+_ASK_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class NodePorts:
+    """TCP ports of one machine: six for the node, from `first` on, and a range for its workers."""
+
+    first: int = NODE_PORT
+    first_worker: int = 10002
+    last_worker: int = 19999
+
+    @property
+    def fixed(self) -> range:
+        """The ports of the node itself."""
+        return range(self.first, self.first + len(_NODE_PORT_OPTIONS))
+
+    def options(self) -> list[str]:
+        """What `ray start` is told of them."""
+        pairs = zip(_NODE_PORT_OPTIONS, self.fixed, strict=True)
+        return [
+            *(f"{option}={port}" for option, port in pairs),
+            f"--min-worker-port={self.first_worker}",
+            f"--max-worker-port={self.last_worker}",
+        ]
+
+
+def parse_ports(first: int, workers: str) -> NodePorts:
+    """Ports from options; `workers` reads FIRST-LAST. Raises ValueError with a sentence."""
+    match = re.fullmatch(r"(\d{1,5})-(\d{1,5})", workers)
+    if match is None:
+        raise ValueError(f"'{workers}' is no range of ports; it reads FIRST-LAST, as 10002-19999")
+    ports = NodePorts(first, int(match[1]), int(match[2]))
+    if not 1024 <= ports.first_worker <= ports.last_worker <= _LAST_PORT:
+        raise ValueError(f"'{workers}': a range of ports goes up, from 1024 to {_LAST_PORT}")
+    if ports.fixed.stop - 1 > _LAST_PORT:
+        raise ValueError(f"the six ports from {first} on would go beyond {_LAST_PORT}")
+    if ports.fixed.start <= ports.last_worker and ports.first_worker < ports.fixed.stop:
+        raise ValueError(
+            f"the node's ports {ports.fixed.start}-{ports.fixed.stop - 1} lie in the workers' "
+            f"range {workers}"
+        )
+    return ports
+
+
+@dataclass(frozen=True)
+class MachineNode:
+    """One machine as Ray sees it. Where `num_gpus` is None Ray counts those of the machine."""
+
+    address: str
+    interface: str
+    num_cpus: int = field(default_factory=lambda: os.cpu_count() or 1)
+    num_gpus: int | None = None
+    ports: NodePorts = field(default_factory=NodePorts)
+
+    def options(self, temp_dir: Path) -> list[str]:
+        """What `ray start` is told of it."""
+        gpus = [] if self.num_gpus is None else [f"--num-gpus={self.num_gpus}"]
+        return [
+            "--block",
+            f"--node-ip-address={self.address}",
+            *self.ports.options(),
+            f"--num-cpus={self.num_cpus}",
+            *gpus,
+            f"--object-store-memory={OBJECT_STORE_BYTES}",
+            f"--temp-dir={temp_dir}",
+            "--disable-usage-stats",
+            "--include-log-monitor=false",
+            "--log-color=false",
+        ]
+
+    def environment(self, inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
+        """Environment of the node and its workers.
+
+        Gloo looks the machine's own name up, which often leads to 127.0.0.1 or 127.0.1.1, and NCCL
+        takes what interface it likes: both are told the one that leads to the others.
+        """
+        # "=" makes NCCL take that very name; without it, all that begin so.
+        networks = {
+            "GLOO_SOCKET_IFNAME": self.interface,
+            "NCCL_SOCKET_IFNAME": f"={self.interface}",
+        }
+        chosen = {name: inherited[name] for name in networks if inherited.get(name)}
+        return node_environment(inherited, token_path) | networks | chosen
+
+
+@dataclass(frozen=True)
+class MachineHead:
+    """The machine that others join, and the ports at which they find it."""
+
+    node: MachineNode
+    ray_port: int = RAY_PORT
+    dashboard_port: int = RAY_DASHBOARD_PORT
+
+    @property
+    def gcs_address(self) -> str:
+        """Where nodes join, as HOST:PORT."""
+        return f"{self.node.address}:{self.ray_port}"
+
+    @property
+    def ray_address(self) -> str:
+        """URL of the Jobs API."""
+        return f"http://{self.node.address}:{self.dashboard_port}"
+
+    @property
+    def fixed_ports(self) -> list[int]:
+        """Ports that must be free before it starts, the service's apart."""
+        return [self.ray_port, self.dashboard_port, *self.node.ports.fixed]
+
+    @property
+    def all_ports(self) -> set[int]:
+        """Those and its workers'."""
+        workers = range(self.node.ports.first_worker, self.node.ports.last_worker + 1)
+        return {*self.fixed_ports, *workers}
+
+    def check_ports(self) -> None:
+        """Raise ValueError with a sentence where one port has two uses."""
+        ports = self.node.ports.fixed
+        workers = range(self.node.ports.first_worker, self.node.ports.last_worker + 1)
+        for index, port in enumerate(self.fixed_ports):
+            if port > _LAST_PORT:
+                raise ValueError(f"the head's six ports from --node-port on go beyond {port - 1}")
+            if port in self.fixed_ports[:index]:
+                raise ValueError(
+                    f"port {port} has two uses: --ray-port, --ray-dashboard-port and the head's "
+                    f"six from --node-port on ({ports.start}-{ports.stop - 1}) differ"
+                )
+            if port in workers:
+                raise ValueError(
+                    f"port {port} of the head lies in the workers' range "
+                    f"{workers.start}-{workers.stop - 1} (--worker-ports)"
+                )
+
+    def command(self, executable: str, temp_dir: Path) -> list[str]:
+        """Command that runs it until it is told to stop."""
+        return [
+            *start_command(executable),
+            "--head",
+            f"--port={self.ray_port}",
+            "--no-monitor",
+            "--include-dashboard=true",
+            f"--dashboard-host={self.node.address}",
+            f"--dashboard-port={self.dashboard_port}",
+            *self.node.options(temp_dir),
+        ]
+
+    def environment(
+        self, inherited: Mapping[str, str], ports: RayPorts, token_path: Path
+    ) -> dict[str, str]:
+        """Environment of the head and of what runs there."""
+        return self.node.environment(head_environment(inherited, ports, token_path), token_path)
+
+
+def check_node_ports_free(address: str, ports: Iterable[int]) -> None:
+    """Raise `StackError` if something listens on one of the ports of a machine's Ray."""
+    for port in ports:
+        if fault := port_fault(address, port):
+            raise StackError(
+                f"{fault}: is another Ray here? --node-port (six ports from there on), "
+                "--ray-port and --ray-dashboard-port name others"
+            )
+
+
+def join_command(executable: str, node: MachineNode, gcs_address: str, temp_dir: Path) -> list[str]:
+    """Command that runs a machine's node until it is told to stop."""
+    start = start_command(executable)
+    return [*start, f"--address={gcs_address}", *node.options(temp_dir)]
+
+
+def drain_command(executable: str, gcs_address: str, node_id: str, grace_s: int) -> list[str]:
+    """Command that tells Ray, and by it every job, that a node is about to go."""
+    return [
+        executable,
+        "drain-node",
+        f"--address={gcs_address}",
+        f"--node-id={node_id}",
+        "--reason=DRAIN_NODE_REASON_PREEMPTION",
+        "--reason-message=shardloom leave",
+        f"--deadline-remaining-seconds={grace_s}",
+    ]
+
+
+@dataclass(frozen=True)
+class RayNode:
+    """A node that Ray counts as alive."""
+
+    node_id: str
+    address: str
+    is_head: bool
+    num_cpus: float
+    num_gpus: float
+    memory_bytes: int
+
+
+@dataclass(frozen=True)
+class RayState:
+    """Asks a Ray head (URL of its dashboard) for its nodes; it answers with its token only."""
+
+    ray_address: str
+    token: str
+
+    def live_nodes(self) -> list[RayNode] | None:
+        """Nodes that are alive; None while nobody answers, or not as Ray does."""
+        rows = self._rows("nodes", {"limit": "10000"})
+        if rows is None:
+            return None
+        try:
+            return [_node_of(row) for row in rows if row["state"] == "ALIVE"]
+        except (KeyError, TypeError, AttributeError):  # a node that is on its way up
+            return None
+
+    def has_head(self) -> bool:
+        """Whether the head's own node is among them."""
+        return any(node.is_head for node in self.live_nodes() or ())
+
+    def num_actors_on(self, node_id: str) -> int | None:
+        """Actors, workers of jobs above all, that live on a node; None as above."""
+        parameters = {
+            "filter_keys": ["node_id", "state"],
+            "filter_predicates": ["=", "="],
+            "filter_values": [node_id, "ALIVE"],
+        }
+        rows = self._rows("actors", parameters)
+        return None if rows is None else len(rows)
+
+    def _rows(self, what: str, parameters: Mapping[str, str | list[str]]) -> list[dict] | None:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        try:
+            with httpx.Client(trust_env=False, timeout=_ASK_TIMEOUT_S, headers=headers) as http:
+                answer = http.get(f"{self.ray_address}/api/v0/{what}", params=parameters)
+            rows: list[dict] = answer.json()["data"]["result"]["result"]
+        except (httpx.TransportError, ValueError, KeyError, TypeError):
+            return None
+        return rows
+
+
+def _node_of(row: Mapping) -> RayNode:
+    resources = row["resources_total"]
+    return RayNode(
+        node_id=row["node_id"],
+        address=row["node_ip"],
+        is_head=bool(row["is_head_node"]),
+        num_cpus=resources.get("CPU", 0),
+        num_gpus=resources.get("GPU", 0),
+        memory_bytes=int(resources.get("memory", 0)),
+    )

@@ -1,0 +1,548 @@
+"""Whether the parts of a local stack can start, and when they are ready.
+
+Both start at the same time and live in sessions of their own, so they outlive the command that
+started them. Jobs go the same way as on a cluster: the service submits them to Ray's Jobs API.
+`stack.json` remembers who was started; only those processes and what they started are ended.
+With SHARDLOOM_RAY_ADDRESS set no Ray is started and that cluster is used; with
+SHARDLOOM_BACKEND=fake there is no cluster at all.
+
+They share the cores of this machine, but Ray, and so every job, takes them for different hosts. A
+laptop can show that way what becomes of a job when a host dies (`kill`) or comes (`add`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import httpx
+
+from service.local import ray_node
+from service.local.processes import (
+    ProcessId,
+    identify,
+    is_alive,
+    process_table,
+    process_tree,
+    terminate_tree,
+)
+from service.local.ray_node import MachineHead, RayState, check_node_ports_free
+from service.local.state import StackError, StackHome, StackState, boot_id
+from service.network import local_url, port_fault
+from trainer.protocol.versions import check_versions
+
+# A busy machine of two cores has needed more than a minute until Ray counted its node.
+START_TIMEOUT_S = 300.0
+_READY_POLL_S = 0.1
+_PORT_PATIENCE_S = 10.0
+
+
+@dataclass(frozen=True)
+class Component:
+    """One process of the stack and how to tell that it is ready.
+
+    `url` answers with success, and then `has_node`, where there is one, says that Ray counts the
+    node of this machine: its Jobs API answers before that, and a job would find no place.
+    """
+
+    name: str
+    process: ProcessId
+    url: str
+    token: str | None = None
+    has_node: Callable[[], bool] | None = None
+
+    def fault(self, http: httpx.Client) -> str | None:
+        """What is not ready yet, as a clause; None if all is."""
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        try:
+            answers = http.get(self.url, headers=headers).is_success
+        except httpx.TransportError:
+            answers = False
+        if not answers:
+            return f"does not answer at {self.url}"
+        if self.has_node is not None and not self.has_node():
+            return "does not count the node of this machine as alive"
+        return None
+
+
+def wait_until_ready(
+    parts: Sequence[Component], report: Callable[[str], None], log_tail: Callable[[str], str]
+) -> None:
+    """Wait until all are ready; `report` gets a line for each.
+
+    Raises `StackError` with the end of its log for one that ends or is late.
+    """
+    started = time.monotonic()
+    waiting = list(parts)
+    # It asks this machine whether it is well: whose certificate that has is no matter.
+    with httpx.Client(trust_env=False, timeout=2.0, verify=False) as http:
+        while waiting:
+            for part in list(waiting):
+                fault = part.fault(http)
+                elapsed_s = time.monotonic() - started
+                if fault is None:
+                    waiting.remove(part)
+                    report(f"{part.name} ready after {elapsed_s:.1f} s")
+                elif not is_alive(part.process):
+                    raise StackError(f"{part.name} did not start; {log_tail(part.name)}")
+                elif elapsed_s > START_TIMEOUT_S:
+                    raise StackError(
+                        f"{part.name} runs but {fault} after {elapsed_s:.0f} s; "
+                        f"{log_tail(part.name)}"
+                    )
+            time.sleep(_READY_POLL_S)
+
+
+def wait_for_port(port: int, host: str) -> None:
+    """Give a service that was killed the time to be gone altogether.
+
+    It has died when its first thread has, but keeps its port until the last one is back from the
+    disk.
+    """
+    deadline = time.monotonic() + _PORT_PATIENCE_S
+    while port_fault(host, port) is not None and time.monotonic() < deadline:
+        time.sleep(_READY_POLL_S)
+
+
+def check_port_free(port: int, host: str = "127.0.0.1") -> None:
+    """Raise `StackError`, naming the port and the way out, if something listens on it."""
+    if fault := port_fault(host, port):
+        raise StackError(
+            f"{fault}; choose another one: `shardloom up --port {port + 1}` "
+            f"or SHARDLOOM_PORT={port + 1}"
+        )
+
+
+# The local stack behind `shardloom up`: the service and a private Ray, as two child processes.
+
+SERVICE_COMMAND = (sys.executable, "-m", "service.app")
+DEFAULT_PORT = 8700
+POLL_S = 0.1
+# The service gives open requests 5 s before it closes them.
+SERVICE_GRACE_S = 8.0
+RAY_GRACE_S = 5.0
+LOG_TAIL_LINES = 15
+Report = Callable[[str], None]
+
+
+class LocalStack:
+    """Starts, finds and ends the stack of one home folder."""
+
+    def __init__(
+        self,
+        home: StackHome,
+        environment: Mapping[str, str] = os.environ,
+        service_command: Sequence[str] = SERVICE_COMMAND,
+        head: MachineHead | None = None,
+    ) -> None:
+        """With `head` its Ray is one that other machines can join, and the service is there too."""
+        self.home = home
+        self._head = head
+        self._environment = dict(environment)
+        self._service_command = list(service_command)
+        self._started: list[ProcessId] = []
+        # An object that is dropped while its process runs would raise a ResourceWarning.
+        self._children: list[subprocess.Popen[bytes]] = []
+
+    def running(self) -> StackState | None:
+        """State of the stack if all of it runs, else None."""
+        state = self._own_state()
+        return state if state is not None and state.is_running else None
+
+    def up(self, *, port: int | None = None, report: Report) -> StackState:
+        """Start what does not run yet, wait until it answers, and return its state.
+
+        `report` gets a line per milestone. Raises `StackError`; nothing is left running then.
+        """
+        with self.home.lock():
+            if state := self.running():
+                return state
+            # Of earlier starts of this object Ray may live, which is not this one's to undo.
+            self._started = []
+            before = self._end_leftovers(report)
+            port = port or self._default_port(before)
+            if before is not None:
+                wait_for_port(port, self._probed_address)
+            self._check_can_start(port, starts_ray=self._starts_ray and before is None)
+            with ExitStack() as undo:
+                undo.callback(self._undo_start, before)
+                state, parts = self._launch(port, before)
+                wait_until_ready(parts, report, self.log_tail)
+                undo.pop_all()
+            return state
+
+    def down(self, report: Report, *, only: StackState | None = None) -> bool:
+        """End the stack and all that it started; False if nothing ran. Raises `StackError`.
+
+        With `only` a stack that others started in place of that one is left alone.
+        """
+        with self.home.lock():
+            state = self._own_state()
+            if state is None or (only is not None and not state.has_processes_of(only)):
+                return False
+            ended = self._end(state, report)
+            self.home.forget_state()
+            return ended
+
+    def wait_until_broken(self, state: StackState) -> str:
+        """Block while all of the stack runs; then say which part ended, with its last lines."""
+        while state.is_running:
+            time.sleep(POLL_S * 5)
+        name = "ray" if state.service is not None and is_alive(state.service) else "service"
+        return f"{name} has ended by itself; {self.log_tail(name)}"
+
+    def was_ended(self, state: StackState) -> bool:
+        """Whether a `down` of somebody else has ended a stack; waits for one that is at it."""
+        with self.home.lock():
+            found = self.home.read_state()
+            return found is None or not found.has_processes_of(state)
+
+    def has_live_ray(self, state: StackState) -> bool:
+        """Whether the Ray of a stack lives, so that a service that ended can be started again."""
+        return state.ray is not None and state.boot_id == boot_id() and is_alive(state.ray)
+
+    # ---- before
+
+    def _own_state(self) -> StackState | None:
+        """The state of this machine's stack; raises `StackError` for that of another machine."""
+        state = self.home.read_state()
+        is_here = state is None or state.boot_id == boot_id()
+        if state is not None and not is_here and state.machine not in ("", socket.gethostname()):
+            raise StackError(
+                f"the stack of {self.home.root} runs on {state.machine}, and can be started and "
+                "stopped there only; for one of this machine name another SHARDLOOM_HOME, or "
+                f"remove {self.home.state_path} if that machine is no more"
+            )
+        return state
+
+    @property
+    def _head_address(self) -> str | None:
+        return self._head.node.address if self._head is not None else None
+
+    @property
+    def _probed_address(self) -> str:
+        """Where others of this machine would hold the service's port."""
+        return self._head_address or "127.0.0.1"
+
+    @property
+    def _host(self) -> str:
+        """Address that the service listens on."""
+        return self._environment.get("SHARDLOOM_HOST") or self._head_address or "127.0.0.1"
+
+    def url_at(self, port: int | None) -> str:
+        """Where the service will be with this port, or that of the settings; raises `StackError`.
+
+        For the first start of a home: later ones keep the port.
+        """
+        return self._url(port or self._default_port(None))
+
+    def _url(self, port: int) -> str:
+        scheme = "https" if self._environment.get("SHARDLOOM_SSL_CERTFILE") else "http"
+        # Other machines see it by the head's address, even where it listens on every one.
+        return local_url(self._head_address or self._host, port, scheme)
+
+    @property
+    def _starts_ray(self) -> bool:
+        return self._environment.get("SHARDLOOM_BACKEND") != "fake" and not self._environment.get(
+            "SHARDLOOM_RAY_ADDRESS"
+        )
+
+    def _default_port(self, before: StackState | None) -> int:
+        # Drivers that still run post to the old address, so a restarted service keeps it.
+        if before is not None and (old_port := httpx.URL(before.url).port):
+            return old_port
+        text = self._environment.get("SHARDLOOM_PORT") or str(DEFAULT_PORT)
+        if not text.isdecimal() or not 0 < int(text) < 2**16:
+            raise StackError(f"SHARDLOOM_PORT={text} is not a port; it is a number up to 65535")
+        return int(text)
+
+    def _end_leftovers(self, report: Report) -> StackState | None:
+        """End a half-dead stack; returns its state if its Ray lives and can be used again."""
+        state = self._own_state()
+        if state is None or state.boot_id != boot_id():
+            self.home.forget_state()
+            return None
+        keeps_ray = self._starts_ray and state.head_address == self._head_address
+        if state.ray is not None and is_alive(state.ray) and keeps_ray:
+            report("the service had ended; its Ray still runs and is kept")
+            if state.service is not None:
+                terminate_tree(state.service, grace_s=0.0)
+            return state
+        self._end(state, report)
+        self.home.forget_state()
+        return None
+
+    def _check_can_start(self, port: int, *, starts_ray: bool) -> None:
+        missing = [
+            name
+            for name in ("fastapi", "sqlalchemy", "uvicorn")
+            if not importlib.util.find_spec(name)
+        ]
+        if missing:
+            raise StackError(
+                f"a local stack needs {', '.join(missing)}, not installed here: run `make setup`, "
+                "or pip install 'shardloom[service,trainer-cpu]'. To use a service elsewhere, "
+                "give its --url"
+            )
+        if starts_ray and (mismatches := check_versions()):
+            raise StackError("\n".join(mismatch.message for mismatch in mismatches))
+        check_port_free(port, self._probed_address)
+        if starts_ray and self._head is not None:
+            if port in self._head.all_ports:
+                raise StackError(
+                    f"port {port} is both the service's and one of Ray's: --port, --node-port, "
+                    "--ray-port, --ray-dashboard-port and --worker-ports name others"
+                )
+            check_node_ports_free(self._head.node.address, self._head.fixed_ports)
+
+    # ---- start
+
+    def _launch(self, port: int, before: StackState | None) -> tuple[StackState, list[Component]]:
+        url = self._url(port)
+        state = before or StackState(
+            url=url,
+            boot_id=boot_id(),
+            started_at=time.time(),
+            ray_address=self._environment.get("SHARDLOOM_RAY_ADDRESS"),
+            machine=socket.gethostname(),
+            head_address=self._head_address,
+        )
+        parts = []
+        if self._starts_ray and state.ray is None:
+            state = self._launch_ray(state)
+            parts.append(self._ray_part(state))
+        state = self._launch_service(state.model_copy(update={"url": url}), port)
+        assert state.service is not None
+        return state, [Component("service", state.service, f"{url}/healthz"), *parts]
+
+    def _ray_part(self, state: StackState) -> Component:
+        assert state.ray is not None
+        assert state.ray_address is not None
+        token = self.home.token()
+        nodes = RayState(state.ray_address, token)
+        return Component("ray", state.ray, f"{state.ray_address}/api/jobs/", token, nodes.has_head)
+
+    def _launch_ray(self, state: StackState) -> StackState:
+        executable = ray_node.ray_executable()
+        if executable is None:
+            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-cpu]'")
+        ports = ray_node.choose_ports()
+        self.home.token()
+        ray_node.make_temp_dir(self.home.ray_dir)
+        head, folder, token_path = self._head, self.home.ray_dir, self.home.token_path
+        if head is not None:
+            command = head.command(executable, folder)
+            environment = head.environment(self._environment, ports, token_path)
+            address, gcs_address = head.ray_address, head.gcs_address
+        else:
+            command = ray_node.head_command(executable, ports, folder, os.cpu_count() or 1)
+            environment = ray_node.head_environment(self._environment, ports, token_path)
+            address = f"http://127.0.0.1:{ports.dashboard}"
+            gcs_address = f"{ray_node.NODE_IP}:{ports.gcs}"
+        process = self.spawn("ray", command, environment)
+        started = {"ray": process, "ray_address": address, "gcs_address": gcs_address}
+        return self._remember(state.model_copy(update=started))
+
+    def _launch_service(self, state: StackState, port: int) -> StackState:
+        settings = {"SHARDLOOM_HOME": str(self.home.root), "SHARDLOOM_PORT": str(port)}
+        if state.ray is not None and state.ray_address is not None:
+            settings["SHARDLOOM_RAY_ADDRESS"] = state.ray_address
+            settings["SHARDLOOM_RAY_AUTH_TOKEN"] = self.home.token()
+        if self._head is not None and state.gcs_address is not None:
+            settings["SHARDLOOM_HOST"] = self._host
+            settings["SHARDLOOM_GCS_ADDRESS"] = state.gcs_address
+            settings["SHARDLOOM_SERVICE_URL"] = (
+                self._environment.get("SHARDLOOM_SERVICE_URL") or state.url
+            )
+        process = self.spawn("service", self._service_command, self._environment | settings)
+        return self._remember(state.model_copy(update={"service": process}))
+
+    def spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
+        """Start a process in a session of its own, with a log of that name."""
+        log = self.home.log_path(name)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        if log.exists():
+            log.replace(log.with_suffix(".previous.log"))
+        # The children run the code that this command runs, installed or not.
+        code_root = str(Path(__file__).resolve().parents[1])
+        inherited = environment.get("PYTHONPATH")
+        path = os.pathsep.join([code_root, inherited] if inherited else [code_root])
+        with log.open("wb") as output:
+            child = subprocess.Popen(
+                command,
+                env=environment | {"PYTHONPATH": path},
+                cwd=self.home.root,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._children.append(child)
+        self._started.append(identify(child.pid))
+        return self._started[-1]
+
+    def _remember(self, state: StackState) -> StackState:
+        self.home.write_state(state)
+        return state
+
+    def log_tail(self, name: str) -> str:
+        """The last lines of a log, with its path."""
+        path = self.home.log_path(name)
+        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+        tail = "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:])
+        return f"the end of {path}:\n{tail}"
+
+    # ---- end
+
+    def _undo_start(self, before: StackState | None) -> None:
+        """End what this start has begun; a Ray from before, and its jobs, go on."""
+        for process in self._started:
+            terminate_tree(process, grace_s=RAY_GRACE_S)
+        if before is None:
+            self.home.forget_state()
+        else:
+            self.home.write_state(before)
+
+    def _end(self, state: StackState, report: Report) -> bool:
+        """End the service, then hosts and Ray, so that the service does not see its cluster go."""
+        if state.boot_id != boot_id():
+            return False
+        ended = False
+        graces = (
+            ("service", state.service, SERVICE_GRACE_S),
+            *((f"host {address}", host, 0.0) for address, host in state.hosts.items()),
+            ("ray", state.ray, RAY_GRACE_S),
+        )
+        for name, process, grace_s in graces:
+            if process is None:
+                continue
+            was_alive = is_alive(process)
+            started = time.monotonic()
+            if survivors := terminate_tree(process, grace_s=grace_s):
+                pids = ", ".join(str(survivor.pid) for survivor in survivors)
+                raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
+            if was_alive:
+                report(f"{name} ended after {time.monotonic() - started:.1f} s")
+            ended = ended or was_alive
+        return ended
+
+
+# Further hosts of the local stack: Ray nodes with loopback addresses of their own.
+
+CPUS_PER_HOST = 4
+_MAX_TRIES = 3
+# More than a node gives itself (`trainer.driver.ray_start`).
+_JOIN_TIMEOUT_S = 300.0
+_POLL_S = 0.5
+
+
+@dataclass
+class LocalHosts:
+    """The hosts beside the head of a stack that runs."""
+
+    stack: LocalStack
+    environment: Mapping[str, str] = field(default_factory=lambda: os.environ)
+
+    def running(self) -> list[str]:
+        """Addresses of those that live, without the head's."""
+        return [address for address, root in self._state().hosts.items() if is_alive(root)]
+
+    def add(self, address: str | None = None, num_cores: int = CPUS_PER_HOST) -> str:
+        """Start a host and wait until it has joined; its address, the next free one by default.
+
+        Raises `StackError`.
+        """
+        with self.stack.home.lock():
+            state = self._state()
+            if state.head_address is not None:
+                raise StackError(
+                    f"other machines join this head, by `shardloom join {state.head_address}` there"
+                )
+            address = address or self._next_address(state)
+            if address in self.running() or address == ray_node.NODE_IP:
+                raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
+            if state.gcs_address is None or state.ray_address is None:
+                raise StackError("hosts can be added to a Ray that `shardloom up` started, only")
+            for _ in range(_MAX_TRIES):
+                process = self._start(address, state.gcs_address, num_cores)
+                hosts = state.hosts | {address: process}
+                self.stack.home.write_state(state.model_copy(update={"hosts": hosts}))
+                if self._wait_until_joined(address, process, state.ray_address):
+                    return address
+                # On a busy machine a node may end because a part of it was too late; one that
+                # lives, and has had all this time, is not late but cut off.
+                was_alive = is_alive(process)
+                terminate_tree(process, grace_s=0.0)
+                if was_alive:
+                    break
+        self._forget(address)
+        raise StackError(
+            f"host {address} did not join Ray; see {self.stack.home.log_path(_name(address))}"
+        )
+
+    def _start(self, address: str, gcs_address: str, num_cores: int) -> ProcessId:
+        executable = ray_node.ray_executable()
+        if executable is None:
+            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-cpu]'")
+        return self.stack.spawn(
+            _name(address),
+            ray_node.node_command(executable, gcs_address, address, num_cores),
+            ray_node.node_environment(self.environment, self.stack.home.token_path),
+        )
+
+    def _wait_until_joined(self, address: str, process: ProcessId, ray_address: str) -> bool:
+        """Whether Ray counts the host among its nodes before it gives up or its time is over."""
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        while is_alive(process) and time.monotonic() < deadline:
+            if address in ray_node.live_addresses(ray_address, self.stack.home.token()):
+                return True
+            time.sleep(_POLL_S)
+        return False
+
+    def _forget(self, address: str) -> None:
+        state = self._state()
+        hosts = {other: root for other, root in state.hosts.items() if other != address}
+        self.stack.home.write_state(state.model_copy(update={"hosts": hosts}))
+
+    def kill(self, address: str) -> int:
+        """End everything that runs on a host at once, as a power cut would; how many processes.
+
+        Raises `StackError`.
+        """
+        with self.stack.home.lock():
+            state = self._state()
+            if address not in self.running():
+                there = ", ".join(self.running()) or "none"
+                raise StackError(f"no host {address} beside the head; those that run: {there}")
+            victims = process_tree(state.hosts[address], process_table())
+            for victim in victims:
+                with suppress(ProcessLookupError):
+                    os.kill(victim.pid, signal.SIGKILL)
+            self._forget(address)
+        return len(victims)
+
+    def _state(self) -> StackState:
+        state = self.stack.running()
+        if state is None:
+            raise StackError("no stack runs here; `shardloom up` starts one")
+        return state
+
+    def _next_address(self, state: StackState) -> str:
+        candidate = IPv4Address(ray_node.NODE_IP) + 1
+        while str(candidate) in state.hosts:
+            candidate += 1
+        return str(candidate)
+
+
+def _name(address: str) -> str:
+    return f"host-{address}"

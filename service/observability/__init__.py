@@ -1,0 +1,1 @@
+"""Prometheus metrics, OpenTelemetry traces and logging of the service."""

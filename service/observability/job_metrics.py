@@ -1,0 +1,305 @@
+"""What each live job says of itself to Prometheus: read off the jobs at each scrape.
+
+Every replica of the service shows every live job as it last saw it in the store, so whoever sums
+over replicas counts twice: take the `max by (job_id)`. Moments are told as Unix seconds, never as
+ages, so that the greatest is the newest. What happened in the current attempt starts at 0 with the
+next one, as a counter does. A job's series are gone once it has ended.
+
+A scrape costs about 30 lines a job, so that at most `max_jobs` are shown: those that hold workers
+come before those that rest, older ones before younger ones, the same on every replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from service.domain.membership import (
+    copies_needed,
+    failure_domain,
+    membership_of,
+    num_current,
+    num_wanted,
+    workers_held,
+)
+from service.domain.metrics import LOST_PREFIX, SHARE, steps_at_risk
+from service.domain.models import Job, JobStatus
+
+# Jobs that nobody has looked at for so long may have ended since: other replicas know better.
+STALE_AFTER_S = 60.0
+_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
+_LABELS = ("job_id", "project")
+Sample = tuple[tuple[str, ...], float]
+Read = Callable[[Job], Iterator[Sample]]
+
+
+@dataclass(frozen=True)
+class _Family:
+    """A metric of jobs: `read` gives (further labels, value) for each of its series of a job."""
+
+    name: str
+    text: str
+    read: Read
+    labels: tuple[str, ...] = ()
+
+
+def _value(value: float | None) -> Iterator[Sample]:
+    if value is not None:
+        yield (), value
+
+
+def _runs(job: Job) -> bool:
+    return job.status is JobStatus.RUNNING
+
+
+def _advanced_at(job: Job) -> float | None:
+    """None while it does not run, and for jobs of earlier versions until they report."""
+    return job.progress.advanced_at if _runs(job) else None
+
+
+def _checkpoint_at(job: Job) -> float | None:
+    """For jobs of earlier versions before their first checkpoint: when the job first ran."""
+    saved_at, began_at = job.progress.checkpoint_at, job.started_at
+    return (began_at if saved_at is None else saved_at) if _runs(job) else None
+
+
+def _goodput(job: Job) -> float | None:
+    return job.latest_metrics.get(SHARE) if _runs(job) else None
+
+
+def _lost(job: Job) -> Iterator[Sample]:
+    for name, lost_s in job.latest_metrics.items():
+        if name.startswith(LOST_PREFIX):
+            yield (name.removeprefix(LOST_PREFIX),), lost_s
+
+
+def _of_groups(read: Callable[[Job], float]) -> Read:
+    """A reader of jobs that run in groups that are failure domains, for which alone it is told."""
+    return lambda job: _value(read(job) if _runs(job) and membership_of(job) else None)
+
+
+def _copies(job: Job) -> float:
+    membership = membership_of(job)
+    return membership.copies_alive if membership else 0
+
+
+def _host_copies(job: Job) -> float:
+    membership = membership_of(job)
+    return membership.host_copies_alive if membership else 0
+
+
+def _current_groups(job: Job) -> float:
+    membership = membership_of(job)
+    return num_current(membership) if membership else 0
+
+
+def _wanted_groups(job: Job) -> float:
+    membership = membership_of(job)
+    return num_wanted(membership) if membership else 0
+
+
+def _in_attempt(name: str) -> Read:
+    """A reader of what the membership of the current attempt counts; 0 before it counted any."""
+
+    def _read(job: Job) -> Iterator[Sample]:
+        membership = job.membership
+        is_current = membership is not None and membership.attempt_id == job.current_attempt_id
+        if job.current_attempt_id is not None:
+            yield (), float(getattr(membership, name)) if is_current else 0.0
+
+    return _read
+
+
+_FAMILIES = (
+    _Family(
+        "shardloom_job_info",
+        "1 for each live job, with what it is called and what a lost host takes down.",
+        lambda job: iter([((job.name, failure_domain(job)), 1.0)]),
+        ("name", "failure_domain"),
+    ),
+    _Family(
+        "shardloom_job_status",
+        "1 for the status that a live job is in.",
+        lambda job: iter([((job.status.value,), 1.0)]),
+        ("status",),
+    ),
+    _Family(
+        "shardloom_job_created_timestamp_seconds",
+        "When the job was submitted.",
+        lambda job: _value(job.created_at),
+    ),
+    _Family("shardloom_job_steps", "Steps trained so far.", lambda job: _value(job.progress.step)),
+    _Family(
+        "shardloom_job_wanted_steps",
+        "Steps that the job trains in all; 0 while that is not known.",
+        lambda job: _value(job.progress.total_steps),
+    ),
+    _Family(
+        "shardloom_job_rows",
+        "Rows trained so far by all ranks, repeats left out.",
+        lambda job: _value(job.progress.rows),
+    ),
+    _Family(
+        "shardloom_job_rows_per_second",
+        "Rows per second as the job last told, while it runs.",
+        lambda job: _value(job.progress.rows_per_s if _runs(job) else None),
+    ),
+    _Family(
+        "shardloom_job_advanced_timestamp_seconds",
+        "When a running job last got further: an attempt began to train, or its step changed.",
+        lambda job: _value(_advanced_at(job)),
+    ),
+    _Family(
+        "shardloom_job_checkpoint_timestamp_seconds",
+        "When a running job last committed a checkpoint, or began to train since.",
+        lambda job: _value(_checkpoint_at(job)),
+    ),
+    _Family(
+        "shardloom_job_undurable_steps",
+        "Steps that are in no checkpoint yet.",
+        lambda job: _value(steps_at_risk(job.latest_metrics)),
+    ),
+    _Family(
+        "shardloom_job_goodput_ratio",
+        "Share of the workers' time in this attempt that trained rows that count, while it runs.",
+        lambda job: _value(_goodput(job)),
+    ),
+    _Family(
+        "shardloom_job_lost_seconds",
+        "Group-seconds of this attempt that trained nothing that counts, by what they went to.",
+        _lost,
+        ("cause",),
+    ),
+    _Family(
+        "shardloom_job_workers",
+        "Workers that the job holds now; 0 at rest.",
+        lambda job: _value(workers_held(job)),
+    ),
+    _Family(
+        "shardloom_job_current_groups",
+        "Sharding groups that train, where they are failure domains.",
+        _of_groups(_current_groups),
+    ),
+    _Family(
+        "shardloom_job_wanted_groups",
+        "Sharding groups that there should be, where they are failure domains.",
+        _of_groups(_wanted_groups),
+    ),
+    _Family(
+        "shardloom_job_alive_copies",
+        "Copies alive of the shard with the fewest, where groups are failure domains.",
+        _of_groups(_copies),
+    ),
+    _Family(
+        "shardloom_job_alive_host_copies",
+        "Hosts with a copy of the shard with the fewest, where groups are failure domains.",
+        _of_groups(_host_copies),
+    ),
+    _Family(
+        "shardloom_job_needed_host_copies",
+        "Hosts that must hold a copy for what `survive` asks; 0 where it asks nothing.",
+        _of_groups(copies_needed),
+    ),
+    _Family(
+        "shardloom_job_divergences",
+        "Copies found to differ in this attempt.",
+        _in_attempt("num_divergences"),
+    ),
+    _Family("shardloom_job_lost_groups", "Groups lost in this attempt.", _in_attempt("num_losses")),
+    _Family(
+        "shardloom_job_recoveries",
+        "Recoveries from lost groups or failed rounds in this attempt.",
+        _in_attempt("num_recoveries"),
+    ),
+    _Family(
+        "shardloom_job_recovery_pause_seconds",
+        "How long the recoveries of this attempt kept the other groups waiting, in all.",
+        _in_attempt("recovery_pause_s"),
+    ),
+    _Family(
+        "shardloom_job_attempts",
+        "Attempts that the job has had.",
+        lambda job: _value(job.num_attempts),
+    ),
+    _Family(
+        "shardloom_job_failures",
+        "Failures that count against the budget of the job.",
+        lambda job: _value(job.num_failures),
+    ),
+)
+
+
+def shown_of(jobs: Iterable[Job], max_jobs: int) -> Sequence[Job]:
+    """The jobs that are shown where not all may be."""
+    by_interest = sorted(jobs, key=lambda job: (job.status in _AT_REST, job.created_at, job.id))
+    return by_interest[:max_jobs]
+
+
+def families_of(jobs: Sequence[Job]) -> Iterator[Metric]:
+    """Every series of these jobs."""
+    for family in _FAMILIES:
+        metric = GaugeMetricFamily(family.name, family.text, labels=(*_LABELS, *family.labels))
+        for job in jobs:
+            for further, value in family.read(job):
+                metric.add_metric((job.id, job.project, *further), value)
+        yield metric
+
+
+def oldest_wait(jobs: Iterable[Job], since: Mapping[str, float], now: float) -> Iterator[Metric]:
+    """Per project, how long the job has waited that has done so longest.
+
+    `since` has the Unix seconds when each began to, by its id; what lies after `now` has not begun.
+    A project with live jobs of which none waits has 0.
+    """
+    waits_s: dict[str, float] = {}
+    for job in jobs:
+        is_waiting = job.status is JobStatus.QUEUED
+        wait_s = max(0.0, now - since.get(job.id, now)) if is_waiting else 0.0
+        waits_s[job.project] = max(wait_s, waits_s.get(job.project, 0.0))
+    metric = GaugeMetricFamily(
+        "shardloom_queue_oldest_wait_seconds",
+        "How long the job has waited that has done so longest, by project.",
+        labels=["project"],
+    )
+    for project, wait_s in sorted(waits_s.items()):
+        metric.add_metric((project,), wait_s)
+    yield metric
+
+
+@dataclass(eq=False)
+class JobCollector(Collector):
+    """Shows the jobs that were last seen, at most `max_jobs`.
+
+    `clock` gives Unix seconds; `queued_since` says since when each job in the queue waits.
+    """
+
+    clock: Callable[[], float]
+    max_jobs: int
+    queued_since: Mapping[str, float]
+    _jobs: Sequence[Job] = field(default=(), init=False)
+    _seen_at: float | None = field(default=None, init=False)
+
+    def saw(self, jobs: Sequence[Job]) -> None:
+        """Remember every live job; nothing is computed before somebody asks."""
+        self._jobs, self._seen_at = jobs, self.clock()
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance: registering must not cost a scrape."""
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        """The series of the live jobs; none where they were not looked at for a minute."""
+        now, jobs = self.clock(), self._jobs
+        if self._seen_at is None or now - self._seen_at > STALE_AFTER_S:
+            jobs = ()
+        shown = shown_of(jobs, self.max_jobs)
+        yield from families_of(shown)
+        yield from oldest_wait(jobs, self.queued_since, now)
+        yield GaugeMetricFamily(
+            "shardloom_hidden_jobs",
+            "Live jobs without series of their own, beyond SHARDLOOM_METRICS_MAX_JOBS.",
+            value=len(jobs) - len(shown),
+        )

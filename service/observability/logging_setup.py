@@ -1,0 +1,93 @@
+"""Log formats and the ids that log lines carry.
+
+What the work at hand is about: ids that logs carry, each for one thread or one request.
+
+The API's middleware names the request, the reconciler the job; whoever logs meanwhile need not
+know either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+job_id: ContextVar[str] = ContextVar("job_id", default="")
+attempt_id: ContextVar[str] = ContextVar("attempt_id", default="")
+_FIELDS = {"request_id": request_id, "job_id": job_id, "attempt_id": attempt_id}
+
+
+def known_ids() -> dict[str, str]:
+    """The ids that are known here, by the name of their field in a log line."""
+    found = {name: variable.get() for name, variable in _FIELDS.items()}
+    return {name: value for name, value in found.items() if value}
+
+
+@contextmanager
+def about(**ids: str) -> Iterator[None]:
+    """Let logs inside carry these ids: `request_id`, `job_id`, `attempt_id`."""
+    tokens = {name: _FIELDS[name].set(value) for name, value in ids.items()}
+    try:
+        yield
+    finally:
+        for name, token in tokens.items():
+            _FIELDS[name].reset(token)
+
+
+# How the service logs: lines for people, or one JSON object a line for machines.
+
+_TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+# These tell of every request and of every look at the schema.
+_CHATTY = ("httpx", "alembic.runtime.migration")
+
+
+class JsonFormatter(logging.Formatter):
+    """One object a line: time (UTC), level, logger, message, the ids at hand, and any traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{seconds}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "ids", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """A line for people, with the ids at hand where there are any."""
+
+    def __init__(self) -> None:
+        super().__init__(_TEXT_FORMAT)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  logging's own name
+        """The line of a record, without its traceback."""
+        ids = getattr(record, "ids", {})
+        line = super().formatMessage(record)
+        shown = " ".join(f"{name}={value}" for name, value in ids.items() if value not in line)
+        return f"{line} [{shown}]" if shown else line
+
+
+def add_ids(record: logging.LogRecord) -> bool:
+    """Give a record the ids of whoever logs it; lets every record through."""
+    record.ids = known_ids()
+    return True
+
+
+def configure(log_format: str, level: int = logging.INFO) -> None:
+    """Log to standard error as `text` or `json`."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if log_format == "json" else TextFormatter())
+    handler.addFilter(add_ids)
+    logging.basicConfig(level=level, handlers=[handler], force=True)
+    for chatty in _CHATTY:
+        logging.getLogger(chatty).setLevel(logging.WARNING)

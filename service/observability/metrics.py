@@ -1,0 +1,323 @@
+"""What the service says of itself to Prometheus. One registry per app, so tests do not mix.
+
+Several replicas on one database: what one replica did (requests, ends that it wrote, records that
+it took) adds up, `sum`; what all of them see in the store (live jobs, waits, the series of each
+job) does not, `max`. `deploy/observability/rules` does it so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from sqlalchemy import Connection, Engine, event
+
+from service.domain.models import Attempt, EndReason, Job, JobStatus
+from service.domain.webhooks import DeliveryState
+from service.observability.job_metrics import JobCollector
+from trainer.protocol.events import Event, Metrics
+
+_WAIT_BUCKETS = (0.5, 1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 4 * 3600, 24 * 3600)
+_REQUEST_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
+_STORE_BUCKETS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5)
+_BEGAN = "shardloom_began"
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
+
+
+class ServiceMetrics:
+    """Counters and gauges of one service; `clock` gives Unix seconds.
+
+    At most `max_jobs` live jobs have series of their own.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.time, max_jobs: int = 1000) -> None:
+        self.registry = CollectorRegistry()
+        self._clock = clock
+        self._waits = Waits()
+        self._live = JobCollector(clock, max_jobs, self._waits.queued_since)
+        self.registry.register(self._live)
+        self._add_jobs()
+        self._add_ends()
+        self._add_loop()
+        self._add_ingest()
+        self._add_requests()
+
+    def _add_jobs(self) -> None:
+        self._live_jobs = Gauge(
+            "shardloom_live_jobs", "Jobs that have not ended.", ["status"], registry=self.registry
+        )
+        self._queue_wait_s = Histogram(
+            "shardloom_queue_wait_seconds",
+            "Time that a job waited in the queue until an attempt was made.",
+            buckets=_WAIT_BUCKETS,
+            registry=self.registry,
+        )
+        self._submit_to_running_s = Histogram(
+            "shardloom_submit_to_running_seconds",
+            "Time from the submission of a job until its workers trained for the first time.",
+            buckets=_WAIT_BUCKETS,
+            registry=self.registry,
+        )
+
+    def _add_ends(self) -> None:
+        self._ended_jobs = Counter(
+            "shardloom_ended_jobs",
+            "Jobs whose end this replica stored.",
+            ["status", "reason"],
+            registry=self.registry,
+        )
+        self._ended_attempts = Counter(
+            "shardloom_ended_attempts",
+            "Attempts whose end this replica stored.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self._submitted_attempts = Counter(
+            "shardloom_submitted_attempts",
+            "Attempts that the backend took from this replica.",
+            registry=self.registry,
+        )
+        # An increase from nothing to 1 is none to Prometheus: each series is there from the start.
+        for reason in EndReason:
+            self._ended_attempts.labels(reason.value)
+            self._ended_jobs.labels(JobStatus.FAILED.value, reason.value)
+        self._ended_jobs.labels(JobStatus.SUCCEEDED.value, EndReason.COMPLETED.value)
+        self._ended_jobs.labels(JobStatus.CANCELLED.value, EndReason.CANCELLED.value)
+
+    def _add_loop(self) -> None:
+        self._looked_at = self._clock()
+        since_look_s = Gauge(
+            "shardloom_reconcile_lag_seconds",
+            "Time since the reconciler last listed the live jobs.",
+            registry=self.registry,
+        )
+        since_look_s.set_function(lambda: self._clock() - self._looked_at)
+        self._late_s = Histogram(
+            "shardloom_reconcile_wait_seconds",
+            "Time that a job waited for a thread of the reconciler.",
+            buckets=_REQUEST_BUCKETS,
+            registry=self.registry,
+        )
+        self.reconcile_s = Histogram(
+            "shardloom_reconcile_seconds",
+            "Time of one look at one job, backend included.",
+            registry=self.registry,
+        )
+        self._unreachable = Counter(
+            "shardloom_backend_unreachable",
+            "Requests that the backend did not answer.",
+            registry=self.registry,
+        )
+        self._answered_at = Gauge(
+            "shardloom_backend_answered_timestamp_seconds",
+            "When the backend last answered this replica; 0 before it was asked.",
+            registry=self.registry,
+        )
+        self._unanswered_at = Gauge(
+            "shardloom_backend_unanswered_timestamp_seconds",
+            "When the backend last left a request of this replica unanswered; 0 if it never did.",
+            registry=self.registry,
+        )
+
+    def _add_ingest(self) -> None:
+        self._events = Counter(
+            "shardloom_events_received", "Records received from drivers.", registry=self.registry
+        )
+        self._batches = Counter(
+            "shardloom_batches_received",
+            "Batches of records received from drivers.",
+            registry=self.registry,
+        )
+        self._points = Counter(
+            "shardloom_points_received",
+            "Metric points received from drivers.",
+            registry=self.registry,
+        )
+        self._webhook_tries = Counter(
+            "shardloom_webhook_tries",
+            "Tries to deliver a message to a webhook, by what the message became.",
+            ["state"],
+            registry=self.registry,
+        )
+        for state in DeliveryState:
+            self._webhook_tries.labels(state.value)
+
+    def _add_requests(self) -> None:
+        self._request_s = Histogram(
+            "shardloom_request_seconds",
+            "Time until the answer to a request began.",
+            ["method", "route", "status"],
+            buckets=_REQUEST_BUCKETS,
+            registry=self.registry,
+        )
+        self.followers = Gauge(
+            "shardloom_stream_followers", "Streams that are followed now.", registry=self.registry
+        )
+        self._store_s = Histogram(
+            "shardloom_store_seconds",
+            "Time of one transaction of the store.",
+            ["kind"],
+            buckets=_STORE_BUCKETS,
+            registry=self.registry,
+        )
+
+    # ---- jobs
+
+    def saw_live_jobs(self, jobs: Iterable[Job]) -> None:
+        """Set the number of live jobs per status, and note who waits no more."""
+        jobs = list(jobs)
+        self._looked_at = self._clock()
+        tally = Tally(job.status for job in jobs)
+        for status in JobStatus:
+            if not status.is_terminal:
+                self._live_jobs.labels(status.value).set(tally[status])
+        for job in jobs:
+            self._note_waits(job)
+        self._waits.keep({job.id for job in jobs})
+        self._live.saw(jobs)
+
+    def job_ended(self, job: Job) -> None:
+        """Count a job that just ended."""
+        self._note_waits(job)
+        reason = job.reason.value if job.reason else ""
+        self._ended_jobs.labels(job.status.value, reason).inc()
+
+    def attempt_stored(self, before: Attempt | None, after: Attempt | None) -> None:
+        """Count an attempt that was taken or that ended with what was just stored."""
+        if after is None or (before is not None and before.id != after.id):
+            return
+        if after.submitted_at is not None and (before is None or before.submitted_at is None):
+            self._submitted_attempts.inc()
+        if after.end_reason is not None and (before is None or before.end_reason is None):
+            self._ended_attempts.labels(after.end_reason.value).inc()
+
+    def _note_waits(self, job: Job) -> None:
+        queued_s, unstarted_s = self._waits.after(job, self._clock())
+        if queued_s is not None:
+            self._queue_wait_s.observe(queued_s)
+        if unstarted_s is not None:
+            self._submit_to_running_s.observe(unstarted_s)
+
+    # ---- the loop and its backend
+
+    def timed_wait(self, work: Callable[Given, Result]) -> Callable[Given, Result]:
+        """The same work; when it begins, the time since now counts as waiting."""
+        asked_at = time.perf_counter()
+
+        def _begin(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            self._late_s.observe(time.perf_counter() - asked_at)
+            return work(*args, **kwargs)
+
+        return _begin
+
+    def backend_asked(self, has_answered: bool) -> None:
+        """Note whether the backend answered a request, and count it if not."""
+        if has_answered:
+            self._answered_at.set(self._clock())
+        else:
+            self._unreachable.inc()
+            self._unanswered_at.set(self._clock())
+
+    # ---- ingest and webhooks
+
+    def received_events(self, events: Iterable[Event]) -> None:
+        """Count the records of a batch."""
+        events = list(events)
+        self._batches.inc()
+        self._events.inc(len(events))
+        self._points.inc(sum(len(each.values) for each in events if isinstance(each, Metrics)))
+
+    def webhook_tried(self, state: str) -> None:
+        """Count a try; `state` is what the delivery became."""
+        self._webhook_tries.labels(state).inc()
+
+    # ---- requests and store
+
+    def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
+        """Count a request by the template of its route."""
+        self._request_s.labels(method, route, str(status)).observe(duration_s)
+
+    @contextmanager
+    def following(self) -> Iterator[None]:
+        """Count a stream while it is followed."""
+        self.followers.inc()
+        try:
+            yield
+        finally:
+            self.followers.dec()
+
+    def watch(self, engine: Engine) -> None:
+        """Time every transaction of a store."""
+
+        def _begin(connection: Connection) -> None:
+            connection.info[_BEGAN] = time.perf_counter()
+
+        def _end(connection: Connection) -> None:
+            began: Any = connection.info.pop(_BEGAN, None)
+            if began is not None:
+                is_write = connection.get_execution_options().get("is_write", False)
+                kind = "write" if is_write else "read"
+                self._store_s.labels(kind).observe(time.perf_counter() - began)
+
+        event.listen(engine, "begin", _begin)
+        event.listen(engine, "commit", _end)
+        event.listen(engine, "rollback", _end)
+
+    def render(self) -> bytes:
+        """Everything in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class Waits:
+    """Who waits for what, to tell how long once it is over.
+
+    Jobs that were there when the service started and wait no more say nothing. One that waits
+    again after an attempt keeps its place (`Job.waits_since`), but its wait begins anew.
+    """
+
+    def __init__(self) -> None:
+        self._queued: dict[str, float] = {}
+        self._unstarted: dict[str, float] = {}
+        self._live: Set[str] | None = None
+
+    def after(self, job: Job, now: float) -> tuple[float | None, float | None]:
+        """Seconds in the queue, and from submission to running, of waits that are over now."""
+        self._note_begin(job, now)
+        queued_at = created_at = None
+        if job.status is not JobStatus.QUEUED:
+            queued_at = self._queued.pop(job.id, None)
+        if job.status.is_terminal or job.started_at is not None:
+            created_at = self._unstarted.pop(job.id, None)
+        has_attempt = queued_at is not None and job.current_attempt_id is not None
+        has_run = created_at is not None and job.started_at is not None
+        return (
+            max(0.0, now - (queued_at or now)) if has_attempt else None,
+            max(0.0, (job.started_at or 0.0) - (created_at or 0.0)) if has_run else None,
+        )
+
+    @property
+    def queued_since(self) -> Mapping[str, float]:
+        """Since when each job in the queue waits, by its id (Unix seconds)."""
+        return self._queued
+
+    def _note_begin(self, job: Job, now: float) -> None:
+        # One that is new here may have left the queue since the last look already.
+        is_new = self._live is not None and job.id not in self._live
+        if job.status is JobStatus.QUEUED and job.num_attempts:
+            self._queued.setdefault(job.id, max(now, job.retry_at or now))
+        elif job.status is JobStatus.QUEUED or is_new:
+            self._queued[job.id] = job.waits_since
+        if job.started_at is None or (is_new and job.started_at >= job.waits_since):
+            self._unstarted[job.id] = job.created_at
+
+    def keep(self, live: Set[str]) -> None:
+        """Only these live: others were ended, here or by another replica."""
+        self._live = live
+        for waits in (self._queued, self._unstarted):
+            for job_id in waits.keys() - live:
+                del waits[job_id]

@@ -1,0 +1,81 @@
+"""Work on the store that no job waits for, at most once a minute."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from service.db.jobs import JobStore
+from service.db.metrics import Retention
+from service.errors import StoreUnavailable
+from service.jobs.code_archives import remove_old_code
+from service.jobs.exports import remove_all_deleted, remove_old_exports
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+_INTERVAL_S = 60.0
+
+
+class Housekeeper:
+    """Deletes what the settings do not keep: metric points, uploads of code, exports.
+
+    `clock` gives Unix seconds.
+    """
+
+    def __init__(self, store: JobStore, settings: Settings, clock: Callable[[], float]) -> None:
+        self._store = store
+        self._settings = settings
+        self._clock = clock
+        self._retention = Retention(
+            settings.metric_retention_days, settings.metric_max_points_per_series
+        )
+        self._next_at = clock() + _INTERVAL_S
+
+    def take_due(self) -> bool:
+        """Whether it is time to `run`; not again until a minute after that run."""
+        is_due = self._clock() >= self._next_at
+        if is_due:
+            self._next_at = math.inf
+        return is_due
+
+    def run(self) -> None:
+        """Tidy up once; what cannot be done now is left for the next time."""
+        try:
+            self._prune()
+            self._remove_code()
+            self._remove_exports()
+        finally:
+            self._next_at = self._clock() + _INTERVAL_S
+
+    def _prune(self) -> None:
+        try:
+            num_deleted = self._store.prune_metrics(self._retention, self._clock())
+        except StoreUnavailable as error:
+            logger.warning("cannot delete old metric points, trying again: %s", error)
+            return
+        if num_deleted:
+            logger.info("deleted %d metric points that the retention does not keep", num_deleted)
+
+    def _remove_code(self) -> None:
+        try:
+            num_removed = remove_old_code(self._settings, self._clock(), self._named_code)
+        except (StoreUnavailable, OSError) as error:
+            logger.warning("cannot remove old uploads of code, trying again: %s", error)
+            return
+        if num_removed:
+            logger.info("removed %d uploads of code that the retention does not keep", num_removed)
+
+    def _remove_exports(self) -> None:
+        try:
+            num_deleted = remove_old_exports(self._settings, self._clock())
+            remove_all_deleted(self._settings)
+        except OSError as error:
+            logger.warning("cannot remove old exports, trying again: %s", error)
+            return
+        if num_deleted:
+            logger.info("deleted %d exports that the retention does not keep", num_deleted)
+
+    def _named_code(self) -> set[str]:
+        codes = (job.spec.model.code for job in self._store.list_live_jobs())
+        return {code for code in codes if code is not None}

@@ -1,0 +1,422 @@
+"""Keeping work in the background to one thread's worth of computing.
+
+Python runs one thread at a time, and which of those that are ready comes next is left to chance:
+among eight looks at jobs that compute, a request would wait for its turn eight times as long as
+beside one. Here they take turns, and step aside while they wait for somebody else.
+
+It is level-triggered: each look starts from what is stored and what the cluster says now, so a
+crash at any point is mended by the next look. What is about to be done is stored before it is
+done (an attempt's row before its submission, whose id it is), so repeating it is harmless. A
+write that lost the race against another (`StaleVersion`) is dropped: the next look decides anew.
+
+Each live job is looked at in a thread pool, never twice at the same time, so that a slow answer
+delays that job alone. No backend call happens inside a transaction.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+
+from service.backends.base import Backend
+from service.db.engine import write_in_background
+from service.db.jobs import JobStore
+from service.db.projects import Locks, ProjectStore
+from service.domain.lifecycle import (
+    Action,
+    Decision,
+    decide,
+    submission_accepted,
+    submission_failed,
+    submission_unanswered,
+)
+from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
+from service.errors import (
+    BackendUnreachable,
+    ServiceError,
+    StaleVersion,
+    StoreUnavailable,
+    SubmissionRefused,
+)
+from service.jobs.actions import copy_resize_request, finish_deletions
+from service.jobs.code_archives import CodeGone
+from service.jobs.run_storage import (
+    ask_to_pause,
+    note_rewind,
+    run_dir_of,
+    update_job_file,
+    withdraw_pause,
+    write_job,
+)
+from service.observability.logging_setup import about
+from service.observability.metrics import ServiceMetrics
+from service.observability.tracing import Tracing
+from service.reconciler.housekeeping import Housekeeper
+from service.reconciler.outbox import OutboxCollector
+from service.reconciler.submission import plan_attempt, submission_of, write_spec
+from service.scheduler.runner import SchedulerRunner
+from service.settings import Settings
+
+_PATIENCE_S = 0.05
+
+
+class _Held(threading.local):
+    is_held = False
+
+
+class _ComputeSlot:
+    """Room for one thread; a thread that has waited `patience_s` goes ahead beside it.
+
+    So one that is stuck (on storage that hangs, say) holds the others up for that long only.
+    """
+
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+        self._patience_s = patience_s
+        self._room = threading.Semaphore(1)
+        self._mine = _Held()
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Compute in the lane."""
+        self._mine.is_held = self._room.acquire(timeout=self._patience_s)
+        try:
+            yield
+        finally:
+            self._leave()
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Wait for somebody else, out of the lane."""
+        was_held = self._mine.is_held
+        self._leave()
+        try:
+            yield
+        finally:
+            if was_held:
+                self._mine.is_held = self._room.acquire(timeout=self._patience_s)
+
+    def _leave(self) -> None:
+        if self._mine.is_held:
+            self._mine.is_held = False
+            self._room.release()
+
+
+# The loop that makes jobs happen: load, observe, decide, store, act.
+
+logger = logging.getLogger(__name__)
+_ENDED = frozenset(
+    {
+        ObservedState.SUCCEEDED,
+        ObservedState.FAILED,
+        ObservedState.STOPPED,
+        ObservedState.NOT_FOUND,
+    }
+)
+_NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
+_LOG_TAIL_CHARS = 2000
+_LOOK_PAUSE_S = 0.25
+# At each look, so that replicas that start together share the jobs.
+_MAX_NEW_LEASES = 64
+
+
+class Reconciler:
+    """Drives every live job of `store` on `backend`; `clock` gives Unix seconds."""
+
+    def __init__(
+        self,
+        store: JobStore,
+        backend: Backend,
+        settings: Settings,
+        telemetry: ServiceMetrics,
+        clock: Callable[[], float] = time.time,
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._store = store
+        self._tracing = tracing or Tracing()
+        self._backend = backend
+        self._settings = settings
+        self._telemetry = telemetry
+        self._clock = clock
+        self._outboxes = OutboxCollector(store, settings, telemetry, clock)
+        self._housekeeper = Housekeeper(store, settings, clock)
+        self._queue = SchedulerRunner(
+            store,
+            ProjectStore(store.engine),
+            Locks(store.engine, settings.replica_id),
+            backend,
+            settings,
+            clock,
+            before_start=self._collect_last,
+            note_answer=telemetry.backend_asked,
+        )
+        self._is_reachable = True
+        self._lane = _ComputeSlot()
+        self._busy: set[str] = set()
+        self._busy_lock = threading.Lock()
+        self._woken = threading.Event()
+        self._closing = threading.Event()
+        self._pool = ThreadPoolExecutor(
+            settings.reconcile_threads, "reconcile", initializer=write_in_background
+        )
+        # A future holds whatever goes wrong in a dispatch, so that nothing can end the loop.
+        self._dispatcher = ThreadPoolExecutor(1, "dispatch", initializer=write_in_background)
+        self._thread = threading.Thread(target=self._loop, name="reconciler", daemon=True)
+
+    # ---- the loop
+
+    def start(self) -> None:
+        """Begin looking at jobs, now and at every interval."""
+        deletions = self._pool.submit(finish_deletions, self._store, self._settings)
+        deletions.add_done_callback(partial(self._note_error, "of a cut-off deletion"))
+        self._thread.start()
+
+    def wake(self) -> None:
+        """Look at all jobs at once instead of at the next interval."""
+        self._woken.set()
+
+    @property
+    def has_died(self) -> bool:
+        """Whether the loop was started and runs no more, though nobody closed it."""
+        was_started = self._thread.ident is not None
+        return was_started and not self._thread.is_alive() and not self._closing.is_set()
+
+    def close(self) -> None:
+        """Stop looking, and wait for the looks that are under way."""
+        self._closing.set()
+        self._woken.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._dispatcher.shutdown(cancel_futures=True)
+        self._pool.shutdown(cancel_futures=True)
+        self._release_leases()
+
+    def _release_leases(self) -> None:
+        try:
+            self._store.release_leases(self._settings.replica_id)
+        except StoreUnavailable as error:
+            logger.warning("other replicas take over the jobs late: %s", error)
+
+    def _loop(self) -> None:
+        while not self._closing.is_set():
+            # Cleared before the look: a wake during it must cause another one.
+            self._woken.clear()
+            error = self._dispatcher.submit(self._dispatch).exception()
+            _log_error("cannot look at the jobs", error)
+            # A hundred submissions in a second make some looks, not a hundred.
+            self._closing.wait(_LOOK_PAUSE_S)
+            self._woken.wait(self._settings.reconcile_interval_s)
+
+    def _dispatch(self) -> None:
+        self._admit()
+        jobs = self._store.list_live_jobs()
+        self._telemetry.saw_live_jobs(jobs)
+        leased = self._lease()
+        for job in jobs:
+            if job.id in leased and not _rests(job) and self._take(job.id):
+                future = self._pool.submit(self._telemetry.timed_wait(self.reconcile), job.id)
+                future.add_done_callback(partial(self._release, job.id))
+        for job_id, index in self._outboxes.take_due():
+            late = self._pool.submit(self._outboxes.collect, job_id, index)
+            late.add_done_callback(partial(self._note_error, job_id))
+        if self._housekeeper.take_due():
+            self._pool.submit(self._housekeeper.run).add_done_callback(_note_housekeeping)
+
+    def _admit(self) -> None:
+        """Let the queue start what may; whatever goes wrong there, those that run are looked at."""
+        try:
+            self._queue.admit()
+        except Exception as error:
+            _log_error("the queue stands still", error)
+
+    def _lease(self) -> frozenset[str]:
+        """The live jobs that are this replica's to look at; see `service.db.jobs`."""
+        held = self._store.claim_live_jobs(
+            self._settings.replica_id,
+            lease_s=self._settings.lease_s,
+            now=self._clock(),
+            limit=_MAX_NEW_LEASES,
+        )
+        return frozenset(held)
+
+    def _take(self, job_id: str) -> bool:
+        with self._busy_lock:
+            is_free = job_id not in self._busy
+            self._busy.add(job_id)
+        return is_free
+
+    def _release(self, job_id: str, future: Future[None]) -> None:
+        with self._busy_lock:
+            self._busy.discard(job_id)
+        self._note_error(job_id, future)
+
+    @staticmethod
+    def _note_error(job_id: str, future: Future[None]) -> None:
+        error = None if future.cancelled() else future.exception()
+        _log_error(f"job {job_id}: look failed", error)
+
+    # ---- one job
+
+    def run_once(self) -> None:
+        """Admit who may start, look at every live job once, and return when done."""
+        self._queue.admit()
+        for job in self._store.list_live_jobs():
+            if not _rests(job):
+                self.reconcile(job.id)
+        for job_id, index in self._outboxes.take_due():
+            self._outboxes.collect(job_id, index)
+
+    def reconcile(self, job_id: str) -> None:
+        """Take a job as far as it goes now."""
+        with about(job_id=job_id), self._telemetry.reconcile_s.time(), self._lane.taken():
+            try:
+                self._look(job_id)
+            except StaleVersion as error:
+                logger.debug("job %s: %s", job_id, error)
+
+    def _look(self, job_id: str) -> None:
+        """Observe, decide, store and act."""
+        job, attempt = self._load(job_id)
+        observation = self._observe(attempt)
+        if attempt is not None and observation.state in _ENDED:
+            self._outboxes.collect(job.id, attempt.index)
+            observed = attempt
+            job, attempt = self._load(job_id)
+            if not _is_as_observed(observed, attempt):
+                # Another replica submitted or ended it meanwhile: what was seen says nothing now.
+                return
+        decision = decide(job, attempt, observation, self._clock())
+        stored = self._apply(job, attempt, decision)
+        if decision.attempt is not None:
+            if decision.attempt.end_reason is not None and decision.attempt != attempt:
+                self._outboxes.collect_later(job.id, decision.attempt.index)
+            self._act(decision.action, stored, decision.attempt)
+
+    def _collect_last(self, job: Job) -> None:
+        """Take what workers that outlived their driver wrote after its end was seen."""
+        if job.current_attempt_id is not None:
+            self._outboxes.collect(job.id, job.num_attempts - 1)
+
+    def _load(self, job_id: str) -> tuple[Job, Attempt | None]:
+        # Job first: its version then vouches for the attempt as well (see `service.db.jobs`).
+        job = self._store.get_job(job_id)
+        if job.current_attempt_id is None:
+            return job, None
+        return job, self._store.get_attempt(job.current_attempt_id)
+
+    def _observe(self, attempt: Attempt | None) -> Observation:
+        if attempt is None or attempt.end_reason is not None:
+            return _NOTHING_SUBMITTED
+        with self._lane.aside():
+            observation = self._backend.observe(attempt.id)
+        self._note_reachability(observation)
+        if observation.state is ObservedState.FAILED and attempt.reported_end is None:
+            with self._lane.aside():
+                tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
+            parts = [part for part in (observation.message, tail) if part]
+            return replace(observation, message="\n".join(parts))
+        return observation
+
+    def _note_reachability(self, observation: Observation) -> None:
+        """Log when the backend goes away and when it is back, not every look in between."""
+        is_reachable = observation.state is not ObservedState.UNREACHABLE
+        self._telemetry.backend_asked(is_reachable)
+        if is_reachable != self._is_reachable:
+            self._is_reachable = is_reachable
+            news = "answers again" if is_reachable else observation.message
+            logger.warning("backend %s: %s", self._backend.name, news)
+
+    def _apply(self, job: Job, attempt: Attempt | None, decision: Decision) -> Job:
+        """Store a decision if it changes anything; raises `StaleVersion`."""
+        if decision.job == job and decision.attempt == attempt:
+            return job
+        stored = self._store.update_job(
+            decision.job, attempt=decision.attempt, timeline=decision.timeline
+        )
+        for line in decision.timeline:
+            logger.info("job %s: %s", job.id, line.message)
+        self._telemetry.attempt_stored(attempt, decision.attempt)
+        if stored.status.is_terminal and not job.status.is_terminal:
+            self._telemetry.job_ended(stored)
+            update_job_file(stored, self._settings)
+        return stored
+
+    # ---- actions
+
+    def _act(self, action: Action, job: Job, attempt: Attempt) -> None:
+        if action is Action.SUBMIT:
+            if not self._backend.may_submit(attempt.id):
+                return  # The job's message tells of the last try.
+            # Stored before the call: once it is under way, only time tells that it did not arrive.
+            tried = replace(attempt, last_submit_at=self._clock())
+            job = self._apply(job, attempt, Decision(job, tried))
+            self._apply(job, tried, self._submit(job, tried))
+        elif action is Action.PAUSE:
+            ask_to_pause(self._settings, attempt)
+            if not self._store.get_job(job.id).pause_requested:
+                # Taken back between the look and the request; who took it back found none yet.
+                withdraw_pause(self._settings, job.id, attempt.id)
+        elif action is Action.STOP:
+            try:
+                with self._lane.aside():
+                    self._backend.stop(attempt.id)
+            except BackendUnreachable as error:
+                self._note_unanswered(action, attempt, error)
+
+    def _submit(self, job: Job, attempt: Attempt) -> Decision:
+        try:
+            following = plan_attempt(self._store, job, attempt, self._clock())
+            write_job(job, self._settings)
+            write_spec(following.spec, attempt, self._settings)
+            note_rewind(job, attempt, self._settings)
+            copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
+            submission = submission_of(job, attempt, following, self._settings)
+            with self._tracing.submitting(job, attempt), self._lane.aside():
+                self._backend.submit(submission)
+        except BackendUnreachable as error:
+            self._note_unanswered(Action.SUBMIT, attempt, error)
+            return submission_unanswered(job, attempt, str(error))
+        except SubmissionRefused as error:
+            reason, message = EndReason.SUBMISSION_REFUSED, str(error)
+        except CodeGone as error:
+            reason, message = EndReason.BAD_SPEC, str(error)
+        except OSError as error:
+            reason = EndReason.STORAGE_ERROR
+            message = f"cannot write the spec to run storage ({error}); check SHARDLOOM_RUNS_DIR"
+        else:
+            return submission_accepted(job, attempt, self._clock(), following.notes)
+        return submission_failed(job, attempt, reason, message, self._clock())
+
+    def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
+        self._telemetry.backend_asked(False)
+        logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
+
+
+def _note_housekeeping(future: Future[None]) -> None:
+    _log_error("cannot tidy up", None if future.cancelled() else future.exception())
+
+
+def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
+    """Whether an attempt is still the submission that was looked at."""
+    if attempt is None or attempt.id != observed.id or attempt.end_reason is not None:
+        return False
+    submitted = (attempt.last_submit_at, attempt.submitted_at)
+    return submitted == (observed.last_submit_at, observed.submitted_at)
+
+
+def _rests(job: Job) -> bool:
+    """Whether there is nothing to look at: the queue, or somebody, has to move the job first."""
+    at_rest = job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
+    return at_rest and not job.cancel_requested and not job.pause_requested
+
+
+def _log_error(what: str, error: BaseException | None) -> None:
+    """Log what went wrong, if anything did; a traceback only where the cause is not known."""
+    if error is not None:
+        trace = None if isinstance(error, ServiceError) else error
+        logger.error("%s, trying again: %s", what, error, exc_info=trace)

@@ -1,0 +1,131 @@
+"""Takes the records that a driver left on run storage and could not, or need not, post."""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+
+from service.db.jobs import JobStore
+from service.domain.models import attempt_id
+from service.errors import RecordRefused
+from service.jobs.run_storage import run_dir_of
+from service.observability.metrics import ServiceMetrics
+from service.settings import Settings
+from trainer.protocol.events import STREAM_PATTERN, EventBatch, damaged_record, read_record
+from trainer.protocol.run_dir import stream_order
+
+logger = logging.getLogger(__name__)
+# Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
+LATE_RECORDS_S = 30.0
+# How long a job waits for records that storage does not give out.
+PATIENCE_S = 60.0
+_BATCH_SIZE = 500
+
+
+class OutboxCollector:
+    """Stores what attempts left in their outboxes; `clock` gives Unix seconds.
+
+    What was stored before is skipped, so collecting again is harmless.
+    """
+
+    def __init__(
+        self,
+        store: JobStore,
+        settings: Settings,
+        telemetry: ServiceMetrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._settings = settings
+        self._telemetry = telemetry
+        self._clock = clock
+        self._due_at: dict[tuple[str, int], float] = {}
+        self._unreadable_since: dict[tuple[str, int], float] = {}
+        self._lock = threading.Lock()
+
+    def collect(self, job_id: str, index: int) -> None:
+        """Take the records of attempt `index` of a job; raises OSError if storage fails.
+
+        What cannot be read for `PATIENCE_S` is left behind: its job must get on without it.
+        """
+        attempt = attempt_id(job_id, index)
+        outbox_dir = run_dir_of(self._settings, job_id).attempt(attempt).outbox_dir
+        positions = self._store.stream_positions(attempt)
+        try:
+            for batch in unread_batches(outbox_dir, positions, self._clock()):
+                self._take(attempt, batch)
+        except OSError as error:
+            since = self._unreadable_since.setdefault((job_id, index), self._clock())
+            if self._clock() - since < PATIENCE_S:
+                raise
+            logger.error("attempt %s: some of its records are left behind: %s", attempt, error)
+        else:
+            self._unreadable_since.pop((job_id, index), None)
+
+    def collect_later(self, job_id: str, index: int) -> None:
+        """Collect again when the last worker of the attempt must have ended."""
+        with self._lock:
+            self._due_at[job_id, index] = self._clock() + LATE_RECORDS_S
+
+    def take_due(self) -> list[tuple[str, int]]:
+        """Jobs and attempt indices whose time to be collected again has come, each once."""
+        with self._lock:
+            due = [key for key, due_at in self._due_at.items() if due_at <= self._clock()]
+            for key in due:
+                del self._due_at[key]
+        return due
+
+    def _take(self, attempt: str, batch: EventBatch) -> None:
+        """Store a batch; a note takes the place of a record that cannot be stored."""
+        try:
+            self._store.append_events(attempt, batch, self._clock())
+        except RecordRefused as error:
+            if len(batch.events) > 1:
+                for single in _singles(batch):
+                    self._take(attempt, single)
+                return
+            logger.warning("stream %s: %s", batch.stream, error)
+            damaged = batch.model_copy(update={"events": [damaged_record(self._clock())]})
+            self._store.append_events(attempt, damaged, self._clock())
+        self._telemetry.received_events(batch.events)
+
+
+def _singles(batch: EventBatch) -> Iterator[EventBatch]:
+    for seq, event in enumerate(batch.events, batch.first_seq):
+        yield EventBatch(stream=batch.stream, first_seq=seq, events=[event])
+
+
+def unread_batches(
+    outbox_dir: Path, positions: Mapping[str, int], now: float
+) -> Iterator[EventBatch]:
+    """Batches of every stream from `positions` (stream -> next sequence number) on.
+
+    Only whole lines count. `now` (Unix seconds) dates the note that takes the place of a damaged
+    line, so that the numbers of the lines after it still hold. Raises OSError in the end where a
+    stream could not be read, after the others.
+    """
+    problem: OSError | None = None
+    for path in sorted(outbox_dir.glob("*.jsonl"), key=stream_order):
+        if not re.match(STREAM_PATTERN, path.stem):
+            logger.warning("not a stream of records, left alone: %s", path)
+            continue
+        try:
+            yield from _unread_of(path, positions.get(path.stem, 0), now)
+        except OSError as error:
+            problem = error
+    if problem is not None:
+        raise problem
+
+
+def _unread_of(path: Path, next_seq: int, now: float) -> Iterator[EventBatch]:
+    with path.open("rb") as file:
+        whole_lines = (line for line in file if line.endswith(b"\n"))
+        unread = islice(whole_lines, next_seq, None)
+        while lines := list(islice(unread, _BATCH_SIZE)):
+            events = [read_record(line, now) for line in lines]
+            yield EventBatch(stream=path.stem, first_seq=next_seq, events=events)
+            next_seq += len(events)

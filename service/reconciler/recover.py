@@ -1,0 +1,202 @@
+"""Finds jobs again from run storage when the store is lost: `python -m service.reconciler.recover`.
+
+Every folder of a job holds `job.json`, its attempts' specs and what their drivers recorded. From
+these the rows are made again, metrics and timelines included. A job that `job.json` says has ended
+stays ended. Of any other the newest attempt is taken to live: the reconciler then asks the cluster,
+so a job that still trains trains on, and one that ended meanwhile ends as its driver said. While
+its rows are being made a job is PAUSED, so that nothing happens to it; a recovery that was cut off
+is repeated and goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from service.db.jobs import JobStore
+from service.domain.lifecycle import finish
+from service.domain.models import Attempt, EndReason, Job, JobStatus
+from service.errors import AttemptNotFound, JobNotFound, ServiceError
+from service.files import make_private
+from service.jobs.run_storage import read_jobs
+from service.observability.metrics import ServiceMetrics
+from service.reconciler.outbox import OutboxCollector
+from service.settings import Settings
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.spec.job import JobSpec
+
+logger = logging.getLogger(__name__)
+_MARK = "being recovered from run storage"
+
+
+@dataclass(frozen=True)
+class _End:
+    """How a job had ended; `time` is in Unix seconds."""
+
+    reason: EndReason
+    message: str
+    time: float
+
+
+@dataclass
+class Recovery:
+    """What was found: ids of jobs that are back, of those known already, folders left alone."""
+
+    recovered: list[str] = field(default_factory=list)
+    known: list[str] = field(default_factory=list)
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def recover_jobs(
+    store: JobStore, settings: Settings, clock: Callable[[], float] = time.time
+) -> Recovery:
+    """Make the rows of every job in run storage that the store does not know; raises OSError."""
+    found = Recovery()
+    collector = OutboxCollector(store, settings, ServiceMetrics(), clock)
+    for folder, document in read_jobs(settings.runs_dir):
+        try:
+            job = _known(store, folder.name) or _job_of(folder, document)
+            end = _end_in(document)
+        except (KeyError, TypeError, ValueError, ValidationError) as error:
+            found.refused[folder.name] = f"job.json cannot be used: {error}"
+            continue
+        if job.message != _MARK:
+            found.known.append(job.id)
+            continue
+        _recover(store, collector, RunDir(folder), job, end)
+        found.recovered.append(job.id)
+    return found
+
+
+def _known(store: JobStore, job_id: str) -> Job | None:
+    try:
+        return store.get_job(job_id)
+    except JobNotFound:
+        return None
+
+
+def _job_of(folder: Path, document: dict[str, Any] | None) -> Job:
+    """The job that a folder is of, not yet stored; raises ValueError and the like."""
+    if document is None or document["id"] != folder.name:
+        raise ValueError("it is damaged, or of another job")
+    spec = JobSpec.model_validate(document["spec"], context={"stored": True})
+    return Job(
+        id=folder.name,
+        name=spec.name,
+        spec=spec,
+        status=JobStatus.PAUSED,
+        created_at=float(document["created_at"]),
+        project=str(document["project"]),
+        priority=spec.priority,
+        queued_at=float(document["queued_at"]),
+        num_failures=int(document["num_failures"]),
+        message=_MARK,
+    )
+
+
+def _end_in(document: dict[str, Any] | None) -> _End | None:
+    """The end that `job.json` tells of, if any; raises ValueError and the like."""
+    told = document.get("ended") if document else None
+    if told is None:
+        return None
+    return _End(EndReason(told["reason"]), str(told["message"]), float(told["ended_at"]))
+
+
+def _recover(
+    store: JobStore, collector: OutboxCollector, run_dir: RunDir, job: Job, end: _End | None
+) -> None:
+    if _known(store, job.id) is None:
+        store.create_job(job, idempotency_key=None, request_hash="")
+    attempts = list(_attempts_of(run_dir, job.id))
+    for attempt in attempts:
+        _add(store, collector, attempt, may_live=end is None and attempt == attempts[-1])
+    job = replace(store.get_job(job.id), message="", status=JobStatus.QUEUED)
+    newest = store.get_attempt(attempts[-1].id) if attempts else None
+    if end is not None:
+        ended = finish(job, end.reason, end.message, end.time, newest)
+        store.update_job(ended.job, timeline=ended.timeline)
+    else:
+        store.update_job(_going_on(job, newest))
+    logger.info("job %s (%s) is back with %d attempt(s)", job.id, job.name, len(attempts))
+
+
+def _going_on(job: Job, newest: Attempt | None) -> Job:
+    """A job that lives, as far as its folder tells."""
+    if newest is None:
+        return job
+    reported = newest.reported_end.reason if newest.reported_end else None
+    status = JobStatus.RUNNING if job.started_at is not None else JobStatus.STARTING
+    # Where its driver says that it was paused, it is for people to resume it.
+    return replace(job, status=status, pause_requested=reported is EndReason.PAUSED)
+
+
+def _attempts_of(run_dir: RunDir, job_id: str) -> Iterator[Attempt]:
+    """Attempts that have a spec in a folder, in order, as they were when they were submitted."""
+    prefix = f"{job_id}-a"
+    folders = (path.parent for path in run_dir.root.glob(f"attempts/{prefix}*/spec.json"))
+    numbered = [(path, path.name.removeprefix(prefix)) for path in folders]
+    for path, index in sorted(
+        ((path, int(number)) for path, number in numbered if number.isdecimal()),
+        key=lambda found: found[1],
+    ):
+        written_at = AttemptDir(path).spec_path.stat().st_mtime
+        yield Attempt(
+            id=path.name,
+            job_id=job_id,
+            index=index,
+            created_at=written_at,
+            last_submit_at=written_at,
+            submitted_at=written_at,
+        )
+
+
+def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_live: bool) -> None:
+    """Store an attempt and what its driver recorded; one that may not live has ended."""
+    job = replace(store.get_job(attempt.job_id), current_attempt_id=attempt.id)
+    try:
+        store.get_attempt(attempt.id)
+    except AttemptNotFound:
+        store.update_job(job, attempt=attempt)
+    collector.collect(attempt.job_id, attempt.index)
+    told = store.get_attempt(attempt.id)
+    if may_live or told.end_reason is not None:
+        return
+    end = told.reported_end
+    ended = replace(
+        told,
+        end_reason=end.reason if end else EndReason.FORGOTTEN,
+        message=end.message if end else "nothing on run storage says how it ended",
+        ended_at=end.time if end else told.created_at,
+    )
+    store.update_job(store.get_job(attempt.job_id), attempt=ended)
+
+
+def main() -> int:
+    """Recover with the settings of the environment; 1 if a folder had to be left alone."""
+    from service.db.jobs import JobStore
+
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    settings = Settings()
+    try:
+        make_private(settings.home)
+        store = JobStore.open(settings.database_url)
+        found = recover_jobs(store, settings)
+        store.close()
+    except (ServiceError, OSError) as error:
+        logger.error("jobs cannot be recovered: %s", error)
+        return 1
+    logger.info("%d job(s) recovered, %d known already", len(found.recovered), len(found.known))
+    for folder, why in found.refused.items():
+        logger.error("%s: left alone: %s", folder, why)
+    return 1 if found.refused else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

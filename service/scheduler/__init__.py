@@ -1,0 +1,1 @@
+"""Which queued job starts next, and on which capacity."""

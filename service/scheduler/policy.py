@@ -1,0 +1,438 @@
+"""Who starts next, on which capacity; pure.
+
+How much of the cluster jobs hold, and how many workers of a job it has room for.
+
+All pure, and all from what is known: hosts as the cluster tells them, places of workers as the
+groups of a job tell theirs. `service.scheduler.policy` decides with it.
+
+`admit` goes through the waiting jobs in *order*: higher priority first; at equal priority the job
+whose project holds the fewest workers, then the one that waits longest. A job starts when its
+fewest workers fit at once (a gang) into what is free, within its project's quotas.
+
+A job that does not fit holds those behind it back, so that what is freed comes to it. Behind it
+starts only what cannot delay it for long: a preemptible job of a lower priority, which would make
+way for it; and any job while the blocked one has waited less than `PASS_WINDOW_S`. A job that
+cannot fit even into an empty cluster, or that its project's quota holds, delays nobody outside its
+project. Where pausing preemptible jobs of a lower priority makes enough room, they are paused, the
+lowest priority and the latest start first; until they have gone nothing else starts.
+
+A job with a cluster of its own takes and waits for quotas only: whether there is room for that
+cluster, and what makes way, is decided where clusters are made.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from service.backends.base import HostFacts, has_own_cluster
+from service.domain.membership import sizes_of_job, workers_held
+from service.domain.models import Job, JobStatus, Project, QueueState
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What the cluster has in all. `hosts` is None where that is not known: all fits then.
+
+    `max_workers` counts, instead of the hosts, where the cluster grows by itself.
+    """
+
+    hosts: tuple[HostFacts, ...] | None = None
+    max_workers: int | None = None
+
+    def num_workers(self, job: Job) -> int | None:
+        """How many workers of a job an empty cluster holds; None where that is not known."""
+        if self.max_workers is not None:
+            return self.max_workers
+        return None if self.hosts is None else self._num_fitting_beside(job, Use(), self.hosts)
+
+    def _num_fitting_beside(self, job: Job, used: Use, hosts: Sequence[HostFacts]) -> int:
+        """How many workers fit on the hosts, beside those that are known to lie on each."""
+        cpus, gpus = self.demand_of(job)
+        taken = [used.hosts.get(host.address, (0.0, 0.0)) for host in hosts]
+        fitting = [
+            max(0, _num_fitting(host.num_cpus - taken_cpus, host.num_gpus - taken_gpus, cpus, gpus))
+            for host, (taken_cpus, taken_gpus) in zip(hosts, taken, strict=True)
+        ]
+        spread = num_hosts_needed(job)
+        if not spread:
+            return sum(fitting)
+        # Every group needs a host with room for all of it, and there must be hosts to lose.
+        size = sizes_of_job(job).shard_group_size or 1
+        able = [num // size * size for num in fitting if num >= size]
+        return sum(able) if len(able) >= spread else 0
+
+    def demand_of(self, job: Job) -> tuple[float, float]:
+        """CPUs and GPUs of one worker: with `device: auto` a GPU where there are enough."""
+        resources = job.spec.resources
+        num_gpus = sum(host.num_gpus for host in self.hosts or ())
+        is_enough = num_gpus >= job.spec.parallelism.min_workers
+        wants_gpu = resources.device == "cuda" or (resources.device == "auto" and is_enough)
+        return resources.cpus_per_worker, float(wants_gpu)
+
+    def use_of(self, job: Job, workers: int) -> Use:
+        """What so many workers of a job take, and where as far as the job has told."""
+        cpus, gpus = self.demand_of(job)
+        hosts = {host: (num * cpus, num * gpus) for host, num in workers_by_host(job).items()}
+        return Use(workers, workers * cpus, workers * gpus, hosts)
+
+    def num_free(self, job: Job, used: Use) -> int | None:
+        """How many workers of a job fit beside what is `used`; None where that is not known."""
+        limit = self.num_workers(job)
+        if limit is None:
+            return None
+        if self.max_workers is not None or self.hosts is None:
+            return max(0, limit - used.workers)
+        free_cpus = sum(host.num_cpus for host in self.hosts) - used.cpus
+        free_gpus = sum(host.num_gpus for host in self.hosts) - used.gpus
+        # Where the others lie is known of some of them only: these bound it from both sides.
+        beside = self._num_fitting_beside(job, used, self.hosts)
+        return max(0, min(beside, _num_fitting(free_cpus, free_gpus, *self.demand_of(job))))
+
+
+@dataclass(frozen=True)
+class Use:
+    """What workers take of the cluster, and of its hosts where that is known: (CPUs, GPUs)."""
+
+    workers: int = 0
+    cpus: float = 0.0
+    gpus: float = 0.0
+    hosts: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+
+    def __add__(self, other: Use) -> Use:
+        return self._with(other, 1)
+
+    def __sub__(self, other: Use) -> Use:
+        return self._with(other, -1)
+
+    def _with(self, other: Use, sign: int) -> Use:
+        hosts = dict(self.hosts)
+        for host, (cpus, gpus) in other.hosts.items():
+            known_cpus, known_gpus = hosts.get(host, (0.0, 0.0))
+            hosts[host] = (known_cpus + sign * cpus, known_gpus + sign * gpus)
+        return Use(
+            self.workers + sign * other.workers,
+            self.cpus + sign * other.cpus,
+            self.gpus + sign * other.gpus,
+            hosts,
+        )
+
+
+def num_hosts_needed(job: Job) -> int:
+    """On how many hosts the groups of a job must lie at least; 0 where it does not say."""
+    survive = job.spec.parallelism.survive
+    return survive.hosts + 1 if survive else 0
+
+
+def _num_fitting(free_cpus: float, free_gpus: float, cpus: float, gpus: float) -> int:
+    # Ray counts in ten-thousandths: a float may lie a hair below the whole number meant.
+    by_cpus = int(free_cpus / cpus + 1e-6)
+    return min(by_cpus, int(free_gpus / gpus + 1e-6)) if gpus else by_cpus
+
+
+def workers_by_host(job: Job) -> Mapping[str, int]:
+    """How many workers of a job lie on each host, as far as its groups have told; 0 at rest."""
+    membership = job.membership
+    if not workers_held(job) or membership is None:
+        return {}
+    if membership.attempt_id != job.current_attempt_id:
+        return {}
+    return Counter(host for member in membership.members for host in member.hosts)
+
+
+def most_held(job: Job) -> int:
+    """The most workers that a job may grow to in this attempt; 0 where it does not run."""
+    held = workers_held(job)
+    return max(held, QueueState.of(job).max_workers or sizes_of_job(job).world_size) if held else 0
+
+
+# Who starts next: a pure decision over everything that waits and runs.
+
+# A job at the head of the queue is passed only this long; then the cluster empties for it.
+PASS_WINDOW_S = 300.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a job takes of the cluster, and the `most` that it may grow to by itself."""
+
+    job: Job
+    workers: int
+    most: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """A job that starts, counted with `workers`; `max_workers` is what its quota allows, if less.
+
+    The driver takes what it finds between its bounds, so `workers` is the most that it may take.
+    """
+
+    job: Job
+    workers: int
+    max_workers: int | None = None
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """A running job that pauses, and the waiting one that it makes way for."""
+
+    job: Job
+    by: Job
+
+
+@dataclass(frozen=True)
+class QueuePosition:
+    """A job that waits: its position from 1 (None where it is not its turn at all), and why."""
+
+    job: Job
+    position: int | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What the queue decided."""
+
+    starts: tuple[Start, ...] = ()
+    preemptions: tuple[Preemption, ...] = ()
+    places: tuple[QueuePosition, ...] = ()
+    # By job: the workers that it may not grow beyond, as the room is another one's.
+    growth_limits: Mapping[str, int] = field(default_factory=dict)
+
+
+def admit(
+    queued: Sequence[Job],
+    running: Sequence[Job],
+    projects: Mapping[str, Project],
+    capacity: Capacity,
+    now: float,
+) -> Admission:
+    """Who starts, who makes way, and where everybody else stands. `now` is Unix seconds."""
+    held = [Held(job, workers_held(job), most_held(job)) for job in running]
+    turn = _SchedulingPass(projects, capacity, now, held)
+    waiting = [job for job in queued if job.retry_at is None or job.retry_at <= now]
+    for job in _in_order(waiting, turn):
+        turn.consider(job)
+    resting = [job for job in queued if job.retry_at is not None and job.retry_at > now]
+    late = tuple(QueuePosition(job, None, "waits before the next attempt") for job in resting)
+    places = (*turn.places, *late)
+    limits = turn.growth_limits()
+    return Admission(tuple(turn.starts), tuple(turn.preemptions), places, limits)
+
+
+def _in_order(waiting: Iterable[Job], turn: _SchedulingPass) -> Iterable[Job]:
+    """The waiting jobs in turn; a project that was given workers comes later at once."""
+    by_priority: dict[int, dict[str, list[tuple[float, str, Job]]]] = {}
+    for job in waiting:
+        of_priority = by_priority.setdefault(job.priority, {})
+        heapq.heappush(of_priority.setdefault(job.project, []), (job.waits_since, job.id, job))
+    for priority in sorted(by_priority, reverse=True):
+        heaps = by_priority[priority]
+        while heaps:
+            project = min(heaps, key=lambda name: (turn.share(name), *heaps[name][0][:2]))
+            yield heapq.heappop(heaps[project])[2]
+            if not heaps[project]:
+                del heaps[project]
+
+
+@dataclass
+class _SchedulingPass:
+    """One pass over the queue; what it gives away counts at once."""
+
+    projects: Mapping[str, Project]
+    capacity: Capacity
+    now: float
+    held: list[Held]
+    starts: list[Start] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
+    places: list[QueuePosition] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._num_running: dict[str, int] = defaultdict(int)
+        self._shares: dict[str, int] = defaultdict(int)
+        self._claims: dict[str, int] = defaultdict(int)
+        self._blocked: Job | None = None
+        self._blocked_of: dict[str, Job] = {}
+        self._is_making_room = False
+        self._used = Use()
+        for each in self.held:
+            self._count(each)
+
+    def share(self, project: str) -> int:
+        """Workers that the jobs of a project hold."""
+        return self._shares[project]
+
+    def _count(self, held: Held) -> None:
+        self._num_running[held.job.project] += 1
+        self._shares[held.job.project] += held.workers
+        self._claims[held.job.project] += held.most
+        self._used += self._use_of(held)
+
+    def _use_of(self, held: Held) -> Use:
+        if has_own_cluster(held.job):
+            return Use()
+        return self.capacity.use_of(held.job, held.workers)
+
+    def growth_limits(self) -> dict[str, int]:
+        """What keeps running jobs from growing into the room that others wait for or were given."""
+        growing = [
+            each
+            for each in self.held
+            if each.workers < each.most
+            and each.job.status is not JobStatus.QUEUED
+            and not has_own_cluster(each.job)
+        ]
+        blocked, limits = self._blocked, self._limits_of_room(growing)
+        if blocked is not None:
+            waited_for = [each for each in growing if each.job.priority <= blocked.priority]
+            limits |= {each.job.id: each.workers for each in waited_for}
+        return limits
+
+    def _limits_of_room(self, growing: Sequence[Held]) -> dict[str, int]:
+        """Where the cluster grows by itself: what was given away is not there yet, so nothing but
+        this keeps a job from asking for the hosts of one that is about to start.
+        """
+        total = self.capacity.max_workers
+        if total is None:
+            return {}
+        room = max(0, total - self._used.workers)
+        return {
+            each.job.id: each.workers + room for each in growing if each.workers + room < each.most
+        }
+
+    def consider(self, job: Job) -> None:
+        """Start a job, or say why not."""
+        reason = self._quota_reason(job) or self._room_reason(job) or self._order_reason(job)
+        if reason:
+            self.places.append(QueuePosition(job, len(self.places) + 1, reason))
+        else:
+            self._start(job)
+
+    def _start(self, job: Job) -> None:
+        sizes, limit = sizes_of_job(job), self._quota_left(job)
+        most = sizes.world_size if limit is None else min(sizes.world_size, limit)
+        free = None if has_own_cluster(job) else self.capacity.num_free(job, self._used)
+        workers = most if free is None else min(most, free)
+        step = sizes.shard_group_size or 1
+        workers = max(sizes.min_workers, workers // step * step)
+        capped = most // step * step if most < sizes.world_size else None
+        held = Held(job, workers, capped or sizes.world_size)
+        self.held.append(held)
+        self._count(held)
+        self.starts.append(Start(job, workers, capped))
+
+    # ---- quotas
+
+    def _quota_left(self, job: Job) -> int | None:
+        project = self.projects.get(job.project)
+        if project is None or project.max_workers is None:
+            return None
+        # An elastic job grows without asking: it counts with all that it may take.
+        return project.max_workers - self._claims[job.project]
+
+    def _quota_reason(self, job: Job) -> str:
+        """Why the quotas of its project keep a job waiting; empty where they do not."""
+        project, least = self.projects.get(job.project), sizes_of_job(job).min_workers
+        if project is None:
+            return ""
+        most, most_jobs = project.max_workers, project.max_running_jobs
+        used, num_running = self._claims[job.project], self._num_running[job.project]
+        reason = ""
+        if most is not None and least > most:
+            return f"project {project.name} may use {most} workers, and the job needs {least}"
+        if most_jobs is not None and num_running >= most_jobs:
+            reason = f"project {project.name}: {num_running} of {most_jobs} jobs running"
+        elif most is not None and used + least > most:
+            grows = ", with what elastic jobs may grow to" if used > self.share(job.project) else ""
+            reason = f"project {project.name}: {used} of {most} workers in use{grows}"
+        if reason:
+            self._blocked_of.setdefault(job.project, job)
+        return reason
+
+    # ---- room
+
+    def _room_reason(self, job: Job) -> str:
+        """Why the cluster has no room for a job now; empty where it has."""
+        if has_own_cluster(job):
+            return ""
+        least = sizes_of_job(job).min_workers
+        total, free = self.capacity.num_workers(job), self.capacity.num_free(job, self._used)
+        if total is None or free is None:
+            return ""
+        if least > total:
+            return _impossible(job, least, total)
+        if free >= least:
+            return ""
+        reason = f"waiting for {least - free} of {least} workers; cluster max {total}"
+        if self._blocked is None or self._may_pass(self._blocked, job):
+            reason += self._make_room(job, least)
+        self._blocked = self._blocked or job
+        return reason
+
+    def _make_room(self, job: Job, least: int) -> str:
+        """Let jobs of a lower priority pause where that is enough; what is said of it."""
+        if self._is_making_room:
+            return ""
+        here = [each for each in self.held if not has_own_cluster(each.job)]
+        staying = [each for each in here if not _leaves(each.job)]
+        num_leaving = len(here) - len(staying)
+        used = sum((self._use_of(each) for each in staying), Use())
+        victims: list[Held] = []
+        for each in sorted((held for held in staying if _yields(held, job)), key=_cheapest_first):
+            if self._fits(job, least, used):
+                break
+            victims.append(each)
+            used -= self._use_of(each)
+        if not self._fits(job, least, used):
+            return ""
+        self.preemptions += [Preemption(each.job, job) for each in victims]
+        num_leaving += len(victims)
+        self._is_making_room = num_leaving > 0
+        return f"; {num_leaving} job(s) make way"
+
+    def _fits(self, job: Job, least: int, used: Use) -> bool:
+        return (self.capacity.num_free(job, used) or 0) >= least
+
+    # ---- order
+
+    def _order_reason(self, job: Job) -> str:
+        """Why a job that fits waits behind another one all the same; empty where it may start."""
+        ahead = self._blocked_of.get(job.project)
+        if ahead is not None and not self._may_pass(ahead, job):
+            return f"behind {ahead.named_for(job)}"
+        if self._blocked is None or has_own_cluster(job):
+            return ""
+        if self._is_making_room or not self._may_pass(self._blocked, job):
+            return f"behind {self._blocked.named_for(job)}, which waits for workers"
+        return ""
+
+    def _may_pass(self, ahead: Job, job: Job) -> bool:
+        """Whether a job cannot delay the one ahead of it, or not for long."""
+        makes_way = job.spec.preemptible and job.priority < ahead.priority
+        return makes_way or self.now - ahead.waits_since < PASS_WINDOW_S
+
+
+def _impossible(job: Job, least: int, total: int) -> str:
+    """Why a job does not fit even into an empty cluster."""
+    spread, size = num_hosts_needed(job), sizes_of_job(job).shard_group_size or 1
+    if spread and not total:
+        return f"needs {spread} hosts with room for {size} workers each, to survive a lost one"
+    return f"needs {least} workers; cluster max {total}"
+
+
+def _leaves(job: Job) -> bool:
+    """Whether a job gives its workers back soon, because somebody asked."""
+    is_ending = job.cancel_requested or job.status is JobStatus.STOPPING
+    return is_ending or job.pause_requested
+
+
+def _yields(held: Held, job: Job) -> bool:
+    """Whether a running job makes way for a waiting one."""
+    return held.job.spec.preemptible and held.job.priority < job.priority
+
+
+def _cheapest_first(held: Held) -> tuple[int, float]:
+    return held.job.priority, -(held.job.started_at or held.job.waits_since)

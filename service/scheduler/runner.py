@@ -1,0 +1,185 @@
+"""Carries out what `service.scheduler.policy` decides: one pass over everything that waits.
+
+One replica of the service does it at a time, under a lock in the store, so that no room is given
+away twice; each start, preemption and note is one guarded write, so a pass that ends in the middle
+is taken up by the next. A cluster that does not answer is no empty one: nothing starts and nobody
+makes way until it does.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from service.backends.base import Backend, has_own_cluster
+from service.db.jobs import JobStore
+from service.db.projects import Locks, ProjectStore
+from service.domain.lifecycle import Decision, preempt, start
+from service.domain.models import Job, JobStatus, QueueState
+from service.domain.timeline import timeline_event
+from service.errors import BackendUnreachable, ServiceError, StaleVersion, StoreUnavailable
+from service.jobs.run_storage import limit_growth
+from service.scheduler.policy import Admission, Capacity, Preemption, QueuePosition, Start, admit
+from service.settings import Settings
+
+logger = logging.getLogger(__name__)
+_LOCK = "queue"
+# A pass takes far less; a replica that dies in one holds the others up for this long.
+_LOCK_S = 10.0
+# Notes of those further behind would be written anew with every start ahead of them.
+MAX_PLACES = 200
+# New notes in one pass: the looks at the jobs that run wait for it.
+_MAX_NOTES = 500
+_LIFT_INTERVAL_S = 60.0
+# A job may wait for days: its cluster is not asked for its hosts every second.
+_CAPACITY_AGE_S = 3.0
+
+
+@dataclass
+class SchedulerRunner:
+    """The queue of `store` on `backend`; `clock` gives Unix seconds.
+
+    `before_start` is called with a job that is about to get another attempt, `note_answer` with
+    whether the backend answered.
+    """
+
+    store: JobStore
+    projects: ProjectStore
+    locks: Locks
+    backend: Backend
+    settings: Settings
+    clock: Callable[[], float]
+    before_start: Callable[[Job], None] = lambda job: None
+    note_answer: Callable[[bool], None] = lambda has_answered: None
+
+    def __post_init__(self) -> None:
+        self._seen: tuple[float, Capacity] | None = None
+        self._lifts_at = 0.0
+
+    def admit(self) -> None:
+        """Start what may start, unless another replica is at it or nothing waits."""
+        if not (self.store.has_queued_jobs() or self._may_be_limited()):
+            return
+        with self.locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
+            if is_held:
+                self._pass()
+
+    def _pass(self) -> None:
+        live, now = self.store.list_live_jobs(), self.clock()
+        queued = _waiting(live)
+        running = [job for job in live if job.status not in (JobStatus.QUEUED, JobStatus.PAUSED)]
+        if not queued and self.settings.cluster_max_workers is None:
+            self._limit_growth(running, {})
+            return
+        quotas = {project.name: project for project in self.projects.list()}
+        own = [job for job in queued if has_own_cluster(job)]
+        try:
+            is_shared = len(own) < len(queued) or self.settings.cluster_max_workers is not None
+            capacity = self._capacity() if is_shared else Capacity()
+        except BackendUnreachable as error:
+            self.note_answer(False)
+            shared = [job for job in queued if not has_own_cluster(job)]
+            silent = [QueuePosition(job, None, "the cluster does not answer") for job in shared]
+            self._note_all(silent, str(error))
+            self._carry_out(admit(own, running, quotas, Capacity(), now), now)
+            return
+        admission = admit(queued, running, quotas, capacity, now)
+        self._carry_out(admission, now)
+        self._limit_growth(running, admission.growth_limits)
+
+    def _may_be_limited(self) -> bool:
+        """Whether a job may be kept from growing, by this replica or one that died."""
+        return self.clock() >= self._lifts_at
+
+    def _limit_growth(self, running: Sequence[Job], limits: Mapping[str, int]) -> None:
+        """Tell the drivers of elastic jobs how far they may grow, and lift what was told before."""
+        for job in running:
+            if job.spec.parallelism.is_elastic:
+                self._guarded(job, limit_growth, self.settings, job, limits.get(job.id))
+        self._lifts_at = self.clock() + (0.0 if limits else _LIFT_INTERVAL_S)
+
+    def _capacity(self) -> Capacity:
+        """What the cluster has, or had a moment ago; raises `BackendUnreachable`."""
+        if self._seen is None or not 0.0 <= self.clock() - self._seen[0] < _CAPACITY_AGE_S:
+            self._seen = None
+            self._seen = (self.clock(), capacity_of(self.settings, self.backend))
+            self.note_answer(True)
+        return self._seen[1]
+
+    def _carry_out(self, admission: Admission, now: float) -> None:
+        for preemption in admission.preemptions:
+            self._guarded(preemption.job, self._preempt, preemption, now)
+        for begun in admission.starts:
+            if self.clock() - now < _LOCK_S:
+                self._guarded(begun.job, self._start, begun, now)
+        self._note_all(admission.places)
+
+    def _note_all(self, places: Sequence[QueuePosition], message: str = "") -> None:
+        """Store where jobs stand, of the first that changed; the others in the next passes."""
+        changed = [
+            (place, noted) for place in places if (noted := _noted(place, message)) != place.job
+        ]
+        for place, noted in changed[:_MAX_NOTES]:
+            self._guarded(place.job, self.store.update_job, noted)
+
+    @staticmethod
+    def _guarded(job: Job, act: Callable[..., object], *args: object) -> None:
+        """Act on a job; one that somebody wrote meanwhile is looked at in the next pass.
+
+        What is wrong with one job, such as files that cannot be read, holds up no other.
+        """
+        try:
+            act(*args)
+        except StaleVersion as error:
+            logger.debug("job %s: %s", job.id, error)
+        except (OSError, ServiceError) as error:
+            if isinstance(error, StoreUnavailable):
+                raise
+            logger.warning("job %s stays in the queue for now: %s", job.id, error)
+
+    def _preempt(self, preemption: Preemption, now: float) -> None:
+        grace_s = self.settings.pause_grace_s
+        victim = preemption.job
+        self._store(preempt(victim, preemption.by, now, grace_s))
+        waiting = self.store.get_job(preemption.by.id)
+        logger.info("job %s makes way for job %s", victim.id, waiting.id)
+        message = f"{victim.named_for(waiting)} of priority {victim.priority} makes way"
+        told = timeline_event(waiting, None, now, "preempting", message)
+        self._store(Decision(waiting, None, timeline=(told,)))
+
+    def _start(self, begun: Start, now: float) -> None:
+        self.before_start(begun.job)
+        # What that stored may have raised the version: a job that changed otherwise is left.
+        job = self.store.get_job(begun.job.id)
+        if replace(job, version=begun.job.version) != begun.job:
+            raise StaleVersion(job.id, begun.job.version)
+        note = QueueState(workers=begun.workers, max_workers=begun.max_workers)
+        self._store(start(job, now, note))
+
+    def _store(self, decision: Decision) -> None:
+        self.store.update_job(decision.job, attempt=decision.attempt, timeline=decision.timeline)
+        for told in decision.timeline:
+            logger.info("job %s: %s", decision.job.id, told.message)
+
+
+def capacity_of(settings: Settings, backend: Backend) -> Capacity:
+    """What the cluster has, as far as the queue minds it; raises `BackendUnreachable`."""
+    if settings.queue_capacity == "unlimited":
+        # The cluster need not have room, but it has to be there.
+        backend.check()
+        return Capacity()
+    return Capacity(backend.hosts(), settings.cluster_max_workers)
+
+
+def _noted(place: QueuePosition, message: str) -> Job:
+    """A job with where it stands; `message` is what its cluster answered badly."""
+    position, reason = place.position, place.reason
+    if position is not None and position > MAX_PLACES:
+        position, reason = None, f"more than {MAX_PLACES} jobs are ahead"
+    note = replace(QueueState.of(place.job), position=position, reason=reason)
+    return replace(place.job, queue_note=note.document, message=message)
+
+
+def _waiting(live: list[Job]) -> list[Job]:
+    return [job for job in live if job.status is JobStatus.QUEUED]

@@ -1,0 +1,1 @@
+"""Pydantic bodies of the REST API, shared by server, client and CLI."""

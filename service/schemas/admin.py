@@ -1,0 +1,202 @@
+"""Keys, audit, webhooks, projects, cluster.
+
+Bodies about the queue and the quotas of projects (pydantic only).
+
+Times are Unix seconds, durations `_s`, sizes `_bytes`. Lists are pages: `next` is the value to
+give as `after` for the following page, and null on the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from service.schemas.common import ApiModel
+
+
+class Quotas(BaseModel):
+    """What the jobs of a project may hold at the same time; null is no limit."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_workers: int | None = Field(default=None, ge=0, le=2**31 - 1, examples=[64])
+    max_running_jobs: int | None = Field(default=None, ge=0, le=2**31 - 1, examples=[8])
+
+
+class ProjectOut(BaseModel):
+    """A project: its quotas and what its jobs hold now."""
+
+    name: str
+    max_workers: int | None
+    max_running_jobs: int | None
+    updated_at: float | None = Field(description="When the quotas were set; null without any.")
+    num_workers: int
+    num_running_jobs: int
+    num_queued_jobs: int
+
+
+# Bodies of the REST API, shared by the server and the client (pydantic only).
+
+
+class HostOut(ApiModel):
+    """What a live host has in all, whoever uses it now."""
+
+    address: str
+    num_cpus: float
+    num_gpus: float
+    memory_bytes: int
+
+
+class ClusterOut(ApiModel):
+    """The cluster behind the service; `hosts` is empty where the backend does not tell them.
+
+    One that grows by itself has room for `max_workers` in the end.
+    """
+
+    reachable: bool
+    backend: str
+    address: str
+    message: str
+    max_workers: int | None = None
+    hosts: list[HostOut] = []  # noqa: RUF012
+
+
+# Bodies of keys, the audit log and who one is, shared by the server and the client.
+
+RoleName = Literal["viewer", "submitter", "admin"]
+KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]*$"
+ProjectName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
+
+
+class WhoAmI(ApiModel):
+    """Who asks, and the roles held by project (`*` stands for all)."""
+
+    name: str = Field(examples=["key:ci"])
+    kind: Literal["local", "key", "oidc", "session", "attempt", "machine"]
+    roles: dict[str, RoleName] = Field(examples=[{"default": "submitter"}])
+    auth: Literal["local", "required"] = Field(description="What the service asks for.")
+
+
+class CreateKey(ApiModel):
+    """Body of POST /v1/keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field(min_length=1, max_length=64, pattern=KEY_NAME_PATTERN, examples=["ci"])
+    roles: dict[ProjectName, RoleName] = Field(
+        min_length=1, max_length=100, examples=[{"default": "submitter"}]
+    )
+    expires_in_s: float | None = Field(
+        default=None, gt=0, le=10 * 366 * 86_400, description="Null: never.", examples=[7_776_000]
+    )
+
+
+class KeyOut(ApiModel):
+    """An API key without its secret. `last_used_at` is right to five minutes."""
+
+    id: str
+    name: str
+    roles: dict[str, RoleName]
+    created_at: float
+    created_by: str
+    expires_at: float | None
+    revoked_at: float | None
+    last_used_at: float | None
+
+
+class NewKey(KeyOut):
+    """A new API key. `key` is shown this once: only a hash of it is kept."""
+
+    key: str
+
+
+class AuditOut(ApiModel):
+    """One line of the audit log. `action` is method and route, `status` the HTTP status."""
+
+    id: int
+    time: float
+    actor: str
+    actor_kind: str
+    action: str
+    object: str
+    remote: str
+    status: int
+    request_id: str
+
+
+class AttemptSecrets(ApiModel):
+    """Environment variables for the driver and the workers of an attempt."""
+
+    secrets: dict[str, str]
+
+
+# Bodies of the webhook routes, shared by the server and the client (pydantic only).
+
+Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$", examples=["job_ended"])]
+Url = Annotated[str, Field(min_length=1, max_length=2048, examples=["https://example.com/hook"])]
+# PostgreSQL cannot hold NUL characters.
+Description = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]
+Project = Annotated[str, Field(pattern=r"^(\*|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)$")]
+
+
+class CreateWebhook(ApiModel):
+    """Body of POST /v1/webhooks."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Url
+    project: Project = Field(default="default", description="Or * for every project.")
+    kinds: list[Kind] = Field(
+        default=[], max_length=50, description="Kinds of timeline lines; empty for all."
+    )
+    description: Description = ""
+
+
+class ChangeWebhook(ApiModel):
+    """Body of PATCH /v1/webhooks/{webhook_id}: what is left away stays as it is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    url: Url | None = None
+    kinds: list[Kind] | None = Field(default=None, max_length=50)
+    description: Description | None = None
+    is_active: bool | None = None
+
+
+class WebhookOut(ApiModel):
+    """A webhook; `note` says why the service switched it off, if it did."""
+
+    id: str
+    project: str
+    url: str
+    description: str
+    kinds: list[str]
+    is_active: bool
+    note: str
+    num_dead_in_a_row: int
+    created_at: float
+
+
+class WebhookCreated(WebhookOut):
+    """A new webhook, or one with a new secret, which is shown this once."""
+
+    secret: str = Field(description="Checks `webhook-signature`; not shown again.")
+
+
+class DeliveryOut(ApiModel):
+    """A message to a webhook. `next_try_at` counts while it is pending."""
+
+    id: int
+    message_id: str = Field(description="The header `webhook-id`, the same at every try.")
+    job_id: str | None
+    event_id: int | None
+    kind: str
+    body: str
+    created_at: float
+    state: str = Field(examples=["pending", "delivered", "dead"])
+    num_tries: int
+    next_try_at: float
+    ended_at: float | None
+    status_code: int | None
+    message: str

@@ -1,0 +1,49 @@
+"""Bodies of the REST API, shared by the server and the client (pydantic only).
+
+Times are Unix seconds, durations `_s`, sizes `_bytes`. Lists are pages: `next` is the value to
+give as `after` for the following page, and null on the last one.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Generic, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+Item = TypeVar("Item")
+# JSON has no NaN or infinity: both travel as null, which reads back as NaN.
+Value = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+
+
+class ApiModel(BaseModel):
+    """Base of every body. Built from domain dataclasses by attribute."""
+
+    model_config = ConfigDict(from_attributes=True)
+
+
+class Page(ApiModel, Generic[Item]):
+    """One page of a list."""
+
+    items: list[Item]
+    next: str | None = None
+
+
+class FieldError(ApiModel):
+    """One faulty field of a request."""
+
+    path: str
+    code: str
+    message: str
+
+
+class Problem(ApiModel):
+    """RFC 9457 problem details; `code` is stable and machine-readable."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    detail: str
+    code: str
+    instance: str | None = None
+    fields: list[FieldError] = []

@@ -1,1 +1,0 @@
-"""Durable state: the JobStore protocol and its SQLAlchemy implementation."""

@@ -1,0 +1,143 @@
+"""Sends what the outbox of webhooks holds, from a thread with an event loop of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Protocol
+
+from service.db.webhooks import MAX_CLAIMED_EACH, WebhookStore
+from service.domain.webhooks import Answer, Claimed, after_try, headers_of
+from service.errors import ServiceError
+from service.observability.metrics import ServiceMetrics
+from service.settings import Settings
+from service.webhooks.safe_http import post
+
+logger = logging.getLogger(__name__)
+# Far above what one try takes: a claim that runs out belongs to a sender that died.
+_CLAIM_S = 120.0
+_PRUNE_EVERY_S = 3600.0
+Post = Callable[[Claimed, dict[str, str]], Awaitable[Answer]]
+
+
+class Box(Protocol):
+    """What opens a sealed secret."""
+
+    def open(self, sealed: str) -> str:
+        """The secret in clear."""
+
+
+class WebhookSender:
+    """Delivers until closed; `clock` gives Unix seconds. Several may share a store."""
+
+    def __init__(
+        self,
+        store: WebhookStore,
+        box: Box,
+        settings: Settings,
+        telemetry: ServiceMetrics,
+        *,
+        send: Post | None = None,
+        clock: Callable[[], float] = time.time,
+        chance: Callable[[], float] = random.random,
+    ) -> None:
+        self._store = store
+        self._box = box
+        self._settings = settings
+        self._telemetry = telemetry
+        self._post = send or partial(_post, settings)
+        self._clock = clock
+        self._chance = chance
+        self._at_work: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closing = threading.Event()
+        self._prune_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
+
+    def start(self) -> None:
+        """Begin delivering."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop; tries that are under way are given up, and made again by whoever comes next."""
+        self._closing.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        while not self._closing.is_set():
+            try:
+                await asyncio.to_thread(self._prune)
+                await self.look()
+            except ServiceError as error:
+                logger.warning("webhooks wait: %s", error)
+            except Exception:  # the loop must outlive whatever one look runs into
+                logger.exception("a look at the webhooks failed, trying again")
+            await asyncio.to_thread(self._closing.wait, self._settings.webhook_poll_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def look(self) -> int:
+        """Start what is due; returns how many tries were started."""
+        busy = [hook for hook, count in self._at_work.items() if count >= MAX_CLAIMED_EACH]
+        claim = partial(self._store.claim, self._clock(), claim_s=_CLAIM_S, skip=busy)
+        claimed = await asyncio.to_thread(claim)
+        for each in claimed:
+            self._at_work[each.delivery.webhook_id] += 1
+            task = asyncio.create_task(self._deliver(each))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return len(claimed)
+
+    async def finish(self) -> None:
+        """Wait for the tries that are under way."""
+        await asyncio.gather(*self._tasks)
+
+    async def _deliver(self, claimed: Claimed) -> None:
+        delivery = claimed.delivery
+        try:
+            answer = await self._try(claimed)
+            outcome = after_try(delivery.num_tries + 1, answer, self._clock(), self._chance())
+            self._telemetry.webhook_tried(outcome.state)
+            if not answer.is_success:
+                logger.info("webhook %s: %s", delivery.webhook_id, outcome.message)
+            await asyncio.to_thread(self._store.settle, delivery.id, outcome, self._clock())
+        except ServiceError as error:
+            # The claim runs out and the delivery is made again: at least once.
+            logger.warning("what came of delivery %d is not stored: %s", delivery.id, error)
+        finally:
+            self._at_work[delivery.webhook_id] -= 1
+
+    async def _try(self, claimed: Claimed) -> Answer:
+        try:
+            secret = self._box.open(claimed.secret)
+        except ServiceError as error:
+            return Answer(None, f"the secret cannot be opened: {error}")
+        headers = headers_of(claimed.delivery, secret, self._clock())
+        return await self._post(claimed, headers)
+
+    def _prune(self) -> None:
+        now = self._clock()
+        if now >= self._prune_at:
+            self._prune_at = now + _PRUNE_EVERY_S
+            self._store.prune(now - self._settings.webhook_keep_days * 86_400)
+
+
+async def _post(settings: Settings, claimed: Claimed, headers: dict[str, str]) -> Answer:
+    return await post(
+        claimed.url,
+        claimed.delivery.body,
+        headers,
+        allowed=settings.webhook_allowed_networks,
+        timeout_s=settings.webhook_timeout_s,
+    )

@@ -1,0 +1,82 @@
+"""The SDK: a client of the service and typed job specs.
+
+    import shardloom
+
+    job = shardloom.submit(spec)      # a mapping, a JobSpec, or the path of a YAML file
+    with shardloom.Client("http://127.0.0.1:8700") as client:
+        job = client.wait(job.id)
+
+Needs neither torch nor Ray. Everything here is also importable from where it is defined:
+`service.client.client` and `trainer.spec`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from service.client.client import ShardloomClient
+from service.client.errors import (
+    Conflict,
+    ExportFailed,
+    Forbidden,
+    InvalidRequest,
+    NotFound,
+    NotSignedIn,
+    ProblemError,
+    ServerFault,
+    ServiceUnreachable,
+    ShardloomError,
+)
+from service.client.transport import DEFAULT_URL, RetryPolicy
+from service.schemas.jobs import JobDetail, JobPlan, JobSummary
+from trainer.spec import load_spec
+from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
+
+__all__ = [
+    "DEFAULT_URL",
+    "Client",
+    "Conflict",
+    "ExportFailed",
+    "Forbidden",
+    "InvalidRequest",
+    "JobDetail",
+    "JobPlan",
+    "JobSpec",
+    "JobSummary",
+    "NotFound",
+    "NotSignedIn",
+    "ProblemError",
+    "RetryPolicy",
+    "ServerFault",
+    "ServiceUnreachable",
+    "ShardloomError",
+    "SpecError",
+    "load_spec",
+    "submit",
+]
+
+Client = ShardloomClient
+
+
+def submit(
+    spec: JobSpec | Mapping[str, Any] | os.PathLike[str],
+    *,
+    url: str | None = None,
+    api_key: str | None = None,
+    secrets: Mapping[str, str] | None = None,
+    idempotency_key: str | None = None,
+) -> JobDetail:
+    """Create one job and return it; it is not waited for.
+
+    `url` defaults to SHARDLOOM_URL, else to the local service. Raises `SpecError` for a file that
+    holds no valid spec, `InvalidRequest` with the faulty fields, `ServiceUnreachable`.
+    """
+    if isinstance(spec, os.PathLike):
+        spec = load_spec(Path(spec).read_text())
+    address = url or os.environ.get("SHARDLOOM_URL") or DEFAULT_URL
+    with Client(address, api_key=api_key) as client:
+        return client.submit(spec, secrets=secrets, idempotency_key=idempotency_key)

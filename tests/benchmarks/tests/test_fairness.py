@@ -1,0 +1,464 @@
+"""Both sides of a benchmark do the same work on the same rows, and its ratios say what they say."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.benchmarks import ne_parity, prepare_pandas, quality, two_d
+from tests.benchmarks.loader import WAIT_GOAL, best_peer, check_sums, speed_goal, with_waits
+from tests.benchmarks.loader_child import checksum, measure, ours
+from tests.benchmarks.loader_data import BATCH_SIZE, spec_over, write_rows
+from tests.benchmarks.loader_session import model_spec
+from tests.benchmarks.ne_parity import name_of_scale, variants_of
+from tests.benchmarks.ne_parity_case import Settings, batches, read_criteo, rows_of_rank
+from tests.benchmarks.ne_parity_ranks import Curve, SeedResult, spec_of
+from tests.benchmarks.ne_parity_report import PARITY, PEER, gap_of
+from tests.benchmarks.peers.pandas_loader import epochs_over
+from tests.benchmarks.prepare import Cost
+from tests.benchmarks.quality import OUR_NAME, gain_of
+from tests.benchmarks.quality_bootstrap import gain_interval, rmse_of, squares_by_user
+from tests.benchmarks.quality_data import (
+    Fold,
+    Stars,
+    held_out_rows,
+    hide_from_each_other,
+    make_fold,
+    read_ratings,
+    tuning_ratings,
+)
+from tests.benchmarks.quality_peers import (
+    BiasSettings,
+    FactorSettings,
+    bias_rmse,
+    factor_rmse_by_epoch,
+    mean_rmse,
+)
+from tests.benchmarks.quality_search import SIDES
+from tests.benchmarks.report import SKIPPED, BenchmarkError, Run, is_met, main, ratio_of
+from tests.benchmarks.two_d import best_of, is_comparable, label_of, layouts, schedule_of
+from tests.benchmarks.two_d_train import RankResult, Schedule, summary
+from tests.benchmarks.two_d_workload import TwoDLayout, make_batches
+from tests.unit.trainer.datasets.criteo.test_prepare import line, write
+from trainer.datasets.criteo.reader import NUM_CATEGORICAL, NUM_DENSE
+from trainer.datasets.criteo.synthetic import table_sizes
+from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+from trainer.datasets.movielens.synthetic import generate_movielens
+from trainer.errors import DataError
+
+
+def ratings_of(rows: list[tuple[int, int]]) -> pl.DataFrame:
+    """Sorted ratings of (user, timestamp) pairs, each of a movie of its own."""
+    users, times = zip(*rows, strict=True)
+    frame = pl.DataFrame({"userId": users, "movieId": range(len(rows)), "timestamp": times})
+    return frame.with_columns(pl.lit(3.0).alias("rating")).sort("userId", "timestamp", "movieId")
+
+
+@pytest.fixture(scope="module")
+def rated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quality") / "csv"
+    generate_movielens(folder, num_ratings=3000, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def fold(rated, tmp_path_factory) -> Fold:
+    folder = tmp_path_factory.mktemp("quality-fold") / "fold"
+    return make_fold(rated, read_ratings(rated), folder, MovieLensOptions())
+
+
+@given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 6)), min_size=1, max_size=60))
+def test_held_out_rows_of_a_user_share_a_moment_after_the_others(rows):
+    ratings = ratings_of(rows)
+    held_out = held_out_rows(ratings)
+    hidden = hide_from_each_other(ratings, held_out)
+    assert hidden.drop("timestamp").equals(ratings.drop("timestamp"))
+    times, users = hidden["timestamp"].to_numpy(), hidden["userId"].to_numpy()
+    assert (times[~held_out] == ratings["timestamp"].to_numpy()[~held_out]).all()
+    for user in set(users[held_out]):
+        moments = set(times[held_out & (users == user)])
+        assert len(moments) == 1
+        assert moments.pop() > times[~held_out & (users == user)].max()
+
+
+def test_the_tuning_fold_has_none_of_the_test_part(rated):
+    ratings = read_ratings(rated)
+    test_part = ratings.filter(pl.Series(held_out_rows(ratings)))
+    tuning = tuning_ratings(ratings)
+    assert len(tuning) + len(test_part) == len(ratings)
+    assert tuning.join(test_part, on=["userId", "movieId"]).is_empty()
+    last_seen = tuning.group_by("userId").agg(pl.col("timestamp").max().alias("last"))
+    assert (
+        test_part.join(last_seen, on="userId")
+        .select((pl.col("timestamp") >= pl.col("last")).all())
+        .item()
+    )
+
+
+def test_histories_of_held_out_rows_hold_fitted_movies_only(fold):
+    files = sorted((fold.prepared / "validation").glob("*.parquet"))
+    rows = pl.from_arrow(pq.ParquetDataset(files).read(["user_id", "history_movies"]))
+    # What is equal for all held-out rows of a user holds none of them, as each lacks itself.
+    histories = rows.group_by("user_id").agg(pl.col("history_movies").n_unique())
+    assert len(rows) == len(fold.held_out)
+    assert (histories["history_movies"] == 1).all()
+
+
+def test_peers_and_session_hold_out_the_same_ratings(fold):
+    files = sorted((fold.prepared / "validation").glob("*.parquet"))
+    ours = pq.ParquetDataset(files).read(["rating"])["rating"].to_numpy()
+    assert sorted(ours) == sorted(fold.held_out.stars)
+
+
+def made_up_fold(rank: int = 2) -> Fold:
+    """Ratings of 60 users and 40 movies by biases and `rank` factors, with little noise."""
+    rng = np.random.default_rng(0)
+    user, movie = (each.ravel() for each in np.indices((60, 40)))
+    taste = (rng.normal(size=(60, rank))[user] * rng.normal(size=(40, rank))[movie]).sum(1)
+    biases = 0.3 * rng.normal(size=60)[user] + 0.3 * rng.normal(size=40)[movie]
+    stars = np.clip(3 + biases + 0.5 * taste + 0.1 * rng.normal(size=len(user)), 0.5, 5)
+    fit = rng.random(len(user)) < 0.7
+    fitted = Stars(user[fit], movie[fit], stars[fit])
+    held_out = Stars(user[~fit], movie[~fit], stars[~fit])
+    return Fold(fitted, held_out, 60, 40, Path("none"))
+
+
+def test_biases_beat_the_mean_and_factors_beat_both():
+    fold = made_up_fold()
+    bias = bias_rmse(fold, BiasSettings())
+    settings = FactorSettings(num_factors=4, lr=0.02, factor_l2=0.01, init_std=0.1, num_epochs=60)
+    factors = [*factor_rmse_by_epoch(fold, settings, seed=0)]
+    assert bias < 0.98 * mean_rmse(fold)
+    assert factors[-1] < 0.7 * bias
+    assert factors == [*factor_rmse_by_epoch(fold, settings, seed=0)]
+    assert factors != [*factor_rmse_by_epoch(fold, settings, seed=1)]
+
+
+def test_the_gain_is_over_the_best_peer_and_keeps_its_sign():
+    results = {"mean": [1.0, 1.0], "factors": [0.90, 0.92], OUR_NAME: [0.89, 0.90]}
+    gain = gain_of(results)
+    assert gain["peer_name"] == "factors"
+    assert gain["value"] == pytest.approx(0.015)
+    assert gain["spread"] == pytest.approx([0.01, 0.02])
+    assert is_met(gain)
+    worse = gain_of({"factors": [0.88], OUR_NAME: [0.89]})
+    assert worse["value"] == pytest.approx(-0.01)
+    assert not is_met(worse)
+    document = quality.document_of(results, [0.01, 0.02], {}, {})
+    assert len(document["runs"]) == 6
+    assert document["user_bootstrap"]["rmse_gain"] == [0.01, 0.02]
+
+
+def errors_of_users(num_users: int, spread: float) -> tuple[np.ndarray, np.ndarray]:
+    """Squared errors by user of a peer and of ours, which is better by 0.1 but for `spread`."""
+    rng = np.random.default_rng(1)
+    ours = 1 + spread * rng.random(num_users)
+    return (ours.mean() + 0.1) ** 2 * np.full(num_users, 4.0), ours**2 * 4
+
+
+def test_the_interval_holds_the_gain_and_narrows_with_more_users():
+    widths = []
+    for num_users in (50, 5000):
+        peer, ours = errors_of_users(num_users, spread=1.0)
+        num_rows = np.full(num_users, 4)
+        low, high = gain_interval([peer], [ours], num_rows)
+        gain = rmse_of(peer, num_rows) - rmse_of(ours, num_rows)
+        assert low < gain < high
+        widths.append(high - low)
+    assert 5 < widths[0] / widths[1] < 20
+
+
+def test_the_interval_is_paired_what_is_hard_for_both_sides_cancels():
+    hard = np.random.default_rng(2).random(200) * 3 + 0.5
+    num_rows = np.full(200, 4)
+    low, high = gain_interval([4 * (1.1 * hard) ** 2], [4 * hard**2], num_rows)
+    alone, other = gain_interval([4 * (1.1 * hard) ** 2], [4 * hard[::-1] ** 2], num_rows)
+    assert high - low < (other - alone) / 5
+    assert low > 0
+    squares = squares_by_user(np.array([0, 2, 2]), np.array([1.0, -2.0, 1.0]), 3)
+    assert squares.tolist() == [1, 0, 5]
+    assert rmse_of(squares, np.array([1, 0, 2])) == pytest.approx(np.sqrt(2))
+
+
+def test_ours_must_train_to_the_end_of_its_schedule():
+    curve = [0.9, 0.8, 0.85]
+    assert SIDES["peer"].best(curve) == (0.8, 2)
+    assert SIDES["ours"].best(curve) == (0.85, 3)
+
+
+def test_without_the_data_it_says_what_is_missing(tmp_path, capsys):
+    with pytest.raises(BenchmarkError, match=r"lacks ratings\.csv, movies\.csv, tags\.csv"):
+        read_ratings(tmp_path)
+    assert quality.main(["--source", str(tmp_path)]) == 1
+    assert "ml-latest-small" in capsys.readouterr().err
+
+
+SURVEY = {
+    "ours": {"rows_per_s": 900.0, "checksum": [4, 1]},
+    "ray_data": {"rows_per_s": 30.0, "checksum": [4, 1]},
+    "pandas_frames": {"rows_per_s": 300.0, "checksum": [4, 1]},
+    "ray_data_unshuffled": {"rows_per_s": 500.0, "checksum": [4, 1]},
+    "pandas_rows": {"rows_per_s": 2.0, "checksum": [1, 1]},
+}
+
+
+@pytest.fixture(scope="module")
+def rows_folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("rows")
+    assert write_rows(folder, 2, 2 * BATCH_SIZE) == 4 * BATCH_SIZE
+    return folder
+
+
+def test_ours_and_pandas_make_the_same_tensors(rows_folder):
+    wanted = checksum(ours(rows_folder))
+    assert wanted[0] == 4 * BATCH_SIZE
+    variants = epochs_over(rows_folder)
+    assert checksum(variants["pandas_frames"]) == wanted
+    assert measure(ours(rows_folder))["num_batches"] == 4
+    assert model_spec(rows_folder).features == spec_over(rows_folder).features
+    assert checksum(variants["pandas_rows"])[0] == 2 * BATCH_SIZE, "one file, row by row"
+
+
+def test_other_tensors_and_missing_rows_stop_the_benchmark():
+    check_sums(SURVEY, 4)
+    with pytest.raises(BenchmarkError, match="pandas_frames made other tensors"):
+        check_sums(SURVEY | {"pandas_frames": {"checksum": [4, 2]}}, 4)
+    with pytest.raises(BenchmarkError, match="batches of 4 rows, not 5"):
+        check_sums(SURVEY, 5)
+
+
+def test_the_ratio_is_against_the_fastest_peer_that_does_the_same():
+    assert best_peer(SURVEY) == "pandas_frames"
+    runs = [Run(0, "ours", {"rows_per_s": 9.0}), Run(0, "peer", {"rows_per_s": 3.0})]
+    found = with_waits(runs, [{"wait_s": 0.01, "step_s": 0.5}])
+    assert ratio_of(WAIT_GOAL, found)["value"] == pytest.approx(0.02), "a share of the step"
+    assert ratio_of(speed_goal("pandas_frames"), found)["value"] == 3.0
+
+
+SMALL = Settings(num_steps=6, global_batch_size=16, num_held_out_rows=8, num_evaluations=3)
+
+
+def test_a_criteo_file_gives_log_counts_and_hashed_ids(tmp_path):
+    sizes = table_sizes(50)
+    lines = [line(1), line(0, -2, "ffffffff"), line(1, "", "")]
+    rows = read_criteo(write(tmp_path / "day.tsv", lines), sizes, 3)
+    assert rows.label.tolist() == [1, 0, 1]
+    assert rows.dense[0] == pytest.approx(np.full(NUM_DENSE, math.log(2)))
+    assert rows.dense[1:].tolist() == [[0] * NUM_DENSE] * 2
+    for row, number in enumerate((0xA, 0xFFFFFFFF, 0)):
+        assert rows.ids[row].tolist() == [number % size for size in sizes]
+    assert len(sizes) == NUM_CATEGORICAL
+    with pytest.raises(DataError, match="has 3 rows, 4 are needed"):
+        read_criteo(tmp_path / "day.tsv", sizes, 4)
+    with pytest.raises(DataError, match=r"other\.csv, line 1"):
+        read_criteo(write(tmp_path / "other.csv", ["a,b,c", "1,2,3"]), sizes, 1)
+
+
+def test_ranks_share_a_file_without_overlap_and_hold_out_the_rows_after_it(tmp_path):
+    path = write(tmp_path / "day.tsv", [line(row % 2, 1, f"{row:08x}") for row in range(24)])
+    settings = replace(SMALL, num_steps=1, num_evaluations=1, criteo=str(path))
+    ranks = [rows_of_rank(settings, seed=3, rank=rank) for rank in range(4)]
+    column = 2  # a table of more than 24 rows, so that ids are row numbers
+    trained = np.concatenate([rank.train.ids[:, column] for rank in ranks])
+    held_out = np.concatenate([rank.held_out.ids[:, column] for rank in ranks])
+    assert sorted(trained) == list(range(16))
+    assert held_out.tolist() == list(range(16, 24))
+
+
+def test_batches_hold_the_rows_in_order_by_feature():
+    rows = rows_of_rank(SMALL, seed=0, rank=1).train
+    found = list(batches(rows, SMALL.batch_size))
+    assert len(found) == SMALL.num_steps
+    second = rows.ids[SMALL.batch_size : 2 * SMALL.batch_size]
+    assert found[1].sparse["category_7"].values().tolist() == second[:, 7].tolist()
+    assert found[1].sparse.lengths().eq(1).all()
+
+
+def test_the_last_step_is_always_measured():
+    assert SMALL.evaluation_steps == {2, 4, 6}
+    assert 7 in Settings(num_steps=7, num_evaluations=3).evaluation_steps
+
+
+def test_the_variants_are_the_peer_the_noise_floor_and_every_moment_scale():
+    variants = variants_of(world_size=8, shard_group_size=2)
+    assert [v.moment_scale for v in variants] == [None, 1.0, 4.0, 2.0, 1.0]
+    assert [v.shard_group_size for v in variants] == [8, 8, 2, 2, 2]
+    for variant in variants_of(4, 1)[1:]:
+        parallelism = spec_of(SMALL, variant).parallelism
+        assert parallelism.moment_scale_value == variant.moment_scale
+        assert parallelism.shard_group_size == variant.shard_group_size
+
+
+def test_a_gap_is_significant_only_when_its_error_cannot_explain_it():
+    assert gap_of([1.01, 1.011], [1.0, 1.0]).is_significant
+    assert not gap_of([1.01, 0.99], [1.0, 1.0]).is_significant
+    assert not gap_of([1.0001, 1.0001], [1.0, 1.0]).is_significant
+    assert not gap_of([1.01], [1.0]).is_significant
+
+
+def results_of(ne_by_variant: dict[str, list[float]]) -> list[SeedResult]:
+    seeds = zip(*ne_by_variant.values(), strict=True)
+    return [
+        SeedResult(
+            {name: Curve([100], [ne], 1.0) for name, ne in zip(ne_by_variant, values, strict=True)},
+            0.7,
+        )
+        for values in seeds
+    ]
+
+
+def test_the_report_compares_means_over_seeds_with_the_peer():
+    results = results_of(
+        {PEER: [0.8, 0.82], name_of_scale(4): [0.8001, 0.8199], name_of_scale(1): [0.81, 0.83]}
+    )
+    document = ne_parity.document_of(SMALL, 4, results, {})
+    scaled, unscaled = document["ratios"]["gap_scaled"], document["ratios"]["gap_unscaled"]
+    assert scaled["value"] == pytest.approx(0, abs=1e-12)
+    assert scaled["spread"] == pytest.approx([-0.0001 / 0.81, 0.0001 / 0.81])
+    assert (scaled["goal"], scaled["better"]) == (PARITY, "lower")
+    assert unscaled["value"] == pytest.approx(0.01 / 0.81)
+    assert unscaled["better"] == "higher"
+    assert document["teacher_ne"] == 0.7
+    assert len(document["runs"]) == 6
+
+
+def test_numbers_that_do_not_fit_are_refused(capsys):
+    for arguments in (
+        ["--world-size", "4", "--shard-group-size", "3"],
+        ["--seeds", "0"],
+        ["--global-batch-size", "2049"],
+        ["--num-evaluations", "0"],
+    ):
+        with pytest.raises(SystemExit):
+            ne_parity.parse(arguments)
+        assert "must be" in capsys.readouterr().err
+
+
+LISTS = ["genres", "tokens", "history_movies", "history_liked", "history_disliked"]
+NUMBERS = ["year", "movie_age", "movie_popularity", "movie_past_mean", "user_activity"]
+OTHERS = ["movie_others_mean", "movie_others_count"]
+LABELS = ["user_past_mean", "user_genre_past_mean", "rating", "user_mean", "user_scale"]
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepare") / "csv"
+    generate_movielens(folder, num_ratings=3000, seed=4)
+    # One rating at a time: at equal times pandas takes rows in order, and ours do not see another.
+    path = folder / "ratings.csv"
+    ratings = pl.read_csv(path).sort("timestamp")
+    times = ratings["timestamp"].to_numpy() + np.arange(len(ratings))
+    ratings.with_columns(timestamp=pl.Series(times)).write_csv(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared_rows(one_at_a_time, tmp_path_factory) -> pd.DataFrame:
+    out = tmp_path_factory.mktemp("prepare") / "ours"
+    prepare_movielens(one_at_a_time, out)
+    return comparable(out / "train" / "*.parquet", out / "validation" / "*.parquet")
+
+
+def comparable(*patterns: Path) -> pd.DataFrame:
+    frames = [pl.read_parquet(pattern) for pattern in patterns]
+    held_out = [pl.lit(number).alias("part") for number in range(len(frames))]
+    marked = [frame.with_columns(part) for frame, part in zip(frames, held_out, strict=True)]
+    columns = marked[0].columns
+    return pl.concat([f.select(columns) for f in marked]).sort("timestamp").to_pandas()
+
+
+@pytest.mark.parametrize("style", ["published", "careful"])
+def test_pandas_makes_the_columns_that_ours_makes(one_at_a_time, prepared_rows, tmp_path, style):
+    prepare_pandas.prepare(one_at_a_time, tmp_path / "out", style=style)
+    peer = comparable(tmp_path / "out" / "train.parquet", tmp_path / "out" / "validation.parquet")
+    for column in ["part", "user_id", "movie_id", "timestamp"]:
+        assert (peer[column] == prepared_rows[column]).all(), column
+    for column in LISTS:
+        assert [*map(list, peer[column])] == [*map(list, prepared_rows[column])], column
+    for column in NUMBERS + OTHERS + LABELS:
+        np.testing.assert_allclose(peer[column], prepared_rows[column], atol=2e-4, err_msg=column)
+    for mine, theirs in zip(prepared_rows["history_ratings"], peer["history_ratings"], strict=True):
+        np.testing.assert_allclose(theirs, mine, atol=1e-5)
+
+
+def test_what_a_process_begins_with_is_not_scaled():
+    scaled = Cost(wall_s=2.0, peak_bytes=300, base_bytes=100).scaled(10)
+    assert scaled == Cost(wall_s=20.0, peak_bytes=2100, base_bytes=100)
+    assert scaled.values(40)["rows_per_s"] == pytest.approx(2.0)
+
+
+CONFIGURATIONS = [*two_d.VARIANTS, *layouts()]
+RESULT = RankResult(
+    window_s=(1.0, 2.0, 4.0), sync_s=0.5, link_bytes=1000, peak_bytes=7, lookup_imbalance=1.25
+)
+SCHEDULE = Schedule(warmup_steps=1, num_windows=3, steps_per_window=10)
+
+
+def test_every_window_holds_whole_sync_intervals():
+    for side in CONFIGURATIONS:
+        every_steps = side.every_steps if isinstance(side, TwoDLayout) else 1
+        assert schedule_of(side).steps_per_window % every_steps == 0
+
+
+def test_a_rank_reads_the_same_batches_in_every_layout_and_others_read_others():
+    first, again, other = (make_batches(rank, 2) for rank in (0, 0, 1))
+    for one, same in zip(first, again, strict=True):
+        assert torch.equal(one.sparse.values(), same.sparse.values())
+        assert torch.equal(one.dense, same.dense)
+        assert torch.equal(one.label, same.label)
+    assert not torch.equal(first[0].sparse.values(), other[0].sparse.values())
+    assert not torch.equal(first[0].sparse.values(), first[1].sparse.values())
+
+
+def test_a_row_takes_the_slowest_rank_the_middle_window_and_the_fullest_memory():
+    slow = replace(RESULT, window_s=(2.0, 1.0, 5.0), sync_s=0.75, link_bytes=10, peak_bytes=9)
+    row = summary([RESULT, slow], SCHEDULE, rows_per_step=100)
+    assert row["samples_per_s"] == pytest.approx(1000 / 2.0)
+    assert row["samples_per_s_min"] == pytest.approx(1000 / 5.0)
+    assert row["samples_per_s_max"] == pytest.approx(1000 / 2.0)
+    assert row["peak_bytes"] == 9
+    assert row["link_bytes_per_step"] == pytest.approx(1000 / 30)
+    assert row["sync_s_per_step"] == pytest.approx(0.75 / 30)
+
+
+@given(st.lists(st.floats(1, 1e6), min_size=len(CONFIGURATIONS), max_size=len(CONFIGURATIONS)))
+def test_the_best_side_is_the_fastest_of_those_that_do_the_same_arithmetic(speeds):
+    measured = {
+        side: {"samples_per_s": speed} for side, speed in zip(CONFIGURATIONS, speeds, strict=True)
+    }
+    best = best_of(measured)
+    assert is_comparable(best)
+    assert measured[best]["samples_per_s"] == max(
+        values["samples_per_s"] for side, values in measured.items() if is_comparable(side)
+    )
+
+
+def test_sides_that_round_or_average_less_are_shown_but_not_compared():
+    apart = {label_of(side) for side in CONFIGURATIONS if not is_comparable(side)}
+    common = "2D M=2 inter_host, touched_rows N=16, overlap"
+    assert apart == {
+        "1D fp16_wire",
+        f"{common}, dense at_sync",
+        f"{common}, fp16 on the wire",
+        "2D M=2 inter_host, no sync",
+        "2D M=4 inter_host, no sync",
+    }
+
+
+def test_where_hosts_cannot_be_emulated_it_skips_with_the_reason(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(two_d, "missing_requirement", lambda: "emulated hosts need root")
+    path = tmp_path / "two_d.json"
+    monkeypatch.setattr("sys.argv", ["two_d", "--json", str(path)])
+    assert main(two_d.run, default_pairs=1, description="") == SKIPPED
+    assert "emulated hosts need root" in capsys.readouterr().err
+    assert not path.exists()

@@ -1,0 +1,136 @@
+"""The pure part of the benchmarks: pairs, ratios, verdicts and how they are written down."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tests.benchmarks import checkpoint_stall
+from tests.benchmarks.all import markdown_of
+from tests.benchmarks.checkpoint_stall_ranks import Pair
+from tests.benchmarks.elastic_jobs import pause_s
+from tests.benchmarks.report import (
+    BenchmarkError,
+    BenchmarkReport,
+    Goal,
+    Run,
+    describe_machine,
+    is_met,
+    main,
+    order_of_pair,
+    ratio_of,
+    run_pairs,
+    value_text,
+)
+
+GOAL = Goal("speed", "rows_per_s", "rows/s", goal=0.97, better="higher", peer_name="bare script")
+
+
+def runs_of(*pairs: tuple[float, float]) -> list[Run]:
+    return [
+        Run(number, side, {"rows_per_s": value})
+        for number, (ours, peer) in enumerate(pairs)
+        for side, value in (("ours", ours), ("peer", peer))
+    ]
+
+
+def test_both_sides_run_in_every_pair_and_take_turns_to_go_first():
+    calls: list[str] = []
+
+    def measure(side: str):
+        return lambda: calls.append(side) or {"rows_per_s": 1.0}
+
+    runs = run_pairs(3, measure("ours"), measure("peer"), lambda line: None)
+    assert calls == ["ours", "peer", "peer", "ours", "ours", "peer"]
+    assert [(run.pair, run.side) for run in runs] == [
+        (pair, side) for pair in range(3) for side in order_of_pair(pair)
+    ]
+
+
+def test_a_ratio_is_the_median_of_ours_over_the_median_of_the_peer():
+    ratio = ratio_of(GOAL, runs_of((90.0, 100.0), (99.0, 100.0), (10.0, 200.0)))
+    assert (ratio["ours"], ratio["peer"]) == (90.0, 100.0)
+    assert ratio["value"] == pytest.approx(0.9)
+    assert ratio["spread"] == pytest.approx([0.05, 0.99])
+
+
+def test_a_pair_that_lacks_one_side_is_an_error_and_no_win():
+    with pytest.raises(BenchmarkError, match="speed"):
+        ratio_of(GOAL, runs_of((90.0, 100.0))[:1])
+    with pytest.raises(BenchmarkError):
+        ratio_of(GOAL, [])
+
+
+def test_the_goal_binds_from_the_side_that_is_better():
+    for better, value, met in (
+        ("higher", 0.98, True),
+        ("higher", 0.96, False),
+        ("lower", 0.98, False),
+    ):
+        assert is_met(ratio_of(replace(GOAL, better=better), runs_of((value, 1.0)))) is met
+    # A small gap is not printed as zero.
+    assert [value_text(value) for value in (0.97, 0.0, -0.00012)] == ["0.970", "0.000", "-0.000120"]
+
+
+def test_the_command_writes_the_agreed_json_and_says_0(tmp_path, monkeypatch, capsys):
+    report = BenchmarkReport("speed", {"world_size": 4}, [GOAL], runs_of((98.0, 100.0)))
+    path = tmp_path / "out" / "speed.json"
+    monkeypatch.setattr("sys.argv", ["speed", "--json", str(path)])
+    assert main(lambda num_pairs: report, default_pairs=1, description="") == 0
+
+    document = json.loads(path.read_text())
+    assert set(document) == {"benchmark", "machine", "settings", "ratios", "runs"}
+    ratio = document["ratios"]["speed"]
+    assert {"value", "goal", "better", "ours", "peer", "peer_name"} <= set(ratio)
+    assert ratio["value"] == pytest.approx(0.98)
+    assert len(document["runs"]) == 2
+    assert "0.980" in capsys.readouterr().out
+
+
+def test_a_benchmark_that_cannot_measure_says_why_and_exits_1(tmp_path, monkeypatch, capsys):
+    def fail(num_pairs: int) -> BenchmarkReport:
+        raise BenchmarkError("the peer script is not there")
+
+    path = tmp_path / "speed.json"
+    monkeypatch.setattr("sys.argv", ["speed", "--json", str(path)])
+    assert main(fail, default_pairs=1, description="") == 1
+    assert "the peer script is not there" in capsys.readouterr().err
+    assert not path.exists()
+
+
+def test_the_markdown_table_shows_ratios_verdicts_and_what_failed():
+    report = BenchmarkReport("speed", {}, [GOAL], runs_of((90.0, 100.0)))
+    page = markdown_of([report.document(describe_machine())], failed=["startup"])
+    row = next(line for line in page.splitlines() if line.startswith("| speed |"))
+    assert "0.900" in row
+    assert "at least 0.97" in row
+    assert "missed" in row
+    assert "90 rows/s" in row
+    assert "| startup | could not measure |" in page
+
+
+PAIRS = [Pair(10.1, 10.0, 0.05, 0.6, 0.5), Pair(10.3, 10.0, 0.07, 0.8, 0.7)]
+
+
+def test_step_time_is_that_of_whole_blocks_with_a_save_over_none() -> None:
+    ratio = ratio_of(checkpoint_stall.GOAL, checkpoint_stall.runs_of(PAIRS))
+    assert ratio["value"] == pytest.approx(1.02)
+    assert ratio["ours"] == pytest.approx(10.2 / checkpoint_stall.STEPS)
+    assert ratio["spread"] == pytest.approx([1.01, 1.03])
+    beside, blocking = checkpoint_stall.rows_of(PAIRS)
+    assert beside["step_time_over_none"] == pytest.approx(1.02)
+    assert blocking["step_time_over_none"] == pytest.approx(1.06)
+    assert (beside["stall_s"], blocking["stall_s"]) == (0.06, 0.6)
+
+
+STEADY = [float(second) for second in range(30)]
+
+
+def test_a_pause_is_what_a_wait_is_longer_than_usual() -> None:
+    assert pause_s([*STEADY, 33.5, 34.5, 35.5], began=29.5, ended=35.0) == pytest.approx(3.5)
+    # Waits outside the time looked at do not count.
+    assert pause_s([*STEADY, 30.0, 31.0, 41.0], began=29.5, ended=32.0) == 0.0
+    with pytest.raises(BenchmarkError, match="before and after"):
+        pause_s(STEADY, began=29.5, ended=99.0)

@@ -1,0 +1,1 @@
+"""What tests start and share: services, databases, ranks, clocks, waiting. Not tests themselves."""

@@ -1,0 +1,287 @@
+"""Small valid specs, jobs, attempts and records of a job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from service.domain.models import Attempt, Job, JobStatus, attempt_id, new_job_id
+from trainer.protocol.events import (
+    AttemptEnded,
+    CheckpointCommitted,
+    Divergence,
+    Event,
+    EventBatch,
+    GroupJoined,
+    GroupLost,
+    GroupMember,
+    LayoutChosen,
+    MembershipChanged,
+    Metrics,
+    Recovered,
+    TablePlan,
+    TraceWritten,
+    WorkersLost,
+    WorkersStarted,
+)
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+
+NOW = 1_800_000_000.0
+# A finished data folder, as far as the control plane looks at one.
+TINY_DATA = Path(__file__).parent / "tiny_data"
+
+
+def spec_document(**changes: Any) -> dict[str, Any]:
+    """A spec as a user writes it: 4 workers in 2 sharding groups of 2."""
+    document: dict[str, Any] = {
+        "name": "tiny",
+        "data": {"path": str(TINY_DATA), "label": {"column": "rating"}},
+        "features": [
+            {"name": "user_id", "type": "id", "table": "users"},
+            {"name": "age", "type": "dense"},
+        ],
+        "embedding_tables": [{"name": "users", "num_embeddings": 100, "embedding_dim": 8}],
+        "model": {
+            "dense_arch": {"layer_sizes": [16, 8]},
+            "over_arch": {"layer_sizes": [16, 1]},
+            "tasks": [{"loss": "mse"}],
+        },
+        "parallelism": {"workers": 4, "shard_group_size": 2},
+    }
+    return {**document, **changes}
+
+
+def spec(*, max_failures: int = 3, **changes: Any) -> JobSpec:
+    """A checked spec with a budget of `max_failures`."""
+    return validate_spec(spec_document(retry={"max_failures": max_failures}, **changes))
+
+
+def queued_job(*, now: float = NOW, max_failures: int = 3, **changes: Any) -> Job:
+    """A job as it is when it was just submitted; `changes` are those of the spec."""
+    job_spec = spec(max_failures=max_failures, **changes)
+    return Job(
+        id=new_job_id(now),
+        name=job_spec.name,
+        spec=job_spec,
+        status=JobStatus.QUEUED,
+        created_at=now,
+    )
+
+
+def attempt_of(job: Job, *, index: int = 0, **fields: Any) -> Attempt:
+    """A live attempt of a job."""
+    return Attempt(
+        id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=NOW, **fields
+    )
+
+
+def batch(*events: Event, stream: str = "rank-0", first_seq: int = 0) -> EventBatch:
+    """Consecutive records of one stream."""
+    return EventBatch(stream=stream, first_seq=first_seq, events=list(events))
+
+
+def metrics(step: int, *, time: float = NOW, **values: float) -> Metrics:
+    """Values at a step; `train_loss` stands for `train/loss`."""
+    named = {name.replace("_", "/", 1): value for name, value in values.items()}
+    return Metrics(time=time, step=step, values=named)
+
+
+def row_wise_plan(name: str = "users", *, num_embeddings: int = 100) -> TablePlan:
+    """A table of 8 columns whose rows lie on two positions, the first ones on position 0."""
+    rows = (num_embeddings + 1) // 2
+    shards = [
+        TablePlan.Shard(
+            position=position,
+            row_offset=position * rows,
+            column_offset=0,
+            num_rows=min(rows, num_embeddings - position * rows),
+            num_columns=8,
+        )
+        for position in range(2)
+    ]
+    return TablePlan(
+        name=name,
+        sharding_type="row_wise",
+        data_type="fp32",
+        num_embeddings=num_embeddings,
+        embedding_dim=8,
+        size_bytes=num_embeddings * 36,
+        shards=shards,
+    )
+
+
+def table_wise_plan(name: str, position: int, *, size_bytes: int = 3600) -> TablePlan:
+    """A table of 100 x 8 that lies whole on one position."""
+    shard = TablePlan.Shard(
+        position=position, row_offset=0, column_offset=0, num_rows=100, num_columns=8
+    )
+    return TablePlan(
+        name=name,
+        sharding_type="table_wise",
+        data_type="fp32",
+        num_embeddings=100,
+        embedding_dim=8,
+        size_bytes=size_bytes,
+        shards=[shard],
+    )
+
+
+def divergence(**changes: Any) -> Divergence:
+    """A copy of the second shard of `users` that differs on rank 3."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "step": 48,
+        "table": "users",
+        "shard": 1,
+        "ranks": [3],
+        "action": "fail",
+    }
+    return Divergence(**{**fields, **changes})
+
+
+def trace_written(trace_id: str = "spec", rank: int = 0, **changes: Any) -> TraceWritten:
+    """A trace of steps 10 to 12 on run storage."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "step": 12,
+        "num_steps": 3,
+        "rank": rank,
+        "path": f"/runs/x/attempts/y/traces/{trace_id}-rank{rank}.json.gz",
+        "size_bytes": 1_200_000,
+    }
+    return TraceWritten(**{**fields, **changes})
+
+
+def workers_started(*, total_steps: int = 100, tables: Sequence[TablePlan] = ()) -> WorkersStarted:
+    """A worker group of 4 in 2 sharding groups, which told its plan only if there are `tables`."""
+    return WorkersStarted(
+        time=NOW,
+        run_index=0,
+        world_size=4,
+        shard_group_size=2,
+        num_replicas=2,
+        placement="intra_host",
+        backend="gloo",
+        sharding_groups=[[0, 2], [1, 3]],
+        replica_groups=[[0, 1], [2, 3]],
+        hosts=["a"] * 4,
+        table_shards={"users": "row_wise"},
+        tables=list(tables),
+        total_steps=total_steps,
+        resumed_step=0,
+    )
+
+
+HOSTS = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
+
+
+def layout_chosen(**changes: Any) -> LayoutChosen:
+    """Six workers in three sharding groups of two, each on a host of its own."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "world_size": 6,
+        "shard_group_size": 2,
+        "num_replicas": 3,
+        "placement": "inter_host",
+        "failure_domain": "replica_group",
+        "num_hosts": 3,
+        "num_hosts_survived": 2,
+        "memory_overhead_bytes": 105_000_000,
+        "sync_latency_s": 0.012,
+        "reason": "three copies on three hosts survive the loss of two",
+    }
+    return LayoutChosen(**{**fields, **changes})
+
+
+def group_member(group: int, standing: str = "current", *, incarnation: int = 0) -> GroupMember:
+    """A group of two ranks on the host of its number."""
+    hosts = [HOSTS[group % len(HOSTS)]] * 2
+    return GroupMember.model_validate(
+        {"group": group, "incarnation": incarnation, "hosts": hosts, "standing": standing}
+    )
+
+
+def membership_changed(
+    *members: GroupMember, generation: int = 1, time: float = NOW, **changes: Any
+) -> MembershipChanged:
+    """A membership, of groups 0 to 2 if none are named."""
+    groups = members or tuple(group_member(group) for group in range(3))
+    hosts = {host for member in groups if member.standing == "current" for host in member.hosts}
+    fields: dict[str, Any] = {
+        "time": time,
+        "generation": generation,
+        "commit": generation,
+        "groups": list(groups),
+        "copies_alive": sum(member.standing == "current" for member in groups),
+        "host_copies_alive": len(hosts),
+    }
+    return MembershipChanged(**{**fields, **changes})
+
+
+def group_lost(group: int = 1, **changes: Any) -> GroupLost:
+    """A group whose host stopped answering."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "group": group,
+        "incarnation": 0,
+        "reason": "host_lost",
+        "message": "",
+        "hosts": [HOSTS[group % len(HOSTS)]] * 2,
+        "rows_returned": 4096,
+    }
+    return GroupLost(**{**fields, **changes})
+
+
+def group_joined(group: int = 1, **changes: Any) -> GroupJoined:
+    """A group that copied its shards from a peer."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "group": group,
+        "incarnation": 1,
+        "hosts": [HOSTS[group % len(HOSTS)]] * 2,
+        "how": "peer_copy",
+        "copied_bytes": 105_000_000,
+        "duration_s": 0.9,
+    }
+    return GroupJoined(**{**fields, **changes})
+
+
+def recovered(**changes: Any) -> Recovered:
+    """A recovery that lost nothing."""
+    fields: dict[str, Any] = {
+        "time": NOW,
+        "generation": 4,
+        "commit": 12,
+        "cause": "host_lost",
+        "pause_s": 0.31,
+        "syncs_lost": 0,
+        "num_tries": 1,
+    }
+    return Recovered(**{**fields, **changes})
+
+
+def workers_lost(*, run_index: int = 0) -> WorkersLost:
+    """Workers that died and come back."""
+    return WorkersLost(
+        time=NOW, run_index=run_index, reason="killed", message="rank 1", will_restart=True
+    )
+
+
+def attempt_ended(reason: str = "completed") -> AttemptEnded:
+    """The last record of a driver."""
+    return AttemptEnded(time=NOW, reason=reason, message="done", final_metrics={"train/loss": 0.5})
+
+
+def checkpoint(step: int, *, is_best: bool = False) -> CheckpointCommitted:
+    """A committed checkpoint."""
+    return CheckpointCommitted(
+        time=NOW,
+        step=step,
+        path=f"checkpoints/step-{step:08d}",
+        size_bytes=1000,
+        duration_s=0.5,
+        is_best=is_best,
+        metrics={"validation/rmse": 0.9},
+    )

@@ -1,0 +1,310 @@
+"""What runs in the processes of `harness.elastic`: ranks that write down what they do, and who
+coordinates them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from tests.harness.emulated import INTERFACE, enter_network
+from tests.harness.processes import die_with_parent
+from tests.harness.wait import scaled
+from trainer.protocol.worker_config import WorkerConfig
+
+FAILED = 1
+JOURNAL = "journal.jsonl"
+COLLECTIVE_TIMEOUT_S = scaled(20)
+_CONTROL_POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Control:
+    """What a harness tells all ranks at any time: the armed faults, and how slow they train.
+
+    `pace_s` is added to each lease, so that what befalls a job fits into it.
+    """
+
+    faults: str = "[]"
+    pace_s: float = 0.0
+
+    def write(self, path: Path) -> None:
+        """Put it where the ranks look; the file appears whole."""
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(asdict(self)))
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> Control:
+        """What the harness said last."""
+        return cls(**json.loads(path.read_text()))
+
+
+@dataclass(frozen=True)
+class RankLife:
+    """One life of one rank; `control` is where its harness speaks.
+
+    It lives on the `network` of an emulated host, or else on the loopback interface.
+    """
+
+    config: WorkerConfig
+    rank: int
+    store_port: int
+    host: str
+    control: Path
+    records: Path
+    network: Path | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of its record and its log."""
+        group = self.config.group
+        assert group
+        return f"g{group.group}i{group.incarnation}r{self.rank}"
+
+
+class Recorder:
+    """Appends what happens to a rank to its record, a line each, with the wall clock's time."""
+
+    def __init__(self, life: RankLife) -> None:
+        assert life.config.group
+        self._identity = {
+            "group": life.config.group.group,
+            "incarnation": life.config.group.incarnation,
+            "rank": life.rank,
+        }
+        self._file = (life.records / f"{life.name}.jsonl").open("a", buffering=1)
+
+    def __call__(self, event: str, **values: Any) -> None:
+        line = {"event": event, "time": time.time(), **self._identity, **values}
+        self._file.write(json.dumps(line) + "\n")
+
+
+def live(life: RankLife) -> None:
+    """Be one rank to the end: exit code 0 if its group is through, `FAILED` if it cannot go on."""
+    die_with_parent()
+    log = (life.records / f"{life.name}.log").open("a", buffering=1)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    if life.network:
+        enter_network(life.network)
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr, force=True)
+    logging.getLogger("trainer").setLevel(logging.INFO)
+    # As workers on Ray do.
+    life.config.secrets.set_in(os.environ)
+    record = Recorder(life)
+    record("started", pid=os.getpid())
+    listener = ControlListener(life)
+    _enter_world(life)
+    from trainer.failures import WorkerFailure
+
+    try:
+        metrics = _run(life, record, listener)
+    except WorkerFailure as error:
+        record("failed", reason=error.reason, message=error.message)
+        os._exit(FAILED)
+    record("ended", metrics=metrics)
+    # The group's store is in the process of rank 0, and others may still talk to it.
+    time.sleep(0.2 if life.rank == 0 else 0)
+    os._exit(0)
+
+
+class ControlListener:
+    """Does as the harness says, from a thread of its own."""
+
+    def __init__(self, life: RankLife) -> None:
+        from trainer import fault_injection
+
+        assert life.config.group
+        self._path, self._incarnation = life.control, life.config.group.incarnation
+        self.control = Control.read(life.control)
+        os.environ[fault_injection.VARIABLE] = self.control.faults
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        from trainer import fault_injection
+
+        while True:
+            time.sleep(_CONTROL_POLL_S)
+            control = Control.read(self._path)
+            if control.faults != self.control.faults:
+                fault_injection.arm(self._incarnation, {fault_injection.VARIABLE: control.faults})
+            self.control = control
+
+
+def _enter_world(life: RankLife) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    num_ranks = life.config.spec.parallelism.group_size
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(life.store_port),
+        RANK=str(life.rank),
+        WORLD_SIZE=str(num_ranks),
+        LOCAL_RANK=str(life.rank),
+        LOCAL_WORLD_SIZE=str(num_ranks),
+        GLOO_SOCKET_IFNAME=INTERFACE if life.network else "lo",
+        TORCH_CPP_LOG_LEVEL="ERROR",
+    )
+    timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
+    dist.init_process_group("gloo", rank=life.rank, world_size=num_ranks, timeout=timeout)
+
+
+def _run(life: RankLife, record: Recorder, listener: ControlListener) -> dict[str, float]:
+    from trainer.coordination.client import CoordinatorClient, Identity
+    from trainer.elastic.group_session import run_group
+
+    config, group = life.config, life.config.group
+    assert group and group.address
+    _record_sessions(record, listener)
+    _record_faults(record)
+    identity = Identity(
+        group=group.group,
+        incarnation=group.incarnation,
+        rank=life.rank,
+        num_ranks=config.spec.parallelism.group_size,
+        host=life.host,
+    )
+    address = group.address
+    member = CoordinatorClient(identity, lambda: address, config.spec.recovery.heartbeat_timeout_s)
+    try:
+        return run_group(config, member, life.host)
+    finally:
+        member.close()
+
+
+def _record_faults(record: Recorder) -> None:
+    """Let this process record what befalls it, before it does."""
+    from trainer import fault_injection
+
+    takes = fault_injection._takes
+
+    def recorded(armed: Any, *site: int) -> bool:
+        is_taken = takes(armed, *site)
+        if is_taken:
+            record("struck", kind=armed.fault.kind, phase=armed.fault.phase)
+        return is_taken
+
+    fault_injection._takes = recorded
+
+
+def _record_sessions(record: Recorder, listener: ControlListener) -> None:
+    """Let every session of this process record its leases, its commits and a hash of its state."""
+    from trainer.coordination.messages import RoundResult
+    from trainer.elastic.group_session import GroupSession
+
+    train_lease, sync_groups = GroupSession.train_lease, GroupSession.sync_groups
+
+    def recorded_lease(self: GroupSession) -> None:
+        lease = self._leases[0] if self._leases else None
+        train_lease(self)
+        if lease:
+            time.sleep(listener.control.pace_s)
+            record("trained", **lease.model_dump())
+
+    def recorded_sync(self: GroupSession) -> RoundResult:
+        began = time.time()
+        verdict = sync_groups(self)
+        record(
+            "committed",
+            sync_s=time.time() - began,
+            standing=verdict.standing,
+            hash=state_hash(self),
+            **verdict.ledger.model_dump(mode="json"),
+        )
+        return verdict
+
+    GroupSession.train_lease = recorded_lease  # type: ignore[method-assign]
+    GroupSession.sync_groups = recorded_sync  # type: ignore[method-assign]
+
+
+def state_hash(session: Any) -> str:
+    """Of everything that copies of a shard have in common: tables, moments, dense part."""
+    from tests.harness.sessions import snapshot
+
+    found = snapshot(session)
+    digest = hashlib.blake2b(digest_size=12)
+    for part in (found["shards"], found["dense"]):
+        for name in sorted(part, key=str):
+            digest.update(str(name).encode())
+            digest.update(part[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+# --- the coordinator
+
+
+def coordinate(
+    config: WorkerConfig,
+    num_groups: int,
+    address: str,
+    network: Path | None,
+    folder: Path,
+    pipe: Connection,
+) -> None:
+    """Coordinate a job until killed: its ranks at `address`, its harness at the end of `pipe`.
+
+    `network` is the emulated host's to which `address` belongs, if it does to one.
+    """
+    die_with_parent()
+    if network:
+        enter_network(network)
+    log = (folder / "coordinator.log").open("a", buffering=1)
+    sys.stdout = sys.stderr = log
+    logging.basicConfig(
+        level=logging.INFO, stream=log, format="%(asctime)s %(message)s", force=True
+    )
+    coordinator = _start_coordinator(config, num_groups, address, folder)
+    while True:
+        try:
+            method, args = pipe.recv()
+        except EOFError:
+            coordinator.stop()
+            return
+        found = getattr(coordinator, method)
+        try:
+            pipe.send((None, found(*args) if callable(found) else found))
+        except Exception:  # the harness raises it again
+            pipe.send((traceback.format_exc(), None))
+
+
+def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, folder: Path):
+    from trainer.data.reader import open_source
+    from trainer.elastic.coordinator.interface import MembershipPolicy
+    from trainer.elastic.coordinator.server import CoordinatorConfig, LeasedRows, start_in_thread
+    from trainer.protocol.run_dir import RunDir
+
+    spec = config.spec
+    source = open_source(spec, Path(spec.data.path) / spec.data.split.train)
+    batch_rows = spec.parallelism.group_size * spec.data.batch_size
+    max_steps = spec.training.max_steps
+    rows = LeasedRows(
+        num_rows=source.num_rows,
+        epochs=spec.training.epochs,
+        rows_per_lease=spec.parallelism.sync.every_steps * batch_rows,
+        max_rows=max_steps and max_steps * spec.parallelism.world_size * spec.data.batch_size,
+    )
+    host, _, port = address.rpartition(":")
+    attempt = RunDir(config.run_dir).attempt(config.attempt_id).root
+    return start_in_thread(
+        CoordinatorConfig(
+            policy=MembershipPolicy.of(spec, num_groups),
+            rows=rows,
+            host=host,
+            port=int(port),
+            attempt_dir=attempt,
+            journal_path=folder / JOURNAL,
+        )
+    )

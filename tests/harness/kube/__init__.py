@@ -1,0 +1,1 @@
+"""A Kubernetes API server and a KubeRay operator in the process of the tests."""

@@ -1,0 +1,156 @@
+"""KubeRay backends on a namespace, with the rights that k8s/components/own-clusters gives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from kubernetes import client
+
+from service.backends.base import ClusterNeed, Submission
+from service.backends.kuberay.backend import KubeRayBackend, LiveTemplate
+from service.backends.kuberay.client import KubeApi
+from service.backends.kuberay.manifest import ClusterOptions
+from service.backends.ray_jobs import RayJobsBackend
+from service.domain.models import Observation, ObservedState
+from tests.harness.kube.cluster import KubeCluster
+from tests.harness.wait import scaled, wait_for
+from tests.unit.k8s.rendering import FOLDER
+
+# Of one request: on a slow machine a server may take its time.
+TIMEOUT_S = scaled(2.0)
+
+
+def rules() -> list[dict[str, Any]]:
+    """What the component lets the service do."""
+    text = (FOLDER / "components" / "own-clusters" / "rights.yaml").read_text()
+    role, _ = yaml.safe_load_all(text)
+    found: list[dict[str, Any]] = role["rules"]
+    return found
+
+
+def without(verbs: set[str], resources: set[str]) -> list[dict[str, Any]]:
+    """The same without these verbs on these resources."""
+    found = []
+    for rule in rules():
+        for resource in rule["resources"]:
+            taken = verbs if resource in resources else set()
+            left = [verb for verb in rule["verbs"] if verb not in taken]
+            found += [{**rule, "resources": [resource], "verbs": left}] if left else []
+    return found
+
+
+def template() -> dict[str, Any]:
+    """The RayCluster of the base, in whatever namespace; its operator is left out of it."""
+    manifest: dict[str, Any] = yaml.safe_load((FOLDER / "base" / "raycluster.yaml").read_text())
+    # Frozen: it is a template here, and nobody's cluster.
+    manifest["spec"]["suspend"] = True
+    return manifest
+
+
+class KubeRayBackends:
+    """Backends of one namespace, as replicas of the service would open them."""
+
+    def __init__(self, cluster: KubeCluster, folder: Path) -> None:
+        self.cluster = cluster
+        self._folder = folder
+        self._opened: list[KubeRayBackend] = []
+        self.api = client.CustomObjectsApi(cluster.client())
+        self.core = client.CoreV1Api(cluster.client())
+        for account in ("shardloom-ray-head", "shardloom-ray-worker"):
+            about = {"metadata": {"name": account}}
+            self.core.create_namespaced_service_account(cluster.namespace, about)
+        self.api.create_namespaced_custom_object(
+            "ray.io", "v1", cluster.namespace, "rayclusters", template()
+        )
+
+    def open(
+        self,
+        allowed: list[dict[str, Any]] | None = None,
+        *,
+        watches: bool = True,
+        shared: RayJobsBackend | None = None,
+        clock: Callable[[], float] = time.time,
+        **options: Any,
+    ) -> KubeRayBackend:
+        """Another replica, with the rights of the component if not others."""
+        number = len(self._opened)
+        token = self.cluster.token_for(f"replica-{number}", rules() if allowed is None else allowed)
+        config = self.cluster.kubeconfig(self._folder / f"config-{number}", token)
+        api = KubeApi.open(Path(config), self.cluster.namespace, TIMEOUT_S)
+        backend = KubeRayBackend(
+            api,
+            shared,
+            LiveTemplate(api, "shardloom-ray"),
+            ClusterOptions(self.cluster.namespace, **options),
+            lambda address: RayJobsBackend(address, timeout_s=TIMEOUT_S),
+            clock,
+        )
+        if watches:
+            backend.start()
+        self._opened.append(backend)
+        return backend
+
+    def close(self) -> None:
+        """Close all of them."""
+        for backend in self._opened:
+            backend.close()
+
+    def rayjobs(self) -> dict[str, dict[str, Any]]:
+        """All of the namespace, by name."""
+        found = self.api.list_namespaced_custom_object(
+            "ray.io", "v1", self.cluster.namespace, "rayjobs"
+        )
+        return {each["metadata"]["name"]: each for each in found["items"]}
+
+    def secrets(self) -> list[str]:
+        """Names of all Secrets."""
+        found = self.core.list_namespaced_secret(self.cluster.namespace)
+        return sorted(each.metadata.name for each in found.items)
+
+    def secrets_of(self, sent: Submission) -> list[str]:
+        """Names of those of an attempt."""
+        return [name for name in self.secrets() if name.startswith(f"{sent.attempt_id}-env-")]
+
+    def pods(self) -> list[str]:
+        """Names of all pods."""
+        found = self.core.list_namespaced_pod(self.cluster.namespace)
+        return [each.metadata.name for each in found.items]
+
+    def patch(self, name: str, change: dict[str, Any]) -> None:
+        """Change a RayJob as somebody else would."""
+        self.api.patch_namespaced_custom_object(
+            "ray.io", "v1", self.cluster.namespace, "rayjobs", name, change
+        )
+
+
+def submission(number: int = 0, env: dict[str, str] | None = None, **need: Any) -> Submission:
+    """An attempt of job `number`, on a cluster of its own with 2 workers without GPUs."""
+    job_id = f"job-{number:012d}"
+    wanted = ClusterNeed(
+        is_own=True, min_workers=2, max_workers=2, device="cpu", job_name="ads", project="default"
+    )
+    return Submission(
+        attempt_id=f"{job_id}-a0",
+        job_id=job_id,
+        entrypoint="python -m trainer.driver",
+        env=env or {"SHARDLOOM_ATTEMPT_TOKEN": "a token"},
+        metadata={"shardloom_job_id": job_id},
+        cluster=replace(wanted, **need),
+    )
+
+
+def wait_for_state(
+    backend: KubeRayBackend, attempt_id: str, state: ObservedState, limit_s: float = 15
+) -> Observation:
+    """The first observation of that state."""
+
+    def look() -> Observation | None:
+        seen = backend.observe(attempt_id)
+        return seen if seen.state is state else None
+
+    return wait_for(look, f"{attempt_id} to be {state}", limit_s)

@@ -1,0 +1,312 @@
+"""The cluster that a test runs against: the API server of ours, or that of KUBECONFIG.
+
+Both give the same: a namespace, clients, service accounts with rules. What only ours can do
+(faults, compaction) is under `server`, which is None on a real one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import yaml
+from kubernetes import client, config
+from kubernetes.client import ApiClient
+
+from tests.harness.kube.objects import CRD_FOLDER, Manifest, read_definitions
+from tests.harness.kube.operator import RayJobOperator
+from tests.harness.kube.server import KubeApiServer, Rule
+
+_CONFLICT = 409
+_TOKEN_S = 3600
+
+
+class KubeCluster(Protocol):
+    """What a test needs of a cluster."""
+
+    namespace: str
+    server: KubeApiServer | None
+
+    def client(self, token: str | None = None) -> ApiClient:
+        """A client of the administrator, or of a token."""
+
+    def operator_client(self) -> ApiClient:
+        """The client of operators."""
+
+    def token_for(self, service_account: str, rules: Sequence[Rule]) -> str:
+        """A token of a service account in the namespace, with a Role of these rules."""
+
+    def kubeconfig(self, path: Path, token: str | None = None) -> str:
+        """Write a kubeconfig and return its path."""
+
+    def remove(self) -> None:
+        """Delete the namespace and all that is in it."""
+
+
+class InProcessCluster:
+    """A namespace of its own in an API server of ours."""
+
+    def __init__(self, server: KubeApiServer) -> None:
+        self.server: KubeApiServer | None = server
+        self._server = server
+        self.namespace = f"shardloom-test-{secrets.token_hex(3)}"
+        server.add_namespace(self.namespace)
+
+    def client(self, token: str | None = None) -> ApiClient:
+        """A client of the administrator, or of a token."""
+        return self._server.client(token)
+
+    def operator_client(self) -> ApiClient:
+        """The client of operators."""
+        return self._server.operator_client()
+
+    def token_for(self, service_account: str, rules: Sequence[Rule]) -> str:
+        """A token of a service account in the namespace, with a Role of these rules."""
+        return self._server.token_for(service_account, rules, self.namespace)
+
+    def kubeconfig(self, path: Path, token: str | None = None) -> str:
+        """Write a kubeconfig and return its path."""
+        return self._server.kubeconfig(path, token, self.namespace)
+
+    def remove(self) -> None:
+        """Delete the namespace, and mend what the test did to the server."""
+        self._server.restore()
+        self._server.remove_namespace(self.namespace)
+        self._server.raise_crashes()
+
+
+class RealCluster:
+    """A namespace of its own in the cluster of a kubeconfig; KubeRay's definitions if missing."""
+
+    def __init__(self, kubeconfig: str) -> None:
+        self.server: KubeApiServer | None = None
+        self._kubeconfig = kubeconfig
+        self.namespace = f"shardloom-test-{secrets.token_hex(3)}"
+        self._core = client.CoreV1Api(self.client())
+        self._rbac = client.RbacAuthorizationV1Api(self.client())
+        _install_definitions(self.client())
+        self._core.create_namespace({"metadata": {"name": self.namespace}})
+
+    def client(self, token: str | None = None) -> ApiClient:
+        """A client of the kubeconfig's user, or of a token."""
+        configuration = client.Configuration()
+        config.load_kube_config(self._kubeconfig, client_configuration=configuration)
+        if token is not None:
+            configuration.cert_file = configuration.key_file = None
+            configuration.api_key = {"authorization": f"Bearer {token}"}
+            configuration.refresh_api_key_hook = None
+        return client.ApiClient(configuration)
+
+    def operator_client(self) -> ApiClient:
+        """The client of operators."""
+        return self.client()
+
+    def token_for(self, service_account: str, rules: Sequence[Rule]) -> str:
+        """A token of a service account in the namespace, with a Role of these rules."""
+        about = {"metadata": {"name": service_account}}
+        self._core.create_namespaced_service_account(self.namespace, about)
+        self._rbac.create_namespaced_role(
+            self.namespace, {**about, "rules": [dict(rule) for rule in rules if rule["verbs"]]}
+        )
+        reference = {
+            "apiGroup": "rbac.authorization.k8s.io",
+            "kind": "Role",
+            "name": service_account,
+        }
+        subjects = [{"kind": "ServiceAccount", "name": service_account}]
+        binding = {**about, "roleRef": reference, "subjects": subjects}
+        self._rbac.create_namespaced_role_binding(self.namespace, binding)
+        request = {"spec": {"audiences": [], "expirationSeconds": _TOKEN_S}}
+        answer = self._core.create_namespaced_service_account_token(
+            service_account, self.namespace, request
+        )
+        return str(answer.status.token)
+
+    def kubeconfig(self, path: Path, token: str | None = None) -> str:
+        """Write a kubeconfig like the given one, with the namespace and perhaps a token."""
+        said = yaml.safe_load(Path(self._kubeconfig).read_text(encoding="utf-8"))
+        for context in said["contexts"]:
+            context["context"]["namespace"] = self.namespace
+        if token is not None:
+            for user in said["users"]:
+                user["user"] = {"token": token}
+        path.write_text(yaml.safe_dump(said), encoding="utf-8")
+        return str(path)
+
+    def remove(self) -> None:
+        """Delete the namespace and all that is in it."""
+        with suppress(client.ApiException):
+            self._core.delete_namespace(self.namespace)
+
+    def has_operator(self) -> bool:
+        """Whether KubeRay runs there."""
+        found = client.AppsV1Api(self.client()).list_deployment_for_all_namespaces(
+            label_selector="app.kubernetes.io/name=kuberay-operator"
+        )
+        return bool(found.items)
+
+
+def _install_definitions(api: client.ApiClient) -> None:
+    """Make KubeRay's CustomResourceDefinitions where they are missing, and wait for them."""
+    definitions: Any = client.ApiextensionsV1Api(api)
+    for definition in read_definitions():
+        try:
+            definitions.create_custom_resource_definition(definition, _preload_content=False)
+        except client.ApiException as error:
+            if error.status != _CONFLICT:
+                raise
+    for definition in read_definitions():
+        _wait_for_definition(definitions, definition["metadata"]["name"])
+
+
+def _wait_for_definition(definitions: Any, name: str) -> None:
+    for _ in range(100):
+        found = definitions.read_custom_resource_definition(name)
+        conditions = found.status.conditions or []
+        if any(each.type == "Established" and each.status == "True" for each in conditions):
+            return
+        time.sleep(0.1)
+    raise TimeoutError(f"{name} is not established: look at the API server's log")
+
+
+@contextmanager
+def operator_for(cluster: KubeCluster, **options: Any) -> Iterator[RayJobOperator | None]:
+    """The stand-in for KubeRay; None where the real one runs."""
+    if isinstance(cluster, RealCluster) and cluster.has_operator():
+        yield None
+        return
+    with RayJobOperator(cluster, namespace=cluster.namespace, **options) as operator:
+        yield operator
+
+
+# ---- fixtures; tests/integration/conftest.py makes them known
+
+
+@pytest.fixture(scope="session")
+def kube_api_server() -> Iterator[KubeApiServer]:
+    """One API server of ours for the session; each test has a namespace of its own in it."""
+    if not CRD_FOLDER.is_dir():
+        pytest.skip(f"KubeRay's CustomResourceDefinitions are not at {CRD_FOLDER}")
+    with KubeApiServer() as server:
+        yield server
+
+
+@pytest.fixture
+def kube(request: pytest.FixtureRequest) -> Iterator[KubeCluster]:
+    """A namespace in the cluster of KUBECONFIG if that is set, else in our API server."""
+    cluster: KubeCluster
+    if os.environ.get("KUBECONFIG"):
+        cluster = RealCluster(os.environ["KUBECONFIG"])
+    else:
+        cluster = InProcessCluster(request.getfixturevalue("kube_api_server"))
+    yield cluster
+    cluster.remove()
+
+
+@pytest.fixture
+def own_kube(kube_api_server: KubeApiServer) -> Iterator[InProcessCluster]:
+    """A namespace in our API server, whatever KUBECONFIG says: for what only it can do."""
+    cluster = InProcessCluster(kube_api_server)
+    yield cluster
+    cluster.remove()
+
+
+# ---- what tests send
+
+
+def ray_job(name: str, **spec: Any) -> Manifest:
+    """A RayJob with a head, one worker and the Secret `NAME-env` in their environment."""
+    container = {
+        "name": "ray",
+        "image": "rayproject/ray:2.60.0",
+        "envFrom": [{"secretRef": {"name": f"{name}-env", "optional": True}}],
+    }
+    template = {"spec": {"containers": [container]}}
+    group = {
+        "groupName": "workers",
+        "replicas": 1,
+        "minReplicas": 1,
+        "maxReplicas": 1,
+        "rayStartParams": {},
+        "template": deepcopy(template),
+    }
+    cluster = {
+        "rayVersion": "2.60.0",
+        "headGroupSpec": {"rayStartParams": {}, "template": template},
+        "workerGroupSpecs": [group],
+    }
+    wanted = {
+        "entrypoint": "true",
+        "submissionMode": "HTTPMode",
+        "rayClusterSpec": cluster,
+        "shutdownAfterJobFinishes": True,
+        **spec,
+    }
+    about = {"name": name}
+    return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": about, "spec": wanted}
+
+
+def secret(name: str, **values: str) -> Manifest:
+    """A Secret."""
+    about = {"name": name}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": about, "stringData": values}
+
+
+class RayJobs:
+    """The API of a namespace, for the administrator or for a token; RayJobs first of all."""
+
+    def __init__(self, kube: KubeCluster, token: str | None = None) -> None:
+        self.namespace = kube.namespace
+        self.api = kube.client(token)
+        # Tests see each answer, also that of a server that is away.
+        self.api.configuration.retries = False
+        self.api = client.ApiClient(self.api.configuration)
+        self.core = client.CoreV1Api(self.api)
+        self.custom = client.CustomObjectsApi(self.api)
+        self.where = ("ray.io", "v1", kube.namespace, "rayjobs")
+
+    def create(self, manifest: Manifest, **more: Any) -> Manifest:
+        """Create a RayJob."""
+        return self.custom.create_namespaced_custom_object(*self.where, manifest, **more)
+
+    def get(self, name: str) -> Manifest:
+        """One RayJob."""
+        return self.custom.get_namespaced_custom_object(*self.where, name)
+
+    def status(self, name: str) -> Manifest:
+        """The status of one."""
+        found: Manifest = self.get(name).get("status", {})
+        return found
+
+    def replace(self, name: str, manifest: Manifest) -> Manifest:
+        """Replace a RayJob."""
+        return self.custom.replace_namespaced_custom_object(*self.where, name, manifest)
+
+    def patch(self, name: str, change: Manifest) -> Manifest:
+        """Merge a change into a RayJob."""
+        return self.custom.patch_namespaced_custom_object(*self.where, name, change)
+
+    def delete(self, name: str, **more: Any) -> Manifest:
+        """Delete a RayJob."""
+        return self.custom.delete_namespaced_custom_object(*self.where, name, **more)
+
+    def names(self, **query: Any) -> list[str]:
+        """Names of all RayJobs."""
+        found = self.custom.list_namespaced_custom_object(*self.where, **query)
+        return [each["metadata"]["name"] for each in found["items"]]
+
+    def clusters(self) -> list[Manifest]:
+        """All RayClusters."""
+        place = ("ray.io", "v1", self.namespace, "rayclusters")
+        return list(self.custom.list_namespaced_custom_object(*place)["items"])
+
+    def pods(self) -> list[Any]:
+        """All pods."""
+        return list(self.core.list_namespaced_pod(self.namespace).items)

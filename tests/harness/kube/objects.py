@@ -1,0 +1,656 @@
+"""Objects of the API server of the tests: kinds, refusals, the store, verbs, collection by owner.
+
+Enforced: the schemas of CustomResourceDefinitions, unknown fields where the request asks for
+`fieldValidation: Strict`, resource versions and conflicts, generations, finalizers, owners, status
+apart from the rest. Not there: defaults and CEL rules of definitions, pruning (without `Strict` an
+unknown field is kept), schemas of built-in kinds but for `Strict`, the grammar of labels, quotas,
+service accounts of pods, dry runs, `Orphan` deletions, managedFields.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import referencing
+import yaml
+
+Manifest = dict[str, Any]
+Key = tuple[str, str, str]  # qualified resource, namespace, name
+
+CRD_FOLDER = Path(__file__).parents[4] / "shared" / "kuberay-crds"
+FOREGROUND = "foregroundDeletion"
+_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+_OPEN = "x-kubernetes-preserve-unknown-fields"
+_REASONS = {
+    "enum": "FieldValueNotSupported",
+    "required": "FieldValueRequired",
+    "type": "FieldValueTypeInvalid",
+}
+
+
+# ---- kinds
+
+
+@dataclass(frozen=True)
+class Resource:
+    """One kind as it is served; `validator` is that of its definition, None for built-in kinds."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+    subresources: tuple[str, ...] = ()
+    validator: Any = None
+
+    @property
+    def qualified(self) -> str:
+        """Name as error texts and rules have it, like rayjobs.ray.io."""
+        return f"{self.plural}.{self.group}" if self.group else self.plural
+
+    @property
+    def api_version(self) -> str:
+        """As in an object's apiVersion."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+
+NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
+BUILT_IN = (
+    NAMESPACES,
+    Resource("", "v1", "secrets", "Secret"),
+    Resource("", "v1", "pods", "Pod", subresources=("status",)),
+    Resource("", "v1", "serviceaccounts", "ServiceAccount"),
+    Resource("", "v1", "events", "Event"),
+)
+
+
+@cache
+def read_definitions(folder: Path = CRD_FOLDER) -> tuple[Manifest, ...]:
+    """CustomResourceDefinitions in the YAML files of a folder; not to be changed."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return tuple(
+        document
+        for path in sorted(folder.glob("*.yaml"))
+        for document in yaml.load_all(path.read_text(encoding="utf-8"), loader)
+        if document
+    )
+
+
+@cache
+def crd_validator(name: str, version: str) -> Any:
+    """The validator of a KubeRay definition like rayjobs.ray.io; unknown fields are errors."""
+    (found,) = [each for each in read_definitions() if each["metadata"]["name"] == name]
+    (served,) = [each for each in found["spec"]["versions"] if each["name"] == version]
+    return jsonschema.Draft202012Validator(_strict(served["schema"]["openAPIV3Schema"]))
+
+
+def _strict(schema: Any) -> Any:
+    """The schema with unknown fields forbidden wherever known ones are listed."""
+    if isinstance(schema, list):
+        return [_strict(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: _strict(value) for key, value in schema.items()}
+    # `properties` itself may have a property of that name, which is then a schema and no list.
+    is_object = found.get("type") == "object" and isinstance(found.get("properties"), dict)
+    if is_object and not found.get(_OPEN) and "additionalProperties" not in found:
+        found["additionalProperties"] = False
+    return found
+
+
+@cache
+def built_in_validator(api_version: str, kind: str, version: str = "") -> Any:
+    """The validator of a kind of Kubernetes itself, of its newest version if none is given.
+
+    Unknown fields are errors. As `kubernetes_validate.validate`, which reads all schemas anew at
+    each call.
+    """
+    folder = _schema_folder(version or kubernetes_validate.latest_version())
+    # rbac.authorization.k8s.io/v1 is rbac-v1 there.
+    group = re.sub(r"^([^./]*)(?:\.[^/]*)?/", r"\1-", api_version)
+    schema = json.loads((folder / f"{kind.lower()}-{group}.json").read_text(encoding="utf-8"))
+    registry = referencing.Resource.from_contents(schema) @ _shared_schemas(folder)
+    return jsonschema.Draft202012Validator(schema, registry=registry)
+
+
+def _schema_folder(version: str) -> Path:
+    package = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema"
+    (found,) = package.glob(f"v{version}*-local-strict")
+    return found
+
+
+@cache
+def _shared_schemas(folder: Path) -> Any:
+    shared = json.loads((folder / "_definitions.json").read_text(encoding="utf-8"))
+    return referencing.Resource.from_contents(shared) @ referencing.Registry()
+
+
+def resources_of(definition: Manifest) -> list[Resource]:
+    """Served versions of a CustomResourceDefinition."""
+    spec, name = definition["spec"], definition["metadata"]["name"]
+    return [
+        Resource(
+            spec["group"],
+            version["name"],
+            spec["names"]["plural"],
+            spec["names"]["kind"],
+            subresources=tuple(version.get("subresources", {})),
+            validator=crd_validator(name, version["name"]),
+        )
+        for version in spec["versions"]
+        if version["served"]
+    ]
+
+
+# ---- refusals, worded as Kubernetes words them
+
+
+class ApiError(Exception):
+    """A request that is answered with a `Status` of Failure."""
+
+    def __init__(
+        self, code: int, reason: str, message: str, details: Manifest | None = None
+    ) -> None:
+        super().__init__(message)
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.details = details or {}
+
+    def status(self) -> Manifest:
+        """The `Status` object that tells it."""
+        return {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": self.message,
+            **({"reason": self.reason} if self.reason else {}),
+            **({"details": self.details} if self.details else {}),
+            "code": self.code,
+        }
+
+
+def _details(resource: Resource, name: str, kind: str = "", **more: Any) -> Manifest:
+    group = {"group": resource.group} if resource.group else {}
+    return {**({"name": name} if name else {}), **group, "kind": kind or resource.plural, **more}
+
+
+def not_found(resource: Resource, name: str) -> ApiError:
+    """There is no object of that name."""
+    message = f'{resource.qualified} "{name}" not found'
+    return ApiError(404, "NotFound", message, _details(resource, name))
+
+
+def conflict(resource: Resource, name: str, why: str) -> ApiError:
+    """The object is not the one, or not as old, as the request takes it to be."""
+    message = f'Operation cannot be fulfilled on {resource.qualified} "{name}": {why}'
+    return ApiError(409, "Conflict", message, _details(resource, name))
+
+
+def forbidden(resource: Resource, name: str, why: str) -> ApiError:
+    """The caller may not."""
+    quoted = f' "{name}"' if name else ""
+    message = f"{resource.qualified}{quoted} is forbidden: {why}"
+    return ApiError(403, "Forbidden", message, _details(resource, name))
+
+
+def invalid(resource: Resource, name: str, causes: Sequence[Manifest]) -> ApiError:
+    """The object breaks its schema; causes have field, reason and message."""
+    kind = f"{resource.kind}.{resource.group}" if resource.group else resource.kind
+    told = ", ".join(f"{each['field']}: {each['message']}" for each in causes)
+    details = _details(resource, name, resource.kind, causes=list(causes))
+    return ApiError(422, "Invalid", f'{kind} "{name}" is invalid: [{told}]', details)
+
+
+def bad_request(message: str) -> ApiError:
+    """The request cannot be understood."""
+    return ApiError(400, "BadRequest", message)
+
+
+def no_such_path() -> ApiError:
+    """Nothing is served there; without details it is answered in plain text."""
+    return ApiError(404, "NotFound", "the server could not find the requested resource")
+
+
+# ---- the store
+
+
+@dataclass(frozen=True)
+class Change:
+    """One write: what the object was and is, as JSON; `now` is None where it was deleted."""
+
+    revision: int
+    key: Key
+    before: str | None
+    now: str | None
+
+
+class Store:
+    """Objects by key, one revision for all of them, and the history that watches read.
+
+    Hold `changed` (a condition) for anything that reads and then writes. Objects are kept as JSON
+    text: what goes in or comes out is not shared with the caller.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition(threading.RLock())
+        self.revision = 1
+        self.compacted = 0
+        self._objects: dict[Key, str] = {}
+        self._history: list[Change] = []
+
+    def get(self, key: Key) -> Manifest | None:
+        """The object as it is now."""
+        text = self._objects.get(key)
+        return None if text is None else json.loads(text)
+
+    def put(self, key: Key, manifest: Manifest) -> Manifest:
+        """Write an object at the next revision and return it with that revision."""
+        with self.changed:
+            metadata = {**manifest["metadata"], "resourceVersion": str(self.revision + 1)}
+            now = json.dumps({**manifest, "metadata": metadata})
+            self._record(key, now)
+            self._objects[key] = now
+            result: Manifest = json.loads(now)
+            return result
+
+    def remove(self, key: Key) -> Manifest:
+        """Delete an object; returned as it was, at the revision of its deletion."""
+        with self.changed:
+            last: Manifest = json.loads(self._objects[key])
+            self._record(key, None)
+            del self._objects[key]
+            last["metadata"]["resourceVersion"] = str(self.revision)
+            return last
+
+    def under(self, qualified: str, namespace: str | None) -> list[Manifest]:
+        """Objects of a kind, of one namespace or (None) of all, by namespace and name."""
+        with self.changed:
+            found = sorted(self._objects.items())
+        return [
+            json.loads(text)
+            for key, text in found
+            if key[0] == qualified and namespace in (None, key[1])
+        ]
+
+    def everything(self) -> dict[Key, Manifest]:
+        """All objects that there are now."""
+        with self.changed:
+            objects = list(self._objects.items())
+        return {key: json.loads(text) for key, text in objects}
+
+    def since(self, revision: int) -> list[Change]:
+        """Writes after a revision, oldest first."""
+        with self.changed:
+            num_newer = self.revision - max(revision, self.compacted)
+            return self._history[-num_newer:] if num_newer > 0 else []
+
+    def compact(self) -> None:
+        """Forget the history: nothing older than now can be watched any more."""
+        with self.changed:
+            self.compacted = self.revision
+            self._history.clear()
+
+    def _record(self, key: Key, now: str | None) -> None:
+        self.revision += 1
+        self._history.append(Change(self.revision, key, self._objects.get(key), now))
+        self.changed.notify_all()
+
+
+# ---- verbs
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a request is about."""
+
+    resource: Resource
+    namespace: str = ""
+    name: str = ""
+    subresource: str = ""
+
+    @property
+    def key(self) -> Key:
+        """Where the object is kept; versions of a kind share one place."""
+        return (
+            self.resource.qualified,
+            self.namespace if self.resource.namespaced else "",
+            self.name,
+        )
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """DeleteOptions: whether dependents go first, and which object is meant."""
+
+    is_foreground: bool = False
+    uid: str | None = None
+
+
+class Verbs:
+    """Reads and writes of single objects. Every write is one step under the store's lock."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+
+    def get(self, target: Target) -> Manifest:
+        """The object; raises 404."""
+        found = self.store.get(target.key)
+        if found is None:
+            raise not_found(target.resource, target.name)
+        return found
+
+    def create(self, target: Target, body: Any, *, is_strict: bool = False) -> Manifest:
+        """Store a new object."""
+        resource = target.resource
+        manifest = _typed(body, resource)
+        name = manifest["metadata"].get("name", "")
+        target = Target(resource, target.namespace, name)
+        if resource.namespaced:
+            home = ("namespaces", "", target.namespace)
+            if self.store.get(home) is None:
+                raise not_found(NAMESPACES, target.namespace)
+        about = {
+            **manifest["metadata"],
+            "uid": str(uuid.uuid4()),
+            "creationTimestamp": now_text(),
+            **({"generation": 1} if resource.validator else {}),
+            **({"namespace": target.namespace} if resource.namespaced else {}),
+        }
+        manifest = _completed({**manifest, "metadata": about}, resource)
+        if "status" in resource.subresources and resource.validator:
+            manifest.pop("status", None)
+        check_valid(manifest, resource, is_strict=is_strict)
+        with self.store.changed:
+            if self.store.get(target.key) is not None:
+                message = f'{resource.qualified} "{name}" already exists'
+                raise ApiError(409, "AlreadyExists", message, _details(resource, name))
+            return self.store.put(target.key, manifest)
+
+    def update(self, target: Target, body: Any, *, is_strict: bool = False) -> Manifest:
+        """Replace an object, or only its status where the target says so."""
+        manifest = _typed(body, target.resource)
+        with self.store.changed:
+            if target.resource.validator and not manifest["metadata"].get("resourceVersion"):
+                cause = {
+                    "field": "metadata.resourceVersion",
+                    "reason": "FieldValueInvalid",
+                    "message": "Invalid value: 0: must be specified for an update",
+                }
+                raise invalid(target.resource, target.name, [cause])
+            return self._replace(target, self.get(target), manifest, is_strict)
+
+    def patch(self, target: Target, change: Any, *, is_strict: bool = False) -> Manifest:
+        """Merge a change into the object as it is now (RFC 7386)."""
+        with self.store.changed:
+            old = self.get(target)
+            manifest = _typed(merged(old, change), target.resource)
+            return self._replace(target, old, manifest, is_strict)
+
+    def delete(self, target: Target, deletion: Deletion) -> Manifest:
+        """Delete, or mark as to be deleted; returns a `Status` or the marked object."""
+        with self.store.changed:
+            old = self.get(target)
+            about = dict(old["metadata"])
+            if deletion.uid and deletion.uid != about["uid"]:
+                why = (
+                    f"the UID in the precondition ({deletion.uid}) does not match the UID in "
+                    f"record ({about['uid']}). The object might have been deleted and recreated"
+                )
+                raise conflict(target.resource, target.name, why)
+            if deletion.is_foreground and FOREGROUND not in about.get("finalizers", ()):
+                about["finalizers"] = [*about.get("finalizers", ()), FOREGROUND]
+            if about.get("finalizers"):
+                about.setdefault("deletionTimestamp", now_text())
+                about.setdefault("deletionGracePeriodSeconds", 0)
+                return self.store.put(target.key, {**old, "metadata": about})
+            self.store.remove(target.key)
+        details = _details(target.resource, target.name, uid=about["uid"])
+        status = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success"}
+        return {**status, "details": details}
+
+    def _replace(
+        self, target: Target, old: Manifest, manifest: Manifest, is_strict: bool
+    ) -> Manifest:
+        resource = target.resource
+        _check_meant(target, manifest["metadata"], old["metadata"])
+        new = _joined(old, _with_system_fields(manifest, old), target)
+        new = _completed(new, resource)
+        check_valid(new, resource, is_strict=is_strict)
+        if _desired(new) != _desired(old) and "generation" in new["metadata"]:
+            new["metadata"]["generation"] += 1
+        new["metadata"]["resourceVersion"] = old["metadata"]["resourceVersion"]
+        if new == old:
+            return old
+        if "deletionTimestamp" in new["metadata"] and not new["metadata"].get("finalizers"):
+            self.store.put(target.key, new)
+            return self.store.remove(target.key)
+        return self.store.put(target.key, new)
+
+
+def merged(target: Any, change: Any) -> Any:
+    """A value after a JSON merge patch."""
+    if not isinstance(change, dict):
+        return change
+    result = dict(target) if isinstance(target, dict) else {}
+    for name, value in change.items():
+        if value is None:
+            result.pop(name, None)
+        else:
+            result[name] = merged(result.get(name), value)
+    return result
+
+
+def now_text() -> str:
+    """The time as Kubernetes writes it: UTC, whole seconds."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def check_valid(manifest: Manifest, resource: Resource, *, is_strict: bool) -> None:
+    """Raise 400 for unknown fields (where they are refused), 422 for what else is wrong."""
+    name = manifest["metadata"].get("name", "")
+    if not re.fullmatch(_NAME, name) or len(name) > 253:
+        rule = f'Invalid value: "{name}": a lowercase RFC 1123 subdomain must consist of {_NAME}'
+        cause = {"field": "metadata.name", "reason": "FieldValueInvalid", "message": rule}
+        raise invalid(resource, name, [cause])
+    if resource.validator is None:
+        if is_strict:
+            _check_built_in(manifest, resource)
+        return
+    errors = list(resource.validator.iter_errors(manifest))
+    unknown = [field for each in errors for field in _unknown_fields(each)]
+    if unknown and is_strict:
+        told = ", ".join(f'unknown field "{field}"' for field in unknown)
+        raise _not_handled(resource, told)
+    causes = [_cause(each) for each in errors if each.validator != "additionalProperties"]
+    if causes:
+        raise invalid(resource, name, causes)
+
+
+def _check_built_in(manifest: Manifest, resource: Resource) -> None:
+    try:
+        built_in_validator(resource.api_version, resource.kind).validate(manifest)
+    except jsonschema.ValidationError as error:
+        raise _not_handled(resource, str(error.message)) from error
+
+
+def _not_handled(resource: Resource, told: str) -> ApiError:
+    return bad_request(
+        f'{resource.kind} in version "{resource.version}" cannot be handled as a '
+        f"{resource.kind}: strict decoding error: {told}"
+    )
+
+
+def _path(parts: Sequence[str | int]) -> str:
+    text = "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in parts)
+    return text.removeprefix(".")
+
+
+def _unknown_fields(error: jsonschema.ValidationError) -> list[str]:
+    if error.validator != "additionalProperties" or not isinstance(error.instance, dict):
+        return []
+    known: Any = error.schema
+    unknown = sorted(set(error.instance) - set(known.get("properties", {})))
+    return [_path([*error.absolute_path, name]) for name in unknown]
+
+
+def _cause(error: jsonschema.ValidationError) -> Manifest:
+    field, reason = list(error.absolute_path), str(error.validator)
+    if reason == "required":
+        field.append(error.message.split("'")[1])
+    message = f"Invalid value: {error.message}"
+    told = _REASONS.get(reason, "FieldValueInvalid")
+    return {"field": _path(field), "reason": told, "message": message}
+
+
+def _typed(body: Any, resource: Resource) -> Manifest:
+    """The body as an object of the kind that the path names; raises 400 for another kind."""
+    if not isinstance(body, dict):
+        raise bad_request("the body is no object")
+    for name, wanted in (("apiVersion", resource.api_version), ("kind", resource.kind)):
+        said = body.get(name, None if resource.validator else wanted)
+        if said != wanted:
+            raise bad_request(f"the {name} in the data ({said}) is not the expected {wanted}")
+    kind = {"apiVersion": resource.api_version, "kind": resource.kind}
+    return {**body, **kind, "metadata": dict(body.get("metadata") or {})}
+
+
+def _completed(manifest: Manifest, resource: Resource) -> Manifest:
+    """An object with what its kind adds: data of Secrets, the phase of pods."""
+    if resource.plural == "pods":
+        return {**manifest, "status": {"phase": "Pending", **manifest.get("status", {})}}
+    if resource.plural != "secrets":
+        return manifest
+    plain = manifest.get("stringData") or {}
+    encoded = {name: base64.b64encode(text.encode()).decode() for name, text in plain.items()}
+    result = {name: part for name, part in manifest.items() if name != "stringData"}
+    if encoded:
+        result["data"] = {**(result.get("data") or {}), **encoded}
+    return {"type": "Opaque", **result}
+
+
+def _with_system_fields(manifest: Manifest, old: Manifest) -> Manifest:
+    """An update with what only the system may change as it was."""
+    fields = [
+        "name",
+        "namespace",
+        "uid",
+        "creationTimestamp",
+        "deletionTimestamp",
+        "deletionGracePeriodSeconds",
+        "generation",
+    ]
+    about = {name: part for name, part in manifest["metadata"].items() if name not in fields}
+    system = {name: old["metadata"][name] for name in fields if name in old["metadata"]}
+    return {**manifest, "metadata": {**about, **system}}
+
+
+def _check_meant(target: Target, said: Manifest, old: Manifest) -> None:
+    """The update must be of this object, as it is now."""
+    if said.get("uid", old["uid"]) != old["uid"]:
+        why = f"Precondition failed: UID in precondition: {said['uid']}, in meta: {old['uid']}"
+        raise conflict(target.resource, target.name, why)
+    if said.get("resourceVersion", old["resourceVersion"]) != old["resourceVersion"]:
+        why = (
+            "the object has been modified; please apply your changes to the latest version and "
+            "try again"
+        )
+        raise conflict(target.resource, target.name, why)
+
+
+def _joined(old: Manifest, new: Manifest, target: Target) -> Manifest:
+    """Old object with the new status, or new object with the old status."""
+    if "status" not in target.resource.subresources:
+        return new
+    kept, status = (old, new) if target.subresource == "status" else (new, old)
+    result = {name: part for name, part in kept.items() if name != "status"}
+    result["metadata"] = dict(result["metadata"])
+    return {**result, **({"status": status["status"]} if "status" in status else {})}
+
+
+def _desired(manifest: Manifest) -> Manifest:
+    return {name: part for name, part in manifest.items() if name not in ("metadata", "status")}
+
+
+# ---- collection by owner
+
+
+class GarbageCollector:
+    """Deletes what lost its owners, and dependents of what is deleted in the foreground.
+
+    Works in a thread of its own, once something changed, as in a real cluster: a Secret is there
+    for a moment longer than its RayJob.
+    """
+
+    def __init__(self, verbs: Verbs, find: Callable[[str], Resource | None]) -> None:
+        self._verbs, self._store, self._find = verbs, verbs.store, find
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kube-gc", daemon=True)
+
+    def start(self) -> None:
+        """Begin."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End, and wait for the end."""
+        self._stopped.set()
+        with self._store.changed:
+            self._store.changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._store.changed:
+            while not self._stopped.is_set():
+                revision = self._store.revision
+                self._sweep()
+                while self._store.revision == revision and not self._stopped.is_set():
+                    self._store.changed.wait()
+
+    def _sweep(self) -> None:
+        objects = self._store.everything()
+        uids = {manifest["metadata"]["uid"]: key for key, manifest in objects.items()}
+        for key, manifest in objects.items():
+            about = manifest["metadata"]
+            owners = [uids.get(uid) for uid in _owners(manifest)]
+            if owners and not any(owner is not None and owner[1] == key[1] for owner in owners):
+                self._delete(key, manifest, is_foreground=False)
+            elif "deletionTimestamp" in about and FOREGROUND in about.get("finalizers", ()):
+                dependents = {k: v for k, v in objects.items() if about["uid"] in _owners(v)}
+                for each, dependent in dependents.items():
+                    self._delete(each, dependent, is_foreground=True)
+                if not any(self._store.get(each) for each in dependents):
+                    self._release(key)
+
+    def _delete(self, key: Key, manifest: Manifest, *, is_foreground: bool) -> None:
+        resource = self._find(key[0])
+        is_going = "deletionTimestamp" in manifest["metadata"]
+        if resource is not None and not is_going and self._store.get(key) is not None:
+            self._verbs.delete(Target(resource, key[1], key[2]), Deletion(is_foreground))
+
+    def _release(self, key: Key) -> None:
+        manifest = self._store.get(key)
+        if manifest is None:
+            return
+        left = [name for name in manifest["metadata"]["finalizers"] if name != FOREGROUND]
+        manifest["metadata"]["finalizers"] = left
+        self._store.put(key, manifest)
+        if not left:
+            self._store.remove(key)
+
+
+def _owners(manifest: Manifest) -> Iterator[str]:
+    for owner in manifest["metadata"].get("ownerReferences", ()):
+        yield owner["uid"]

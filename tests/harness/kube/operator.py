@@ -1,0 +1,798 @@
+"""A stand-in for the KubeRay operator v1.7, for RayJobs and their RayClusters; and for Kueue.
+
+It watches RayJobs over the API like any client (so it serves a real API server too) and takes
+them through KubeRay's states: Initializing, Running, Complete, Failed, ValidationFailed,
+Suspending, Suspended; with KubeRay's finalizer, names, labels, owners, reasons and counts;
+deadlines, shutdown after the ttl. With the address of a real Ray the entrypoint really runs there;
+else the test says how jobs go (`ScriptedRay`).
+
+What it does not do: K8sJobMode, InteractiveMode and SidecarMode (all submit like HTTPMode),
+back-off limits, deletionStrategy, RayServices, Services and Ingresses, autoscaling, batch
+schedulers, events. All RayJobs share the one Ray: a RayCluster that goes takes only its own
+RayJob's job with it.
+"""
+
+from __future__ import annotations
+
+import base64
+import logging
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from types import TracebackType
+from typing import Any, Protocol
+
+import httpx
+import urllib3
+import yaml
+from kubernetes import client
+
+from tests.harness.kube.objects import Manifest
+
+_log = logging.getLogger(__name__)
+_GROUP, _VERSION = "ray.io", "v1"
+_NOT_THERE = 404
+FINALIZER = "ray.io/rayjob-finalizer"
+TERMINAL_JOB = ("SUCCEEDED", "FAILED", "STOPPED")
+ENDED = ("Complete", "Failed")
+_NAME_CHARS = "bcdfghjklmnpqrstvwxz2456789"
+_MOST_NAME_CHARS = 47
+
+
+# ---- the states of a RayJob: what to do next, decided purely
+
+
+@dataclass(frozen=True)
+class JobInfo:
+    """What Ray says of a job; times in milliseconds since the epoch, 0 for none."""
+
+    status: str
+    message: str = ""
+    start_ms: int = 0
+    end_ms: int = 0
+
+
+def time_text(moment: datetime) -> str:
+    """A time as Kubernetes writes it."""
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _time_of(text: str) -> datetime:
+    return datetime.strptime(text, "%Y-%m-%dT%H:%M:%SZ").replace(tzinfo=UTC)
+
+
+def deployment_status(job: Manifest) -> str:
+    """The state that the operator left a RayJob in; empty for a new one."""
+    return str(job.get("status", {}).get("jobDeploymentStatus", ""))
+
+
+def validation_error(job: Manifest) -> str | None:
+    """Why KubeRay would not run a RayJob that its schema allows."""
+    name, spec = job["metadata"]["name"], job.get("spec", {})
+    about, body = "The RayJob metadata is invalid: ", "The RayJob spec is invalid: "
+    if len(name) > _MOST_NAME_CHARS:
+        return f"{about}RayJob name should be no more than {_MOST_NAME_CHARS} characters"
+    if not re.fullmatch(r"[a-z]([-a-z0-9]*[a-z0-9])?", name):
+        return f"{about}RayJob name should be a valid DNS1035 label: {name}"
+    if spec.get("suspend") and not spec.get("shutdownAfterJobFinishes"):
+        return (
+            f"{body}a RayJob with shutdownAfterJobFinishes set to false is not allowed to be "
+            "suspended"
+        )
+    if spec.get("ttlSecondsAfterFinished") and not spec.get("shutdownAfterJobFinishes"):
+        return f"{body}a RayJob with TTLSecondsAfterFinished needs shutdownAfterJobFinishes"
+    if not spec.get("rayClusterSpec") and not spec.get("clusterSelector"):
+        return f"{body}one of RayClusterSpec or ClusterSelector must be set"
+    if spec.get("activeDeadlineSeconds", 1) <= 0:
+        return f"{body}activeDeadlineSeconds must be a positive integer"
+    return None
+
+
+def initialized(job: Manifest, now: datetime) -> Manifest:
+    """Status of a RayJob that the operator takes on: names are chosen before anything is made."""
+    name, spec, status = job["metadata"]["name"], job["spec"], dict(job.get("status", {}))
+    if not status.get("jobId"):
+        status["jobId"] = spec.get("jobId") or f"{name}-{_suffix()}"
+    if not status.get("rayClusterName"):
+        chosen = spec.get("clusterSelector", {}).get("ray.io/cluster")
+        status["rayClusterName"] = chosen or f"{name}-{_suffix()}"
+    return {**status, "jobDeploymentStatus": "Initializing", "startTime": time_text(now)}
+
+
+def _suffix() -> str:
+    return "".join(secrets.choice(_NAME_CHARS) for _ in range(5))
+
+
+def past_deadline(job: Manifest, now: datetime) -> Manifest | None:
+    """Status of a RayJob that took longer than it may; None if it did not."""
+    spec, status = job["spec"], job["status"]
+    started = status.get("startTime")
+    limits = [("activeDeadlineSeconds", "DeadlineExceeded")]
+    if status["jobDeploymentStatus"] == "Initializing":
+        limits.append(("preRunningDeadlineSeconds", "PreRunningDeadlineExceeded"))
+    for name, reason in limits:
+        limit_s = spec.get(name)
+        if limit_s and started and now >= _time_of(started) + timedelta(seconds=limit_s):
+            message = (
+                f"The RayJob has passed the {name}. StartTime: {started}. "
+                f"{name[0].upper()}{name[1:]}: {limit_s}"
+            )
+            failed = {"jobDeploymentStatus": "Failed", "reason": reason, "message": message}
+            return {**status, **failed}
+    return None
+
+
+def has_lost_its_head(job: Manifest) -> bool:
+    """Whether Ray, knowing nothing of a job that it had, is away for good: no second head."""
+    annotations = job["metadata"].get("annotations", {})
+    is_single = annotations.get("ray.io/disable-provisioned-head-restart") == "true"
+    return is_single and bool(job["status"].get("jobStatus"))
+
+
+def after_check(job: Manifest, info: JobInfo) -> Manifest:
+    """Status after Ray said how its job is."""
+    status = {**job["status"], "jobStatus": info.status, "message": info.message}
+    status.pop("reason", None)
+    status.pop("jobStatusCheckFailureStartTime", None)
+    if info.status in TERMINAL_JOB:
+        status["jobDeploymentStatus"] = "Failed" if info.status == "FAILED" else "Complete"
+        if info.status == "FAILED":
+            status["reason"] = "AppFailed"
+    times = {"startTime": info.start_ms, "endTime": info.end_ms}
+    told = {k: time_text(datetime.fromtimestamp(v / 1000, UTC)) for k, v in times.items() if v}
+    return {**status, **({"rayJobInfo": told} if told else {})}
+
+
+def check_failed(job: Manifest, now: datetime, timeout_s: float) -> Manifest | None:
+    """Status after Ray did not answer; Failed once that has gone on for too long."""
+    status = job["status"]
+    since = status.get("jobStatusCheckFailureStartTime")
+    if since is None:
+        return {**status, "jobStatusCheckFailureStartTime": time_text(now)}
+    if now < _time_of(since) + timedelta(seconds=timeout_s):
+        return None
+    message = (
+        f"Job status checks have been failing since {since}; exceeded timeout of {timeout_s:g}s"
+    )
+    reason = "JobStatusCheckTimeoutExceeded"
+    return {**status, "jobDeploymentStatus": "Failed", "reason": reason, "message": message}
+
+
+def counted(job: Manifest, status: Manifest, now: datetime) -> Manifest:
+    """The status with its counts of ends."""
+    status = {**status, "failed": status.get("failed", 0), "succeeded": status.get("succeeded", 0)}
+    state = status.get("jobDeploymentStatus")
+    if state == deployment_status(job):
+        return status
+    if state in ENDED:
+        status["endTime"] = time_text(now)
+    if state == "Complete" and status.get("jobStatus") == "SUCCEEDED":
+        status["succeeded"] += 1
+    if state == "Failed":
+        status["failed"] += 1
+    return status
+
+
+def suspended(status: Manifest) -> Manifest:
+    """Status after all that a suspended RayJob had is gone."""
+    kept = {name: status[name] for name in ("failed", "succeeded", "startTime") if name in status}
+    return {**kept, "jobDeploymentStatus": "Suspended"}
+
+
+def is_over(job: Manifest, now: datetime) -> bool:
+    """Whether the RayCluster of an ended RayJob is to be deleted by now."""
+    spec, ended = job["spec"], job["status"].get("endTime")
+    if not spec.get("shutdownAfterJobFinishes") or spec.get("clusterSelector") or not ended:
+        return False
+    return now >= _time_of(ended) + timedelta(seconds=spec.get("ttlSecondsAfterFinished", 0))
+
+
+def cluster_of(job: Manifest) -> Manifest:
+    """The RayCluster that KubeRay makes for a RayJob."""
+    about, spec = job["metadata"], job["spec"]
+    mode = spec.get("submissionMode", "K8sJobMode")
+    labels = {
+        **about.get("labels", {}),
+        "ray.io/originated-from-cr-name": about["name"],
+        "ray.io/originated-from-crd": "RayJob",
+        "ray.io/job-submission-mode": mode,
+    }
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayCluster",
+        "metadata": {
+            "name": job["status"]["rayClusterName"],
+            "namespace": about["namespace"],
+            "labels": labels,
+            "annotations": about.get("annotations", {}),
+            "ownerReferences": [owner_reference("RayJob", job)],
+        },
+        "spec": spec["rayClusterSpec"],
+    }
+
+
+def owner_reference(kind: str, owner: Manifest) -> Manifest:
+    """The reference that makes an object go with its owner."""
+    return {
+        "apiVersion": "ray.io/v1",
+        "kind": kind,
+        "name": owner["metadata"]["name"],
+        "uid": owner["metadata"]["uid"],
+        "controller": True,
+        "blockOwnerDeletion": True,
+    }
+
+
+# ---- where jobs run
+
+
+class RayAway(Exception):
+    """Ray does not answer."""
+
+
+@dataclass(frozen=True)
+class RayJobRequest:
+    """A job as it is submitted to Ray. `env` is what the pods of the cluster have set."""
+
+    job_id: str
+    entrypoint: str
+    runtime_env: dict[str, Any] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    num_cpus: float | None = None
+    num_gpus: float | None = None
+
+
+class Ray(Protocol):
+    """Jobs on the cluster of a RayJob; methods raise `RayAway`."""
+
+    address: str
+
+    def submit(self, request: RayJobRequest) -> None:
+        """Start a job."""
+
+    def info(self, job_id: str) -> JobInfo | None:
+        """How a job is; None if Ray does not know it."""
+
+    def stop(self, job_id: str) -> None:
+        """End a job, if it is there."""
+
+
+class RealRay:
+    """Jobs on one Ray that really runs; each RayJob's cluster is taken to be this one."""
+
+    def __init__(self, address: str, token: str | None = None) -> None:
+        self.address = address.rstrip("/")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(base_url=self.address, headers=headers, timeout=30)
+
+    def submit(self, request: RayJobRequest) -> None:
+        """Start a job; what the pods would have in their environment becomes its runtime env."""
+        variables = {**request.env, **request.runtime_env.get("env_vars", {})}
+        body = {
+            "entrypoint": request.entrypoint,
+            "submission_id": request.job_id,
+            "runtime_env": {**request.runtime_env, "env_vars": variables},
+            "metadata": request.metadata,
+            "entrypoint_num_cpus": request.num_cpus,
+            "entrypoint_num_gpus": request.num_gpus,
+        }
+        self._call("POST", "/api/jobs/", json=body).raise_for_status()
+
+    def info(self, job_id: str) -> JobInfo | None:
+        """How a job is; None if Ray does not know it."""
+        answer = self._call("GET", f"/api/jobs/{job_id}")
+        if answer.status_code == 404:
+            return None
+        answer.raise_for_status()
+        said = answer.json()
+        return JobInfo(
+            said["status"],
+            said.get("message") or "",
+            said.get("start_time") or 0,
+            said.get("end_time") or 0,
+        )
+
+    def stop(self, job_id: str) -> None:
+        """End a job, if it is there."""
+        self._call("POST", f"/api/jobs/{job_id}/stop")
+
+    def _call(self, method: str, path: str, **more: Any) -> httpx.Response:
+        try:
+            return self._http.request(method, path, **more)
+        except httpx.TransportError as error:
+            raise RayAway(str(error)) from error
+
+
+class ScriptedRay:
+    """A Ray that exists only as the test tells it: jobs run until the test ends them."""
+
+    address = "http://ray-head.invalid:8265"
+
+    def __init__(self) -> None:
+        self.submitted: list[RayJobRequest] = []
+        self.is_away = False
+        self._jobs: dict[str, JobInfo] = {}
+        self._lock = threading.Lock()
+
+    def submit(self, request: RayJobRequest) -> None:
+        """Note a job as running."""
+        self._check_there()
+        with self._lock:
+            self.submitted.append(request)
+            self._jobs[request.job_id] = JobInfo(
+                "RUNNING", "Job is currently running.", int(time.time() * 1000)
+            )
+
+    def info(self, job_id: str) -> JobInfo | None:
+        """What the test said of a job last."""
+        self._check_there()
+        with self._lock:
+            return self._jobs.get(job_id)
+
+    def stop(self, job_id: str) -> None:
+        """End a job that runs."""
+        self._check_there()
+        with self._lock:
+            known = self._jobs.get(job_id)
+            is_live = known is not None and known.status not in TERMINAL_JOB
+        if is_live:
+            self.finish(job_id, "STOPPED", "Job was intentionally stopped.")
+
+    def finish(self, job_id: str, status: str = "SUCCEEDED", message: str = "") -> None:
+        """End a job in SUCCEEDED, FAILED or STOPPED."""
+        with self._lock:
+            end_ms, known = int(time.time() * 1000), self._jobs[job_id]
+            self._jobs[job_id] = replace(known, status=status, message=message, end_ms=end_ms)
+
+    def forget(self, job_id: str) -> None:
+        """Lose a job, as a head that starts again without fault tolerance does."""
+        with self._lock:
+            del self._jobs[job_id]
+
+    def _check_there(self) -> None:
+        if self.is_away:
+            raise RayAway("the test says that Ray is away")
+
+
+# ---- RayClusters
+
+
+def pods_of(cluster: Manifest) -> Iterator[Manifest]:
+    """Pods that a RayCluster is to have: a head, and each group's hosts."""
+    spec = cluster["spec"]
+    yield _pod(cluster, "head", "headgroup", "head", spec["headGroupSpec"]["template"])
+    for group in spec.get("workerGroupSpecs", ()):
+        replicas = max(group.get("replicas", 0), group.get("minReplicas", 0))
+        for index in range(0 if group.get("suspend") else replicas * group.get("numOfHosts", 1)):
+            name = f"{group['groupName']}-worker-{index}"
+            yield _pod(cluster, "worker", group["groupName"], name, group["template"])
+
+
+def _pod(cluster: Manifest, node_type: str, group: str, name: str, template: Manifest) -> Manifest:
+    about, cluster_name = template.get("metadata", {}), cluster["metadata"]["name"]
+    labels = {
+        **about.get("labels", {}),
+        "ray.io/cluster": cluster_name,
+        "ray.io/node-type": node_type,
+        "ray.io/group": group,
+        "ray.io/is-ray-node": "yes",
+    }
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": f"{cluster_name}-{name}",
+            "labels": labels,
+            "annotations": about.get("annotations", {}),
+            "ownerReferences": [owner_reference("RayCluster", cluster)],
+        },
+        "spec": template["spec"],
+    }
+
+
+class RayClusters:
+    """Makes the pods of RayClusters and says when a cluster is ready.
+
+    `unschedulable` is a scheduler's message while there is no room: pods are made but stay
+    Pending. It does not add or remove pods once they are there (no autoscaler), and makes no
+    Services.
+    """
+
+    def __init__(self, api: client.ApiClient) -> None:
+        self._core = client.CoreV1Api(api)
+        self._custom = client.CustomObjectsApi(api)
+        self.unschedulable: str | None = None
+
+    def reconcile(self, cluster: Manifest) -> None:
+        """One step for one cluster."""
+        if "deletionTimestamp" in cluster["metadata"]:
+            return
+        wanted = list(pods_of(cluster))
+        running = [self._bring_up(pod, cluster["metadata"]["namespace"]) for pod in wanted]
+        status = _status(cluster, wanted, all(running))
+        if status != cluster.get("status", {}):
+            self._write_status({**cluster, "status": status})
+
+    def _bring_up(self, pod: Manifest, namespace: str) -> bool:
+        """Make a pod if it is not there; says whether it runs."""
+        name = pod["metadata"]["name"]
+        try:
+            found = self._core.read_namespaced_pod(name, namespace)
+        except client.ApiException as error:
+            if error.status != _NOT_THERE:
+                raise
+            self._core.create_namespaced_pod(namespace, pod)
+            return False
+        if found.status.phase == "Pending" and found.metadata.deletion_timestamp is None:
+            self._core.patch_namespaced_pod_status(
+                name, namespace, {"status": self._pod_status(pod, namespace)}
+            )
+        return bool(found.status.phase == "Running")
+
+    def _pod_status(self, pod: Manifest, namespace: str) -> Manifest:
+        if self.unschedulable:
+            condition = {
+                "type": "PodScheduled",
+                "status": "False",
+                "reason": "Unschedulable",
+                "message": self.unschedulable,
+            }
+            return {"phase": "Pending", "conditions": [condition]}
+        missing = self.missing_secret(pod["spec"], namespace)
+        containers = pod["spec"]["containers"]
+        if missing:
+            waiting = {
+                "reason": "CreateContainerConfigError",
+                "message": f'secret "{missing}" not found',
+            }
+            states = [_container_status(each, {"waiting": waiting}) for each in containers]
+            return {"phase": "Pending", "containerStatuses": states}
+        ready = {"type": "Ready", "status": "True"}
+        states = [_container_status(each, {"running": {}}) for each in containers]
+        return {"phase": "Running", "conditions": [ready], "containerStatuses": states}
+
+    def missing_secret(self, pod_spec: Manifest, namespace: str) -> str | None:
+        """Name of a Secret that the containers of a pod need and that is not there."""
+        for name in _secret_names(pod_spec):
+            if self._secret(name, namespace) is None:
+                return name
+        return None
+
+    def env_of(self, cluster: Manifest) -> dict[str, str]:
+        """Environment of the head's first container: plain values and those of Secrets.
+
+        Ray's own variables are left out: they are about the pods of a real cluster.
+        """
+        namespace = cluster["metadata"]["namespace"]
+        container = cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+        env: dict[str, str] = {}
+        for source in container.get("envFrom", ()):
+            name = source.get("secretRef", {}).get("name")
+            env.update((name and self._secret(name, namespace)) or {})
+        for each in container.get("env", ()):
+            reference = each.get("valueFrom", {}).get("secretKeyRef")
+            if reference:
+                values = self._secret(reference["name"], namespace) or {}
+                env[each["name"]] = values.get(reference["key"], "")
+            elif "valueFrom" not in each:
+                env[each["name"]] = each.get("value", "")
+        return {name: value for name, value in env.items() if not name.startswith("RAY_")}
+
+    def _secret(self, name: str, namespace: str) -> dict[str, str] | None:
+        try:
+            data = self._core.read_namespaced_secret(name, namespace).data or {}
+        except client.ApiException as error:
+            if error.status != _NOT_THERE:
+                raise
+            return None
+        return {key: base64.b64decode(value).decode() for key, value in data.items()}
+
+    def _write_status(self, cluster: Manifest) -> None:
+        about = cluster["metadata"]
+        self._custom.replace_namespaced_custom_object_status(
+            "ray.io", "v1", about["namespace"], "rayclusters", about["name"], cluster
+        )
+
+
+def _secret_names(pod_spec: Manifest) -> Iterator[str]:
+    for container in pod_spec["containers"]:
+        for source in container.get("envFrom", ()):
+            reference = source.get("secretRef", {})
+            if reference and not reference.get("optional"):
+                yield reference["name"]
+        for each in container.get("env", ()):
+            reference = each.get("valueFrom", {}).get("secretKeyRef", {})
+            if reference and not reference.get("optional"):
+                yield reference["name"]
+
+
+def _container_status(container: Manifest, state: Manifest) -> Manifest:
+    return {
+        "name": container["name"],
+        "image": container.get("image", ""),
+        "imageID": "",
+        "ready": "running" in state,
+        "restartCount": 0,
+        "state": state,
+    }
+
+
+def _status(cluster: Manifest, wanted: list[Manifest], is_ready: bool) -> Manifest:
+    name = cluster["metadata"]["name"]
+    num_workers = len(wanted) - 1
+    status = {
+        **cluster.get("status", {}),
+        "desiredWorkerReplicas": num_workers,
+        "availableWorkerReplicas": num_workers if is_ready else 0,
+        "head": {"serviceName": f"{name}-head-svc", "podName": f"{name}-head"},
+        "observedGeneration": cluster["metadata"].get("generation", 1),
+    }
+    return {**status, **({"state": "ready"} if is_ready else {})}
+
+
+# ---- the operator
+
+
+class HasOperatorClient(Protocol):
+    """An API server, ours or a real one, that gives the operator a client of its own."""
+
+    def operator_client(self) -> client.ApiClient:
+        """A client that may do all that KubeRay may."""
+
+
+class RayJobOperator:
+    """Drives the RayJobs of all namespaces (or of one) while the context lasts.
+
+    `ray_address` is the dashboard of a Ray that really runs, `ray_token` its token. `poll_s` is
+    the time between two looks at everything (KubeRay: 3 s); `check_timeout_s` how long Ray may be
+    away before a RayJob fails. `frozen` (an event) makes the operator do nothing, as if its pod
+    were down.
+    """
+
+    def __init__(
+        self,
+        server: HasOperatorClient,
+        ray_address: str | None = None,
+        *,
+        ray_token: str | None = None,
+        namespace: str | None = None,
+        poll_s: float = 0.1,
+        check_timeout_s: float = 300.0,
+    ) -> None:
+        api = server.operator_client()
+        self.scripted = ScriptedRay()
+        self._ray: Ray = RealRay(ray_address, ray_token) if ray_address else self.scripted
+        self.clusters = RayClusters(api)
+        self.frozen = threading.Event()
+        self._custom = client.CustomObjectsApi(api)
+        self._namespace = namespace
+        self._poll_s = poll_s
+        self._check_timeout_s = check_timeout_s
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kuberay-stand-in", daemon=True)
+
+    def __enter__(self) -> RayJobOperator:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(self._poll_s):
+            if self.frozen.is_set():
+                continue
+            for plural, reconcile in (
+                ("rayjobs", self._reconcile_job),
+                ("rayclusters", self.clusters.reconcile),
+            ):
+                for manifest in self._try(partial(self._all, plural)) or ():
+                    self._try(partial(reconcile, manifest))
+
+    def _try(self, act: Callable[[], Any]) -> Any:
+        """What fails is tried again in the next round: conflicts, an API server that is away."""
+        try:
+            return act()
+        except (client.ApiException, urllib3.exceptions.HTTPError, RayAway) as error:
+            _log.info("Stand-in for KubeRay tries again: %s", error)
+            return None
+
+    def _all(self, plural: str) -> list[Manifest]:
+        if self._namespace is None:
+            found = self._custom.list_cluster_custom_object(_GROUP, _VERSION, plural)
+        else:
+            found = self._custom.list_namespaced_custom_object(
+                _GROUP, _VERSION, self._namespace, plural
+            )
+        items: list[Manifest] = found["items"]
+        return items
+
+    def _reconcile_job(self, job: Manifest) -> None:
+        if "deletionTimestamp" in job["metadata"]:
+            self._let_go(job)
+            return
+        if deployment_status(job) == "ValidationFailed":
+            return
+        now = datetime.now(UTC)
+        error = validation_error(job)
+        if error:
+            failed = {"jobDeploymentStatus": "ValidationFailed", "reason": "ValidationFailed"}
+            self._write_status(job, {**job.get("status", {}), **failed, "message": error})
+            return
+        status = self._next_status(job, now)
+        if status is not None and status != job.get("status"):
+            self._write_status(job, counted(job, status, now))
+
+    def _next_status(self, job: Manifest, now: datetime) -> Manifest | None:
+        state = deployment_status(job)
+        if state == "":
+            self._hold(job)
+            return initialized(job, now)
+        if state in ("Initializing", "Running"):
+            if job["spec"].get("suspend"):
+                return {**job["status"], "jobDeploymentStatus": "Suspending"}
+            late = past_deadline(job, now)
+            return late or (
+                self._initialize(job) if state == "Initializing" else self._check(job, now)
+            )
+        if state == "Suspending":
+            return suspended(job["status"]) if self._delete_cluster(job) else None
+        if state == "Suspended" and not job["spec"].get("suspend"):
+            return {**job["status"], "jobDeploymentStatus": ""}
+        if state in ENDED and is_over(job, now):
+            self._delete_cluster(job)
+        return None
+
+    def _hold(self, job: Manifest) -> None:
+        """Put KubeRay's finalizer on a RayJob."""
+        finalizers = job["metadata"].setdefault("finalizers", [])
+        if FINALIZER not in finalizers:
+            finalizers.append(FINALIZER)
+            job.update(self._replace(job))
+
+    def _let_go(self, job: Manifest) -> None:
+        """Stop the job of a RayJob that is to be deleted, and take the finalizer off."""
+        status = job.get("status", {})
+        if status.get("jobId") and status.get("jobStatus") not in TERMINAL_JOB:
+            self._try(lambda: self._ray.stop(status["jobId"]))
+        finalizers = job["metadata"].get("finalizers", [])
+        if FINALIZER in finalizers:
+            finalizers.remove(FINALIZER)
+            self._replace(job)
+
+    def _initialize(self, job: Manifest) -> Manifest | None:
+        cluster = self._cluster(job)
+        if cluster.get("status", {}).get("state") != "ready":
+            return {**job["status"], "rayClusterStatus": cluster.get("status", {})}
+        address = self._ray.address.removeprefix("http://")
+        return {**job["status"], "dashboardURL": address, "jobDeploymentStatus": "Running"}
+
+    def _check(self, job: Manifest, now: datetime) -> Manifest | None:
+        cluster = self._cluster(job)
+        try:
+            info = self._ray.info(job["status"]["jobId"])
+            if info is None and has_lost_its_head(job):
+                raise RayAway("its head is gone, and is not made again")
+            if info is None:
+                self._ray.submit(self._request(job, cluster))
+                return None
+        except RayAway:
+            return check_failed(job, now, self._check_timeout_s)
+        return {**after_check(job, info), "rayClusterStatus": cluster.get("status", {})}
+
+    def _request(self, job: Manifest, cluster: Manifest) -> RayJobRequest:
+        spec = job["spec"]
+        return RayJobRequest(
+            job_id=job["status"]["jobId"],
+            entrypoint=spec.get("entrypoint", ""),
+            runtime_env=yaml.safe_load(spec.get("runtimeEnvYAML") or "{}"),
+            metadata=spec.get("metadata", {}),
+            env=self.clusters.env_of(cluster),
+            num_cpus=spec.get("entrypointNumCpus"),
+            num_gpus=spec.get("entrypointNumGpus"),
+        )
+
+    def _cluster(self, job: Manifest) -> Manifest:
+        """The RayCluster of a RayJob; made if it is not there."""
+        found = self._find_cluster(job)
+        if found is not None:
+            return found
+        about = job["metadata"]
+        made: Manifest = self._custom.create_namespaced_custom_object(
+            _GROUP, _VERSION, about["namespace"], "rayclusters", cluster_of(job)
+        )
+        return made
+
+    def _find_cluster(self, job: Manifest) -> Manifest | None:
+        namespace, name = job["metadata"]["namespace"], job["status"].get("rayClusterName")
+        if not name:
+            return None
+        try:
+            found: Manifest = self._custom.get_namespaced_custom_object(
+                _GROUP, _VERSION, namespace, "rayclusters", name
+            )
+        except client.ApiException as error:
+            if error.status != _NOT_THERE:
+                raise
+            return None
+        return found
+
+    def _delete_cluster(self, job: Manifest) -> bool:
+        """Delete the RayCluster of a RayJob, and with it what runs there; says if it is gone."""
+        cluster = self._find_cluster(job)
+        if cluster is None:
+            return True
+        if job["status"].get("jobStatus") not in TERMINAL_JOB:
+            self._try(lambda: self._ray.stop(job["status"]["jobId"]))
+        if "deletionTimestamp" not in cluster["metadata"]:
+            about = cluster["metadata"]
+            self._custom.delete_namespaced_custom_object(
+                _GROUP, _VERSION, about["namespace"], "rayclusters", about["name"]
+            )
+        return False
+
+    def _replace(self, job: Manifest) -> Manifest:
+        about = job["metadata"]
+        replaced: Manifest = self._custom.replace_namespaced_custom_object(
+            _GROUP, _VERSION, about["namespace"], "rayjobs", about["name"], job
+        )
+        return replaced
+
+    def _write_status(self, job: Manifest, status: Manifest) -> None:
+        about = job["metadata"]
+        self._custom.replace_namespaced_custom_object_status(
+            _GROUP,
+            _VERSION,
+            about["namespace"],
+            "rayjobs",
+            about["name"],
+            {**job, "status": status},
+        )
+
+
+class KueueStandIn:
+    """Kueue as a RayJob sees it: held back by `suspend` until it is admitted.
+
+    In an API server of ours it acts as Kueue's webhook too: a RayJob with a queue is suspended as
+    it is created. In a real one without Kueue, whoever creates it must suspend it. There are no
+    Workload objects and no quotas: the test admits and evicts.
+    """
+
+    QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+
+    def __init__(self, server: HasOperatorClient) -> None:
+        self._custom = client.CustomObjectsApi(server.operator_client())
+        ours = getattr(server, "server", server)
+        mutators: list[Callable[[Manifest], Manifest]] = getattr(ours, "mutators", [])
+        mutators.append(self._suspended)
+
+    def _suspended(self, manifest: Manifest) -> Manifest:
+        labels = manifest["metadata"].get("labels") or {}
+        if manifest["kind"] != "RayJob" or self.QUEUE_LABEL not in labels:
+            return manifest
+        return {**manifest, "spec": {**manifest["spec"], "suspend": True}}
+
+    def admit(self, namespace: str, name: str) -> None:
+        """Let a RayJob start."""
+        self._suspend(namespace, name, False)
+
+    def evict(self, namespace: str, name: str) -> None:
+        """Take the room of a RayJob away, as for one of higher priority."""
+        self._suspend(namespace, name, True)
+
+    def _suspend(self, namespace: str, name: str, is_suspended: bool) -> None:
+        self._custom.patch_namespaced_custom_object(
+            _GROUP, _VERSION, namespace, "rayjobs", name, {"spec": {"suspend": is_suspended}}
+        )

@@ -1,0 +1,482 @@
+"""A Kubernetes API server in this process: plain REST that the official clients speak.
+
+    with KubeApiServer() as server:
+        kubernetes.config.load_kube_config(server.kubeconfig(tmp_path / "config"))
+
+What is enforced of objects, and what not, is in `objects`. Requests are authenticated by bearer
+token and authorized by rules of roles. Not there: pages, server-side apply, strategic merge patches
+(they are applied as merge patches, which replace lists), protobuf, admission webhooks (but for
+`mutators`), PodSecurity, node and scheduler, namespaces that end slowly, OpenAPI documents.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import yaml
+from kubernetes.client import ApiClient, Configuration
+
+from tests.harness.kube import watch
+from tests.harness.kube.faults import Faults
+from tests.harness.kube.objects import (
+    BUILT_IN,
+    ApiError,
+    Deletion,
+    GarbageCollector,
+    Manifest,
+    Resource,
+    Store,
+    Target,
+    Verbs,
+    bad_request,
+    forbidden,
+    no_such_path,
+    read_definitions,
+    resources_of,
+)
+from tests.harness.wait import free_port
+
+Rule = Mapping[str, Sequence[str]]
+
+OPERATOR = "system:serviceaccount:kuberay-system:kuberay-operator"
+VERSION = {
+    "major": "1",
+    "minor": "36",
+    "gitVersion": "v1.36.2+in-process",
+    "gitCommit": "",
+    "gitTreeState": "clean",
+    "buildDate": "2026-01-01T00:00:00Z",
+    "goVersion": "none",
+    "compiler": "none",
+    "platform": "python",
+}
+_ADMIN_RULE: Rule = {"apiGroups": ["*"], "resources": ["*"], "verbs": ["*"]}
+_ON_ONE = {"GET": "get", "PUT": "update", "PATCH": "patch", "DELETE": "delete"}
+_ON_MANY = {"GET": "list", "POST": "create"}
+_PATCHES = ("application/merge-patch+json", "application/strategic-merge-patch+json")
+_DEFAULT_WATCH_S = 1800.0
+
+
+@dataclass(frozen=True)
+class User:
+    """A caller; `rules` hold in `namespace`, or everywhere where that is None."""
+
+    name: str
+    namespace: str | None = None
+    rules: tuple[Rule, ...] = ()
+
+    def may(self, verb: str, target: Target) -> bool:
+        """Whether one of the rules covers a request."""
+        if self.namespace is not None and self.namespace != target.namespace:
+            return False
+        return any(_covers(rule, verb, target) for rule in self.rules)
+
+
+def _named(target: Target) -> str:
+    """A resource as rules name it, like rayjobs/status."""
+    plural = target.resource.plural
+    return f"{plural}/{target.subresource}" if target.subresource else plural
+
+
+def _covers(rule: Rule, verb: str, target: Target) -> bool:
+    names = rule.get("resourceNames")
+    return (
+        _has(rule.get("verbs", ()), verb)
+        and _has(rule.get("apiGroups", ()), target.resource.group)
+        and _has(rule.get("resources", ()), _named(target))
+        and (not names or target.name in names)
+    )
+
+
+def _has(values: Sequence[str], value: str) -> bool:
+    return "*" in values or value in values
+
+
+class KubeApiServer:
+    """The server, on a loopback port of its own while the context lasts.
+
+    `requests` are those of everybody but the operator. `mutators` change objects as they are
+    created, as webhooks do. `bookmark_every_s` is how often watches that want them get bookmarks.
+    """
+
+    def __init__(self, bookmark_every_s: float = 5.0) -> None:
+        self.store = Store()
+        self.verbs = Verbs(self.store)
+        self.faults = Faults(away=self._go_away, back=self._come_back, wake=self._wake)
+        self.bookmark_every_s = bookmark_every_s
+        self.requests: list[str] = []
+        self.crashes: list[Exception] = []
+        self.mutators: list[Callable[[Manifest], Manifest]] = []
+        self._resources = list(BUILT_IN)
+        self._users: dict[str, User] = {}
+        self.admin_token = self._issue(User("kubernetes-admin", None, (_ADMIN_RULE,)))
+        self._operator_token = self._issue(User(OPERATOR, None, (_ADMIN_RULE,)))
+        self._collector = GarbageCollector(self.verbs, self.find)
+        # None that an outgoing connection is given, while the server is away.
+        self._port = free_port()
+        self._listener: ThreadingHTTPServer | None = None
+        self._connections: set[socket.socket] = set()
+        self._lock = threading.Lock()
+        self.add_namespace("default")
+        self._serve_definitions()
+
+    def __enter__(self) -> KubeApiServer:
+        self._come_back()
+        self._collector.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._go_away()
+        self._collector.stop()
+        self.raise_crashes()
+
+    def raise_crashes(self) -> None:
+        """Raise what requests failed on by a mistake of the server itself."""
+        crashes, self.crashes = self.crashes, []
+        if crashes:
+            raise ExceptionGroup("requests that the API server failed on", crashes)
+
+    def restore(self) -> None:
+        """Forget faults, webhooks and noted requests, and serve all definitions again."""
+        self.faults.clear()
+        self.mutators.clear()
+        self.requests.clear()
+        self._serve_definitions()
+
+    def _serve_definitions(self) -> None:
+        for definition in read_definitions():
+            if self.find(definition["metadata"]["name"]) is None:
+                self._resources += resources_of(definition)
+
+    @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"http://127.0.0.1:{self._port}"
+
+    def kubeconfig(self, path: Path, token: str | None = None, namespace: str = "default") -> str:
+        """Write a kubeconfig (of the administrator, or of a token) and return its path."""
+        context = {"cluster": "test", "user": "test", "namespace": namespace}
+        config = {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [{"name": "test", "cluster": {"server": self.url}}],
+            "users": [{"name": "test", "user": {"token": token or self.admin_token}}],
+            "contexts": [{"name": "test", "context": context}],
+            "current-context": "test",
+        }
+        path.write_text(yaml.safe_dump(config), encoding="utf-8")
+        return str(path)
+
+    def token_for(self, service_account: str, rules: Sequence[Rule], namespace: str) -> str:
+        """A token of a service account whose Role in its namespace has these rules."""
+        name = f"system:serviceaccount:{namespace}:{service_account}"
+        return self._issue(User(name, namespace, tuple(rules)))
+
+    def _issue(self, user: User) -> str:
+        token = secrets.token_urlsafe(24)
+        self._users[token] = user
+        return token
+
+    def user_of(self, authorization: str | None) -> User:
+        """The caller by the Authorization header; raises 401 for a stranger."""
+        scheme, _, token = (authorization or "").partition(" ")
+        user = self._users.get(token.strip())
+        if scheme.lower() != "bearer" or user is None:
+            raise ApiError(401, "Unauthorized", "Unauthorized")
+        return user
+
+    def client(self, token: str | None = None) -> ApiClient:
+        """A client of the official library: of the administrator, or of a token."""
+        configuration = Configuration(host=self.url)
+        configuration.api_key = {"authorization": f"Bearer {token or self.admin_token}"}
+        return ApiClient(configuration)
+
+    def operator_client(self) -> ApiClient:
+        """A client that is not noted in `requests` and that no fault but `away` befalls."""
+        return self.client(self._operator_token)
+
+    def add_namespace(self, name: str) -> None:
+        """Make a namespace."""
+        resource = self.find("namespaces")
+        assert resource is not None
+        self.verbs.create(Target(resource), {"metadata": {"name": name}})
+
+    def remove_namespace(self, name: str) -> None:
+        """Delete a namespace and all that is in it at once, whatever finalizers say."""
+        with self.store.changed:
+            for key in self.store.everything():
+                if key[1] == name or key == ("namespaces", "", name):
+                    self.store.remove(key)
+
+    def remove_definition(self, name: str) -> None:
+        """Take a definition like rayjobs.ray.io away, with all objects of its kind."""
+        with self.store.changed:
+            for key in self.store.everything():
+                if key[0] == name:
+                    self.store.remove(key)
+            self._resources = [each for each in self._resources if each.qualified != name]
+
+    def find(self, qualified: str) -> Resource | None:
+        """A kind by its qualified name."""
+        return next((each for each in self._resources if each.qualified == qualified), None)
+
+    # ---- what a path says
+
+    def document(self, path: str) -> Manifest | None:
+        """The discovery document at a path; None where there is none."""
+        parts = [part for part in path.split("/") if part]
+        if parts == ["version"]:
+            return VERSION
+        served = [each for each in self._resources if _root(each) == parts]
+        if not served:
+            return None
+        entries = [
+            {"name": each.plural, "namespaced": each.namespaced, "kind": each.kind}
+            for each in served
+        ]
+        version = served[0].api_version
+        return {"kind": "APIResourceList", "groupVersion": version, "resources": entries}
+
+    def route(self, method: str, path: str, query: Mapping[str, str]) -> tuple[str, Target]:
+        """Verb and target of a request; raises 404 for paths that cannot be anything.
+
+        A kind that is not served is told by a resource without a kind: who may not ask for it is
+        not told that it is not served.
+        """
+        parts = [part for part in path.split("/") if part]
+        root = 2 if parts[:1] == ["api"] else 3
+        if len(parts) <= root or parts[0] not in ("api", "apis"):
+            raise no_such_path()
+        where, rest, namespace = parts[:root], parts[root:], ""
+        if rest[0] == "namespaces" and len(rest) >= 3:
+            namespace, rest = rest[1], rest[2:]
+        plural, name, subresource = [*rest, "", ""][:3]
+        group = where[1] if root == 3 else ""
+        found = [each for each in self._resources if (_root(each), each.plural) == (where, plural)]
+        if len(rest) > 3 or (found and subresource and subresource not in found[0].subresources):
+            raise no_such_path()
+        verb = (_ON_ONE if name else _ON_MANY).get(method)
+        if verb is None:
+            raise ApiError(405, "MethodNotAllowed", f"{method} is not allowed here")
+        if verb == "list" and query.get("watch") in ("1", "true", "True"):
+            verb = "watch"
+        resource = found[0] if found else Resource(group, where[-1], plural, kind="")
+        return verb, Target(resource, namespace, name, subresource)
+
+    # ---- being there
+
+    def _go_away(self) -> None:
+        with self._lock:
+            listener, self._listener = self._listener, None
+            open_now = list(self._connections)
+        if listener is None:
+            return
+        listener.shutdown()
+        listener.server_close()
+        for connection in open_now:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        self.faults.drop_watches()
+
+    def _come_back(self) -> None:
+        with self._lock:
+            if self._listener is not None:
+                return
+            handler = type("Handler", (_Handler,), {"kube": self})
+            listener = _Listener(("127.0.0.1", self._port), handler)
+            self._listener = listener
+        threading.Thread(
+            target=listener.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        ).start()
+
+    def _wake(self) -> None:
+        with self.store.changed:
+            self.store.changed.notify_all()
+
+    def opened(self, connection: socket.socket) -> None:
+        """Note a connection, so that it can be broken."""
+        with self._lock:
+            self._connections.add(connection)
+
+    def closed(self, connection: socket.socket) -> None:
+        """Forget a connection."""
+        with self._lock:
+            self._connections.discard(connection)
+
+
+def _root(resource: Resource) -> list[str]:
+    group = ["apis", resource.group] if resource.group else ["api"]
+    return [*group, resource.version]
+
+
+class _Listener(ThreadingHTTPServer):
+    """Threads end with the process; the port is taken again after `away`."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+    request_queue_size = 64
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients hang up; nobody needs a traceback for that."""
+
+
+class _HangUp(Exception):
+    """The answer is lost on purpose."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """One request at a time per connection, watches as chunked streams."""
+
+    kube: KubeApiServer
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.kube.opened(self.connection)
+
+    def finish(self) -> None:
+        self.kube.closed(self.connection)
+        super().finish()
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Requests are kept in `KubeApiServer.requests` instead."""
+
+    def do_GET(self) -> None:
+        try:
+            try:
+                self._answer_request()
+            except ApiError as error:
+                self._send_error(error)
+            except (_HangUp, OSError):
+                raise
+            except Exception as error:
+                self.kube.crashes.append(error)
+                self._send_error(ApiError(500, "InternalError", f"Internal error: {error!r}"))
+        except (_HangUp, OSError):
+            self.close_connection = True
+
+    do_POST = do_PUT = do_PATCH = do_DELETE = do_GET  # noqa: N815
+
+    def _answer_request(self) -> None:
+        parts = urlsplit(self.path)
+        query = dict(parse_qsl(parts.query, keep_blank_values=True))
+        body = self._body()
+        user = self.kube.user_of(self.headers.get("Authorization"))
+        is_noted = user.name != OPERATOR
+        if is_noted:
+            self.kube.requests.append(f"{self.command} {self.path}")
+        document = self.kube.document(parts.path) if self.command == "GET" else None
+        if document is not None:
+            self._befall("get", parts.path, is_noted)
+            self._send(200, document)
+            return
+        verb, target = self.kube.route(self.command, parts.path, query)
+        loses_answer = self._befall(verb, parts.path, is_noted)
+        if not user.may(verb, target):
+            raise _refusal(user, verb, target)
+        if not target.resource.kind:
+            raise no_such_path()
+        if verb == "watch":
+            self._stream(target, query)
+            return
+        answer = self._do(verb, target, query, body)
+        if loses_answer:
+            raise _HangUp
+        self._send(201 if verb == "create" else 200, answer)
+
+    def _befall(self, verb: str, path: str, is_noted: bool) -> bool:
+        """Let faults happen; says whether the answer is to be lost."""
+        met = self.kube.faults.take(verb, path) if is_noted else []
+        for fault in met:
+            if fault.error is not None:
+                raise fault.error
+        return any(fault.loses_answer for fault in met)
+
+    def _do(self, verb: str, target: Target, query: Mapping[str, str], body: Any) -> Any:
+        verbs = self.kube.verbs
+        is_strict = query.get("fieldValidation") == "Strict"
+        if verb == "get":
+            return verbs.get(target)
+        if verb == "list":
+            wanted = watch.selection(target.resource, target.namespace, query)
+            return watch.listed(self.kube.store, wanted)
+        if verb == "create":
+            for mutate in self.kube.mutators:
+                body = mutate(body)
+            return verbs.create(target, body, is_strict=is_strict)
+        if verb == "update":
+            return verbs.update(target, body, is_strict=is_strict)
+        if verb == "patch":
+            content = (self.headers.get("Content-Type") or "").split(";")[0].strip()
+            if content not in _PATCHES:
+                raise ApiError(415, "UnsupportedMediaType", f"{content} is no patch known here")
+            return verbs.patch(target, body, is_strict=is_strict)
+        options = body or {}
+        is_foreground = options.get("propagationPolicy") == "Foreground"
+        uid = (options.get("preconditions") or {}).get("uid")
+        return verbs.delete(target, Deletion(is_foreground, uid))
+
+    def _stream(self, target: Target, query: Mapping[str, str]) -> None:
+        wanted = watch.selection(target.resource, target.namespace, query)
+        dropped = self.kube.faults.watch_lease()
+        timeout_s = float(query.get("timeoutSeconds") or _DEFAULT_WATCH_S)
+        pace = watch.Pace(timeout_s, self.kube.bookmark_every_s, dropped)
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.flush()
+        for event in watch.watched(self.kube.store, wanted, query, pace):
+            line = json.dumps(event).encode() + b"\n"
+            self.wfile.write(b"%x\r\n%s\r\n" % (len(line), line))
+            self.wfile.flush()
+        if dropped.is_set():
+            raise _HangUp
+        self.wfile.write(b"0\r\n\r\n")
+
+    def _body(self) -> Any:
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        try:
+            return json.loads(raw) if raw else None
+        except ValueError as error:
+            raise bad_request(f"couldn't parse the body of the request: {error}") from error
+
+    def _send_error(self, error: ApiError) -> None:
+        is_path = error.code == 404 and not error.details
+        self._send(error.code, "404 page not found\n" if is_path else error.status())
+
+    def _send(self, code: int, answer: Any) -> None:
+        is_text = isinstance(answer, str)
+        payload = answer.encode() if is_text else json.dumps(answer).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/plain" if is_text else "application/json")
+        self.send_header("Content-Length", str(len(payload)))
+        self.end_headers()
+        self.wfile.write(payload)
+
+
+def _refusal(user: User, verb: str, target: Target) -> ApiError:
+    """403 in the words of RBAC."""
+    where = f'in the namespace "{target.namespace}"' if target.namespace else "at the cluster scope"
+    why = (
+        f'User "{user.name}" cannot {verb} resource "{_named(target)}" '
+        f'in API group "{target.resource.group}" {where}'
+    )
+    return forbidden(target.resource, target.name, why)

@@ -1,0 +1,181 @@
+"""Lists and watches of the API server of the tests, with their selectors.
+
+Selectors are those of equality and existence. Lists come whole, without pages.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.harness.kube.objects import (
+    ApiError,
+    Change,
+    Manifest,
+    Resource,
+    Store,
+    bad_request,
+)
+
+Selects = Callable[[Manifest], bool]
+
+_EQUALS = re.compile(r"^(?P<key>[^\s=!]+)\s*(?P<how>==|=|!=)\s*(?P<value>\S*)$")
+_EXISTS = re.compile(r"^!?[A-Za-z0-9][A-Za-z0-9_./-]*$")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Objects that a list or a watch is about; `namespace` None: those of all namespaces."""
+
+    resource: Resource
+    namespace: str | None
+    selects: Selects
+
+    def shows(self, text: str | None) -> Manifest | None:
+        """A stored object, if it is selected."""
+        manifest = None if text is None else json.loads(text)
+        return manifest if manifest is not None and self.selects(manifest) else None
+
+
+def selection(resource: Resource, namespace: str, query: Mapping[str, str]) -> Selection:
+    """What the path and the selectors of a query ask for; raises 400 if they cannot be read."""
+    labels = [_label_check(part) for part in _parts(query.get("labelSelector", ""))]
+    fields = [_field_check(part, resource) for part in _parts(query.get("fieldSelector", ""))]
+    return Selection(
+        resource,
+        namespace if resource.namespaced and namespace else None,
+        lambda manifest: all(check(manifest) for check in (*labels, *fields)),
+    )
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _label_check(part: str) -> Selects:
+    def label(manifest: Manifest, key: str) -> Any:
+        return (manifest["metadata"].get("labels") or {}).get(key)
+
+    if found := _EQUALS.match(part):
+        wants_equal = found["how"] != "!="
+        return lambda manifest: (label(manifest, found["key"]) == found["value"]) is wants_equal
+    if _EXISTS.match(part):
+        name, is_absent = part.lstrip("!"), part.startswith("!")
+        return lambda manifest: (label(manifest, name) is None) is is_absent
+    raise bad_request(f"unable to parse requirement: found '{part}', expected: a key and values")
+
+
+def _field_check(part: str, resource: Resource) -> Selects:
+    found = _EQUALS.match(part)
+    known = ["metadata.name", "metadata.namespace"]
+    if resource.plural == "events":
+        known += ["involvedObject.kind", "involvedObject.name", "involvedObject.uid"]
+    if found is None or found["key"] not in known:
+        raise bad_request(f"field label not supported: {part}")
+    path, wants_equal, value = found["key"].split("."), found["how"] != "!=", found["value"]
+
+    def check(manifest: Manifest) -> bool:
+        here: Any = manifest
+        for name in path:
+            here = here.get(name, {})
+        return (here == value) is wants_equal
+
+    return check
+
+
+def listed(store: Store, wanted: Selection) -> Manifest:
+    """The answer to a list request."""
+    with store.changed:
+        revision = store.revision
+        objects = store.under(wanted.resource.qualified, wanted.namespace)
+    return {
+        "kind": f"{wanted.resource.kind}List",
+        "apiVersion": wanted.resource.api_version,
+        "metadata": {"resourceVersion": str(revision)},
+        "items": [each for each in objects if wanted.selects(each)],
+    }
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How long a watch goes on, in seconds.
+
+    `dropped` ends it at once, without the courtesy of a last chunk.
+    """
+
+    timeout_s: float
+    bookmark_every_s: float
+    dropped: threading.Event
+
+
+def watched(
+    store: Store, wanted: Selection, query: Mapping[str, str], pace: Pace
+) -> Iterator[Manifest]:
+    """Events of a watch, until its time-out. A compacted start is told by an ERROR event."""
+    asked = query.get("resourceVersion", "")
+    has_bookmarks = query.get("allowWatchBookmarks") in ("1", "true", "True")
+    with store.changed:
+        revision = store.revision
+        initial = store.under(wanted.resource.qualified, wanted.namespace)
+    if asked in ("", "0"):
+        for each in initial:
+            if wanted.selects(each):
+                yield {"type": "ADDED", "object": each}
+    else:
+        revision = int(asked)
+    yield from _changes(store, wanted, revision, pace, has_bookmarks)
+
+
+def _changes(
+    store: Store, wanted: Selection, revision: int, pace: Pace, has_bookmarks: bool
+) -> Iterator[Manifest]:
+    end = time.monotonic() + pace.timeout_s
+    bookmark_at = time.monotonic() + pace.bookmark_every_s
+    while not pace.dropped.is_set() and time.monotonic() < end:
+        if revision < store.compacted:
+            told = f"too old resource version: {revision} ({store.compacted})"
+            yield {"type": "ERROR", "object": ApiError(410, "Expired", told).status()}
+            return
+        for change in _wait_for_changes(store, revision, min(end, bookmark_at), pace.dropped):
+            revision = change.revision
+            event = _event(change, wanted)
+            if event is not None:
+                yield event
+        if has_bookmarks and time.monotonic() >= min(end, bookmark_at):
+            yield _bookmark(wanted.resource, revision)
+            bookmark_at = time.monotonic() + pace.bookmark_every_s
+
+
+def _wait_for_changes(
+    store: Store, revision: int, until: float, dropped: threading.Event
+) -> list[Change]:
+    with store.changed:
+        left_s = until - time.monotonic()
+        store.changed.wait_for(
+            lambda: store.revision > revision or dropped.is_set(), max(0.0, left_s)
+        )
+        return [] if revision < store.compacted else store.since(revision)
+
+
+def _event(change: Change, wanted: Selection) -> Manifest | None:
+    qualified, namespace, _ = change.key
+    if qualified != wanted.resource.qualified or wanted.namespace not in (None, namespace):
+        return None
+    before, now = wanted.shows(change.before), wanted.shows(change.now)
+    if now is not None:
+        return {"type": "ADDED" if before is None else "MODIFIED", "object": now}
+    if before is None:
+        return None
+    before["metadata"]["resourceVersion"] = str(change.revision)
+    return {"type": "DELETED", "object": before}
+
+
+def _bookmark(resource: Resource, revision: int) -> Manifest:
+    about = {"resourceVersion": str(revision), "creationTimestamp": None}
+    manifest = {"kind": resource.kind, "apiVersion": resource.api_version, "metadata": about}
+    return {"type": "BOOKMARK", "object": manifest}

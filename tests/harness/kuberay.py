@@ -1,0 +1,64 @@
+"""Submissions, templates and RayJobs for tests of the KubeRay backend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from service.backends.base import ClusterNeed, Submission
+from service.backends.kuberay.manifest import ClusterOptions
+from tests.unit.k8s.rendering import FOLDER
+
+OPTIONS = ClusterOptions("shardloom")
+ATTEMPT = "job-0123456789ab-a0"
+
+
+def template(*groups: dict[str, Any]) -> dict[str, Any]:
+    """The RayCluster of k8s/base, with these worker groups if any are given."""
+    manifest: dict[str, Any] = yaml.safe_load((FOLDER / "base" / "raycluster.yaml").read_text())
+    if groups:
+        manifest["spec"]["workerGroupSpecs"] = list(groups)
+    return manifest
+
+
+def group(name: str, cpus: str, gpus: int = 0) -> dict[str, Any]:
+    """A worker group whose pods have so many CPUs and GPUs."""
+    limits = {"cpu": cpus, "memory": "8Gi"} | ({"nvidia.com/gpu": str(gpus)} if gpus else {})
+    container = {"name": "ray-worker", "image": "trainer", "resources": {"limits": limits}}
+    return {
+        "groupName": name,
+        "replicas": 0,
+        "minReplicas": 0,
+        "maxReplicas": 4,
+        "rayStartParams": {},
+        "template": {"spec": {"containers": [container]}},
+    }
+
+
+def need(**changes: Any) -> ClusterNeed:
+    """A job that wants a cluster of its own."""
+    wanted = {"is_own": True, "job_name": "ads", "project": "default", **changes}
+    return ClusterNeed(**wanted)
+
+
+def submission(attempt_id: str = ATTEMPT, **changes: Any) -> Submission:
+    """An attempt on a cluster of its own; `changes` are those of `ClusterNeed`."""
+    job_id = attempt_id.rpartition("-a")[0]
+    return Submission(
+        attempt_id=attempt_id,
+        job_id=job_id,
+        entrypoint="python -m trainer.driver",
+        env={"SHARDLOOM_JOB_ID": job_id, "SHARDLOOM_ATTEMPT_TOKEN": "a secret"},
+        metadata={"shardloom_job_id": job_id, "shardloom_job_name": "ads"},
+        cluster=need(**changes),
+    )
+
+
+def rayjob(status: dict[str, Any] | None = None, **metadata: Any) -> dict[str, Any]:
+    """A RayJob that was let go, with a status."""
+    return {
+        "metadata": {"name": ATTEMPT, "generation": 2, **metadata},
+        "spec": {"suspend": False},
+        "status": status or {},
+    }

@@ -1,0 +1,132 @@
+"""Machines of a small network, emulated on this one, that run the `shardloom` command.
+
+Each is a host of `tests.harness.emulated`: an address, a network and a process table of
+its own. What they share is the disk, as machines share a network storage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from service.local.state import StackHome
+from tests.harness.emulated import EmulatedHosts, Link
+from tests.harness.wait import scaled
+
+REPOSITORY = Path(__file__).parents[2]
+COMMAND_TIMEOUT_S = 120.0
+_GIGABIT = Link(10**9)
+# What holds the machine itself is the only other process.
+_LIST_PROCESSES = """
+import json, os, pathlib
+found = []
+for entry in pathlib.Path("/proc").glob("[0-9]*"):
+    try:
+        state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+        command = (entry / "cmdline").read_bytes().split(b"\\0")
+    except (FileNotFoundError, ProcessLookupError):
+        continue
+    if int(entry.name) not in (1, os.getpid()) and state not in "ZX":
+        found.append(b" ".join(command).decode(errors="replace")[:200])
+print(json.dumps(found))
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One machine: `shardloom` in a home of its own, with settings (environment variables)."""
+
+    hosts: EmulatedHosts
+    index: int
+    home: Path
+    settings: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def address(self) -> str:
+        """By which the others reach it."""
+        return self.hosts.addresses[self.index]
+
+    @property
+    def token_path(self) -> Path:
+        """The token of the cluster that it heads."""
+        return StackHome(self.home).token_path
+
+    def shardloom(self, *arguments: str, **settings: str) -> str:
+        """Output of a command; fails with what it said where its exit code is not 0."""
+        done = self.try_shardloom(*arguments, **settings)
+        assert done.returncode == 0, f"{' '.join(arguments)}: {done.stdout}{done.stderr}"
+        return done.stdout
+
+    def try_shardloom(self, *arguments: str, **settings: str) -> subprocess.CompletedProcess[str]:
+        """Run a command to its end, whatever that is, within two minutes."""
+        environment = _plain_environment() | dict(self.settings) | settings
+        environment["SHARDLOOM_HOME"] = str(self.home)
+        # Into files: what a command leaves running would keep a pipe open.
+        self.home.mkdir(parents=True, exist_ok=True)
+        output, errors = self.home / "command.out", self.home / "command.err"
+        with output.open("wb") as out, errors.open("wb") as err:
+            child = self.hosts.start(
+                self.index,
+                [sys.executable, "-m", "service.cli", *arguments],
+                REPOSITORY,
+                env=environment,
+                stdout=out,
+                stderr=err,
+            )
+            code = child.wait(timeout=scaled(COMMAND_TIMEOUT_S))
+        said, wrong = output.read_text(), errors.read_text()
+        return subprocess.CompletedProcess(arguments, code, said, wrong)
+
+    def mount_another_disk(self, folder: Path) -> None:
+        """Hide a folder of the shared storage from this machine, behind an empty one."""
+        self._run("mount", "-t", "tmpfs", "none", str(folder))
+
+    def unmount(self, folder: Path) -> None:
+        """Show it again."""
+        self._run("umount", str(folder))
+
+    def _run(self, *command: str) -> None:
+        assert self.hosts.start(self.index, command, REPOSITORY).wait(timeout=scaled(30)) == 0
+
+    def cut(self) -> None:
+        """Pull its cable: packets are lost, no connection ends by it."""
+        self.hosts.cut(self.index)
+
+    def mend(self) -> None:
+        """Put it in again."""
+        self.hosts.mend(self.index)
+
+    def processes(self) -> list[str]:
+        """Command lines of all that runs there."""
+        command = [sys.executable, "-c", _LIST_PROCESSES]
+        child = self.hosts.start(self.index, command, REPOSITORY, stdout=subprocess.PIPE, text=True)
+        listed, _ = child.communicate(timeout=scaled(30))
+        found: list[str] = json.loads(listed)
+        return found
+
+
+def _plain_environment() -> dict[str, str]:
+    prefixes = ("SHARDLOOM_", "RAY_")
+    return {name: text for name, text in os.environ.items() if not name.startswith(prefixes)}
+
+
+@contextmanager
+def machines(
+    number: int, folder: Path, settings: Mapping[str, str], link: Link = _GIGABIT
+) -> Iterator[Sequence[Machine]]:
+    """So many machines, with homes below `folder`; all that runs there ends with them."""
+    with EmulatedHosts(number, link) as hosts:
+        made = [
+            Machine(hosts, index, folder / f"machine-{index}", settings) for index in range(number)
+        ]
+        yield made
+    for each in made:
+        # Ray's folder lies outside the test's own: it has to have a short path.
+        shutil.rmtree(StackHome(each.home).ray_dir, ignore_errors=True)

@@ -1,0 +1,257 @@
+"""A real S3 endpoint on loopback (moto's server) for tests of remote data, with faults on demand.
+
+The server checks signatures, which moto alone does not, and goes wrong as `Faults` says: between a
+client and a healthy store there is then what networks and busy stores do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import random
+import re
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import parse_qsl, quote
+
+import pytest
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
+from moto.server import MotoRequestHandler
+from pyarrow import fs
+from werkzeug.serving import BaseWSGIServer, make_server
+
+ACCESS_KEY, SECRET_KEY = "testing", "testing-secret"
+
+Fault = Literal["500", "503", "slow_down", "reset", "cut", "stall"]
+_XML = "<?xml version='1.0'?><Error><Code>{code}</Code><Message>{code}</Message></Error>"
+_ANSWERS = {
+    "500": ("500 Internal Server Error", "InternalError"),
+    "503": ("503 Service Unavailable", "ServiceUnavailable"),
+    "slow_down": ("503 Slow Down", "SlowDown"),
+}
+
+
+@dataclass
+class Faults:
+    """What goes wrong: each request in `rates` of its cases, drawn by `seed`.
+
+    `reset` and `cut` send half of a body, then break the connection off; `stall` waits for
+    `stall_s` before it answers. A body takes `slow_s` seconds where that is not 0. `only` limits
+    all to requests whose "METHOD PATH" it is found in. `counts` has what was done, and how often
+    each kind of request came (`PUT part` is a part of a multi-part upload).
+    """
+
+    rates: dict[Fault, float] = field(default_factory=dict)
+    seed: int = 0
+    only: str = ""
+    slow_s: float = 0.0
+    stall_s: float = 0.0
+    counts: Counter[str] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(self.seed)
+        self._lock = threading.Lock()
+
+    def draw(self, request: str) -> Fault | None:
+        """What happens to one request."""
+        with self._lock:
+            self.counts[_kind_of(request)] += 1
+            if not re.search(self.only, request):
+                return None
+            drawn = self._random.random()
+            for fault, rate in self.rates.items():
+                if drawn < rate:
+                    self.counts[fault] += 1
+                    return fault
+                drawn -= rate
+        return None
+
+
+def _kind_of(request: str) -> str:
+    method = request.split()[0]
+    return f"{method} part" if "partNumber=" in request else method
+
+
+class FaultyS3:
+    """A WSGI application before moto's: checks who asks, and goes wrong as it is told."""
+
+    def __init__(self) -> None:
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self.faults = Faults()
+
+    def __call__(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        """One request."""
+        if refused := refusal_of(environ, ACCESS_KEY, SECRET_KEY):
+            return _answer(environ, start_response, "403 Forbidden", refused)
+        faults = self.faults
+        fault = faults.draw(f"{environ['REQUEST_METHOD']} {environ['RAW_URI']}")
+        if fault in _ANSWERS:
+            return _answer(environ, start_response, *_ANSWERS[fault])
+        if fault == "stall":
+            time.sleep(faults.stall_s)
+        body = b"".join(self._moto(environ, start_response))
+        if fault in ("reset", "cut"):
+            return _break_off(environ, body, reset=fault == "reset")
+        return _slowly(body, faults.slow_s) if faults.slow_s else [body]
+
+
+def _answer(
+    environ: dict[str, Any], start_response: Callable[..., Any], status: str, code: str
+) -> list[bytes]:
+    # What was sent along is read, or the next request on the connection would begin with it.
+    environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
+    body = b"" if environ["REQUEST_METHOD"] == "HEAD" else _XML.format(code=code).encode()
+    start_response(status, [("Content-Type", "text/xml"), ("Content-Length", str(len(body)))])
+    return [body]
+
+
+def _break_off(environ: dict[str, Any], body: bytes, *, reset: bool) -> Iterator[bytes]:
+    yield body[: len(body) // 2]
+    connection: socket.socket = environ["werkzeug.socket"]
+    if reset:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+    raise ConnectionError("broken off on purpose")
+
+
+def _slowly(body: bytes, seconds: float) -> Iterable[bytes]:
+    num_pieces = 10
+    size = max(1, -(-len(body) // num_pieces))
+    for start in range(0, len(body), size):
+        time.sleep(seconds / num_pieces)
+        yield body[start : start + size]
+
+
+# Signatures of version 4, after "Authenticating Requests: Using the Authorization Header" of the S3
+# API reference.
+_FIELDS = re.compile(
+    r"AWS4-HMAC-SHA256 Credential=(?P<key>[^/]+)/(?P<scope>[^,]+), *"
+    r"SignedHeaders=(?P<headers>[^,]+), *Signature=(?P<signature>[0-9a-f]+)"
+)
+
+
+def refusal_of(environ: Mapping[str, str], access_key: str, secret_key: str) -> str | None:
+    """S3's code for why a request (WSGI) is not one of `access_key`'s; None where it is."""
+    found = _FIELDS.fullmatch(environ.get("HTTP_AUTHORIZATION", ""))
+    if found is None:
+        return "AccessDenied"
+    if found["key"] != access_key:
+        return "InvalidAccessKeyId"
+    headers = found["headers"].split(";")
+    wanted = _sign(secret_key, found["scope"], _text_to_sign(environ, found["scope"], headers))
+    return None if hmac.compare_digest(wanted, found["signature"]) else "SignatureDoesNotMatch"
+
+
+def _text_to_sign(environ: Mapping[str, str], scope: str, headers: list[str]) -> str:
+    path, _, query = environ["RAW_URI"].partition("?")
+    pairs = sorted(parse_qsl(query, keep_blank_values=True))
+    canonical = [
+        environ["REQUEST_METHOD"],
+        path,
+        "&".join(f"{_quoted(name)}={_quoted(value)}" for name, value in pairs),
+        *(f"{name}:{_header(environ, name)}" for name in headers),
+        "",
+        ";".join(headers),
+        environ["HTTP_X_AMZ_CONTENT_SHA256"],
+    ]
+    digest = hashlib.sha256("\n".join(canonical).encode()).hexdigest()
+    return "\n".join(["AWS4-HMAC-SHA256", environ["HTTP_X_AMZ_DATE"], scope, digest])
+
+
+def _quoted(text: str) -> str:
+    return quote(text, safe="-_.~")
+
+
+def _header(environ: Mapping[str, str], name: str) -> str:
+    variable = name.upper().replace("-", "_")
+    plain = variable in ("CONTENT_TYPE", "CONTENT_LENGTH")
+    return " ".join(environ.get(variable if plain else f"HTTP_{variable}", "").split())
+
+
+def _sign(secret_key: str, scope: str, text: str) -> str:
+    key = f"AWS4{secret_key}".encode()
+    for part in (*scope.split("/"), text):
+        key = hmac.new(key, part.encode(), hashlib.sha256).digest()
+    return key.hex()
+
+
+class _Handler(MotoRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def make_environ(self) -> dict[str, Any]:
+        environ = super().make_environ()
+        environ["RAW_URI"] = self.path
+        return environ
+
+    def log(self, type: str, message: str, *args: Any) -> None:
+        """Nothing: faults on purpose would fill the output."""
+
+
+@dataclass(frozen=True)
+class ObjectStore:
+    """An endpoint with one bucket; the environment holds credentials for it."""
+
+    endpoint: str
+    application: FaultyS3
+    bucket: str = "data"
+
+    def url(self, key: str) -> str:
+        """URL of a key of the bucket, for `Location.parse`."""
+        return f"s3://{self.bucket}/{key}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables by which a process reaches it."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+            "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "SHARDLOOM_STORAGE_RETRY_S": "30",
+        }
+
+    @contextmanager
+    def failing(self, **faults: Any) -> Iterator[Faults]:
+        """Go wrong as `Faults` has it until the block ends."""
+        self.application.faults = Faults(**faults)
+        try:
+            yield self.application.faults
+        finally:
+            self.application.faults = Faults()
+
+
+def _serve(application: FaultyS3) -> BaseWSGIServer:
+    server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=_Handler)
+    threading.Thread(target=server.serve_forever, name="s3", daemon=True).start()
+    return server
+
+
+@contextmanager
+def run_object_store() -> Iterator[ObjectStore]:
+    """Serve an empty bucket on a free port of loopback until the block ends."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    application = FaultyS3()
+    server = _serve(application)
+    store = ObjectStore(f"http://127.0.0.1:{server.server_port}", application)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment.items():
+            patch.setenv(name, value)
+        bucket = fs.S3FileSystem(
+            endpoint_override=f"127.0.0.1:{server.server_port}",
+            scheme="http",
+            allow_bucket_creation=True,
+        )
+        bucket.create_dir(store.bucket)
+        try:
+            yield store
+        finally:
+            server.shutdown()
+            server.server_close()

@@ -1,0 +1,316 @@
+"""Gloo ranks as real processes, which stay: `run_ranks` calls a function on each of them.
+
+The ranks of a call serve the next call of a world of that size too. Each call starts with new
+process groups, the same environment and the same random state. A call that fails, or that leaves a
+thread behind, ends its world, and the next call starts a new one; so does `fresh=True`, for
+functions that kill, patch or re-initialise their rank. All ranks end with pytest.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import io
+import logging
+import multiprocessing
+import os
+import random
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from tests.harness.processes import die_with_parent
+from tests.harness.wait import scaled
+
+FORK_SERVER = multiprocessing.get_context("forkserver")
+"""Starts every process of ranks and coordinators: what they import, it has imported once."""
+FORK_SERVER.set_forkserver_preload(
+    [
+        "torchrec",
+        "trainer.training.worker",
+        "trainer.elastic.group_session",
+        "trainer.elastic.coordinator.server",
+        "tests.harness.elastic_ranks",
+        "tests.harness.sessions",
+    ]
+)
+_COLLECTIVE_TIMEOUT_S = 60.0
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    fresh: bool = False,
+) -> list[Any]:
+    """Call `function(*args)` on every rank of a gloo world; results indexed by rank.
+
+    Function, arguments and results must pickle. Raises AssertionError with a rank's traceback when
+    one fails, and when one is killed or gives no answer in `timeout_s` (scaled). With `fresh` the
+    ranks are new, and end with the call.
+    """
+    if not fresh:
+        return _world_of(world_size).call(function, args, scaled(timeout_s))
+    world = _World(world_size)
+    try:
+        return world.call(function, args, scaled(timeout_s))
+    finally:
+        world.close()
+
+
+def in_turn(*calls: tuple[Any, ...]) -> list[Any]:
+    """Results of several (function, arguments...), one after the other in one call of a rank."""
+    return [function(*arguments) for function, *arguments in calls]
+
+
+@dataclass(frozen=True)
+class _Call:
+    """One call on all ranks."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    world_size: int
+    store_port: int
+    store_prefix: str
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What a rank answers: a packed value, or the traceback of its failure.
+
+    A rank that `stays` is as it was before the call.
+    """
+
+    value: bytes = b""
+    error: str | None = None
+    stays: bool = True
+
+
+class _World:
+    """Processes of `size` ranks, started when a call finds none.
+
+    They have the same past: libraries keep state that makes a new rank differ from one that served
+    before, and then collectives do not match.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._ranks: list[tuple[BaseProcess, Connection]] = []
+        self._num_calls = 0
+        self._store: Any = None
+
+    def call(
+        self, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> list[Any]:
+        """Results of `function(*args)` by rank; raises AssertionError when one fails."""
+        self._num_calls += 1
+        prefix = f"call-{self._num_calls}"
+        collective_s = scaled(_COLLECTIVE_TIMEOUT_S)
+        call = _Call(function, args, self._size, self._store_port(), prefix, collective_s)
+        packed = _pack(call)
+        self._ranks = self._ranks or [_start(rank) for rank in range(self._size)]
+        stay = False
+        try:
+            for _, connection in self._ranks:
+                connection.send_bytes(packed)
+            answers = self._collect(timeout_s)
+            stay = all(answer.stays for answer in answers)
+            return [_unpack(answer.value) for answer in answers]
+        finally:
+            if not stay:
+                self.close()
+
+    def _collect(self, timeout_s: float) -> list[_Answer]:
+        deadline = time.monotonic() + timeout_s
+        pending = {connection: rank for rank, (_, connection) in enumerate(self._ranks)}
+        answers: dict[int, _Answer] = {}
+        while pending:
+            ready = wait(list(pending), deadline - time.monotonic())
+            assert ready, f"ranks {sorted(pending.values())} gave no answer in {timeout_s} s"
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                rank = pending.pop(connection)
+                answer = self._answer_of(rank, connection)
+                assert answer.error is None, f"rank {rank} failed:\n{answer.error}"
+                answers[rank] = answer
+        return [answers[rank] for rank in range(self._size)]
+
+    def _answer_of(self, rank: int, connection: Connection) -> _Answer:
+        try:
+            return connection.recv()
+        except (EOFError, ConnectionError):
+            process = self._ranks[rank][0]
+            process.join(scaled(10))
+            return _Answer(error=f"it ended with exit code {process.exitcode}")
+
+    def _store_port(self) -> int:
+        """Port of the store where the ranks of each call meet, which this process serves."""
+        from torch.distributed import TCPStore
+
+        if self._store is None:
+            self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        return self._store.port
+
+    def close(self) -> None:
+        """End all ranks."""
+        for process, connection in self._ranks:
+            process.kill()
+            connection.close()
+        for process, _ in self._ranks:
+            process.join()
+        self._ranks = []
+
+
+_NUM_WORLDS = 2
+# By size, the one that was called last at the end.
+_worlds: dict[int, _World] = {}
+
+
+def _world_of(size: int) -> _World:
+    """The world of a size; of others only the one that was called last stays, to spare memory."""
+    _worlds[size] = _worlds.pop(size, None) or _World(size)
+    while len(_worlds) > _NUM_WORLDS:
+        _worlds.pop(next(iter(_worlds))).close()
+    return _worlds[size]
+
+
+@atexit.register
+def _end_worlds() -> None:
+    while _worlds:
+        _worlds.popitem()[1].close()
+
+
+def _start(rank: int) -> tuple[BaseProcess, Connection]:
+    ours, theirs = FORK_SERVER.Pipe()
+    process = FORK_SERVER.Process(target=_serve, args=(rank, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    return process, ours
+
+
+def _pack(value: Any) -> bytes:
+    # As bytes: tensors in a queue are shared memory, which ends with the rank that made it.
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _unpack(data: bytes) -> Any:
+    import torch
+
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+# --- in the processes of ranks
+
+
+def _serve(rank: int, connection: Connection) -> None:
+    """Answer calls until pytest hangs up, or one fails."""
+    import torch
+
+    die_with_parent()
+    torch.set_num_threads(1)
+    start = _State.now()
+    gc.freeze()  # or each collection would look at all that is imported
+    while True:
+        try:
+            data = connection.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        start.restore()
+        answer = _answer(rank, data)
+        connection.send(answer)
+        if answer.error is not None:
+            # Its peers wait for it, and pytest kills them. Nothing that it left is worth a wait.
+            os._exit(1)
+
+
+def _answer(rank: int, data: bytes) -> _Answer:
+    import torch.distributed as dist
+
+    try:
+        call = _unpack(data)
+        os.environ.update(
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(call.store_port),
+            RANK=str(rank),
+            WORLD_SIZE=str(call.world_size),
+            LOCAL_RANK=str(rank),
+            LOCAL_WORLD_SIZE=str(call.world_size),
+            GLOO_SOCKET_IFNAME="lo",
+            TORCH_CPP_LOG_LEVEL="ERROR",
+        )
+        store = dist.TCPStore("127.0.0.1", call.store_port, is_master=False)
+        dist.init_process_group(
+            "gloo",
+            store=dist.PrefixStore(call.store_prefix, store),
+            rank=rank,
+            world_size=call.world_size,
+            timeout=timedelta(seconds=call.timeout_s),
+        )
+        dist.barrier()  # or one that leaves at once would break off a connection being made
+        value = _pack(call.function(*call.args))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:  # DCP raises BaseException; whatever it is, the test must see it
+        return _Answer(error=traceback.format_exc())
+    return _Answer(value, stays=threading.active_count() == 1)
+
+
+@dataclass(frozen=True)
+class _State:
+    """What a call may change in its process, as it was before the first one."""
+
+    environment: Mapping[str, str]
+    python: Any
+    numpy: Any
+    torch: Any
+    handlers: dict[str, list[logging.Handler]]
+    torchrec: dict[str, Any]
+
+    @classmethod
+    def now(cls) -> _State:
+        import numpy
+        import torch
+        from torchrec.distributed import comm
+
+        groups = {k: v for k, v in vars(comm).items() if k.isupper() and k.endswith(("_PG", "_2D"))}
+        handlers = {name: list(logging.getLogger(name).handlers) for name in ("", "trainer")}
+        return cls(
+            dict(os.environ),
+            random.getstate(),
+            numpy.random.get_state(),
+            torch.get_rng_state(),
+            handlers,
+            groups,
+        )
+
+    def restore(self) -> None:
+        import numpy
+        import torch
+        from torchrec.distributed import comm
+
+        from trainer import fault_injection
+
+        gc.collect()
+        os.environ.clear()
+        os.environ.update(self.environment)
+        random.setstate(self.python)
+        numpy.random.set_state(self.numpy)
+        torch.set_rng_state(self.torch)
+        fault_injection.arm(0, {})
+        for name, handlers in self.handlers.items():
+            logging.getLogger(name).handlers[:] = handlers
+        # TorchRec keeps the groups of a host for good.
+        for name, value in self.torchrec.items():
+            setattr(comm, name, value)

@@ -1,0 +1,451 @@
+"""The control plane in a test's hands: without HTTP, behind its API, and with credentials.
+
+Real store, scripted backend; the reconciler runs only when a test says so. For tests of the
+client and of the commands there are also bodies as the service sends them, and a service that
+answers with them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+from click.testing import Result
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from typer.testing import CliRunner
+
+from service.api.views import detail_of
+from service.app import create_app
+from service.auth.security import Security
+from service.backends.fake import FakeBackend, Script
+from service.cli.main import build_app
+from service.client.client import ShardloomClient
+from service.client.transport import RetryPolicy
+from service.db.jobs import JobStore
+from service.domain.auth import ApiKey, Role, hash_of, new_key_text
+from service.domain.membership import apply_event
+from service.domain.models import Job, JobStatus, Progress
+from service.jobs.run_storage import run_dir_of
+from service.observability.metrics import ServiceMetrics
+from service.reconciler.loop import Reconciler
+from service.settings import Settings
+from tests.harness.builders import (
+    NOW,
+    TINY_DATA,
+    attempt_ended,
+    batch,
+    checkpoint,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
+    queued_job,
+    recovered,
+    spec_document,
+    workers_started,
+)
+from trainer.export.artifact import write_manifest
+from trainer.export.requests import ExportFolder, list_exports
+from trainer.protocol import code_archive
+from trainer.protocol.events import Event, EventBatch, HostExcluded
+
+# In local mode the service answers for no other host.
+LOOPBACK_URL = "http://127.0.0.1:8700"
+HOST = "https://shardloom.example"
+
+
+@dataclass
+class House:
+    """A control plane without HTTP; `now` is its clock."""
+
+    store: JobStore
+    backend: FakeBackend
+    settings: Settings
+    now: float = NOW
+
+    def reconciler(self) -> Reconciler:
+        """A reconciler as a service just started would have it."""
+        return Reconciler(
+            self.store, self.backend, self.settings, ServiceMetrics(), lambda: self.now
+        )
+
+    def look(self, num_times: int = 1, *, every_s: float = 1.0) -> None:
+        """Let a fresh reconciler look at every job."""
+        reconciler = self.reconciler()
+        for _ in range(num_times):
+            reconciler.run_once()
+            self.now += every_s
+        reconciler.close()
+
+    def submit(self, *observations: str, max_failures: int = 3) -> Job:
+        """A queued job whose attempts follow a script."""
+        job = queued_job(max_failures=max_failures)
+        self.store.create_job(job, idempotency_key=None, request_hash="h")
+        if observations:
+            self.backend.play(job.id, Script(observations))
+        return job
+
+    def status(self, job: Job) -> JobStatus:
+        return self.store.get_job(job.id).status
+
+    def leave(self, job: Job, *events: Event, stream: str = "driver") -> Path:
+        """Records in the outbox of the first attempt, as its driver would leave them."""
+        path = run_dir_of(self.settings, job.id).attempt(f"{job.id}-a0").stream_path(stream)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(event.model_dump_json() + "\n" for event in events))
+        return path
+
+
+def _look(app: Api | Guarded) -> None:
+    """Let a fresh reconciler look at every job of an app, now."""
+    reconciler = Reconciler(app.store, app.backend, app.settings, ServiceMetrics())
+    reconciler.run_once()
+    reconciler.close()
+
+
+@dataclass
+class Api:
+    """A client of an app whose reconciler runs only when a test says so."""
+
+    http: TestClient
+    store: JobStore
+    backend: FakeBackend
+    settings: Settings
+
+    def submit(self, **changes: Any) -> str:
+        """Id of a new job."""
+        response = self.http.post("/v1/jobs", json={"spec": spec_document(**changes)})
+        assert response.status_code == 201, response.text
+        return str(response.json()["id"])
+
+    def start(self, **changes: Any) -> str:
+        """Id of a new job whose first attempt was submitted."""
+        job_id = self.submit(**changes)
+        self.look()
+        return job_id
+
+    def look(self) -> None:
+        _look(self)
+
+    def end(self, job_id: str) -> None:
+        """Let a job that was never submitted end."""
+        assert self.http.post(f"/v1/jobs/{job_id}:cancel").status_code == 202
+
+    def post_events(self, attempt_id: str, records: EventBatch) -> Any:
+        return self.http.post(
+            f"/v1/attempts/{attempt_id}/events",
+            content=records.model_dump_json(),
+            headers={"Content-Type": "application/json"},
+        )
+
+    def log(self, attempt_id: str, source: str, text: str) -> None:
+        """Append to a log file as a process of the attempt would."""
+        job_id = attempt_id.rpartition("-a")[0]
+        path = run_dir_of(self.settings, job_id).attempt(attempt_id).log_path(source)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(text)
+
+
+def problem_in(response: Any, status: int, code: str) -> dict[str, Any]:
+    """The problem document of a response, which must have this status and code."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/problem+json"
+    problem: dict[str, Any] = response.json()
+    assert (problem["status"], problem["code"]) == (status, code)
+    assert problem["title"]
+    assert problem["detail"]
+    return problem
+
+
+def running(api: Api, **changes: Any) -> str:
+    """Id of a job whose workers train."""
+    job_id = api.submit(**changes)
+    api.backend.play(job_id, Script(("running",)))
+    api.look()
+    api.post_events(f"{job_id}-a0", batch(workers_started()))
+    return job_id
+
+
+def end(api: Api, job_id: str, reason: str = "completed") -> None:
+    """The driver of the newest attempt ends."""
+    attempt_id = api.store.get_job(job_id).current_attempt_id
+    assert attempt_id is not None
+    api.post_events(attempt_id, batch(attempt_ended(reason), stream="driver"))
+    api.backend.play(attempt_id, Script(("failed",)))
+    api.look()
+
+
+@dataclass
+class Guarded:
+    """An app with `auth=required`; `keys` are texts of keys by their names."""
+
+    app: FastAPI
+    http: TestClient
+    store: JobStore
+    settings: Settings
+    backend: FakeBackend
+    keys: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def security(self) -> Security:
+        found: Security = self.app.state.context.security
+        return found
+
+    def add_key(self, name: str, roles: dict[str, Role], **changes: Any) -> str:
+        """Id of a new key."""
+        key_id, text = new_key_text()
+        key = ApiKey(key_id, name, roles, time.time(), "test", **changes)
+        self.security.keys.add_key(key, hash_of(text))
+        self.keys[name] = text
+        return key_id
+
+    def send(
+        self, method: str, path: str, key: str | None = None, **options: Any
+    ) -> httpx.Response:
+        """Send a request with the key of this name."""
+        headers = dict(options.pop("headers", {}))
+        if key is not None:
+            headers["Authorization"] = f"Bearer {self.keys[key]}"
+        return self.http.request(method, path, headers=headers, follow_redirects=False, **options)
+
+    def look(self) -> None:
+        _look(self)
+
+    def submit(self, key: str, **changes: Any) -> str:
+        """Id of a new job."""
+        answer = self.send("POST", "/v1/jobs", key, json={"spec": spec_document(**changes)})
+        assert answer.status_code == 201, answer.text
+        return str(answer.json()["id"])
+
+
+def guarded(home: Path, **changes: Any) -> Guarded:
+    """An app with a key for each role in `default`, and `root` for everything."""
+    settings = Settings(
+        **{
+            "home": home,
+            "backend": "fake",
+            "dashboard": False,
+            "auth": "required",
+            "storage_roots": [TINY_DATA],
+            "stream_poll_s": 0.01,
+            **changes,
+        }
+    )
+    store = JobStore.open(settings.database_url)
+    backend = FakeBackend(home / "fake")
+    app = create_app(settings, store, backend)
+    http = TestClient(app, base_url=HOST, raise_server_exceptions=False)
+    house = Guarded(app, http, store, settings, backend)
+    for role in Role:
+        house.add_key(role.label, {"default": role})
+    house.add_key("root", {"*": Role.ADMIN})
+    return house
+
+
+# ---- exports
+
+
+def with_checkpoint(api: Api) -> str:
+    """Id of a job with a checkpoint of step 10."""
+    job_id = api.start()
+    api.post_events(f"{job_id}-a0", batch(checkpoint(10)))
+    return job_id
+
+
+def only_export(api: Api, job_id: str) -> ExportFolder:
+    """The one export of a job."""
+    (folder,) = list_exports(run_dir_of(api.settings, job_id))
+    return folder
+
+
+def write_export(folder: ExportFolder) -> None:
+    """Let an export be done."""
+    (folder.artifact / "vocabularies").mkdir(parents=True)
+    (folder.artifact / "model.pt2").write_bytes(b"\x01" * 70_000)
+    (folder.artifact / "vocabularies" / "user.parquet").write_bytes(b"v")
+    (folder.artifact / "report.json").write_text('{"num_rows": 3}')
+    facts = {"job": "ratings", "checkpoint": "step-10", "step": 10, "quantize": "int8"}
+    write_manifest(folder.artifact, **facts, versions={})
+
+
+# ---- bodies as the service sends them
+
+
+JOB_ID = "job-0000000000ab"
+ATTEMPT_ID = f"{JOB_ID}-a0"
+
+
+def _detail(**fields: Any) -> dict[str, Any]:
+    """What the API says of a job in the middle of its training; `fields` are those of the job."""
+    spread = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 2}}
+    sizes = {"parallelism": spread} if "membership" in fields else {}
+    running = replace(
+        queued_job(name="ratings", **sizes),
+        id=JOB_ID,
+        status=JobStatus.RUNNING,
+        created_at=1000.0,
+        started_at=1002.0,
+        current_attempt_id=ATTEMPT_ID,
+        version=3,
+        progress=Progress(step=50, total_steps=200, rows=51200, rows_per_s=21300.0, eta_s=72.0),
+        latest_metrics={"train/loss": 0.41, "validation/rmse": 0.934},
+        **fields,
+    )
+    return detail_of(running, Settings(runs_dir=Path("/runs"))).model_dump(mode="json")
+
+
+def job_body(**changes: Any) -> dict[str, Any]:
+    """A `JobDetail` in the middle of its training."""
+    return {**_detail(), **changes}
+
+
+def membership_body(**changes: Any) -> dict[str, Any]:
+    """Three groups of which one was lost twelve seconds before `now` = 2000."""
+    rest = (group_member(0), group_member(2))
+    membership = None
+    for event in (
+        layout_chosen(time=1000.0),
+        membership_changed(time=1000.0),
+        group_lost(1, time=1988.0),
+        membership_changed(*rest, generation=4, commit=128, time=1988.0),
+        recovered(time=1988.4),
+        HostExcluded(time=1988.0, host="127.0.0.9", num_failures=3, until=2600.0),
+    ):
+        membership = apply_event(membership, ATTEMPT_ID, event)
+    return {**_detail(membership=membership)["membership"], **changes}
+
+
+def event_body(event_id: int, **changes: Any) -> dict[str, Any]:
+    """One line of a timeline."""
+    return {
+        "id": event_id,
+        "attempt_id": None,
+        "time": 1000.0 + event_id,
+        "kind": "note",
+        "message": f"line {event_id}",
+        "actor": "service",
+        "data": {},
+        **changes,
+    }
+
+
+def requested_trace_body() -> dict[str, Any]:
+    """The answer to a request for a trace of ranks 0 and 1."""
+    return {
+        "id": "t-0000c0de",
+        "attempt_id": ATTEMPT_ID,
+        "num_steps": 3,
+        "ranks": [0, 1],
+        "names": ["t-0000c0de-rank0.json.gz", "t-0000c0de-rank1.json.gz"],
+    }
+
+
+def trace_body(rank: int) -> dict[str, Any]:
+    """A trace that answers that request."""
+    return {
+        "name": f"t-0000c0de-rank{rank}.json.gz",
+        "attempt_id": ATTEMPT_ID,
+        "rank": rank,
+        "step": 1203,
+        "num_steps": 3,
+        "size_bytes": 1_200_000,
+        "time": 1000.0,
+    }
+
+
+def problem_body(status: int, code: str, detail: str, **changes: Any) -> dict[str, Any]:
+    """An RFC 9457 problem."""
+    return {"title": "Problem", "status": status, "detail": detail, "code": code, **changes}
+
+
+class FakeService:
+    """One job named `ratings`; each read of it shows the next of `looks`, the last for ever."""
+
+    def __init__(self) -> None:
+        self.looks: list[dict[str, Any]] = [job_body()]
+        self.events = [event_body(1), event_body(2, kind="checkpoint_committed")]
+        self.checkpoints: list[dict[str, Any]] = []
+        self.attempts: list[dict[str, Any]] = []
+        self.traces: list[dict[str, Any]] = []
+        self.metrics: dict[str, Any] = {"names": [], "series": []}
+        self.refusal: dict[str, Any] | None = None
+        self.cluster: dict[str, Any] = {}
+        self.is_down = False
+        self.log_pieces = [["step 50 [loss 0.41]"]]
+        self.submitted: list[dict[str, Any]] = []
+        self.uploads: list[bytes] = []
+        self.requests: list[httpx.Request] = []
+
+    def client(self, url: str | None = None, _retry: RetryPolicy | None = None) -> ShardloomClient:
+        """A client of this service, without pauses."""
+        return ShardloomClient(
+            url or "http://fake:1",
+            transport=httpx.MockTransport(self.answer),
+            retry=RetryPolicy(num_retries=0),
+            sleep=lambda _: None,
+        )
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        """Answer one request."""
+        self.requests.append(request)
+        if self.is_down:
+            raise httpx.ConnectError("Connection refused")
+        if self.refusal is not None:
+            return httpx.Response(self.refusal["status"], json=self.refusal)
+        if request.url.path == "/v1/cluster":
+            return httpx.Response(200, json=self.cluster)
+        if request.url.path == "/v1/code":
+            self.uploads.append(request.content)
+            kept = asdict(code_archive.check(request.content))
+            return httpx.Response(201, json=kept)
+        path = request.url.path.removeprefix("/v1/jobs")
+        if path in ("", "/"):
+            return self._jobs(request)
+        job, _, part = path.removeprefix("/").partition("/")
+        if job.partition(":")[0] not in ("ratings", "job-0000000000ab"):
+            problem = problem_body(404, "job_not_found", f"no job has the id or name '{job}'")
+            return httpx.Response(404, json=problem)
+        if part.startswith("traces/"):
+            return httpx.Response(200, content=b"\x1f\x8b")
+        return httpx.Response(200, json=self._part(part, request))
+
+    def _jobs(self, request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            self.submitted.append(json.loads(request.content)["spec"])
+            return httpx.Response(201, json=self.looks[0])
+        return httpx.Response(200, json={"items": [self.looks[0]], "next": None})
+
+    def _part(self, part: str, request: httpx.Request) -> Any:
+        if part == "events":
+            after = int(request.url.params["after"])
+            return {"items": [event for event in self.events if event["id"] > after]}
+        if part == "logs":
+            number = int(request.url.params.get("after", 0))
+            texts = self.log_pieces[number] if number < len(self.log_pieces) else []
+            lines = [{"source": "rank-0", "text": text} for text in texts]
+            cursor = str(min(number + 1, len(self.log_pieces)))
+            return {"attempt_id": "a", "sources": ["rank-0"], "lines": lines, "cursor": cursor}
+        if part == "traces" and request.method == "POST":
+            return requested_trace_body()
+        if part in ("resize", "drain"):
+            return {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
+        parts = {
+            "traces": {"items": self.traces},
+            "metrics": self.metrics,
+            "attempts": {"items": self.attempts},
+            "checkpoints": {"items": self.checkpoints},
+        }
+        if part in parts:
+            return parts[part]
+        return self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+
+
+def shardloom(*arguments: str, stdin: str | None = None) -> Result:
+    """Run a command in this process."""
+    return CliRunner().invoke(build_app(), list(arguments), input=stdin)

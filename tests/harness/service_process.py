@@ -1,0 +1,130 @@
+"""The real service as a process of its own, on the scripted backend."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import httpx
+
+from service.backends.fake import FakeBackend
+from tests.harness.processes import die_with_parent
+from tests.harness.wait import scaled, wait_for
+from trainer.protocol.run_dir import AttemptDir, RunDir
+
+START_TIMEOUT_S = 60.0
+# Far above what a shutdown takes, so that one which waits for somebody is told from a slow one.
+SHUTDOWN_TIMEOUT_S = 60
+
+
+class ServiceProcess:
+    """`python -m service.app` with its state under `home`; it may be killed and started again.
+
+    `settings` are further variables of its environment.
+    """
+
+    def __init__(
+        self, home: Path, port: int, settings: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        self.home = home
+        self._settings = settings
+        self.port = port
+        self.url = f"http://127.0.0.1:{port}"
+        self.cluster = FakeBackend(home / "fake-cluster")
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    def environment(self) -> dict[str, str]:
+        """Settings of the process."""
+        return {
+            **os.environ,
+            "SHARDLOOM_HOME": str(self.home),
+            "SHARDLOOM_PORT": str(self.port),
+            "SHARDLOOM_BACKEND": "fake",
+            "SHARDLOOM_DASHBOARD": "false",
+            "SHARDLOOM_RECONCILE_INTERVAL_S": "0.05",
+            "SHARDLOOM_STREAM_POLL_S": "0.05",
+            "SHARDLOOM_SHUTDOWN_TIMEOUT_S": str(SHUTDOWN_TIMEOUT_S),
+            **self._settings,
+        }
+
+    def start(self) -> None:
+        """Start and wait until it is ready."""
+        process = self._start([sys.executable, "-m", "service.app"])
+        deadline = time.monotonic() + scaled(START_TIMEOUT_S)
+        while not self._is_ready():
+            assert process.poll() is None, self.log()
+            assert time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+
+    def start_to_be_killed(self, point: str) -> None:
+        """Start one that kills itself at a point, as `tests.harness.killed_service` names them.
+
+        Returns when it is ready or dead.
+        """
+        process = self._start([sys.executable, "-m", "tests.harness.killed_service", point])
+        wait_for(
+            lambda: process.poll() is not None or self._is_ready(),
+            f"a service to be killed {point}",
+            START_TIMEOUT_S,
+        )
+
+    def wait_until_killed(self, limit_s: float = 60.0) -> None:
+        """Wait until the point is reached."""
+        assert self._process is not None
+        assert self._process.wait(scaled(limit_s)) == -signal.SIGKILL, self.log()
+        self._process = None
+
+    def _start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self.home / "service.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                command,
+                env=self.environment(),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
+        return self._process
+
+    def kill(self) -> None:
+        """SIGKILL: no chance to tidy up."""
+        self._end(signal.SIGKILL)
+
+    def terminate(self) -> float:
+        """SIGTERM; returns the seconds that it took to exit."""
+        began = time.monotonic()
+        self._end(signal.SIGTERM)
+        return time.monotonic() - began
+
+    def log(self) -> str:
+        """What it printed so far."""
+        return (self.home / "service.log").read_text()
+
+    def attempt_files(self, job_id: str, index: int = 0) -> AttemptDir:
+        """Files of an attempt on run storage."""
+        return RunDir(self.home / "runs" / job_id).attempt(f"{job_id}-a{index}")
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/readyz", trust_env=False).is_success
+        except httpx.TransportError:
+            return False
+
+    def _end(self, signum: signal.Signals) -> None:
+        if self._process is not None:
+            self._process.send_signal(signum)
+            self._process.wait(timeout=scaled(2 * SHUTDOWN_TIMEOUT_S))
+            self._process = None

@@ -1,0 +1,127 @@
+"""Whole training sessions on gloo ranks, without Ray: what the resume tests run on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.conftest import EXAMPLE_SPEC
+from tests.harness.small_model import dense_parameters, local_shards
+from trainer.data.manifest import load_manifest
+from trainer.parallel.mesh import build_groups
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec import load_spec
+from trainer.spec.resolve import resolve_tables
+from trainer.training.session import Session
+from trainer.training.worker import layout_of, run_worker, train
+
+
+def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) -> WorkerConfig:
+    """The demo job on small data, 2 x 2, with `overrides` applied."""
+    spec = load_spec(
+        EXAMPLE_SPEC.read_text(),
+        [f"data.path={data}", "data.batch_size=32", "training.report_every_steps=5", *overrides],
+    )
+    resolved = resolve_tables(spec, load_manifest(data))
+    return WorkerConfig(resolved, run_dir, "job-test-a0", run_index)
+
+
+def train_session(config: WorkerConfig) -> dict[str, Any]:
+    """Train to the end; where this rank stands, its copy of the model and the final metrics."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    metrics = train(session)
+    return {"state": session.state, "metrics": metrics, **snapshot(session)}
+
+
+def train_restored(config: WorkerConfig) -> dict[str, Any]:
+    """Train to the end from where `restore` begins; what this rank holds, and what had moved."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    start = {(s.table, s.row_offset): s.weight.clone() for s in session.model.table_shards()}
+    session.restore()
+    resumed_step = session.state.step
+    metrics = train(session)
+    shards = session.model.table_shards()
+    kinds = [(s, "weight", s.weight) for s in shards]
+    kinds += [(s, kind, state) for s in shards for kind, state in s.states.items()]
+    return {
+        "metrics": metrics,
+        "state": session.state,
+        "resumed_step": resumed_step,
+        "shards": {(f"{s.table}.{kind}", s.row_offset): t.clone() for s, kind, t in kinds},
+        "moved": {s.table for s in shards if not s.weight.equal(start[s.table, s.row_offset])},
+        "dtypes": {s.table: s.weight.dtype for s in shards},
+        "dense": {
+            name: parameter.detach().clone()
+            for name, parameter in session.model.named_parameters()
+            if "embedding" not in name
+        },
+    }
+
+
+def load_session(config: WorkerConfig) -> dict[str, Any]:
+    """Restore from the newest checkpoint only; where this rank stands and its copy."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    session.restore()
+    return {"state": session.state, "metrics": session.final_metrics, **snapshot(session)}
+
+
+def snapshot(session: Session) -> dict[str, Any]:
+    """Shards of tables and moments by (name, first row), and the dense part with its state."""
+    shards = {
+        (name, row): shard.detach().clone()
+        for name, value in _sharded(session).items()
+        for shard, (row, *_) in local_shards(value)
+    }
+    dense = dense_parameters(session.model) | {
+        f"{name}.{key}": value.clone()
+        for name, state in session.optimizers.dense.state_dict()["state"].items()
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor)
+    }
+    return {"shards": shards, "dense": dense}
+
+
+def _sharded(session: Session) -> dict[str, Any]:
+    state = session.model.state_dict()
+    tables = {k: v for k, v in state.items() if {"embedding_bags", "embeddings"} & {*k.split(".")}}
+    states = session.model.fused_optimizer.state_dict()["state"]
+    return tables | {key: value for state in states.values() for key, value in state.items()}
+
+
+def assemble(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Whole tables and moments out of all ranks' shards; replicas must agree bitwise."""
+    pieces: dict[str, dict[int, torch.Tensor]] = {}
+    for rank in ranks:
+        for (name, row), shard in rank["shards"].items():
+            known = pieces.setdefault(name, {}).setdefault(row, shard)
+            assert torch.equal(known, shard), f"replicas of {name} differ at row {row}"
+    return {
+        name: torch.cat([by_row[row] for row in sorted(by_row)]) for name, by_row in pieces.items()
+    }
+
+
+def crash_after(config: WorkerConfig, step: int) -> None:
+    """Run the real loop and die at `step` as a killed worker does: no clean-up, no goodbye."""
+    import os
+    import signal
+
+    original = Session.train_step
+
+    def dying(self: Session, *args: Any) -> None:
+        original(self, *args)
+        if self.state.step == step and self.groups.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    Session.train_step = dying  # type: ignore[method-assign]
+    run_worker(config)
+
+
+def next_run(config: WorkerConfig) -> WorkerConfig:
+    """The worker group run that follows `config`."""
+    return replace(config, run_index=config.run_index + 1)

@@ -1,0 +1,1 @@
+"""Tests of groups that are failure domains: coordinator, sync, copies, whole jobs without Ray."""

@@ -1,0 +1,345 @@
+"""Coordinator and job watch over real sockets: lost, stopped, hung and restarted processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.harness.processes import die_with_parent
+from tests.harness.ranks import FORK_SERVER
+from tests.harness.sessions import make_config
+from tests.harness.wait import free_port, scaled
+from tests.integration.elastic import coordinator_cases as cases
+from trainer import failures
+from trainer.coordination.client import CoordinatorClient, Identity
+from trainer.coordination.messages import Arrive, Ledger, Vote
+from trainer.driver.attempt import Attempt, DriverContext
+from trainer.driver.job_runner import HangMonitor
+from trainer.protocol.events import EVENT_ADAPTER, Event, HangFound, read_record
+from trainer.protocol.outbox import EventWriter
+from trainer.protocol.worker_config import WorkerConfig
+
+_NUM_RANKS = 2
+# Longer than a test takes: whatever is noticed was not noticed by silence.
+_NEVER_S = scaled(60)
+
+
+def identity(group: int, incarnation: int = 0, rank: int = 0, num_ranks: int = 1) -> Identity:
+    return Identity(group, incarnation, rank, num_ranks, f"host-{group}")
+
+
+def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 30) -> None:
+    timeout_s = scaled(timeout_s)
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"{what}: not in {timeout_s} s"
+        time.sleep(0.005)
+
+
+class Groups:
+    """Processes of ranks, by group."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address, self.timeout_s = address, timeout_s
+        self.ranks: dict[int, list[multiprocessing.process.BaseProcess]] = {}
+
+    def start(self, group: int, incarnation: int = 0) -> None:
+        self.ranks[group] = [
+            FORK_SERVER.Process(
+                target=cases.live,
+                args=(identity(group, incarnation, r, _NUM_RANKS), self.address, self.timeout_s),
+                daemon=True,
+            )
+            for r in range(_NUM_RANKS)
+        ]
+        for rank in self.ranks[group]:
+            rank.start()
+
+    def signal(self, group: int, rank: int, signum: int) -> None:
+        pid = self.ranks[group][rank].pid
+        assert pid
+        os.kill(pid, signum)
+
+    def exit_codes(self, group: int) -> list[int | None]:
+        for rank in self.ranks[group]:
+            rank.join(scaled(20))
+        return [rank.exitcode for rank in self.ranks[group]]
+
+    def kill(self) -> None:
+        for ranks in self.ranks.values():
+            for rank in ranks:
+                rank.kill()
+                rank.join()
+
+
+@contextmanager
+def training(folder: Path, num_groups: int, timeout_s: float) -> Iterator[tuple]:
+    """A coordinator on a thread of this process, with groups as processes."""
+    coordinator = cases.start(0, timeout_s, num_groups, folder)
+    groups = Groups(coordinator.address, timeout_s)
+    try:
+        for group in range(num_groups):
+            groups.start(group)
+        yield coordinator, groups
+    finally:
+        groups.kill()
+        coordinator.stop()
+
+
+def standing(coordinator, group: int, incarnation: int) -> str | None:
+    lives = {(g.group, g.incarnation): g.standing for g in coordinator.status().groups}
+    return lives.get((group, incarnation))
+
+
+def events_of(folder: Path, kind: str) -> list[Event]:
+    lines = [
+        line
+        for path in sorted((folder / "outbox").glob("coordinator-*.jsonl"))
+        for line in path.read_text().splitlines()
+    ]
+    found = [EVENT_ADAPTER.validate_json(line) for line in lines]
+    return [event for event in found if event.kind == kind]
+
+
+def test_a_killed_rank_is_missed_at_once_and_its_group_comes_back(tmp_path: Path):
+    with training(tmp_path, num_groups=3, timeout_s=_NEVER_S) as (coordinator, groups):
+        wait_until(lambda: coordinator.status().commit > 5, "the groups train")
+        groups.signal(2, 1, signal.SIGKILL)
+        killed = time.monotonic()
+        wait_until(lambda: standing(coordinator, 2, 0) is None, "the loss is noticed")
+        commit = coordinator.status().commit
+        wait_until(lambda: coordinator.status().commit > commit + 1, "the others train on")
+        pause_s = time.monotonic() - killed
+        groups.start(2, incarnation=1)
+        wait_until(lambda: standing(coordinator, 2, 1) == "current", "it counts again")
+        assert groups.exit_codes(0) == groups.exit_codes(1) == groups.exit_codes(2) == [0, 0]
+        assert coordinator.status().has_finished
+    assert pause_s < _NEVER_S / 4
+    assert cases.rows_trained(tmp_path) == cases.EVERY_ROW_ONCE
+    assert [lost.reason for lost in events_of(tmp_path, "group_lost")] == ["connection"]
+    assert [each.how for each in events_of(tmp_path, "group_joined")] == ["start"] * 3 + [
+        "peer_copy"
+    ]
+    assert events_of(tmp_path, "recovered")[0].syncs_lost <= 1
+
+
+def test_a_stopped_rank_is_missed_by_its_silence_and_ends_when_it_wakes(tmp_path: Path):
+    with training(tmp_path, num_groups=2, timeout_s=scaled(3)) as (coordinator, groups):
+        wait_until(lambda: coordinator.status().commit > 5, "the groups train")
+        groups.signal(1, 0, signal.SIGSTOP)
+        wait_until(lambda: standing(coordinator, 1, 0) is None, "the silence is noticed")
+        assert coordinator.status().departures[-1].reason == "silent"
+        groups.signal(1, 0, signal.SIGCONT)
+        assert groups.exit_codes(1) == [cases.FENCED, cases.FENCED]
+        assert groups.exit_codes(0) == [0, 0]
+    assert cases.rows_trained(tmp_path) == cases.EVERY_ROW_ONCE
+
+
+@contextmanager
+def coordinating(port: int, num_groups: int, folder: Path) -> Iterator[None]:
+    """A coordinator in a process of its own, killed at the end."""
+    ours, theirs = FORK_SERVER.Pipe()
+    process = FORK_SERVER.Process(
+        target=cases.coordinate, args=(port, _NEVER_S, num_groups, folder, theirs), daemon=True
+    )
+    process.start()
+    assert ours.poll(scaled(60)), "the coordinator does not start"
+    ours.recv()
+    try:
+        yield
+    finally:
+        process.kill()
+        process.join()
+
+
+def test_a_run_outlives_its_coordinators(tmp_path: Path):
+    port = free_port()
+    ids = [identity(group, 0, rank, _NUM_RANKS) for group in range(2) for rank in range(2)]
+    lives = [cases.Life(each, lambda: f"127.0.0.1:{port}", _NEVER_S) for each in ids]
+    with ThreadPoolExecutor(len(lives)) as pool:
+        with coordinating(port, 2, tmp_path):
+            ends = [pool.submit(life.run) for life in lives]
+            wait_until(lambda: lives[0].ledger.commit > 5, "the groups train")
+        with coordinating(port, 2, tmp_path):
+            wait_until(lambda: lives[0].ledger.commit > 15, "the groups train on")
+        with coordinating(port, 2, tmp_path):
+            verdicts = [end.result(scaled(60)) for end in ends]
+    assert {verdict.ledger.rows_trained for verdict in verdicts} == {cases.EPOCHS * cases.ROWS}
+    assert cases.rows_trained(tmp_path) == cases.EVERY_ROW_ONCE
+    assert not events_of(tmp_path, "group_lost")
+
+
+def meet(members: list[CoordinatorClient], pool: ThreadPoolExecutor):
+    """The first round of `members`, each a group of one rank."""
+    for member in members:
+        member.join("initial", "seed-0", Ledger(), "")
+    arrivals = [pool.submit(m.arrive, Arrive(standing="initial", commit=0)) for m in members]
+    return [arrival.result(scaled(30)) for arrival in arrivals]
+
+
+def test_a_vote_that_its_coordinator_did_not_live_to_count_fails(tmp_path: Path):
+    port = free_port()
+    members = [
+        CoordinatorClient(identity(g), lambda: f"127.0.0.1:{port}", _NEVER_S) for g in range(2)
+    ]
+    with ThreadPoolExecutor(2) as pool:
+        with coordinating(port, 2, tmp_path):
+            first = meet(members, pool)
+            members[0].store().set("seat", "taken")
+            assert members[1].store().check(["seat"])
+            vote = Vote(round=first[0].round, commit=1, ok=True)
+            early = pool.submit(members[0].vote, vote)
+            time.sleep(0.1)  # the vote travels; whether it gets there makes no difference
+            assert not early.done()
+        with coordinating(port, 2, tmp_path):
+            verdicts = [members[1].vote(vote), early.result(scaled(30))]
+            arrive = Arrive(standing="initial", commit=0)
+            second = [pool.submit(m.arrive, arrive).result for m in members]
+            rounds = [result(scaled(30)) for result in second]
+            assert not members[0].store().check(["seat"]), "a new coordinator, a new store"
+        for member in members:
+            member.close()
+    assert [verdict.committed for verdict in verdicts] == [False, False]
+    assert rounds[0].round > first[0].round
+    assert rounds[0].generation > first[0].generation
+
+
+def test_a_rank_that_waits_in_a_collective_hears_that_its_round_failed(tmp_path: Path):
+    coordinator = cases.start(0, _NEVER_S, 2, tmp_path)
+    members = [
+        CoordinatorClient(identity(g), lambda: coordinator.address, _NEVER_S) for g in range(2)
+    ]
+    heard, is_aborted = [], threading.Event()
+
+    def on_abort(number: int) -> None:
+        heard.append(number)
+        is_aborted.set()
+
+    members[0].on_abort = on_abort
+    try:
+        with ThreadPoolExecutor(2) as pool:
+            first, _ = meet(members, pool)
+        assert not members[0].is_aborted(first.round)
+        members[1].close()
+        assert is_aborted.wait(scaled(30))
+        assert heard == [first.round]
+        assert members[0].is_aborted(first.round)
+        vote = Vote(round=first.round, commit=1, ok=False, error="its peer is gone")
+        assert not members[0].vote(vote).committed
+    finally:
+        members[0].close()
+        coordinator.stop()
+
+
+def test_a_port_that_is_taken_is_an_error(tmp_path: Path):
+    coordinator = cases.start(0, _NEVER_S, 1, tmp_path)
+    try:
+        with pytest.raises(OSError, match="address already in use"):
+            cases.start(int(coordinator.address.rpartition(":")[2]), _NEVER_S, 1, tmp_path)
+    finally:
+        coordinator.stop()
+
+
+def attempt_of(config: WorkerConfig) -> Attempt:
+    context = DriverContext("job-test", config.attempt_id, config.run_dir, None, 0)
+    context.files.outbox_dir.mkdir(parents=True)
+    return Attempt(context, config.spec, EventWriter(context.files.stream_path("driver")))
+
+
+def hang_after_three_steps(address: str, rank: int, stands_still: bool) -> None:
+    """A worker's process: its heart beats; after three steps its main thread may stand still."""
+    die_with_parent()
+    member = CoordinatorClient(Identity(0, 4, rank, 2, "127.0.0.2"), lambda: address, scaled(1.0))
+    member.on_refusal = lambda message: os._exit(70)
+    member.join("initial", "run-4", Ledger(), donor="")
+    for step in range(1, 1000):
+        if step <= 3 or not stands_still:
+            member.progress("train", step, 0.01)
+        time.sleep(0.05)
+
+
+def test_a_worker_that_hangs_is_found_and_ends_with_its_peers(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path, f"recovery.min_hang_s={scaled(1.5)}")
+    attempt = attempt_of(config)
+    watch = HangMonitor(attempt, "127.0.0.1")
+    workers = [
+        FORK_SERVER.Process(
+            target=hang_after_three_steps, args=(watch.address, rank, rank == 1), daemon=True
+        )
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        failure = _look_until_found(watch, 4)
+        assert failure.reason == failures.HANG
+        assert watch.processes() == {"127.0.0.2": {worker.pid for worker in workers}}
+        assert watch.look(5) is None  # the next life has nothing to do with it
+        for worker in workers:
+            worker.join(scaled(10))
+        assert [worker.exitcode for worker in workers] == [70, 70]
+    finally:
+        watch.close()
+        for worker in workers:
+            worker.kill()
+    lines = attempt.context.files.stream_path("coordinator-0").read_bytes().splitlines()
+    (found,) = [read_record(line, now=0.0) for line in lines]
+    assert isinstance(found, HangFound)
+    assert (found.rank, found.phase) == (1, "train")
+
+
+def train(address: str, rank: int, num_steps: int) -> None:
+    """A worker's process that takes steps and leaves."""
+    die_with_parent()
+    member = CoordinatorClient(Identity(0, 0, rank, 2, "127.0.0.2"), lambda: address, scaled(1.0))
+    member.on_refusal = lambda message: os._exit(70)
+    member.join("initial", "run-0", Ledger(), donor="")
+    for step in range(num_steps):
+        member.progress("train", step, 0.01)
+        time.sleep(0.05)
+    member.close()
+
+
+def test_a_worker_that_has_ended_does_not_end_its_peers(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    attempt = attempt_of(make_config(small_movielens, tmp_path))
+    watch = HangMonitor(attempt, "127.0.0.1")
+    workers = [
+        FORK_SERVER.Process(target=train, args=(watch.address, rank, 10 + 40 * rank), daemon=True)
+        for rank in range(2)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(scaled(60))
+        assert [worker.exitcode for worker in workers] == [0, 0]
+        assert watch.look(0) is None
+    finally:
+        watch.close()
+        for worker in workers:
+            worker.kill()
+
+
+def _look_until_found(watch: HangMonitor, run_index: int) -> failures.Failure:
+    found: list[failures.Failure] = []
+
+    def look() -> bool:
+        failure = watch.look(run_index)
+        found.extend([failure] if failure else [])
+        return bool(found)
+
+    wait_until(look, "the hang is found", 60)
+    return found[0]

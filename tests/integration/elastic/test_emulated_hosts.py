@@ -1,0 +1,118 @@
+"""Emulated hosts: their link is as fast as set, and nothing of them outlives their owner."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.emulated import (
+    EmulatedHosts,
+    EmulationError,
+    Link,
+    missing_requirement,
+    namespaces_in_use,
+    sent_bytes,
+)
+from tests.harness.host_ranks import HostRanks
+from tests.harness.wait import scaled
+from trainer.layout.layout import WorkerSite
+
+pytestmark = pytest.mark.slow
+
+# Slow enough that a busy machine still fills it.
+RATE_BITS_PER_S = 200_000_000
+NUM_BYTES = 20_000_000
+OWN_NAMESPACE = Path("/proc/self/ns/net")
+NEIGHBOUR, FAR = 1, 2  # ranks, seen from rank 0: two ranks per host
+
+OWNER = """
+import sys
+from subprocess import PIPE
+from tests.harness.emulated import EmulatedHosts, Link
+with EmulatedHosts(2, Link(10**9)) as hosts:
+    for host in range(2):
+        shell = "readlink /proc/self/ns/net; setsid sleep 600 & wait"
+        child = hosts.start(host, ["sh", "-c", shell], cwd="/", stdout=PIPE, text=True)
+        print(child.stdout.readline().strip(), flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_emulation() -> None:
+    reason = missing_requirement()
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def ranks():
+    link = Link(RATE_BITS_PER_S)
+    with EmulatedHosts(2, link) as hosts, HostRanks(hosts, 2, [__name__]) as each:
+        yield each
+
+
+def send_from_rank_0(site: WorkerSite, receiver: int) -> tuple[float, int]:
+    """(seconds for `NUM_BYTES` from rank 0 to `receiver`, bytes that this host put on its link)."""
+    buffer = torch.zeros(NUM_BYTES, dtype=torch.uint8)
+    dist.barrier()
+    started, sent = time.perf_counter(), sent_bytes()
+    if site.rank == 0:
+        dist.send(buffer, receiver)
+    if site.rank == receiver:
+        dist.recv(buffer, 0)
+    return time.perf_counter() - started, sent_bytes() - sent
+
+
+def fail_on_the_last_rank(site: WorkerSite) -> None:
+    if site.rank == dist.get_world_size() - 1:
+        raise ValueError("the deliberate fault")
+
+
+def host_of(site: WorkerSite) -> tuple[int, str, str]:
+    return site.rank, site.host, str(OWN_NAMESPACE.readlink())
+
+
+def test_ranks_of_a_host_share_no_link_and_those_of_two_hosts_one_of_the_set_rate(ranks):
+    placed = ranks.call(host_of)
+    assert [(rank, host) for rank, host, _ in placed] == [
+        (0, "host-0"),
+        (1, "host-0"),
+        (2, "host-1"),
+        (3, "host-1"),
+    ]
+    namespaces = [namespace for _, _, namespace in placed]
+    assert len({*namespaces, str(OWN_NAMESPACE.readlink())}) == 3
+    far, near = ranks.call(send_from_rank_0, FAR), ranks.call(send_from_rank_0, NEIGHBOUR)
+    assert 8 * NUM_BYTES / far[FAR][0] == pytest.approx(RATE_BITS_PER_S, rel=0.2)
+    assert far[0][1] == pytest.approx(NUM_BYTES, rel=0.1)
+    assert 8 * NUM_BYTES / near[NEIGHBOUR][0] > 2 * RATE_BITS_PER_S
+    assert near[0][1] < NUM_BYTES / 100
+    with pytest.raises(EmulationError, match="the deliberate fault"):
+        ranks.call(fail_on_the_last_rank)
+    assert len(ranks.call(host_of)) == 4, "the next call works"
+
+
+def test_the_hosts_and_all_in_them_end_with_their_killed_owner():
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER],
+        cwd=Path(__file__).parents[3],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as owner:
+        assert owner.stdin and owner.stdout
+        namespaces = {owner.stdout.readline().strip() for _ in range(2)}
+        assert namespaces <= namespaces_in_use()
+        owner.kill()
+        owner.wait(timeout=20)
+    deadline = time.monotonic() + scaled(10)
+    while namespaces & namespaces_in_use() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not namespaces & namespaces_in_use()

@@ -1,0 +1,189 @@
+"""Syncs between groups that are worlds of their own, on real gloo ranks and a real coordinator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import run_ranks
+from tests.integration.elastic.group_sync_cases import (
+    EXCHANGE_TIMEOUT_S,
+    Groups,
+    Life,
+    assert_all_equal,
+    open_coordinator,
+)
+from trainer.coordination.client import Fenced
+from trainer.coordination.messages import Arrive, Round
+from trainer.elastic.coordinator.server import Coordinator
+from trainer.elastic.group_sync import ExchangeError
+from trainer.parallel.collectives import pairwise_mean
+
+WEIGHTS = (8, 24)
+SYNCS = {  # what the policy changes to before a sync
+    "touched_rows": {"full_above": 1.0},
+    "above": {"full_above": 0.0},
+    "retried": {"full_above": 1.0},
+}
+
+
+def _sync_with_weights(groups: Groups) -> dict[str, Any]:
+    """What this rank held before and after each sync, and at the second try of a failed one."""
+    group = dist.get_rank() // groups.num_ranks
+    life = Life(groups, group)
+    life.join()
+    life.exchange()
+    found: dict[str, Any] = {}
+    for name, changes in SYNCS.items():
+        life.sync._spec = life.sync._spec.model_copy(update=changes)
+        life.train()
+        before = life.state()
+        if name == "retried":
+            found["at_retry"] = _fail_once(life)
+        _, report = life.exchange(WEIGHTS[group])
+        found[name] = (before, life.state(), report)
+    found["hashes"] = life.hashes
+    found["num_row_tensors"] = len(life.training.model.table_shards()) * 2
+    life.end()
+    return found
+
+
+def _fail_once(life: Life) -> list[list[torch.Tensor]]:
+    """Let group 1 fail in the next round, with averages at hand; what is held at each arrival."""
+    average, arrive = life.sync._average, life.member.arrive
+    states: list[list[torch.Tensor]] = []
+
+    def failing(round_: Round) -> Any:
+        means = average(round_)
+        if life.group == 1 and len(states) == 1:
+            raise ExchangeError("a test lets it fail")
+        return means
+
+    def arriving(arrival: Arrive) -> Round:
+        states.append(life.state())
+        return arrive(arrival)
+
+    life.sync._average, life.member.arrive = failing, arriving  # type: ignore[method-assign]
+    return states
+
+
+@pytest.fixture(scope="module")
+def weighted() -> list[dict[str, Any]]:
+    """The same by rank: two groups of two."""
+    coordinator = open_coordinator(2)
+    try:
+        return run_ranks(_sync_with_weights, 4, Groups(coordinator.address, 2), fresh=True)
+    finally:
+        coordinator.stop()
+
+
+def _is_mean(shard: int, name: str, weighted: list[dict[str, Any]]) -> None:
+    """The sync made the weighted mean of every row that differed and left the others alone."""
+    copies = (weighted[shard], weighted[shard + 2])
+    num_row_tensors = copies[0]["num_row_tensors"]
+    pairs = zip(copies[0][name][0], copies[1][name][0], copies[0][name][1], strict=True)
+    for number, (mine, theirs, after) in enumerate(pairs):
+        parts = torch.stack([mine, theirs])
+        mean = pairwise_mean(parts.view(2, -1), WEIGHTS).view_as(mine)
+        if number < num_row_tensors and name != "above":
+            differs = (mine != theirs).view(mine.shape[0], -1).any(dim=1)
+            assert bool(differs.any()) and not bool(differs.all())
+            mean[~differs] = mine[~differs]
+        assert torch.equal(after, mean)
+
+
+@pytest.mark.parametrize("name", SYNCS)
+@pytest.mark.parametrize("shard", [0, 1])
+def test_copies_become_their_mean_weighted_by_rows(
+    shard: int, name: str, weighted: list[dict[str, Any]]
+) -> None:
+    _is_mean(shard, name, weighted)
+
+
+def test_all_groups_hold_the_same_bits_after_every_commit(weighted: list[dict[str, Any]]) -> None:
+    assert_all_equal([each["hashes"] for each in weighted], 2)
+    assert set(weighted[0]["hashes"]) == {1, 2, 3, 4}
+
+
+def test_a_round_that_fails_changes_nothing_and_is_tried_again(
+    weighted: list[dict[str, Any]],
+) -> None:
+    for rank in weighted:
+        first, second = rank["at_retry"]
+        for tensor, at_first, at_retry in zip(rank["retried"][0], first, second, strict=True):
+            assert torch.equal(tensor, at_first)
+            assert torch.equal(tensor, at_retry)
+
+
+def test_a_sync_reports_what_it_moved(weighted: list[dict[str, Any]]) -> None:
+    touched, above = weighted[0]["touched_rows"][2], weighted[0]["above"][2]
+    assert (touched.mode, above.mode) == ("touched_rows", "full")
+    assert 0 < touched.density < above.density == 1
+    assert 0 < touched.num_bytes < above.num_bytes
+
+
+def _lose_peers(groups: Groups) -> dict[str, Any]:
+    """Three groups: one dies in the middle of an exchange, one hangs there, one goes on alone."""
+    life = Life(groups, dist.get_rank())
+    life.join()
+    times_s, reports = [], []
+    for commit in range(1, 6):
+        life.train() if life.leases else None
+        if (life.group, commit) in ((2, 3), (1, 5)):
+            return _fail_in_exchange(life, is_hung=life.group == 1)
+        started = time.perf_counter()
+        _, report = life.exchange()
+        times_s.append(time.perf_counter() - started)
+        reports.append(report)
+    life.end()
+    return {"hashes": life.hashes, "times_s": times_s, "reports": reports}
+
+
+def _fail_in_exchange(life: Life, is_hung: bool) -> dict[str, Any]:
+    """Leave the others waiting: with a closed connection, or with one that stays open."""
+
+    def fail(phase: str, round_: Round) -> None:
+        if phase == "exchange" and is_hung:
+            time.sleep(2.0)
+        elif phase == "exchange":
+            life.end()
+            raise ConnectionError("it died")
+
+    life.sync._fault_point = fail  # type: ignore[method-assign]
+    with pytest.raises(Fenced if is_hung else ConnectionError):
+        life.exchange()
+    life.end()
+    return {"hashes": life.hashes}
+
+
+def _drop_the_hung(coordinator: Coordinator, is_over: threading.Event) -> None:
+    """Drop group 1 once it is overdue in the fifth sync: what the watch for hangs does, sooner."""
+    while coordinator.status().ledger.commit < 4 and not is_over.is_set():
+        time.sleep(0.02)
+    time.sleep(0.7)
+    coordinator.drop(1, "hang")
+
+
+def test_the_others_go_on_when_a_group_dies_or_hangs_in_the_middle_of_an_exchange() -> None:
+    coordinator, is_over = open_coordinator(3), threading.Event()
+    dropping = threading.Thread(target=_drop_the_hung, args=(coordinator, is_over))
+    dropping.start()
+    try:
+        found = run_ranks(_lose_peers, 3, Groups(coordinator.address, 1), fresh=True)
+    finally:
+        is_over.set()
+        dropping.join()
+        coordinator.stop()
+    assert_all_equal([each["hashes"] for each in found], 1)
+    assert [set(each["hashes"]) for each in found] == [{1, 2, 3, 4, 5}, {1, 2, 3, 4}, {1, 2}]
+    survivor = found[0]
+    assert survivor["reports"][2].num_bytes > 0
+    assert survivor["reports"][4].num_bytes == 0, "one group has nobody to exchange with"
+    # Neither waited for the time-out of an operation.
+    assert survivor["times_s"][2] < EXCHANGE_TIMEOUT_S / 2
+    assert survivor["times_s"][4] < EXCHANGE_TIMEOUT_S / 2

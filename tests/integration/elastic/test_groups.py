@@ -1,0 +1,238 @@
+"""Groups that are failure domains, without Ray: they join, leave, pause, resume, lose no row."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from tests.harness.chaos import Campaign, elastic_config
+from tests.harness.elastic import ElasticHarness
+from tests.harness.elastic_checks import commit_times
+from tests.harness.emulated import EmulatedHosts, Link, missing_requirement
+from tests.harness.object_store import run_object_store
+from tests.harness.wait import scaled
+from tests.integration.ranks.test_movielens_arch import example_config
+from trainer import failures
+from trainer.checkpoint.files import checkpoints_of
+from trainer.checkpoint.save_load import list_committed
+from trainer.fault_injection import Fault
+from trainer.protocol import requests
+from trainer.protocol.requests import StopRequest
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import SecretEnv, WorkerConfig
+
+TIMEOUT_S = 60.0
+ONE_EPOCH = "training.epochs=1"
+
+
+def test_groups_join_and_leave_while_the_others_train_on(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH)
+    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        harness.coordinator.call("expect", range(3))
+        harness.start_group(2)
+        campaign.wait_until_over()
+        harness.coordinator.call("retire", 0, "drain")
+        harness.wait_for(lambda: harness.life(0).is_over, TIMEOUT_S, "group 0 has left")
+        campaign.wait_until_over()
+        assert harness.groups == [1, 2]
+        campaign.finish(config)
+        # Nobody was restarted.
+        assert {record["incarnation"] for record in harness.of("started")} == {0}
+
+
+def test_a_coordinator_lost_between_vote_and_verdict_costs_no_row(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH)
+    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        # Group 0 has voted by the time that group 1 would.
+        harness.inject(_slow(group=1, phase="before_vote", seconds=0.5))
+        harness.wait_for(lambda: harness.of("struck"), TIMEOUT_S, "group 1 is about to vote")
+        campaign.kill_coordinator(down_s=0.2)
+        campaign.finish(config)
+        assert {record["incarnation"] for record in harness.of("started")} == {0}
+
+
+@pytest.mark.slow
+def test_a_group_that_comes_back_from_the_dead_has_no_say(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    quick = f"recovery.heartbeat_timeout_s={scaled(2)}"
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH, quick)
+    with ElasticHarness(config, tmp_path / "harness", 2, restarts=False) as harness:
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        harness.signal(1, signal.SIGSTOP)
+        commit = harness.commit
+        harness.wait_for_commit(commit + 5)
+        harness.signal(1, signal.SIGCONT)
+        harness.wait_for(lambda: harness.ended, TIMEOUT_S, "the old life of group 1 has ended")
+        (failed,) = harness.of("failed")
+        assert (failed["group"], failed["reason"]) == (1, failures.WORKERS_LOST)
+        campaign.finish(config)
+
+
+@pytest.mark.slow
+def test_a_group_whose_link_is_cut_stops_nobody_and_has_no_say_when_it_is_mended(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    if reason := missing_requirement():
+        pytest.skip(reason)
+    quick = [f"recovery.{name}_timeout_s={scaled(2)}" for name in ("heartbeat", "exchange")]
+    config = elastic_config(small_movielens, tmp_path / "run", 3, 1, ONE_EPOCH, *quick)
+    with (
+        EmulatedHosts(4, Link(10**10)) as network,
+        ElasticHarness(config, tmp_path / "harness", 3, restarts=False, network=network) as harness,
+    ):
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        network.cut(2)
+        commit = harness.commit
+        harness.wait_for_commit(commit + 5)
+        network.mend(2)
+        harness.wait_for(lambda: harness.ended, TIMEOUT_S, "the old life of group 1 has ended")
+        assert harness.groups == [0, 2]
+        campaign.finish(config)
+
+
+@pytest.mark.slow
+def test_a_slow_copy_holds_up_nobody(small_movielens: Path, tmp_path: Path) -> None:
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, ONE_EPOCH)
+    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        copying = _slow(group=1, phase="join", seconds=1.0).model_copy(update={"incarnation": 1})
+        death = copying.model_copy(update={"kind": "sigkill", "phase": "lookup", "incarnation": 0})
+        harness.inject(death, copying)
+        harness.wait_for(lambda: len(harness.of("struck")) == 2, TIMEOUT_S, "group 1 copies")
+        began, commit = harness.of("struck")[1]["time"], harness.commit
+        campaign.wait_until_over()
+        during = [
+            number
+            for number, at in commit_times(harness.records()).items()
+            if number > commit and at < began + copying.arg
+        ]
+        assert len(during) > 1, "the others committed nothing while a group copied"
+        campaign.finish(config)
+
+
+@pytest.mark.slow
+def test_a_donor_may_die_while_it_is_copied_from(small_movielens: Path, tmp_path: Path) -> None:
+    config = elastic_config(small_movielens, tmp_path / "run", 3, 1, ONE_EPOCH)
+    with ElasticHarness(config, tmp_path / "harness", 3) as harness:
+        campaign = Campaign(harness, Random(0))
+        campaign.begin()
+        copying = _slow(group=2, phase="join", seconds=0.7).model_copy(update={"incarnation": 1})
+        death = copying.model_copy(update={"kind": "sigkill", "phase": "lookup", "incarnation": 0})
+        harness.inject(death, copying)
+        harness.wait_for(lambda: len(harness.of("struck")) == 2, TIMEOUT_S, "group 2 copies")
+        harness.signal(1)  # the coordinator spares the leader, group 0
+        harness.wait_for(lambda: harness.life(1).incarnation == 1, TIMEOUT_S, "the donor is back")
+        campaign.wait_until_over()
+        campaign.finish(config)
+
+
+def _slow(group: int, phase: str, seconds: float) -> Fault:
+    document = {"kind": "slow", "group": group, "rank": 0, "step": 0, "phase": phase}
+    return Fault.model_validate(document | {"arg": seconds})
+
+
+def test_the_leader_saves_what_is_committed_and_groups_go_on_from_there(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    settings = ("training.epochs=1", "checkpoint.every_steps=1000000")
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings)
+    _save_and_go_on(config, tmp_path)
+
+
+@pytest.mark.slow
+def test_groups_save_to_s3_and_go_on_from_there(small_movielens: Path, tmp_path: Path) -> None:
+    with run_object_store() as store:
+        settings = (
+            "training.epochs=1",
+            "checkpoint.every_steps=20",
+            f"checkpoint.path={store.url('runs')}",
+        )
+        config = elastic_config(small_movielens, tmp_path / "run", 2, 1, *settings)
+        with store.failing(rates={"503": 0.05, "cut": 0.02}, seed=1):
+            _save_and_go_on(replace(config, secrets=SecretEnv(store.environment)), tmp_path)
+    assert not RunDir(config.run_dir).checkpoints_dir.exists()
+
+
+def _save_and_go_on(config: WorkerConfig, tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
+    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
+        Campaign(harness, Random(0)).begin()
+        commit = harness.commit
+        _pause(harness, config)
+        saved = list_committed(checkpoints)[-1]
+        assert saved.commit.commit >= commit > 0
+    again = replace(config, attempt_id="job-x-a1")
+    with ElasticHarness(again, tmp_path / "again", 2) as harness:
+        harness.wait_for(lambda: harness.of("committed"), 60, "the groups train again")
+        assert min(record["commit"] for record in harness.of("committed")) > saved.commit.commit
+
+
+def _pause(harness: ElasticHarness, config: WorkerConfig) -> None:
+    """Ask as a driver does, and wait for the mark."""
+    files = RunDir(config.run_dir).attempt(config.attempt_id)
+    files.root.mkdir(parents=True, exist_ok=True)
+    requests.ask(files, StopRequest(run_index=0, cause=failures.PAUSED))
+    harness.wait_for(lambda: requests.has_stopped(files, 0), 60, "a checkpoint for the pause")
+
+
+ONE_GROUP = (
+    "data.batch_size=16",
+    "parallelism.workers={min: 1, max: 2}",
+    "parallelism.shard_group_size=1",
+    "parallelism.placement=inter_host",
+    "parallelism.sync.every_steps=2",
+    f"recovery.heartbeat_timeout_s={scaled(4)}",
+    f"recovery.exchange_timeout_s={scaled(4)}",
+    "training.max_steps=24",
+    "training.accumulate_steps=1",
+    "training.early_stopping=null",
+    "checkpoint.every_steps=8",
+    "checkpoint.keep_last=9",
+    "checkpoint.keep_best=false",
+)
+
+
+def states_of(config: WorkerConfig, folder: Path) -> list[str]:
+    """Hashes of tables, moments and dense part by commit, of a run of one group."""
+    with ElasticHarness(config, folder, 1) as harness:
+        harness.wait_to_end()
+        committed = harness.of("committed")
+    by_commit = {record["commit"]: record["hash"] for record in committed}
+    # Commits that train nothing leave all as it was; a run that goes on begins with one.
+    return list(dict.fromkeys(by_commit[commit] for commit in sorted(by_commit)))
+
+
+@pytest.mark.slow
+def test_a_run_of_one_group_goes_on_bitwise_from_its_checkpoint(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = example_config(small_movielens, tmp_path / "whole", *ONE_GROUP)
+    assert config.spec.model.transformer and config.spec.model.transformer.dropout > 0
+    whole = states_of(config, tmp_path / "harness")
+    halfway, *_ = sorted(
+        list_committed(RunDir(tmp_path / "whole").checkpoints_dir), key=lambda f: f.commit.step
+    )
+    assert 0 < halfway.commit.step < 24
+    again = replace(config, run_dir=tmp_path / "again")
+    folder = RunDir(again.run_dir).checkpoints_dir
+    shutil.copytree(halfway.path, folder / halfway.path.name)
+    resumed = states_of(again, tmp_path / "harness_again")
+    assert len(resumed) > 4
+    assert resumed == whole[-len(resumed) :]

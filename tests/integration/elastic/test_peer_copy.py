@@ -1,0 +1,264 @@
+"""Joining by peer copy: over a loopback connection, and into groups that train on meanwhile."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+
+from tests.harness.ranks import run_ranks
+from tests.harness.wait import scaled
+from tests.integration.elastic.group_sync_cases import (
+    HOST,
+    Groups,
+    Life,
+    assert_all_equal,
+    open_coordinator,
+)
+from tests.integration.ranks.sync_cases import Table
+from trainer import fault_injection
+from trainer.coordination.client import Identity
+from trainer.coordination.messages import GroupState, Round, RoundMember
+from trainer.elastic.peer_copy import DonorServer, Joiner, PeerCopyError, pieces_of
+from trainer.parallel.model import TableShard
+from trainer.parallel.touched_rows import RowNumbers
+
+CPU = torch.device("cpu")
+DEADLINE_S = scaled(20)
+
+
+def _numbers(num_rows: int = 50, seed: int = 0) -> RowNumbers:
+    """One table with random weights and moments."""
+    torch.manual_seed(seed)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(num_rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        optimizer=EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    )
+    kernel.init_embedding_weights_uniform(-1, 1)
+    (weight,), (state,) = kernel.split_embedding_weights(), kernel.get_optimizer_state()
+    state["sum"].copy_(torch.rand(num_rows))
+    return RowNumbers([TableShard("table", kernel, 0, weight, dict(state), 0, 0)], CPU)
+
+
+def _identity(group: int, rank: int = 0) -> Identity:
+    return Identity(group, 0, rank, 1, HOST)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[DonorServer]]:
+    """Closed at the end."""
+    opened: list[DonorServer] = []
+    yield opened
+    for server in opened:
+        server.close()
+
+
+def _serve(servers: list[DonorServer], numbers: RowNumbers, group: int = 0) -> str:
+    servers.append(DonorServer(_identity(group), pieces_of(numbers)))
+    return servers[-1].address
+
+
+def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
+    members = tuple(
+        RoundMember(group=group, incarnation=0, weight=0, standing=standing)
+        for group, standing in standings.items()
+    )
+    return Round(round=commit, generation=1, members=members, commit=commit, donor=donor)
+
+
+def _hear(joiner: Joiner) -> None:
+    """A commit without any row."""
+    joiner.vote()
+    with joiner.hearing(torch.empty(0, dtype=torch.int64), is_idle=False):
+        pass
+
+
+def _copy_all(joiner: Joiner, donor: str) -> None:
+    joiner.attend(_round(1, donor, {0: "current", 1: "listening"}))
+    _hear(joiner)
+    _wait_for(joiner)
+
+
+def _wait_for(joiner: Joiner) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not joiner.is_complete:
+        assert time.monotonic() < deadline, "the copy is not complete"
+        time.sleep(0.002)
+
+
+def _assert_equal(ours: RowNumbers, theirs: RowNumbers) -> None:
+    for mine, other in zip(pieces_of(ours), pieces_of(theirs), strict=True):
+        assert torch.equal(mine.tensor, other.tensor)
+
+
+def test_weights_and_moments_arrive_bit_by_bit(servers: list[DonorServer]) -> None:
+    donor, ours = _numbers(), _numbers(seed=1)
+    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    joiner.chunk_bytes = 100
+    joiner.restart()
+    _copy_all(joiner, _serve(servers, donor))
+    _assert_equal(ours, donor)
+    assert joiner.num_bytes == 50 * (4 + 1) * 4
+
+
+def test_a_missed_commit_starts_the_copy_over(servers: list[DonorServer]) -> None:
+    donor, ours = _numbers(), _numbers(seed=1)
+    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    address = _serve(servers, donor)
+    _copy_all(joiner, address)
+    for piece in pieces_of(donor):
+        piece.tensor.add_(1)
+    joiner.attend(_round(3, address, {0: "current", 1: "listening"}))
+    assert not joiner.is_complete
+    _hear(joiner)
+    _wait_for(joiner)
+    _assert_equal(ours, donor)
+    assert joiner.num_bytes == 2 * 50 * (4 + 1) * 4
+
+
+def test_what_followed_the_last_commit_is_copied_again_when_the_donor_is_lost(
+    servers: list[DonorServer],
+) -> None:
+    lost, donor, ours = _numbers(seed=1), _numbers(seed=2), _numbers(seed=3)
+    joiner = Joiner(_identity(2), ours, timeout_s=5)
+    joiner.attend(_round(1, _serve(servers, lost), {0: "current", 1: "current", 2: "listening"}))
+    _hear(joiner)
+    _wait_for(joiner)
+    joiner.attend(_round(2, _serve(servers, donor, 1), {1: "current", 2: "listening"}))
+    _hear(joiner)
+    _wait_for(joiner)
+    _assert_equal(ours, donor)
+
+
+def test_nothing_is_taken_from_who_only_listens(servers: list[DonorServer]) -> None:
+    ours, before = _numbers(seed=1), _numbers(seed=1)
+    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    address = _serve(servers, _numbers(), group=2)
+    joiner.attend(_round(1, address, {0: "current", 1: "listening", 2: "listening"}))
+    _hear(joiner)
+    time.sleep(0.3)
+    assert not joiner.is_complete
+    _assert_equal(ours, before)
+
+
+def test_another_shard_is_refused(servers: list[DonorServer]) -> None:
+    joiner = Joiner(_identity(1), _numbers(num_rows=49), timeout_s=5)
+    address = _serve(servers, _numbers())
+    with pytest.raises(PeerCopyError, match="all groups of a job must be planned alike"):
+        for _ in range(int(DEADLINE_S * 100)):
+            joiner.attend(_round(1, address, {0: "current", 1: "listening"}))
+            time.sleep(0.01)
+
+
+def test_the_copy_goes_on_when_its_connection_breaks(servers: list[DonorServer]) -> None:
+    donor, ours = _numbers(), _numbers(seed=1)
+    joiner = Joiner(_identity(1), ours, timeout_s=5)
+    joiner.chunk_bytes = 100
+    joiner.restart()
+    fault_injection.arm(0, _slow_join(group=1, by_s=0.02))
+    try:
+        joiner.attend(_round(1, _serve(servers, donor), {0: "current", 1: "listening"}))
+        while not joiner.num_bytes:
+            time.sleep(0.01)
+        servers[0].close()
+        _hear(joiner)
+        fault_injection.arm(0, {})
+        address = _serve(servers, donor)
+        for commit in range(2, int(DEADLINE_S * 100)):
+            joiner.attend(_round(commit, address, {0: "current", 1: "listening"}))
+            _hear(joiner)
+            if joiner.is_complete:
+                break
+            time.sleep(0.01)
+    finally:
+        fault_injection.arm(0, {})
+    _assert_equal(ours, donor)
+    assert joiner.num_bytes < 2 * 50 * (4 + 1) * 4, "what was sure was not copied again"
+
+
+def _slow_join(group: int, by_s: float) -> dict[str, str]:
+    """An environment in which every chunk takes `by_s`."""
+    site = {"group": group, "rank": 0, "step": 0, "phase": "join"}
+    return {
+        fault_injection.VARIABLE: json.dumps(
+            [{"kind": "slow", "arg": by_s, "times": 10**6, **site}]
+        )
+    }
+
+
+TABLES = (Table(2000), Table(37, "table_wise"), Table(5, "data_parallel"))
+JOINERS = [(2, 0), (2, 1)]
+
+
+def _join_while_others_train(groups: Groups) -> dict[str, Any]:
+    """Groups 0 and 1 train; group 2 joins slowly, dies, and joins again, while group 1 dies."""
+    Joiner.chunk_bytes = 4000
+    number = dist.get_rank()
+    if number < 2:
+        return _stay(Life(groups, number, tables=TABLES))
+    lives = [_join_and_train(Life(groups, *joiner, tables=TABLES)) for joiner in JOINERS]
+    return {"lives": lives, "hashes": lives[0]["hashes"] | lives[1]["hashes"]}
+
+
+def _stay(life: Life) -> dict[str, Any]:
+    """Train until the second life of group 2 has; group 1 dies in the middle of its copying."""
+    life.join()
+    num_heard = num_trained = 0
+    while num_trained < 3 and not (life.group == 1 and num_heard == 4):
+        life.interval()
+        standing = life.standing_of(*JOINERS[1])
+        num_heard += standing == "listening"
+        num_trained += standing == "current"
+    life.end()
+    return {"hashes": life.hashes}
+
+
+def _join_and_train(life: Life) -> dict[str, Any]:
+    """Copy two chunks between commits, train three times, die.
+
+    Whom it copied from, and how many commits that took.
+    """
+    chunks = threading.Semaphore(0)
+    fault_injection.inject = lambda phase, *site: phase == "join" and chunks.acquire()
+    life.spoil()
+    life.join_late()
+    donors, num_commits, num_trained = set(), 0, 0
+    while num_trained < 3:
+        life.interval()
+        chunks.release(2)
+        num_trained += life.standing_of(life.group, life.incarnation) == "current"
+        if life.sync._joiner:
+            donors.add(life.sync._joiner._copy.donor)
+            num_commits += 1
+    life.end()
+    return {"hashes": life.hashes, "donors": donors - {None}, "num_commits": num_commits}
+
+
+def test_a_group_that_copies_slowly_ends_with_the_same_bits_as_those_that_train_on() -> None:
+    coordinator = open_coordinator(2)
+    try:
+        found = run_ranks(
+            _join_while_others_train, 3, Groups(coordinator.address, 1), timeout_s=240, fresh=True
+        )
+    finally:
+        coordinator.stop()
+    assert_all_equal([each["hashes"] for each in found], 1)
+    first, second = found[2]["lives"]
+    assert first["donors"] == {(1, 0)}
+    assert second["donors"] == {(1, 0), (0, 0)}, "the first donor died before the copy was complete"
+    for life in (first, second):
+        assert life["num_commits"] >= 8, "the others trained on meanwhile"
+        assert len(life["hashes"]) >= 3
+        assert set(life["hashes"]) < set(found[0]["hashes"])

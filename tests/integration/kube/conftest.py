@@ -1,0 +1,38 @@
+"""Fixtures of the tests with Kubernetes: a namespace, backends in it, the operator stand-in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness.kube.backends import KubeRayBackends
+from tests.harness.kube.cluster import KubeCluster, operator_for
+from tests.harness.kube.operator import RayJobOperator
+from tests.harness.kube.server import KubeApiServer
+
+
+@pytest.fixture
+def backends(kube: KubeCluster, tmp_path: Path) -> Iterator[KubeRayBackends]:
+    """A namespace with a template for clusters and no operator: RayJobs stay as they are made."""
+    found = KubeRayBackends(kube, tmp_path)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def server(kube: KubeCluster) -> KubeApiServer:
+    """The API server, to break."""
+    if kube.server is None:
+        pytest.skip("a real API server takes no injected faults")
+    return kube.server
+
+
+@pytest.fixture
+def operator(kube: KubeCluster) -> Iterator[RayJobOperator]:
+    """The operator stand-in, whose Ray does as the test says."""
+    with operator_for(kube, poll_s=0.05) as found:
+        if found is None:
+            pytest.skip("KubeRay itself runs here: its Ray takes no script")
+        yield found

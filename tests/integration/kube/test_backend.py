@@ -1,0 +1,605 @@
+"""The KubeRay backend against an API server: nothing is made twice, lost, or misread.
+
+KUBECONFIG makes it run against that cluster (where faults cannot be injected, tests skip).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.backends.base import ClusterNeed, Submission
+from service.backends.kuberay.backend import (
+    KEEP_CUT_OFF_S,
+    KEEP_ENDED_S,
+    STOP_FAILED_AT,
+    STOP_GRACE_S,
+    TAKE_DOWN_S,
+    FileTemplate,
+    is_garbage,
+)
+from service.backends.kuberay.client import KubeApi
+from service.backends.kuberay.manifest import secret_name_of
+from service.backends.ray_jobs import RayJobsBackend
+from service.domain.models import EndReason, ObservedState
+from service.errors import BackendUnreachable, SubmissionRefused
+from tests.harness.kube.backends import KubeRayBackends, submission, wait_for_state, without
+from tests.harness.kube.cluster import KubeCluster, operator_for
+from tests.harness.kube.operator import KueueStandIn, RayJobOperator
+from tests.harness.kube.server import KubeApiServer
+from tests.harness.wait import wait_for
+from tests.unit.k8s.rendering import FOLDER
+
+PENDING, RUNNING = ObservedState.PENDING, ObservedState.RUNNING
+NOT_FOUND, UNREACHABLE = ObservedState.NOT_FOUND, ObservedState.UNREACHABLE
+SUCCEEDED, FAILED = ObservedState.SUCCEEDED, ObservedState.FAILED
+
+
+def _place(backends: KubeRayBackends, *rest: str) -> tuple[str, ...]:
+    return ("ray.io", "v1", backends.cluster.namespace, *rest)
+
+
+def _wait_until_none_is_left(backends: KubeRayBackends) -> None:
+    wait_for(lambda: not backends.rayjobs(), "RayJobs to go", 15)
+
+
+# ---- submit
+
+
+def test_a_repeated_submission_changes_nothing(backends: KubeRayBackends) -> None:
+    backend, sent = backends.open(), submission()
+    backend.submit(sent)
+    before = backends.rayjobs()[sent.attempt_id]
+    backend.submit(sent)
+    backends.open().submit(sent)
+    assert backends.rayjobs() == {sent.attempt_id: before}
+    assert len(backends.secrets_of(sent)) == 1
+    assert backend.observe(sent.attempt_id).state is PENDING
+
+
+@pytest.mark.parametrize(
+    ("verb", "path"), [("create", "rayjobs"), ("create", "secrets"), ("patch", "rayjobs")]
+)
+@pytest.mark.parametrize("is_lost", [True, False], ids=["answer lost", "request lost"])
+def test_a_submission_that_is_cut_off_anywhere_is_carried_through(
+    backends: KubeRayBackends, server: KubeApiServer, verb: str, path: str, is_lost: bool
+) -> None:
+    backend, sent = backends.open(), submission()
+    if is_lost:
+        server.faults.lose_answer(verb=verb, path=path)
+    else:
+        server.faults.fail(503, verb=verb, path=path)
+    with pytest.raises(BackendUnreachable):
+        backend.submit(sent)
+    server.faults.clear()
+    # A replica that starts later knows nothing of it, and would be told to submit.
+    later = backends.open()
+    is_through = is_lost and verb == "patch"
+    assert later.observe(sent.attempt_id).state is (PENDING if is_through else NOT_FOUND)
+    later.submit(sent)
+    (found,) = backends.rayjobs().values()
+    assert found["spec"]["suspend"] is False
+    assert secret_name_of(found) in backends.secrets_of(sent)
+    assert later.observe(sent.attempt_id).state is PENDING
+
+
+def test_many_replicas_that_submit_at_once_make_one(backends: KubeRayBackends) -> None:
+    sent = submission()
+    opened = [backends.open(watches=False) for _ in range(4)]
+    threads = [threading.Thread(target=each.submit, args=(sent,)) for each in opened]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert list(backends.rayjobs()) == [sent.attempt_id]
+
+
+def test_a_name_that_somebody_else_has_is_refused_and_left_alone(backends: KubeRayBackends) -> None:
+    backend, sent = backends.open(), submission()
+    foreign = {"apiVersion": "ray.io/v1", "kind": "RayJob", "spec": {"suspend": True}}
+    foreign["metadata"] = {"name": sent.attempt_id}
+    backends.api.create_namespaced_custom_object(*_place(backends, "rayjobs"), foreign)
+    with pytest.raises(SubmissionRefused, match="another RayJob with the name"):
+        backend.submit(sent)
+    assert backend.observe(sent.attempt_id).state is NOT_FOUND
+    backend.stop(sent.attempt_id)
+    assert list(backends.rayjobs()) == [sent.attempt_id]
+
+
+def test_a_job_that_kubernetes_refuses_leaves_nothing_behind(
+    backends: KubeRayBackends, server: KubeApiServer
+) -> None:
+    message = 'admission webhook "policy" denied the request: images must be signed'
+    server.faults.fail(403, verb="create", path="secrets", message=message)
+    with pytest.raises(SubmissionRefused, match="images must be signed"):
+        backends.open().submit(submission())
+    _wait_until_none_is_left(backends)
+    assert not [name for name in backends.secrets() if "-env" in name]
+
+
+def test_a_conflict_over_a_quota_is_no_secret(
+    backends: KubeRayBackends, server: KubeApiServer
+) -> None:
+    backend, sent = backends.open(watches=False), submission()
+    message = 'Operation cannot be fulfilled on resourcequotas "team": it has been modified'
+    server.faults.fail(409, verb="create", path="secrets", message=message)
+    with pytest.raises(BackendUnreachable, match="a conflict in Kubernetes"):
+        backend.submit(sent)
+    _wait_until_none_is_left(backends)
+    backend.submit(sent)
+    (found,) = backends.rayjobs().values()
+    assert backends.secrets_of(sent) == [secret_name_of(found)]
+
+
+def test_the_secret_of_an_earlier_rayjob_is_not_taken_for_this_ones(
+    backends: KubeRayBackends,
+) -> None:
+    backend, sent = backends.open(watches=False), submission()
+    backend.submit(sent)
+    (first,) = backends.secrets_of(sent)
+    place = _place(backends, "rayjobs", sent.attempt_id)
+    backends.api.delete_namespaced_custom_object(*place)
+    backend.submit(sent)
+    (found,) = backends.rayjobs().values()
+    assert secret_name_of(found) in backends.secrets_of(sent) and secret_name_of(found) != first
+
+
+# ---- what an administrator mends
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        (
+            'rayjobs.ray.io "job" is forbidden: exceeded quota: team, requested: '
+            "count/rayjobs.ray.io=1, used: count/rayjobs.ray.io=0, limited: "
+            "count/rayjobs.ray.io=0",
+            r"quota.*used up.*exceeded quota: team",
+        ),
+        (
+            'rayjobs.ray.io "job" is forbidden: unable to create new content in namespace ads '
+            "because it is being terminated",
+            "is being deleted",
+        ),
+    ],
+    ids=["quota", "namespace that ends"],
+)
+def test_what_the_namespace_has_no_room_for_waits(
+    backends: KubeRayBackends, server: KubeApiServer, message: str, told: str
+) -> None:
+    backend, sent = backends.open(), submission()
+    server.faults.fail(403, verb="create", path="rayjobs", message=message)
+    with pytest.raises(BackendUnreachable, match=told):
+        backend.submit(sent)
+    backend.submit(sent)
+    assert backend.observe(sent.attempt_id).state is PENDING
+
+
+@pytest.mark.parametrize(
+    ("resource", "verb"),
+    [
+        ("rayjobs", "create"),
+        ("rayjobs", "get"),
+        ("rayjobs", "patch"),
+        ("secrets", "create"),
+        ("rayclusters", "get"),
+    ],
+)
+def test_a_missing_right_is_named_and_loses_nothing(
+    backends: KubeRayBackends, resource: str, verb: str
+) -> None:
+    allowed = without({verb}, {resource})
+    sent, poor = submission(), backends.open(allowed, watches=False)
+    with pytest.raises(BackendUnreachable, match=f"grant the verb '{verb}' on '{resource}'"):
+        poor.submit(sent)
+        seen = poor.observe(sent.attempt_id)
+        assert seen.state is UNREACHABLE
+        raise BackendUnreachable(seen.message)
+    backends.open().submit(sent)
+    assert backends.open().observe(sent.attempt_id).state is PENDING
+
+
+def test_without_the_right_to_watch_each_look_asks(backends: KubeRayBackends) -> None:
+    allowed = without({"watch", "list"}, {"rayjobs"})
+    backend, sent = backends.open(allowed), submission()
+    backend.submit(sent)
+    assert backend.observe(sent.attempt_id).state is PENDING
+
+
+def test_a_missing_crd_is_no_missing_job(backends: KubeRayBackends, server: KubeApiServer) -> None:
+    backend, sent = backends.open(watches=False), submission()
+    backend.submit(sent)
+    assert "ray.io/v1" in backend.check()
+    server.remove_definition("rayjobs.ray.io")
+    seen = backend.observe(sent.attempt_id)
+    assert seen.state is UNREACHABLE and "the CRD rayjobs.ray.io is missing" in seen.message
+    for ask in (lambda: backend.submit(sent), backend.check):
+        with pytest.raises(BackendUnreachable, match=r"CRD rayjobs\.ray\.io is missing"):
+            ask()
+
+
+def test_an_api_server_in_trouble_says_nothing_about_the_job(
+    backends: KubeRayBackends, server: KubeApiServer
+) -> None:
+    backend, sent = backends.open(watches=False), submission()
+    backend.submit(sent)
+    for code in (401, 429, 500, 503, 504):
+        server.faults.fail(code, times=2)
+        seen = backend.observe(sent.attempt_id)
+        assert seen.state is UNREACHABLE and str(code) in seen.message
+        with pytest.raises(BackendUnreachable):
+            backend.stop(sent.attempt_id)
+        assert backend.observe(sent.attempt_id).state is PENDING
+        assert list(backends.rayjobs()) == [sent.attempt_id]
+
+
+def test_an_api_server_that_is_away_and_comes_back(
+    backends: KubeRayBackends, server: KubeApiServer
+) -> None:
+    backend, sent = backends.open(), submission()
+    backend.submit(sent)
+    server.faults.away()
+    seen = wait_for_state(backend, sent.attempt_id, UNREACHABLE)
+    assert "no answer from Kubernetes at http://127.0.0.1" in seen.message
+    with pytest.raises(BackendUnreachable):
+        backend.submit(submission(1))
+    server.faults.back()
+    wait_for_state(backend, sent.attempt_id, PENDING)
+    backend.submit(submission(1))
+    assert len(backends.rayjobs()) == 2
+
+
+def test_a_cluster_without_its_template_keeps_jobs_waiting(backends: KubeRayBackends) -> None:
+    backend = backends.open()
+    place = _place(backends, "rayclusters", "shardloom-ray")
+    backends.api.delete_namespaced_custom_object(*place)
+    with pytest.raises(BackendUnreachable, match="no RayCluster shardloom-ray to make clusters"):
+        backend.submit(submission())
+
+
+def test_a_template_may_come_from_a_file(tmp_path: Path) -> None:
+    base = FOLDER / "base" / "raycluster.yaml"
+    assert FileTemplate(base).read()["metadata"]["name"] == "shardloom-ray"
+    with pytest.raises(BackendUnreachable, match="cannot read the cluster template"):
+        FileTemplate(tmp_path / "missing.yaml").read()
+    other = FOLDER / "base" / "service.yaml"
+    with pytest.raises(BackendUnreachable, match="has no RayCluster"):
+        FileTemplate(other).read()
+
+
+def test_no_way_into_kubernetes_says_what_to_set(tmp_path: Path) -> None:
+    for config in (None, tmp_path / "missing"):
+        with pytest.raises(BackendUnreachable, match="SHARDLOOM_KUBECONFIG or KUBECONFIG"):
+            KubeApi.open(config, "shardloom", 1.0)
+
+
+# ---- the course of a job
+
+
+def test_a_job_is_followed_to_its_end_by_a_replica_that_knew_nothing_of_it(
+    backends: KubeRayBackends, operator: RayJobOperator
+) -> None:
+    sent = submission(env={"SHARDLOOM_RUN_DIR": '/runs/it\'s "here" $HOME', "EMPTY": ""})
+    backends.open().submit(sent)
+    adopted = backends.open()
+    wait_for_state(adopted, sent.attempt_id, RUNNING)
+    (started,) = operator.scripted.submitted
+    assert started.env.items() >= sent.env.items()
+    assert started.entrypoint == sent.entrypoint and started.metadata == sent.metadata
+    operator.scripted.finish(sent.attempt_id, "FAILED", "Job failed with exit code 1")
+    seen = wait_for_state(adopted, sent.attempt_id, FAILED)
+    assert "AppFailed" in seen.message and "exit code 1" in seen.message and seen.reason is None
+
+
+def test_looks_cost_no_requests_while_the_watch_lives(
+    backends: KubeRayBackends, server: KubeApiServer, operator: RayJobOperator
+) -> None:
+    backend, sent = backends.open(), submission()
+    backend.submit(sent)
+    wait_for_state(backend, sent.attempt_id, RUNNING)
+    wait_for(lambda: backend._watch.is_live, "a watch", 15)
+    operator.frozen.set()
+    server.requests.clear()
+    for _ in range(50):
+        assert backend.observe(sent.attempt_id).state is RUNNING
+    assert not [each for each in server.requests if sent.attempt_id in each]
+
+
+@pytest.mark.parametrize("is_compacted", [False, True], ids=["dropped", "too old"])
+def test_a_watch_that_breaks_misses_nothing(
+    backends: KubeRayBackends, server: KubeApiServer, operator: RayJobOperator, is_compacted: bool
+) -> None:
+    backend, sent = backends.open(), submission()
+    backend.submit(sent)
+    wait_for_state(backend, sent.attempt_id, RUNNING)
+    wait_for(lambda: backend._watch.is_live, "a watch", 15)
+    server.faults.fail(503, verb="watch", path="rayjobs")
+    server.faults.drop_watches()
+    operator.scripted.finish(sent.attempt_id)
+    wait_for_state(backend, sent.attempt_id, SUCCEEDED)
+    if is_compacted:
+        server.store.compact()
+    wait_for(lambda: backend._watch.is_live, "another watch", 15)
+    found = wait_for(lambda: backend._watch.find(sent.attempt_id), "the RayJob in it", 15)
+    assert found["status"]["jobStatus"] == "SUCCEEDED"
+
+
+def test_pods_that_find_no_room_are_told_of(
+    backends: KubeRayBackends, operator: RayJobOperator
+) -> None:
+    backend, sent = backends.open(), submission()
+    message = "0/3 nodes are available: 3 Insufficient cpu."
+    operator.clusters.unschedulable = message
+    backend.submit(sent)
+
+    def told() -> str:
+        seen = backend.observe(sent.attempt_id)
+        assert seen.state is PENDING
+        return seen.message if "Unschedulable" in seen.message else ""
+
+    assert message in wait_for(told, "the scheduler's reason", 20)
+    operator.clusters.unschedulable = None
+    wait_for_state(backend, sent.attempt_id, RUNNING)
+
+
+def test_what_keeps_the_cluster_itself_from_being_made_is_told(backends: KubeRayBackends) -> None:
+    backend, sent = backends.open(watches=False), submission()
+    backend.submit(sent)
+    started = {"jobDeploymentStatus": "Initializing", "rayClusterName": "not-made", "jobStatus": ""}
+    place = _place(backends, "rayjobs", sent.attempt_id)
+    backends.api.patch_namespaced_custom_object_status(*place, {"status": started})
+    namespace = backends.cluster.namespace
+    about = {"kind": "RayJob", "name": sent.attempt_id, "namespace": namespace}
+    event = {
+        "metadata": {"name": "no-cluster"},
+        "involvedObject": about,
+        "type": "Warning",
+        "reason": "FailedToCreateRayCluster",
+        "message": "exceeded quota: team",
+        "lastTimestamp": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+    backends.core.create_namespaced_event(namespace, event)
+    seen = backend.observe(sent.attempt_id)
+    assert seen.state is PENDING
+    assert "FailedToCreateRayCluster: exceeded quota: team" in seen.message
+
+
+def test_a_deleted_rayjob_is_not_found(backends: KubeRayBackends, operator: RayJobOperator) -> None:
+    backend, sent = backends.open(), submission()
+    backend.submit(sent)
+    wait_for_state(backend, sent.attempt_id, RUNNING)
+    place = _place(backends, "rayjobs", sent.attempt_id)
+    backends.api.delete_namespaced_custom_object(*place)
+    wait_for_state(backend, sent.attempt_id, NOT_FOUND)
+    assert backends.open().observe(sent.attempt_id).state is NOT_FOUND
+
+
+def test_a_driver_past_its_deadline_is_stopped_before_its_attempt_ends(
+    backends: KubeRayBackends, operator: RayJobOperator
+) -> None:
+    backend, sent = backends.open(ttl_s=3600), submission(deadline_s=3600)
+    backend.submit(sent)
+    wait_for_state(backend, sent.attempt_id, RUNNING)
+    backends.patch(sent.attempt_id, {"spec": {"activeDeadlineSeconds": 1}})
+    seen = wait_for_state(backend, sent.attempt_id, FAILED)
+    assert "deadline_s" in seen.message and not backends.rayjobs()
+    info = operator.scripted.info(sent.attempt_id)
+    assert info is not None and info.status == "STOPPED"
+    assert not [name for name in backends.pods() if name.startswith(sent.attempt_id)]
+    assert backend.observe(sent.attempt_id) == seen, "it is still known how it ended"
+
+
+def test_a_cluster_that_does_not_go_is_not_waited_for_for_ever(
+    backends: KubeRayBackends, operator: RayJobOperator
+) -> None:
+    backend, sent = backends.open(watches=False), submission(deadline_s=1)
+    backend.submit(sent)
+
+    def is_over() -> bool:
+        status: dict[str, Any] = backends.rayjobs()[sent.attempt_id].get("status", {})
+        return status.get("jobDeploymentStatus") == "Failed"
+
+    wait_for(is_over, "the deadline", 15)
+    # Its finalizer stays: as where the operator is down, or a machine with pods.
+    operator.frozen.set()
+    seen = backend.observe(sent.attempt_id)
+    assert seen.state is PENDING and "is taken down" in seen.message
+    backend.stop(sent.attempt_id)
+    late = backends.open(clock=lambda: time.time() + TAKE_DOWN_S + 5, watches=False)
+    assert late.observe(sent.attempt_id).state is FAILED
+
+
+def test_a_head_that_is_lost_starts_no_second_driver(
+    kube: KubeCluster, backends: KubeRayBackends
+) -> None:
+    change = {"spec": {"gcsFaultToleranceOptions": None}}
+    place = _place(backends, "rayclusters", "shardloom-ray")
+    backends.api.patch_namespaced_custom_object(*place, change)
+    with operator_for(kube, poll_s=0.05, check_timeout_s=1.0) as operator:
+        if operator is None:
+            pytest.skip("KubeRay itself runs here: its Ray takes no script")
+        backend, sent = backends.open(), submission()
+        backend.submit(sent)
+        wait_for_state(backend, sent.attempt_id, RUNNING)
+        operator.scripted.forget(sent.attempt_id)
+        seen = wait_for_state(backend, sent.attempt_id, FAILED)
+        assert seen.reason is EndReason.HOST_LOST
+        assert len(operator.scripted.submitted) == 1
+
+
+# ---- Kueue
+
+
+def test_kueue_admits_a_job_and_takes_its_room_back(
+    backends: KubeRayBackends, operator: RayJobOperator
+) -> None:
+    kueue = KueueStandIn(backends.cluster)
+    backend, sent = backends.open(), submission(queue="ads")
+    backend.submit(sent)
+    seen = backend.observe(sent.attempt_id)
+    assert seen.state is PENDING and "admission by Kueue queue ads" in seen.message
+    kueue.admit(backends.cluster.namespace, sent.attempt_id)
+    wait_for_state(backend, sent.attempt_id, RUNNING)
+    kueue.evict(backends.cluster.namespace, sent.attempt_id)
+    seen = wait_for_state(backend, sent.attempt_id, FAILED)
+    assert seen.reason is EndReason.PREEMPTED
+    # Admitted once more, KubeRay would start the same attempt again.
+    _wait_until_none_is_left(backends)
+    assert len(operator.scripted.submitted) == 1
+
+
+@pytest.mark.parametrize(("verb", "path"), [("create", "secrets"), ("patch", "rayjobs")])
+def test_kueue_that_is_faster_than_a_cut_off_submission_changes_nothing(
+    backends: KubeRayBackends, server: KubeApiServer, verb: str, path: str
+) -> None:
+    kueue, backend = KueueStandIn(backends.cluster), backends.open()
+    sent = submission(queue="ads")
+    server.faults.fail(503, verb=verb, path=path)
+    with pytest.raises(BackendUnreachable):
+        backend.submit(sent)
+    kueue.admit(backends.cluster.namespace, sent.attempt_id)
+    later = backends.open()
+    assert later.observe(sent.attempt_id).state is NOT_FOUND
+    (cut_off,) = backends.rayjobs().values()
+    assert is_garbage(cut_off, time.time() + KEEP_CUT_OFF_S + 5), "where nobody carries it on"
+    later.submit(sent)
+    (found,) = backends.rayjobs().values()
+    assert found["spec"]["suspend"] is False
+    assert backends.secrets_of(sent) == [secret_name_of(found)]
+    assert later.observe(sent.attempt_id).state is PENDING
+
+
+# ---- stop
+
+
+def test_stopping_takes_the_secret_along(backends: KubeRayBackends) -> None:
+    backend, sent = backends.open(), submission()
+    backend.submit(sent)
+    backend.stop(sent.attempt_id)
+    wait_for(lambda: not backends.secrets_of(sent), "the Secret to go", 15)
+    wait_for_state(backend, sent.attempt_id, NOT_FOUND)
+    backend.stop(sent.attempt_id)
+    backend.stop("job-of-nobody-a0")
+
+
+def test_a_head_that_does_not_answer_is_given_half_a_minute(
+    backends: KubeRayBackends, operator: RayJobOperator
+) -> None:
+    now = [1_000_000.0]
+    first = backends.open(clock=lambda: now[0])
+    sent = submission()
+    first.submit(sent)
+    wait_for_state(first, sent.attempt_id, RUNNING)
+    # The script's Ray is at an address that leads nowhere.
+    with pytest.raises(BackendUnreachable, match="does not answer; its cluster is deleted"):
+        first.stop(sent.attempt_id)
+    noted = backends.rayjobs()[sent.attempt_id]["metadata"]["annotations"][STOP_FAILED_AT]
+    now[0] += STOP_GRACE_S - 1
+    other = backends.open(clock=lambda: now[0])
+    with pytest.raises(BackendUnreachable):
+        other.stop(sent.attempt_id)
+    again = backends.rayjobs()[sent.attempt_id]["metadata"]["annotations"][STOP_FAILED_AT]
+    assert again == noted
+    now[0] += 2
+    other.stop(sent.attempt_id)
+    wait_for_state(first, sent.attempt_id, NOT_FOUND)
+    assert operator.scripted.info(sent.attempt_id).status == "STOPPED"  # type: ignore[union-attr]
+
+
+def test_what_ended_long_ago_is_swept_and_the_rest_stays(
+    backends: KubeRayBackends, operator: RayJobOperator
+) -> None:
+    backend = backends.open()
+    ended, living = submission(0), submission(1)
+    for sent in (ended, living):
+        backend.submit(sent)
+        wait_for_state(backend, sent.attempt_id, RUNNING)
+    operator.scripted.finish(ended.attempt_id)
+    wait_for_state(backend, ended.attempt_id, SUCCEEDED)
+    later = backends.open(clock=lambda: 4e9 + KEEP_ENDED_S, watches=False)
+    later._sweep(list(backends.rayjobs().values()))
+    wait_for(lambda: list(backends.rayjobs()) == [living.attempt_id], "the ended one to go", 15)
+
+
+# ---- jobs on the shared cluster beside those with their own
+
+
+@dataclass
+class JobsApi:
+    """Ray's Jobs API as far as the backend uses it; every job runs for ever."""
+
+    jobs: set[str] = field(default_factory=set)
+    is_away: bool = False
+
+    def open(self) -> RayJobsBackend:
+        """A backend that speaks to it."""
+        return RayJobsBackend("http://ray:8265", transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        if self.is_away:
+            raise httpx.ConnectError("connection refused")
+        if request.method == "POST" and request.url.path == "/api/jobs/":
+            self.jobs.add(httpx.Response(200, content=request.content).json()["submission_id"])
+            return httpx.Response(200, json={})
+        job_id = request.url.path.split("/")[3]
+        if job_id not in self.jobs:
+            return httpx.Response(404, text=f"Job {job_id} does not exist")
+        if request.url.path.endswith("/stop"):
+            self.jobs.discard(job_id)
+        return httpx.Response(200, json={"status": "RUNNING"})
+
+
+def _shared() -> Submission:
+    return replace(submission(), cluster=ClusterNeed())
+
+
+def test_a_shared_job_is_found_by_replicas_that_did_not_submit_it(
+    backends: KubeRayBackends,
+) -> None:
+    ray, sent = JobsApi(), _shared()
+    backends.open(shared=ray.open()).submit(sent)
+    other = backends.open(shared=ray.open())
+    assert other.observe(sent.attempt_id).state is RUNNING
+    assert not backends.rayjobs()
+    other.stop(sent.attempt_id)
+    assert backends.open(shared=ray.open()).observe(sent.attempt_id).state is NOT_FOUND
+
+
+def test_kubernetes_away_is_no_trouble_of_shared_jobs(
+    backends: KubeRayBackends, server: KubeApiServer
+) -> None:
+    ray = JobsApi()
+    backend, sent = backends.open(shared=ray.open(), watches=False), _shared()
+    backend.submit(sent)
+    server.faults.away()
+    assert backend.observe(sent.attempt_id).state is RUNNING
+    later = backends.open(shared=ray.open(), watches=False)
+    assert later.observe(sent.attempt_id).state is RUNNING
+    # Nobody knows where this one is: it may be what Kubernetes would tell of.
+    assert later.observe("job-000000000009-a0").state is UNREACHABLE
+
+
+def test_ray_away_is_no_trouble_of_jobs_with_their_own_cluster(backends: KubeRayBackends) -> None:
+    ray = JobsApi(is_away=True)
+    backend, sent = backends.open(shared=ray.open()), submission()
+    backend.submit(sent)
+    assert backend.observe(sent.attempt_id).state is PENDING
+    later = backends.open(shared=ray.open())
+    assert later.observe(sent.attempt_id).state is PENDING
+    assert later.observe("job-000000000009-a0").state is UNREACHABLE
+    with pytest.raises(BackendUnreachable, match="no answer from Ray"):
+        later.check()
+
+
+def test_without_a_shared_cluster_shared_jobs_are_refused(backends: KubeRayBackends) -> None:
+    backend = backends.open()
+    with pytest.raises(SubmissionRefused, match=r"set resources\.cluster to own"):
+        backend.submit(_shared())
+    assert backend.hosts() is None and "shared cluster: none" in backend.check()
+    assert backend.observe("job-000000000009-a0").state is NOT_FOUND

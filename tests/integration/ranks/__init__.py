@@ -1,0 +1,1 @@
+"""Tests on gloo ranks: what a world of processes computes, saves and tells."""

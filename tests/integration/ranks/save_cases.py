@@ -1,0 +1,236 @@
+"""What the tests of saves, damage and broken storage run on every rank."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.integration.ranks.checkpoint_cases import Sharding, build, held, load, spec_of, train
+from trainer import fault_injection
+from trainer.checkpoint.manager import CheckpointManager, TrainState
+from trainer.checkpoint.save_load import CheckpointError, list_committed
+from trainer.checkpoint.state_dict import state_to_save
+from trainer.layout.layout import Layout
+from trainer.parallel.mesh import MeshGroups, build_groups
+from trainer.protocol import events
+from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
+from trainer.protocol.worker_config import WorkerConfig
+
+SLOW_S = 0.5
+
+
+def config_of(sharding: Sharding, run_dir: Path, **checkpoint: Any) -> WorkerConfig:
+    """A small job in `run_dir` with these settings of its checkpoints."""
+    spec = spec_of(sharding)
+    changed = spec.checkpoint.model_copy(update=checkpoint)
+    return WorkerConfig(spec.model_copy(update={"checkpoint": changed}), run_dir, "job-t-a0", 0)
+
+
+@dataclass
+class Saver:
+    """Checkpoints of tiny tensors on this rank, and the events that they gave."""
+
+    checkpoints: CheckpointManager
+    said: list[events.Event]
+    groups: MeshGroups
+
+    @classmethod
+    def open(cls, run_dir: Path, **checkpoint: Any) -> Saver:
+        """For a job on all ranks, which are one sharding group."""
+        size = dist.get_world_size()
+        layout = Layout(size, size, "intra_host")
+        groups = build_groups(layout, torch.device("cpu"), timeout_s=30, host="host")
+        config = config_of(Sharding(size, size, ("row_wise",)), run_dir, **checkpoint)
+        said: list[events.Event] = []
+        return cls(CheckpointManager(config, groups, said.append), said, groups)
+
+    def save(self, step: int, is_last: bool = False) -> None:
+        """One save of a tensor that every rank has."""
+        tensors = {"weight": torch.full((1000,), float(step)), "note": b"x"}
+        self.checkpoints.save(
+            tensors, TrainState(step=step), {}, is_best=False, is_last=is_last, started_s=_now()
+        )
+
+    def notes(self) -> list[str]:
+        """What a person was told so far."""
+        return [event.message for event in self.said if isinstance(event, events.Note)]
+
+
+def _now() -> float:
+    return time.perf_counter()
+
+
+def _arm(*armed: dict[str, Any]) -> None:
+    common = {"group": 0, "phase": "checkpoint"}
+    fault_injection.arm(
+        0, {fault_injection.VARIABLE: json.dumps([common | each for each in armed])}
+    )
+
+
+def save_while_training(sharding: Sharding, run_dir: Path) -> dict[str, Any]:
+    """Save slowly after two steps, train on meanwhile, and load what was saved into a new model."""
+    config = config_of(sharding, run_dir)
+    model, optimizers = build(sharding, config.spec)
+    said: list[events.Event] = []
+    checkpoints = CheckpointManager(config, model.groups, said.append)
+    _arm({"kind": "slow", "rank": 1, "step": 2, "arg": SLOW_S})
+    train(model, optimizers, config.spec, steps=[1, 2])
+    at_save = held(model, optimizers)
+    state = state_to_save(model, optimizers.combined)
+    checkpoints.save(state, TrainState(step=2), {}, is_best=True, is_last=False, started_s=_now())
+    train(model, optimizers, config.spec, steps=[3])
+    said_meanwhile = len(said)
+    checkpoints.wait()
+    (saved,) = list_committed(RunDir(run_dir).checkpoints_dir)
+    return {
+        "at_save": at_save,
+        "after": held(model, optimizers),
+        "loaded": load(sharding, saved.path),
+        "said_meanwhile": said_meanwhile,
+        "said": said,
+    }
+
+
+def save_in_trouble(run_dir: Path) -> dict[str, Any]:
+    """A slow save, one that is due meanwhile, one that fails, one at the end that fails."""
+    saver = Saver.open(run_dir)
+    _arm(
+        {"kind": "slow", "rank": 0, "step": 1, "arg": SLOW_S},
+        {"kind": "storage_error", "rank": 1, "step": 3},
+        {"kind": "storage_error", "rank": 1, "step": 5},
+    )
+    saver.save(1)
+    started = _now()
+    saver.save(2)
+    waited_s = _now() - started
+    saver.save(3)
+    saver.checkpoints.wait()
+    notes = saver.notes()
+    saver.save(4)
+    message = _refusal(lambda: saver.save(5, is_last=True))
+    saver.checkpoints.close()
+    return {"waited_s": waited_s, "notes": notes, "message": message, "said": saver.said}
+
+
+def _refusal(attempt: Callable[[], None]) -> str:
+    try:
+        attempt()
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("the save went well")
+
+
+def close_in_the_middle(run_dir: Path) -> int:
+    """End while a save is under way; how many checkpoints there are then."""
+    saver = Saver.open(run_dir)
+    _arm({"kind": "slow", "rank": 0, "step": 1, "arg": SLOW_S})
+    saver.save(1)
+    saver.checkpoints.close()
+    return len(list_committed(RunDir(run_dir).checkpoints_dir))
+
+
+def _flip(path: Path, place: float = 0.5) -> None:
+    content = bytearray(path.read_bytes())
+    content[int(len(content) * place)] ^= 1
+    path.write_bytes(content)
+
+
+def _largest(folder: Path) -> Path:
+    return max(folder.glob("*.distcp"), key=lambda path: path.stat().st_size)
+
+
+def _truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped bit": lambda folder: _flip(_largest(folder)),
+    "truncated file": lambda folder: _truncate(_largest(folder)),
+    "missing file": lambda folder: _largest(folder).unlink(),
+    "empty file": lambda folder: _largest(folder).write_bytes(b""),
+    "flipped bit in the metadata": lambda folder: _flip(folder / ".metadata"),
+    "missing metadata": lambda folder: (folder / ".metadata").unlink(),
+    "torn marker": lambda folder: _truncate(folder / COMMIT_MARKER),
+    "flipped bit in the marker": lambda folder: _flip(folder / COMMIT_MARKER, 0.1),
+    "empty marker": lambda folder: (folder / COMMIT_MARKER).write_bytes(b""),
+    "missing marker": lambda folder: (folder / COMMIT_MARKER).unlink(),
+}
+"""What may happen to a checkpoint, by name."""
+
+
+def damage_and_look(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """For each kind of damage to the newer of two checkpoints: what is found, said and left."""
+    saver = Saver.open(run_dir / "whole")
+    saver.save(1)
+    saver.save(2, is_last=True)
+    for number, (kind, damage) in enumerate(DAMAGE.items()):
+        copy = run_dir / str(number)
+        if dist.get_rank() == 0:
+            shutil.copytree(run_dir / "whole", copy)
+            damage(list_committed(RunDir(copy).checkpoints_dir)[-1].path)
+        dist.barrier()
+        looking = Saver.open(copy)
+        found = looking.checkpoints.newest()
+        dist.barrier()
+        folders = sorted(path.name for path in RunDir(copy).checkpoints_dir.iterdir())
+        yield {
+            "kind": kind,
+            "step": found.commit.step if found else None,
+            "said": looking.said,
+            "folders": folders,
+        }
+
+
+def look_at_damage(run_dir: Path) -> list[dict[str, Any]]:
+    """`damage_and_look` as a list."""
+    return list(damage_and_look(run_dir))
+
+
+def save_with_file_limit(run_dir: Path) -> dict[str, Any]:
+    """Two saves, for the second of which no file may grow beyond a few bytes."""
+    saver = Saver.open(run_dir)
+    saver.save(1)
+    saver.checkpoints.wait()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        saver.save(2)
+        saver.checkpoints.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    found = saver.checkpoints.newest()
+    return {"notes": saver.notes(), "step": found.commit.step if found else None}
+
+
+def open_where_nothing_can_be_written(run_dir: Path) -> str:
+    """The message with which a job is refused whose checkpoints cannot be written."""
+    saver = Saver.open(run_dir)
+    return _refusal(lambda: saver.checkpoints.newest() and None)
+
+
+def sweep_beside_another_group(run_dir: Path) -> list[str]:
+    """Folders left when a group looks for checkpoints while others may be writing."""
+    from trainer.protocol.worker_config import GroupConfig
+
+    saver = Saver.open(run_dir)
+    folder = RunDir(run_dir).checkpoints_dir
+    names = (
+        "step-00000001-a0-r0-g0i0",  # another group's, alive
+        "step-00000001-a0-r0-g1i0",  # an earlier life of this one
+        "step-00000001-a9-r0-g0i0",  # of an earlier attempt
+    )
+    for name in names:
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    config = config_of(Sharding(1, 1, ("row_wise",)), run_dir)
+    config = replace(config, group=GroupConfig(group=1, incarnation=1))
+    CheckpointManager(config, saver.groups, saver.said.append).newest()
+    return sorted(path.name for path in folder.iterdir())

@@ -1,0 +1,332 @@
+"""Runs with every sharding type, on a model with pooled, weighted and sequence features."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+)
+from torchrec.distributed.types import ShardingPlan
+from torchrec.types import DataType
+
+from tests.harness.small_model import dlrm_spec
+from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite
+from trainer.parallel.mesh import MeshGroups, build_groups, form_node_groups
+from trainer.parallel.model import TwoDParallel
+from trainer.parallel.optimizer import Optimizers, fused_optimizer_params
+from trainer.parallel.planner import PlanError, make_plan, measure_bandwidths, table_plans
+from trainer.parallel.sharding import sharders
+from trainer.spec.job import JobSpec
+
+DIM = 16
+POOLED_TABLES = {"users": 37, "movies": 53, "genres": 11}
+SEQUENCE_TABLES = {"goods": 41, "pages": 19}
+TABLES = POOLED_TABLES | SEQUENCE_TABLES
+# Two features share a table, pooled and in sequence.
+POOLED = {"user": "users", "movie": "movies", "liked": "movies", "genre": "genres"}
+SEQUENCES = {"bought": "goods", "seen": "goods", "visited": "pages"}
+LR, EPS, DENSE_LR = 0.1, 0.01, 0.05
+BATCH_SIZE = 6
+_CPU = torch.device("cpu")
+_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16}
+
+
+@dataclass(frozen=True)
+class ShardingCase:
+    """One training run; `hosts[r]` is where rank r runs."""
+
+    world_size: int
+    shard_group_size: int
+    pooled: str = "row_wise"
+    sequence: str = "row_wise"
+    placement: str = "intra_host"
+    hosts: str = "abab"
+    optimizer: str = "row_wise_adagrad"
+    weighted: bool = False
+    data_type: str = "fp32"
+    all_to_all: str = "fp32"
+    min_partition: int = 8
+    memory_bytes: int | None = None
+    sync_every: int = 2
+    num_steps: int = 4
+
+    @property
+    def sites(self) -> list[WorkerSite]:
+        """Where each rank runs."""
+        return [
+            WorkerSite(r, host, self.hosts[:r].count(host)) for r, host in enumerate(self.hosts)
+        ]
+
+    @property
+    def mesh(self) -> MeshLayout:
+        """The groups that these workers form."""
+        layout = Layout(self.world_size, self.shard_group_size, self.placement)
+        return MeshLayout.build(layout, self.sites)
+
+    @property
+    def spec(self) -> JobSpec:
+        """The job spec that asks for this run."""
+        optimizer = {
+            "sparse": {"name": self.optimizer, "lr": LR, "eps": EPS},
+            "dense": {"name": "sgd", "lr": DENSE_LR},
+        }
+        parallelism = {
+            "workers": self.world_size,
+            "shard_group_size": self.shard_group_size,
+            "placement": self.placement,
+            "dense": "every_step",  # as in the reference, whatever the placement
+            "all_to_all": {"forward": self.all_to_all, "backward": self.all_to_all},
+        }
+        features = [self._pooled_feature(name) for name in POOLED]
+        features += [{"name": n, "type": "sequence", "table": t} for n, t in SEQUENCES.items()]
+        return dlrm_spec(
+            [self._table(name) for name in TABLES],
+            features,
+            optimizer,
+            parallelism,
+            batch_size=BATCH_SIZE,
+            over_arch=(1,),
+            resources={"memory_bytes_per_worker": self.memory_bytes},
+        )
+
+    def _pooled_feature(self, name: str) -> dict[str, Any]:
+        weights = {"weights_column": f"{name}_weights"} if self.weighted else {}
+        return {"name": name, "type": "id_list", "table": POOLED[name], **weights}
+
+    def _table(self, name: str) -> dict[str, Any]:
+        sharding_type = self.pooled if name in POOLED_TABLES else self.sequence
+        return {
+            "name": name,
+            "num_embeddings": TABLES[name],
+            "embedding_dim": DIM,
+            "data_type": self.data_type,
+            "constraints": {
+                "sharding_types": [sharding_type],
+                "min_partition": self.min_partition,
+            },
+        }
+
+
+class Head(nn.Module):
+    """What follows the lookups, in the sharded model and in the reference alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        width = DIM * (len(POOLED) + len(SEQUENCES))
+        self.weight = nn.Parameter(torch.randn(width, generator=generator) / width**0.5)
+
+    def forward(
+        self, pooled: list[torch.Tensor], sequences: list[JaggedTensor], label: torch.Tensor
+    ) -> torch.Tensor:
+        """Mean squared error; an id of a sequence counts less the further on it stands."""
+        reduced = [_reduce(sequence, len(label)) for sequence in sequences]
+        outputs = torch.cat([*pooled, *reduced], dim=1) @ self.weight
+        return nn.functional.mse_loss(outputs, label)
+
+
+def _reduce(sequence: JaggedTensor, num_rows: int) -> torch.Tensor:
+    lengths = sequence.lengths().long()
+    rows = torch.repeat_interleave(torch.arange(num_rows, device=lengths.device), lengths)
+    places = torch.arange(len(rows), device=rows.device) - sequence.offsets().long()[rows]
+    shares = sequence.values() / (1 + places)[:, None]
+    return shares.new_zeros(num_rows, DIM).index_add(0, rows, shares)
+
+
+class Lookups(nn.Module):
+    """An EmbeddingBagCollection and an EmbeddingCollection side by side."""
+
+    def __init__(self, case: ShardingCase) -> None:
+        super().__init__()
+        meta, data_type = torch.device("meta"), _DATA_TYPES[case.data_type]
+        self.pooled = EmbeddingBagCollection(
+            [
+                EmbeddingBagConfig(
+                    num_embeddings=rows,
+                    embedding_dim=DIM,
+                    name=name,
+                    data_type=data_type,
+                    feature_names=[f for f, table in POOLED.items() if table == name],
+                )
+                for name, rows in POOLED_TABLES.items()
+            ],
+            is_weighted=case.weighted,
+            device=meta,
+        )
+        self.sequences = EmbeddingCollection(
+            [
+                EmbeddingConfig(
+                    num_embeddings=rows,
+                    embedding_dim=DIM,
+                    name=name,
+                    data_type=data_type,
+                    feature_names=[f for f, table in SEQUENCES.items() if table == name],
+                )
+                for name, rows in SEQUENCE_TABLES.items()
+            ],
+            device=meta,
+        )
+        self.head = Head()
+
+    def forward(
+        self, pooled: KeyedJaggedTensor, sequences: KeyedJaggedTensor, label: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of one batch."""
+        by_feature, jagged = self.pooled(pooled), self.sequences(sequences)
+        return self.head([by_feature[f] for f in POOLED], [jagged[f] for f in SEQUENCES], label)
+
+
+def make_rows(
+    case: ShardingCase, step: int, rank: int
+) -> tuple[KeyedJaggedTensor, KeyedJaggedTensor, torch.Tensor]:
+    """(pooled, sequences, label) of one rank at one step: with duplicates and empty rows."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    pooled = _random_ids(POOLED, generator, weighted=case.weighted)
+    sequences = _random_ids(SEQUENCES, generator, weighted=False)
+    return pooled, sequences, torch.randn(BATCH_SIZE, generator=generator)
+
+
+def _random_ids(
+    features: dict[str, str], generator: torch.Generator, weighted: bool
+) -> KeyedJaggedTensor:
+    lengths = torch.randint(0, 4, (len(features), BATCH_SIZE), generator=generator)
+    values = [
+        torch.randint(0, TABLES[table], (int(count),), generator=generator)
+        for table, count in zip(features.values(), lengths.sum(dim=1), strict=True)
+    ]
+    weights = torch.rand(int(lengths.sum()), generator=generator) + 0.5
+    return KeyedJaggedTensor(
+        keys=list(features),
+        values=torch.cat(values),
+        lengths=lengths.flatten().int(),
+        weights=weights if weighted else None,
+    )
+
+
+def initial_table(name: str) -> torch.Tensor:
+    """Starting weights of a table [rows, DIM], the same in every layout."""
+    generator = torch.Generator().manual_seed(TABLES[name])
+    return torch.randn(TABLES[name], DIM, generator=generator)
+
+
+def train_sharded(cases: list[ShardingCase]) -> list[dict[str, Any]]:
+    """Train each case on this rank; its own copy of the tables and moments, and the plans."""
+    return [_train(case) for case in cases]
+
+
+def refusals(cases: list[ShardingCase]) -> list[str]:
+    """What each case is refused with on this rank."""
+    messages = []
+    for case in cases:
+        try:
+            _build(case)
+        except PlanError as error:
+            messages.append(str(error))
+    return messages
+
+
+def node_group_refusal(case: ShardingCase) -> str | None:
+    """What forming the node groups of `case` is refused with."""
+    try:
+        form_node_groups(form_groups(case))
+    except LayoutError as error:
+        return str(error)
+    return None
+
+
+def start(case: ShardingCase) -> dict[str, Any]:
+    """What this rank holds and measures before the first step."""
+    torch.manual_seed(dist.get_rank())  # ranks must start equal even when their generators differ
+    model, _ = _build(case)
+    return {
+        "data_parallel": {n: t.detach().clone() for n, t in model.data_parallel_tables().items()},
+        "bandwidths": measure_bandwidths(model.groups),
+    }
+
+
+def form_groups(case: ShardingCase, device: torch.device = _CPU) -> MeshGroups:
+    """The groups of `case` around this rank."""
+    site = case.sites[dist.get_rank()]
+    os.environ["LOCAL_RANK"] = str(site.local_rank)
+    return build_groups(case.mesh.layout, device, timeout_s=30, host=site.host)
+
+
+def _build(case: ShardingCase) -> tuple[TwoDParallel, ShardingPlan]:
+    spec, groups = case.spec, form_groups(case)
+    fused_params = fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    table_sharders = sharders(spec, fused_params)
+    module = Lookups(case)
+    plan = make_plan(module, spec, groups, table_sharders)
+    return TwoDParallel(module, groups, plan, table_sharders), plan
+
+
+def _train(case: ShardingCase) -> dict[str, Any]:
+    spec = case.spec
+    model, plan = _build(case)
+    _set_tables(model)
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    for step in range(1, case.num_steps + 1):
+        optimizers.begin_step(step, case.num_steps)
+        model(*make_rows(case, step, model.groups.rank)).backward()
+        optimizers.step()
+        if step % case.sync_every == 0:
+            _average(model, optimizers)
+    return {
+        "plans": table_plans(plan, spec),
+        "tables": _gather(model, "weight"),
+        "moments": _gather(model, "moment"),
+        "dtypes": {shard.table: shard.weight.dtype for shard in model.table_shards()},
+        "head": model.module.head.weight.detach().clone(),
+    }
+
+
+@torch.no_grad()
+def _set_tables(model: TwoDParallel) -> None:
+    for name, table in model.data_parallel_tables().items():
+        table.copy_(initial_table(name))
+    for shard in model.table_shards():
+        rows, columns = shard.weight.shape
+        whole = initial_table(shard.table)[shard.row_offset :, shard.column_offset :]
+        shard.weight.copy_(whole[:rows, :columns])
+
+
+@torch.no_grad()
+def _average(model: TwoDParallel, optimizers: Optimizers) -> None:
+    weights, states = optimizers.synced_whole(dense=False)
+    shards = model.table_shards()
+    sharded = [tensor for shard in shards for tensor in (shard.weight, *shard.states.values())]
+    for tensor in [*sharded, *weights, *states]:
+        dist.all_reduce(tensor, dist.ReduceOp.AVG, group=model.groups.replica_group)
+
+
+def _gather(model: TwoDParallel, what: Literal["weight", "moment"]) -> dict[str, torch.Tensor]:
+    """Whole tables of this rank's copy, or their moments, put together over its sharding group.
+
+    A row-wise moment stands in every column of its shard; what no shard covers is NaN.
+    """
+    mine = [
+        (shard.table, shard.row_offset, shard.column_offset, shard.weight.shape[1], tensor.clone())
+        for shard in model.table_shards()
+        for tensor in ([shard.weight] if what == "weight" else shard.states.values())
+    ]
+    shards: list[Any] = [None] * model.groups.layout.shard_group_size
+    dist.all_gather_object(shards, mine, group=model.groups.sharding_group)
+    tables = {name: torch.full((rows, DIM), torch.nan) for name, rows in TABLES.items()}
+    for name, row, column, width, tensor in (item for items in shards for item in items):
+        block = tensor if tensor.dim() == 2 else tensor[:, None]
+        tables[name][row : row + len(block), column : column + width] = block
+    if what == "weight":
+        for name, table in model.data_parallel_tables().items():
+            tables[name] = table.detach().clone()
+    return tables

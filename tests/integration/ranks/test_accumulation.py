@@ -1,0 +1,139 @@
+"""Gradient accumulation and clipping on real ranks, against the same written out in plain torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import run_ranks
+from tests.harness.small_model import dense_parameters, form_groups, make_batch
+from tests.integration.ranks.test_optimizers import (
+    ALONE,
+    BATCH_SIZE,
+    NUM_STEPS,
+    PlainTraining,
+    scheduled_spec,
+    tables_of,
+)
+from trainer.parallel.optimizer import Optimizers, factor
+from trainer.parallel.sharding import build_parallel_model
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+
+EVERY = 3
+CLIP_NORM = 0.05
+
+
+def is_dense_step(step: int) -> bool:
+    """At the end of a window, and of the run, whose last window is shorter."""
+    return step % EVERY == 0 or step == NUM_STEPS
+
+
+class PlainAccumulation(PlainTraining):
+    """Tables learn from each batch, the dense part from the clipped mean of a window."""
+
+    def train(self) -> None:
+        """Take all steps."""
+        self.norms: list[float] = []
+        sums = [torch.zeros_like(parameter) for parameter in self.dense]
+        num_batches = 0
+        for step in range(1, NUM_STEPS + 1):
+            self.model.zero_grad()
+            loss, _ = self.model(make_batch(step, dist.get_rank(), BATCH_SIZE))
+            loss.backward()
+            for total, parameter in zip(sums, self.dense, strict=True):
+                total += parameter.grad
+            num_batches += 1
+            ratio = factor(step, NUM_STEPS, self.spec.optimizer.schedule)
+            self._update_tables(ratio)
+            if is_dense_step(step):
+                self._update_dense([total / num_batches for total in sums], ratio)
+                sums, num_batches = [torch.zeros_like(total) for total in sums], 0
+
+    @torch.no_grad()
+    def _update_tables(self, ratio: float) -> None:
+        sparse = self.spec.optimizer.sparse
+        for table in self.tables.values():
+            table -= sparse.lr * ratio * table.grad
+            table *= 1 - sparse.lr * ratio * sparse.weight_decay
+
+    @torch.no_grad()
+    def _update_dense(self, gradients: list[torch.Tensor], ratio: float) -> None:
+        for gradient in gradients:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+        norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
+        self.norms.append(norm.item())
+        scale = min(1.0, CLIP_NORM / norm.item())
+        for parameter, gradient in zip(self.dense, gradients, strict=True):
+            parameter -= self.spec.optimizer.dense.lr * ratio * scale * gradient
+
+
+def train_accumulated() -> dict[str, Any]:
+    """This rank's tables and dense part, and those of the plain model."""
+    spec = scheduled_spec(ALONE, "sgd", data_parallel=("users",))
+    model, _ = build_parallel_model(spec, form_groups(ALONE))
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale, CLIP_NORM)
+    plain = PlainAccumulation(spec, model)
+    for step in range(1, NUM_STEPS + 1):
+        optimizers.begin_step(step, NUM_STEPS)
+        loss, _ = model(make_batch(step, dist.get_rank(), BATCH_SIZE))
+        optimizers.weigh(torch.tensor(2.0 * BATCH_SIZE))
+        loss.backward()
+        optimizers.step(is_dense_step(step))
+    plain.train()
+    dense = {name: p for name, p in plain.model.named_parameters() if "embedding_bags" not in name}
+    return {
+        "tables": tables_of(model.state_dict()),
+        "plain_tables": {name: table.detach() for name, table in plain.tables.items()},
+        "dense": dense_parameters(model),
+        "plain_dense": {name: parameter.detach() for name, parameter in dense.items()},
+        "norms": plain.norms,
+        "metrics": optimizers.metrics(),
+    }
+
+
+def test_dense_steps_use_the_clipped_mean_of_their_window_and_tables_every_batch() -> None:
+    for rank in run_ranks(train_accumulated, 2):
+        for name, expected in rank["plain_tables"].items():
+            torch.testing.assert_close(rank["tables"][name], expected, atol=2e-6, rtol=0)
+        assert len(rank["dense"]) == len(rank["plain_dense"])
+        for name, value in rank["dense"].items():
+            (expected,) = (v for n, v in rank["plain_dense"].items() if n.endswith(name))
+            torch.testing.assert_close(value, expected, atol=2e-6, rtol=0, msg=name)
+        norms = rank["norms"]
+        assert len(norms) == -(-NUM_STEPS // EVERY)
+        assert max(norms) > CLIP_NORM, "clipping must have something to do"
+        assert rank["metrics"]["optimizer/gradient_norm"] == pytest.approx(norms[-1], rel=1e-4)
+
+
+def train_clipped(max_gradient: float | None) -> dict[str, float]:
+    """Largest change of a number in each table after one SGD step at rate 1."""
+    document = scheduled_spec(ALONE, "sgd").model_dump(mode="json", exclude_unset=True)
+    document["optimizer"] = {"sparse": {"name": "sgd", "lr": 1.0, "max_gradient": max_gradient}}
+    spec: JobSpec = validate_spec(document)
+    model, _ = build_parallel_model(spec, form_groups(ALONE))
+    optimizers = Optimizers(model, spec.optimizer, spec.moment_scale)
+    before = tables_of(model.state_dict())
+    optimizers.begin_step(1, 1)
+    loss, _ = model(make_batch(1, dist.get_rank(), BATCH_SIZE))
+    loss.backward()
+    after = tables_of(model.state_dict())
+    return {name: (after[name] - before[name]).abs().max().item() for name in before}
+
+
+def train_clipped_and_free() -> list[dict[str, float]]:
+    """As `train_clipped`, with little, with much, and without."""
+    return [train_clipped(bound) for bound in (1e-6, 1e6, None)]
+
+
+def test_max_gradient_bounds_what_a_batch_does_to_a_table() -> None:
+    for little, much, free in run_ranks(train_clipped_and_free, 2):
+        assert much == free
+        for name, change in little.items():
+            # A row is looked up by a few bags of a batch, a few times each.
+            assert 0 < change < 1e-6 * 10 * BATCH_SIZE, name
+            assert change < free[name] / 10

@@ -1,0 +1,205 @@
+"""Durable checkpoints on real gloo ranks: exact resume, other layouts, warm start, a full disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness.ranks import run_ranks
+from tests.harness.sessions import (
+    assemble,
+    crash_after,
+    load_session,
+    make_config,
+    next_run,
+    train_session,
+)
+from trainer.checkpoint.save_load import list_committed
+from trainer.protocol.run_dir import RunDir
+
+SHORT = ("training.max_steps=12", "checkpoint.every_steps=5", "training.validate_every_steps=6")
+
+
+def _events(run_dir: Path, stream: str) -> list[dict]:
+    path = RunDir(run_dir).attempt("job-test-a0").stream_path(stream)
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _metrics_at(run_dir: Path, stream: str, step: int) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for event in _events(run_dir, stream):
+        if event["kind"] == "metrics" and event["step"] == step:
+            values |= event["values"]
+    return values
+
+
+def test_a_run_that_was_killed_resumes_to_the_same_result(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    # A save between two reports: what the metrics took in so far comes back with it.
+    settings = (*SHORT, "checkpoint.every_steps=4", "checkpoint.asynchronous=false")
+    whole = make_config(small_movielens, tmp_path / "whole", *settings)
+    straight = run_ranks(train_session, 4, whole)
+    cut = make_config(small_movielens, tmp_path / "cut", *settings)
+    with pytest.raises(AssertionError, match="failed"):
+        run_ranks(crash_after, 4, cut, 9, fresh=True)
+    resumed = run_ranks(train_session, 4, next_run(cut))
+    started = next(e for e in _events(tmp_path / "cut", "workers-1") if "resumed_step" in e)
+    assert started["resumed_step"] == 8
+    reached, wanted = resumed[0]["state"], straight[0]["state"]
+    assert (reached.step, reached.position) == (wanted.step, wanted.position)
+    assert reached.rows_trained == wanted.rows_trained
+    assert reached.best == pytest.approx(wanted.best, abs=1e-6)
+    expected = assemble(straight)
+    for name, table in assemble(resumed).items():
+        torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)
+    after, without = (
+        _metrics_at(tmp_path / run, stream, 10)
+        for run, stream in (("cut", "workers-1"), ("whole", "workers-0"))
+    )
+    for name in ("train/loss", "train/rmse"):
+        assert after[name] == pytest.approx(without[name], rel=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("workers", "group_size", "placement"),
+    [
+        (4, 2, "inter_host"),
+        (2, 1, "intra_host"),
+        pytest.param(4, 4, "intra_host", marks=pytest.mark.slow),
+        pytest.param(2, 2, "intra_host", marks=pytest.mark.slow),
+        pytest.param(1, 1, "intra_host", marks=pytest.mark.slow),
+    ],
+)
+def test_a_checkpoint_loads_bitwise_at_another_layout(
+    saved: tuple[Path, list[dict]],
+    small_movielens: Path,
+    workers: int,
+    group_size: int,
+    placement: str,
+) -> None:
+    run_dir, original = saved
+    config = make_config(
+        small_movielens,
+        run_dir,
+        f"parallelism.workers={workers}",
+        f"parallelism.shard_group_size={group_size}",
+        f"parallelism.placement={placement}",
+        # With one copy there is nothing to sync, and asking for it is refused.
+        *(["parallelism.sync=null"] if workers == group_size else []),
+        run_index=1,
+    )
+    loaded = run_ranks(load_session, workers, config)
+    assert loaded[0]["state"] == original[0]["state"]
+    expected = assemble(original)
+    tables = assemble(loaded)
+    assert set(tables) == set(expected)
+    # Second moments grow in proportion to M, so another number of copies has them in proportion.
+    scale = (workers // group_size) / 2
+    for name, table in tables.items():
+        factor = scale if "momentum" in name else 1
+        assert torch.equal(table, expected[name] * factor), name
+    for name, value in loaded[0]["dense"].items():
+        assert torch.equal(value, original[0]["dense"][name]), name
+
+
+@pytest.mark.slow
+def test_another_job_starts_warm_and_then_from_its_own_checkpoints(
+    saved: tuple[Path, list[dict]], small_movielens: Path, tmp_path: Path
+) -> None:
+    run_dir, original = saved
+    warm = make_config(
+        small_movielens,
+        tmp_path,
+        "parallelism.workers=2",
+        "parallelism.sync=null",
+        f"checkpoint.warm_start.path={run_dir}",
+    )
+    started = run_ranks(load_session, 2, warm)
+    assert (started[0]["state"].step, started[0]["state"].rows_trained) == (0, 0)
+    expected = assemble(original)
+    for name, table in assemble(started).items():
+        scale = 0.5 if "momentum" in name else 1  # one copy instead of two
+        assert torch.equal(table, expected[name] * scale), name
+    (note,) = [e["message"] for e in _events(tmp_path, "workers-0") if e["kind"] == "note"]
+    assert "warm start from checkpoint" in note
+    assert str(run_dir) in note
+    own = make_config(small_movielens, run_dir, "checkpoint.warm_start.path=/nowhere", run_index=1)
+    assert run_ranks(load_session, 4, own)[0]["state"].step == 12
+
+
+@pytest.fixture(scope="module")
+def saved(
+    small_movielens: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, list[dict]]:
+    """A finished run at T=4, L=2 and what its ranks held."""
+    run_dir = tmp_path_factory.mktemp("saved")
+    config = make_config(small_movielens, run_dir, *SHORT)
+    return run_dir, run_ranks(train_session, 4, config)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MB."""
+    if os.geteuid() != 0:
+        pytest.skip("a full disk is made by mounting a small tmpfs, which needs root")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def _fill(folder: Path, spare_bytes: int) -> None:
+    free_bytes = shutil.disk_usage(folder).free
+    (folder / "filler").write_bytes(b"x" * (free_bytes - spare_bytes))
+
+
+@pytest.mark.slow
+def test_a_full_disk_fails_clearly_and_keeps_what_was_saved(
+    small_movielens: Path, small_disk: Path
+) -> None:
+    first = make_config(small_movielens, small_disk, *SHORT)
+    run_ranks(train_session, 4, first)
+    _fill(small_disk, spare_bytes=50_000)
+    longer = make_config(small_movielens, small_disk, *SHORT, "training.max_steps=24", run_index=1)
+    with pytest.raises(AssertionError, match="MB free at"):
+        run_ranks(train_session, 4, longer)
+    warnings = [e for e in _events(small_disk, "workers-1") if e.get("level") == "error"]
+    assert warnings, "a periodic save that failed is said, and training goes on"
+    loaded = run_ranks(load_session, 4, next_run(longer))
+    assert loaded[0]["state"].step == 12
+
+
+@pytest.mark.slow
+def test_a_run_goes_back_to_the_checkpoint_that_was_chosen_and_to_the_same_result(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    settings = (*SHORT, "checkpoint.every_steps=4", "checkpoint.keep_last=5")
+    first = make_config(small_movielens, tmp_path, *settings)
+    straight = run_ranks(train_session, 4, first)
+    saved = list_committed(RunDir(tmp_path).checkpoints_dir)
+    assert {each.commit.step for each in saved} >= {4, 8, 12}
+    chosen = next(each for each in saved if each.commit.step == 4)
+    rewind = {"checkpoint": chosen.path.name, "attempt_index": 1}
+    RunDir(tmp_path).rewind_path.write_text(json.dumps(rewind))
+    again = replace(first, attempt_id="job-test-a1")
+    loaded = run_ranks(load_session, 4, again)
+    assert loaded[0]["state"].step == 4
+    assert len(list_committed(RunDir(tmp_path).checkpoints_dir)) == len(saved)
+    trained = run_ranks(train_session, 4, again)
+    kept = {each.path.name for each in list_committed(RunDir(tmp_path).checkpoints_dir)}
+    assert {name for name in kept if "-a0-" in name} == {chosen.path.name}
+    expected = assemble(straight)
+    for name, table in assemble(trained).items():
+        torch.testing.assert_close(table, expected[name], atol=1e-6, rtol=0)

@@ -1,0 +1,135 @@
+"""Saves beside the training, damaged checkpoints and broken storage, on real gloo ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+
+from tests.harness.ranks import run_ranks
+from tests.integration.ranks.checkpoint_cases import Sharding, whole_tables
+from tests.integration.ranks.save_cases import (
+    DAMAGE,
+    SLOW_S,
+    close_in_the_middle,
+    look_at_damage,
+    open_where_nothing_can_be_written,
+    save_in_trouble,
+    save_while_training,
+    save_with_file_limit,
+    sweep_beside_another_group,
+)
+from trainer.checkpoint.save_load import list_committed
+from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted, Metrics, Note
+from trainer.protocol.run_dir import RunDir
+
+MIXED = Sharding(4, 2, ("data_parallel", "column_wise", "row_wise"), min_partition=8)
+
+
+def _of_kind(kind: type, said: list[Any]) -> list[Any]:
+    return [event for event in said if isinstance(event, kind)]
+
+
+def test_a_save_holds_its_own_step_while_training_goes_on(tmp_path: Path) -> None:
+    ranks = run_ranks(save_while_training, 4, MIXED, tmp_path)
+    saved = whole_tables([rank["at_save"] for rank in ranks])
+    trained_on = whole_tables([rank["after"] for rank in ranks])
+    for name, values in whole_tables([rank["loaded"] for rank in ranks]).items():
+        assert torch.equal(values.nan_to_num(), saved[name].nan_to_num()), name
+    assert not torch.equal(saved["movies"], trained_on["movies"])
+    for name, value in ranks[0]["loaded"]["dense"].items():
+        assert torch.equal(value, ranks[0]["at_save"]["dense"][name]), name
+    assert ranks[0]["said_meanwhile"] == 0
+    said = ranks[0]["said"]
+    assert [event.step for event in _of_kind(CheckpointCommitted, said)] == [2]
+    (costs,) = _of_kind(Metrics, said)
+    assert 0 < costs.values["checkpoint/stall_s"] < SLOW_S < costs.values["checkpoint/write_s"]
+    assert not ranks[1]["said"], "rank 0 speaks for all"
+    _check_written_once(list_committed(RunDir(tmp_path).checkpoints_dir)[0].path)
+
+
+def _check_written_once(folder: Path) -> None:
+    """Files hold each piece once, and all ranks wrote some."""
+    pieces = FileSystemReader(folder).read_metadata().storage_data.values()
+    written = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
+    assert sum(piece.length for piece in pieces) == sum(written.values())
+    assert {name[:4] for name in written} == {"__0_", "__1_", "__2_", "__3_"}
+
+
+def test_a_save_waits_for_the_one_before_and_a_failed_one_is_said(tmp_path: Path) -> None:
+    first, second = run_ranks(save_in_trouble, 2, tmp_path)
+    assert min(first["waited_s"], second["waited_s"]) > SLOW_S / 2
+    (note,) = first["notes"]
+    assert "step-00000003-a0-r0 could not be written: OSError" in note
+    assert "MB free at" in note
+    assert second["notes"] == []
+    for rank in (first, second):
+        assert "step-00000005-a0-r0 could not be written" in rank["message"]
+    committed = [event.step for event in _of_kind(CheckpointCommitted, first["said"])]
+    assert committed == [1, 2, 4]
+    folders = sorted(path.name for path in RunDir(tmp_path).checkpoints_dir.iterdir())
+    assert folders == ["step-00000002-a0-r0", "step-00000004-a0-r0"]
+
+
+def test_an_end_waits_for_the_save_under_way(tmp_path: Path) -> None:
+    assert run_ranks(close_in_the_middle, 2, tmp_path) == [1, 1]
+
+
+def test_any_damage_makes_the_checkpoint_before_count_and_is_said(tmp_path: Path) -> None:
+    first, second = run_ranks(look_at_damage, 2, tmp_path)
+    assert [found["kind"] for found in first] == list(DAMAGE)
+    for found in first:
+        assert found["step"] == 1, found["kind"]
+        assert len(found["folders"]) == (1 if found["kind"] == "missing marker" else 2)
+        if found["kind"] == "missing marker":
+            assert not found["said"], "an unfinished save is no news"
+            continue
+        assert "damaged-step-00000002-a0-r0" in found["folders"], found["kind"]
+        (note,) = [event for event in found["said"] if isinstance(event, Note)]
+        assert note.level == "error"
+        assert "step-00000002-a0-r0 is damaged" in note.message
+        deleted = [event.step for event in found["said"] if isinstance(event, CheckpointDeleted)]
+        assert deleted == [2], found["kind"]
+    assert [found["step"] for found in second] == [1] * len(DAMAGE)
+
+
+def test_a_file_that_cannot_grow_fails_the_save_and_nothing_else(tmp_path: Path) -> None:
+    first, second = run_ranks(save_with_file_limit, 2, tmp_path, fresh=True)
+    (note,) = first["notes"]
+    assert "step-00000002-a0-r0 could not be written" in note
+    assert "Earlier checkpoints are untouched" in note
+    assert first["step"] == second["step"] == 1
+
+
+@pytest.fixture
+def read_only_folder(tmp_path: Path) -> Iterator[Path]:
+    """A run folder whose checkpoints cannot be written, not even by root."""
+    folder = RunDir(tmp_path).checkpoints_dir
+    folder.mkdir()
+    if os.geteuid() != 0:
+        folder.chmod(0o500)
+        yield tmp_path
+        return
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,ro", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this machine does not let root mount a tmpfs, and root may write anywhere")
+    yield tmp_path
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_read_only_storage_is_refused_at_the_start_on_every_rank(read_only_folder: Path) -> None:
+    messages = run_ranks(open_where_nothing_can_be_written, 2, read_only_folder)
+    assert len(set(messages)) == 1
+    assert "checkpoints cannot be written" in messages[0]
+    assert "make it writable" in messages[0]
+
+
+def test_a_group_leaves_what_another_may_be_writing(tmp_path: Path) -> None:
+    (left,) = run_ranks(sweep_beside_another_group, 1, tmp_path)
+    assert left == ["step-00000001-a0-r0-g0i0"]

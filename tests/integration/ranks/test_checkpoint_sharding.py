@@ -1,0 +1,156 @@
+"""Checkpoints on real gloo ranks: saved in any sharding, loaded in any other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.ranks import in_turn, run_ranks
+from tests.harness.small_model import TABLE_ROWS
+from tests.integration.ranks.checkpoint_cases import (
+    EMBEDDING_DIM,
+    Sharding,
+    load,
+    save_as_before,
+    train_and_save,
+    train_on,
+    whole_tables,
+    why_not,
+)
+
+ROWS = Sharding(4, 2, ("row_wise",))
+FOUR_COLUMNS = Sharding(4, 2, ("column_wise",), min_partition=4)
+EIGHT_COLUMNS = Sharding(4, 2, ("column_wise",), min_partition=8, placement="inter_host")
+ROWS_OF_TWO = Sharding(2, 2, ("row_wise",))
+COLUMNS_OF_TWO = Sharding(2, 2, ("column_wise",), min_partition=4)
+MIXED = Sharding(4, 2, ("data_parallel", "column_wise", "table_wise"), min_partition=8)
+GRID = Sharding(4, 4, ("grid_shard",), min_partition=8, placement="inter_host")
+BY_HOST = Sharding(
+    4, 4, ("table_row_wise", "grid_shard", "data_parallel"), min_partition=8, placement="inter_host"
+)
+
+
+def _check_loaded(saved: dict[str, torch.Tensor], loaded: list[dict[str, Any]]) -> None:
+    """Weights are bitwise those of the checkpoint, moments the mean over a shard's columns."""
+    whole_tables(loaded)  # complete, and copies are equal
+    for table, row, column, weight, states in (s for rank in loaded for s in rank["shards"]):
+        num_rows, num_columns = weight.shape
+        place = (slice(row, row + num_rows), slice(column, column + num_columns))
+        assert torch.equal(weight, saved[table][place]), table
+        for state in states:
+            moments = saved[f"{table}.moments"][place]
+            expected = moments.double().mean(1).float() if state.dim() == 1 else moments
+            torch.testing.assert_close(state.reshape(expected.shape), expected, rtol=2e-7, atol=0)
+
+
+def _run(world_size: int, *calls: tuple[Any, ...]) -> list[list[dict[str, Any]]]:
+    """What each rank held after each of `calls`, by call."""
+    ranks = run_ranks(in_turn, world_size, *calls)
+    return [list(results) for results in zip(*ranks, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "savers", "loaders"),
+    [
+        ("row_wise_adagrad", [FOUR_COLUMNS, MIXED, GRID], [ROWS, EIGHT_COLUMNS, BY_HOST]),
+        pytest.param("adagrad", [MIXED, GRID], [FOUR_COLUMNS], marks=pytest.mark.slow),
+    ],
+)
+def test_every_sharding_loads_what_any_other_saved(
+    optimizer: str, savers: list[Sharding], loaders: list[Sharding], tmp_path: Path
+) -> None:
+    calls: list[tuple[Any, ...]] = []
+    for i, saver in enumerate(savers):
+        folder = tmp_path / str(i)
+        calls.append((train_and_save, replace(saver, optimizer=optimizer), folder))
+        calls += [(load, replace(each, optimizer=optimizer), folder) for each in loaders]
+    results = iter(_run(4, *calls))
+    for _ in savers:
+        original = next(results)
+        saved = whole_tables(original)
+        for _ in loaders:
+            loaded = next(results)
+            _check_loaded(saved, loaded)
+            for name, value in loaded[0]["dense"].items():
+                assert torch.equal(value, original[0]["dense"][name]), name
+
+
+@pytest.fixture(scope="module")
+def saved_columns(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A checkpoint of tables in four column shards, and what was saved."""
+    folder = tmp_path_factory.mktemp("columns") / "checkpoint"
+    return folder, whole_tables(run_ranks(train_and_save, 4, FOUR_COLUMNS, folder))
+
+
+@pytest.mark.slow
+def test_the_same_columns_load_bitwise_at_another_layout(
+    saved_columns: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    folder, saved = saved_columns
+    moments = saved["movies.moments"].reshape(-1, 4, EMBEDDING_DIM // 4)
+    assert not torch.equal(moments[:, 0], moments[:, 1]), "column shards have moments of their own"
+    layouts = [replace(FOUR_COLUMNS, world_size=2, shard_group_size=size) for size in (1, 2)]
+    for loaded in _run(2, *((load, layout, folder) for layout in layouts)):
+        for name, values in whole_tables(loaded).items():
+            assert torch.equal(values, saved[name]), name
+
+
+@pytest.mark.slow
+def test_moments_of_rows_are_bitwise_the_same_after_a_detour_over_columns(tmp_path: Path) -> None:
+    saved, _, loaded = _run(
+        2,
+        (train_and_save, ROWS_OF_TWO, tmp_path / "rows"),
+        (load, COLUMNS_OF_TWO, tmp_path / "rows", None, tmp_path / "columns"),
+        (load, ROWS_OF_TWO, tmp_path / "columns"),
+    )
+    expected = whole_tables(saved)
+    for name, values in whole_tables(loaded).items():
+        assert torch.equal(values, expected[name]), name
+
+
+@pytest.mark.slow
+def test_moments_of_columns_join_to_what_whole_rows_would_have(tmp_path: Path) -> None:
+    _, in_rows, in_columns = _run(
+        2,
+        (train_and_save, ROWS_OF_TWO, tmp_path / "rows"),
+        (train_on, ROWS_OF_TWO, tmp_path / "rows"),
+        (train_on, COLUMNS_OF_TWO, tmp_path / "rows"),
+    )
+    expected, found = whole_tables(in_rows), whole_tables(in_columns)
+    for table in TABLE_ROWS:
+        joined = found[f"{table}.moments"].mean(1, keepdim=True).expand(-1, EMBEDDING_DIM)
+        torch.testing.assert_close(joined, expected[f"{table}.moments"], rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_an_earlier_version_loads(tmp_path: Path) -> None:
+    before = replace(ROWS_OF_TWO, types=("row_wise", "table_wise", "row_wise"))
+    original, loaded, in_columns = _run(
+        2,
+        (save_as_before, before, tmp_path / "old"),
+        (load, before, tmp_path / "old"),
+        (load, COLUMNS_OF_TWO, tmp_path / "old"),
+    )
+    saved = whole_tables(original)
+    _check_loaded(saved, loaded)
+    _check_loaded(saved, in_columns)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_other_tables_or_optimizers_is_refused_on_every_rank(
+    saved_columns: tuple[Path, dict[str, torch.Tensor]],
+) -> None:
+    folder, _ = saved_columns
+    other_rows, other_optimizer = _run(
+        4,
+        (why_not, MIXED, folder, {**TABLE_ROWS, "movies": 54}),
+        (why_not, replace(MIXED, optimizer="adagrad"), folder),
+    )
+    assert len(set(other_rows)) == len(set(other_optimizer)) == 1
+    assert "table movies is [53, 16] in the checkpoint and [54, 16] in this job" in other_rows[0]
+    assert "it has no optimizer state of table users" in other_optimizer[0]
+    assert "sharding, workers and placement may differ" in other_rows[0]

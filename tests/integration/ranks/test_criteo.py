@@ -1,0 +1,127 @@
+"""Criteo from raw files to a trained model: object stores and training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from tests.conftest import REPO
+from tests.harness.files import digest
+from tests.harness.object_store import run_object_store
+from tests.harness.ranks import run_ranks
+from trainer.data.manifest import load_manifest
+from trainer.datasets.cli import app
+from trainer.datasets.criteo.prepare import prepare_criteo
+from trainer.datasets.criteo.reader import SCHEMA
+from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
+from trainer.datasets.inspect import inspect_data
+from trainer.datasets.profile import find_data
+from trainer.errors import SourceMissingError
+from trainer.parallel.mesh import build_groups
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec import load_spec
+from trainer.spec.resolve import resolve_tables
+from trainer.storage import Location
+from trainer.training.session import Session
+from trainer.training.worker import layout_of, train
+
+pytestmark = pytest.mark.slow
+
+
+EXAMPLES = REPO / "examples"
+SHORT = (
+    "data.batch_size=256",
+    "parallelism.workers=2",
+    "parallelism.shard_group_size=1",
+    "training.validate_every_steps=1000",
+    "checkpoint.every_steps=1000",
+)
+
+
+@pytest.fixture(scope="module")
+def raw(tmp_path_factory) -> Path:
+    """30 000 rows of two days, compressed."""
+    folder = tmp_path_factory.mktemp("criteo") / "raw"
+    options = CriteoGeneratorOptions(
+        num_rows=30_000, format="tsv", max_ids=50, num_days=2, gzip=True
+    )
+    generate_criteo(folder, options)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(raw, tmp_path_factory) -> Path:
+    """The raw rows, prepared here in one go."""
+    out = tmp_path_factory.mktemp("criteo") / "prepared"
+    prepare_criteo([raw], out)
+    return out
+
+
+def test_files_of_an_object_store_are_prepared_to_the_same_bytes_there(raw, prepared, tmp_path):
+    with run_object_store() as store:
+        for path in raw.glob("day_*"):
+            Location.parse(store.url(f"raw/{path.name}")).upload(path)
+        prepare_criteo([store.url("raw")], store.url("out"))
+        result = Location.parse(store.url("out"))
+        for file in result.list(recursive=True):
+            target = tmp_path / "copy" / file.relative_to(result)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file.download(target)
+        shown = CliRunner().invoke(app, ["inspect", store.url("out")], env={"COLUMNS": "200"})
+        with pytest.raises(SourceMissingError, match="s3://data/absent is missing"):
+            prepare_criteo([store.url("absent")], tmp_path / "none")
+    assert digest(tmp_path / "copy") == digest(prepared)
+    assert shown.exit_code == 0, shown.output
+    assert "27,000 rows in" in shown.stdout and "OK: " in shown.stdout
+
+
+def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:
+    """Train a whole example on one rank of a session; its final metrics."""
+    torch.set_num_threads(1)
+    text = (EXAMPLES / f"{name}.yaml").read_text()
+    spec = resolve_tables(load_spec(text, [f"data.path={data}", *SHORT]), load_manifest(data))
+    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=60)
+    return train(Session(WorkerConfig(spec, run_dir, "job-test-a0", 0), groups))
+
+
+@pytest.mark.parametrize("name", ["criteo-dlrm", "criteo-dcn"])
+def test_an_example_learns_what_the_teacher_knows(tmp_path, name):
+    data = tmp_path / "data"
+    options = CriteoGeneratorOptions(num_rows=60_000, max_ids=20, num_partitions=4)
+    teacher = generate_criteo(data, options)["parts"]["validation"]
+    metrics, _ = run_ranks(train_example, 2, name, data, tmp_path / "run", timeout_s=200)
+    assert metrics["validation/logloss"] == pytest.approx(metrics["validation/loss"], rel=1e-5)
+    assert metrics["validation/calibration"] == pytest.approx(1, abs=0.15)
+    # Nobody beats the teacher; most of what it knows is learned.
+    assert teacher["ne"] < metrics["validation/ne"] < teacher["ne"] + 0.35 * (1 - teacher["ne"])
+    assert 0.5 < metrics["validation/auc"] < teacher["auc"]
+
+
+def train_suggested(data: Path, run_dir: Path) -> dict[str, float]:
+    """Train the DCN v2 example on raw columns, with the features and tables that are suggested."""
+    torch.set_num_threads(1)
+    (found,) = find_data([str(data / "train")])
+    parts = yaml.safe_load(inspect_data(found).suggestion.yaml())
+    dim = parts["embedding_tables"][0]["embedding_dim"]
+    document = yaml.safe_load((EXAMPLES / "criteo-dcn.yaml").read_text()) | parts
+    overrides = [f"data.path={data}", f"model.dense_arch.layer_sizes=[64, {dim}]", *SHORT]
+    spec = load_spec(yaml.safe_dump(document), overrides)
+    groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=60)
+    return train(Session(WorkerConfig(spec, run_dir, "job-test-a0", 0), groups))
+
+
+def test_raw_columns_in_parquet_are_trained_on_as_inspect_suggests(raw, tmp_path):
+    for split, day in (("train", "day_0"), ("validation", "day_1")):
+        clicks = pl.read_csv(
+            raw / f"{day}.gz", separator="\t", has_header=False, schema=SCHEMA, quote_char=None
+        )
+        (tmp_path / "data" / split).mkdir(parents=True)
+        clicks.write_parquet(tmp_path / "data" / split / "part.parquet", row_group_size=2000)
+    metrics, _ = run_ranks(train_suggested, 2, tmp_path / "data", tmp_path / "run", timeout_s=200)
+    # 15 000 rows teach little; what counts is that raw values arrive where they should.
+    assert metrics["validation/ne"] < 0.985

@@ -1,0 +1,169 @@
+"""A job that was trained on real ranks, exported, and served over HTTP: the same predictions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from service.app import create_app
+from service.backends.fake import FakeBackend
+from service.client.client import ShardloomClient
+from service.db.jobs import JobStore
+from service.settings import Settings
+from tests.harness.builders import batch as batch_of
+from tests.harness.builders import checkpoint
+from tests.harness.chaos import elastic_config
+from tests.harness.elastic import ElasticHarness
+from tests.harness.ranks import run_ranks
+from tests.harness.sessions import make_config
+from tests.harness.wait import free_port
+from tests.unit.trainer.export.export_case import make_spec, rows, write_data, write_run
+from trainer.data.batches import validation_batches
+from trainer.data.decode import layout_of as columns_of
+from trainer.data.parquet import ParquetSource
+from trainer.export.exporter import ExportRequest, export
+from trainer.export.predict import predict
+from trainer.parallel.mesh import build_groups
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.training.session import Session
+from trainer.training.worker import layout_of, train
+
+SHORT = ("training.max_steps=20", "checkpoint.every_steps=20", "training.validate_every_steps=20")
+
+
+def train_and_predict(config: WorkerConfig) -> dict[str, Any]:
+    """Train to the end; what this rank's model predicts in stars for its share of the rows."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    metrics = train(session)
+    spec, folder = config.spec, Path(config.spec.data.path) / "validation"
+    source = ParquetSource(folder, [column.name for column in columns_of(spec).columns])
+    found = []
+    session.model.eval()
+    for batch in validation_batches(source, spec, groups.rank, groups.layout.world_size):
+        with torch.no_grad():
+            outputs = session.model(batch)[1]
+        stars = outputs * batch.label_scale + batch.label_offset
+        label = batch.label * batch.label_scale + batch.label_offset
+        rows = torch.cat([stars, label], dim=1)[batch.weight > 0]
+        found.append(rows.numpy())
+    return {"rows": np.concatenate(found), "metrics": metrics}
+
+
+def wait_until_up(process: subprocess.Popen[bytes], url: str) -> None:
+    for _ in range(600):
+        assert process.poll() is None, "the scorer ended"
+        try:
+            if httpx.get(f"{url}/healthz", timeout=2).is_success:
+                return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise AssertionError("the scorer never answered")
+
+
+def score_over_http(folder: Path, table: pa.Table) -> list[float]:
+    """Predictions of `shardloom serve` for the inputs in `table`, in two batches."""
+    names = [each["name"] for each in json.loads((folder / "features.json").read_text())["inputs"]]
+    rows, port = table.select(names).to_pylist(), free_port()
+    command = [sys.executable, "-m", "service.cli", "serve", str(folder), "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            wait_until_up(process, url)
+            found = []
+            for part in (rows[:100], rows[100:]):
+                answer = httpx.post(f"{url}/v1/predict", json={"rows": part}, timeout=60)
+                assert answer.status_code == 200, answer.text
+                found += [row["rating"] for row in answer.json()["predictions"]]
+            return found
+        finally:
+            process.terminate()
+
+
+def test_a_trained_job_is_exported_and_served_with_the_same_predictions(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path / "run", *SHORT)
+    ranks = run_ranks(train_and_predict, 4, config)
+    spec_path = RunDir(tmp_path / "run").attempt("job-test-a0").spec_path
+    spec_path.write_text(config.spec.model_dump_json())
+    folder = tmp_path / "out"
+    command = [sys.executable, "-m", "service.cli", "export", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run([*command, "--to", str(folder)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rmse" in done.stdout
+
+    table = pq.read_table(small_movielens / "validation")
+    served = np.array(score_over_http(folder, table))
+    # Ranks took shares of the rows; the label tells which rows are which no better than sorting.
+    trained = np.concatenate([rank["rows"] for rank in ranks])
+    assert len(trained) == len(served) == len(table)
+    np.testing.assert_allclose(np.sort(served), np.sort(trained[:, 0]), rtol=0, atol=2e-3)
+    rmse = float(np.sqrt(np.mean((served - table["rating"].to_numpy()) ** 2)))
+    assert rmse == pytest.approx(ranks[0]["metrics"]["validation/rmse"], abs=2e-4)
+    report = json.loads((folder / "report.json").read_text())
+    assert report["recorded_metrics"]["validation/rmse"] == pytest.approx(rmse, abs=2e-4)
+    assert report["tasks"]["rating"]["max_abs_error"] < 2e-3
+    assert report["num_rows"] == len(table)
+
+
+@pytest.mark.slow
+def test_an_export_asked_for_over_rest_is_made_beside_the_service_and_downloaded(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(home=tmp_path / "home", backend="fake", dashboard=False)
+    store = JobStore.open(settings.database_url)
+    app = create_app(settings, store, FakeBackend(tmp_path / "cluster"))
+    with TestClient(app, base_url="http://127.0.0.1:8700") as http:
+        spec = make_spec(write_data(tmp_path / "data"))
+        answer = http.post("/v1/jobs", json={"spec": spec.model_dump(mode="json")})
+        job_id = answer.json()["id"]
+        write_run(settings.runs_dir / job_id, spec, 7)
+        wait_for(lambda: bool(store.list_attempts(job_id)))
+        store.append_events(f"{job_id}-a0", batch_of(checkpoint(7)), time.time())
+        with ShardloomClient(str(http.base_url), transport=http._transport) as client:
+            asked = client.request_export(job_id, checkpoint="7", quantize="fp16")
+            done = client.wait_for_export(job_id, asked.id, timeout_s=120)
+            folder = client.download_export(job_id, asked.id, tmp_path / "out")
+    assert done.report is not None
+    assert done.report["tasks"]["stars"]["max_abs_error"] < 2e-3
+    assert len(predict(folder, rows())["stars"]) == done.report["num_rows"]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(200):
+        if condition():
+            return
+        time.sleep(0.05)
+    raise AssertionError("it never came")
+
+
+@pytest.mark.slow
+def test_a_job_whose_groups_are_failure_domains_is_exported_as_it_was_validated(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    # Two groups of two ranks: tables in shards, copies that meet at syncs.
+    config = elastic_config(small_movielens, tmp_path / "run", 2, 2, "training.epochs=1")
+    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
+        harness.wait_to_end()
+    spec_path = RunDir(tmp_path / "run").attempt(config.attempt_id).spec_path
+    spec_path.write_text(config.spec.model_dump_json())
+    report = export(ExportRequest(tmp_path / "run", tmp_path / "out", quantize="none"))
+    assert config.spec.parallelism.failure_domain == "replica_group"
+    assert report.tasks["rating"].max_abs_error < 1e-4
+    recorded = report.recorded_metrics["validation/rmse"]
+    assert report.tasks["rating"].export_metric == pytest.approx(recorded, abs=1e-4)

@@ -1,0 +1,243 @@
+"""Task metrics over real ranks: equal to what one process computes from all rows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torchrec import KeyedJaggedTensor
+
+from tests.harness.ranks import run_ranks
+from trainer.data.batches import Batch
+from trainer.spec.model import TaskSpec
+from trainer.training.metrics import TaskMeter
+
+NUM_BATCHES, BATCH_SIZE = 3, 16
+
+
+def batch_of(rank: int, step: int, is_binary: bool) -> tuple[Batch, torch.Tensor]:
+    """A batch with three padding rows, and the model's outputs for it."""
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    label = torch.randn(BATCH_SIZE, 1, generator=generator)
+    weight = torch.ones(BATCH_SIZE)
+    weight[-3:] = 0
+    batch = Batch(
+        dense=torch.zeros(BATCH_SIZE, 1),
+        sparse=KeyedJaggedTensor(keys=[], values=torch.zeros(0), lengths=torch.zeros(0)),
+        label=(label > 0).float() if is_binary else label,
+        label_offset=torch.full((BATCH_SIZE, 1), 0.0 if is_binary else 3.5),
+        label_scale=torch.full((BATCH_SIZE, 1), 1.0 if is_binary else 0.5),
+        weight=weight,
+    )
+    return batch, torch.randn(BATCH_SIZE, 1, generator=generator)
+
+
+def loss_of(batch: Batch, outputs: torch.Tensor) -> torch.Tensor:
+    """Mean squared error over the real rows."""
+    return ((outputs - batch.label)[:, 0].square() * batch.weight).sum() / batch.weight.sum()
+
+
+def measure(rank_count: int, loss: str) -> list[dict[str, float]]:
+    """Two reports of this rank's meter."""
+    task = TaskSpec(name="t", loss=loss)
+    meter = TaskMeter([task], BATCH_SIZE, window_rows=rank_count * NUM_BATCHES * BATCH_SIZE)
+    reports = []
+    for report in range(2):
+        for step in range(NUM_BATCHES):
+            seed = report * NUM_BATCHES + step
+            batch, outputs = batch_of(torch.distributed.get_rank(), seed, loss == "bce")
+            meter.update(batch, loss_of(batch, outputs), outputs)
+        reports.append(meter.compute("train"))
+    return reports
+
+
+def measure_until(num_ranks: int, loss: str) -> dict[str, torch.Tensor]:
+    """State of this rank's meter after a report and two more of three batches."""
+    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE, window_rows=999)
+    for step in range(NUM_BATCHES):
+        _take_in(meter, step, loss)
+    meter.compute("train")
+    assert not meter.state()["loss"].any(), "nothing came in since the report"
+    for step in range(NUM_BATCHES - 1):
+        _take_in(meter, NUM_BATCHES + step, loss)
+        meter.state()  # looking changes nothing
+    return meter.state()
+
+
+def measure_from(state: dict[str, torch.Tensor], loss: str) -> tuple[dict[str, float], bool]:
+    """The report after one more batch, whose rows the ranks share; whether the state came along."""
+    meter = TaskMeter([TaskSpec(name="t", loss=loss)], BATCH_SIZE, window_rows=999)
+    meter.load_state(state)
+    came_along = all(
+        torch.equal(value.sort()[0], state[name].sort()[0]) for name, value in meter.state().items()
+    )
+    if torch.distributed.get_rank() == 0:
+        for rank in range(3):
+            batch, outputs = batch_of(rank, 2 * NUM_BATCHES - 1, loss == "bce")
+            meter.update(batch, loss_of(batch, outputs), outputs)
+    return meter.compute("train"), came_along
+
+
+def measure_nothing() -> list[dict[str, float]]:
+    """Reports before any batch, after one without a row that counts, and after one with rows."""
+    meter = TaskMeter([TaskSpec(name="t", loss="bce")], BATCH_SIZE, window_rows=999)
+    reports = [meter.compute("train")]
+    batch, outputs = batch_of(torch.distributed.get_rank(), 0, is_binary=True)
+    empty = replace(batch, weight=torch.zeros(BATCH_SIZE))
+    meter.update(empty, torch.zeros(()), outputs)
+    reports.append(meter.compute("train"))
+    _take_in(meter, 0, "bce")
+    return [*reports, meter.compute("train")]
+
+
+def test_without_a_row_that_counts_there_are_no_metrics() -> None:
+    for before, without, after in run_ranks(measure_nothing, 2):
+        assert (before, without) == ({}, {})
+        assert {"train/loss", "train/ne", "train/auc"} <= set(after)
+        assert all(math.isfinite(value) for value in after.values())
+
+
+def _take_in(meter: TaskMeter, seed: int, loss: str) -> None:
+    batch, outputs = batch_of(torch.distributed.get_rank(), seed, loss == "bce")
+    meter.update(batch, loss_of(batch, outputs), outputs)
+
+
+def all_rows(report: int, is_binary: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """(outputs, labels) of every real row of one report of three ranks, normalised."""
+    pairs = [
+        batch_of(rank, report * NUM_BATCHES + step, is_binary)
+        for rank in range(3)
+        for step in range(NUM_BATCHES)
+    ]
+    return (
+        torch.cat([outputs[:-3, 0] for _, outputs in pairs]),
+        torch.cat([batch.label[:-3, 0] for batch, _ in pairs]),
+    )
+
+
+def test_regression_metrics_are_in_the_label_unit_and_skip_padding() -> None:
+    for reports in run_ranks(measure, 3, 3, "mse"):
+        for index, values in enumerate(reports):
+            outputs, labels = all_rows(index, is_binary=False)
+            errors = 0.5 * (outputs - labels)
+            assert values["train/rmse"] == pytest.approx(errors.square().mean().sqrt().item())
+            assert values["train/mae"] == pytest.approx(errors.abs().mean().item())
+            expected_loss = (outputs - labels).square().mean().item()
+            assert values["train/loss"] == pytest.approx(expected_loss)
+
+
+def test_normalized_entropy_and_auc_are_over_all_ranks() -> None:
+    for reports in run_ranks(measure, 3, 3, "bce"):
+        for index, values in enumerate(reports):
+            outputs, labels = all_rows(index, is_binary=True)
+            assert values["train/ne"] == pytest.approx(normalized_entropy(outputs, labels), 1e-4)
+            assert values["train/auc"] == pytest.approx(auc(outputs, labels), abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", ["mse", "bce"])
+def test_a_meter_goes_on_at_another_number_of_ranks(loss: str) -> None:
+    whole = run_ranks(measure, 3, 3, loss)[0][1]
+    states = run_ranks(measure_until, 3, 3, loss)
+    for resumed, came_along in run_ranks(measure_from, 2, states[0], loss):
+        assert came_along
+        assert resumed == pytest.approx(whole, rel=1e-9)
+
+
+def normalized_entropy(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Cross entropy over that of always predicting the base rate."""
+    cross = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels)
+    base = labels.mean()
+    entropy = -(base * base.log() + (1 - base) * (1 - base).log())
+    return (cross / entropy).item()
+
+
+def auc(logits: torch.Tensor, labels: torch.Tensor) -> float:
+    """Share of (positive, negative) pairs in the right order."""
+    positives, negatives = logits[labels == 1], logits[labels == 0]
+    return (positives[:, None] > negatives[None, :]).float().mean().item()
+
+
+TASKS = (
+    TaskSpec(name="stars", loss="mse", metrics=("rmse", "auc"), auc_threshold=3.5),
+    TaskSpec(name="click", loss="bce", metrics=("calibration", "logloss", "ne", "auc")),
+)
+
+
+def batch_of_two_tasks(rank: int, step: int) -> tuple[Batch, torch.Tensor]:
+    """Rows that count unequally, labels of an mse and of a bce task, and outputs."""
+    stars, star_outputs = batch_of(rank, step, is_binary=False)
+    clicks, click_outputs = batch_of(rank, step + 100, is_binary=True)
+    weight = stars.weight * torch.linspace(0.5, 3.0, BATCH_SIZE)
+    fields = ("label", "label_offset", "label_scale")
+    both = {name: torch.cat([getattr(stars, name), getattr(clicks, name)], 1) for name in fields}
+    batch = Batch(**{**vars(stars), **both, "weight": weight})
+    return batch, torch.cat([star_outputs, click_outputs], 1)
+
+
+def measure_two_tasks() -> tuple[dict[str, float], dict[str, float]]:
+    """A report, and the same by a meter that goes on from another's state."""
+    rank, direct = torch.distributed.get_rank(), TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
+    before = TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
+    after = TaskMeter(TASKS, BATCH_SIZE, window_rows=999)
+    for step in range(NUM_BATCHES):
+        batch, outputs = batch_of_two_tasks(rank, step)
+        loss = (rank + step) * torch.ones(())
+        direct.update(batch, loss, outputs)
+        (before if step == 0 else after).update(batch, loss, outputs)
+    after.load_state(before.state())
+    return direct.compute("train"), after.compute("train")
+
+
+def test_metrics_of_several_tasks_weigh_rows_and_carry_the_task_in_their_name() -> None:
+    ranks = run_ranks(measure_two_tasks, 2)
+    values, resumed = ranks[0]
+    assert values == ranks[1][0]
+    assert resumed == pytest.approx(values, rel=1e-6)
+    pairs = [batch_of_two_tasks(rank, step) for rank in range(2) for step in range(NUM_BATCHES)]
+    weight = torch.cat([batch.weight for batch, _ in pairs]).double()
+    stars, clicks = torch.cat([batch.label for batch, _ in pairs]).double().unbind(1)
+    guesses, logits = torch.cat([outputs for _, outputs in pairs]).double().unbind(1)
+    shares = weight / weight.sum()
+    rmse = (shares * (0.5 * (guesses - stars)).square()).sum().sqrt()
+    cross = torch.nn.functional.binary_cross_entropy_with_logits(logits, clicks, reduction="none")
+    base = (shares * clicks).sum()
+    entropy = -(base * base.log() + (1 - base) * (1 - base).log())
+    expected = {
+        "train/stars/rmse": rmse,
+        "train/stars/auc": weighted_auc(guesses, stars >= 0, weight),
+        "train/click/calibration": (shares * logits.sigmoid()).sum() / base,
+        "train/click/logloss": (shares * cross).sum(),
+        "train/click/ne": (shares * cross).sum() / entropy,
+        "train/click/auc": weighted_auc(logits, clicks == 1, weight),
+    }
+    assert set(values) == {*expected, "train/loss"}
+    for name, value in expected.items():
+        assert values[name] == pytest.approx(value.item(), abs=1e-5), name
+
+
+def weighted_auc(
+    scores: torch.Tensor, is_positive: torch.Tensor, weight: torch.Tensor
+) -> torch.Tensor:
+    """Share of the weight of (positive, negative) pairs that is in the right order."""
+    order = (scores[is_positive][:, None] > scores[~is_positive][None, :]).double()
+    weights = weight[is_positive][:, None] * weight[~is_positive][None, :]
+    return (order * weights).sum() / weights.sum()
+
+
+def measure_label_near_threshold() -> float:
+    """AUC for >= 4 stars of labels that were normalised in float32 and back."""
+    task = TaskSpec(loss="mse", metrics=("auc",), auc_threshold=4.0)
+    meter = TaskMeter([task], 6, window_rows=99)
+    stars = torch.tensor([[4.0], [4.0], [4.5], [3.5], [3.5], [1.0]])
+    offset, scale = torch.full((6, 1), 3.1234567), torch.full((6, 1), 0.7654321)
+    label = (stars - offset) / scale
+    empty = KeyedJaggedTensor(keys=[], values=torch.zeros(0), lengths=torch.zeros(0))
+    batch = Batch(torch.zeros(6, 1), empty, label, offset, scale, torch.ones(6))
+    meter.update(batch, torch.zeros(()), label)
+    return meter.compute("v")["v/auc"]
+
+
+def test_labels_at_the_threshold_are_positive_in_spite_of_rounding() -> None:
+    assert run_ranks(measure_label_near_threshold, 1) == [1.0]

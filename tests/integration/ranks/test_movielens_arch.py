@@ -1,0 +1,163 @@
+"""Arch `movielens` in whole sessions on gloo ranks: 2D equals 1D, resume, early stopping."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import REPO
+from tests.harness.elastic import ElasticHarness
+from tests.harness.ranks import run_ranks
+from tests.harness.sessions import assemble, next_run, train_restored
+from trainer.checkpoint.save_load import list_committed
+from trainer.data.manifest import load_manifest
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec import validate_spec
+from trainer.spec.parse import apply_overrides, parse_document
+from trainer.spec.resolve import resolve_tables
+
+pytestmark = pytest.mark.slow
+
+
+EXAMPLE = REPO / "examples" / "movielens-transformer.yaml"
+PLAIN_SGD = (
+    "data.batch_size=16",
+    "model.transformer.dropout=0.2",
+    "optimizer={sparse: {name: sgd, lr: 0.05}, dense: {name: sgd, lr: 0.05}}",
+    "parallelism.sync.every_steps=1",
+    "training.report_every_steps=4",
+    "checkpoint.every_steps=4",
+)
+
+
+def example_config(data: Path, run_dir: Path, *overrides: str) -> WorkerConfig:
+    """The example on small data, with histories of five movies."""
+    document = apply_overrides(parse_document(EXAMPLE.read_text()), [f"data.path={data}"])
+    document["training"].pop("early_stopping", None)
+    (history,) = (f for f in document["features"] if f["type"] == "sequence")
+    history["max_length"] = 5
+    spec = validate_spec(apply_overrides(document, overrides))
+    return WorkerConfig(resolve_tables(spec, load_manifest(data)), run_dir, "job-test-a0", 0)
+
+
+def train_whole(data: Path, run_dir: Path) -> list[dict[str, Any]]:
+    """What four ranks, 2 x 2, hold after 8 steps; `run_dir` is left as it was after 4."""
+    config = example_config(data, run_dir, *PLAIN_SGD, "training.max_steps=8")
+    ranks = run_ranks(train_restored, 4, config)
+    for found in list_committed(RunDir(run_dir).checkpoints_dir):
+        if found.commit.step > 4:
+            shutil.rmtree(found.path)
+    return ranks
+
+
+def go_on(halfway: Path, data: Path, run_dir: Path, *overrides: str) -> list[dict[str, Any]]:
+    """What four ranks hold after four more steps."""
+    shutil.copytree(halfway, run_dir)
+    wanted = (*PLAIN_SGD, "training.max_steps=8", *overrides)
+    ranks = run_ranks(train_restored, 4, next_run(example_config(data, run_dir, *wanted)))
+    assert {rank["resumed_step"] for rank in ranks} == {4}
+    assert {rank["state"].step for rank in ranks} == {8}
+    return ranks
+
+
+def assert_alike(found: list[dict[str, Any]], wanted: list[dict[str, Any]]) -> None:
+    """All tables and the dense part agree to rounding."""
+    tables, expected = assemble(found), assemble(wanted)
+    assert set(tables) == set(expected)
+    for name, table in tables.items():
+        torch.testing.assert_close(table, expected[name], atol=2e-6, rtol=0, msg=name)
+    for name, value in found[0]["dense"].items():
+        torch.testing.assert_close(value, wanted[0]["dense"][name], atol=2e-6, rtol=0, msg=name)
+
+
+def test_2d_equals_1d_and_a_resumed_run_the_one_without_a_break(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    halfway = tmp_path / "halfway"
+    whole = train_whole(small_movielens, halfway)
+    in_2d = go_on(halfway, small_movielens, tmp_path / "2d")
+    assert_alike(in_2d, whole)
+    moved = set.union(*(rank["moved"] for rank in whole))
+    tables = {name.split(".")[0] for name in assemble(whole)}
+    assert moved == tables >= {"users", "movies"}, "every table learns"
+    dense = in_2d[0]["dense"]
+    assert any("history_encoder.encoder" in name for name in dense)
+    in_1d = go_on(halfway, small_movielens, tmp_path / "1d", "parallelism.shard_group_size=4")
+    assert_alike(in_1d, in_2d)
+    assert in_2d[0]["metrics"]["validation/auc"] == in_2d[3]["metrics"]["validation/auc"]
+
+
+TWO_COPIES = ("parallelism.workers=2", "parallelism.shard_group_size=1")
+STANDING_STILL = (
+    "training.epochs=50",
+    "training.max_steps=null",
+    "training.accumulate_steps=2",
+    "training.clip_norm=0.5",
+    "training.report_every_steps=20",
+    "training.validate_every_steps=8",
+    "training.early_stopping={patience: 2, min_delta: 9}",
+    "checkpoint.every_steps=1000",
+    "checkpoint.keep_best=false",
+)
+
+
+def test_a_run_whose_validation_stands_still_ends_and_stays_ended(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = example_config(small_movielens, tmp_path, *TWO_COPIES, *STANDING_STILL)
+    ranks = run_ranks(train_restored, 2, config)
+    assert {rank["state"].step for rank in ranks} == {24}, "the first sets the mark, two follow"
+    assert ranks[0]["metrics"]["train/loss"] > 0
+    (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
+    assert saved.commit.step == 24
+    stream = RunDir(tmp_path).attempt(config.attempt_id).stream_path(config.stream)
+    told = [json.loads(line) for line in stream.read_bytes().splitlines()]
+    notes = [event["message"] for event in told if event["kind"] == "note"]
+    assert any("early stopping at step 24: 2 validations in a row" in note for note in notes)
+    progress = [event for event in told if event["kind"] == "progress"][-1]
+    assert (progress["step"], progress["total_steps"]) == (24, 24)
+    metrics = [event for event in told if event["kind"] == "metrics"]
+    reported = [event["step"] for event in metrics if "train/loss" in event["values"]]
+    assert reported == [20, 24], "also what came after the last report that was due"
+    again = run_ranks(train_restored, 2, next_run(config))
+    assert {(rank["resumed_step"], rank["state"].step) for rank in again} == {(24, 24)}
+    patient = ("training.early_stopping={patience: 3, min_delta: 9}",)
+    more = example_config(small_movielens, tmp_path, *TWO_COPIES, *STANDING_STILL, *patient)
+    longer = run_ranks(train_restored, 2, replace(more, run_index=2))
+    assert {rank["state"].step for rank in longer} == {32}, "the count came with the checkpoint"
+
+
+def test_independent_groups_accumulate_and_end_early_together(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = example_config(
+        small_movielens,
+        tmp_path / "run",
+        "data.batch_size=16",
+        *TWO_COPIES,
+        "parallelism.placement=inter_host",
+        "recovery.heartbeat_timeout_s=4",
+        "recovery.exchange_timeout_s=4",
+        *STANDING_STILL,
+    )
+    with ElasticHarness(config, tmp_path / "harness", 2) as harness:
+        harness.wait_to_end()
+        committed = harness.of("committed")
+    last = max(committed, key=lambda record: record["commit"])
+    assert last["plateau"]["num_validations"] == 2
+    assert last["metrics"]["validation/rmse"] > 0
+    by_commit: dict[int, set[str]] = {}
+    for record in committed:
+        if record["standing"] == "current":
+            by_commit.setdefault(record["commit"], set()).add(record["hash"])
+    assert all(len(hashes) == 1 for hashes in by_commit.values()), "copies are equal"
+    newest = list_committed(RunDir(tmp_path / "run").checkpoints_dir)[-1]
+    assert newest.commit.plateau is not None
+    assert newest.commit.plateau.num_validations == 2

@@ -1,0 +1,257 @@
+"""All optimizers of a model together on gloo ranks, against plain torch and resumed runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import run_ranks
+from tests.harness.small_model import TABLE_ROWS, Case, form_groups, make_batch, spec_of
+from trainer.checkpoint import save_load
+from trainer.models.networks import build_model
+from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.model import TwoDParallel
+from trainer.parallel.optimizer import Optimizers, factor
+from trainer.parallel.sharding import build_parallel_model
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+
+NUM_STEPS, BATCH_SIZE = 6, 8
+NAMES = ("sgd", "adagrad", "row_wise_adagrad")
+# L = 1: each rank trains its own copy of the tables, so a plain model beside it is the reference.
+ALONE = Case(2, 1, batch_size=BATCH_SIZE)
+TOGETHER = Case(2, 2, batch_size=BATCH_SIZE)
+
+
+def scheduled_spec(
+    case: Case, name: str, data_parallel: tuple[str, ...] = (), data_type: str = "fp32"
+) -> JobSpec:
+    """`case` with the sparse optimizer `name`, a schedule, and some tables whole on every rank."""
+    document = spec_of(case).model_dump(mode="json", exclude_unset=True)
+    decay = 0.05 if data_type == "fp32" else 0.0  # half precision would round it away: refused
+    document["optimizer"]["sparse"] = {"name": name, "lr": 0.2, "eps": 0.01, "weight_decay": decay}
+    document["optimizer"]["schedule"] = {"warmup_steps": 3, "decay": "linear", "min_ratio": 0.1}
+    for table in document["embedding_tables"]:
+        table["data_type"] = data_type
+        if table["name"] in data_parallel:
+            table["constraints"] = {"sharding_types": ["data_parallel"]}
+    return validate_spec(document)
+
+
+def start(spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
+    """A new model with its optimizers."""
+    model, _ = build_parallel_model(spec, groups)
+    return model, Optimizers(model, spec.optimizer, spec.moment_scale)
+
+
+def train(model: TwoDParallel, optimizers: Optimizers, steps: range) -> None:
+    """Take `steps` (counted from 1) of a run of NUM_STEPS."""
+    for step in steps:
+        optimizers.begin_step(step, NUM_STEPS)
+        loss, _ = model(make_batch(step, dist.get_rank(), BATCH_SIZE))
+        loss.backward()
+        optimizers.step()
+
+
+def plain_values(value: Any) -> dict[str, torch.Tensor]:
+    """Copies of every tensor of a state dict by its path; of sharded ones, this rank's shard."""
+    if isinstance(value, dict):
+        return {
+            f"{key}/{path}": tensor
+            for key, inner in value.items()
+            for path, tensor in plain_values(inner).items()
+        }
+    if not isinstance(value, torch.Tensor):
+        return {}
+    return {str(index): held.detach().clone() for index, held in enumerate(held_tensors(value))}
+
+
+def held_tensors(value: Any) -> list[torch.Tensor]:
+    """What this rank holds of a table or a moment, sharded or whole."""
+    return value.to_local().local_shards() if hasattr(value, "to_local") else [value]
+
+
+def tables_of(state_dict: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tables in a model's state dict by name."""
+    values = plain_values(state_dict)
+    return {path.split(".")[-2]: v for path, v in values.items() if ".embedding_bags." in path}
+
+
+class PlainTraining:
+    """The same model unsharded, its tables updated by the formulas written out."""
+
+    def __init__(self, spec: JobSpec, start: TwoDParallel) -> None:
+        self.spec = spec
+        self.model = build_model(spec, torch.device("cpu"))
+        self.model.network.sparse_arch.to_empty(device="cpu")
+        weights = plain_values(start.state_dict())
+        self.model.load_state_dict({path.removesuffix("/0"): w for path, w in weights.items()})
+        self.tables = {
+            name.split(".")[-2]: parameter
+            for name, parameter in self.model.named_parameters()
+            if ".embedding_bags." in name
+        }
+        self.moments = {name: torch.zeros_like(table) for name, table in self.tables.items()}
+        held = {id(table) for table in self.tables.values()}
+        self.dense = [p for p in self.model.parameters() if id(p) not in held]
+
+    def train(self) -> None:
+        """Take all steps."""
+        for step in range(1, NUM_STEPS + 1):
+            self.model.zero_grad()
+            loss, _ = self.model(make_batch(step, dist.get_rank(), BATCH_SIZE))
+            loss.backward()
+            self._update(factor(step, NUM_STEPS, self.spec.optimizer.schedule))
+
+    @torch.no_grad()
+    def _update(self, ratio: float) -> None:
+        for parameter in self.dense:
+            dist.all_reduce(parameter.grad)
+            parameter -= self.spec.optimizer.dense.lr * ratio * parameter.grad / 2
+        sparse = self.spec.optimizer.sparse
+        lr, c = sparse.lr * ratio, self.spec.moment_scale
+        for name, table in self.tables.items():
+            grad = table.grad
+            if sparse.name == "sgd":
+                table -= lr * grad
+            else:
+                squares = grad**2
+                by_row = squares.mean(1, keepdim=True).expand_as(squares)
+                self.moments[name] += squares if sparse.name == "adagrad" else by_row
+                table -= lr / ((self.moments[name] / c).sqrt() + sparse.eps) * grad
+            table *= 1 - lr * sparse.weight_decay
+
+
+def train_beside_plain(name: str, groups: MeshGroups) -> dict[str, Any]:
+    """Tables of one rank after the run, and of the plain model; two tables are data-parallel."""
+    spec = scheduled_spec(ALONE, name, data_parallel=("users", "genres"))
+    model, optimizers = start(spec, groups)
+    plain = PlainTraining(spec, model)
+    train(model, optimizers, range(1, NUM_STEPS + 1))
+    plain.train()
+    (_, dense) = optimizers.combined.optimizers[-1]
+    return {
+        "tables": tables_of(model.state_dict()),
+        "plain": {name: table.detach() for name, table in plain.tables.items()},
+        "dense_names": list(dense.params),
+        "rates": optimizers.metrics(),
+        "whole": [[t.shape for t in group] for group in optimizers.synced_whole(dense=False)],
+        "whole_and_dense": [len(group) for group in optimizers.synced_whole(dense=True)],
+    }
+
+
+def train_half(name: str, data_parallel: tuple[str, ...], groups: MeshGroups) -> dict[str, Any]:
+    """fp16 tables after the run, and the dtypes of the moments of data-parallel ones."""
+    model, optimizers = start(scheduled_spec(ALONE, name, data_parallel, "fp16"), groups)
+    with torch.no_grad():
+        for path, table in model.state_dict().items():
+            if ".embedding_bags." in path:
+                (shard,) = held_tensors(table)
+                shard.copy_(torch.arange(shard.numel()).view_as(shard) / 500)
+    train(model, optimizers, range(1, NUM_STEPS + 1))
+    moments = optimizers.synced_whole(dense=False)[1]
+    return {"tables": tables_of(model.state_dict()), "dtypes": {m.dtype for m in moments}}
+
+
+def train_all_alone() -> dict[str, dict[str, Any]]:
+    """Runs of every sparse optimizer, on one start of the ranks."""
+    groups = form_groups(ALONE)
+    return {
+        name: train_beside_plain(name, groups)
+        | {"half": [train_half(name, whole, groups) for whole in ((), ("users", "movies"))]}
+        for name in NAMES
+    }
+
+
+@pytest.fixture(scope="module")
+def trained_alone() -> list[dict[str, dict[str, Any]]]:
+    """Results of `train_all_alone` by rank."""
+    return run_ranks(train_all_alone, 2)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_update_uses_the_rate_of_its_step_however_a_table_is_sharded(
+    trained_alone: list[dict[str, dict[str, Any]]], name: str
+) -> None:
+    for rank in trained_alone:
+        assert rank[name]["plain"].keys() == TABLE_ROWS.keys()
+        for table, expected in rank[name]["plain"].items():
+            torch.testing.assert_close(rank[name]["tables"][table], expected, atol=2e-6, rtol=0)
+        assert rank[name]["rates"] == {
+            "optimizer/lr_sparse": pytest.approx(0.2 * 0.1),
+            "optimizer/lr_dense": pytest.approx(0.05 * 0.1),
+        }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_data_parallel_tables_are_synced_whole_and_left_out_of_the_dense_optimizer(
+    trained_alone: list[dict[str, dict[str, Any]]], name: str
+) -> None:
+    result = trained_alone[0][name]
+    assert [n for n in result["dense_names"] if "embedding_bags" in n] == []
+    weights, states = result["whole"]
+    assert sorted(weights) == [(11, 8), (37, 8)]
+    columns = {"sgd": None, "adagrad": (8,), "row_wise_adagrad": ()}[name]
+    assert sorted(states) == ([] if columns is None else [(11, *columns), (37, *columns)])
+    # The dense optimizer here is SGD, which has no state.
+    assert result["whole_and_dense"] == [len(weights) + len(result["dense_names"]), len(states)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_half_precision_tables_train_alike_when_whole_on_every_rank(
+    trained_alone: list[dict[str, dict[str, Any]]], name: str
+) -> None:
+    for rank in trained_alone:
+        sharded, whole = rank[name]["half"]
+        assert whole["dtypes"] <= {torch.float32}
+        for table, expected in sharded["tables"].items():
+            assert expected.dtype == torch.float16
+            # A few roundings of fp16 values below 1.
+            torch.testing.assert_close(whole["tables"][table], expected, atol=2e-3, rtol=0)
+
+
+def checkpoint_state(model: TwoDParallel, optimizers: Optimizers) -> dict[str, Any]:
+    """What a checkpoint holds."""
+    return {"model": model.state_dict(), "optim": optimizers.combined.state_dict()}
+
+
+def resume(folder: Path, spec: JobSpec, groups: MeshGroups) -> tuple[TwoDParallel, Optimizers]:
+    """A new model that continues from a checkpoint."""
+    model, optimizers = start(spec, groups)
+    optimizers.init_state()
+    state = checkpoint_state(model, optimizers)
+    save_load.load(folder, state)
+    model.load_state_dict(state["model"])
+    optimizers.combined.load_state_dict(state["optim"])
+    return model, optimizers
+
+
+def resume_here_and_elsewhere(folder: Path) -> list[dict[str, torch.Tensor]]:
+    """Final state of a whole run, of a resumed one, and of one that moved to other sharding."""
+    groups = form_groups(TOGETHER)
+    original = scheduled_spec(TOGETHER, "row_wise_adagrad", data_parallel=("movies",))
+    other = scheduled_spec(TOGETHER, "row_wise_adagrad", data_parallel=("users",))
+    straight = start(original, groups)
+    train(*straight, range(1, 4))
+    save_load.save(folder / "middle", checkpoint_state(*straight))
+    resumed, moved = (resume(folder / "middle", spec, groups) for spec in (original, other))
+    for run in (straight, resumed, moved):
+        train(*run, range(4, NUM_STEPS + 1))
+    save_load.save(folder / "end", checkpoint_state(*moved))
+    returned = resume(folder / "end", original, groups)
+    return [plain_values(checkpoint_state(*run)) for run in (straight, resumed, returned)]
+
+
+def test_a_resumed_schedule_goes_on_exactly_also_where_tables_are_sharded_otherwise(
+    tmp_path: Path,
+) -> None:
+    for straight, resumed, returned in run_ranks(resume_here_and_elsewhere, 2, tmp_path):
+        assert any("users.momentum1" in path for path in straight)
+        assert straight.keys() == resumed.keys() == returned.keys()
+        for path, tensor in straight.items():
+            assert torch.equal(resumed[path], tensor), path
+            torch.testing.assert_close(returned[path], tensor, atol=1e-6, rtol=0)

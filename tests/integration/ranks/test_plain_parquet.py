@@ -1,0 +1,119 @@
+"""A session over Parquet that nobody prepared: raw strings and numbers, weights, missing values."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.harness.ranks import run_ranks
+from tests.harness.sessions import train_session
+from trainer.data.inputs import resolve_inputs
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec import validate_spec
+
+NUM_ROWS = 4000
+NUM_CITIES, NUM_BRANDS = 40, 30
+FLOATS = pa.list_(pa.float64())
+
+
+def write_rows(folder: Path, draw: np.random.Generator) -> None:
+    """Rows whose click depends on the city and the brands alone; some have no brand at all."""
+    folder.mkdir(parents=True)
+    city = draw.integers(0, NUM_CITIES, NUM_ROWS)
+    counts = draw.integers(0, 4, NUM_ROWS)
+    brands = [draw.integers(0, NUM_BRANDS, count) for count in counts]
+    effect = np.array([np.sin(ids).sum() for ids in brands]) + 1.5 * np.sin(3.0 * city)
+    table = pa.table(
+        {
+            "city": pa.array([None if n % 50 == 0 else f"city-{c}" for n, c in enumerate(city)]),
+            "brands": pa.array([[f"b{i}" for i in ids] for ids in brands], pa.list_(pa.string())),
+            "age": pa.array(draw.integers(18, 80, NUM_ROWS)),
+            "visits": pa.array([None if n % 9 == 0 else float(n % 300) for n in range(NUM_ROWS)]),
+            "seen": pa.array([[f"b{i}" for i in ids[::-1]] for ids in brands]),
+            "seen_for_s": pa.array(
+                [[float(i) for i in ids] for ids in brands], pa.list_(pa.float64())
+            ),
+            "click": (effect > 0).astype(np.int64),
+            "importance": draw.uniform(0.5, 2, NUM_ROWS),
+        }
+    )
+    pq.write_table(table, folder / "rows.parquet", row_group_size=500)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    draw = np.random.default_rng(5)
+    write_rows(folder / "train", draw)
+    write_rows(folder / "validation", draw)
+    known = pa.table(
+        {
+            "value": [f"b{n}" for n in range(NUM_BRANDS)],
+            "index": pa.array(range(1, NUM_BRANDS + 1)),
+            "count": [100] * NUM_BRANDS,
+        }
+    )
+    pq.write_table(known, folder / "brands.parquet")
+    return folder
+
+
+def document(folder: Path) -> dict[str, Any]:
+    known = {"vocabulary": {"path": "brands.parquet", "min_count": 10}}
+    return {
+        "name": "plain",
+        "data": {
+            "path": str(folder),
+            "label": {"column": "click"},
+            "weight_column": "importance",
+            "batch_size": 100,
+        },
+        "features": [
+            {"name": "visits", "type": "dense", "transform": "log1p", "missing": 0},
+            {"name": "age", "type": "dense", "transform": "standardise", "mean": 49, "std": 18},
+            {"name": "city", "type": "id", "table": "cities", "hashing": {"seed": 3}},
+            {"name": "brands", "type": "id_list", "table": "brands", **known},
+            {
+                "name": "seen",
+                "type": "sequence",
+                "table": "seen",
+                "max_length": 2,
+                "weights_column": "seen_for_s",
+                **known,
+            },
+            {
+                "name": "age_band",
+                "type": "id",
+                "column": "age",
+                "table": "ages",
+                "bucketize": {"boundaries": [25, 40, 60]},
+            },
+        ],
+        "embedding_tables": [
+            {"name": "cities", "num_embeddings": 1000, "embedding_dim": 8},
+            *({"name": name, "embedding_dim": 8} for name in ("brands", "seen", "ages")),
+        ],
+        "model": {
+            "dense_arch": {"layer_sizes": [8]},
+            "over_arch": {"layer_sizes": [16, 1]},
+            "tasks": [{"name": "click", "loss": "bce"}],
+        },
+        "optimizer": {"sparse": {"lr": 0.1}, "dense": {"lr": 0.01}},
+        "parallelism": {"workers": 2, "shard_group_size": 1},
+        "training": {"epochs": 4, "report_every_steps": 20},
+        "checkpoint": {"every_steps": 1000},
+    }
+
+
+def test_raw_columns_train_and_predict_what_depends_on_them(folder: Path, tmp_path: Path) -> None:
+    spec = resolve_inputs(validate_spec(document(folder)))
+    sizes = {table.name: table.num_embeddings for table in spec.embedding_tables}
+    assert sizes == {"cities": 1000, "brands": 31, "seen": 31, "ages": 5}
+    config = WorkerConfig(spec, tmp_path / "run", "job-plain-a0", 0)
+    metrics = run_ranks(train_session, 2, config)[0]["metrics"]
+    assert metrics["validation/auc"] > 0.85
+    assert metrics["validation/ne"] < 0.8

@@ -1,0 +1,257 @@
+"""What sessions tell on gloo ranks, and how they end: NaN, bad rows, divergence, resize."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.harness.ranks import run_ranks
+from tests.harness.sessions import make_config, next_run, train_session
+from trainer import failures
+from trainer.checkpoint.save_load import list_committed
+from trainer.data.manifest import load_manifest
+from trainer.fault_injection import VARIABLE
+from trainer.parallel.divergence import DivergenceGuard
+from trainer.parallel.mesh import build_groups
+from trainer.protocol import requests
+from trainer.protocol.events import (
+    Divergence,
+    Metrics,
+    Note,
+    RowsQuarantined,
+    RowsSkipped,
+    read_record,
+)
+from trainer.protocol.requests import StopRequest
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.training.session import Session
+from trainer.training.worker import layout_of, prepare_process, run_worker
+
+POISON = {"kind": "nan", "group": 0, "rank": 1, "step": 13, "phase": "lookup"}
+UNTIL_POISON = ("training.max_steps=25", "checkpoint.every_steps=10")
+QUARANTINE = (
+    "training.epochs=1",
+    "parallelism.workers=2",
+    "parallelism.shard_group_size=1",
+    "data.on_bad_rows=quarantine",
+)
+SHORT = ("training.max_steps=12", "checkpoint.every_steps=100", "data.split.validation=null")
+
+
+def told(config: WorkerConfig, kind: type[Any]) -> list[Any]:
+    """Records of one kind that the streams of a job hold, over all ranks."""
+    streams = RunDir(config.run_dir).attempt(config.attempt_id).root.rglob("*.jsonl")
+    lines = [line for path in streams for line in path.read_bytes().splitlines()]
+    records = [read_record(line, now=0.0) for line in lines]
+    return [record for record in records if isinstance(record, kind)]
+
+
+def run_into_nan(config: WorkerConfig) -> tuple[str, str]:
+    """The loop on a rank whose loss becomes NaN at step 13; reason and message of its end."""
+    os.environ[VARIABLE] = json.dumps([POISON])
+    try:
+        run_worker(config)
+    except failures.WorkerFailure as failure:
+        return failure.reason, failure.message
+    return "", ""
+
+
+def fail_then_go_on(config: WorkerConfig, failing: WorkerConfig) -> dict[str, Any]:
+    """A job that ends at a NaN; another one that leaves its rows out in its second life."""
+    failed = run_into_nan(failing)
+    first = run_into_nan(config)
+    again = next_run(config)
+    prepare_process(again)  # the fault was of the first life
+    return {"failed": failed, "first": first, "end": train_session(again)["state"]}
+
+
+def test_a_nan_fails_the_job_or_costs_it_the_rows_since_the_last_finite_report(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        small_movielens, tmp_path / "skip", *UNTIL_POISON, "training.on_non_finite=skip"
+    )
+    failing = replace(
+        make_config(small_movielens, tmp_path / "fail", *UNTIL_POISON), attempt_id="job-fail-a0"
+    )
+    ranks = run_ranks(fail_then_go_on, 4, config, failing, fresh=True)
+    reasons = {rank["failed"][0] for rank in ranks}
+    assert reasons == {failures.NON_FINITE}
+    assert "training.on_non_finite: skip" in ranks[0]["failed"][1]
+    assert {rank["first"][0] for rank in ranks} == {failures.ROWS_SKIPPED}
+    # Reports come every 5 steps of 4 x 32 rows: the loss was finite at step 10, NaN by 15.
+    (skipped,) = told(config, RowsSkipped)
+    assert (skipped.epoch, skipped.start, skipped.stop) == (0, 1280, 1920)
+    for rank in ranks:
+        state = rank["end"]
+        assert state.step == 25
+        assert state.rows_skipped == 640
+        assert state.position.row == 25 * 128 + 640
+        assert state.rows_trained == 25 * 128
+
+
+@pytest.fixture
+def spoilt(small_movielens: Path, tmp_path: Path) -> Path:
+    """A copy whose first training file has no rating in rows 5 and 6 and a bad year in row 9."""
+    folder = shutil.copytree(small_movielens, tmp_path / "spoilt")
+    path = folder / "train" / "part-00000.parquet"
+    table = pq.read_table(path)
+    for name, values in {"rating": {5: None, 6: None}, "year": {9: float("inf")}}.items():
+        index = table.schema.get_field_index(name)
+        column = table.column(name).to_pylist()
+        for row, value in values.items():
+            column[row] = value
+        kind = table.schema.field(index).type
+        table = table.set_column(index, name, pa.array(column, kind))
+    pq.write_table(table, path, row_group_size=pq.read_metadata(path).row_group(0).num_rows)
+    return folder
+
+
+def told_rows(config: WorkerConfig) -> Counter[tuple[str, str]]:
+    """Quarantined rows told of by split and reason."""
+    rows: Counter[tuple[str, str]] = Counter()
+    for record in told(config, RowsQuarantined):
+        rows[Path(record.file).parent.name, record.reason] += record.count
+    return rows
+
+
+@pytest.mark.slow
+def test_a_bad_held_out_row_is_counted_once_however_often_it_is_read(
+    spoilt: Path, small_movielens: Path, tmp_path: Path
+) -> None:
+    shutil.rmtree(spoilt / "validation")
+    shutil.copytree(spoilt / "train", spoilt / "validation")
+    shutil.rmtree(spoilt / "train")
+    shutil.copytree(small_movielens / "train", spoilt / "train")
+    often = ("training.max_steps=12", "training.validate_every_steps=4")
+    config = make_config(
+        small_movielens, tmp_path / "run", f"data.path={spoilt}", *QUARANTINE, *often
+    )
+    run_ranks(train_session, 2, config)
+    assert told_rows(config) == {
+        ("validation", "column 'rating' is not a value"): 2,
+        ("validation", "column 'year' is not a finite number"): 1,
+    }
+
+
+def test_bad_rows_cost_themselves_and_are_told_by_file_and_reason(
+    spoilt: Path, small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(small_movielens, tmp_path / "run", f"data.path={spoilt}", *QUARANTINE)
+    ranks = run_ranks(train_session, 2, config)
+    assert all(value == value for value in ranks[0]["metrics"].values()), "no NaN anywhere"
+    assert told_rows(config) == {
+        ("train", "column 'rating' is not a value"): 2,
+        ("train", "column 'year' is not a finite number"): 1,
+    }
+    assert {Path(record.file).name for record in told(config, RowsQuarantined)} == {
+        "part-00000.parquet"
+    }
+    counts = [record.values.get("data/quarantined_rows", 0) for record in told(config, Metrics)]
+    assert sum(counts) == 3
+
+
+def train_with_a_flipped_bit(config: WorkerConfig) -> tuple[str, str]:
+    """Flip a bit on rank 1 before the first check; (reason, message) of this rank's end."""
+    original = DivergenceGuard.check
+
+    def flipping(guard: DivergenceGuard) -> Any:
+        if dist.get_rank() == 1 and not hasattr(guard, "flipped"):
+            guard.flipped = True  # type: ignore[attr-defined]
+            shard = guard._model.table_shards()[0]
+            shard.weight.view(torch.int32)[0, 0] ^= 1
+        return original(guard)
+
+    DivergenceGuard.check = flipping  # type: ignore[method-assign]
+    try:
+        run_worker(config)
+    except failures.WorkerFailure as failure:
+        return failure.reason, failure.message
+    return failures.COMPLETED, ""
+
+
+@pytest.mark.parametrize(
+    ("action", "reason", "overlap"),
+    [
+        ("fail", failures.DIVERGED, "false"),
+        pytest.param("rebroadcast", failures.COMPLETED, "true", marks=pytest.mark.slow),
+    ],
+)
+def test_a_flipped_bit_is_named_and_ends_the_run_only_if_asked(
+    small_movielens: Path, tmp_path: Path, action: str, reason: str, overlap: str
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        *SHORT,
+        f"parallelism.divergence_check={{every_syncs: 1, action: {action}}}",
+        f"parallelism.sync.overlap={overlap}",
+    )
+    ends = run_ranks(train_with_a_flipped_bit, 4, config, fresh=True)
+    (found,) = told(config, Divergence)
+    where = f"{found.table}, shard {found.shard}, on rank(s) 1" if action == "fail" else ""
+    assert [end[0] for end in ends] == [reason] * 4
+    assert all(where in message for _, message in ends)
+    assert (found.step, found.ranks, found.action) == (4, [1], action)
+    assert found.table in {table.name for table in config.spec.embedding_tables}
+
+
+def overflow_in_shard_one(config: WorkerConfig) -> None:
+    """One step, then a change beyond fp16 in one copy of shard 1, then a sync."""
+    groups = build_groups(layout_of(config.spec), torch.device("cpu"), timeout_s=30)
+    session = Session(config, groups)
+    for batch, position, wait_s in session.batches():
+        session.train_step(batch, position, wait_s)
+        break
+    if groups.rank == max(groups.mesh.sharding_groups[0]):
+        for shard in session.model.table_shards():
+            shard.weight.mul_(1e12)
+    session.synchronise()
+    session.close()
+
+
+def test_an_overflow_away_from_rank_0_is_an_event(small_movielens: Path, tmp_path: Path) -> None:
+    config = make_config(small_movielens, tmp_path, "parallelism.sync.dtype=fp16")
+    run_ranks(overflow_in_shard_one, 4, config)
+    (warning,) = [note for note in told(config, Note) if "fp16" in note.message]
+    assert warning.level == "warning"
+
+
+def test_workers_that_are_asked_to_stop_save_and_fewer_train_every_row_that_is_left(
+    small_movielens: Path, tmp_path: Path
+) -> None:
+    config = make_config(
+        small_movielens,
+        tmp_path,
+        "training.epochs=1",
+        "checkpoint.every_steps=1000",
+        "parallelism.workers={min: 2, max: 4}",
+    )
+    files = RunDir(tmp_path).attempt(config.attempt_id)
+    files.root.mkdir(parents=True)
+    requests.ask(files, StopRequest(run_index=0, cause="request"))
+    four = replace(config, spec=config.spec.with_workers(4))
+    stopped = run_ranks(train_session, 4, four)
+    assert requests.has_stopped(files, 0)
+    report_step = config.spec.training.report_every_steps
+    assert {rank["state"].step for rank in stopped} == {report_step}
+    (saved,) = list_committed(RunDir(tmp_path).checkpoints_dir)
+    assert saved.commit.step == report_step
+
+    two = next_run(replace(config, spec=config.spec.with_workers(2)))
+    resumed = run_ranks(train_session, 2, two)
+    assert not requests.has_stopped(files, 1), "the request was for the run before"
+    num_rows = load_manifest(small_movielens).splits["train"].num_rows
+    assert {rank["state"].rows_trained for rank in resumed} == {num_rows}

@@ -1,0 +1,170 @@
+"""Every sharding type, 1D and 2D, on real gloo ranks against whole tables in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.ranks import run_ranks
+from tests.integration.ranks.sharding_cases import (
+    POOLED_TABLES,
+    TABLES,
+    ShardingCase,
+    node_group_refusal,
+    refusals,
+    start,
+    train_sharded,
+)
+from tests.integration.ranks.sharding_reference import Reference
+
+TOLERANCE = 1e-6
+# Sharding types of pooled and of sequence tables, side by side in one model.
+PAIRS = (
+    ("data_parallel", "row_wise"),
+    ("table_wise", "table_wise"),
+    ("column_wise", "column_wise"),
+    ("row_wise", "row_wise"),
+    ("table_row_wise", "column_wise"),
+    ("grid_shard", "table_wise"),
+)
+
+
+def _every_type(case: ShardingCase) -> list[ShardingCase]:
+    return [replace(case, pooled=pooled, sequence=sequence) for pooled, sequence in PAIRS]
+
+
+def _check(cases: Sequence[ShardingCase]) -> list[dict[str, Any]]:
+    """Run `cases`, compare every rank's copy with the reference; the results of rank 0."""
+    ranks = run_ranks(train_sharded, cases[0].world_size, list(cases))
+    for index, case in enumerate(cases):
+        results = [rank[index] for rank in ranks]
+        reference = Reference(case, results[0]["plans"])
+        reference.run()
+        for rank, result in enumerate(results):
+            copy = next(i for i, group in enumerate(reference.groups) if rank in group)
+            where = f"{case}, rank {rank}"
+            _assert_equal(result["tables"], reference.tables[copy], where)
+            if case.optimizer != "sgd":
+                _assert_equal(_sharded(case, result["moments"]), reference.moments[copy], where)
+            torch.testing.assert_close(
+                result["head"], reference.head.weight.detach(), atol=TOLERANCE, rtol=0
+            )
+    return list(ranks[0])
+
+
+def _sharded(case: ShardingCase, moments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Moments that live in shards; those of data-parallel tables are the torch optimizer's."""
+    whole = POOLED_TABLES if case.pooled == "data_parallel" else {}
+    return {name: moment for name, moment in moments.items() if name not in whole}
+
+
+def _assert_equal(
+    tables: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], where: str
+) -> None:
+    assert tables
+    for name, table in tables.items():
+        torch.testing.assert_close(
+            table,
+            expected[name],
+            atol=TOLERANCE,
+            rtol=0,
+            msg=lambda message, name=name: f"{where}, table {name}: {message}",
+        )
+
+
+def _num_column_shards(result: dict[str, Any], table: str) -> int:
+    plan = next(plan for plan in result["plans"] if plan.name == table)
+    return len({shard.column_offset for shard in plan.shards})
+
+
+def test_1d_over_two_hosts_equals_the_reference_for_every_type() -> None:
+    cases = _every_type(ShardingCase(4, 4, hosts="abab"))
+    results = _check(cases)
+    for case, result in zip(cases, results, strict=True):
+        chosen = {plan.name: plan.sharding_type for plan in result["plans"]}
+        assert chosen == {
+            name: case.pooled if name in POOLED_TABLES else case.sequence for name in TABLES
+        }
+    assert all(_num_column_shards(results[2], name) == 2 for name in TABLES)
+
+
+@pytest.mark.parametrize(
+    ("placement", "optimizer", "weighted"),
+    [("intra_host", "adagrad", True), ("inter_host", "sgd", False)],
+)
+def test_two_replicas_of_two_shards_equal_the_reference_for_every_type(
+    placement: str, optimizer: str, weighted: bool
+) -> None:
+    _check(
+        _every_type(ShardingCase(4, 2, placement=placement, optimizer=optimizer, weighted=weighted))
+    )
+
+
+@pytest.mark.slow
+def test_two_replicas_over_two_hosts_of_four_equal_the_reference_for_every_type() -> None:
+    cases = _every_type(ShardingCase(8, 4, hosts="abababab", weighted=True))
+    _check(cases)
+
+
+def _largest_difference(result: dict[str, Any], other: dict[str, Any]) -> float:
+    return max(
+        (table - other["tables"][name]).abs().max().item()
+        for name, table in result["tables"].items()
+    )
+
+
+@pytest.mark.slow
+def test_half_precision_on_the_way_rounds_every_type_by_its_own_precision() -> None:
+    fp32 = _every_type(ShardingCase(4, 4, num_steps=2))
+    cases = [replace(case, all_to_all=half) for half in ("fp32", "fp16", "bf16") for case in fp32]
+    results = run_ranks(train_sharded, 4, cases)[0]
+    for index in range(len(fp32)):
+        exact, fp16, bf16 = results[index :: len(fp32)]
+        # fp16 has a mantissa of 10 bits, bf16 one of 7. TorchRec means fp16 by bf16 on CPU.
+        assert 0 < _largest_difference(fp16, exact) < 0.02
+        assert _largest_difference(fp16, exact) < _largest_difference(bf16, exact) < 0.1
+
+
+@pytest.mark.slow
+def test_fp16_tables_train_within_their_rounding() -> None:
+    case = ShardingCase(2, 2, hosts="aa", optimizer="sgd", weighted=True)
+    cases = [replace(each, data_type=d) for each in _every_type(case) for d in ("fp32", "fp16")]
+    results = run_ranks(train_sharded, 2, cases)[0]
+    for exact, half in zip(results[::2], results[1::2], strict=True):
+        assert set(half["dtypes"].values()) == {torch.float16}
+        assert 0 < _largest_difference(half, exact) < 0.02
+
+
+def test_every_rank_learns_why_there_is_no_plan() -> None:
+    cases = [
+        # The sharding group could hold the tables, but no worker the largest and its activations.
+        ShardingCase(3, 3, "table_wise", hosts="aab", memory_bytes=5000),
+        ShardingCase(3, 3, "table_row_wise", hosts="aab"),
+    ]
+    ranks = run_ranks(refusals, 3, cases)
+    too_large, unequal_hosts = ranks[0]
+    assert ranks == [ranks[0]] * 3
+    assert "'movies'" in too_large and "shard_group_size" in too_large
+    assert "table_row_wise needs equally many ranks" in unequal_hosts
+
+
+def test_node_groups_are_refused_where_hosts_hold_unequal_shares() -> None:
+    ranks = run_ranks(node_group_refusal, 3, ShardingCase(3, 3, hosts="aab"))
+    assert all("each host" in message for message in ranks)
+
+
+def test_data_parallel_tables_and_measured_bandwidths_are_the_same_everywhere() -> None:
+    case = ShardingCase(4, 2, "data_parallel", placement="inter_host", hosts="abab")
+    ranks = run_ranks(start, 4, case)
+    for result in ranks:
+        assert set(result["data_parallel"]) == set(POOLED_TABLES)
+        for name, table in result["data_parallel"].items():
+            assert torch.equal(table, ranks[0]["data_parallel"][name])
+        assert result["bandwidths"] == ranks[0]["bandwidths"]
+    bandwidths = ranks[0]["bandwidths"]
+    assert bandwidths.memory > 0 and bandwidths.intra_host > 0
+    assert bandwidths.inter_host is None  # both ranks of a sharding group share a host

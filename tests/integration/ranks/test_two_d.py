@@ -1,0 +1,83 @@
+"""2D training on real gloo ranks against a dense single-process reference of M averaged copies."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.harness.ranks import run_ranks
+from tests.harness.small_model import Case, DenseReference, initial_copy, train_2d
+
+TOLERANCE = 1e-6
+
+
+def _check_against_reference(case: Case) -> list[dict]:
+    ranks = run_ranks(train_2d, case.world_size, case)
+    reference = DenseReference(case, ranks[0]["dense_start"])
+    reference.run()
+    for rank, result in enumerate(ranks):
+        copy = next(i for i, group in enumerate(reference.groups) if rank in group)
+        assert result["sharding_ranks"] == reference.groups[copy]
+        for name, table in reference.tables[copy].items():
+            torch.testing.assert_close(
+                result["tables"][name], table, atol=TOLERANCE, rtol=0, msg=f"rank {rank}, {name}"
+            )
+        for name, parameter in result["dense"].items():
+            expected = dict(reference.network.named_parameters())[name].detach()
+            torch.testing.assert_close(parameter, expected, atol=TOLERANCE, rtol=0)
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("placement", "sharding"), [("intra_host", "row_wise"), ("inter_host", "table_wise")]
+)
+def test_two_replicas_of_two_shards_equal_the_reference(placement: str, sharding: str) -> None:
+    ranks = _check_against_reference(Case(4, 2, placement=placement, sharding=(sharding,)))
+    assert set(ranks[0]["sharding"].values()) == {sharding}
+
+
+@pytest.mark.parametrize("optimizer_state", ["every", "never"])
+def test_syncing_every_third_step_lets_copies_differ_in_between(optimizer_state: str) -> None:
+    _check_against_reference(Case(4, 2, sync_every=3, optimizer_state=optimizer_state))
+
+
+@pytest.mark.parametrize("placement", ["intra_host", "inter_host"])
+def test_groups_follow_the_hosts_when_ranks_are_numbered_across_them(placement: str) -> None:
+    case = Case(4, 2, placement=placement, sharding=("row_wise", "table_wise"), interleaved=True)
+    ranks = _check_against_reference(case)
+    expected = {"intra_host": (0, 1), "inter_host": (0, 2)}[placement]
+    assert ranks[0]["sharding_ranks"] == expected
+
+
+def test_a_sharding_group_across_hosts_numbered_in_turn_keeps_its_shards_apart() -> None:
+    case = Case(4, 4, placement="inter_host", sharding=("row_wise",), interleaved=True)
+    ranks = _check_against_reference(case)
+    assert ranks[0]["sharding_ranks"] == (0, 2, 1, 3)
+
+
+def test_all_copies_start_equal_and_no_group_waits_half_an_hour() -> None:
+    ranks = run_ranks(initial_copy, 4, Case(4, 2))
+    for result in ranks:
+        assert result["timeouts_s"] == [30, 30, 30]
+        for name, table in result["tables"].items():
+            assert torch.equal(table, ranks[0]["tables"][name])
+        for name, parameter in result["dense"].items():
+            assert torch.equal(parameter, ranks[0]["dense"][name])
+
+
+def test_one_sharding_group_is_plain_model_parallel() -> None:
+    _check_against_reference(Case(2, 2, sharding=("table_wise",)))
+
+
+def test_a_moment_scale_other_than_m_follows_the_formula() -> None:
+    _check_against_reference(Case(4, 2, moment_scale=1.0))
+
+
+def test_copies_are_bitwise_equal_after_a_sync() -> None:
+    ranks = run_ranks(train_2d, 4, Case(4, 2, sync_every=5))
+    for result in ranks:
+        for peer in result["replica_ranks"]:
+            for name, table in result["tables"].items():
+                assert torch.equal(table, ranks[peer]["tables"][name])
+            for mine, theirs in zip(result["moments"], ranks[peer]["moments"], strict=True):
+                assert torch.equal(mine, theirs)

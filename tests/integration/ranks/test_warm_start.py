@@ -1,0 +1,124 @@
+"""Warm starts on real gloo ranks: whole, by table, in another sharding, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness.ranks import in_turn, run_ranks
+from tests.harness.small_model import TABLE_ROWS
+from tests.integration.ranks.checkpoint_cases import (
+    Sharding,
+    build,
+    held,
+    spec_of,
+    train_and_save,
+    whole_tables,
+)
+from trainer.checkpoint.files import Commit, file_record, write_marker
+from trainer.checkpoint.resume import warm_start
+from trainer.checkpoint.save_load import CheckpointError
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+from trainer.spec.training import WarmStartSpec
+
+SAVER = Sharding(2, 2, ("row_wise", "column_wise", "row_wise"), min_partition=8)
+OTHER = Sharding(2, 1, ("row_wise",))
+
+
+def save_checkpoint(folder: Path) -> dict[str, Any]:
+    """A committed checkpoint, made with moment scale 1; what this rank held."""
+    result = train_and_save(SAVER, folder)
+    if torch.distributed.get_rank() == 0:
+        files = {path.name: file_record(path) for path in folder.iterdir()}
+        write_marker(
+            folder, Commit(3, 0, 96, 96, 2, 2, "intra_host", 0.0, moment_scale=1.0, files=files)
+        )
+    torch.distributed.barrier()
+    return result
+
+
+def start(sharding: Sharding, warm: WarmStartSpec | None, rename: str = "") -> dict[str, Any]:
+    """Build a job and start it warm; what this rank then holds."""
+    spec = _spec(sharding, warm, rename)
+    model, optimizers = build(sharding, spec)
+    warm_start(spec, model, optimizers)
+    return held(model, optimizers)
+
+
+def refusal(sharding: Sharding, warm: WarmStartSpec, rename: str = "") -> str:
+    """The message with which a warm start is refused."""
+    try:
+        start(sharding, warm, rename)
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("it started")
+
+
+def _spec(sharding: Sharding, warm: WarmStartSpec | None, rename: str) -> JobSpec:
+    spec = spec_of(sharding)
+    checkpoint = spec.checkpoint.model_copy(update={"warm_start": warm})
+    document = spec.model_copy(update={"checkpoint": checkpoint}).model_dump(mode="json")
+    for table in document["embedding_tables"]:
+        table["name"] = rename if rename and table["name"] == "movies" else table["name"]
+    for feature in document["features"]:
+        if rename and feature.get("table") == "movies":
+            feature["table"] = rename
+    return validate_spec(document)
+
+
+def _run(folder: Path, *calls: tuple[Any, ...]) -> list[list[Any]]:
+    ranks = run_ranks(in_turn, 2, (save_checkpoint, folder), *calls)
+    return [list(results) for results in zip(*ranks, strict=True)]
+
+
+def test_tables_and_dense_part_come_along_whole_or_by_name(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    saved, fresh, whole, by_name = _run(
+        folder,
+        (start, OTHER, None),
+        (start, OTHER, WarmStartSpec(path=str(folder))),
+        (start, OTHER, WarmStartSpec(path=str(tmp_path), tables=("movies",), dense=False)),
+    )
+    expected, untouched = whole_tables(saved), whole_tables(fresh)
+    found, partly = whole_tables(whole), whole_tables(by_name)
+    for table in TABLE_ROWS:
+        assert torch.equal(found[table], expected[table]), table
+        assert torch.equal(
+            partly[table], expected[table] if table == "movies" else untouched[table]
+        )
+        # Two copies at scale c = 2 where the saver had one: moments grow in proportion.
+        assert found[f"{table}.moments"].any(), table
+        assert partly[f"{table}.moments"].any() == (table == "movies"), table
+    means = expected["users.moments"].mean(1, keepdim=True).expand_as(expected["users"])
+    torch.testing.assert_close(found["users.moments"], 2 * means, rtol=2e-6, atol=0)
+    for name, value in whole[0]["dense"].items():
+        assert torch.equal(value, saved[0]["dense"][name]), name
+    for name, value in by_name[0]["dense"].items():
+        assert torch.equal(value, fresh[0]["dense"][name]), name
+
+
+@pytest.mark.slow
+def test_what_is_missing_is_named_with_what_there_is(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    path = str(folder)
+    (tmp_path / "empty").mkdir()
+    _, renamed, other_optimizer, nowhere, empty = _run(
+        folder,
+        (refusal, OTHER, WarmStartSpec(path=path), "films"),
+        (refusal, replace(OTHER, optimizer="adagrad"), WarmStartSpec(path=path)),
+        (refusal, OTHER, WarmStartSpec(path=str(tmp_path / "nowhere"))),
+        (refusal, OTHER, WarmStartSpec(path=str(tmp_path / "empty"))),
+    )
+    tables = ", ".join(sorted(TABLE_ROWS))
+    assert f"it has no table films; its tables are {tables}" in renamed[0]
+    assert "checkpoint.warm_start.tables" in renamed[0]
+    assert "optimizer state of table" in other_optimizer[0]
+    assert "there is no folder" in nowhere[0]
+    assert "holds no checkpoint that is whole" in empty[0]
+    for messages in (renamed, other_optimizer, nowhere, empty):
+        assert len(set(messages)) == 1, "every rank says the same"

@@ -1,0 +1,285 @@
+"""The whole path on real Ray: REST in, trained model out, through kills of every process."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import httpx
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from service.domain.metrics import PHASES
+from service.domain.models import EndReason, JobStatus
+from service.schemas.jobs import JobDetail
+from tests.conftest import EXAMPLE_SPEC
+from tests.harness.stack import Stack
+from tests.harness.wait import scaled, wait_for
+from trainer.data.manifest import load_manifest
+
+CHECKPOINT_EVERY = 20
+# 6 000 ratings, 5 400 of them to train on: 43 steps of 4 x 32 rows an epoch, the last one short.
+SMALL = (
+    "data.batch_size=32",
+    "training.report_every_steps=5",
+    "training.validate_every_steps=1000",
+    f"checkpoint.every_steps={CHECKPOINT_EVERY}",
+)
+LONG = (*SMALL, "training.epochs=6", "training.report_every_steps=1")
+
+
+def assert_whole(stack: Stack, job: JobDetail) -> None:
+    """Every report step has exactly one value of the loss, and rows were counted once."""
+    assert job.status is JobStatus.SUCCEEDED, job.message
+    every = job.spec.training.report_every_steps
+    series = stack.client.metrics(job.id, names=["train/loss"], max_points=5000).series[0]
+    steps = [point.step for point in series.points]
+    total = job.progress.total_steps
+    assert steps == sorted({*range(every, total + 1, every), total})
+    rows_per_epoch = load_manifest(Path(job.spec.data.path)).splits["train"].num_rows
+    assert job.progress.rows == job.spec.training.epochs * rows_per_epoch
+
+
+def test_a_job_goes_from_rest_to_a_trained_model(stack: Stack, small_movielens: Path) -> None:
+    submitted = stack.submit(small_movielens, *SMALL, "training.epochs=2")
+    assert submitted.status is JobStatus.QUEUED
+    job = stack.wait_for_end(submitted.id)
+    assert_whole(stack, job)
+    started = stack.timeline(job.id, "workers_started")[0]
+    assert started["sharding_groups"] == [[0, 2], [1, 3]]
+    assert started["replica_groups"] == [[0, 1], [2, 3]]
+    assert job.latest_metrics["validation/rmse"] < 1.2
+    names = set(stack.client.metrics(job.id).names)
+    assert {"speed/rows_per_s", "sync/time_s", "balance/lookup", "balance/gradient"} <= names
+    assert {f"phase/{phase}_s" for phase in PHASES} <= names
+    plans = {plan["name"]: plan for plan in started["tables"]}
+    assert plans.keys() == {table.name for table in job.spec.embedding_tables}
+    assert {shard["position"] for shard in plans["liked_movies"]["shards"]} == {0, 1}
+    checkpoints = stack.client.checkpoints(job.id)
+    assert checkpoints[-1].step == job.progress.total_steps
+    assert any(checkpoint.is_best for checkpoint in checkpoints)
+    logs = stack.client.logs(job.id)
+    assert {"driver", "rank-0", "rank-3"} <= set(logs.sources)
+    assert any(f"step {job.progress.total_steps}/" in line.text for line in logs.lines)
+
+
+@pytest.mark.scenario
+@pytest.mark.timeout(500)
+def test_one_job_outlives_the_deaths_of_a_worker_of_its_driver_and_of_the_service(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    before_worker = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
+    os.kill(stack.worker_pid(before_worker, rank=3), signal.SIGKILL)
+    wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 2, "new workers", 120)
+    before_driver = stack.wait_for_step(job.id, 3 * CHECKPOINT_EVERY + 5)
+    os.kill(stack.driver_pid(before_driver), signal.SIGKILL)
+    wait_for(lambda: len(stack.timeline(job.id, "workers_started")) == 3, "a new driver", 120)
+    before_service = stack.wait_for_step(job.id, 5 * CHECKPOINT_EVERY + 5)
+    stack.kill_service()
+    log = stack.files(before_service, 1).log_path("rank-0")
+    size = log.stat().st_size
+    wait_for(lambda: log.stat().st_size > size, "training to go on without the service")
+    stack.up()
+    ended = stack.wait_for_end(job.id)
+
+    assert_whole(stack, ended)
+    assert ended.num_failures == 2
+    first, second, third = stack.timeline(job.id, "workers_started")
+    assert [run["run_index"] for run in (first, second, third)] == [0, 1, 0]
+    assert second["resumed_step"] >= before_worker.progress.step - CHECKPOINT_EVERY
+    assert third["resumed_step"] >= before_driver.progress.step - CHECKPOINT_EVERY
+    reasons = [attempt.end_reason for attempt in stack.client.attempts(job.id)]
+    assert reasons == [EndReason.DRIVER_LOST, EndReason.COMPLETED]
+
+
+def test_the_jobs_api_of_ray_answers_with_its_token_only(stack: Stack) -> None:
+    url, token = stack.jobs_api()
+    with httpx.Client(trust_env=False, timeout=scaled(30.0)) as http:
+        assert http.get(f"{url}/api/jobs/").status_code in (401, 403)
+        allowed = http.get(f"{url}/api/jobs/", headers={"Authorization": f"Bearer {token}"})
+    assert allowed.status_code == 200
+
+
+@pytest.mark.slow
+def test_a_service_that_died_is_started_again_beside_the_ray_that_lives(stack: Stack) -> None:
+    first = stack.state
+    stack.kill_service()
+    stack.up()
+    second = stack.state
+    assert second.ray == first.ray
+    assert second.url == first.url
+    assert second.service != first.service
+
+
+@pytest.mark.slow
+def test_killed_workers_resume_with_at_most_k_steps_repeated(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
+    os.kill(stack.worker_pid(reached, rank=3), signal.SIGKILL)
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    runs = stack.timeline(job.id, "workers_started")
+    assert [run["run_index"] for run in runs] == [0, 1]
+    assert runs[1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
+    assert ended.num_attempts == 1
+    assert ended.num_failures == 1
+
+
+@pytest.mark.slow
+def test_a_killed_driver_is_followed_by_an_attempt_that_resumes(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, 2 * CHECKPOINT_EVERY + 5)
+    os.kill(stack.driver_pid(reached), signal.SIGKILL)
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    runs = stack.timeline(job.id, "workers_started")
+    assert runs[-1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
+    reasons = [attempt.end_reason for attempt in stack.client.attempts(job.id)]
+    assert reasons == [EndReason.DRIVER_LOST, EndReason.COMPLETED]
+
+
+@pytest.mark.slow
+def test_a_killed_service_disturbs_no_job_and_loses_no_metric(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, 20)
+    stack.kill_service()
+    progressed = stack.files(reached).log_path("rank-0").stat().st_size
+    wait_for(
+        lambda: stack.files(reached).log_path("rank-0").stat().st_size > progressed,
+        "training to go on without the service",
+        limit_s=20,
+    )
+    stack.up()
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    assert ended.num_attempts == 1
+    assert len(stack.timeline(job.id, "workers_started")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_service_that_is_killed_again_and_again_brings_five_jobs_to_their_end(
+    stack: Stack, small_movielens: Path
+) -> None:
+    pair = ("parallelism.workers=2", "parallelism.shard_group_size=1", "training.epochs=2")
+    jobs = [stack.submit(small_movielens, *SMALL, *pair, f"name=job{n}").id for n in range(5)]
+    random, ended, num_kills = Random(5), set[str](), 0
+    while len(ended) < len(jobs):
+        time.sleep(random.uniform(0.5, 5.0))
+        if num_kills < 15:
+            stack.kill_service()
+            stack.up()
+            num_kills += 1
+        ended |= {job for job in jobs if stack.client.get_job(job).status.is_terminal}
+    assert num_kills >= 5
+    for job_id in jobs:
+        job = stack.wait_for_end(job_id)
+        assert_whole(stack, job)
+        assert job.num_attempts == 1
+        assert len(stack.timeline(job_id, "workers_started")) == 1
+        assert not stack.timeline(job_id, "cancel_requested")
+
+
+@pytest.mark.slow
+def test_a_job_goes_on_after_the_whole_stack_went_down_and_up(
+    stack: Stack, small_movielens: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG, "retry.max_failures=0")
+    reached = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 5)
+    stack.down()
+    stack.up()
+    ended = stack.wait_for_end(job.id)
+    assert_whole(stack, ended)
+    assert ended.num_failures == 0, "a cluster that was shut down is no failure of the job"
+    runs = stack.timeline(job.id, "workers_started")
+    assert runs[-1]["resumed_step"] >= reached.progress.step - CHECKPOINT_EVERY
+
+
+@pytest.mark.slow
+def test_a_running_job_is_traced_and_a_cancelled_one_leaves_no_worker(
+    stack: Stack, small_movielens: Path, tmp_path: Path
+) -> None:
+    job = stack.submit(small_movielens, *LONG)
+    reached = stack.wait_for_step(job.id, CHECKPOINT_EVERY + 2)
+    requested = stack.client.request_trace(job.id, num_steps=2, ranks=[0, 3])
+    written = stack.client.wait_for_traces(job.id, requested, timeout_s=60)
+    for each in written:
+        content = gzip.decompress(stack.client.download_trace(job.id, each, tmp_path).read_bytes())
+        assert b"ProfilerStep#" in content
+    pids = [stack.worker_pid(reached, rank) for rank in range(4)]
+    stack.client.cancel(job.id)
+    ended = stack.wait_for_end(job.id)
+    assert ended.status is JobStatus.CANCELLED
+    wait_for(
+        lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids),
+        "the workers to be gone",
+        limit_s=20,
+    )
+    assert stack.client.checkpoints(job.id), "what was saved stays"
+
+
+@pytest.fixture
+def spoiled_movielens(small_movielens: Path, tmp_path: Path) -> Path:
+    """Prepared data with a NaN rating in one training file, and a manifest that fits it."""
+    folder = tmp_path / "spoiled"
+    shutil.copytree(small_movielens, folder)
+    victim = sorted((folder / "train").glob("*.parquet"))[0]
+    table = pq.read_table(victim)
+    ratings = table["rating"].to_numpy().copy()
+    ratings[5] = float("nan")
+    place = table.schema.get_field_index("rating")
+    spoiled = table.set_column(place, table.schema.field(place), pa.array(ratings))
+    pq.write_table(spoiled, victim, row_group_size=1024)
+    manifest = folder / "manifest.json"
+    document = json.loads(manifest.read_text())
+    for file in document["splits"]["train"]["files"]:
+        if file["path"].endswith(victim.name):
+            file["size_bytes"] = victim.stat().st_size
+    manifest.write_text(json.dumps(document))
+    return folder
+
+
+@pytest.mark.slow
+def test_a_nan_label_fails_the_job_once_and_names_the_row(
+    stack: Stack, spoiled_movielens: Path
+) -> None:
+    job = stack.wait_for_end(stack.submit(spoiled_movielens, *SMALL).id)
+    assert job.status is JobStatus.FAILED
+    assert job.reason is EndReason.DATA_ERROR
+    assert "rating" in job.message
+    assert "part-00000" in job.message
+    assert job.num_attempts == 1
+
+
+def test_the_cli_mirrors_the_job_in_its_exit_code(
+    stack: Stack, small_movielens: Path, spoiled_movielens: Path
+) -> None:
+    def run(data: Path) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "service.cli", "submit", "--wait", str(EXAMPLE_SPEC)]
+        changes = [f"--set={change}" for change in (f"data.path={data}", *SMALL)]
+        environment = os.environ | {"SHARDLOOM_URL": stack.client.base_url}
+        return subprocess.run(
+            [*command, *changes], env=environment, capture_output=True, text=True, check=False
+        )
+
+    good, bad = run(small_movielens), run(spoiled_movielens)
+    assert good.returncode == 0, good.stdout + good.stderr
+    assert "training completed" in good.stderr
+    assert bad.returncode == 1
+    assert "part-00000.parquet, row 5, column 'rating'" in bad.stderr

@@ -1,0 +1,176 @@
+"""The `shardloom` command against a real service with the scripted backend: up to down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from service.cli.main import build_app
+from service.local.processes import is_alive
+from service.local.state import StackHome
+from tests.harness.builders import spec_document
+from tests.harness.processes import if_killed
+from tests.harness.wait import free_port, scaled, wait_for
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Runs `shardloom` in a home of its own."""
+
+    home: Path
+    port: int
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {key: text for key, text in os.environ.items() if not key.startswith("SHARDLOOM_")}
+        return kept | {
+            "SHARDLOOM_HOME": str(self.home),
+            "SHARDLOOM_PORT": str(self.port),
+            "SHARDLOOM_BACKEND": "fake",
+        }
+
+    @contextmanager
+    def start(self, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "service.cli", *arguments],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            try:
+                yield process
+            finally:
+                process.kill()
+
+    def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with self.start(*arguments) as process:
+            stdout, stderr = process.communicate(timeout=scaled(60))
+        return subprocess.CompletedProcess(arguments, process.returncode, stdout, stderr)
+
+    def read(self, *arguments: str) -> str:
+        """What a command prints that only reads; it runs in this process, which takes 1 s less."""
+        environment = {**dict.fromkeys(os.environ, None), **self.environment}
+        done = CliRunner().invoke(build_app(), list(arguments), env=environment)
+        assert (done.exit_code, done.stderr) == (0, ""), done.output
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def shardloom(tmp_path_factory):
+    """The command, with its stack up."""
+    shell = Shell(tmp_path_factory.mktemp("home"), free_port())
+    with if_killed([sys.executable, "-m", "service.cli", "down"], shell.environment):
+        done = shell("up", "--detach")
+        assert done.returncode == 0, done.stderr
+        yield shell
+        shell("down")
+
+
+@pytest.fixture
+def spec_file(tmp_path):
+    (tmp_path / "ratings").mkdir()
+    (tmp_path / "ratings" / "manifest.json").write_text("{}")
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec_document()))
+    return [str(path), "--set", f"data.path={tmp_path / 'ratings'}"]
+
+
+def wait_for_status(shardloom: Shell, job: str, status: str) -> None:
+    def shown() -> bool:
+        return json.loads(shardloom.read("show", job, "--json"))["status"] == status
+
+    wait_for(shown, f"status {status} of {job}")
+
+
+def test_a_second_up_says_that_it_is_up_already(shardloom):
+    done = shardloom("up")
+    assert done.returncode == 0
+    assert "already up" in done.stdout
+    assert f"http://127.0.0.1:{shardloom.port}" in done.stdout
+
+
+def test_status_tells_service_and_cluster(shardloom):
+    answer = json.loads(shardloom.read("status", "--json"))
+    assert answer["service_alive"] is True
+    assert answer["cluster"]["backend"] == "fake"
+
+
+def test_a_job_is_planned_submitted_listed_read_and_cancelled(shardloom, spec_file):
+    plan = json.loads(shardloom.read("plan", *spec_file, "--json"))
+    assert plan["sharding_groups"] == [[0, 2], [1, 3]]
+
+    submitted = shardloom("submit", *spec_file, "--set", "name=first")
+    assert submitted.returncode == 0, submitted.stderr
+    job = submitted.stdout.strip()
+    wait_for_status(shardloom, job, "STARTING")
+    assert job in shardloom.read("ps")
+    for command in ("show", "events", "metrics", "checkpoints", "logs"):
+        shardloom.read(command, job)
+
+    assert shardloom("cancel", "first").returncode == 0
+    with shardloom.start("follow", job) as follower:
+        output, _ = follower.communicate(timeout=scaled(60))
+    assert follower.returncode == 130
+    assert "CANCELLED" in output
+    repeated = shardloom("cancel", job)
+    assert repeated.returncode == 2
+    assert "already ended" in repeated.stderr
+
+
+def test_ctrl_c_detaches_and_the_job_goes_on(shardloom, spec_file):
+    with shardloom.start("run", *spec_file) as follower:
+        assert follower.stdout is not None
+        job = follower.stdout.readline().split()[-1]
+        wait_for_status(shardloom, job, "STARTING")
+        follower.send_signal(signal.SIGINT)
+        output, _ = follower.communicate(timeout=scaled(60))
+    assert follower.returncode == 4
+    assert f"shardloom follow {job}" in output
+    wait_for_status(shardloom, job, "STARTING")
+    shardloom("cancel", job)
+
+
+def test_another_stack_on_the_same_port_is_refused(shardloom, tmp_path):
+    done = Shell(tmp_path / "other-home", shardloom.port)("up", "--detach")
+    assert done.returncode == 3
+    assert f"port {shardloom.port} is in use" in done.stderr
+    assert "--port" in done.stderr
+
+
+def test_down_ends_the_service_and_a_second_one_finds_nothing(tmp_path):
+    shardloom = Shell(tmp_path / "home", free_port())
+    assert shardloom("up", "--detach").returncode == 0
+    state = StackHome(shardloom.home).read_state()
+    assert state.ray is None
+    assert "service ended" in shardloom("down").stdout
+    assert not is_alive(state.service)
+    assert shardloom("down").stdout == "nothing was running\n"
+    assert shardloom("status").returncode == 3
+
+
+def test_up_in_the_foreground_stops_with_ctrl_c(tmp_path):
+    shardloom = Shell(tmp_path / "home", free_port())
+    with shardloom.start("up") as stack:
+        assert stack.stdout is not None
+        for line in stack.stdout:
+            if "Ctrl-C" in line:
+                break
+        state = StackHome(shardloom.home).read_state()
+        assert is_alive(state.service)
+        stack.send_signal(signal.SIGINT)
+        stack.communicate(timeout=scaled(60))
+    assert stack.returncode == 0
+    assert not is_alive(state.service)

@@ -1,0 +1,91 @@
+"""What a process writes reaches its log on run storage, however the process ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service.jobs.logs import Level, LogPiece, LogPosition, read_new
+from tests.harness.wait import scaled, wait_for
+from trainer.protocol.run_dir import AttemptDir
+
+_PROCESS = """
+import ctypes, logging, os, sys
+from pathlib import Path
+from trainer.driver.process_log import start_log
+start_log(Path(sys.argv[1]))
+logging.getLogger("trainer.x").info("by logging")
+print("by print")
+os.system("echo by a child")
+os.write(2, b"by native code\\n")
+"""
+_ENDS = {
+    "exit": "",
+    "raise": "raise RuntimeError('unexpected')",
+    "abort": "os.abort()",
+    "segfault": "ctypes.string_at(0)",
+    "kill": "os.write(1, b'last\\n' * 5000); os.kill(os.getpid(), 9)",
+    "hard exit": "print('last'); os._exit(3)",
+}
+_IN_TEST = ["exit", "abort", "kill"]
+_IN_ALL = [pytest.param(end, marks=pytest.mark.slow) for end in _ENDS if end not in _IN_TEST]
+
+
+def _run(files: AttemptDir, end: str, env: dict[str, str] | None = None) -> str:
+    """Run a process to its end; returns what it wrote to where it was started."""
+    code = _PROCESS + _ENDS[end]
+    command = [sys.executable, "-c", code, str(files.log_path("rank-0"))]
+    # Its standard error ends when the last copy of it is closed: that of the pump.
+    done = subprocess.run(command, capture_output=True, text=True, timeout=scaled(60), env=env)
+    return done.stderr
+
+
+def _lines(files: AttemptDir) -> list[LogPiece]:
+    return list(read_new(files, LogPosition("a"), None, is_final=True))
+
+
+@pytest.mark.parametrize("end", _IN_TEST + _IN_ALL)
+def test_everything_is_in_the_log_whatever_ends_the_process(tmp_path: Path, end: str) -> None:
+    files = AttemptDir(tmp_path)
+    shown = _run(files, end)
+    texts = [piece.text for piece in _lines(files)]
+    assert texts[0].endswith("INFO trainer.x: by logging")
+    assert texts[1:4] == ["by print", "by a child", "by native code"]
+    assert "\n".join(texts) == shown.rstrip("\n")
+    if end in ("abort", "segfault"):
+        last_words = {"abort": "Aborted", "segfault": "Segmentation fault"}[end]
+        assert texts[4] == f"Fatal Python error: {last_words}"
+        assert {piece.head.level for piece in _lines(files)[4:]} == {Level.CRITICAL}
+    if end == "kill":
+        assert texts[4:] == ["last"] * 5000
+    if end == "raise":
+        assert texts[-1] == "RuntimeError: unexpected"
+        assert _lines(files)[-1].head.level is Level.ERROR
+
+
+@pytest.mark.slow
+def test_a_process_that_writes_too_much_does_not_fill_the_disk(tmp_path: Path) -> None:
+    import os
+
+    files = AttemptDir(tmp_path)
+    code = _PROCESS + "for n in range(20000): os.write(1, b'%06d ' % n + b'x' * 93 + b'\\n')"
+    env = {**os.environ, "SHARDLOOM_LOG_MAX_BYTES": "400000"}
+    command = [sys.executable, "-c", code, str(files.log_path("rank-0"))]
+    subprocess.run(command, capture_output=True, timeout=scaled(60), env=env, check=True)
+    wait_for(
+        lambda: any(b"019999 x" in path.read_bytes() for path in tmp_path.rglob("*.log")),
+        "the last line",
+    )
+    kept_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*.log"))
+    assert kept_bytes < 400_000 + 4 * 2**16
+    texts = []
+    position = LogPosition("a")
+    while pieces := list(read_new(files, position, None, is_final=True)):
+        texts += [piece.text for piece in pieces]
+        position = pieces[-1].position
+    assert texts[0].endswith("by logging")
+    assert texts[-1].startswith("019999 ")
+    assert sum(text.startswith("[shardloom]") for text in texts) == 1

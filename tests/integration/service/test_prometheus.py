@@ -1,0 +1,291 @@
+"""A real Prometheus scrapes two real replicas of the service with our configuration and rules."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.client.client import ShardloomClient
+from tests.harness.builders import (
+    TINY_DATA,
+    divergence,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
+    spec_document,
+    workers_started,
+)
+from tests.harness.databases import PostgresqlServer
+from tests.harness.prometheus import FOLDER, Prometheus, needs_prometheus
+from tests.harness.service_process import ServiceProcess
+from tests.harness.stack import Stack
+from tests.harness.wait import free_port, scaled, wait_for
+from tests.unit.observability.expressions import dashboard_queries
+from trainer.protocol.events import Event, EventBatch, Metrics, Progress
+
+pytestmark = [pytest.mark.slow, needs_prometheus]
+
+# A test has seconds where a platform team has minutes.
+FASTER = {"> 900": "> 4", "for: 1m": "for: 1s", "> 120": "> 3"}
+SURVIVE = {"workers": 6, "shard_group_size": 2, "survive": {"hosts": 1}}
+STEPS, WANTED = 40, 100
+# Of queries about Ray: GPUs and an autoscaler, which need not be here.
+ABSENT = ("gram", "gpus", "cluster_pending", "cluster_failed", "cluster_idle", "cluster_active")
+
+
+@dataclass
+class Driver:
+    """Posts records of an attempt as its driver does."""
+
+    url: str
+    attempt_id: str
+    token: str
+    _num_sent: int = field(default=0, init=False)
+
+    def tell(self, *events: Event) -> None:
+        batch = EventBatch(stream="driver", first_seq=self._num_sent, events=list(events))
+        answer = httpx.post(
+            f"{self.url}/v1/attempts/{self.attempt_id}/events",
+            content=batch.model_dump_json(),
+            headers={"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
+            trust_env=False,
+        )
+        answer.raise_for_status()
+        self._num_sent += len(events)
+
+    def step(self, step: int) -> None:
+        """Say that the job got so far."""
+        now = time.time()
+        told = {"step": step, "total_steps": WANTED, "epoch": 0, "rows": step * 512}
+        self.tell(Progress(time=now, rows_per_s=1000.0, eta_s=9.0, **told))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Two replicas, what a key may read of them, and the Prometheus that does."""
+
+    replicas: list[ServiceProcess]
+    prometheus: Prometheus
+    key: str
+    job_id: str
+    driver: Driver
+
+
+def _first_key(replica: ServiceProcess) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "keys", "create", "ops", "--admin"],
+        env=replica.environment(),
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def _viewer_key(replica: ServiceProcess, key: str) -> str:
+    """The key that prometheus.yml says how to make."""
+    with ShardloomClient(replica.url, api_key=key) as client:
+        return str(client.create_key("prometheus", roles={"*": "viewer"}).key)
+
+
+@pytest.fixture(scope="module")
+def watched(
+    postgresql: PostgresqlServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Watched]:
+    home = tmp_path_factory.mktemp("service")
+    settings = {
+        "SHARDLOOM_DATABASE_URL": postgresql.migrated_database(),
+        "SHARDLOOM_AUTH": "required",
+        "SHARDLOOM_STORAGE_ROOTS": json.dumps([str(TINY_DATA)]),
+    }
+    replicas = [ServiceProcess(home, free_port(), settings) for _ in range(2)]
+    key = _first_key(replicas[0])
+    with replicas[0] as one, replicas[1] as other:
+        viewer = _viewer_key(one, key)
+        targets = {"shardloom": [f"127.0.0.1:{each.port}" for each in (one, other)]}
+        folder = tmp_path_factory.mktemp("prometheus")
+        with Prometheus(folder, targets, viewer, FASTER) as prometheus:
+            job_id, driver = _submit(one, key)
+            yield Watched(replicas, prometheus, key, job_id, driver)
+
+
+def _submit(replica: ServiceProcess, key: str) -> tuple[str, Driver]:
+    """A job of three groups on three hosts in the midst of its training."""
+    with ShardloomClient(replica.url, api_key=key) as client:
+        job = client.submit(spec_document(parallelism=SURVIVE, name="dlrm"))
+    attempt_id = f"{job.id}-a0"
+    record = wait_for(lambda: replica.cluster.record(attempt_id), "the submission")
+    driver = Driver(replica.url, attempt_id, record.env["SHARDLOOM_ATTEMPT_TOKEN"])
+    now = time.time()
+    goodput = {"goodput/share": 0.9, "goodput/lost_s/start": 30.0, "risk/steps_undurable": 5.0}
+    driver.tell(
+        layout_chosen(time=now),
+        workers_started(total_steps=WANTED),
+        membership_changed(time=now),
+        Metrics(time=now, step=1, values=goodput),
+    )
+    driver.step(STEPS)
+    return job.id, driver
+
+
+def test_both_replicas_are_scraped_with_the_key(watched: Watched) -> None:
+    prometheus = watched.prometheus
+    found = prometheus.until(
+        lambda: prometheus.query('up{job="shardloom"} == 1'), "a replica is scraped"
+    )
+    prometheus.until(
+        lambda: len(prometheus.query('up{job="shardloom"} == 1')) == 2, f"both {found}"
+    )
+    refused = httpx.get(f"{watched.replicas[0].url}/metrics", trust_env=False)
+    assert refused.status_code == 401
+
+
+def test_a_job_that_both_replicas_show_counts_once(watched: Watched) -> None:
+    prometheus = watched.prometheus
+    shown = prometheus.until(
+        lambda: len(found := prometheus.query(f"shardloom_job_steps == {STEPS}")) == 2 and found,
+        "both replicas show how far the job is",
+    )
+    instances = {dict(labels)["instance"] for labels in shown}
+    assert instances == {f"127.0.0.1:{each.port}" for each in watched.replicas}
+    ours = (("job_id", watched.job_id), ("project", "default"))
+    rate = prometheus.until(
+        lambda: prometheus.query("job_id:shardloom_job_rows_per_second:max"), "it is recorded"
+    )
+    assert rate == {ours: 1000.0}
+    workers = prometheus.until(
+        lambda: prometheus.query("project:shardloom_job_workers:sum"), "workers are recorded"
+    )
+    assert workers == {(("project", "default"),): 6.0}
+    assert prometheus.query("sum(status:shardloom_live_jobs:max)") == {(): 1.0}
+
+
+def test_every_rule_is_evaluated_without_a_fault(watched: Watched) -> None:
+    def _evaluated() -> list[dict[str, Any]]:
+        groups = watched.prometheus.get("rules")["groups"]
+        rules = [rule for group in groups for rule in group["rules"]]
+        return rules if all(rule["health"] != "unknown" for rule in rules) else []
+
+    rules = watched.prometheus.until(_evaluated, "every rule was evaluated")
+    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
+    assert len(rules) == sum(
+        text.read_text().count("        expr:") for text in (FOLDER / "rules").glob("*.yaml")
+    )
+
+
+def test_every_query_of_the_dashboards_is_answered(watched: Watched) -> None:
+    # Nothing has failed, waited or been saved here, and half an hour has not passed.
+    unanswered = ("p90_1h", "[45]..", "increase1h > 0", "ALERTS", "rate30m", "QUEUED")
+    empty: list[str] = []
+
+    def _is_answered() -> bool:
+        found = {
+            query: watched.prometheus.query(query)
+            for name, query in dashboard_queries(job_id=watched.job_id)
+            if name != "ray.json"
+        }
+        empty[:] = [
+            query
+            for query, answer in found.items()
+            if not answer and not any(part in query for part in unanswered)
+        ]
+        return not empty
+
+    try:
+        watched.prometheus.until(_is_answered, "every query is answered", 30.0)
+    except AssertionError as error:
+        raise AssertionError(f"no answer to {empty}") from error
+
+
+def test_a_job_that_gets_no_further_is_told_as_stuck_until_it_does(watched: Watched) -> None:
+    prometheus = watched.prometheus
+    alert = prometheus.until(
+        lambda: prometheus.alerts().get("ShardloomJobStuck"), "the job is told as stuck"
+    )
+    assert alert["labels"] == {
+        "alertname": "ShardloomJobStuck",
+        "job_id": watched.job_id,
+        "name": "dlrm",
+        "project": "default",
+        "severity": "critical",
+    }
+    assert alert["annotations"]["summary"] == f"Job dlrm ({watched.job_id}) is stuck"
+    assert alert["annotations"]["runbook_url"] == "docs/guides/runbooks.md#shardloomjobstuck"
+
+    def _steps_on() -> bool:
+        watched.driver.step(int(time.time()))
+        return "ShardloomJobStuck" not in prometheus.alerts()
+
+    prometheus.until(_steps_on, "the alert is over")
+
+
+def test_a_lost_host_and_a_divergence_are_told(watched: Watched) -> None:
+    prometheus, now = watched.prometheus, time.time()
+    watched.driver.tell(
+        group_lost(1, time=now),
+        group_lost(2, time=now),
+        membership_changed(group_member(0), generation=2, time=now),
+        divergence(time=now, action="rebroadcast"),
+    )
+    wanted = {"ShardloomCopiesMissing", "ShardloomDivergence"}
+    alerts = prometheus.until(
+        lambda: wanted <= (found := prometheus.alerts()).keys() and found, "both are told"
+    )
+    copies = alerts["ShardloomCopiesMissing"]
+    assert copies["annotations"]["description"].startswith("Only 1 host(s) hold a copy")
+    assert alerts["ShardloomDivergence"]["labels"]["name"] == "dlrm"
+
+
+def test_a_cluster_that_does_not_answer_is_told_and_the_job_is_not_taken_for_failed(
+    watched: Watched,
+) -> None:
+    prometheus, cluster = watched.prometheus, watched.replicas[0].cluster
+    cluster.set_down(True)
+    prometheus.until(
+        lambda: "ShardloomBackendUnreachable" in prometheus.alerts(), "the cluster is told as away"
+    )
+    assert prometheus.query('max(shardloom_job_status{status="RUNNING"})') == {(): 1.0}
+    cluster.set_down(False)
+    prometheus.until(
+        lambda: "ShardloomBackendUnreachable" not in prometheus.alerts(), "it is there again"
+    )
+
+
+def test_the_series_of_a_job_go_with_it(watched: Watched) -> None:
+    prometheus = watched.prometheus
+    with ShardloomClient(watched.replicas[1].url, api_key=watched.key) as client:
+        client.cancel(watched.job_id)
+    prometheus.until(lambda: not prometheus.query("shardloom_job_info"), "the job is gone")
+    ended = 'sum(shardloom_ended_jobs_total{status="CANCELLED"})'
+    assert prometheus.until(lambda: prometheus.query(f"{ended} > 0"), "its end is counted") == {
+        (): 1.0
+    }
+    prometheus.until(
+        lambda: "ShardloomCopiesMissing" not in prometheus.alerts(), "its alerts are over"
+    )
+
+
+def test_the_nodes_of_ray_are_found_and_fill_their_dashboard(stack: Stack, tmp_path: Path) -> None:
+    listed = stack.ray_temp_dir / "prom_metrics_service_discovery.json"
+    with Prometheus(tmp_path, {}, "", {}, ray_nodes=listed) as prometheus:
+        prometheus.until(
+            lambda: prometheus.query("last_over_time(ray_node_mem_total[2m])"),
+            "Ray's nodes are scraped",
+            limit_s=150.0,
+        )
+        assert set(prometheus.query('up{job="ray"}').values()) == {1.0}
+        queries = [query for name, query in dashboard_queries() if name == "ray.json"]
+        empty = [query for query in queries if not prometheus.query(query)]
+    assert [query for query in empty if not any(part in query for part in ABSENT)] == []

@@ -1,0 +1,110 @@
+"""Traces of service and driver as a collector receives them: one trace for one job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.harness.builders import spec_document
+from tests.harness.http_stub import HttpStub, http_stub
+from tests.harness.service_process import ServiceProcess
+from tests.harness.wait import free_port, wait_for
+from trainer.protocol.events import AttemptEnded, AttemptStarted, EventBatch
+from trainer.protocol.outbox import EventWriter
+
+pytestmark = pytest.mark.slow
+
+# What the driver does for its sinks, without the training.
+_DRIVER = """
+import os
+from trainer.driver.attempt import DriverContext
+from trainer.protocol.outbox import EventWriter
+from trainer.sinks.manager import open_sinks
+context = DriverContext.from_env(os.environ)
+open_sinks(context, EventWriter(context.files.stream_path("driver"))).close(10.0)
+"""
+
+
+class _Traced(ServiceProcess):
+    collector = ""
+
+    def environment(self) -> dict[str, str]:
+        return {
+            **super().environment(),
+            "SHARDLOOM_OTLP_ENDPOINT": self.collector,
+            "OTEL_BSP_SCHEDULE_DELAY": "100",
+            "SHARDLOOM_LOG_FORMAT": "json",
+        }
+
+
+def _spans(stub: HttpStub) -> dict[str, Any]:
+    """Spans by name, from what the collector was sent."""
+    found = {}
+    for request in stub.received:
+        assert request.path == "/v1/traces"
+        body = request.body
+        if request.headers.get("content-encoding") == "gzip":
+            import gzip
+
+            body = gzip.decompress(body)
+        message = ExportTraceServiceRequest.FromString(body)
+        for resource in message.resource_spans:
+            for scope in resource.scope_spans:
+                found.update({span.name: span for span in scope.spans})
+    return found
+
+
+def test_submission_driver_and_ingest_are_told_to_a_collector(tmp_path: Path) -> None:
+    with http_stub() as collector:
+        service = _Traced(tmp_path, free_port())
+        service.collector = collector.url
+        with service:
+            response = httpx.post(
+                f"{service.url}/v1/jobs", json={"spec": spec_document()}, trust_env=False
+            )
+            job = response.json()["id"]
+            record = wait_for(lambda: service.cluster.record(f"{job}-a0"), "the submission")
+            _let_driver_run(service, job, record.env)
+            _post_records(service, job, record.env)
+            wanted = {"submit job", "submit attempt", "ingest"}
+            wait_for(lambda: {*_spans(collector)} >= wanted, f"the spans {wanted}")
+        spans = _spans(collector)
+        root = spans["submit job"]
+        for name in ("submit attempt", "attempt"):
+            assert spans[name].trace_id == root.trace_id
+            assert spans[name].parent_span_id == root.span_id
+        assert spans["ingest"].links[0].trace_id == root.trace_id
+        assert f'"job_id": "{job}"' in service.log()
+
+
+def _let_driver_run(service: ServiceProcess, job: str, env: dict[str, str]) -> None:
+    writer = EventWriter(service.attempt_files(job).stream_path("driver"))
+    writer.write(AttemptStarted(time=time.time(), world_size=2))
+    writer.write(AttemptEnded(time=time.time(), reason="completed", message="done"))
+    subprocess.run(
+        [sys.executable, "-c", _DRIVER], env={**os.environ, **env}, check=True, timeout=60
+    )
+
+
+def _post_records(service: ServiceProcess, job: str, env: dict[str, str]) -> None:
+    batch = EventBatch(
+        stream="driver", first_seq=0, events=[AttemptStarted(time=time.time(), world_size=2)]
+    )
+    response = httpx.post(
+        f"{service.url}/v1/attempts/{job}-a0/events",
+        content=batch.model_dump_json(),
+        headers={
+            "Content-Type": "application/json",
+            "Authorization": f"Bearer {env['SHARDLOOM_ATTEMPT_TOKEN']}",
+        },
+        trust_env=False,
+    )
+    assert response.is_success, response.text

@@ -1,0 +1,195 @@
+"""Webhooks between processes: a real service, a real receiver, and kills in between.
+
+Over HTTPS they go to the address that was checked, and to whoever has the name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import hmac
+import ipaddress
+import json
+import ssl
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from service.domain.webhooks import Answer
+from service.webhooks.safe_http import post
+from tests.harness.builders import spec_document
+from tests.harness.certificates import make_certificate
+from tests.harness.http_stub import HttpStub, http_stub
+from tests.harness.service_process import ServiceProcess
+from tests.harness.wait import free_port, scaled, wait_for
+
+NAME = "hooks.test"
+
+
+class _Service(ServiceProcess):
+    def environment(self) -> dict[str, str]:
+        return {
+            **super().environment(),
+            "SHARDLOOM_WEBHOOK_ALLOWED_NETWORKS": '["127.0.0.0/8"]',
+            "SHARDLOOM_WEBHOOK_POLL_S": "0.05",
+        }
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[ServiceProcess]:
+    with _Service(tmp_path, free_port()) as started:
+        yield started
+
+
+def _post(service: ServiceProcess, path: str, body: dict[str, Any] | None = None) -> Any:
+    response = httpx.post(f"{service.url}{path}", json=body, trust_env=False)
+    assert response.is_success, response.text
+    return response.json()
+
+
+def _submit(service: ServiceProcess) -> str:
+    return str(_post(service, "/v1/jobs", {"spec": spec_document()})["id"])
+
+
+def _told(stub: HttpStub) -> list[tuple[str, str]]:
+    """Job and kind of what was received."""
+    bodies = [json.loads(each.body) for each in stub.received]
+    return [(body["data"].get("job_id", ""), body["type"]) for body in bodies]
+
+
+def test_what_happens_to_a_job_arrives_signed(service: ServiceProcess) -> None:
+    with http_stub() as receiver:
+        hook = _post(service, "/v1/webhooks", {"url": f"{receiver.url}/in"})
+        job = _submit(service)
+        _post(service, f"/v1/jobs/{job}:cancel")
+        wanted = {(job, "job_submitted"), (job, "job_ended")}
+        wait_for(lambda: wanted <= set(_told(receiver)), "what happened to the job")
+        key = base64.b64decode(hook["secret"].removeprefix("whsec_"))
+        for request in receiver.received:
+            head = f"{request.headers['webhook-id']}.{request.headers['webhook-timestamp']}."
+            digest = hmac.digest(key, head.encode() + request.body, hashlib.sha256)
+            signed = f"v1,{base64.b64encode(digest).decode()}"
+            assert request.headers["webhook-signature"] == signed
+            assert request.headers["host"] == f"127.0.0.1:{receiver.port}"
+    found = httpx.get(f"{service.url}/v1/webhooks/{hook['id']}/deliveries", trust_env=False)
+    assert {item["state"] for item in found.json()["items"]} == {"delivered"}
+
+
+def test_nothing_is_lost_when_the_service_is_killed(service: ServiceProcess) -> None:
+    with http_stub(503) as receiver:
+        _post(service, "/v1/webhooks", {"url": receiver.url, "kinds": ["job_submitted"]})
+        jobs = [_submit(service) for _ in range(5)]
+        wait_for(lambda: len(receiver.received) >= 3, "tries that fail")
+        service.kill()
+        receiver.statuses[:] = [200]
+        receiver.received.clear()
+        service.start()
+        # A claim of the killed service has to run out, a failed try has to wait its turn.
+        for delivery in _deliveries(service):
+            if delivery["state"] == "pending":
+                _redeliver(service, delivery)
+        wait_for(lambda: {job for job, _ in _told(receiver)} >= set(jobs), "every job", 180.0)
+        # At least once: what is sent again by hand just when its turn has come goes out twice, with
+        # the same id.
+        assert len({request.headers["webhook-id"] for request in receiver.received}) == 5
+
+
+@pytest.mark.slow
+def test_a_delivery_whose_service_died_before_it_was_noted_is_sent_again_with_its_id(
+    service: ServiceProcess,
+) -> None:
+    with http_stub() as receiver:
+        _post(service, "/v1/webhooks", {"url": receiver.url, "kinds": ["job_submitted"]})
+        service.kill()
+        service.start_to_be_killed("before webhooks.settle")
+        job = _submit(service)
+        service.wait_until_killed()
+        service.start()
+        [delivery] = _deliveries(service)
+        _redeliver(service, delivery)
+        wait_for(lambda: len(receiver.received) == 2, "the second try")
+        assert {each for each, _ in _told(receiver)} == {job}
+        assert len({request.headers["webhook-id"] for request in receiver.received}) == 1
+
+
+def _deliveries(service: ServiceProcess) -> list[dict[str, Any]]:
+    [hook] = httpx.get(f"{service.url}/v1/webhooks", trust_env=False).json()["items"]
+    path = f"{service.url}/v1/webhooks/{hook['id']}/deliveries"
+    items: list[dict[str, Any]] = httpx.get(path, trust_env=False).json()["items"]
+    return [{**item, "hook": hook["id"]} for item in items]
+
+
+def _redeliver(service: ServiceProcess, delivery: dict[str, Any]) -> None:
+    _post(service, f"/v1/webhooks/{delivery['hook']}/deliveries/{delivery['id']}:redeliver")
+
+
+# ---- over HTTPS
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[tuple[int, Path, list[str]]]:
+    """Port and certificate of an HTTPS server, and the Host headers that it was sent."""
+    hosts: list[str] = []
+
+    class _Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            hosts.append(self.headers["host"])
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            return None
+
+    certificate, private = make_certificate(tmp_path, NAME)
+    server = HTTPServer(("127.0.0.1", 0), _Handler)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, private)
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server.server_address[1], certificate, hosts
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def _send(name: str, port: int, certificate: Path) -> Answer:
+    async def _resolve(host: str, _: int) -> list[str]:
+        assert host == name
+        return ["127.0.0.1"]
+
+    async def _post() -> Answer:
+        trusted = ssl.create_default_context(cafile=str(certificate))
+        return await post(
+            f"https://{name}:{port}/in",
+            "{}",
+            {},
+            allowed=[ipaddress.ip_network("127.0.0.0/8")],
+            timeout_s=scaled(10.0),
+            resolve=_resolve,
+            transport=httpx.AsyncHTTPTransport(verify=trusted),
+        )
+
+    return asyncio.run(_post())
+
+
+def test_the_name_is_what_the_certificate_is_checked_for(
+    receiver: tuple[int, Path, list[str]],
+) -> None:
+    port, certificate, hosts = receiver
+    assert _send(NAME, port, certificate).status_code == 204
+    assert hosts == [f"{NAME}:{port}"]
+
+
+def test_a_server_without_the_name_hears_nothing(receiver: tuple[int, Path, list[str]]) -> None:
+    port, certificate, hosts = receiver
+    answer = _send("other.test", port, certificate)
+    assert answer.status_code is None
+    assert "CERTIFICATE_VERIFY_FAILED" in answer.message
+    assert hosts == []

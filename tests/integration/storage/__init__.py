@@ -1,0 +1,1 @@
+"""Object stores, and data prepared from and to them."""

@@ -1,0 +1,269 @@
+"""Checkpoints on a real S3 endpoint: as on a disk, and in trouble."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.harness.object_store import Faults, ObjectStore, run_object_store
+from tests.harness.ranks import run_ranks
+from tests.harness.wait import scaled
+from tests.integration.ranks.checkpoint_cases import Sharding, whole_tables
+from tests.integration.remote_checkpoint_cases import (
+    DAMAGE,
+    die_in_the_middle,
+    load_resharded,
+    look_at_damage,
+    look_for_newest,
+    look_with_impatient_peers,
+    refusal_of_start,
+    save_large,
+    start_warm,
+    train_save_and_load,
+)
+from trainer.checkpoint.files import checkpoints_of, make_writable, set_aside
+from trainer.checkpoint.save_load import list_committed, remove_uncommitted
+from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
+from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
+from trainer.storage import Location
+
+TWO = Sharding(2, 1, ("row_wise",))
+OTHER = Sharding(3, 3, ("column_wise", "table_wise", "row_wise"), min_partition=8)
+MEBIBYTE = 2**20
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with run_object_store() as store:
+        yield store
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A run folder named as no other test's, as its name is that of the folder in the bucket."""
+    return tmp_path / f"job-{abs(hash(request.node.name)):x}"
+
+
+def folder_of(store: ObjectStore, run_dir: Path) -> Location:
+    folder = checkpoints_of(run_dir, store.url("runs"))
+    assert isinstance(folder, Location)
+    return folder
+
+
+def names_in(folder: Location) -> set[str]:
+    return {file.relative_to(folder) for file in folder.list(recursive=True)}
+
+
+def test_a_checkpoint_loads_bitwise_in_its_own_and_in_another_sharding_and_warm(store, run_dir):
+    path = store.url("runs")
+    ranks = run_ranks(train_save_and_load, 2, store.environment, TWO, run_dir, path)
+    saved = whole_tables([rank["at_save"] for rank in ranks])
+    for name, values in whole_tables([rank["loaded"] for rank in ranks]).items():
+        assert torch.equal(values.nan_to_num(), saved[name].nan_to_num()), name
+    (committed,) = [e for e in ranks[0]["said"] if isinstance(e, CheckpointCommitted)]
+    assert committed.path == f"s3://data/runs/{run_dir.name}/checkpoints/step-00000002-a0-r0"
+    assert not RunDir(run_dir).checkpoints_dir.exists(), "nothing lies on run storage"
+
+    others = run_ranks(load_resharded, 3, store.environment, OTHER, run_dir, path)
+    for name, values in whole_tables(others).items():
+        if not name.endswith(".moments"):
+            assert torch.equal(values, saved[name]), name
+
+    source = f"{path}/{run_dir.name}"
+    (warm,) = run_ranks(
+        start_warm, 1, store.environment, Sharding(1, 1, ("row_wise",)), source, ("movies",)
+    )
+    tables = whole_tables([warm])
+    assert torch.equal(tables["movies"], saved["movies"])
+    assert not torch.equal(tables["users"], saved["users"])
+
+
+@pytest.mark.slow
+def test_large_shares_go_up_in_parts_and_retention_leaves_the_newest(store, run_dir):
+    with store.failing() as seen:
+        arguments = (store.environment, run_dir, store.url("runs"), 12 * MEBIBYTE, [1, 2, 3])
+        first, second = run_ranks(save_large, 2, *arguments)
+    assert first["equal"]
+    assert second["equal"]
+    assert seen.counts["PUT part"] >= 3 * 2 * 2, seen.counts
+    folders = {name.split("/")[0] for name in names_in(folder_of(store, run_dir))}
+    assert folders == {"step-00000002-a0-r0", "step-00000003-a0-r0"}
+    deleted = [e.step for e in first["said"] if isinstance(e, CheckpointDeleted)]
+    assert deleted == [1]
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        {"rates": {"500": 0.1, "503": 0.1, "slow_down": 0.05}, "seed": 1},
+        *(
+            pytest.param(faults, marks=pytest.mark.slow)
+            for faults in (
+                {"rates": {"reset": 0.15, "cut": 0.15}, "seed": 2},
+                {"slow_s": 0.1},
+                {"rates": {"stall": 0.06}, "stall_s": 5.0, "seed": 3},
+            )
+        ),
+    ],
+    ids=["busy", "broken connections", "slow", "stalled"],
+)
+def test_saves_and_loads_outlive_a_store_in_trouble(store, run_dir, faults):
+    environment = store.environment
+    if "stall_s" in faults:
+        environment = environment | {"SHARDLOOM_STORAGE_TIMEOUT_S": "2"}
+    with store.failing(**faults) as seen:
+        arguments = (environment, run_dir, store.url("runs"), 11 * MEBIBYTE, [1])
+        first, second = run_ranks(save_large, 2, *arguments)
+    assert first["notes"] == []
+    assert first["equal"]
+    assert second["equal"]
+    assert sum(seen.counts[fault] for fault in faults.get("rates", {})) > 1 or "slow_s" in faults
+
+
+def test_a_store_that_is_away_fails_one_save_and_the_next_is_whole(store, run_dir):
+    impatient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": "0"}
+    down = {"rates": {"503": 1.0}, "only": r"(PUT|POST) .*step-00000002"}
+    with store.failing(**down):
+        arguments = (impatient, run_dir, store.url("runs"), MEBIBYTE, [1, 2, 3])
+        (found,) = run_ranks(save_large, 1, *arguments)
+    (note,) = found["notes"]
+    assert "step-00000002-a0-r0 could not be written" in note
+    assert "the endpoint does not answer, or is busy" in note
+    assert "Earlier checkpoints are untouched" in note
+    steps = [each.commit.step for each in list_committed(folder_of(store, run_dir))]
+    assert steps == [1, 3]
+    assert found["equal"]
+
+
+def test_a_save_that_was_killed_in_the_middle_counts_for_nothing_and_is_cleared_away(
+    store, run_dir
+):
+    arguments = (store.environment, run_dir, store.url("runs"))
+    process = multiprocessing.get_context("spawn").Process(target=die_in_the_middle, args=arguments)
+    process.start()
+    try:
+        process.join(scaled(180))
+        assert process.exitcode == -signal.SIGKILL
+    finally:
+        process.kill()
+    folder = folder_of(store, run_dir)
+    half = {name for name in names_in(folder) if name.startswith("step-00000002")}
+    assert half, "files were written"
+    assert not any(name.endswith(COMMIT_MARKER) for name in half)
+    (found,) = run_ranks(look_for_newest, 1, *arguments)
+    assert found == {"step": 1, "notes": []}
+    assert {name.split("/")[0] for name in names_in(folder)} == {"step-00000001-a0-r0"}
+
+
+@pytest.mark.slow
+def test_any_damage_makes_the_checkpoint_before_count_and_is_said(store, tmp_path):
+    arguments = (store.environment, tmp_path, store.url("damage"))
+    (found,) = run_ranks(look_at_damage, 1, *arguments)
+    assert [each["kind"] for each in found] == list(DAMAGE)
+    for each in found:
+        kind = each["kind"]
+        assert each["step"] == 1, kind
+        (note,) = each["notes"]
+        assert "step-00000002-a0-r0 is damaged" in note, kind
+        assert each["is_kept"], f"{kind}: what is damaged is kept to be looked at"
+        assert each["again"] == {"step": 1, "notes": []}, kind
+
+
+@pytest.mark.slow
+def test_a_store_that_is_away_at_the_start_damages_nothing(store, run_dir):
+    arguments = (store.environment, run_dir, store.url("runs"))
+    run_ranks(save_large, 1, *arguments, 1000, [1])
+    impatient = store.environment | {"SHARDLOOM_STORAGE_RETRY_S": "0"}
+    with (
+        store.failing(rates={"503": 1.0}, only="GET .*distcp"),
+        pytest.raises(AssertionError, match="StorageAwayError"),
+    ):
+        run_ranks(look_for_newest, 2, impatient, *arguments[1:])
+    found, _ = run_ranks(look_for_newest, 2, *arguments)
+    assert found == {"step": 1, "notes": []}
+
+
+@pytest.mark.slow
+def test_a_start_waits_for_the_rank_whose_storage_is_away(store, run_dir):
+    arguments = (store.environment, run_dir, store.url("runs"))
+    run_ranks(save_large, 2, *arguments, 1000, [1])
+    with away_for(store, 6.0, only="GET .*__0_0.distcp") as seen:
+        found, other = run_ranks(look_with_impatient_peers, 2, *arguments)
+    assert seen.counts["503"] > 1
+    assert found == other == 1
+
+
+@contextmanager
+def away_for(store: ObjectStore, duration_s: float, only: str) -> Iterator[Faults]:
+    """The store answers nothing until `duration_s` after it was first asked for `only`."""
+    ended = threading.Event()
+    with store.failing(rates={"503": 1.0}, only=only) as seen:
+
+        def mend() -> None:
+            while not (seen.counts["503"] or ended.wait(0.05)):
+                pass
+            ended.wait(duration_s)
+            seen.rates = {}
+
+        mending = threading.Thread(target=mend)
+        mending.start()
+        try:
+            yield seen
+        finally:
+            ended.set()
+            mending.join()
+
+
+@pytest.mark.slow
+def test_groups_that_start_together_probe_clear_away_and_set_aside_together(store):
+    def at_once(act: Callable[[], None]) -> None:
+        barrier = threading.Barrier(2)
+
+        def go(_: int) -> None:
+            barrier.wait()
+            act()
+
+        with ThreadPoolExecutor(2) as groups:
+            list(groups.map(go, range(2)))
+
+    # Half of the rounds went wrong where a deletion could not bear another one.
+    for number in range(20):
+        folder = Location.parse(store.url(f"groups/job-{number}/checkpoints"))
+        at_once(lambda folder=folder: make_writable(folder))
+        cut_off, damaged = folder / "step-00000002-a0-r0", folder / "step-00000001-a0-r0"
+        for file in range(4):
+            (cut_off / f"__{file}_0.distcp").write_bytes(b"x")
+        (damaged / COMMIT_MARKER).write_bytes(b"what it held")
+        at_once(lambda folder=folder: remove_uncommitted(folder))
+        at_once(lambda folder=damaged: set_aside(folder))
+        assert names_in(folder) == {f"{damaged.name}/COMMIT.damaged.json"}
+        assert (damaged / "COMMIT.damaged.json").read_bytes() == b"what it held"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "path", "said"),
+    [
+        ({"AWS_SECRET_ACCESS_KEY": "wrong"}, "s3://data/runs", "access was denied; set AWS_ACCESS"),
+        ({"AWS_ACCESS_KEY_ID": "nobody"}, "s3://data/runs", "access was denied; set AWS_ACCESS"),
+        ({}, "s3://elsewhere/runs", "there is no bucket 'elsewhere'; make it or name another"),
+    ],
+)
+def test_wrong_credentials_and_buckets_are_refused_at_once_on_every_rank(
+    store, run_dir, changes, path, said
+):
+    arguments = (store.environment | changes, run_dir, path)
+    answers = run_ranks(refusal_of_start, 2, *arguments)
+    assert len(set(answers)) == 1
+    kind, message = answers[0]
+    assert kind == "CheckpointRefused"
+    assert f"checkpoints cannot be written: {path}/{run_dir.name}/checkpoints/.probe" in message
+    assert said in message

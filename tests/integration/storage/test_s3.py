@@ -1,0 +1,207 @@
+"""A real S3 endpoint: files come and go, faults say what to change, and jobs train from it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from tests.harness.object_store import SECRET_KEY, ObjectStore, run_object_store
+from tests.harness.ranks import run_ranks
+from tests.harness.sessions import make_config, train_session
+from trainer.data.inputs import local_folder, on_this_node, resolve_inputs
+from trainer.errors import SourceMissingError, StorageError, StorageRefusedError
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec.job import JobSpec
+from trainer.storage import Location
+
+SETTINGS = ("training.max_steps=6", "parallelism.workers=2", "parallelism.shard_group_size=1")
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with run_object_store() as store:
+        yield store
+
+
+def test_files_are_uploaded_listed_and_downloaded(store, tmp_path):
+    (tmp_path / "part.bin").write_bytes(bytes(range(256)) * 1000)
+    folder = Location.parse(store.url("round/trip"))
+    (folder / "b" / "part.bin").upload(tmp_path / "part.bin")
+    (folder / "a.json").write_bytes(b"{}")
+    names = [file.relative_to(folder) for file in folder.list(recursive=True)]
+    assert names == ["a.json", "b/part.bin"]
+    (folder / "b" / "part.bin").download(tmp_path / "copy.bin")
+    assert (tmp_path / "copy.bin").read_bytes() == (tmp_path / "part.bin").read_bytes()
+    folder.delete()
+    assert not folder.exists()
+
+
+def test_a_missing_key_and_a_missing_bucket_are_told_apart(store):
+    with pytest.raises(SourceMissingError, match="s3://data/nothing is missing"):
+        Location.parse(store.url("nothing")).read_bytes()
+    with pytest.raises(StorageError, match="there is no bucket 'elsewhere'"):
+        Location.parse("s3://elsewhere/key").write_bytes(b"x")
+
+
+def test_an_endpoint_that_does_not_answer_is_named(store, monkeypatch):
+    monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", "0")
+    nobody = Location.parse("s3://data/key?endpoint_override=http://127.0.0.1:9")
+    with pytest.raises(StorageError, match=r"the endpoint does not answer.*AWS_ENDPOINT_URL"):
+        nobody.exists()
+
+
+TROUBLE = [
+    {"rates": {"500": 0.1, "503": 0.1, "slow_down": 0.1}, "seed": 4},
+    {"rates": {"reset": 0.2, "cut": 0.2}, "seed": 5},
+    pytest.param({"slow_s": 0.1}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("faults", TROUBLE, ids=["busy", "broken connections", "slow"])
+def test_files_come_and_go_unchanged_through_a_store_in_trouble(store, tmp_path, faults):
+    folder = Location.parse(store.url(f"trouble-{next(iter(faults))}-{faults.get('seed')}"))
+    content = random.Random(1).randbytes(6 * 2**20)
+    (tmp_path / "part.bin").write_bytes(content)
+    with store.failing(**faults) as seen:
+        (folder / "part.bin").upload(tmp_path / "part.bin")
+        (folder / "part.bin").download(tmp_path / "copy.bin")
+        (folder / "small.json").write_bytes(b"{}")
+        assert (folder / "small.json").read_bytes() == b"{}"
+        assert [file.name for file in folder.list()] == ["part.bin", "small.json"]
+        folder.delete()
+        assert not folder.exists()
+    assert (tmp_path / "copy.bin").read_bytes() == content
+    assert "rates" not in faults or sum(seen.counts[fault] for fault in faults["rates"]) > 0
+
+
+def test_a_data_set_is_fetched_and_read_unchanged_through_a_store_in_trouble(
+    store, small_movielens, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SHARDLOOM_DATA_CACHE", str(tmp_path / "cache"))
+    folder = Location.parse(store.url("set"))
+    paths = [path for path in small_movielens.rglob("*") if path.is_file()]
+    with store.failing(rates={"503": 0.1, "cut": 0.1, "reset": 0.1}, seed=6) as seen:
+        for path in paths:
+            (folder / path.relative_to(small_movielens).as_posix()).upload(path)
+        fetched = local_folder(folder.text)
+        (part, *_) = (folder / "train").list()
+        with part.open_input() as file:
+            rows = pq.read_table(file)
+    for path in paths:
+        copy = fetched / path.relative_to(small_movielens)
+        assert copy.read_bytes() == path.read_bytes(), path.name
+    assert rows.equals(pq.read_table(fetched / "train" / part.name))
+    assert sum(seen.counts[fault] for fault in ("503", "cut", "reset")) > 3
+
+
+@pytest.mark.slow
+def test_an_answer_that_stalls_is_asked_for_again(store, monkeypatch):
+    file = Location.parse(store.url("stalled"))
+    file.write_bytes(b"content")
+    monkeypatch.setenv("SHARDLOOM_STORAGE_TIMEOUT_S", "1")
+    with store.failing(rates={"stall": 0.5}, stall_s=4.0, seed=1) as seen:
+        assert Location.parse(store.url("stalled")).read_bytes() == b"content"
+    assert seen.counts["stall"] > 0
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"AWS_SECRET_ACCESS_KEY": "wrong"}, {"AWS_ACCESS_KEY_ID": "nobody"}]
+)
+def test_wrong_credentials_are_refused_at_once_with_what_to_set(store, monkeypatch, wrong):
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    mine = Location.parse(store.url("mine"))
+    with store.failing() as seen:
+        for use in (mine.exists, mine.list, lambda: mine.write_bytes(b"x"), mine.read_bytes):
+            with pytest.raises(StorageRefusedError, match=r"access was denied; set AWS_ACCESS"):
+                use()
+    assert not seen.counts, "nothing was let through"
+
+
+def test_a_location_takes_no_credentials_along(store):
+    packed = pickle.dumps(Location.parse(store.url("key")))
+    assert SECRET_KEY.encode() not in packed
+    assert str(pickle.loads(packed)) == store.url("key")
+
+
+# ---- training
+
+
+@pytest.fixture
+def uploaded(store: ObjectStore, small_movielens: Path) -> str:
+    """URL of the small data set."""
+    folder = Location.parse(store.url("movielens"))
+    for path in sorted(small_movielens.rglob("*")):
+        if path.is_file():
+            (folder / path.relative_to(small_movielens).as_posix()).upload(path)
+    return folder.text
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SHARDLOOM_DATA_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def reading(spec: JobSpec, path: str) -> JobSpec:
+    return spec.model_copy(update={"data": spec.data.model_copy(update={"path": path})})
+
+
+def train_with(environment: Mapping[str, str], config: WorkerConfig) -> dict[str, Any]:
+    """A session of a rank whose process has this environment; its metrics and where it read."""
+    os.environ.update(environment)
+    return train_session(config)["metrics"]
+
+
+def test_two_ranks_train_from_a_bucket_as_from_the_disk(
+    small_movielens: Path, uploaded: str, cache: Path, tmp_path: Path
+) -> None:
+    local = make_config(small_movielens, tmp_path / "local", *SETTINGS)
+    unsized = local.spec.model_copy(
+        update={
+            "embedding_tables": tuple(
+                table.model_copy(update={"num_embeddings": "auto"})
+                for table in local.spec.embedding_tables
+            )
+        }
+    )
+    resolved = resolve_inputs(reading(unsized, uploaded))
+    assert resolved.embedding_tables == local.spec.embedding_tables
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    assert not (folder / "train").exists(), "sizes need the manifest only"
+
+    wanted = run_ranks(train_session, 2, local)[0]["metrics"]
+    remote = replace(local, spec=resolved, run_dir=tmp_path / "remote")
+    environment = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    environment["SHARDLOOM_DATA_CACHE"] = str(cache)
+    found = run_ranks(train_with, 2, environment, remote)
+    losses = {name for name in wanted if name.endswith(("loss", "rmse", "mae"))}
+    assert losses
+    assert {name: found[0][name] for name in losses} == {name: wanted[name] for name in losses}
+    fetched = {path.name for path in (folder / "train").glob("*.parquet")}
+    assert fetched == {path.name for path in (small_movielens / "train").glob("*.parquet")}
+
+
+def test_data_that_is_there_needs_no_bucket(uploaded: str, cache: Path, small_movielens: Path):
+    spec = reading(make_config(small_movielens, cache, *SETTINGS).spec, uploaded)
+    folder = Path(on_this_node(spec).data.path)
+    assert folder.is_relative_to(cache)
+    assert on_this_node(spec).data.path == str(folder)
+    assert on_this_node(reading(spec, str(small_movielens))).data.path == str(small_movielens)
+
+
+def test_a_bucket_that_is_not_there_is_a_data_error(
+    store: ObjectStore, cache: Path, small_movielens: Path
+) -> None:
+    spec = make_config(small_movielens, cache, *SETTINGS).spec
+    for url in ("s3://elsewhere/movielens", store.url("empty")):
+        with pytest.raises(SourceMissingError, match=f"{url} holds no manifest.json"):
+            on_this_node(reading(spec, url))

@@ -1,0 +1,161 @@
+"""Requests that cannot be answered: each is a problem that names what is wrong."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from service.db.jobs import JobStore
+from service.domain.models import Job
+from tests.harness.builders import spec_document
+from tests.harness.service import Api, problem_in
+
+BEYOND_63_BITS = str(2**63)
+
+
+def _refused(api: Api, query: str = "", **changes: object) -> list[dict[str, str]]:
+    """Faults of a spec that is refused."""
+    response = api.http.post(f"/v1/jobs{query}", json={"spec": spec_document(**changes)})
+    found: list[dict[str, str]] = problem_in(response, 422, "invalid_spec")["fields"]
+    return found
+
+
+def _data(path: object) -> dict[str, object]:
+    return {"path": str(path), "label": {"column": "rating"}}
+
+
+def test_every_fault_of_a_spec_is_named_by_its_path(api: Api) -> None:
+    tables = spec_document()["embedding_tables"]
+    tables[0]["embedding_dim"] = "wide"
+    for query in ("", "?dry_run=true"):
+        faults = _refused(api, query, surprise=1, embedding_tables=tables)
+        assert {fault["path"] for fault in faults} == {
+            "surprise",
+            "embedding_tables[0].embedding_dim",
+        }
+
+
+def test_data_that_cannot_be_read_is_refused(api: Api, tmp_path: Path) -> None:
+    empty, torn, other = (tmp_path / name for name in ("empty", "torn", "other"))
+    for folder in (empty, torn, other):
+        folder.mkdir()
+    (torn / "manifest.json").write_text("{ torn")
+    (other / "manifest.json").write_text("[]")
+    for path, code in (
+        (tmp_path / "nowhere", "missing_path"),
+        (empty, "missing_manifest"),
+        (torn, "unreadable_manifest"),
+        (other, "unreadable_manifest"),
+        ("data/tiny", "relative_path"),
+        ("http://bucket/ratings", "unknown_scheme"),
+        ("hdfs://bucket/ratings", "unknown_scheme"),
+        ("/" + "a" * 5000, "unreadable_path"),
+    ):
+        (fault,) = _refused(api, data=_data(path))
+        assert (fault["path"], fault["code"]) == ("data.path", code)
+        assert len(fault["message"]) < 400
+        assert len(str(path)) > 1000 or str(path) in fault["message"]
+
+
+def test_finished_data_is_accepted_and_remote_data_seen_when_the_job_starts(
+    api: Api, tmp_path: Path
+) -> None:
+    (tmp_path / "manifest.json").write_text('{"splits": {}}')
+    for path in (tmp_path, "s3://bucket/ratings", "gs://bucket/ratings"):
+        api.submit(data=_data(path))
+
+
+def test_plain_parquet_needs_no_manifest_where_tables_have_sizes(api: Api, tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "part.parquet").touch()
+    tables = spec_document()["embedding_tables"]
+    api.submit(data=_data(tmp_path), embedding_tables=tables)
+    unsized = [table | {"num_embeddings": "auto"} for table in tables]
+    (fault,) = _refused(api, data=_data(tmp_path), embedding_tables=unsized)
+    assert (fault["path"], fault["code"]) == ("embedding_tables", "unknown_size")
+
+
+# ---- errors of the request itself
+
+
+def test_a_missing_body_is_a_problem_with_a_field(api: Api) -> None:
+    problem = problem_in(api.http.post("/v1/jobs", json={}), 422, "invalid_request")
+    assert problem["fields"][0]["path"] == "spec"
+    assert problem["instance"] == "/v1/jobs"
+    headers = {"Content-Type": "application/json"}
+    response = api.http.post("/v1/jobs", content="{", headers=headers)
+    assert problem_in(response, 422, "invalid_request")["fields"][0]["path"] == "body"
+
+
+def test_an_unknown_route_and_method_are_problems(api: Api) -> None:
+    problem_in(api.http.get("/v1/nowhere"), 404, "not_found")
+    response = api.http.delete("/v1/jobs")
+    problem_in(response, 405, "method_not_allowed")
+    assert "POST" in response.headers["allow"] or "GET" in response.headers["allow"]
+
+
+def test_a_bad_query_is_named(api: Api) -> None:
+    job = f"jobs/{api.submit()}"
+    for query, path in (
+        ("jobs?limit=0", "limit"),
+        ("jobs?limit=x", "limit"),
+        ("jobs?status=LOST", "status[0]"),
+        (f"{job}/events?after={BEYOND_63_BITS}", "after"),
+        (f"{job}/metrics?from_step={BEYOND_63_BITS}", "from_step"),
+        (f"{job}/metrics?to_step={BEYOND_63_BITS}", "to_step"),
+    ):
+        problem = problem_in(api.http.get(f"/v1/{query}"), 422, "invalid_request")
+        assert problem["fields"][0]["path"] == path
+
+
+def test_an_unexpected_error_is_a_problem_without_its_secrets(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(store: JobStore, job_id: str) -> Job:
+        raise RuntimeError("password=hunter2")
+
+    monkeypatch.setattr(JobStore, "get_job", fail)
+    response = api.http.get("/v1/jobs/job-x")
+    problem_in(response, 500, "internal_error")
+    assert "hunter2" not in response.text
+
+
+def test_a_foreign_last_event_id_is_refused(api: Api) -> None:
+    job_id = api.submit()
+    for last_event_id in (BEYOND_63_BITS, "9" * 5000, "-1", "x"):
+        headers = {"Accept": "text/event-stream", "Last-Event-ID": last_event_id}
+        response = api.http.get(f"/v1/jobs/{job_id}/events", headers=headers)
+        problem = problem_in(response, 422, "invalid_request")
+        assert problem["fields"][0]["path"] == "Last-Event-ID"
+
+
+def test_a_forged_log_cursor_is_refused(api: Api) -> None:
+    job_id = api.start()
+    api.log(f"{job_id}-a0", "driver", "hello\n")
+    forged = [
+        f'["{job_id}-a0", {{"driver": Infinity}}]',
+        f'["{job_id}-a0", {{"driver": 1e999}}]',
+        f'["{job_id}-a0", {{"driver": 1000000000000000000000000000000}}]',
+        '["a\\u0000b", {}]',  # no database can be asked for such an attempt
+        "[[1], {}]",
+        "[5, {}]",
+        "[" * 20_000 + "]" * 20_000,
+    ]
+    cursors = [base64.urlsafe_b64encode(text.encode()).decode() for text in forged]
+    for cursor in (*cursors, "junk", "%%%", "AAAA", "W10", "WzEsMl0", "bnVsbA"):
+        response = api.http.get(f"/v1/jobs/{job_id}/logs", params={"after": cursor})
+        assert problem_in(response, 422, "invalid_request")["fields"][0]["path"] == "after"
+
+
+def test_a_job_that_cannot_be_read_is_named(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    job_id = api.submit()
+
+    def spoil(*_: object, **__: object) -> None:
+        raise ValueError("a field of tomorrow")
+
+    monkeypatch.setattr("service.db.rows._spec_of", spoil)
+    problem = problem_in(api.http.get(f"/v1/jobs/{job_id}"), 500, "job_unreadable")
+    assert "a field of tomorrow" in problem["detail"]
+    assert api.http.get("/v1/jobs").json()["items"] == []

@@ -1,0 +1,566 @@
+"""Jobs over REST: submitted, planned, listed, read, followed and cancelled."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from service.api.views import progress_of
+from service.app import create_app
+from service.backends.base import HostFacts
+from service.backends.fake import FakeBackend, Script
+from service.client.transport import parse_events
+from service.db.engine import newest_revision
+from service.db.jobs import JobStore
+from service.domain.lifecycle import decide
+from service.domain.models import EndReason, Job, JobStatus, Observation, ObservedState, Progress
+from service.jobs.logs import LogPosition
+from service.settings import Settings
+from tests.harness.builders import (
+    HOSTS,
+    NOW,
+    attempt_ended,
+    attempt_of,
+    batch,
+    checkpoint,
+    group_lost,
+    layout_chosen,
+    membership_changed,
+    metrics,
+    recovered,
+    spec_document,
+    workers_lost,
+    workers_started,
+)
+from tests.harness.service import LOOPBACK_URL, Api, FakeService, job_body, problem_in, shardloom
+from trainer.protocol.events import Progress as ProgressRecord
+
+SSE = {"Accept": "text/event-stream"}
+
+
+def _events(response: Any) -> list[tuple[str, str, Any]]:
+    found = parse_events(response.iter_text())
+    return [(event.name, event.id, json.loads(event.data)) for event in found]
+
+
+# ---- submit
+
+
+def test_a_submitted_job_is_queued_and_located(api: Api) -> None:
+    response = api.http.post("/v1/jobs", json={"spec": spec_document(labels={"team": "x"})})
+    job = response.json()
+    assert response.status_code == 201
+    assert response.headers["location"] == f"/v1/jobs/{job['id']}"
+    assert (job["status"], job["name"], job["labels"]) == ("QUEUED", "tiny", {"team": "x"})
+    assert (job["world_size"], job["shard_group_size"], job["num_replicas"]) == (4, 2, 2)
+    assert job["num_attempts"] == 0
+    assert Path(job["run_dir"]).is_absolute()
+    assert api.http.get(response.headers["location"]).json() == job
+
+
+def test_the_same_key_and_spec_make_one_job_and_another_spec_conflicts(api: Api) -> None:
+    headers = {"Idempotency-Key": "once"}
+    body = {"spec": spec_document()}
+    first = api.http.post("/v1/jobs", json=body, headers=headers).json()
+    again = api.http.post("/v1/jobs", json=body, headers=headers).json()
+    assert first["id"] == again["id"]
+    assert len(api.http.get("/v1/jobs").json()["items"]) == 1
+    other = {"spec": spec_document(name="other")}
+    response = api.http.post("/v1/jobs", json=other, headers=headers)
+    assert "'once'" in problem_in(response, 409, "idempotency_conflict")["detail"]
+
+
+def test_a_repeated_submit_is_answered_though_its_data_went_away(api: Api, tmp_path: Path) -> None:
+    manifest = tmp_path / "manifest.json"
+    manifest.write_text("{}")
+    body = {"spec": spec_document(data={"path": str(tmp_path), "label": {"column": "rating"}})}
+    headers = {"Idempotency-Key": "k"}
+    first = api.http.post("/v1/jobs", json=body, headers=headers)
+    manifest.unlink()
+    again = api.http.post("/v1/jobs", json=body, headers=headers)
+    assert (again.status_code, again.json()["id"]) == (201, first.json()["id"])
+    problem_in(api.http.post("/v1/jobs", json=body), 422, "invalid_spec")
+
+
+def test_a_dry_run_plans_and_creates_nothing(api: Api) -> None:
+    response = api.http.post("/v1/jobs?dry_run=true", json={"spec": spec_document()})
+    plan = response.json()
+    assert response.status_code == 200
+    assert plan["sharding_groups"] == [[0, 2], [1, 3]]
+    assert plan["replica_groups"] == [[0, 1], [2, 3]]
+    assert plan["moment_scale"] == 2.0
+    sgd = {"spec": spec_document(optimizer={"sparse": {"name": "sgd"}})}
+    plan = api.http.post("/v1/jobs?dry_run=true", json=sgd).json()
+    assert plan["moment_scale"] == 1.0, "there are no moments"
+    assert api.http.get("/v1/jobs").json()["items"] == []
+
+
+def test_a_plan_is_made_for_the_cluster_that_there_is(api: Api) -> None:
+    automatic = {"workers": {"min": 2, "max": 8}, "shard_group_size": 2, "survive": {"hosts": 1}}
+    body = {"spec": spec_document(parallelism=automatic)}
+    api.backend.set_hosts(HostFacts("a", 2, 0, 2**30), HostFacts("b", 2, 0, 2**30))
+    plan = api.http.post("/v1/jobs?dry_run=true", json=body).json()
+    assert plan["cluster"] == "2 host(s) with room for 2 + 2 worker(s)"
+    assert plan["layout"]["world_size"] == 4
+    api.backend.set_down(True)
+    plan = api.http.post("/v1/jobs?dry_run=true", json=body).json()
+    assert plan["cluster"] == "hosts not known"
+
+
+def test_a_job_whose_layout_is_open_is_listed_and_shown(api: Api) -> None:
+    sizes = {"workers": {"min": 2, "max": 6}, "shard_group_size": "auto", "placement": "auto"}
+    shown = api.http.get(f"/v1/jobs/{api.submit(parallelism=sizes)}").json()
+    for job in (shown, api.http.get("/v1/jobs").json()["items"][0]):
+        assert (job["min_workers"], job["world_size"]) == (2, 6)
+        assert (job["shard_group_size"], job["num_replicas"]) == (None, None)
+
+
+def test_a_folder_to_start_from_that_is_not_there_is_refused(api: Api) -> None:
+    warm_start = {"warm_start": {"path": "/nowhere/checkpoints"}}
+    response = api.http.post("/v1/jobs", json={"spec": spec_document(checkpoint=warm_start)})
+    fields = problem_in(response, 422, "invalid_spec")["fields"]
+    assert [field["path"] for field in fields] == ["checkpoint.warm_start.path"]
+
+
+# ---- read, list, cancel
+
+
+def test_jobs_are_paged_newest_first(api: Api) -> None:
+    made = [api.submit(name=f"job{number}") for number in range(3)]
+    first = api.http.get("/v1/jobs?limit=2").json()
+    second = api.http.get("/v1/jobs", params={"limit": 2, "after": first["next"]}).json()
+    found = [job["id"] for job in first["items"] + second["items"]]
+    assert sorted(found) == sorted(made)
+    assert found == sorted(found, reverse=True)
+    assert second["next"] is None
+
+
+def test_a_job_is_found_by_name_and_by_prefix(api: Api) -> None:
+    job_id = api.submit()
+    assert api.http.get("/v1/jobs/tiny").json()["id"] == job_id
+    assert api.http.get(f"/v1/jobs/{job_id[:-1]}").json()["id"] == job_id
+    other = api.submit(name="newer")
+    assert api.http.get(f"/v1/jobs/{other}").json()["id"] == other
+    problem_in(api.http.get("/v1/jobs/job-"), 404, "job_not_found")
+    problem_in(api.http.get("/v1/jobs/nothing"), 404, "job_not_found")
+
+
+def test_cancel_of_a_queued_job_ends_it_and_a_second_one_conflicts(api: Api) -> None:
+    job_id = api.submit()
+    response = api.http.post(f"/v1/jobs/{job_id}:cancel")
+    assert (response.status_code, response.json()["status"]) == (202, "CANCELLED")
+    problem = problem_in(api.http.post(f"/v1/jobs/{job_id}:cancel"), 409, "job_ended")
+    assert "CANCELLED" in problem["detail"]
+
+
+def test_cancel_of_a_submitted_job_stops_it(api: Api) -> None:
+    job_id = api.start()
+    assert api.http.post(f"/v1/jobs/{job_id}:cancel").json()["status"] == "STOPPING"
+    assert api.http.post(f"/v1/jobs/{job_id}:cancel").status_code == 202
+    api.look()
+    api.look()
+    job = api.http.get(f"/v1/jobs/{job_id}").json()
+    assert (job["status"], job["reason"]) == ("CANCELLED", "cancelled")
+    (attempt,) = api.http.get(f"/v1/jobs/{job_id}/attempts").json()["items"]
+    assert attempt["end_reason"] == "cancelled"
+
+
+# ---- records
+
+
+def test_records_are_acknowledged_once_and_gaps_answered(api: Api) -> None:
+    job_id = api.start()
+    attempt_id = f"{job_id}-a0"
+    first = batch(workers_started(), metrics(1, train_loss=1.0))
+    assert api.post_events(attempt_id, first).json() == {"stream": "rank-0", "next_seq": 2}
+    assert api.post_events(attempt_id, first).json() == {"stream": "rank-0", "next_seq": 2}
+    gap = api.post_events(attempt_id, batch(metrics(2, train_loss=1.0), first_seq=5))
+    assert problem_in(gap, 409, "sequence_gap")["next_seq"] == 2
+    assert api.http.get(f"/v1/jobs/{job_id}").json()["status"] == "RUNNING"
+    problem_in(api.post_events("job-x-a0", first), 404, "attempt_not_found")
+
+
+def test_a_record_of_an_unknown_kind_is_refused_with_its_path(api: Api) -> None:
+    body = {"stream": "rank-0", "first_seq": 0, "events": [{"kind": "dance", "time": 1}]}
+    response = api.http.post(f"/v1/attempts/{api.start()}-a0/events", json=body)
+    assert problem_in(response, 422, "invalid_request")["fields"][0]["path"] == "events[0]"
+
+
+def test_metrics_come_as_series_and_nan_as_null(api: Api) -> None:
+    job_id = api.start()
+    losses = [3.0, math.nan, math.inf]
+    records = [metrics(step, train_loss=loss, speed_x=1.0) for step, loss in enumerate(losses)]
+    assert api.post_events(f"{job_id}-a0", batch(*records)).status_code == 200
+    found = api.http.get(f"/v1/jobs/{job_id}/metrics?name=train/loss").json()
+    assert found["names"] == ["speed/x", "train/loss"]
+    (series,) = found["series"]
+    assert [point["value"] for point in series["points"]] == [3.0, None, None]
+    assert len(api.http.get(f"/v1/jobs/{job_id}/metrics").json()["series"]) == 2
+    latest = api.http.get(f"/v1/jobs/{job_id}").json()["latest_metrics"]
+    assert latest == {"speed/x": 1.0, "train/loss": None}
+    ranged = api.http.get(f"/v1/jobs/{job_id}/metrics?name=speed/x&from_step=1&max_points=1").json()
+    assert [point["step"] for point in ranged["series"][0]["points"]] == [2]
+
+
+def test_checkpoints_are_listed(api: Api) -> None:
+    job_id = api.start()
+    api.post_events(f"{job_id}-a0", batch(checkpoint(10), checkpoint(20, is_best=True)))
+    found = api.http.get(f"/v1/jobs/{job_id}/checkpoints").json()["items"]
+    assert [(c["step"], c["is_best"]) for c in found] == [(10, False), (20, True)]
+
+
+def test_the_timeline_is_paged(api: Api) -> None:
+    job_id = api.start()
+    page = api.http.get(f"/v1/jobs/{job_id}/events?limit=2").json()
+    rest = api.http.get(f"/v1/jobs/{job_id}/events?after={page['next']}").json()
+    kinds = [line["kind"] for line in page["items"] + rest["items"]]
+    assert kinds == ["job_submitted", "attempt_created", "attempt_submitted"]
+    assert rest["next"] is None
+
+
+def test_a_reported_nan_does_not_break_the_timeline(api: Api) -> None:
+    job_id = api.start()
+    ended = attempt_ended().model_copy(update={"final_metrics": {"train/loss": math.nan}})
+    api.post_events(f"{job_id}-a0", batch(ended))
+    response = api.http.get(f"/v1/jobs/{job_id}/events")
+    assert response.status_code == 200
+    json.loads(response.text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+# ---- streams
+
+
+def test_a_followed_timeline_ends_with_the_job(api: Api) -> None:
+    job_id = api.submit()
+    api.end(job_id)
+    with api.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=SSE) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        events = _events(response)
+    kinds = [body["kind"] for name, _, body in events if name == "timeline"]
+    assert kinds == ["job_submitted", "cancel_requested", "job_ended"]
+    assert events[-1][0] == "end"
+    assert events[-1][2] == {"status": "CANCELLED"}
+
+
+def test_a_followed_timeline_resumes_behind_the_last_event(api: Api) -> None:
+    job_id = api.submit()
+    api.end(job_id)
+    first_id = str(api.store.list_timeline(job_id)[0].id)
+    headers = {**SSE, "Last-Event-ID": first_id}
+    with api.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=headers) as response:
+        events = _events(response)
+    assert [body["kind"] for _, _, body in events[:-1]] == ["cancel_requested", "job_ended"]
+    refused = api.http.get(f"/v1/jobs/{job_id}/events", headers={**SSE, "Last-Event-ID": "x"})
+    assert problem_in(refused, 422, "invalid_request")["fields"][0]["path"] == "Last-Event-ID"
+
+
+def test_followed_logs_go_on_into_the_next_attempt_and_end_with_the_job(api: Api) -> None:
+    job_id = api.start()
+    _replace_attempt(api, job_id)
+    api.log(f"{job_id}-a0", "driver", "one\nlast words")
+    api.log(f"{job_id}-a1", "driver", "two\n")
+    job = api.store.get_job(job_id)
+    done = _end_newest(api, job)
+    assert done is JobStatus.SUCCEEDED
+    path = f"/v1/jobs/{job_id}/logs?follow=true"
+    cursor = api.http.get(f"/v1/jobs/{job_id}/logs?attempt={job_id}-a0").json()["cursor"]
+    with api.http.stream("GET", path, headers={"Last-Event-ID": _start(job_id)}) as response:
+        events = _events(response)
+    texts = [body["text"] for name, _, body in events if name == "log"]
+    assert texts == ["one", "last words", "two"]
+    assert events[-1][0] == "end"
+    with api.http.stream("GET", path, headers={"Last-Event-ID": cursor}) as response:
+        assert [body.get("text") for _, _, body in _events(response)] == ["two", None]
+
+
+def test_logs_are_read_in_pieces_by_cursor(api: Api) -> None:
+    job_id = api.start()
+    attempt_id = f"{job_id}-a0"
+    api.log(attempt_id, "driver", "up\n")
+    api.log(attempt_id, "rank-0", "a\nb\n")
+    first = api.http.get(f"/v1/jobs/{job_id}/logs").json()
+    assert first["sources"] == ["driver", "rank-0"]
+    assert [(line["source"], line["text"]) for line in first["lines"]] == [
+        ("driver", "up"),
+        ("rank-0", "a"),
+        ("rank-0", "b"),
+    ]
+    api.log(attempt_id, "rank-0", "c\n")
+    second = api.http.get(f"/v1/jobs/{job_id}/logs", params={"after": first["cursor"]}).json()
+    assert [line["text"] for line in second["lines"]] == ["c"]
+    tail = api.http.get(f"/v1/jobs/{job_id}/logs?source=rank-0&tail=2").json()
+    assert [line["text"] for line in tail["lines"]] == ["b", "c"]
+
+
+def test_log_names_cannot_leave_their_folder(api: Api) -> None:
+    job_id = api.start()
+    for source in ("../../../etc/passwd", "..", "secrets"):
+        response = api.http.get(f"/v1/jobs/{job_id}/logs", params={"source": source})
+        problem_in(response, 404, "log_not_found")
+
+
+def test_logs_are_those_of_the_jobs_own_attempts(api: Api) -> None:
+    found = api.http.get(f"/v1/jobs/{api.submit()}/logs").json()
+    assert (found["attempt_id"], found["lines"], found["sources"]) == (None, [], [])
+    mine, other = api.start(), api.start(name="other")
+    response = api.http.get(f"/v1/jobs/{mine}/logs?attempt={other}-a0")
+    problem_in(response, 404, "attempt_not_found")
+
+
+def test_a_stream_of_a_live_job_stops_when_the_server_does(api: Api) -> None:
+    job_id = api.start()
+    app = api.http.app
+    assert isinstance(app, FastAPI)
+    app.state.context.closing.set()
+    with api.http.stream("GET", f"/v1/jobs/{job_id}/events", headers=SSE) as response:
+        assert _events(response) == []
+
+
+# ---- the service itself
+
+
+def test_a_service_whose_reconciler_died_is_not_ready(api: Api) -> None:
+    state = api.http.app.state
+    state.context = replace(state.context, has_died=lambda: True)
+    problem = problem_in(api.http.get("/readyz"), 503, "reconciler_died")
+    assert "Restart the service" in problem["detail"]
+    assert api.http.get("/healthz").status_code == 200
+
+
+def test_health_readiness_and_cluster(api: Api) -> None:
+    assert api.http.get("/healthz").json() == {"status": "ok"}
+    assert api.http.get("/v1/cluster").json()["reachable"] is True
+    api.backend.set_down(True)
+    assert api.http.get("/v1/cluster").json()["reachable"] is False
+    ready = api.http.get("/readyz")
+    assert (ready.status_code, ready.json()["store"]["migration"]) == (200, newest_revision())
+
+
+def test_the_app_runs_its_reconciler_and_closes_it(store: JobStore, app_settings: Settings) -> None:
+    backend = FakeBackend(app_settings.home / "fake")
+    settings = app_settings.model_copy(update={"reconcile_interval_s": 0.01})
+    with TestClient(create_app(settings, store, backend), base_url=LOOPBACK_URL) as http:
+        job_id = http.post("/v1/jobs", json={"spec": spec_document()}).json()["id"]
+        with http.stream("GET", f"/v1/jobs/{job_id}/events", headers=SSE) as response:
+            for event in parse_events(response.iter_text()):
+                body = json.loads(event.data)
+                if event.name == "timeline" and body["kind"] == "attempt_submitted":
+                    http.post(f"/v1/jobs/{job_id}:cancel")
+        assert http.get(f"/v1/jobs/{job_id}").json()["status"] == "CANCELLED"
+    assert backend.attempt_ids() == [f"{job_id}-a0"]
+
+
+def _start(job_id: str) -> str:
+    return LogPosition(f"{job_id}-a0").encode()
+
+
+def _replace_attempt(api: Api, job_id: str) -> None:
+    """Lose the first attempt and put a second one in its place."""
+    job = api.store.get_job(job_id)
+    first = api.store.get_attempt(f"{job_id}-a0")
+    lost = replace(first, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
+    job = api.store.update_job(job, attempt=lost)
+    second = attempt_of(job, index=1, submitted_at=NOW)
+    api.store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
+
+
+def _end_newest(api: Api, job: Job) -> JobStatus:
+    attempt = api.store.get_attempt(f"{job.id}-a{job.num_attempts - 1}")
+    decision = decide(job, attempt, Observation(ObservedState.SUCCEEDED), NOW)
+    api.store.update_job(decision.job, attempt=decision.attempt, timeline=decision.timeline)
+    return decision.job.status
+
+
+# ---- groups, lost hosts, ends of attempts
+
+SPREAD = {"workers": 6, "shard_group_size": 2, "placement": "inter_host", "survive": {"hosts": 1}}
+
+
+@pytest.fixture
+def job_id(api: Api) -> str:
+    """A running job that lost one of three groups."""
+    started = api.start(parallelism=SPREAD)
+    told = batch(
+        layout_chosen(), workers_started(), membership_changed(), group_lost(1), recovered()
+    )
+    assert api.post_events(f"{started}-a0", told).status_code == 200
+    return started
+
+
+def test_a_job_tells_its_groups_copies_and_last_recovery(api: Api, job_id: str) -> None:
+    membership = api.http.get(f"/v1/jobs/{job_id}").json()["membership"]
+    assert (membership["num_current"], membership["num_wanted"]) == (2, 3)
+    assert [member["group"] for member in membership["members"]] == [0, 2]
+    assert membership["members"][0]["hosts"] == [HOSTS[0]] * 2
+    (gone,) = membership["missing"]
+    assert (gone["group"], gone["reason"]) == (1, "host_lost")
+    assert membership["last_recovery"]["pause_s"] == 0.31
+    assert membership["layout"]["failure_domain"] == "replica_group"
+    assert membership["host_copies_needed"] == 2
+    (job,) = api.http.get("/v1/jobs").json()["items"]
+    assert (job["num_current_groups"], job["num_wanted_groups"]) == (2, 3)
+
+
+def test_a_job_that_told_no_groups_has_none(api: Api) -> None:
+    job = api.http.get(f"/v1/jobs/{api.start()}").json()
+    assert job["membership"] is None
+    assert (job["num_current_groups"], job["num_wanted_groups"], job["advice"]) == (None, None, "")
+
+
+def test_an_attempt_tells_the_evidence_of_its_end_and_what_to_change(api: Api, job_id: str) -> None:
+    evidence = {"rank": "1", "exception": "OutOfMemoryError"}
+    ended = attempt_ended("device_oom").model_copy(update={"evidence": evidence})
+    lost = workers_lost().model_copy(update={"reason": "device_oom", "evidence": evidence})
+    told = batch(*[lost] * 4, ended, stream="driver")
+    assert api.post_events(f"{job_id}-a0", told).status_code == 200
+    api.backend.play(f"{job_id}-a0", Script(("failed",)))
+    api.look()
+    (attempt,) = api.http.get(f"/v1/jobs/{job_id}/attempts").json()["items"]
+    assert (attempt["end_reason"], attempt["evidence"]) == ("device_oom", evidence)
+    assert "data.batch_size" in attempt["advice"]
+    job = api.http.get(f"/v1/jobs/{job_id}").json()
+    assert (job["status"], job["reason"]) == ("FAILED", "retries_exhausted")
+    assert "reason of the last attempt" in job["advice"]
+    (line,) = api.http.get(f"/v1/jobs/{job_id}/events?kind=attempt_ended").json()["items"]
+    assert line["data"]["evidence"] == evidence
+
+
+def test_lost_hosts_do_not_spend_the_budget(api: Api, job_id: str) -> None:
+    lost = workers_lost().model_copy(update={"reason": "host_lost"})
+    told = batch(*[lost] * 9, attempt_ended("host_lost"), stream="driver")
+    assert api.post_events(f"{job_id}-a0", told).status_code == 200
+    api.backend.play(f"{job_id}-a0", Script(("failed",)))
+    api.look()
+    job = api.http.get(f"/v1/jobs/{job_id}").json()
+    assert (job["status"], job["num_failures"]) == ("QUEUED", 0)
+    assert job["num_current_groups"] is None, "they were those of the last attempt"
+
+
+# ---- filters of lists, over REST and in the CLI
+
+
+def ids(api: Api, **params: object) -> list[str]:
+    """Ids on the first page."""
+    response = api.http.get("/v1/jobs", params=params)  # type: ignore[arg-type]
+    assert response.status_code == 200, response.text
+    return [job["id"] for job in response.json()["items"]]
+
+
+@pytest.fixture
+def three(api: Api) -> list[str]:
+    """Jobs of two projects, oldest first."""
+    return [
+        api.submit(name="a", project="ads", labels={"team": "red", "tier": "1"}),
+        api.submit(name="b", project="ads", labels={"team": "blue"}),
+        api.submit(name="c", project="feed", labels={"team": "red"}),
+    ]
+
+
+def test_jobs_are_listed_by_project_labels_status_and_name(api: Api, three: list[str]) -> None:
+    first, second, third = three
+    assert ids(api, project="ads") == [second, first]
+    assert ids(api, label="team=red") == [third, first]
+    assert ids(api, label=["team=red", "tier=1"]) == [first]
+    assert ids(api, project="feed", label="team=blue") == []
+    api.end(first)
+    assert ids(api, status=["CANCELLED", "FAILED"]) == [first]
+    assert ids(api, name="b") == [second]
+
+
+def test_jobs_are_listed_by_the_time_of_their_creation(api: Api, three: list[str]) -> None:
+    created = [api.http.get(f"/v1/jobs/{job}").json()["created_at"] for job in three]
+    assert ids(api, created_after=created[1]) == [three[2], three[1]]
+    assert ids(api, created_before=created[1]) == [three[0]]
+    assert ids(api, created_before="2031-01-01T00:00:00+02:00") == three[::-1]
+
+
+def test_a_filter_that_cannot_be_read_is_refused_by_name(api: Api) -> None:
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"label": [f"k{number}=x" for number in range(21)]}, "label"),
+        ({"status": ["QUEUED"] * 21}, "status"),
+        ({"label": "team"}, "label[0]"),
+        ({"label": "=red"}, "label[0]"),
+        ({"created_after": "yesterday"}, "created_after"),
+    ]
+    for params, field in refused:
+        problem = problem_in(api.http.get("/v1/jobs", params=params), 422, "invalid_request")
+        assert [fault["path"] for fault in problem["fields"]] == [field]
+
+
+def test_ps_passes_every_filter_on(service: FakeService) -> None:
+    command = ["ps", "--project", "ads", "--label", "team=red", "--label", "tier=1"]
+    result = shardloom(*command, "--since", "2026-11-20", "--until", "2026-11-21T12:00:00")
+    assert result.exit_code == 0, result.output
+    asked = service.requests[-1].url.params
+    assert (asked["project"], asked.get_list("label")) == ("ads", ["team=red", "tier=1"])
+    passed_s = float(asked["created_before"]) - float(asked["created_after"])
+    assert passed_s == 36 * 3600
+    refused = shardloom("ps", "--label", "team")
+    assert (refused.exit_code, "KEY=VALUE" in refused.output) == (2, True)
+
+
+# ---- progress
+
+
+def _report(api: Api, job_id: str, step: int) -> None:
+    record = ProgressRecord(
+        time=NOW, step=step, total_steps=200, epoch=0, rows=step * 64, rows_per_s=640.0, eta_s=15.0
+    )
+    batch_of = batch(*[record] * step)
+    assert api.post_events(f"{job_id}-a0", batch_of).status_code == 200
+
+
+def _run(api: Api, job_id: str) -> None:
+    job = api.store.get_job(job_id)
+    api.store.update_job(replace(job, status=JobStatus.RUNNING, started_at=NOW))
+
+
+def test_list_and_detail_tell_percent_rows_and_time_left(api: Api) -> None:
+    job_id = api.start()
+    _run(api, job_id)
+    _report(api, job_id, 50)
+    wanted = {"percent": 25.0, "rows": 3200, "rows_per_s": 640.0, "eta_s": 15.0, "step": 50}
+    [listed] = api.http.get("/v1/jobs").json()["items"]
+    for found in (listed, api.http.get(f"/v1/jobs/{job_id}").json()):
+        assert wanted.items() <= found["progress"].items()
+
+
+def test_a_job_that_does_not_run_has_no_time_left() -> None:
+    progress = Progress(step=1, total_steps=2, eta_s=9.0)
+    assert progress_of(progress, JobStatus.RUNNING).eta_s == 9.0
+    for status in (JobStatus.QUEUED, JobStatus.PAUSED, JobStatus.FAILED):
+        assert progress_of(progress, status).eta_s is None
+
+
+def _stream(api: Api, job_id: str, **params: Any) -> list[Any]:
+    response = api.http.get(
+        f"/v1/jobs/{job_id}/events", params=params, headers={"Accept": "text/event-stream"}
+    )
+    return list(parse_events([response.text]))
+
+
+def test_a_stream_tells_progress_if_asked(api: Api) -> None:
+    job_id = api.start()
+    _report(api, job_id, 50)
+    api.http.post(f"/v1/jobs/{job_id}:cancel")
+    for _ in range(3):
+        api.look()
+    assert {event.name for event in _stream(api, job_id)} == {"timeline", "end"}
+    events = _stream(api, job_id, progress=True)
+    [told] = [event for event in events if event.name == "progress"]
+    assert json.loads(told.data)["percent"] == 25.0
+    assert told.id == [event for event in events if event.name == "timeline"][-1].id
+
+
+def test_the_command_line_lists_it(service: FakeService) -> None:
+    body = job_body(status="RUNNING")
+    body["progress"] |= {"rows": 1_200_000, "eta_s": 200.0, "percent": 45.0, "total_steps": 100}
+    service.looks = [body]
+    assert "45 %  1.2M rows  3m 20s left" in shardloom("ps").stdout

@@ -1,0 +1,273 @@
+"""Jobs paused, cloned, restarted, queued and changed as they were read: REST, SDK and CLI."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from service.backends.base import HostFacts
+from service.client.client import ShardloomClient
+from service.client.errors import Conflict, InvalidRequest, NotFound
+from service.domain.models import JobStatus
+from service.jobs.actions import merged
+from service.jobs.run_storage import run_dir_of
+from tests.harness.builders import batch, checkpoint
+from tests.harness.service import Api, end, problem_body, problem_in, running, shardloom
+
+
+def test_a_job_pauses_and_goes_on_with_another_attempt(api: Api, client: ShardloomClient) -> None:
+    job_id = running(api)
+    queued_at = api.store.get_job(job_id).queued_at
+    paused = client.pause(job_id)
+    assert (paused.status, paused.pause_requested) == (JobStatus.RUNNING, True)
+    assert client.pause(job_id).version == paused.version
+    api.look()
+    files = run_dir_of(api.settings, job_id).attempt(f"{job_id}-a0")
+    assert "id" in json.loads(files.pause_request_path.read_text())
+    end(api, job_id, "paused")
+    assert client.get_job(job_id).status is JobStatus.PAUSED
+    api.look()
+    assert len(client.attempts(job_id)) == 1
+    resumed = client.resume(job_id)
+    assert resumed.status is JobStatus.QUEUED
+    api.look()
+    assert [attempt.index for attempt in client.attempts(job_id)] == [0, 1]
+    assert api.store.get_job(job_id).queued_at == queued_at
+    actors = {e.kind: e.actor for e in client.iter_events(job_id)}
+    assert actors["pause_requested"] == actors["resume_requested"] == "local"
+
+
+def test_a_resume_takes_the_request_back(api: Api, client: ShardloomClient) -> None:
+    job_id = running(api)
+    client.pause(job_id)
+    api.look()
+    client.resume(job_id)
+    api.look()
+    files = run_dir_of(api.settings, job_id).attempt(f"{job_id}-a0")
+    assert not files.pause_request_path.exists()
+    assert client.get_job(job_id).status is JobStatus.RUNNING
+
+
+def test_what_makes_no_sense_is_a_conflict(api: Api, client: ShardloomClient) -> None:
+    job_id = running(api)
+    with pytest.raises(Conflict, match="not paused"):
+        client.resume(job_id)
+    with pytest.raises(Conflict, match="has not ended"):
+        client.delete(job_id)
+    with pytest.raises(Conflict, match="pause or cancel it"):
+        client.restart(job_id)
+    end(api, job_id)
+    with pytest.raises(Conflict, match="already ended"):
+        client.pause(job_id)
+    with pytest.raises(NotFound, match="has no checkpoint yet"):
+        client.restart(job_id)
+
+
+# ---- clone
+
+
+def test_a_clone_is_a_job_of_its_own_with_changes(api: Api, client: ShardloomClient) -> None:
+    job_id = api.submit(labels={"team": "ads", "run": "1"})
+    made = client.clone(
+        job_id,
+        name="larger",
+        set={"training.epochs": 3, "parallelism.workers": 8},
+        patch={"labels": {"run": None, "kind": "clone"}, "priority": 7},
+    )
+    assert (made.id != job_id, made.name, made.spec.training.epochs) == (True, "larger", 3)
+    assert (made.spec.parallelism.world_size, made.priority) == (8, 7)
+    assert made.labels == {"team": "ads", "kind": "clone"}
+    assert client.get_job(job_id).spec.training.epochs == 1
+
+
+def _nested(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def test_changes_that_no_spec_can_take_are_refused(api: Api) -> None:
+    path = f"/v1/jobs/{api.submit()}:clone"
+    for body in (
+        {"set": {"name[0]": "x"}},
+        {"set": {"features[" + "9" * 5000 + "]": 1}},
+        {"set": {"name=2001-99-99 #": "x"}},
+        {"set": {"labels={<<: {a: b}} #": "x"}},
+        {"set": {"\ud800[0]": "x"}},
+        {"set": {"labels.a": _nested(900)}},
+        {"patch": {"labels": _nested(900)}},
+    ):
+        headers = {"content-type": "application/json"}
+        answer = api.http.post(path, content=json.dumps(body), headers=headers)
+        assert problem_in(answer, 422, "invalid_spec")["fields"]
+
+
+def test_a_clone_is_checked_like_any_spec_and_made_once(api: Api, client: ShardloomClient) -> None:
+    job_id = api.submit()
+    with pytest.raises(InvalidRequest, match="parallelism"):
+        client.clone(job_id, set={"parallelism.workers": 3})
+    first = client.clone(job_id, name="again", idempotency_key="k")
+    assert client.clone(job_id, name="again", idempotency_key="k").id == first.id
+
+
+def test_a_merge_patch_reads_as_rfc_7396_says() -> None:
+    cases: list[tuple[Any, Any, Any]] = [
+        ({"a": {"b": 1}}, {"a": {"c": 2}}, {"a": {"b": 1, "c": 2}}),
+        ({"a": {"b": 1}}, {"a": None}, {}),
+        ({"a": [1, 2]}, {"a": [3]}, {"a": [3]}),
+        ({"a": 1}, {"a": {"b": None, "c": 2}}, {"a": {"c": 2}}),
+    ]
+    for document, patch, result in cases:
+        assert merged(document, patch) == result
+
+
+# ---- restart
+
+
+def test_a_job_goes_on_from_the_checkpoint_that_was_chosen(
+    api: Api, client: ShardloomClient
+) -> None:
+    job_id = running(api)
+    saved = [
+        checkpoint(step).model_copy(
+            update={"path": f"{api.settings.runs_dir}/{job_id}/checkpoints/step-{step:08d}-a0-r0"}
+        )
+        for step in (100, 200, 300)
+    ]
+    api.post_events(f"{job_id}-a0", batch(*saved, stream="workers-0"))
+    end(api, job_id, "training_error")
+    with pytest.raises(NotFound, match="100, 200, 300"):
+        client.restart(job_id, step=150)
+    restarted = client.restart(job_id, step=200)
+    assert (restarted.status, restarted.reason) == (JobStatus.QUEUED, None)
+    api.look()
+    rewind = run_dir_of(api.settings, job_id).rewind_path
+    expected = {"checkpoint": "step-00000200-a0-r0", "attempt_index": 1}
+    assert json.loads(rewind.read_text()) == expected
+    assert api.store.get_job(job_id).resume_from is None
+    end(api, job_id, "host_lost")
+    assert client.get_job(job_id).status is JobStatus.QUEUED
+    assert json.loads(rewind.read_text()) == expected
+
+
+# ---- the queue and projects
+
+
+@pytest.fixture
+def crowd(api: Api) -> tuple[str, str]:
+    """A job that runs and one that waits for its workers."""
+    api.backend.set_hosts(HostFacts("h0", 6, 0, 1 << 33))
+    busy = running(api, name="busy")
+    waiting = api.submit(name="waiting", priority=3, preemptible=False)
+    return busy, waiting
+
+
+def test_the_queue_shows_who_waits_for_what(
+    api: Api, client: ShardloomClient, crowd: tuple[str, str]
+) -> None:
+    api.http.put("/v1/projects/default", json={"max_running_jobs": 1})
+    api.look()
+    found = client.queue()
+    assert [job.id for job in found.running] == [crowd[0]]
+    assert found.running[0].num_workers == 4
+    (place,) = found.waiting
+    assert (place.id, place.position) == (crowd[1], 1)
+    assert place.reason == "project default: 1 of 1 jobs running"
+    shown = client.get_job(crowd[1])
+    assert shown.queue is not None
+    assert shown.queue.reason == place.reason
+    assert place.reason in shardloom("queue").stdout
+    assert "#1: project default" in shardloom("show", crowd[1]).stdout
+    assert "QUEUED #1" in shardloom("ps").stdout
+    document = json.loads(shardloom("queue", "--json").stdout)
+    assert document["waiting"][0]["id"] == crowd[1]
+
+
+def test_projects_have_quotas_and_show_what_is_in_use(api: Api, client: ShardloomClient) -> None:
+    running(api, project="ads")
+    assert client.project("ads").max_workers is None
+    changed = client.set_quotas("ads", max_workers=8)
+    assert (changed.num_workers, changed.num_running_jobs) == (4, 1)
+    assert [each.name for each in client.projects()] == ["ads"]
+    assert "4 of 8" in shardloom("projects", "list").stdout
+    assert "4 of 9" in shardloom("projects", "set", "ads", "--max-workers", "9").stdout
+    assert shardloom("projects", "remove", "ads").exit_code == 0
+    with pytest.raises(NotFound, match="has no quotas"):
+        client.remove_quotas("ads")
+    with pytest.raises(NotFound):
+        client.project("nobody")
+    for body in ({"max_workers": -1}, {"max_workers": "many"}, {"max_gpus": 3}):
+        assert api.http.put("/v1/projects/ads", json=body).status_code == 422
+
+
+def test_commands_change_the_course_of_a_job(api: Api, client: ShardloomClient) -> None:
+    job_id = api.submit()
+    assert "is paused" in shardloom("pause", job_id).stdout
+    assert json.loads(shardloom("resume", job_id, "--json").stdout)["status"] == "QUEUED"
+    clone_id = shardloom("clone", job_id, "--set", "training.epochs=2").stdout.strip()
+    assert client.get_job(clone_id).spec.training.epochs == 2
+    client.cancel(clone_id)
+    assert shardloom("delete", clone_id, "--yes").exit_code == 0
+    assert shardloom("restart", job_id, "--step", "5").exit_code == 2
+    assert shardloom("clone", job_id, "--set", "nonsense").exit_code == 2
+
+
+# ---- ETag and If-Match
+
+
+def etag(api: Api, job: str) -> str:
+    """The tag of a job now."""
+    return str(api.http.get(f"/v1/jobs/{job}").headers["ETag"])
+
+
+def test_a_change_of_the_version_that_was_read_is_made_and_answers_with_the_new_tag(
+    api: Api,
+) -> None:
+    job = api.submit()
+    read = etag(api, job)
+    answer = api.http.post(f"/v1/jobs/{job}:pause", headers={"If-Match": read})
+    assert answer.status_code == 202
+    assert answer.headers["ETag"] == etag(api, job) != read
+
+
+def test_a_change_that_was_meant_for_another_version_changes_nothing(api: Api) -> None:
+    job = api.submit()
+    read = etag(api, job)
+    assert api.http.post(f"/v1/jobs/{job}:pause").status_code == 202
+    paused = etag(api, job)
+    for verb in ("cancel", "pause", "resume", "restart"):
+        answer = api.http.post(f"/v1/jobs/{job}:{verb}", headers={"If-Match": read})
+        problem_in(answer, 412, "version_changed")
+        assert etag(api, job) == paused
+    api.end(job)
+    answer = api.http.delete(f"/v1/jobs/{job}", headers={"If-Match": read})
+    problem_in(answer, 412, "version_changed")
+    assert api.store.get_job(job).status is JobStatus.CANCELLED
+    assert api.http.delete(f"/v1/jobs/{job}", headers={"If-Match": etag(api, job)}).is_success
+
+
+def test_a_tag_that_was_never_given_out_matches_nothing_and_a_star_anything(api: Api) -> None:
+    path = f"/v1/jobs/{api.submit()}:cancel"
+    for tag in ("7", 'W/"7"', '"seven"', '"7", "8"', '"' + "9" * 40 + '"'):
+        answer = api.http.post(path, headers={"If-Match": tag})
+        problem_in(answer, 412, "version_unknown")
+    assert api.http.post(path, headers={"If-Match": "*"}).status_code == 202
+
+
+def test_the_sdk_sends_the_version_and_tells_of_a_conflict() -> None:
+    sent: list[str] = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        sent.append(request.headers["If-Match"])
+        return httpx.Response(412, json=problem_body(412, "version_changed", "changed"))
+
+    with ShardloomClient(transport=httpx.MockTransport(refuse)) as client:
+        for change in (client.cancel, client.pause, client.resume, client.restart, client.delete):
+            with pytest.raises(Conflict) as caught:
+                change("ratings", version=7)
+            assert caught.value.code == "version_changed"
+    assert sent == ['"7"'] * 5

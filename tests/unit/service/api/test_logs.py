@@ -1,0 +1,200 @@
+"""Logs over HTTP: filters, search, time range, follow with resume, download."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zipfile
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.api.sse import LATE_LINES_S, LogFollower
+from service.client.transport import parse_events
+from service.domain.models import EndReason
+from service.jobs.logs import LogPosition
+from tests.harness.builders import NOW, attempt_of
+from tests.harness.properties import examples
+from tests.harness.service import Api, problem_in
+
+RANK_0 = """\
+2026-11-21T10:00:00.000Z INFO trainer: step 1
+2026-11-21T10:00:05.000Z WARNING trainer: slow peer
+2026-11-21T10:00:10.000Z ERROR trainer: lost rank 3
+Traceback (most recent call last):
+  ConnectionError: gone
+2026-11-21T10:00:15.000Z INFO trainer: step 2
+"""
+RANK_3 = "2026-11-21T10:00:09.000Z INFO trainer: step 1\nFatal Python error: Aborted\n"
+TEN = 1_795_255_200.0
+
+
+@pytest.fixture
+def job(api: Api) -> str:
+    """A job with logs of a driver and two ranks."""
+    job_id = api.start()
+    api.log(f"{job_id}-a0", "rank-0", RANK_0)
+    api.log(f"{job_id}-a0", "rank-3", RANK_3)
+    api.log(f"{job_id}-a0", "driver", "2026-11-21T09:59:00.000Z INFO trainer.driver: up\n")
+    return job_id
+
+
+def _texts(api: Api, job: str, **params: Any) -> list[str]:
+    response = api.http.get(f"/v1/jobs/{job}/logs", params=params)
+    assert response.status_code == 200, response.text
+    return [line["text"].rpartition(": ")[2] for line in response.json()["lines"]]
+
+
+def test_lines_tell_rank_level_and_time(api: Api, job: str) -> None:
+    body = api.http.get(f"/v1/jobs/{job}/logs", params={"source": "rank-0"}).json()
+    assert body["lines"][1] == {
+        "source": "rank-0",
+        "text": "2026-11-21T10:00:05.000Z WARNING trainer: slow peer",
+        "rank": 0,
+        "group": None,
+        "level": "warning",
+        "time": TEN + 5,
+    }
+    assert [line["level"] for line in body["lines"][2:5]] == ["error"] * 3
+
+
+def test_lines_are_filtered_by_rank(api: Api, job: str) -> None:
+    assert _texts(api, job, rank=3) == ["step 1", "Aborted"]
+    assert len(_texts(api, job, rank=[0, 3])) == 8
+    assert _texts(api, job, rank=7) == []
+
+
+def test_a_level_takes_in_the_traceback_and_the_last_words(api: Api, job: str) -> None:
+    traceback = "Traceback (most recent call last):"
+    wanted = ["slow peer", "lost rank 3", traceback, "gone", "Aborted"]
+    assert _texts(api, job, level="warning") == wanted
+
+
+def test_lines_are_searched(api: Api, job: str) -> None:
+    assert _texts(api, job, q="LOST RANK") == ["lost rank 3"]
+    assert _texts(api, job, q="error*lost") == ["lost rank 3"]
+    assert _texts(api, job, q="nowhere") == []
+
+
+def test_lines_are_taken_from_a_range_of_time(api: Api, job: str) -> None:
+    assert _texts(api, job, since=TEN + 4, until=TEN + 9) == ["slow peer"]
+    # A line without a time has that of the line above it.
+    assert _texts(api, job, since=TEN + 9, rank=3) == ["step 1", "Aborted"]
+
+
+def test_filters_hold_for_each_piece_of_a_long_log(api: Api) -> None:
+    job_id = api.start()
+    noise = "2026-11-21T10:00:00.000Z INFO trainer: " + "x" * 1000 + "\n"
+    api.log(f"{job_id}-a0", "rank-0", noise * 3000 + RANK_0)
+    found, after, more = list[str](), None, True
+    while more:
+        params = {"level": "error", **({"after": after} if after else {})}
+        body = api.http.get(f"/v1/jobs/{job_id}/logs", params=params).json()
+        found += [line["text"] for line in body["lines"]]
+        after, more = body["cursor"], body["more"]
+    assert len(found) == 3
+
+
+def test_filters_that_say_nothing_are_refused(api: Api, job: str) -> None:
+    for params in ({"level": "loud"}, {"rank": -1}, {"since": 1e300}):
+        response = api.http.get(f"/v1/jobs/{job}/logs", params=params)
+        problem_in(response, 422, "invalid_request")
+
+
+# ---- following
+
+
+def _follow(api: Api, job: str, last_id: str = "", **params: Any) -> list[Any]:
+    """Events of a stream until its end."""
+    headers = {"Accept": "text/event-stream", **({"Last-Event-ID": last_id} if last_id else {})}
+    response = api.http.get(f"/v1/jobs/{job}/logs", params=params, headers=headers)
+    assert response.status_code == 200, response.text
+    return list(parse_events([response.text]))
+
+
+@settings(
+    max_examples=examples(15),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(cut=st.integers(0, 7), level=st.sampled_from([None, "warning"]))
+def test_a_stream_resumes_behind_any_event_without_a_line_lost_or_doubled(
+    api: Api, cut: int, level: str | None
+) -> None:
+    job = api.start()
+    for source, text in (("rank-0", RANK_0), ("rank-3", RANK_3)):
+        api.log(f"{job}-a0", source, text)
+    api.http.post(f"/v1/jobs/{job}:cancel")
+    for _ in range(3):
+        api.look()
+    params = {"level": level} if level else {}
+    *whole, end = _follow(api, job, **params)
+    assert end.name == "end"
+    seen = whole[:cut]
+    *rest, _ = _follow(api, job, seen[-1].id if seen else "", **params)
+    texts = [json.loads(event.data)["text"] for event in seen + rest]
+    assert texts == [json.loads(event.data)["text"] for event in whole]
+    assert len(whole) == (5 if level else 8)
+
+
+def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_next(
+    api: Api,
+) -> None:
+    job_id = api.start()
+    job = api.store.get_job(job_id)
+    first = api.store.get_attempt(f"{job_id}-a0")
+    job = api.store.update_job(
+        job, attempt=replace(first, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
+    )
+    second = attempt_of(job, index=1, submitted_at=NOW)
+    job = api.store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
+    api.log(first.id, "rank-0", "one\n")
+    api.log(second.id, "rank-0", "three\n")
+    now = [NOW + 1]
+    follower = LogFollower(api.store, api.settings, job, None, None, clock=lambda: now[0])
+    follower.start_at(LogPosition(first.id))
+
+    def _look() -> list[str]:
+        return [json.loads(item.body.model_dump_json())["text"] for item in follower.look().items]
+
+    assert _look() == ["one"]
+    assert _look() == []
+    api.log(first.id, "rank-0", "two\n")
+    assert _look() == ["two"]
+    now[0] += LATE_LINES_S
+    assert [*_look(), *_look()] == ["three"]
+
+
+# ---- download
+
+
+def test_all_logs_come_in_one_archive(api: Api, job: str) -> None:
+    response = api.http.get(f"/v1/jobs/{job}/logs:download")
+    assert response.headers["content-type"] == "application/zip"
+    assert f"{job}-logs.zip" in response.headers["content-disposition"]
+    with zipfile.ZipFile(io.BytesIO(response.content)) as archive:
+        assert archive.testzip() is None
+        names = [f"{job}-a0/{source}.log" for source in ("driver", "rank-0", "rank-3")]
+        assert archive.namelist() == names
+        assert archive.read(names[1]).decode() == RANK_0
+
+
+def test_all_logs_come_as_one_text(api: Api, job: str) -> None:
+    response = api.http.get(
+        f"/v1/jobs/{job}/logs:download", params={"format": "gzip", "attempt": f"{job}-a0"}
+    )
+    text = gzip.decompress(response.content).decode()
+    assert text.count("==> ") == 3
+    assert RANK_0 in text
+
+
+def test_only_logs_of_the_jobs_attempts_can_be_downloaded(api: Api, job: str) -> None:
+    other = api.start()
+    response = api.http.get(f"/v1/jobs/{job}/logs:download", params={"attempt": f"{other}-a0"})
+    problem_in(response, 422, "invalid_request")
+    response = api.http.get(f"/v1/jobs/{api.submit()}/logs:download")
+    assert zipfile.ZipFile(io.BytesIO(response.content)).namelist() == []

@@ -1,0 +1,402 @@
+"""What is around every request: hosts, origins, headers, sizes, rates, ids, sessions, repeats."""
+
+from __future__ import annotations
+
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import select
+from starlette.websockets import WebSocketDisconnect
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from service.api.authentication import CSRF_COOKIE, SESSION_COOKIE, Bucket, Rate, take
+from service.api.middleware import caller_key, is_foreign, request_id_from, safe_headers
+from service.app import build_app, check_address
+from service.dashboard.app import safe_target
+from service.db.idempotency import ABANDONED_S, KEPT_S, IdempotencyStore, StoredResponse
+from service.db.jobs import JobStore
+from service.db.tables import answers
+from service.domain.auth import Principal
+from service.domain.models import JobStatus
+from service.errors import ServiceError, UnsafeAddress
+from service.network import is_loopback
+from service.settings import Settings
+from tests.harness.service import HOST, Api, Guarded, guarded, problem_in
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[Guarded]:
+    made = guarded(tmp_path, dashboard=True, rate_limit_burst=30, rate_limit_per_s=0.001)
+    yield made
+    made.http.close()
+    made.store.close()
+
+
+# ---- where it listens, and for whom
+
+
+def test_only_loopback_is_open_without_credentials(tmp_path: Path) -> None:
+    for host in ("0.0.0.0", "::", "10.0.0.7", "shardloom.example"):
+        settings = Settings(home=tmp_path, host=host)
+        assert settings.auth == "required"
+        check_address(settings, has_credentials=True)
+        with pytest.raises(UnsafeAddress, match="keys create NAME --admin"):
+            check_address(settings, has_credentials=False)
+        with pytest.raises(UnsafeAddress, match="let anybody in"):
+            check_address(Settings(home=tmp_path, host=host, auth="local"), has_credentials=True)
+    for host in ("127.0.0.1", "127.1.2.3", "::1", "localhost"):
+        settings = Settings(home=tmp_path, host=host)
+        assert settings.auth == "local"
+        check_address(settings, has_credentials=False)
+    for name in ("127.0.0.1.evil.example", "localhost.evil", "", "0.0.0.0"):
+        assert not is_loopback(name)
+
+
+def test_a_certificate_wants_its_key(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, ssl_certfile=tmp_path / "cert.pem")
+    assert settings.service_url == "https://127.0.0.1:8700"
+    with pytest.raises(ServiceError, match="go together"):
+        check_address(settings, has_credentials=True)
+
+
+def test_local_mode_answers_for_names_of_loopback_only(api: Api) -> None:
+    for host in ("localhost:8700", "[::1]:8700", "127.0.0.1"):
+        assert api.http.get("/v1/jobs", headers={"Host": host}).status_code == 200
+    for host in ("evil.example", "127.0.0.1.nip.io:8700", "evil@127.0.0.1.x", ""):
+        answer = api.http.get("/v1/jobs", headers={"Host": host})
+        assert (answer.status_code, answer.json()["code"]) == (421, "foreign_host")
+
+
+def test_local_mode_answers_no_proxy(api: Api, house: Guarded) -> None:
+    for header in ("X-Forwarded-For", "Forwarded"):
+        headers = {header: "203.0.113.7"}
+        refused = api.http.get("/v1/jobs", headers=headers)
+        assert (refused.status_code, refused.json()["code"]) == (421, "behind_proxy")
+        assert "SHARDLOOM_AUTH=required" in refused.json()["detail"]
+        assert api.http.get("/healthz", headers=headers).status_code == 200
+        assert house.send("GET", "/v1/jobs", "viewer", headers=headers).status_code == 200
+
+
+def test_the_server_does_not_hide_that_a_proxy_passed_a_request_on(api: Api) -> None:
+    wrapped = ProxyHeadersMiddleware(api.http.app, trusted_hosts="*")
+    with_server = TestClient(wrapped, base_url="http://127.0.0.1:8700")
+    refused = with_server.get("/v1/jobs", headers={"X-Forwarded-For": "127.0.0.1"})
+    assert refused.json()["code"] == "behind_proxy"
+
+
+def test_the_folder_of_the_service_is_for_its_owner_only(tmp_path: Path) -> None:
+    new, old = tmp_path / "new" / "home", tmp_path / "old"
+    old.mkdir(mode=0o755)
+    for home in (new, old):
+        app = build_app(Settings(home=home, backend="fake", dashboard=False))
+        app.state.context.store.close()
+    assert stat.S_IMODE(new.stat().st_mode) == 0o700
+    assert stat.S_IMODE(old.stat().st_mode) == 0o755
+
+
+def test_pages_of_other_sites_are_foreign() -> None:
+    for origin, site, is_refused in (
+        (None, None, False),
+        ("http://127.0.0.1:8700", "same-origin", False),
+        ("http://127.0.0.1:9999", "same-site", True),
+        ("http://evil.example", "cross-site", True),
+        ("null", None, True),
+        ("http://[::1", None, True),
+        (None, "cross-site", True),
+        (None, "none", False),
+        ("https://tools.example", "cross-site", False),
+    ):
+        found = is_foreign(origin, site, "127.0.0.1:8700", ["https://tools.example"])
+        assert found is is_refused, (origin, site)
+
+
+def test_other_origins_are_refused_unless_they_are_allowed(api: Api, tmp_path: Path) -> None:
+    headers = {"Origin": "http://evil.example"}
+    refused = api.http.post(f"/v1/jobs/{api.submit()}:cancel", headers=headers)
+    assert (refused.status_code, refused.json()["code"]) == (403, "foreign_origin")
+    preflight = {"Origin": "https://tools.example", "Access-Control-Request-Method": "POST"}
+    closed = api.http.options("/v1/jobs", headers=preflight)
+    assert "access-control-allow-origin" not in closed.headers
+    house = guarded(tmp_path / "open", allowed_origins=["https://tools.example"])
+    opened = house.http.options("/v1/jobs", headers=preflight)
+    assert opened.headers["access-control-allow-origin"] == "https://tools.example"
+    evil = house.http.options("/v1/jobs", headers={**preflight, "Origin": "https://evil.example"})
+    assert "access-control-allow-origin" not in evil.headers
+    house.store.close()
+
+
+# ---- headers, ids, sizes, compression
+
+
+def test_every_answer_carries_safe_headers(house: Guarded) -> None:
+    for path in ("/healthz", "/v1/jobs", "/nowhere", "/login"):
+        headers = house.http.get(path).headers
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert headers["x-content-type-options"] == "nosniff"
+        assert headers["referrer-policy"] == "same-origin"
+        assert headers["strict-transport-security"]
+    assert "Strict-Transport-Security" not in safe_headers("/", "http")
+    assert "unsafe-eval" not in safe_headers("/v1/jobs", "http")["Content-Security-Policy"]
+
+
+def test_a_request_has_an_id_in_answer_and_problem(api: Api) -> None:
+    answer = api.http.get("/v1/jobs/none", headers={"X-Request-ID": "deploy-2026.11"})
+    assert answer.headers["x-request-id"] == "deploy-2026.11"
+    assert answer.json()["request_id"] == "deploy-2026.11"
+    other = api.http.get("/v1/jobs/none", headers={"X-Request-ID": "<script>"})
+    assert other.headers["x-request-id"].startswith("req-")
+
+
+@given(st.text(max_size=80))
+def test_an_id_is_always_fit_for_a_header_and_a_log(header: str) -> None:
+    found = request_id_from(header)
+    assert found.isascii()
+    assert found.isprintable()
+    assert 8 <= len(found) <= 64
+    assert " " not in found
+
+
+def test_a_body_that_is_too_large_is_refused_stated_or_not(tmp_path: Path) -> None:
+    house = guarded(tmp_path, max_body_bytes=2048)
+    stated = house.send("POST", "/v1/jobs", "root", content=b"x" * 2049)
+
+    def chunks() -> Iterator[bytes]:
+        for _ in range(5):
+            yield b" " * 500
+
+    streamed = house.send("POST", "/v1/jobs", "root", content=chunks())
+    for answer in (stated, streamed):
+        assert (answer.status_code, answer.json()["code"]) == (413, "body_too_large")
+    assert house.send("POST", "/v1/jobs", "root", content=b" " * 2048).status_code == 422
+    house.store.close()
+
+
+def test_large_answers_are_compressed_but_streams_are_not(api: Api) -> None:
+    job_id = api.submit()
+    page = api.http.get(f"/v1/jobs/{job_id}", headers={"Accept-Encoding": "gzip"})
+    assert page.headers["content-encoding"] == "gzip"
+    api.end(job_id)
+    for _ in range(2):
+        api.look()
+    headers = {"Accept-Encoding": "gzip", "Accept": "text/event-stream"}
+    stream = api.http.get(f"/v1/jobs/{job_id}/events", headers=headers)
+    assert "content-encoding" not in stream.headers
+    assert "event: end" in stream.text
+
+
+# ---- rates
+
+
+def test_a_bucket_lets_a_burst_through_and_then_its_rate() -> None:
+    rate, bucket, waits = Rate(per_s=2.0, burst=3), None, []
+    for now in (0.0, 0.0, 0.0, 0.0, 0.5, 0.5):
+        bucket, wait_s = take(bucket, rate, now)
+        waits.append(wait_s)
+    assert waits == [0.0, 0.0, 0.0, 0.5, 0.0, 0.5]
+
+
+@given(st.lists(st.floats(0, 2), max_size=60), st.floats(0.1, 50), st.integers(1, 20))
+def test_no_caller_gets_more_than_burst_and_rate(
+    pauses: list[float], per_s: float, burst: int
+) -> None:
+    rate, now, num_let_in = Rate(per_s, burst), 0.0, 0
+    bucket: Bucket | None = None
+    for pause_s in pauses:
+        now += pause_s
+        bucket, wait_s = take(bucket, rate, now)
+        num_let_in += wait_s == 0
+        again, _ = take(bucket, rate, now + wait_s + 1e-6)
+        assert again.left >= 0
+    start = pauses[0] if pauses else 0.0
+    assert num_let_in <= burst + (now - start) * per_s + 1e-6
+
+
+def test_a_caller_that_asks_too_fast_is_told_when_to_come_again(house: Guarded) -> None:
+    statuses = [house.send("GET", "/v1/whoami", "viewer").status_code for _ in range(31)]
+    assert statuses == [200] * 30 + [429]
+    refused = house.send("GET", "/v1/whoami", "viewer")
+    assert refused.json()["code"] == "too_many_requests"
+    assert int(refused.headers["retry-after"]) > 0
+    assert house.send("GET", "/v1/whoami", "admin").status_code == 200
+
+
+def test_guessing_keys_is_slow(house: Guarded) -> None:
+    house.keys["guess"] = "shl_000000000000_" + "a" * 43
+    statuses = [house.send("GET", "/v1/whoami", "guess").status_code for _ in range(25)]
+    assert set(statuses[:20]) == {401}
+    assert 429 in statuses[20:]
+    assert house.send("GET", "/v1/whoami", "admin").status_code == 200
+
+
+# ---- sessions
+
+
+def _sign_in(house: Guarded, key: str = "submitter", **fields: str) -> TestClient:
+    form = {"key": house.keys[key], "next": "/dashboard/", **fields}
+    answer = house.http.post("/login", data=form, follow_redirects=False)
+    assert answer.status_code == 303, answer.text
+    return house.http
+
+
+def test_a_reader_without_a_session_is_led_to_the_form_and_back(house: Guarded) -> None:
+    html = {"Accept": "text/html"}
+    led = house.http.get("/dashboard/jobs/x", headers=html, follow_redirects=False)
+    assert led.headers["location"] == "/login?next=/dashboard/jobs/x"
+    form = house.http.get(led.headers["location"])
+    assert 'value="/dashboard/jobs/x"' in form.text
+    wrong = house.http.post("/login", data={"key": "shl_nothing"}, headers=html)
+    assert wrong.status_code == 401
+    assert "unknown, expired or revoked" in wrong.text
+    assert house.http.get("/dashboard/").status_code == 401
+
+
+def test_the_cookies_of_a_session_are_tight(house: Guarded) -> None:
+    form = {"key": house.keys["viewer"]}
+    answer = house.http.post("/login", data=form, follow_redirects=False)
+    cookies = {c.partition("=")[0]: c for c in answer.headers.get_list("set-cookie")}
+    session = cookies[SESSION_COOKIE].lower()
+    assert "httponly" in session
+    assert "secure" in session
+    assert "samesite=lax" in session
+    assert house.keys["viewer"] not in session
+    assert "httponly" not in cookies[CSRF_COOKIE].lower()
+    lines = house.send("GET", "/v1/audit", "root").json()["items"]
+    assert (lines[0]["actor"], lines[0]["action"]) == ("key:viewer", "POST /login")
+
+
+def test_changes_by_a_session_want_its_token_and_our_own_page(house: Guarded) -> None:
+    job_id = house.submit("submitter")
+    http = _sign_in(house)
+    path = f"/v1/jobs/{job_id}:cancel"
+    assert http.get("/v1/whoami").json()["kind"] == "session"
+    assert http.post(path).json()["code"] == "csrf_token"
+    token = {"X-CSRF-Token": http.cookies[CSRF_COOKIE]}
+    evil = {**token, "Origin": "https://evil.example"}
+    assert http.post(path, headers=evil).json()["code"] == "foreign_origin"
+    assert http.post(path, headers={**token, "Origin": HOST}).status_code == 202
+
+
+def test_signing_out_ends_the_session_for_good(house: Guarded) -> None:
+    http = _sign_in(house)
+    cookie = http.cookies[SESSION_COOKIE]
+    assert http.post("/logout", data={"csrf": "x"}).json()["code"] == "csrf_token"
+    form = {"csrf": http.cookies[CSRF_COOKIE]}
+    assert http.post("/logout", data=form, follow_redirects=False).status_code == 303
+    again = {"Cookie": f"{SESSION_COOKIE}={cookie}"}
+    assert house.http.get("/v1/whoami", headers=again).status_code == 401
+
+
+def test_signing_in_leads_nowhere_else() -> None:
+    for wanted in ("//evil.example", "https://evil.example", "/\\evil", "", "/login"):
+        assert safe_target(wanted) == "/dashboard/"
+
+
+def test_the_pages_socket_wants_a_session_from_our_own_page(house: Guarded) -> None:
+    path = "/dashboard/_nicegui_ws/socket.io/?EIO=4&transport=websocket"
+    for headers in ({}, {"Origin": "https://evil.example"}):
+        with (
+            pytest.raises(WebSocketDisconnect),
+            house.http.websocket_connect(path, headers=headers),
+        ):
+            pass
+    http = _sign_in(house)
+    with (
+        pytest.raises(WebSocketDisconnect),
+        http.websocket_connect(path, headers={"Origin": "https://evil.example"}),
+    ):
+        pass
+
+
+def test_pages_show_only_what_their_reader_may_see(house: Guarded) -> None:
+    mine, hidden = house.submit("root", name="mine"), house.submit("root", name="hid", project="h")
+    with _sign_in(house, "viewer") as http:
+        page = http.get("/dashboard/")
+        assert mine in page.text
+        assert hidden not in page.text
+        assert "Sign out" in page.text
+        assert http.get(f"/dashboard/jobs/{hidden}").status_code == 404
+        assert http.get(f"/dashboard/jobs/{mine}").status_code == 200
+
+
+# ---- repeats with an Idempotency-Key
+
+KEY = {"Idempotency-Key": "k-1"}
+
+
+def test_a_repeated_pause_is_answered_as_the_first_one_was_and_undoes_nothing(api: Api) -> None:
+    job = api.submit()
+    first = api.http.post(f"/v1/jobs/{job}:pause", headers=KEY)
+    assert api.http.post(f"/v1/jobs/{job}:resume").status_code == 202
+    again = api.http.post(f"/v1/jobs/{job}:pause", headers=KEY)
+    assert (again.status_code, again.content) == (first.status_code, first.content)
+    assert again.headers["ETag"] == first.headers["ETag"]
+    assert again.headers["Idempotent-Replayed"] == "true"
+    assert api.store.get_job(job).status is JobStatus.QUEUED
+
+
+def test_a_key_is_made_once_shown_again_and_kept_sealed(api: Api) -> None:
+    body = {"name": "ci", "roles": {"*": "viewer"}}
+    first = api.http.post("/v1/keys", json=body, headers=KEY)
+    assert first.status_code == 201, first.text
+    assert api.http.post("/v1/keys", json=body, headers=KEY).json() == first.json()
+    assert len(api.http.get("/v1/keys").json()["items"]) == 1
+    with api.store.engine.connect() as connection:
+        kept = connection.execute(select(answers.c.sealed_body)).scalar_one()
+    assert kept and first.json()["key"] not in kept
+
+
+def test_the_same_key_with_another_request_is_refused(api: Api) -> None:
+    job = api.submit()
+    assert api.http.post(f"/v1/jobs/{job}:pause", headers=KEY).status_code == 202
+    other = api.http.post(f"/v1/jobs/{job}:resume", headers=KEY)
+    problem_in(other, 409, "idempotency_conflict")
+    assert api.store.get_job(job).status is JobStatus.PAUSED
+
+
+def test_what_was_refused_may_be_asked_again_with_its_key(api: Api) -> None:
+    job = api.submit()
+    problem_in(api.http.post(f"/v1/jobs/{job}:resume", headers=KEY), 409, "job_not_paused")
+    api.http.post(f"/v1/jobs/{job}:pause")
+    assert api.http.post(f"/v1/jobs/{job}:resume", headers=KEY).status_code == 202
+
+
+def test_a_key_that_cannot_be_kept_is_refused(api: Api) -> None:
+    job = api.submit()
+    for key in ("", "x" * 256, "tab\there"):
+        answer = api.http.post(f"/v1/jobs/{job}:pause", headers={"Idempotency-Key": key})
+        problem_in(answer, 422, "invalid_request")
+
+
+def test_a_request_under_way_is_not_begun_again_until_it_was_abandoned(store: JobStore) -> None:
+    kept = IdempotencyStore(store.engine)
+    assert kept.begin("me", "k", "hash", now=1000.0) is None
+    under_way = kept.begin("me", "k", "hash", now=1001.0)
+    assert under_way == StoredResponse("hash")
+    assert kept.begin("me", "k", "hash", now=1001.0 + ABANDONED_S) is None
+    kept.forget("me", "k")
+    assert kept.begin("me", "k", "hash", now=1002.0 + ABANDONED_S) is None
+
+
+def test_an_answer_is_forgotten_after_a_day_and_known_to_nobody_else(store: JobStore) -> None:
+    kept = IdempotencyStore(store.engine)
+    now = time.time()
+    answer = StoredResponse("hash", 202, (("etag", '"3"'),), "sealed")
+    assert kept.begin("me", "k", "hash", now) is None
+    kept.finish("me", "k", answer)
+    assert kept.begin("you", "k", "hash", now) is None
+    assert kept.begin("me", "k", "hash", now + KEPT_S - 1) == answer
+    assert kept.begin("me", "k", "hash", now + KEPT_S + 1) is None
+
+
+def test_who_asks_is_kept_in_few_characters_and_never_mixed_up() -> None:
+    names = ["ada", "x" * 255, "x" * 254 + "y", "a\x00b", "a\ud800b"]
+    askers = [caller_key(Principal(name, "oidc")) for name in names]
+    assert askers[0] == "oidc:ada"
+    assert len(set(askers)) == len(names)
+    assert all(len(asker) <= 255 and asker.isprintable() for asker in askers)

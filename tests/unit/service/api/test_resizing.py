@@ -1,0 +1,223 @@
+"""Another size, and hosts to leave: what is accepted, stored and shown to the driver."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service import errors
+from service.db.jobs import JobStore
+from service.domain import timeline
+from service.domain.models import JobStatus
+from service.jobs import actions
+from service.jobs.run_storage import run_dir_of
+from tests.harness.builders import HOSTS, batch, layout_chosen, membership_changed, workers_started
+from tests.harness.service import Api, problem_in
+from trainer.protocol.events import Event
+from trainer.protocol.requests import ResizeRequests
+from trainer.protocol.run_dir import AttemptDir
+
+ELASTIC = {
+    "workers": {"min": 2, "max": 8},
+    "shard_group_size": 2,
+    "placement": "inter_host",
+    "survive": {"hosts": 1},
+}
+
+
+def running(api: Api, *records: Event, **parallelism: Any) -> str:
+    """Id of a running job of three groups of two."""
+    job_id = api.start(parallelism={**ELASTIC, **parallelism})
+    told = records or (layout_chosen(), workers_started(), membership_changed())
+    assert api.post_events(f"{job_id}-a0", batch(*told)).status_code == 200
+    assert api.store.get_job(job_id).status is JobStatus.RUNNING
+    return job_id
+
+
+def request_path(api: Api, job_id: str, attempt: int = 0) -> Path:
+    run_dir = run_dir_of(api.settings, job_id)
+    return run_dir.attempt(f"{job_id}-a{attempt}").resize_request_path
+
+
+def told(api: Api, job_id: str) -> list[tuple[str, str]]:
+    """(actor, message) of the requests in the timeline."""
+    lines = api.store.list_timeline(job_id, kinds=timeline.RESIZE_KINDS)
+    return [(line.actor, line.message) for line in lines]
+
+
+def resize(api: Api, job_id: str, workers: object) -> Any:
+    return api.http.post(f"/v1/jobs/{job_id}/resize", json={"workers": workers})
+
+
+def drain(api: Api, job_id: str, host: str, **more: object) -> Any:
+    return api.http.post(f"/v1/jobs/{job_id}/drain", json={"host": host, **more})
+
+
+def test_requests_are_merged_for_the_driver_and_told(api: Api) -> None:
+    job_id = running(api)
+    assert resize(api, job_id, 4).status_code == 202
+    assert drain(api, job_id, HOSTS[2]).status_code == 202
+    answer = drain(api, job_id, HOSTS[0]).json()
+    wanted = json.loads(request_path(api, job_id).read_text())
+    assert wanted == answer
+    assert (wanted["workers"], wanted["drain_hosts"]) == (4, [HOSTS[0], HOSTS[2]])
+    assert told(api, job_id) == [
+        ("local", "resize to 4 workers requested"),
+        ("local", f"drain of host {HOSTS[2]} requested"),
+        ("local", f"drain of host {HOSTS[0]} requested"),
+    ]
+    names = [path.name for path in request_path(api, job_id).parent.glob("resize*")]
+    assert names == ["resize-request.json"]
+    understood = ResizeRequests(AttemptDir(request_path(api, job_id).parent)).poll()
+    assert (understood.workers, understood.drain_hosts) == (4, frozenset({HOSTS[0], HOSTS[2]}))
+
+
+def test_a_drained_host_is_used_again_when_that_is_undone(api: Api) -> None:
+    job_id = running(api)
+    assert drain(api, job_id, "nowhere", undo=True).status_code == 202
+    assert not request_path(api, job_id).exists()
+    assert told(api, job_id) == []
+    drain(api, job_id, HOSTS[1])
+    assert drain(api, job_id, HOSTS[1], undo=True).json()["drain_hosts"] == []
+    assert json.loads(request_path(api, job_id).read_text())["drain_hosts"] == []
+
+
+def test_asking_again_for_the_same_changes_nothing_but_mends_the_file(api: Api) -> None:
+    job_id = running(api)
+    first = resize(api, job_id, 8).json()
+    request_path(api, job_id).unlink()
+    assert resize(api, job_id, 8).json() == first
+    assert json.loads(request_path(api, job_id).read_text()) == first
+    assert len(told(api, job_id)) == 1
+
+
+def test_a_size_that_does_not_fit_is_refused_with_those_that_do(api: Api) -> None:
+    job_id = running(api)
+    for workers, parts in (
+        (5, ("in groups of 2", "possible: 4, 6, 8")),
+        (2, ("survive needs 2 groups",)),
+        (10, ("2 to 8 workers",)),
+        (0, ("greater than or equal to 1",)),
+        ("many", ("valid integer",)),
+    ):
+        problem = problem_in(resize(api, job_id, workers), 422, "invalid_request")
+        (fault,) = problem["fields"]
+        assert fault["path"] == "workers"
+        assert all(part in fault["message"] for part in parts)
+    assert not request_path(api, job_id).exists()
+
+
+def test_a_job_of_a_fixed_size_says_how_to_submit_it_otherwise(api: Api) -> None:
+    job_id = running(api, workers_started(), workers=4, placement="intra_host", survive=None)
+    (fault,) = problem_in(resize(api, job_id, 6), 422, "invalid_request")["fields"]
+    assert (fault["code"], "{min, max}" in fault["message"]) == ("fixed_size", True)
+    assert resize(api, job_id, 4).status_code == 202
+
+
+def test_a_faulty_drain_is_named_by_its_field(api: Api) -> None:
+    job_id = running(api)
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"host": ""}, "host"),
+        ({}, "host"),
+        ({"host": "x", "now": 1}, "now"),
+    ]
+    for body, path in bodies:
+        response = api.http.post(f"/v1/jobs/{job_id}/drain", json=body)
+        (fault,) = problem_in(response, 422, "invalid_request")["fields"]
+        assert fault["path"] == path
+    # A host without workers is refused with those that have some.
+    (fault,) = problem_in(drain(api, job_id, "127.0.0.9"), 422, "invalid_request")["fields"]
+    assert all(host in fault["message"] for host in HOSTS)
+
+
+def test_only_a_running_job_can_be_placed_anew(api: Api) -> None:
+    job_id = api.submit(parallelism=ELASTIC)
+    for response in (resize(api, job_id, 4), drain(api, job_id, HOSTS[0])):
+        problem = problem_in(response, 409, "job_not_running")
+        assert "QUEUED" in problem["detail"]
+
+
+def test_a_new_attempt_is_told_what_was_wanted_of_the_last(api: Api) -> None:
+    job_id = running(api)
+    wanted = resize(api, job_id, 4).json()
+    job = api.store.get_job(job_id)
+    second = replace(api.store.get_attempt(f"{job_id}-a0"), id=f"{job_id}-a1", index=1)
+    again = replace(job, current_attempt_id=second.id, status=JobStatus.STARTING)
+    api.store.update_job(again, attempt=replace(second, submitted_at=None))
+    api.look()
+    assert json.loads(request_path(api, job_id, attempt=1).read_text()) == wanted
+
+
+def test_hosts_of_an_earlier_attempt_are_not_known_any_more(api: Api) -> None:
+    job_id = running(api)
+    job = api.store.get_job(job_id)
+    second = replace(api.store.get_attempt(f"{job_id}-a0"), id=f"{job_id}-a1", index=1)
+    api.store.update_job(replace(job, current_attempt_id=second.id), attempt=second)
+    fault = problem_in(drain(api, job_id, HOSTS[0]), 422, "invalid_request")["fields"][0]
+    assert "none yet" in fault["message"]
+
+
+def test_storage_that_cannot_be_written_is_named_and_asking_again_mends_it(api: Api) -> None:
+    job_id = running(api)
+    path = request_path(api, job_id)
+    path.mkdir()
+    (path / "in the way").touch()
+    problem_in(resize(api, job_id, 4), 503, "storage_unavailable")
+    (path / "in the way").unlink()
+    path.rmdir()
+    assert resize(api, job_id, 4).status_code == 202
+    assert json.loads(path.read_text())["workers"] == 4
+
+
+def test_of_two_requests_at_once_both_count(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one comes between the first one's line and its file."""
+    job_id = running(api)
+    run_dir = run_dir_of(api.settings, job_id)
+    write, has_come = actions._write, False
+
+    def interrupted(path: Path, wish: timeline.ResizeRequest) -> None:
+        nonlocal has_come
+        if not has_come:
+            has_come = True
+            actions.request_drain(api.store, run_dir, job_id, HOSTS[0])
+        write(path, wish)
+
+    monkeypatch.setattr(actions, "_write", interrupted)
+    actions.request_resize(api.store, run_dir, job_id, 4)
+    wanted = json.loads(request_path(api, job_id).read_text())
+    assert (wanted["workers"], wanted["drain_hosts"]) == (4, [HOSTS[0]])
+
+
+def test_a_request_that_lost_the_race_is_made_again(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id = running(api)
+    update, is_first = JobStore.update_job, True
+
+    def raced(store: JobStore, job: Any, **changes: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            update(store, store.get_job(job_id))
+        return update(store, job, **changes)
+
+    monkeypatch.setattr(JobStore, "update_job", raced)
+    assert resize(api, job_id, 4).status_code == 202
+    assert len(told(api, job_id)) == 1
+
+
+def test_a_layout_that_is_not_chosen_yet_cannot_be_resized(api: Api) -> None:
+    job_id = running(api)
+    job = api.store.get_job(job_id)
+    auto = job.spec.parallelism.model_copy(update={"shard_group_size": "auto", "survive": None})
+    undecided = replace(
+        job, spec=job.spec.model_copy(update={"parallelism": auto}), membership=None
+    )
+    with pytest.raises(errors.LayoutUnknown, match="timeline tells the layout"):
+        actions.check_size(undecided, 4)
+    chosen = replace(undecided, membership=job.membership)
+    assert actions.legal_sizes(chosen) == [2, 4, 6, 8]

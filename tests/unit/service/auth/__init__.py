@@ -1,0 +1,1 @@
+"""Tests of keys, sign-in, permissions and allowed paths."""

@@ -1,0 +1,272 @@
+"""Paths are confined: what a spec names, and what a job left among its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.auth.permissions import (
+    job_of_checkpoints,
+    job_of_path,
+    outside_roots,
+    roots_of,
+    without_lost_place,
+)
+from service.domain.auth import Role
+from service.files import is_below
+from service.settings import Settings
+from tests.harness.builders import spec_document
+from tests.harness.service import Api, guarded
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
+
+
+def test_a_link_out_of_the_roots_is_seen_through(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "root-beside"
+    for folder in (root / "in", outside):
+        folder.mkdir(parents=True)
+    (root / "out").symlink_to(outside)
+    (root / "loop").symlink_to(root / "loop")
+    (root / "back").symlink_to(root / "in")
+    assert is_below(root, [root])
+    assert is_below(root / "back", [root])
+    for path in (outside, root / "out", root / "in/../..", root / "out/x", root / "in/../../etc"):
+        assert not is_below(path, [root]), path
+    (tmp_path / "link").symlink_to(root)
+    assert is_below(tmp_path / "link" / "in", [root])
+    assert is_below(root / "in", [tmp_path / "link"])
+
+
+def test_local_mode_reads_anywhere_unless_told_otherwise(tmp_path: Path) -> None:
+    assert roots_of(Settings(home=tmp_path)) is None
+    told = Settings(home=tmp_path, storage_roots=[tmp_path / "data"])
+    assert roots_of(told) == (tmp_path / "runs", tmp_path / "data")
+    asked = Settings(home=tmp_path, auth="required")
+    assert roots_of(asked) == (tmp_path / "runs",)
+
+
+def test_data_outside_of_the_roots_is_refused_by_name(tmp_path: Path) -> None:
+    house = guarded(tmp_path)
+    [root] = house.settings.storage_roots or []
+    spec = spec_document()
+    for path in ("/etc", "/", "/proc/self", f"{root}/../.."):
+        spec["data"]["path"] = path
+        answer = house.send("POST", "/v1/jobs", "root", json={"spec": spec})
+        [fault] = answer.json()["fields"]
+        assert (answer.status_code, fault["path"]) == (422, "data.path")
+        assert (fault["code"], str(root) in fault["message"]) == ("outside_roots", True)
+    house.store.close()
+
+
+def test_remote_folders_are_confined_to_remote_roots(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, storage_roots=["s3://lake/clicks/", str(tmp_path)])
+    spec = spec_document()
+    for path, is_allowed in (
+        ("s3://lake/clicks", True),
+        ("s3://lake/clicks/2026", True),
+        ("s3://lake/clicks-of-others", False),
+        ("s3://lake/clicks/../secret", False),
+        ("s3://lake/clicks/%2e%2e/secret", False),
+        ("s3://lake/clicks?endpoint_override=http://elsewhere", False),
+        ("s3://other/clicks", False),
+        ("gs://lake/clicks", False),
+        ("file:///etc", False),
+        ("http://lake/clicks", False),
+    ):
+        spec["data"]["path"] = path
+        problems = outside_roots(validate_spec(spec), roots_of(settings))
+        assert ([each.path for each in problems] == []) is is_allowed, path
+
+
+def test_a_split_leads_nowhere_out_of_its_data() -> None:
+    spec = spec_document()
+    spec["data"]["split"] = {"train": "a/../../../etc"}
+    with pytest.raises(SpecError, match=r"below data\.path"):
+        validate_spec(spec)
+
+
+def test_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) -> None:
+    house = guarded(tmp_path)
+    house.add_key("both", {"default": Role.SUBMITTER, "hidden": Role.VIEWER})
+    hidden = house.submit("root", project="hidden")
+    folder = house.settings.runs_dir / hidden / "checkpoints"
+    folder.mkdir(parents=True)
+    spec = spec_document(checkpoint={"warm_start": {"path": str(folder)}})
+    refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": spec})
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    unknown = spec_document(data={**spec["data"], "path": str(house.settings.runs_dir)})
+    refused = house.send("POST", "/v1/jobs", "submitter", json={"spec": unknown})
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    assert house.send("POST", "/v1/jobs", "both", json={"spec": spec}).status_code == 201
+    house.store.close()
+
+
+def test_a_path_tells_whose_run_it_leads_into(tmp_path: Path) -> None:
+    assert job_of_path(tmp_path / "job-1" / "checkpoints", tmp_path) == "job-1"
+    assert job_of_path(tmp_path, tmp_path) == ""
+    assert job_of_path(tmp_path / "job-1" / ".." / ".." / "x", tmp_path) is None
+
+
+def test_a_link_among_the_logs_shows_nothing_of_what_it_leads_to(api: Api, tmp_path: Path) -> None:
+    job_id = api.start()
+    secret = tmp_path / "secret.txt"
+    secret.write_text("the secret\n")
+    api.log(f"{job_id}-a0", "driver", "hello\n")
+    folder = api.settings.runs_dir / job_id / "attempts" / f"{job_id}-a0" / "logs"
+    (folder / "rank-0.log").symlink_to(secret)
+    answer = api.http.get(f"/v1/jobs/{job_id}/logs")
+    assert "hello" in answer.text
+    assert "the secret" not in answer.text
+    download = api.http.get(f"/v1/jobs/{job_id}/logs:download", params={"source": "rank-0"})
+    assert b"the secret" not in download.content
+
+
+def _refused_sinks(sinks: dict[str, Any], root: Path) -> list[str]:
+    """Fields of the sinks that lie neither in the data nor below `root`."""
+    spec = validate_spec(spec_document(sinks=sinks))
+    return [problem.path for problem in outside_roots(spec, [Path(spec.data.path), root])]
+
+
+def test_sinks_write_nowhere_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("/etc", "x://y"):
+        found = _refused_sinks({"tensorboard": {"dir": folder}}, tmp_path)
+        assert found == ["sinks.tensorboard.dir"]
+    root = str(tmp_path)
+    for uri in (
+        "file:///etc",
+        "/etc/mlruns",
+        "sqlite:////etc/x.db",
+        f"sqlite:///{root}/x#/../../evil.db",
+        f"sqlite:////{root}/../evil.db",
+        "sqlite:///x.db",
+        f"sqlite+pysqlite:///{root}/x.db",
+        f"file://{root}/%2e%2e/evil2",
+        f"file://host{root}/x",
+        f"{root}/ok?/../../evil3",
+        "fi\nle:///etc",
+        "postgresql://host/db",
+        "http:/etc",
+    ):
+        found = _refused_sinks({"mlflow": {"tracking_uri": uri}}, tmp_path)
+        assert found == ["sinks.mlflow.tracking_uri"], uri
+    for uri in (
+        f"sqlite:///{root}/x.db",
+        f"file://{root}/x",
+        f"file:{root}/x",
+        f"{root}/x",
+        "http://mlflow.example:5000",
+        "https://h/p",
+    ):
+        assert _refused_sinks({"mlflow": {"tracking_uri": uri}}, tmp_path) == [], uri
+    elsewhere = validate_spec(spec_document(sinks={"mlflow": {"tracking_uri": "file:///etc"}}))
+    assert outside_roots(elsewhere, None) == []
+
+
+def test_sinks_write_only_into_runs_of_the_job_s_own_project(tmp_path: Path) -> None:
+    house = guarded(tmp_path)
+    house.add_key("both", {"default": Role.SUBMITTER, "hidden": Role.SUBMITTER})
+    runs = house.settings.runs_dir
+    hidden = house.submit("root", project="hidden")
+    own = house.submit("root")
+
+    def send(key: str, folder: Path, field: str) -> list[str]:
+        uri = {"mlflow": {"tracking_uri": f"sqlite:///{folder}/m.db"}}
+        sinks = uri if field == "mlflow" else {"tensorboard": {"dir": str(folder)}}
+        body = {"spec": spec_document(sinks=sinks)}
+        answer = house.send("POST", "/v1/jobs", key, json=body)
+        return [fault["code"] for fault in answer.json().get("fields") or []]
+
+    for key in ("submitter", "both", "root"):
+        for field in ("mlflow", "tensorboard"):
+            for folder in (runs / hidden / "x", runs, runs / "nobody"):
+                assert send(key, folder, field) == ["foreign_run"], (key, field, folder)
+            assert send(key, runs / own / "x", field) == []
+    house.store.close()
+
+
+@pytest.mark.parametrize("auth", ["local", "required"])
+def test_what_no_path_can_hold_is_refused_by_name(tmp_path: Path, auth: str) -> None:
+    house = guarded(tmp_path, auth=auth, allowed_hosts=["shardloom.example"])
+    data = spec_document()["data"]
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"data": {**data, "path": "/a\x00b"}}, "data.path"),
+        ({"data": {**data, "path": "/a\ud800b"}}, "data.path"),
+        ({"checkpoint": {"warm_start": {"path": "/a\x00"}}}, "checkpoint.warm_start.path"),
+        ({"sinks": {"tensorboard": {"dir": "/a\x00"}}}, "sinks.tensorboard.dir"),
+        ({"sinks": {"mlflow": {"tracking_uri": "file:///a\x00"}}}, "sinks.mlflow.tracking_uri"),
+        ({"sinks": {"mlflow": {"tracking_uri": "http://[bad"}}}, "sinks.mlflow.tracking_uri"),
+    ]
+    for changes, field in cases:
+        content = json.dumps({"spec": spec_document(**changes)})
+        headers = {"content-type": "application/json"}
+        for path in ("/v1/jobs", "/v1/jobs?dry_run=true"):
+            answer = house.send("POST", path, "root", content=content, headers=headers)
+            [fault] = answer.json()["fields"]
+            assert (answer.status_code, fault["path"]) == (422, field)
+    house.store.close()
+
+
+def test_a_path_tells_whose_checkpoints_it_leads_to(tmp_path: Path) -> None:
+    root = "s3://lake/runs/"
+    assert job_of_checkpoints("s3://lake/runs/job-1/checkpoints/step-1", root) == "job-1"
+    assert job_of_checkpoints("s3://lake/runs", root) == ""
+    assert job_of_checkpoints("s3://lake/runs-beside/job-1", root) is None
+    assert job_of_checkpoints(str(tmp_path / "job-1"), root) is None
+    assert job_of_checkpoints(str(tmp_path / "job-1" / "x"), tmp_path) == "job-1"
+    assert job_of_checkpoints("s3://lake/runs/job-1", None) is None
+
+
+def test_checkpoints_lie_below_the_root_for_them_or_a_storage_root(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path, auth="required", checkpoint_root="s3://lake/runs")
+    for path, is_allowed in (
+        ("s3://lake/runs", True),
+        ("s3://lake/runs/mine", True),
+        ("s3://elsewhere/runs", False),
+        ("s3://lake/runs?endpoint_override=http://10.0.0.1:80", False),
+    ):
+        spec = validate_spec(spec_document(checkpoint={"path": path}))
+        refused = {each.path for each in outside_roots(spec, roots_of(settings))}
+        assert ("checkpoint.path" not in refused) is is_allowed, path
+
+
+def test_remote_checkpoints_of_foreign_projects_cannot_be_started_from(tmp_path: Path) -> None:
+    house = guarded(tmp_path, checkpoint_root="s3://lake/runs")
+    hidden = house.submit("root", project="hidden")
+    place = {"warm_start": {"path": f"s3://lake/runs/{hidden}/checkpoints"}}
+    body = {"spec": spec_document(checkpoint=place)}
+    refused = house.send("POST", "/v1/jobs", "submitter", json=body)
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    beside = {"spec": spec_document(checkpoint={"path": f"s3://lake/runs/{hidden}"})}
+    refused = house.send("POST", "/v1/jobs", "submitter", json=beside)
+    assert refused.json()["fields"][0]["code"] == "foreign_run"
+    assert house.send("POST", "/v1/jobs", "root", json=body).status_code == 201
+    house.store.close()
+
+
+def test_clones_keep_their_checkpoints_below_the_root_of_today(tmp_path: Path) -> None:
+    house = guarded(tmp_path, checkpoint_root="s3://lake/runs")
+    job = house.store.get_job(house.submit("root"))
+    assert job.spec.checkpoint.path == "s3://lake/runs"
+    again = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
+    assert again.json()["spec"]["checkpoint"]["path"] == "s3://lake/runs"
+    changed = house.settings.model_copy(update={"checkpoint_root": "s3://lake/later"})
+    house.app.state.context = replace(house.app.state.context, settings=changed)
+    later = house.send("POST", f"/v1/jobs/{job.id}:clone", "root", json={})
+    assert later.json()["spec"]["checkpoint"]["path"] == "s3://lake/later"
+    house.store.close()
+
+
+def test_a_clone_does_not_take_over_a_place_that_the_operator_has_given_up(tmp_path: Path) -> None:
+    before = validate_spec(spec_document(checkpoint={"path": "s3://lake/runs"}))
+    settings = Settings(home=tmp_path, auth="required", checkpoint_root="s3://lake/later")
+    roots = roots_of(settings)
+    assert without_lost_place(before, before, roots).checkpoint.path is None
+    named = validate_spec(spec_document(checkpoint={"path": "s3://lake/elsewhere"}))
+    assert without_lost_place(named, before, roots) == named, "what is named is refused"
+    assert without_lost_place(before, before, None) == before
+    assert without_lost_place(before, before, (*roots, "s3://lake/runs")) == before

@@ -1,0 +1,386 @@
+"""API keys, sessions and attempt tokens: who gets in with what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import SecretStr
+from sqlalchemy import delete, update
+from sqlalchemy.exc import IntegrityError
+
+from service.auth.authenticator import Authenticator, Credentials
+from service.auth.crypto import FILE_NAME, MasterKeys, master_keys_of
+from service.auth.security import LATE_REPORTS_S, may_report
+from service.db.auth import KeyStore
+from service.db.jobs import JobStore
+from service.db.tables import audit_log
+from service.domain.auth import (
+    LOCAL,
+    ApiKey,
+    AuditFilter,
+    AuditRecord,
+    Principal,
+    Role,
+    fits,
+    hash_of,
+    key_id_of,
+    new_key_text,
+)
+from service.errors import NotSignedIn, SecretKeyUnusable, StoreUnavailable
+from service.settings import Settings
+from tests.harness.builders import spec_document, workers_started
+from tests.harness.clock import FakeClock
+from tests.harness.service import Guarded, guarded
+
+pytestmark = pytest.mark.every_database(slow=True)
+
+MASTER = MasterKeys(("m" * 40,))
+
+
+@pytest.fixture
+def house(tmp_path: Path) -> Iterator[Guarded]:
+    made = guarded(tmp_path)
+    yield made
+    made.http.close()
+    made.store.close()
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(1000.0)
+
+
+@pytest.fixture
+def keys(store: JobStore) -> KeyStore:
+    return KeyStore(store.engine)
+
+
+def _authenticator(keys: KeyStore, clock: FakeClock, *, is_local: bool = False) -> Authenticator:
+    return Authenticator(keys, MASTER, None, is_local=is_local, session_ttl_s=3600.0, clock=clock)
+
+
+def _add(keys: KeyStore, **changes: float) -> str:
+    key_id, text = new_key_text()
+    key = ApiKey(key_id, "ci", {"ads": Role.SUBMITTER}, 1000.0, "test", **changes)
+    keys.add_key(key, hash_of(text))
+    return text
+
+
+def test_a_key_names_its_holder_and_only_its_hash_is_kept(keys: KeyStore, clock: FakeClock) -> None:
+    text = _add(keys)
+    principal = _authenticator(keys, clock).principal_of(Credentials(bearer=text))
+    assert principal.name == "key:ci"
+    assert principal.projects == {"ads"}
+    found = keys.find_key(key_id_of(text) or "")
+    assert found is not None
+    assert text.rpartition("_")[2] not in repr(found)
+    assert fits(text, found[1])
+
+
+def test_what_is_no_key_does_not_count(keys: KeyStore, clock: FakeClock) -> None:
+    text = _add(keys)
+    authenticator = _authenticator(keys, clock)
+    other_secret = text[:-1] + ("a" if text[-1] != "a" else "b")
+    for spoilt in ("", "x", "shl_", "no", "shl_000000000000_" + "a" * 43, other_secret):
+        with pytest.raises(NotSignedIn):
+            authenticator.principal_of(Credentials(bearer=spoilt))
+
+
+def test_a_key_ends_with_its_time_or_when_it_is_revoked(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock)
+    short, revoked = _add(keys, expires_at=1100.0), _add(keys)
+    assert authenticator.principal_of(Credentials(bearer=short))
+    assert authenticator.principal_of(Credentials(bearer=revoked))
+    clock.now = 1099.9
+    keys.revoke_key(key_id_of(revoked) or "", clock.now)
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(bearer=revoked))
+    assert authenticator.principal_of(Credentials(bearer=short))
+    clock.now = 1100.0
+    with pytest.raises(NotSignedIn):
+        authenticator.principal_of(Credentials(bearer=short))
+
+
+def test_the_last_use_is_noted_every_few_minutes_only(keys: KeyStore, clock: FakeClock) -> None:
+    text = _add(keys)
+    authenticator = _authenticator(keys, clock)
+    noted = []
+    for now in (1000.0, 1010.0, 1299.0, 1301.0):
+        clock.now = now
+        authenticator.principal_of(Credentials(bearer=text))
+        noted.append(keys.list_keys()[0].last_used_at)
+    assert noted == [1000.0, 1000.0, 1000.0, 1301.0]
+
+
+def test_a_session_lives_as_long_as_its_key_its_time_and_its_reader_want(
+    keys: KeyStore, clock: FakeClock
+) -> None:
+    authenticator = _authenticator(keys, clock)
+    text = _add(keys)
+    tokens = [authenticator.sign_in(text)[0] for _ in range(3)]
+    principal = authenticator.principal_of(Credentials(cookie=tokens[0]))
+    assert (principal.name, principal.kind) == ("key:ci", "session")
+    authenticator.sign_out(tokens[0])
+    later, revoked = clock.now + 3600.0, clock.now + 600.0
+    for token, now in zip(tokens, (clock.now, later, revoked), strict=True):
+        clock.now = now
+        if now == revoked:
+            keys.revoke_key(key_id_of(text) or "", now)
+        with pytest.raises(NotSignedIn):
+            authenticator.principal_of(Credentials(cookie=token))
+
+
+def test_local_mode_asks_nobody_but_knows_attempts(keys: KeyStore, clock: FakeClock) -> None:
+    authenticator = _authenticator(keys, clock, is_local=True)
+    assert authenticator.principal_of(Credentials()) is LOCAL
+    assert authenticator.principal_of(Credentials(bearer="shl_x")) is LOCAL
+    token = MASTER.attempt_token("job-1-a0")
+    assert authenticator.principal_of(Credentials(bearer=token)) == Principal("job-1-a0", "attempt")
+
+
+def test_the_token_of_an_attempt_is_the_same_again_and_fits_no_other() -> None:
+    token = MASTER.attempt_token("job-1-a0")
+    assert token == MasterKeys(("m" * 40,)).attempt_token("job-1-a0")
+    assert MASTER.attempt_of(token) == "job-1-a0"
+    assert MASTER.attempt_of(token.replace("job-1-a0", "job-1-a1")) is None
+    assert MASTER.attempt_of(token[:-1]) is None
+    assert MASTER.attempt_of("sla_.") is None
+    assert MasterKeys(("n" * 40,)).attempt_of(token) is None
+
+
+def test_a_rotated_secret_key_still_reads_what_the_old_one_wrote() -> None:
+    rotated = MasterKeys(("n" * 40, "m" * 40))
+    sealed, token = MASTER.seal("pw"), MASTER.attempt_token("job-1-a0")
+    assert rotated.open(sealed) == "pw"
+    assert rotated.attempt_of(token) == "job-1-a0"
+    assert rotated.attempt_token("job-1-a0") != token
+    with pytest.raises(SecretKeyUnusable, match="another secret key"):
+        MASTER.open(rotated.seal("pw"))
+
+
+def test_the_secret_key_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home")
+    first = master_keys_of(settings)
+    path = settings.home / FILE_NAME
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert MasterKeys((path.read_text(),)).attempt_of(first.attempt_token("a")) == "a"
+    other = Settings(home=tmp_path / "other")
+    other.home.mkdir()
+    (other.home / FILE_NAME).write_text("k" * 40)
+    (other.home / FILE_NAME).chmod(0o644)
+    with pytest.raises(SecretKeyUnusable, match="chmod 600"):
+        master_keys_of(other)
+    with pytest.raises(SecretKeyUnusable, match="32 characters"):
+        master_keys_of(Settings(home=tmp_path, secret_key=SecretStr("short")))
+
+
+LINE = AuditRecord(0, 1.0, "key:ci", "key", "POST /v1/jobs", "/v1/jobs/a", "10.0.0.7", 201, "req-1")
+
+
+def test_the_audit_log_is_read_backwards_by_filter_and_cursor(keys: KeyStore) -> None:
+    others = [replace(LINE, actor="key:ada", time=5.0), replace(LINE, status=403, time=9.0)]
+    keys.append_audit([LINE, *others])
+
+    def seen(before: int | None = None, limit: int = 50, **wanted: Any) -> list[int]:
+        found = keys.list_audit(AuditFilter(**wanted), before=before, limit=limit)
+        return [record.id for record in found]
+
+    assert seen() == [3, 2, 1]
+    assert seen(limit=2) == [3, 2]
+    assert seen(before=2) == [1]
+    assert seen(actor="key:ada") == [2]
+    assert seen(only_refused=True) == [3]
+    assert seen(since=5.0) == [3, 2]
+    assert seen(object="/v1/jobs/a", action="POST /v1/jobs") == [3, 2, 1]
+    assert seen(object="/v1/jobs/b") == []
+    assert keys.list_audit(AuditFilter(), before=2) == [replace(LINE, id=1)]
+
+
+def test_the_database_refuses_to_rewrite_the_audit_log(keys: KeyStore) -> None:
+    keys.append_audit([LINE])
+    for change in (update(audit_log).values(actor="x"), delete(audit_log)):
+        with (
+            pytest.raises((IntegrityError, StoreUnavailable), match="append-only"),
+            keys.transactions.write() as connection,
+        ):
+            connection.execute(change)
+    assert len(keys.list_audit(AuditFilter())) == 1
+
+
+def test_secrets_are_kept_by_job_and_those_of_no_job_are_forgotten(keys: KeyStore) -> None:
+    keys.keep_secrets("job-1", {"B": "two", "A": "one"}, 100.0)
+    keys.keep_secrets("job-2", {"A": "other"}, 200.0)
+    keys.keep_secrets("job-3", {}, 200.0)
+    assert keys.secrets_of("job-1") == {"A": "one", "B": "two"}
+    assert keys.secret_names("job-1") == ["A", "B"]
+    assert keys.forget_orphans(before=150.0) == 2
+    assert keys.secret_names("job-1") == []
+    keys.forget_secrets("job-2")
+    assert keys.secrets_of("job-2") == {}
+
+
+# ---- over HTTP
+
+
+def test_a_key_is_shown_once_listed_without_its_secret_and_revoked_at_once(house: Guarded) -> None:
+    made = house.send(
+        "POST", "/v1/keys", "root", json={"name": "bot", "roles": {"default": "viewer"}}
+    )
+    assert made.status_code == 201
+    house.keys["bot"] = made.json()["key"]
+    assert house.send("GET", "/v1/whoami", "bot").json()["roles"] == {"default": "viewer"}
+    listed = house.send("GET", "/v1/keys", "root")
+    assert house.keys["bot"].rpartition("_")[2] not in listed.text
+    assert "bot" in [key["name"] for key in listed.json()["items"]]
+    page = house.send("GET", "/v1/keys", "root", params={"limit": 3}).json()
+    rest = house.send("GET", "/v1/keys", "root", params={"limit": 3, "after": page["next"]}).json()
+    found = [key["id"] for key in page["items"] + rest["items"]]
+    assert (len(set(found)), rest["next"]) == (5, None)
+    key_id = made.json()["id"]
+    assert house.send("DELETE", f"/v1/keys/{key_id}", "root").json()["revoked_at"] is not None
+    refused = house.send("GET", "/v1/whoami", "bot")
+    assert refused.status_code == 401
+    assert refused.headers["www-authenticate"].startswith("Bearer")
+    assert house.send("DELETE", "/v1/keys/nobody", "root").json()["code"] == "key_not_found"
+
+
+def test_jobs_of_foreign_projects_do_not_exist(house: Guarded) -> None:
+    mine, secret = house.submit("root"), house.submit("root", name="secret", project="hidden")
+    house.add_key("guest", {"hidden": Role.VIEWER})
+    listed = house.send("GET", "/v1/jobs", "viewer").json()["items"]
+    assert [job["id"] for job in listed] == [mine]
+    for reference in (secret, "secret", secret[:-2]):
+        answer = house.send("GET", f"/v1/jobs/{reference}", "viewer")
+        assert (answer.status_code, answer.json()["code"]) == (404, "job_not_found")
+        assert house.send("POST", f"/v1/jobs/{reference}:cancel", "admin").status_code == 404
+    assert house.send("GET", "/v1/jobs/secret", "guest").json()["id"] == secret
+    refused = house.send("POST", "/v1/jobs/secret:cancel", "guest")
+    assert (refused.status_code, refused.json()["code"]) == (403, "forbidden")
+
+
+def test_nobody_submits_to_a_project_of_others(house: Guarded) -> None:
+    body = {"spec": spec_document(project="hidden")}
+    answer = house.send("POST", "/v1/jobs", "submitter", json=body)
+    assert (answer.status_code, answer.json()["code"]) == (403, "forbidden")
+    assert house.send("POST", "/v1/jobs?dry_run=true", "submitter", json=body).status_code == 403
+
+
+def test_webhooks_are_for_administrators_of_their_project(house: Guarded) -> None:
+    body = {"url": "https://hooks.example/x", "project": "default"}
+    own = house.send("POST", "/v1/webhooks", "admin", json=body)
+    assert own.status_code == 201, own.text
+    for project in ("hidden", "*"):
+        foreign = {**body, "project": project}
+        assert house.send("POST", "/v1/webhooks", "admin", json=foreign).status_code == 403
+    wide = house.send("POST", "/v1/webhooks", "root", json={**body, "project": "*"}).json()["id"]
+    assert house.send("GET", f"/v1/webhooks/{wide}", "admin").json()["code"] == "webhook_not_found"
+    assert house.send("DELETE", f"/v1/webhooks/{wide}", "admin").status_code == 404
+    listed = house.send("GET", "/v1/webhooks", "admin").json()["items"]
+    assert [webhook["id"] for webhook in listed] == [own.json()["id"]]
+    assert len(house.send("GET", "/v1/webhooks", "root").json()["items"]) == 2
+
+
+def test_the_audit_log_tells_who_did_what_and_what_was_refused(house: Guarded) -> None:
+    job_id = house.submit("submitter")
+    house.send("POST", f"/v1/jobs/{job_id}:cancel", "viewer")
+    house.send("POST", f"/v1/jobs/{job_id}:cancel")
+    house.send("POST", f"/v1/jobs/{job_id}:cancel", "admin")
+    house.send("GET", "/v1/jobs", "admin")
+    lines = house.send("GET", "/v1/audit", "root").json()["items"]
+    cancel = "POST /v1/jobs/{job}:cancel"
+    assert [(line["actor"], line["action"], line["status"]) for line in reversed(lines)] == [
+        ("key:submitter", "POST /v1/jobs", 201),
+        ("key:viewer", cancel, 403),
+        ("anonymous", f"POST /v1/jobs/{job_id}:cancel", 401),
+        ("key:admin", cancel, 202),
+    ]
+    assert {line["object"] for line in lines} == {f"/v1/jobs/{job_id}", f"/v1/jobs/{job_id}:cancel"}
+    params = {"refused": "true", "actor": "key:viewer"}
+    found = house.send("GET", "/v1/audit", "root", params=params).json()["items"]
+    assert [line["status"] for line in found] == [403]
+    page = house.send("GET", "/v1/audit", "root", params={"limit": 3}).json()
+    rest = house.send("GET", "/v1/audit", "root", params={"after": page["next"]}).json()
+    assert [line["id"] for line in page["items"] + rest["items"]] == [4, 3, 2, 1]
+
+
+def test_secrets_reach_the_attempt_and_nobody_else(house: Guarded) -> None:
+    body = {"spec": spec_document(), "secrets": {"DB_PASSWORD": "hunter2hunter2"}}
+    job = house.send("POST", "/v1/jobs", "submitter", json=body).json()
+    house.look()
+    attempt_id = f"{job['id']}-a0"
+    record = house.backend.record(attempt_id)
+    assert record is not None
+    house.keys["driver"] = record.env["SHARDLOOM_ATTEMPT_TOKEN"]
+    path = f"/v1/attempts/{attempt_id}/secrets"
+    answer = house.send("GET", path, "driver")
+    assert answer.json() == {"secrets": {"DB_PASSWORD": "hunter2hunter2"}}
+    assert answer.headers["cache-control"] == "no-store"
+    for caller in ("root", "viewer"):
+        assert house.send("GET", path, caller).status_code == 403
+    started = workers_started()
+    body = {"stream": "driver", "first_seq": 0, "events": [started.model_dump(mode="json")]}
+    events = path.replace("secrets", "events")
+    assert house.send("POST", events, "driver", json=body).status_code == 200
+    assert house.send("GET", path, "driver").json()["detail"].startswith("attempt")
+    other = house.submit("submitter")
+    house.look()
+    assert house.send("GET", f"/v1/attempts/{other}-a0/secrets", "driver").status_code == 403
+    assert house.send("GET", "/v1/jobs", "driver").status_code == 403
+    shown = house.send("GET", f"/v1/jobs/{job['id']}", "root")
+    assert shown.json()["secret_names"] == ["DB_PASSWORD"]
+    house.security.audit.flush()
+    for text in (shown.text, str(record), *_contents(house.settings.home)):
+        assert "hunter2hunter2" not in text
+
+
+def test_a_clone_has_secrets_of_its_own(house: Guarded) -> None:
+    body = {"spec": spec_document(), "secrets": {"A": "one"}}
+    job = house.send("POST", "/v1/jobs", "submitter", json=body).json()
+    path = f"/v1/jobs/{job['id']}:clone"
+    clone = house.send("POST", path, "submitter", json={"secrets": {"B": "two"}}).json()
+    assert house.security.open_secrets(clone["id"]) == {"B": "two"}
+    bare = house.send("POST", path, "submitter", json={}).json()
+    assert house.security.open_secrets(bare["id"]) == {}
+
+
+def test_a_secret_is_named_and_valued_like_a_variable_that_is_free(house: Guarded) -> None:
+    refused: list[dict[str, object]] = [{"1A": "x"}, {"A B": "x"}, {"A": 1}, {"A": "x\x00"}]
+    # These are what the processes run by.
+    taken = ("PATH", "SHARDLOOM_ATTEMPT_TOKEN", "PYTHONPATH", "LD_PRELOAD")
+    for secrets in (*refused, {"": "x"}, *({name: "x"} for name in taken)):
+        body = {"spec": spec_document(), "secrets": secrets}
+        answer = house.send("POST", "/v1/jobs", "submitter", json=body)
+        assert answer.status_code == 422
+        assert answer.json()["fields"][0]["path"].startswith("secrets")
+
+
+def _contents(folder: Path) -> Iterator[str]:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            yield path.read_bytes().decode("latin-1")
+
+
+def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(house: Guarded) -> None:
+    job_id = house.submit("submitter")
+    house.look()
+    attempt_id = f"{job_id}-a0"
+    house.keys["driver"] = house.security.master.attempt_token(attempt_id)
+    events = f"/v1/attempts/{attempt_id}/events"
+    empty = {"stream": "driver", "first_seq": 0, "events": []}
+    assert house.send("POST", events, "driver", json=empty).status_code == 200
+    assert house.send("POST", events, json=empty).status_code == 401
+    assert house.send("POST", events, "root", json=empty).status_code == 403
+    house.send("POST", f"/v1/jobs/{job_id}:cancel", "submitter")
+    for _ in range(3):
+        house.look()
+    attempt = house.store.get_attempt(attempt_id)
+    assert attempt.end_reason is not None
+    assert attempt.ended_at is not None
+    assert house.send("GET", f"/v1/attempts/{attempt_id}/secrets", "driver").status_code == 403
+    assert house.send("POST", events, "driver", json=empty).status_code == 200
+    assert may_report(attempt, attempt.ended_at + LATE_REPORTS_S - 1)
+    assert not may_report(attempt, attempt.ended_at + LATE_REPORTS_S)

@@ -1,0 +1,253 @@
+"""Bearer tokens of an identity provider: what gets in, and everything that does not."""
+
+from __future__ import annotations
+
+import base64
+import hmac
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from joserfc import jwt
+from joserfc.jwk import KeySet, RSAKey
+
+from service.auth.oidc import LEEWAY_S, Provider, ProviderKeys, TokenVerifier
+from service.domain.auth import Role
+from service.errors import IdentityProviderAway, NotSignedIn
+from tests.harness.clock import FakeClock
+
+NOW = 1_800_000_000.0
+ISSUER, AUDIENCE, URL = "https://id.example", "shardloom", "https://id.example/jwks"
+
+
+class Issuer:
+    """An identity provider with keys of its own; `num_reads` counts looks at what it publishes."""
+
+    def __init__(self) -> None:
+        self.key = RSAKey.generate_key(2048, {"kid": "one", "use": "sig"})
+        self.published = [self.key]
+        self.num_reads = 0
+        self.is_away = False
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.num_reads += 1
+        if self.is_away:
+            raise httpx.ConnectError("no route")
+        return httpx.Response(200, json=KeySet(self.published).as_dict(private=False))
+
+    def rotate(self, kid: str) -> None:
+        self.key = RSAKey.generate_key(2048, {"kid": kid, "use": "sig"})
+        self.published = [self.key]
+
+    def token(self, **changes: Any) -> str:
+        claims = {
+            "iss": ISSUER,
+            "aud": AUDIENCE,
+            "sub": "ada",
+            "exp": NOW + 600,
+            "iat": NOW,
+            "realm": {"roles": ["ml", "unknown"]},
+        }
+        header = {"alg": "RS256", "kid": self.key.kid}
+        kept = {name: value for name, value in {**claims, **changes}.items() if value is not None}
+        return jwt.encode(header, kept, self.key)
+
+
+@pytest.fixture(scope="module")
+def shared_issuer() -> Issuer:
+    return Issuer()
+
+
+@pytest.fixture
+def issuer(shared_issuer: Issuer) -> Issuer:
+    shared_issuer.num_reads, shared_issuer.is_away = 0, False
+    shared_issuer.published = [shared_issuer.key]
+    return shared_issuer
+
+
+@pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock(NOW)
+
+
+@pytest.fixture
+def verifier(issuer: Issuer, clock: FakeClock) -> TokenVerifier:
+    roles = {"ml": {"ads": Role.SUBMITTER}, "boss": {"*": Role.ADMIN, "ads": Role.VIEWER}}
+    provider = Provider(ISSUER, AUDIENCE, URL, "realm.roles", roles)
+    return TokenVerifier(provider, httpx.MockTransport(issuer.answer), clock)
+
+
+def test_a_good_token_gives_the_roles_of_its_claims(
+    verifier: TokenVerifier, issuer: Issuer
+) -> None:
+    principal = verifier.principal_of(issuer.token())
+    assert (principal.name, principal.kind) == ("oidc:ada", "oidc")
+    assert dict(principal.roles) == {"ads": Role.SUBMITTER}
+    both = verifier.principal_of(issuer.token(realm={"roles": ["boss", "ml"]}))
+    assert dict(both.roles) == {"*": Role.ADMIN, "ads": Role.SUBMITTER}
+    assert dict(verifier.principal_of(issuer.token(realm={"roles": "ml x"})).roles) == {
+        "ads": Role.SUBMITTER
+    }
+    assert issuer.num_reads == 1
+
+
+def test_strange_claims_give_no_role(verifier: TokenVerifier, issuer: Issuer) -> None:
+    for realm in (None, "ml", 7, {"roles": None}, {"roles": [7]}, {"roles": {}}):
+        assert dict(verifier.principal_of(issuer.token(realm=realm)).roles) == {}
+
+
+def test_claims_that_do_not_fit_are_refused(verifier: TokenVerifier, issuer: Issuer) -> None:
+    refused: list[dict[str, Any]] = [
+        {"iss": "https://evil.example"},
+        {"iss": None},
+        {"aud": "others"},
+        {"aud": None},
+        {"exp": NOW - LEEWAY_S - 1},
+        {"exp": None},
+        {"exp": "tomorrow"},
+        {"nbf": NOW + LEEWAY_S + 1},
+        {"sub": None},
+    ]
+    for changes in refused:
+        with pytest.raises(NotSignedIn):
+            verifier.principal_of(issuer.token(**changes))
+    # Clocks may differ by a little.
+    assert verifier.principal_of(issuer.token(exp=NOW - LEEWAY_S + 2, nbf=NOW + LEEWAY_S - 2))
+
+
+def _part(content: dict[str, Any]) -> str:
+    return base64.urlsafe_b64encode(json.dumps(content).encode()).rstrip(b"=").decode()
+
+
+def _unsigned(issuer: Issuer) -> str:
+    payload = issuer.token().split(".")[1]
+    return f"{_part({'alg': 'none', 'kid': 'one'})}.{payload}."
+
+
+def _signed_with_public_key(issuer: Issuer) -> str:
+    """What a verifier takes that lets the token choose: the public key as a shared secret."""
+    signed = f"{_part({'alg': 'HS256', 'kid': 'one'})}.{issuer.token().split('.')[1]}"
+    mac = hmac.digest(issuer.key.as_pem(private=False), signed.encode(), "sha256")
+    return f"{signed}.{base64.urlsafe_b64encode(mac).rstrip(b'=').decode()}"
+
+
+def _of_a_stranger(issuer: Issuer) -> str:
+    key = RSAKey.generate_key(2048, {"kid": "one"})
+    payload = json.loads(base64.urlsafe_b64decode(issuer.token().split(".")[1] + "=="))
+    return jwt.encode({"alg": "RS256", "kid": "one"}, payload, key)
+
+
+def _with_embedded_key(issuer: Issuer) -> str:
+    key = RSAKey.generate_key(2048)
+    payload = json.loads(base64.urlsafe_b64decode(issuer.token().split(".")[1] + "=="))
+    header = {"alg": "RS256", "kid": "one", "jwk": key.as_dict(private=False)}
+    return jwt.encode(header, payload, key)
+
+
+def _with_unknown_kid(issuer: Issuer) -> str:
+    _, *rest = issuer.token().split(".")
+    return ".".join([_part({"alg": "RS256", "kid": "nobody"}), *rest])
+
+
+def _changed(issuer: Issuer) -> str:
+    header, _, signature = issuer.token().split(".")
+    payload = issuer.token(sub="root").split(".")[1]
+    return f"{header}.{payload}.{signature}"
+
+
+def test_forged_tokens_are_refused(verifier: TokenVerifier, issuer: Issuer) -> None:
+    for token in (
+        _unsigned(issuer),
+        _signed_with_public_key(issuer),
+        _of_a_stranger(issuer),
+        _with_embedded_key(issuer),
+        _with_unknown_kid(issuer),
+        _changed(issuer),
+        "",
+        "garbage",
+        "a.b.c",
+        "e30.e30.",
+        ("\x00" * 10) + ".é.x",
+        "x" * 100_000,
+        issuer.token() + "x",
+    ):
+        with pytest.raises(NotSignedIn) as caught:
+            verifier.principal_of(token)
+        assert len(token) < 20 or token not in str(caught.value)
+
+
+def test_a_new_key_of_the_provider_is_found_without_asking_all_the_time(
+    verifier: TokenVerifier, issuer: Issuer, clock: FakeClock
+) -> None:
+    verifier.principal_of(issuer.token())
+    issuer.rotate("two")
+    with pytest.raises(NotSignedIn):
+        verifier.principal_of(issuer.token())
+    assert issuer.num_reads == 1
+    clock.now += 11
+    assert verifier.principal_of(issuer.token())
+    assert issuer.num_reads == 2
+    for _ in range(5):
+        with pytest.raises(NotSignedIn):
+            verifier.principal_of(_with_unknown_kid(issuer))
+    assert issuer.num_reads == 2
+    issuer.rotate("one")
+
+
+def test_a_provider_that_is_away_is_not_asked_by_every_request(
+    verifier: TokenVerifier, issuer: Issuer, clock: FakeClock
+) -> None:
+    issuer.is_away = True
+    for _ in range(5):
+        with pytest.raises(IdentityProviderAway, match="ConnectError"):
+            verifier.principal_of(issuer.token())
+    assert issuer.num_reads == 1
+    issuer.is_away = False
+    clock.now += 11
+    assert verifier.principal_of(issuer.token())
+    clock.now += 3601
+    issuer.is_away = True
+    for _ in range(5):
+        assert verifier.principal_of(issuer.token(exp=clock.now + 60))
+    assert issuer.num_reads == 3
+
+
+class SlowProvider:
+    """Answers once it is told to; `num_reads` counts who asked."""
+
+    def __init__(self, issuer: Issuer) -> None:
+        self._issuer = issuer
+        self.is_asked, self.may_answer = threading.Event(), threading.Event()
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.is_asked.set()
+        assert self.may_answer.wait(10)
+        return self._issuer.answer(request)
+
+
+def test_while_one_thread_fetches_no_other_does_and_old_keys_go_on(
+    issuer: Issuer, clock: FakeClock
+) -> None:
+    slow = SlowProvider(issuer)
+    keys = ProviderKeys(URL, 3600.0, httpx.MockTransport(slow.answer), clock)
+    with ThreadPoolExecutor(5) as pool:
+        first = pool.submit(keys.current)
+        assert slow.is_asked.wait(10)
+        others = [pool.submit(keys.current) for _ in range(3)]
+        slow.may_answer.set()
+        known = first.result(10)
+        assert all(other.result(10) is known for other in others)
+        assert issuer.num_reads == 1
+
+        clock.now += 3601
+        slow.is_asked.clear()
+        slow.may_answer.clear()
+        first = pool.submit(keys.current)
+        assert slow.is_asked.wait(10)
+        assert keys.current() is known
+        slow.may_answer.set()
+        assert first.result(10) is not known
+    assert issuer.num_reads == 2

@@ -1,0 +1,270 @@
+"""The copy of our RayJobs ends up as the server is; how Kubernetes is found, and asked again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.backends.kuberay.backend import SubmitBackoff
+from service.backends.kuberay.client import KubeApi, KubeRefused
+from service.backends.kuberay.watch import RayJobWatch, WatchCache, WatchExpired
+from service.errors import BackendUnreachable, SubmissionRefused
+from service.settings import Settings
+from tests.harness.clock import FakeClock
+
+Step = tuple[str, Any]
+
+
+class Server:
+    """An API server with a history; `troubles` befall the requests to come, one each."""
+
+    def __init__(self, troubles: list[str]) -> None:
+        self.objects: dict[str, dict[str, Any]] = {}
+        self.history: list[dict[str, Any]] = []
+        self.version = 0
+        self.oldest = 0
+        self.troubles = troubles
+        self.num_lists = 0
+
+    def write(self, name: str, value: int | None) -> None:
+        """Change an object, or delete it."""
+        self.version += 1
+        kind = "MODIFIED" if name in self.objects else "ADDED"
+        found = self._object(name, value)
+        if value is None:
+            if self.objects.pop(name, None) is None:
+                return
+            kind = "DELETED"
+        else:
+            self.objects[name] = found
+        self.history.append({"type": kind, "object": found})
+
+    def bookmark(self) -> None:
+        """Tell those that follow how far they are."""
+        self.history.append({"type": "BOOKMARK", "object": self._object("", None)})
+
+    def compact(self) -> None:
+        """Forget what happened so far."""
+        self.oldest = self.version
+
+    def _object(self, name: str, value: int | None) -> dict[str, Any]:
+        about = {"name": name, "resourceVersion": str(self.version)}
+        return {"metadata": about, "value": value}
+
+    def list(self) -> dict[str, Any]:
+        self.num_lists += 1
+        if self._trouble() == "away":
+            raise BackendUnreachable("nobody is there")
+        items = list(self.objects.values())
+        return {"metadata": {"resourceVersion": str(self.version)}, "items": items}
+
+    @contextmanager
+    def watch(self, version: str) -> Iterator[Iterator[dict[str, Any]]]:
+        trouble = self._trouble()
+        if trouble == "away":
+            raise BackendUnreachable("nobody is there")
+        if trouble == "forbidden":
+            raise KubeRefused(403, "Forbidden", "no")
+        if int(version) < self.oldest:
+            if trouble == "gone_at_once":
+                raise KubeRefused(410, "Expired", "too old")
+            yield iter([{"type": "ERROR", "object": {"code": 410, "message": "too old"}}])
+            return
+        yield self._stream(int(version), cut=trouble == "cut")
+
+    def _stream(self, version: int, *, cut: bool) -> Iterator[dict[str, Any]]:
+        news = [
+            event
+            for event in self.history
+            if int(event["object"]["metadata"]["resourceVersion"]) > version
+        ]
+        if cut:
+            yield from news[: len(news) // 2]
+            raise BackendUnreachable("the stream broke")
+        yield from news
+
+    def _trouble(self) -> str:
+        return self.troubles.pop(0) if self.troubles else ""
+
+
+def _values(objects: list[dict[str, Any]]) -> dict[str, int]:
+    return {each["metadata"]["name"]: each["value"] for each in objects}
+
+
+_steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("write"), st.tuples(st.sampled_from("abc"), st.none() | st.integers())),
+        st.tuples(st.just("follow"), st.none()),
+        st.tuples(st.just("compact"), st.none()),
+        st.tuples(st.just("bookmark"), st.none()),
+    ),
+    max_size=40,
+)
+_troubles = st.lists(st.sampled_from(["", "away", "cut", "forbidden", "gone_at_once"]), max_size=12)
+
+
+@given(_steps, _troubles)
+def test_whatever_befalls_the_streams_the_copy_ends_up_as_the_server_is(
+    steps: list[Step], troubles: list[str]
+) -> None:
+    server = Server(troubles)
+    watch = RayJobWatch(server)
+    for kind, value in steps:
+        if kind == "write":
+            server.write(*value)
+        elif kind == "follow":
+            watch.follow()
+        elif kind == "compact":
+            server.compact()
+        else:
+            server.bookmark()
+    # Each of the troubles that are left takes one try, and an expired version two more.
+    for _ in range(len(server.troubles) + 3):
+        watch.follow()
+    assert watch.is_live
+    assert _values(watch.all()) == _values(list(server.objects.values()))
+    for name in "abc":
+        assert (watch.find(name) is None) == (name not in server.objects)
+
+
+def test_a_broken_stream_is_taken_up_where_it_broke() -> None:
+    server = Server([])
+    watch = RayJobWatch(server)
+    server.write("a", 1)
+    assert watch.follow()
+    server.write("b", 2)
+    server.write("c", 3)
+    server.troubles = ["cut"]
+    assert not watch.follow()
+    assert watch.find("b") is None, "while nothing is heard, nothing is known"
+    assert watch.follow()
+    assert watch.find("c") and server.num_lists == 1
+
+
+def test_a_version_that_is_too_old_leads_to_another_list() -> None:
+    server = Server([])
+    watch = RayJobWatch(server)
+    watch.follow()
+    server.write("a", 1)
+    server.compact()
+    server.write("b", 2)
+    watch.follow()
+    watch.follow()
+    assert watch.find("a") and watch.find("b") and server.num_lists == 2
+
+
+def test_those_who_tidy_up_see_all_objects_at_each_turn() -> None:
+    server, seen = Server([]), []
+    server.write("a", 1)
+    watch = RayJobWatch(server, on_turn=lambda objects: seen.append(_values(objects)))
+    watch.follow()
+    server.write("b", 2)
+    watch.follow()
+    assert seen == [{"a": 1}, {"a": 1, "b": 2}]
+
+
+def test_the_pauses_grow_and_end_with_the_trouble() -> None:
+    server = Server(["away"] * 4)
+    pauses: list[float] = []
+
+    def _pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 4:
+            watch.close()
+
+    watch = RayJobWatch(server, pause=_pause)
+    watch.start()
+    watch._thread.join(timeout=10)
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_streams_that_end_at_once_are_not_asked_for_without_a_pause() -> None:
+    server = Server([])
+    pauses: list[float] = []
+
+    def _pause(seconds: float) -> None:
+        pauses.append(seconds)
+        server.write("a", len(pauses))
+        # Every other version is too old by the time it is asked for.
+        if len(pauses) % 2:
+            server.compact()
+        if len(pauses) == 4:
+            watch.close()
+
+    watch = RayJobWatch(server, pause=_pause)
+    watch.start()
+    watch._thread.join(timeout=10)
+    assert pauses == [0.5, 1.0, 2.0, 4.0]
+
+
+def test_an_error_in_the_stream_that_is_no_expiry_is_trouble() -> None:
+    copy = WatchCache(version="1")
+    with pytest.raises(BackendUnreachable, match="etcd"):
+        copy.apply({"type": "ERROR", "object": {"code": 500, "message": "etcd"}})
+    with pytest.raises(WatchExpired):
+        copy.apply({"type": "ERROR", "object": {"code": 410}})
+    assert copy.version == "1"
+
+
+# ---- access
+
+
+def test_an_empty_kubeconfig_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("KUBECONFIG", "")
+    assert Settings(home=tmp_path).kubeconfig is None
+    monkeypatch.setenv("KUBECONFIG", "/here/a:/here/b")
+    assert str(Settings(home=tmp_path).kubeconfig) == "/here/a:/here/b"
+
+
+def test_a_kubeconfig_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    for text in ("a: [", "nonsense", "{}"):
+        path.write_text(text)
+        with pytest.raises(BackendUnreachable, match=r"no access to Kubernetes by .*config"):
+            KubeApi.open(path, "shardloom", 1.0)
+
+
+# ---- backoff of submissions
+
+
+def _tries(clock: FakeClock, patience: SubmitBackoff, seconds: int) -> list[float]:
+    """When it was really tried, by somebody who looks every second."""
+    made = []
+    for _ in range(seconds):
+        with pytest.raises(BackendUnreachable, match="quota"), patience.trying("a"):
+            made.append(clock.now)
+            raise BackendUnreachable("the quota is used up")
+        clock.now += 1
+    return made
+
+
+def test_the_pauses_double_up_to_half_a_minute() -> None:
+    clock = FakeClock()
+    made = _tries(clock, SubmitBackoff(clock), 130)
+    assert made == [0, 1, 3, 7, 15, 31, 61, 91, 121]
+
+
+def test_other_attempts_and_what_worked_are_not_kept_waiting() -> None:
+    clock = FakeClock()
+    patience = SubmitBackoff(clock)
+    _tries(clock, patience, 10)
+    assert not patience.is_over("a") and patience.is_over("b")
+    with patience.trying("b"):
+        pass
+    clock.now = 1000
+    with patience.trying("a"):
+        pass
+    assert _tries(clock, patience, 2) == [1000, 1001]
+
+
+def test_a_refusal_is_no_reason_to_wait() -> None:
+    patience = SubmitBackoff(FakeClock())
+    for _ in range(3):
+        with pytest.raises(SubmissionRefused), patience.trying("a"):
+            raise SubmissionRefused("no")

@@ -1,0 +1,261 @@
+"""Jobs with clusters of their own: who may ask for one, who starts, what drivers are told."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.backends.base import (
+    ClusterNeed,
+    HostFacts,
+    check_cluster,
+    cluster_text,
+    hosts_for,
+    need_of,
+)
+from service.domain.lifecycle import decide, start, submission_accepted
+from service.domain.models import (
+    EndReason,
+    Job,
+    JobStatus,
+    Observation,
+    ObservedState,
+    Project,
+    QueueState,
+)
+from service.domain.retries import NextAttempt
+from service.errors import BackendUnreachable, SubmissionRefused
+from service.jobs.planning import plan_of
+from service.reconciler.submission import plan_attempt, submission_of
+from service.scheduler.policy import Capacity, admit
+from service.settings import Settings
+from tests.harness.builders import NOW, attempt_of, queued_job, spec, spec_document
+from tests.harness.service import Api, House
+from tests.unit.service.scheduler.test_runner import submit
+from trainer.driver.attempt import DriverContext
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
+
+OWN = {"cluster": "own"}
+
+
+class Maker:
+    """A backend that makes clusters of hosts with 8 CPUs, as far as `error` lets it."""
+
+    name = "maker"
+    makes_clusters = True
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def hosts(self) -> tuple[HostFacts, ...]:
+        return (HostFacts("shared", 2, 0, 1 << 30),)
+
+    def own_hosts(self, need: ClusterNeed) -> tuple[HostFacts, ...]:
+        if self.error:
+            raise self.error
+        return (HostFacts("own-0", 8, 0, 1 << 33),)
+
+
+def _job(name: str, *, is_own: bool = True, **fields: Any) -> Job:
+    made = queued_job(
+        name=name,
+        parallelism={"workers": 2, "shard_group_size": 1},
+        resources=OWN if is_own else {},
+    )
+    return replace(made, **{"queued_at": NOW, **fields})
+
+
+def _running(name: str, **fields: Any) -> Job:
+    note = QueueState(workers=2).document
+    return _job(name, status=JobStatus.RUNNING, queue_note=note, started_at=NOW, **fields)
+
+
+def _started(*queued: Job, held: tuple[Job, ...] = (), room: Capacity, **quotas: int) -> set[str]:
+    projects = {"default": Project("default", **quotas)} if quotas else {}
+    return {each.job.name for each in admit(queued, held, projects, room, NOW).starts}
+
+
+FULL = Capacity((HostFacts("h", 2, 0, 1 << 30),))
+
+
+# ---- the spec
+
+
+@pytest.mark.parametrize("field", [{"queue": "ads"}, {"deadline_s": 60}])
+def test_what_only_own_clusters_have_needs_one(field: dict[str, Any]) -> None:
+    with pytest.raises(SpecError, match=r"set resources\.cluster to own"):
+        spec(resources=field)
+    assert spec(resources={**OWN, **field}).resources.cluster == "own"
+
+
+@pytest.mark.parametrize("queue", ["", "Ads", "a_b", "x" * 64, "-a"])
+def test_queues_have_names_that_kubernetes_takes(queue: str) -> None:
+    with pytest.raises(SpecError):
+        spec(resources={**OWN, "queue": queue})
+
+
+def test_a_submission_says_what_its_cluster_must_hold(house: House) -> None:
+    job = queued_job(
+        parallelism={
+            "workers": {"min": 4, "max": 8},
+            "shard_group_size": 2,
+            "placement": "inter_host",
+            "survive": {"hosts": 1},
+        },
+        resources={**OWN, "queue": "ads", "cpus_per_worker": 3, "device": "cpu"},
+        priority=5,
+    )
+    house.store.create_job(job, idempotency_key=None, request_hash="h")
+    attempt = start(job, NOW, QueueState()).attempt
+    assert attempt is not None
+    following = plan_attempt(house.store, job, attempt, NOW)
+    need = submission_of(job, attempt, following, house.settings).cluster
+    assert need == ClusterNeed(
+        is_own=True,
+        queue="ads",
+        min_workers=4,
+        max_workers=8,
+        group_size=2,
+        num_hosts=2,
+        device="cpu",
+        cpus_per_worker=3,
+        job_name="tiny",
+        project="default",
+        priority=5,
+    )
+
+
+# ---- who may ask for one
+
+
+def test_a_backend_with_one_cluster_refuses_at_submission_and_in_a_dry_run(api: Api) -> None:
+    for path in ("/v1/jobs", "/v1/jobs?dry_run=true"):
+        answer = api.http.post(path, json={"spec": spec_document(resources=OWN)})
+        assert answer.status_code == 422
+        (fault,) = answer.json()["fields"]
+        assert (fault["path"], fault["code"]) == ("resources.cluster", "no_own_clusters")
+        assert "SHARDLOOM_BACKEND=kuberay" in fault["message"]
+    assert api.http.get("/v1/jobs").json()["items"] == []
+
+
+def test_a_job_that_is_cloned_onto_its_own_cluster_is_refused_as_well(api: Api) -> None:
+    job_id = api.submit()
+    change = {"set": {"resources.cluster": "own"}}
+    assert api.http.post(f"/v1/jobs/{job_id}:clone", json=change).status_code == 422
+
+
+def test_workers_that_fit_no_host_are_refused_and_silence_is_not() -> None:
+    own = validate_spec(spec_document(resources=OWN))
+    check_cluster(Maker(), own)  # type: ignore[arg-type]
+    check_cluster(Maker(BackendUnreachable("away")), own)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="too large"):
+        check_cluster(Maker(SubmissionRefused("too large")), own)  # type: ignore[arg-type]
+
+
+def test_a_plan_is_made_for_the_cluster_that_the_job_will_have() -> None:
+    own, shared = spec(resources={**OWN, "queue": "ads"}), spec()
+    assert [each.address for each in hosts_for(Maker(), own)] == ["own-0"]  # type: ignore[arg-type]
+    assert [each.address for each in hosts_for(Maker(), shared)] == ["shared"]  # type: ignore[arg-type]
+    assert hosts_for(Maker(BackendUnreachable("away")), own) == ()  # type: ignore[arg-type]
+    plan = plan_of(own, hosts_for(Maker(), own))  # type: ignore[arg-type]
+    assert plan.cluster == "its own, by Kueue queue ads: 1 host(s) with room for 8 worker(s)"
+    assert cluster_text(shared) == "shared" and need_of(shared).is_own is False
+
+
+# ---- the queue
+
+
+def test_jobs_with_own_clusters_wait_for_no_room_and_take_none() -> None:
+    busy = _running("busy", is_own=False)
+    assert _started(_job("own"), held=(busy,), room=FULL) == {"own"}
+    assert _started(_job("small", is_own=False), held=(_running("own"),), room=FULL) == {"small"}
+
+
+def test_they_pass_a_job_that_waits_for_room_and_never_make_way_for_it() -> None:
+    blocked = _job("blocked", is_own=False, priority=9, queued_at=NOW - 10_000)
+    held = (_running("busy", is_own=False, priority=9), _running("own-busy"))
+    admission = admit([blocked, _job("own")], held, {}, FULL, NOW)
+    assert [each.job.name for each in admission.starts] == ["own"]
+    assert admission.preemptions == () and not admission.growth_limits
+
+
+def test_quotas_of_their_project_hold_for_them_too() -> None:
+    both = (_job("one"), _job("two"))
+    assert len(_started(*both, room=FULL, max_workers=3)) == 1
+    assert len(_started(*both, room=FULL, max_running_jobs=1)) == 1
+    assert len(_started(*both, room=FULL, max_workers=4)) == 2
+
+
+def test_a_shared_cluster_that_is_silent_holds_up_its_own_jobs_alone(house: House) -> None:
+    own = submit(house, name="own", resources=OWN)
+    shared = submit(house, name="shared")
+    house.backend.set_down(True)
+    house.look()
+    assert house.store.get_job(own.id).status is JobStatus.STARTING
+    waiting = house.store.get_job(shared.id)
+    assert waiting.status is JobStatus.QUEUED
+    assert QueueState.of(waiting).reason == "the cluster does not answer"
+
+
+# ---- the life of an attempt
+
+
+def _live(job: Job) -> tuple[Job, Any]:
+    begun = start(job, NOW, QueueState())
+    assert begun.attempt is not None
+    taken = submission_accepted(begun.job, begun.attempt, NOW)
+    return taken.job, taken.attempt
+
+
+def test_why_a_cluster_does_not_start_is_the_message_of_its_job() -> None:
+    job, attempt = _live(_job("own"))
+    kept = decide(job, attempt, Observation(ObservedState.PENDING, "pod x: Unschedulable"), NOW)
+    assert kept.job.message == "pod x: Unschedulable"
+    assert decide(kept.job, attempt, Observation(ObservedState.RUNNING), NOW).job.message == ""
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "num_failures"),
+    [
+        (EndReason.PREEMPTED, JobStatus.QUEUED, 0),
+        (EndReason.HOST_LOST, JobStatus.QUEUED, 0),
+        (EndReason.SUBMISSION_REFUSED, JobStatus.FAILED, 0),
+        (None, JobStatus.QUEUED, 1),
+    ],
+)
+def test_a_backend_that_knows_why_an_attempt_failed_is_believed(
+    reason: EndReason | None, status: JobStatus, num_failures: int
+) -> None:
+    job, attempt = _live(_job("own"))
+    seen = Observation(ObservedState.FAILED, "as it says", reason)
+    ended = decide(job, attempt, seen, NOW + 60)
+    assert (ended.job.status, ended.job.num_failures) == (status, num_failures)
+    assert ended.attempt is not None
+    assert ended.attempt.end_reason is (reason or EndReason.DRIVER_LOST)
+
+
+# ---- what a driver is told
+
+
+def context_of(settings: Settings, cluster: str = "shared") -> DriverContext:
+    job = queued_job()
+    sizes = {"workers": {"min": 2, "max": 6}, "shard_group_size": 2}
+    wanted = spec(resources={"cluster": cluster}, parallelism=sizes)
+    return DriverContext.from_env(
+        submission_of(job, attempt_of(job), NextAttempt(wanted), settings).env
+    )
+
+
+def test_a_driver_knows_how_far_its_cluster_grows(tmp_path: Path) -> None:
+    for cluster, most, told in (
+        ("shared", None, None),
+        ("shared", 32, 32),
+        ("own", None, 6),
+        ("own", 32, 6),
+    ):
+        settings = Settings(home=tmp_path, cluster_max_workers=most)
+        assert context_of(settings, cluster).cluster_max_workers == told

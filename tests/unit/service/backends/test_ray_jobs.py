@@ -1,0 +1,183 @@
+"""What the Ray backend makes of the answers of Ray's Jobs API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import httpx
+import pytest
+
+from service.backends.base import HostFacts, Submission
+from service.backends.ray_jobs import RayJobsBackend
+from service.domain.models import ObservedState
+from service.errors import BackendUnreachable, SubmissionRefused
+
+Handler = Callable[[httpx.Request], httpx.Response]
+SUBMISSION = Submission("job-1-a0", "job-1", "python -m trainer.driver", {"A": "b"}, {"k": "v"})
+
+
+def _backend(handler: Handler, **options: str) -> RayJobsBackend:
+    return RayJobsBackend(
+        "http://ray:8265/", transport=httpx.MockTransport(handler), timeout_s=1.0, **options
+    )
+
+
+def _answers(status: int, *, text: str = "", body: object = None) -> Handler:
+    if body is not None:
+        return lambda request: httpx.Response(status, json=body)
+    return lambda request: httpx.Response(status, text=text)
+
+
+def _fails(error: type[httpx.TransportError]) -> Handler:
+    def handler(request: httpx.Request) -> httpx.Response:
+        raise error("no luck", request=request)
+
+    return handler
+
+
+def test_a_submission_carries_id_entrypoint_environment_and_token() -> None:
+    seen: list[httpx.Request] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json={"submission_id": "job-1-a0"})
+
+    _backend(handler, auth_token="secret").submit(SUBMISSION)
+    (request,) = seen
+    assert str(request.url) == "http://ray:8265/api/jobs/"
+    assert request.headers["Authorization"] == "Bearer secret"
+    assert json.loads(request.content) == {
+        "submission_id": "job-1-a0",
+        "entrypoint": "python -m trainer.driver",
+        "runtime_env": {"env_vars": {"A": "b"}},
+        "metadata": {"k": "v"},
+    }
+
+
+def test_a_repeated_submission_is_accepted() -> None:
+    text = "Traceback...\nValueError: Job with submission_id job-1-a0 already exists. Use another."
+    _backend(_answers(500, text=text)).submit(SUBMISSION)
+    _backend(_answers(400, text=text)).submit(SUBMISSION)
+
+
+def test_a_refusal_shows_the_last_line_of_rays_answer() -> None:
+    with pytest.raises(SubmissionRefused, match="ValueError: bad runtime_env"):
+        _backend(_answers(400, text="Traceback\nValueError: bad runtime_env")).submit(SUBMISSION)
+
+
+def test_an_answer_that_refuses_nothing_is_unreachable() -> None:
+    for status in (401, 404, 429, 500, 503):
+        with pytest.raises(BackendUnreachable):
+            _backend(_answers(status, text="try later")).submit(SUBMISSION)
+
+
+@pytest.mark.parametrize("error", [httpx.ConnectError, httpx.ReadTimeout, httpx.ReadError])
+def test_no_answer_is_unreachable_everywhere(error: type[httpx.TransportError]) -> None:
+    backend = _backend(_fails(error))
+    with pytest.raises(BackendUnreachable, match="SHARDLOOM_RAY_ADDRESS"):
+        backend.submit(SUBMISSION)
+    with pytest.raises(BackendUnreachable):
+        backend.stop("job-1-a0")
+    with pytest.raises(BackendUnreachable):
+        backend.check()
+    assert backend.observe("job-1-a0").state is ObservedState.UNREACHABLE
+    assert backend.tail_driver_log("job-1-a0") == ""
+
+
+def test_every_status_of_ray_is_known() -> None:
+    for status in ("PENDING", "RUNNING", "SUCCEEDED", "FAILED", "STOPPED"):
+        body = {"status": status, "message": "exit code 1"}
+        seen = _backend(_answers(200, body=body)).observe("job-1-a0")
+        assert (seen.state, seen.message) == (ObservedState[status], "exit code 1")
+
+
+def test_the_log_that_ray_adds_to_its_verdict_is_left_out() -> None:
+    verdict = "Job entrypoint command failed with exit code 3"
+    message = f"{verdict}, last available logs (truncated to 20,000 chars):\nRunning\n"
+    backend = _backend(_answers(200, body={"status": "FAILED", "message": message}))
+    assert backend.observe("job-1-a0").message == verdict
+
+
+def test_an_unknown_job_is_not_found() -> None:
+    answer = _answers(404, text="Job job-1-a0 does not exist")
+    assert _backend(answer).observe("job-1-a0").state is ObservedState.NOT_FOUND
+    _backend(answer).stop("job-1-a0")
+
+
+def test_nothing_is_concluded_from_a_strange_answer() -> None:
+    for answer in (
+        _answers(404, text="404: Not Found"),
+        _answers(500, text="oops"),
+        _answers(200, text="<html>"),
+        _answers(200, body=["status"]),
+        _answers(200, body={"status": "DANCING"}),
+    ):
+        assert _backend(answer).observe("job-1-a0").state is ObservedState.UNREACHABLE
+    seen = _backend(_answers(401, text="no")).observe("job-1-a0")
+    assert seen.state is ObservedState.UNREACHABLE
+    assert "SHARDLOOM_RAY_AUTH_TOKEN" in seen.message
+
+
+def test_the_end_of_the_log_is_returned() -> None:
+    backend = _backend(_answers(200, body={"logs": "0123456789"}))
+    assert backend.tail_driver_log("job-1-a0", num_chars=3) == "789"
+
+
+def _node(address: str, state: str = "ALIVE", **resources: float) -> dict[str, object]:
+    return {"node_ip": address, "state": state, "resources_total": resources}
+
+
+def test_live_nodes_of_an_address_are_one_host() -> None:
+    nodes = [
+        _node("10.0.0.1", CPU=4.0, memory=1000.0, object_store_memory=5.0),
+        _node("10.0.0.2", CPU=8.0, GPU=2.0, memory=2000.0),
+        _node("10.0.0.1", CPU=2.0, memory=500.0),
+        _node("10.0.0.3", state="DEAD", CPU=8.0),
+    ]
+    body = {"result": True, "data": {"result": {"total": 4, "result": nodes}}}
+    assert _backend(_answers(200, body=body)).hosts() == (
+        HostFacts("10.0.0.1", 6.0, 0.0, 1500),
+        HostFacts("10.0.0.2", 8.0, 2.0, 2000),
+    )
+
+
+def test_an_answer_that_tells_no_hosts_is_no_cluster_without_hosts() -> None:
+    for handler in (
+        _fails(httpx.ConnectError),
+        _answers(404, text="no such page"),
+        *(_answers(200, body=body) for body in ({}, {"data": {"result": None}})),
+        *(_answers(status, text="GCS is away") for status in (302, 401, 429, 500, 503)),
+    ):
+        with pytest.raises(BackendUnreachable):
+            _backend(handler).hosts()
+
+
+def test_a_cluster_without_a_live_host_is_known_to_be_empty() -> None:
+    body = {"data": {"result": {"result": [_node("10.0.0.1", state="DEAD", CPU=8.0)]}}}
+    assert _backend(_answers(200, body=body)).hosts() == ()
+
+
+def test_a_ray_that_cannot_tell_its_hosts_is_asked_for_its_version() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path == "/api/version":
+            return httpx.Response(200, json={"ray_version": "2.9.0"})
+        return httpx.Response(404, text="404: Not Found")
+
+    assert _backend(answer).hosts() is None
+    assert _backend(answer).check() == "Ray 2.9.0"
+
+
+def test_code_of_the_user_travels_in_the_runtime_environment() -> None:
+    bodies = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        bodies.append(json.loads(request.content))
+        return httpx.Response(200, json={"submission_id": "job-1-a0"})
+
+    backend = _backend(answer)
+    uri = "file:///runs/job-1/code/ab.zip"
+    backend.submit(Submission("job-1-a0", "job-1", "python -m trainer.driver", code_uris=(uri,)))
+    backend.submit(Submission("job-2-a0", "job-2", "python -m trainer.driver"))
+    environments = [body["runtime_env"] for body in bodies]
+    assert environments == [{"env_vars": {}, "py_modules": [uri]}, {"env_vars": {}}]

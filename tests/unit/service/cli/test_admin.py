@@ -1,0 +1,264 @@
+"""Keys, access and plug-ins on the command line; a key is kept for one service."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from service.cli import common, main
+from service.cli.main import build_app
+from service.client import credentials
+from service.client.client import ShardloomClient
+from service.client.errors import CredentialsUnusable, Forbidden, NotSignedIn
+from service.client.transport import RetryPolicy
+from service.settings import Settings
+from tests.harness.builders import spec_document
+from tests.harness.service import Guarded, guarded
+
+URL = "https://shardloom.example"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("SHARDLOOM_API_KEY", "SHARDLOOM_CA_FILE", "SHARDLOOM_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "client"))
+    return tmp_path / "client"
+
+
+class Wire:
+    """A service behind httpx's mock transport that hears who speaks; it answers `whoami`."""
+
+    def __init__(self) -> None:
+        self.heard: list[str | None] = []
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        self.heard.append(request.headers.get("authorization"))
+        body = {"name": "key:ci", "kind": "key", "roles": {}, "auth": "required"}
+        return httpx.Response(200, json=body)
+
+    def client(self, url: str = URL, **options: Any) -> ShardloomClient:
+        transport = httpx.MockTransport(self.answer)
+        return ShardloomClient(url, transport=transport, **options)
+
+
+def test_a_key_goes_to_the_service_that_it_is_for_and_to_no_other(home: Path) -> None:
+    wire = Wire()
+    path = credentials.keep_key(f"{URL}/", "shl_one")
+    assert path.stat().st_mode & 0o777 == 0o600
+    for url in (URL, f"{URL}:443", "https://shardloom.example.evil", "http://shardloom.example"):
+        wire.client(url).whoami()
+    assert wire.heard == ["Bearer shl_one", "Bearer shl_one", None, None]
+    assert credentials.forget_key(URL)
+    assert not credentials.forget_key(URL)
+    wire.client().whoami()
+    assert wire.heard[-1] is None
+
+
+def test_the_environment_and_an_argument_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    credentials.keep_key(URL, "shl_file")
+    monkeypatch.setenv("SHARDLOOM_API_KEY", "shl_environment")
+    wire.client().whoami()
+    wire.client(api_key="shl_argument").whoami()
+    assert wire.heard == ["Bearer shl_environment", "Bearer shl_argument"]
+
+
+def test_a_file_of_keys_that_others_can_read_is_not_used(home: Path) -> None:
+    credentials.keep_key(URL, "shl_one").chmod(0o644)
+    with pytest.raises(CredentialsUnusable, match="chmod 600"):
+        Wire().client()
+
+
+def test_ca_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLOOM_CA_FILE", "/nowhere.pem")
+    with pytest.raises(CredentialsUnusable, match=r"SHARDLOOM_CA_FILE=/nowhere\.pem"):
+        Wire().client()
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Guarded:
+    made = guarded(tmp_path / "service")
+
+    def open_client(url: str | None = None, **options: Any) -> ShardloomClient:
+        transport = _Through(made)
+        options = {"retry": RetryPolicy(num_retries=0), **options}
+        return ShardloomClient(url or URL, transport=transport, **options)
+
+    monkeypatch.setattr(common, "open_client", open_client)
+    monkeypatch.setattr("service.cli.admin.ShardloomClient", open_client)
+    monkeypatch.setenv("SHARDLOOM_URL", URL)
+    return made
+
+
+class _Through(httpx.BaseTransport):
+    """Sends to an app in this process."""
+
+    def __init__(self, house: Guarded) -> None:
+        self._http = house.http
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        # What the inner client unpacks the outer one must not unpack again.
+        headers = {**request.headers, "accept-encoding": "identity"}
+        answer = self._http.request(
+            request.method, str(request.url), headers=headers, content=request.read()
+        )
+        return httpx.Response(answer.status_code, headers=answer.headers, content=answer.content)
+
+
+def _run(*arguments: str, stdin: str = "") -> Any:
+    return CliRunner().invoke(build_app(), list(arguments), input=stdin)
+
+
+def test_signing_in_and_out(house: Guarded, home: Path) -> None:
+    refused = _run("whoami")
+    assert refused.exit_code == 2
+    assert "shardloom login" in refused.output
+    assert _run("login", stdin="shl_wrong\n").exit_code == 2
+    assert not (home / credentials.FILE_NAME).exists()
+    done = _run("login", stdin=f"{house.keys['viewer']}\n")
+    assert done.exit_code == 0, done.output
+    assert "signed in as key:viewer" in done.output
+    assert house.keys["viewer"] not in done.output
+    assert "viewer in default" in _run("whoami").output
+    assert _run("logout").exit_code == 0
+    assert _run("whoami").exit_code == 2
+
+
+def test_keys_are_made_listed_and_revoked(house: Guarded, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDLOOM_API_KEY", house.keys["root"])
+    made = _run("keys", "create", "bot", "--role", "ads=submitter", "--expires-days", "30")
+    assert made.exit_code == 0, made.output
+    assert made.stdout.startswith("shl_")
+    listed = _run("keys", "list").stdout
+    assert "ads=submitter" in listed
+    assert "good for 30 days" in listed
+    keys = json.loads(_run("keys", "list", "--json").stdout)
+    key_id = next(key["id"] for key in keys if key["name"] == "bot")
+    assert "is revoked" in _run("keys", "revoke", key_id).stdout
+    assert "revoked" in _run("keys", "list").stdout
+    shown = _run("audit").stdout
+    assert "DELETE /v1/keys/{key_id}" in shown
+    assert _run("audit", "--refused", "--json").stdout.strip() == "[]"
+
+
+def test_a_role_that_is_none_is_refused_before_anything_is_sent() -> None:
+    for role in ("ads", "=viewer", "ads=boss", "ads="):
+        done = _run("keys", "create", "bot", "--role", role)
+        assert done.exit_code == 2
+        assert "PROJECT=viewer|submitter|admin" in done.output
+    assert _run("keys", "create", "bot").exit_code == 2, "a key without any role"
+
+
+def test_the_first_key_is_written_to_the_database_itself(tmp_path: Path, home: Path) -> None:
+    made = _run("keys", "create", "ops", "--admin")
+    assert made.exit_code == 0, made.output
+    service = guarded(home)
+    service.keys["ops"] = made.stdout.strip()
+    assert service.send("GET", "/v1/whoami", "ops").json()["roles"] == {"*": "admin"}
+    assert service.settings.database_url == Settings().database_url
+    service.store.close()
+
+
+def test_secrets_come_from_the_environment_or_are_asked_for(
+    house: Guarded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps(spec_document()))
+    monkeypatch.setenv("SHARDLOOM_API_KEY", house.keys["submitter"])
+    monkeypatch.setenv("DB_PASSWORD", "from-environment")
+    arguments = ["submit", str(spec), "--secret", "DB_PASSWORD", "--secret", "ASKED_FOR"]
+    done = _run(*arguments, stdin="typed-in\n")
+    assert done.exit_code == 0, done.output
+    assert "typed-in" not in done.output
+    job_id = done.stdout.strip()
+    assert house.security.open_secrets(job_id) == {
+        "DB_PASSWORD": "from-environment",
+        "ASKED_FOR": "typed-in",
+    }
+    shown = _run("show", job_id).stdout
+    assert "ASKED_FOR  DB_PASSWORD" in shown
+    assert "from-environment" not in shown
+
+
+def test_the_sdk_tells_refusals_apart(house: Guarded) -> None:
+    def client(key: str | None) -> ShardloomClient:
+        transport = _Through(house)
+        return ShardloomClient(URL, api_key=key, transport=transport, retry=RetryPolicy(0))
+
+    with pytest.raises(NotSignedIn):
+        client(None).whoami()
+    with pytest.raises(Forbidden, match="submitter"):
+        client(house.keys["viewer"]).submit({})
+
+
+# ---- commands of other packages
+
+
+@pytest.fixture
+def plugged(monkeypatch, tmp_path):
+    """Plug in the module `some_plugin` with the given source; returns its name."""
+
+    def plug(source: str) -> None:
+        (tmp_path / "some_plugin.py").write_text(source)
+        entry = EntryPoint("greet", "some_plugin:app", main.GROUP)
+        monkeypatch.setattr(main, "entry_points", lambda group: [entry])
+        monkeypatch.syspath_prepend(str(tmp_path))
+        monkeypatch.delitem(sys.modules, "some_plugin", raising=False)
+
+    return plug
+
+
+WORKING = """
+import typer
+app = typer.Typer()
+
+@app.command()
+def hello(name: str, loud: bool = False):
+    print("HELLO" if loud else "hello", name)
+
+@app.command()
+def bye():
+    print("bye")
+"""
+
+
+def test_arguments_and_options_reach_the_plug_in(plugged):
+    plugged(WORKING)
+    result = CliRunner().invoke(build_app(), ["greet", "hello", "Ada", "--loud"])
+    assert (result.exit_code, result.stdout) == (0, "HELLO Ada\n")
+    helped = CliRunner().invoke(build_app(), ["greet", "--help"]).stdout
+    assert "shardloom greet" in helped and "bye" in helped
+
+
+def test_a_plug_in_is_listed_without_being_imported(plugged):
+    plugged("raise RuntimeError('imported too early')")
+    result = CliRunner().invoke(build_app(), ["--help"])
+    assert result.exit_code == 0
+    assert "greet" in result.stdout
+
+
+def test_a_missing_package_is_named_with_the_extra_that_brings_it(plugged):
+    plugged("import a_package_that_is_not_there")
+    result = CliRunner().invoke(build_app(), ["greet", "hello"])
+    assert result.exit_code == 3
+    assert "a_package_that_is_not_there" in result.stderr
+    assert "shardloom[greet]" in result.stderr
+
+
+def test_a_fault_of_our_own_code_is_not_taken_for_a_missing_package(plugged):
+    plugged("import trainer.there_is_no_such_module")
+    result = CliRunner().invoke(build_app(), ["greet", "hello"])
+    assert isinstance(result.exception, ModuleNotFoundError)
+
+
+def test_the_data_commands_are_plugged_in():
+    names = [entry.name for entry in main.entry_points(group=main.GROUP)]
+    assert "data" in names

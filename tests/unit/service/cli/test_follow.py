@@ -1,0 +1,167 @@
+"""Following a job: what is shown, when it ends, and a service that goes away meanwhile."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from service.cli.follow import Followed, LiveView, PlainView, end_page, live_page, watch
+from service.client.errors import ServerFault, ServiceUnreachable
+from service.client.transport import PATIENCE_S
+from tests.harness.clock import FakeClock
+from tests.harness.service import FakeService, job_body, problem_body
+
+
+class RecordingView:
+    """Keeps what it was told to show."""
+
+    poll_s = 0.5
+
+    def __init__(self) -> None:
+        self.fresh_ids: list[list[int]] = []
+        self.troubles: list[str] = []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exc):
+        return None
+
+    def show(self, followed, fresh):
+        self.fresh_ids.append([event.id for event in fresh])
+        self.troubles.append(followed.trouble)
+
+
+def at_step(step: int, **changes):
+    body = job_body(**changes)
+    return {**body, "progress": {**body["progress"], "step": step}}
+
+
+def plain_output(service: FakeService) -> str:
+    output, clock = io.StringIO(), FakeClock()
+    view = PlainView(Console(file=output, width=200), clock=clock)
+    watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
+    return output.getvalue()
+
+
+def rendered(page) -> str:
+    output = io.StringIO()
+    Console(file=output, width=120).print(page)
+    return output.getvalue()
+
+
+def test_each_event_is_shown_once():
+    service, view, clock = FakeService(), RecordingView(), FakeClock()
+    service.looks = [job_body(), job_body(), job_body(), job_body(status="SUCCEEDED")]
+    watch(service.client(), "ratings", view, sleep=clock.sleep, clock=clock)
+    assert view.fresh_ids == [[1, 2], [], []]
+
+
+def test_a_service_that_comes_back_is_waited_for():
+    service, view, clock = FakeService(), RecordingView(), FakeClock()
+    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.is_down = clock.now < 30.0
+
+    job = watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert job.status == "SUCCEEDED"
+    assert any("the job goes on" in trouble for trouble in view.troubles)
+    assert view.troubles[-1] == ""
+
+
+def test_a_service_whose_store_is_away_is_waited_for():
+    service, view, clock = FakeService(), RecordingView(), FakeClock()
+    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+    problem = problem_body(503, "store_unavailable", "the database is locked")
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.refusal = problem if clock.now < 30.0 else None
+
+    job = watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert job.status == "SUCCEEDED"
+    assert any("the database is locked" in trouble for trouble in view.troubles)
+
+
+def test_a_bug_of_the_service_ends_the_following_at_once():
+    service, view, clock = FakeService(), RecordingView(), FakeClock()
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.refusal = problem_body(500, "internal_error", "the service failed")
+
+    with pytest.raises(ServerFault):
+        watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert clock.now < 2.0
+
+
+def test_plain_lines_tell_once_that_the_cluster_does_not_answer():
+    service = FakeService()
+    away = job_body(status="STARTING", message="no answer from Ray")
+    service.looks = [away, away, away, job_body(status="SUCCEEDED")]
+    assert plain_output(service).count("no answer from Ray") == 1
+
+
+def test_a_service_that_stays_away_is_given_up_after_the_patience():
+    service, view, clock = FakeService(), RecordingView(), FakeClock()
+
+    def sleep(duration_s: float) -> None:
+        clock.sleep(duration_s)
+        service.is_down = True
+
+    with pytest.raises(ServiceUnreachable):
+        watch(service.client(), "ratings", view, sleep=sleep, clock=clock)
+    assert PATIENCE_S < clock.now < PATIENCE_S + 2.0
+
+
+def test_plain_lines_tell_events_status_and_progress_now_and_then():
+    service = FakeService()
+    steps = [at_step(step) for step in range(1, 31)]
+    service.looks = [job_body(status="QUEUED"), *steps, at_step(200, status="SUCCEEDED")]
+    lines = plain_output(service).splitlines()
+    assert sum("line 1" in line for line in lines) == 1
+    assert [line for line in lines if line.startswith("ratings")] == ["ratings  RUNNING"]
+    assert sum(line.startswith("step ") for line in lines) == 4
+
+
+def test_plain_progress_names_the_metric():
+    service = FakeService()
+    service.looks = [job_body(), job_body(status="SUCCEEDED")]
+    assert "21.3k rows/s, validation/rmse 0.9340" in plain_output(service)
+
+
+def test_the_live_page_shows_status_progress_and_metrics():
+    page = rendered(live_page(Followed(FakeService().client().get_job("ratings"))))
+    for text in ("RUNNING", "50/200", "25.0 %", "21.3k rows/s", "ETA 1m 12s", "loss 0.4100"):
+        assert text in page
+
+
+def test_the_live_page_waits_for_the_first_step_without_a_number():
+    service = FakeService()
+    service.looks[0]["progress"].update(step=0, total_steps=0, percent=0.0)
+    page = rendered(live_page(Followed(service.client().get_job("ratings"))))
+    assert "waiting for the first step" in page
+    assert "0/0" not in page
+
+
+def test_events_stay_above_the_live_display():
+    output = io.StringIO()
+    console = Console(file=output, force_terminal=True, width=120)
+    service, clock = FakeService(), FakeClock()
+    service.looks = [job_body(), job_body(), job_body(status="SUCCEEDED")]
+    watch(service.client(), "ratings", LiveView(console), sleep=clock.sleep, clock=clock)
+    text = output.getvalue()
+    assert text.count("line 1") == 1
+    assert text.index("line 2") < text.index("50/200")
+
+
+def test_a_failed_job_ends_with_its_message_and_a_way_to_its_logs():
+    service = FakeService()
+    service.looks = [job_body(status="FAILED", message="rank 1 met a NaN")]
+    page = rendered(end_page(service.client().get_job("ratings")))
+    assert "FAILED: rank 1 met a NaN" in page
+    assert "shardloom logs job-0000000000ab" in page

@@ -1,0 +1,440 @@
+"""Commands about jobs: output, overrides, exit codes, groups and numbers as people read them."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.cli import common, jobs, stack
+from service.cli.common import (
+    BLOCKS,
+    human_age,
+    human_bytes,
+    human_count,
+    human_duration,
+    human_number,
+    job_names,
+    sparkline,
+)
+from tests.harness.builders import spec_document
+from tests.harness.service import (
+    FakeService,
+    event_body,
+    job_body,
+    membership_body,
+    problem_body,
+    shardloom,
+)
+
+
+@pytest.fixture
+def spec_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "job.yaml"
+    path.write_text(yaml.safe_dump(spec_document()))
+    return str(path)
+
+
+def test_ps_lists_the_jobs_with_status_progress_and_metric(service):
+    result = shardloom("ps")
+    assert result.exit_code == 0
+    for word in ("job-0000000000ab", "ratings", "RUNNING", "25 %", "validation/rmse 0.9340"):
+        assert word in result.stdout
+
+
+def test_reading_commands_print_json_for_programs(service):
+    for command in ("ps", "show", "events", "metrics", "checkpoints"):
+        result = shardloom(command, *(["ratings"] if command != "ps" else []), "--json")
+        assert result.exit_code == 0
+        assert isinstance(json.loads(result.stdout), (list, dict))
+
+
+def test_show_tells_layout_progress_and_metrics(service):
+    result = shardloom("show", "ratings")
+    assert "4 workers (2 replicas x 2 shards)" in result.stdout
+    assert "step 50 of 200 (25.0 %), 51.2k rows, 21.3k rows/s, 1m 12s to go" in result.stdout
+    service.looks = [job_body(status="STARTING", message="no answer from Ray at http://ray:8265")]
+    assert "no answer from Ray at http://ray:8265" in shardloom("show", "ratings").stdout
+
+
+def test_an_unknown_job_is_refused_with_a_way_on(service):
+    result = shardloom("show", "nobody")
+    assert result.exit_code == 2
+    assert "no job has the id or name 'nobody'" in result.stderr
+    assert "shardloom ps" in result.stderr
+
+
+def test_an_unreachable_service_is_named_with_a_way_to_start_it(service):
+    service.is_down = True
+    result = shardloom("ps", "--url", "http://elsewhere:9")
+    assert result.exit_code == 3
+    assert "http://elsewhere:9 (Connection refused)" in result.stderr
+    assert "shardloom up" in result.stderr
+
+
+def test_a_log_line_is_printed_as_it_is(service):
+    result = shardloom("logs", "ratings", "--source", "rank-0", "--tail", "5")
+    assert "rank-0  step 50 [loss 0.41]" in result.stdout
+    assert service.requests[0].url.params["source"] == "rank-0"
+    assert service.requests[0].url.params["tail"] == "5"
+
+
+def test_a_long_log_is_printed_to_its_end(service):
+    service.log_pieces = [["one", "two"], ["three"], ["four"]]
+    result = shardloom("logs", "ratings", "--tail", "100")
+    texts = [line.split()[-1] for line in result.stdout.splitlines()]
+    assert texts == ["one", "two", "three", "four"]
+    body = json.loads(shardloom("logs", "ratings", "--json").stdout)
+    assert [line["text"] for line in body["lines"]] == texts
+
+
+def test_metrics_show_latest_extremes_and_curve(service):
+    points = [
+        {"step": step, "time": 1.0, "value": value, "min": value - 0.1, "max": value + 0.1}
+        for step, value in ((10, 2.0), (20, 1.0))
+    ]
+    service.metrics = {
+        "names": ["train/loss"],
+        "series": [{"name": "train/loss", "points": points}],
+    }
+    line = shardloom("metrics", "ratings").stdout.splitlines()[1]
+    assert line.split() == ["train/loss", "1.000", "0.9000", "2.100", "20", "█▁"]
+    unknown = shardloom("metrics", "ratings", "--name", "train/lose")
+    assert (unknown.exit_code, "train/loss" in unknown.stderr) == (2, True)
+
+
+def test_checkpoints_show_size_and_the_best(service):
+    service.checkpoints = [
+        {
+            "step": 1200,
+            "path": "/runs/x/checkpoints/step-00001200",
+            "size_bytes": 12_345_678,
+            "created_at": 0.0,
+            "is_best": True,
+            "metrics": {"validation/rmse": 0.91},
+        }
+    ]
+    result = shardloom("checkpoints", "ratings")
+    for word in ("1,200", "best", "12.3 MB", "0.9100", "step-00001200"):
+        assert word in result.stdout
+
+
+def test_submit_prints_the_id_alone_and_applies_overrides(service, spec_file):
+    result = shardloom("submit", spec_file, "--set", "training.epochs=3", "--set", "name=other")
+    assert (result.exit_code, result.stdout) == (0, "job-0000000000ab\n")
+    assert shardloom("submit", "-", stdin=yaml.safe_dump(spec_document())).exit_code == 0
+    first, second = service.submitted
+    assert (first["training"]["epochs"], first["name"], second["name"]) == (3, "other", "tiny")
+
+
+def test_a_relative_data_path_is_made_absolute_and_a_url_is_not(service, spec_file, tmp_path):
+    shardloom("submit", spec_file, "--set", "data.path=prepared/../ratings")
+    shardloom("submit", spec_file, "--set", "data.path=s3://bucket/ratings")
+    assert service.submitted[0]["data"]["path"] == str(tmp_path / "ratings")
+    assert service.submitted[1]["data"]["path"] == "s3://bucket/ratings"
+
+
+def test_submit_wait_mirrors_the_job_in_its_exit_code(service, spec_file):
+    for status, code in (("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 130)):
+        service.looks = [job_body(), job_body(), job_body(status=status, message="why")]
+        result = shardloom("submit", spec_file, "--wait")
+        assert (result.exit_code, result.stdout) == (code, "job-0000000000ab\n")
+
+
+def test_faults_that_the_service_finds_are_listed_by_field(service, spec_file):
+    fields = [
+        {"path": "data.path", "code": "missing_data", "message": "no such folder"},
+        {"path": "embedding_tables[0].embedding_dim", "code": "x", "message": "is odd"},
+    ]
+    service.refusal = problem_body(422, "invalid_spec", "2 faults", fields=fields)
+    result = shardloom("submit", spec_file)
+    assert result.exit_code == 2
+    lines = [line.split() for line in result.stderr.splitlines()]
+    assert ["data.path", "no", "such", "folder"] in lines
+    assert ["embedding_tables[0].embedding_dim", "is", "odd"] in lines
+
+
+def test_cancel_says_which_job(service):
+    result = shardloom("cancel", "ratings")
+    assert result.exit_code == 0
+    assert "job-0000000000ab (ratings) is being cancelled" in result.stdout
+    assert service.requests[-1].url.path == "/v1/jobs/ratings:cancel"
+
+
+def test_spec_check_lists_every_fault_and_needs_no_service(spec_file):
+    assert shardloom("spec", "check", spec_file).exit_code == 0
+    result = shardloom("spec", "check", spec_file, "--set", "parallelism.workers=3", "--set", "x=1")
+    assert result.exit_code == 2
+    assert "the spec has 2 faults:" in result.stderr
+    assert "multiple of shard_group_size" in result.stderr
+    missing = shardloom("spec", "check", "nowhere.yaml")
+    assert (missing.exit_code, "nowhere.yaml" in missing.stderr) == (2, True)
+    schema = json.loads(shardloom("spec", "schema").stdout)
+    assert "embedding_tables" in schema["properties"]
+
+
+def test_run_starts_nothing_for_a_faulty_spec_nor_beside_a_url(service, spec_file, monkeypatch):
+    monkeypatch.setattr(stack, "ensure_running", lambda: pytest.fail("started a stack"))
+    assert shardloom("run", spec_file, "--set", "training.epochs=-1").exit_code == 2
+    service.looks = [job_body(status="SUCCEEDED")]
+    assert shardloom("run", spec_file, "--url", "http://elsewhere:1").exit_code == 0
+
+
+def test_run_starts_the_stack_follows_and_mirrors_the_job(service, spec_file, monkeypatch):
+    started = []
+    monkeypatch.setattr(stack, "ensure_running", lambda: started.append(True))
+    for status, code in (("SUCCEEDED", 0), ("FAILED", 1), ("CANCELLED", 130)):
+        service.looks = [job_body(status=status, ended_at=1010.0, message="the reason")]
+        result = shardloom("run", spec_file)
+        assert result.exit_code == code
+        assert "line 1" in result.stdout
+        assert f"{status} after 8.0s" in result.stdout
+        assert "validation  rmse 0.9340" in result.stdout
+        assert ("the reason" in result.stdout) == (code != 0)
+    assert started == [True] * 3
+
+
+def test_ctrl_c_while_following_detaches_and_says_how_to_come_back(service, monkeypatch):
+    def interrupt(job_id, **_):
+        raise KeyboardInterrupt
+
+    client = service.client()
+    monkeypatch.setattr(client, "iter_events", interrupt)
+    monkeypatch.setattr(common, "open_client", lambda url: client)
+    result = shardloom("follow", "ratings")
+    assert result.exit_code == 4
+    assert "the job goes on" in result.stdout
+    for command in ("follow", "logs -f", "show", "cancel"):
+        assert f"shardloom {command} job-0000000000ab" in result.stdout
+    assert all(request.method == "GET" for request in service.requests)
+
+
+def test_a_home_that_can_be_no_folder_is_named_and_is_no_failed_job(service, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SHARDLOOM_HOME", str(tmp_path / "file" / "home"))
+    result = shardloom("up")
+    assert result.exit_code == 3
+    assert "SHARDLOOM_HOME" in result.stderr
+
+
+def test_without_a_stack_down_says_so_and_status_fails(service):
+    result = shardloom("down")
+    assert (result.exit_code, result.stdout) == (0, "nothing was running\n")
+    service.is_down = True
+    result = shardloom("status", "--json")
+    assert result.exit_code == 3
+    assert json.loads(result.stdout)["service_alive"] is False
+
+
+def test_the_cli_imports_nothing_heavy():
+    heavy = ["torch", "ray", "fastapi", "sqlalchemy", "polars", "pyarrow", "numpy"]
+    code = "import sys, service.cli.main as c; c.build_app(); "
+    code += f"print(set({heavy}) & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
+
+
+# ---- `shardloom cluster`, and completion
+
+CLUSTER = {
+    "reachable": True,
+    "backend": "ray_jobs",
+    "address": "http://127.0.0.1:8265",
+    "message": "Ray 2.60.0",
+    "max_workers": 32,
+    "hosts": [
+        {"address": "10.0.0.7", "num_cpus": 16.0, "num_gpus": 8.0, "memory_bytes": 512 << 30}
+    ],
+}
+
+
+def test_the_cluster_is_shown_with_its_hosts(service: FakeService) -> None:
+    service.cluster = CLUSTER
+    result = shardloom("cluster")
+    assert result.exit_code == 0, result.output
+    for word in ("ray_jobs at http://127.0.0.1:8265 answers", "Ray 2.60.0", "10.0.0.7", "16", "8"):
+        assert word in result.stdout
+    assert "grows by itself to room for 32 workers" in result.stdout
+    assert json.loads(shardloom("cluster", "--json").stdout) == CLUSTER
+    service.cluster = {**CLUSTER, "reachable": False, "message": "no answer", "hosts": []}
+    away = shardloom("cluster")
+    assert (away.exit_code, "does not answer" in away.stdout) == (3, True)
+
+
+def test_the_shell_completes_names_and_where_asked_for_ids(service: FakeService) -> None:
+    service.looks = [job_body(id="job-1")]
+    for typed, offered in (("", "ratings"), ("rat", "ratings"), ("x", ""), ("job-", "job-1")):
+        assert [name for name, _ in job_names(typed)] == offered.split()
+    service.is_down = True
+    assert job_names("") == []
+
+
+# ---- formats
+
+
+def test_numbers_sizes_and_times_are_short():
+    sizes = {0: "0 B", 999: "999 B", 12_345_678: "12.3 MB", 999_960: "1.0 MB"}
+    assert {size: human_bytes(size) for size in sizes} == sizes
+    lengths = {-1: "0.0s", 3.21: "3.2s", 42: "42s", 72: "1m 12s", 3900: "1h 05m", 90000: "1d 01h"}
+    assert {length: human_duration(length) for length in lengths} == lengths
+    ages = {0.4: "now", 59: "59 s ago", 125: "2 m ago", 200_000: "2 d ago"}
+    assert {age: human_age(1000.0, 1000.0 + age) for age in ages} == ages
+    counts = {7: "7", 21_345: "21.3k", 2_100_000: "2.1M"}
+    assert {count: human_count(count) for count in counts} == counts
+    values = {0.0: "0.0000", 0.93412: "0.9341", 1.0657: "1.066", 21345.6: "21,346"}
+    values |= {3e-7: "3.000e-07", math.nan: "nan"}
+    assert {value: human_number(value) for value in values} == values
+
+
+def test_a_curve_falls_is_flat_or_has_gaps():
+    curves = ([4.0, 3.0, 2.0, 1.0], [2.0, 2.0], [], [1.0, math.nan, 2.0])
+    assert [sparkline(curve) for curve in curves] == ["█▆▃▁", "▅▅", "", "▁ █"]
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200), st.integers(1, 40))
+def test_a_curve_fits_its_width_and_touches_top_and_bottom(values, width):
+    curve = sparkline(values, width)
+    assert len(curve) == min(width, len(values))
+    assert set(curve) <= set(BLOCKS)
+    assert len(set(curve)) == 1 or {BLOCKS[0], BLOCKS[-1]} <= set(curve)
+
+
+# ---- groups and sizes
+
+
+def attempt_body(**changes: Any) -> dict[str, Any]:
+    """An attempt that ended because a device ran out of memory."""
+    return {
+        "id": "job-0000000000ab-a0",
+        "index": 0,
+        "created_at": 1000.0,
+        "submitted_at": 1001.0,
+        "started_at": 1002.0,
+        "ended_at": 1100.0,
+        "end_reason": "device_oom",
+        "message": "rank 1: out of memory",
+        "num_worker_failures": 1,
+        "evidence": {"rank": "1", "exception": "OutOfMemoryError"},
+        **changes,
+    }
+
+
+@pytest.fixture
+def degraded(service: FakeService, monkeypatch: pytest.MonkeyPatch) -> FakeService:
+    """A service whose job lost one of three groups twelve seconds ago."""
+    monkeypatch.setattr(jobs.time, "time", lambda: 2000.0)
+    metrics = {
+        "goodput/share": 0.971,
+        "goodput/lost_s/start": 14.0,
+        "goodput/lost_s/recovery": 3.2,
+        "goodput/lost_s/hang": 0.0,
+        "risk/steps_undurable": 48.0,
+    }
+    service.looks = [
+        job_body(
+            membership=membership_body(),
+            num_current_groups=2,
+            num_wanted_groups=3,
+            latest_metrics=metrics,
+        )
+    ]
+    return service
+
+
+def shown() -> list[str]:
+    """The lines of `show`, with single spaces."""
+    return [" ".join(line.split()) for line in shardloom("show", "ratings").stdout.splitlines()]
+
+
+def test_show_tells_of_groups_and_lost_time(degraded: FakeService) -> None:
+    lines = shown()
+    for line in (
+        "domain replica_group: a lost host takes down its groups; the others train on",
+        "chosen three copies on three hosts survive the loss of two (105.0 MB more memory a "
+        "worker, 12 ms a full sync)",
+        "groups 2 of 3 train, generation 4, commit 128",
+        "copies 2 copies of each shard on 2 hosts; survive needs 3",
+        "recovered 11 s ago, after a pause of 0.31 s, nothing to redo; 1 group lost so far",
+        "left out 127.0.0.9 (for 10m 00s)",
+        "at risk 48 steps (49.2k rows) since the newest checkpoint",
+        "goodput 97.1%; lost: start 2.4%, recovery 0.5%",
+        # Every group, the lost one included.
+        "0 trains 0 127.0.0.2",
+        "1 gone 12 s ago (host lost) 0 127.0.0.3",
+        "2 trains 0 127.0.0.4",
+    ):
+        assert line in lines
+    whole = membership_body(copies_alive=3, host_copies_alive=3)
+    degraded.looks = [job_body(membership=whole)]
+    survived = "copies 3 copies of each shard on 3 hosts; the loss of 2 more is survived"
+    assert survived in shown()
+
+
+def test_show_tells_what_is_wanted_of_the_workers(degraded: FakeService) -> None:
+    data = {"id": "r-1", "workers": 4, "drain_hosts": ["127.0.0.3"]}
+    degraded.events = [event_body(1, kind="drain_requested", data=data)]
+    assert "wanted 4 workers, without 127.0.0.3" in shown()
+
+
+def test_a_job_that_told_no_groups_is_shown_without_them(service: FakeService) -> None:
+    output = shardloom("show", "ratings").stdout
+    for word in ("generation", "copies", "goodput", "at risk"):
+        assert word not in output
+
+
+def test_an_ended_job_shows_its_recoveries_and_no_groups(degraded: FakeService) -> None:
+    degraded.looks = [job_body(status="SUCCEEDED", membership=membership_body())]
+    output = shardloom("show", "ratings").stdout
+    assert "after a pause of 0.31 s" in output
+    assert "of 3 train" not in output
+    assert "Standing" not in output
+
+
+def test_show_ends_with_the_evidence_and_what_to_change(service: FakeService) -> None:
+    service.looks = [job_body(status="FAILED", reason="retries_exhausted")]
+    service.attempts = [attempt_body()]
+    lines = shown()
+    assert {"rank 1", "exception OutOfMemoryError"} <= set(lines)
+    assert any("Lower data.batch_size" in line for line in lines)
+
+
+def test_ps_marks_a_job_with_fewer_groups_than_it_should_have(degraded: FakeService) -> None:
+    assert "RUNNING 2 of 3 groups" in shardloom("ps").stdout
+    degraded.looks = [job_body(num_current_groups=3, num_wanted_groups=3)]
+    assert "groups" not in shardloom("ps").stdout
+
+
+def test_resize_asks_for_a_number_of_workers(service: FakeService) -> None:
+    result = shardloom("resize", "ratings", "4")
+    assert (result.exit_code, result.stdout) == (0, "asked for 4 workers without 127.0.0.3\n")
+    (request,) = service.requests
+    assert request.url.path == "/v1/jobs/ratings/resize"
+    assert json.loads(request.content) == {"workers": 4}
+    answer = json.loads(shardloom("resize", "ratings", "4", "--json").stdout)
+    assert answer == {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
+    assert shardloom("resize", "ratings", "0").exit_code == 2
+    assert len(service.requests) == 2
+
+
+def test_drain_asks_to_leave_a_host_or_takes_it_back(service: FakeService) -> None:
+    for options, undo in (([], False), (["--undo"], True)):
+        assert shardloom("drain", "ratings", "127.0.0.3", *options).exit_code == 0
+        request = service.requests[-1]
+        assert request.url.path == "/v1/jobs/ratings/drain"
+        assert json.loads(request.content) == {"host": "127.0.0.3", "undo": undo}
+
+
+def test_a_size_that_does_not_fit_is_a_refusal_with_the_reason(service: FakeService) -> None:
+    fields = [{"path": "workers", "code": "size", "message": "possible: 4, 6, 8"}]
+    service.refusal = problem_body(422, "invalid_request", "5 do not fit", fields=fields)
+    result = shardloom("resize", "ratings", "5")
+    assert result.exit_code == 2
+    assert "possible: 4, 6, 8" in result.stderr

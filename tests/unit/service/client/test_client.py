@@ -1,0 +1,397 @@
+"""The SDK against scripted answers: retries, errors, paging, streams, resizes and traces."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.client.client import ShardloomClient
+from service.client.errors import (
+    Conflict,
+    ExportFailed,
+    InvalidRequest,
+    NotFound,
+    ServerFault,
+    ServiceUnreachable,
+    TraceLost,
+    UnexpectedAnswer,
+)
+from service.client.transport import RetryBudget, RetryPolicy
+from service.domain.models import JobStatus
+from service.schemas.jobs import ResizeRequestOut, TraceOut, TraceRequested
+from tests.harness.builders import spec_document
+from tests.harness.service import (
+    event_body,
+    job_body,
+    problem_body,
+    requested_trace_body,
+    trace_body,
+)
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
+
+
+class Script:
+    """Answers requests from a list, in turn, and remembers what was asked."""
+
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers = list(answers)
+        self.requests: list[httpx.Request] = []
+        self.naps_s: list[float] = []
+        self.now_s = 0.0
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.requests.append(request)
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def client(self, num_retries: int = 4) -> ShardloomClient:
+        return ShardloomClient(
+            transport=httpx.MockTransport(self),
+            retry=RetryPolicy(num_retries=num_retries),
+            sleep=self.sleep,
+            clock=lambda: self.now_s,
+        )
+
+    def sleep(self, duration_s: float) -> None:
+        self.naps_s.append(duration_s)
+        self.now_s += duration_s
+
+
+def ok(body: object) -> httpx.Response:
+    return httpx.Response(200, json=body)
+
+
+def sse(*chunks: str) -> httpx.Response:
+    return httpx.Response(
+        200,
+        headers={"content-type": "text/event-stream"},
+        content=iter(chunk.encode() for chunk in chunks),
+    )
+
+
+def sse_event(event_id: int) -> str:
+    body = httpx.Response(200, json=event_body(event_id)).text
+    return f"id: {event_id}\ndata: {body}\n\n"
+
+
+END = "event: end\ndata: {}\n\n"
+
+
+def test_a_read_is_repeated_until_somebody_answers():
+    script = Script(httpx.ConnectError("refused"), httpx.Response(503), ok(job_body()))
+    assert script.client().get_job("ratings").status is JobStatus.RUNNING
+    assert len(script.requests) == 3
+    assert script.naps_s[1] > script.naps_s[0] * 0.99
+
+
+def test_a_job_whose_spec_newer_checks_refuse_is_still_shown() -> None:
+    body = job_body()
+    body["spec"]["embedding_tables"][0]["name"] = body["spec"]["features"][0]["table"] = "values"
+    with pytest.raises(SpecError):
+        validate_spec(body["spec"])
+    found = Script(ok(body)).client().get_job("ratings")
+    assert found.spec.embedding_tables[0].name == "values"
+
+
+def test_a_read_gives_up_after_its_retries_and_names_the_url():
+    script = Script(*[httpx.ConnectError("refused")] * 3)
+    with pytest.raises(ServiceUnreachable, match=r"127\.0\.0\.1:8700 \(refused\)"):
+        script.client(num_retries=2).cluster()
+    assert len(script.requests) == 3
+
+
+def test_a_submit_is_repeated_with_its_own_idempotency_key():
+    lost = httpx.ReadTimeout("too slow")
+    script = Script(lost, *[httpx.Response(201, json=job_body()) for _ in range(3)])
+    with script.client() as client:
+        client.submit(spec_document())
+        client.submit(spec_document())
+        client.submit(spec_document(), idempotency_key="mine")
+    first, again, second, third = (r.headers["Idempotency-Key"] for r in script.requests)
+    assert first == again != second
+    assert third == "mine"
+
+
+@pytest.mark.parametrize(
+    "failure", [httpx.ReadTimeout("too slow"), httpx.Response(503, json={})], ids=["silence", "503"]
+)
+def test_other_posts_are_never_sent_twice(failure):
+    script = Script(failure, failure, failure)
+    client = script.client()
+    for call in (client.cancel, client.request_trace, client.plan):
+        with pytest.raises((ServiceUnreachable, UnexpectedAnswer)):
+            call("ratings" if call != client.plan else {})
+    assert len(script.requests) == 3
+
+
+def test_a_problem_becomes_the_exception_of_its_status_and_is_final():
+    fields = [{"path": "training.epochs", "code": "greater_than", "message": "must be above 0"}]
+    for status, error in (
+        (404, NotFound),
+        (409, Conflict),
+        (422, InvalidRequest),
+        (500, ServerFault),
+    ):
+        body = problem_body(status, "the_code", "why", fields=fields)
+        script = Script(*[httpx.Response(status, json=body)] * 2)
+        with pytest.raises(error, match="why") as caught:
+            script.client().get_job("ratings")
+        assert (caught.value.status, caught.value.code) == (status, "the_code")
+        assert [fault.path for fault in caught.value.fields] == ["training.epochs"]
+        with pytest.raises(error):
+            script.client().resize("ratings", 5)
+        assert len(script.requests) == 2
+
+
+def test_an_answer_of_another_program_is_named_as_such():
+    pages = [httpx.Response(status, text="<html>hello</html>") for status in (200, 418)]
+    for page, said in zip(
+        pages, ("Shardloom service of the same version", "HTTP 418"), strict=True
+    ):
+        with pytest.raises(UnexpectedAnswer, match=said):
+            Script(page).client().get_job("ratings")
+
+
+def test_a_malformed_url_is_refused_at_once():
+    for url in ("localhost:8700", "ftp://x", "http://", "http://x:notaport"):
+        with pytest.raises(ServiceUnreachable):
+            ShardloomClient(url)
+
+
+def test_jobs_are_fetched_page_by_page():
+    pages = [{"items": [job_body(id="b")], "next": "b"}, {"items": [job_body(id="a")]}]
+    script = Script(*map(ok, pages))
+    found = [job.id for job in script.client().iter_jobs(statuses=[JobStatus.RUNNING])]
+    assert found == ["b", "a"]
+    assert script.requests[1].url.params["after"] == "b"
+    assert script.requests[1].url.params["status"] == "RUNNING"
+
+
+def test_a_job_name_is_quoted_in_the_path():
+    script = Script(ok(job_body()))
+    script.client().get_job("a/b?c")
+    assert script.requests[0].url.raw_path == b"/v1/jobs/a%2Fb%3Fc"
+
+
+def test_waiting_polls_until_the_job_has_ended():
+    script = Script(ok(job_body()), ok(job_body()), ok(job_body(status="SUCCEEDED")))
+    assert script.client().wait("ratings", poll_s=3.0).status is JobStatus.SUCCEEDED
+    assert script.naps_s == [3.0, 3.0]
+
+
+def test_waiting_outlasts_a_restart_of_the_service():
+    away = [httpx.ConnectError("restarting")] * 10 + [httpx.Response(503)] * 10
+    script = Script(ok(job_body()), *away, ok(job_body(status="SUCCEEDED")))
+    assert script.client(num_retries=2).wait("ratings").status is JobStatus.SUCCEEDED
+
+
+def test_waiting_gives_up_when_its_patience_ends():
+    script = Script(ok(job_body()), *[httpx.ConnectError("gone")] * 100)
+    with pytest.raises(ServiceUnreachable):
+        script.client(num_retries=2).wait("ratings", patience_s=60.0)
+    assert 60.0 <= script.now_s < 70.0
+
+
+def test_waiting_keeps_to_its_time_limit():
+    with pytest.raises(TimeoutError, match="RUNNING"):
+        Script(ok(job_body())).client().wait("ratings", timeout_s=0.0)
+    away = Script(*[httpx.ConnectError("gone")] * 100)
+    with pytest.raises(ServiceUnreachable):
+        away.client(num_retries=0).wait("ratings", timeout_s=10.0)
+    assert away.now_s < 16.0
+
+
+def test_a_long_log_is_read_piece_by_piece():
+    def piece(cursor: str, *texts: str) -> httpx.Response:
+        lines = [{"source": "driver", "text": text} for text in texts]
+        return ok({"attempt_id": "a", "sources": ["driver"], "lines": lines, "cursor": cursor})
+
+    script = Script(piece("1", "a", "b"), piece("2", "c"), piece("2"))
+    logs = script.client().read_logs("ratings", tail=9)
+    assert [line.text for line in logs.lines] == ["a", "b", "c"]
+    assert [dict(request.url.params) for request in script.requests] == [
+        {"tail": "9"},
+        {"after": "1"},
+        {"after": "2"},
+    ]
+
+
+def test_events_are_read_until_a_page_is_empty():
+    script = Script(
+        ok({"items": [event_body(1), event_body(2)], "next": "2"}),
+        ok({"items": [event_body(3)]}),
+        ok({"items": []}),
+    )
+    assert [event.id for event in script.client().iter_events("ratings")] == [1, 2, 3]
+    assert [request.url.params["after"] for request in script.requests] == ["0", "2", "3"]
+
+
+def test_a_stream_ends_with_its_end_event():
+    script = Script(sse(sse_event(1), sse_event(2)[:20], sse_event(2)[20:], END))
+    assert [event.id for event in script.client().follow_events("ratings")] == [1, 2]
+    assert script.requests[0].headers["accept"] == "text/event-stream"
+    assert "Last-Event-ID" not in script.requests[0].headers
+
+
+def test_a_broken_stream_goes_on_after_the_last_event():
+    script = Script(
+        sse(sse_event(1), sse_event(2), sse_event(3)[:20]),
+        *[httpx.ConnectError("restarting")] * 20,
+        httpx.Response(503),
+        sse(sse_event(3), END),
+    )
+    found = [event.id for event in script.client(num_retries=2).follow_events("ratings")]
+    assert found == [1, 2, 3]
+    assert script.requests[-1].headers["Last-Event-ID"] == "2"
+
+
+def test_a_stream_that_breaks_again_and_again_but_brings_news_is_followed():
+    script = Script(*[sse(sse_event(number)) for number in range(1, 10)], sse(END))
+    found = [event.id for event in script.client(num_retries=2).follow_events("ratings")]
+    assert found == list(range(1, 10))
+
+
+def test_a_stream_that_brings_nothing_is_given_up():
+    script = Script(sse(), sse(), sse())
+    with pytest.raises(ServiceUnreachable, match="broke off"):
+        list(script.client(num_retries=2).follow_events("ratings", patience_s=0.0))
+
+
+def test_a_quiet_stream_that_is_cut_off_now_and_then_is_followed():
+    script = Script(*[sse(": keep-alive\n\n") for _ in range(9)], sse(END))
+    client = script.client(num_retries=2)
+    assert list(client.follow_events("ratings", patience_s=0.0)) == []
+
+
+def test_a_stream_of_an_unknown_job_is_not_found_at_once():
+    script = Script(httpx.Response(404, json=problem_body(404, "job_not_found", "no job")))
+    with pytest.raises(NotFound):
+        list(script.client().follow_logs("nobody"))
+    assert script.naps_s == []
+
+
+@given(num_failures=st.integers(1, 100_000), jitter=st.floats(0.0, 0.999))
+def test_backoff_is_bounded(num_failures, jitter):
+    policy = RetryPolicy()
+    delay_s = policy.delay_s(num_failures, jitter)
+    assert policy.first_delay_s / 2 <= delay_s <= policy.max_delay_s
+
+
+@given(num_retries=st.integers(0, 12), patience_s=st.floats(0.0, 1000.0))
+def test_failures_end_after_the_retries_and_the_patience(num_retries, patience_s):
+    script, error = Script(), ServiceUnreachable("http://nobody", "gone")
+    policy = RetryPolicy(num_retries=num_retries)
+    patience = RetryBudget(policy, patience_s, script.sleep, lambda: script.now_s)
+    with pytest.raises(ServiceUnreachable):
+        while True:
+            patience.endure(error)
+    assert len(script.naps_s) >= num_retries
+    assert script.now_s >= patience_s
+    if len(script.naps_s) > num_retries:
+        assert script.now_s < patience_s + policy.max_delay_s
+
+
+def _archive(*members: tuple[str, bytes | str]) -> httpx.Response:
+    """A tar of files, and of links where the content is text."""
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            if isinstance(content, str):
+                info.type, info.linkname = tarfile.SYMTYPE, content
+            info.size = len(content) if isinstance(content, bytes) else 0
+            archive.addfile(info, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return httpx.Response(200, content=made.getvalue())
+
+
+def test_an_export_that_leaves_its_folder_is_not_unpacked(tmp_path: Path) -> None:
+    exports: list[list[tuple[str, bytes | str]]] = [
+        [("../escaped", b"x")],
+        [("inside/../../escaped", b"x")],
+        [("/tmp/escaped-from-an-export", b"x")],
+        [("link", "/etc/passwd")],
+        [("out", ".."), ("out/escaped", b"x")],
+    ]
+    for members in exports:
+        client = Script(_archive(*members)).client()
+        with pytest.raises(ExportFailed, match="which is no file of an export"):
+            client.download_export("job-1", "x-1", tmp_path / "made" / "to")
+        assert [*(tmp_path / "made").iterdir()] == []
+        assert not (tmp_path / "escaped").exists()
+        assert not Path("/tmp/escaped-from-an-export").exists()
+
+
+# ---- resize and drain
+
+WISH = {"id": "r-0000c0de", "workers": 4, "drain_hosts": ["127.0.0.3"]}
+
+
+def test_a_size_and_a_host_are_sent_until_what_is_wanted_comes_back() -> None:
+    trouble = httpx.Response(503, json=problem_body(503, "storage_unavailable", "no space left"))
+    script = Script(trouble, ok(WISH), ok(WISH), ok(WISH))
+    client = script.client()
+    assert client.resize("ratings", 4) == ResizeRequestOut(**WISH)
+    client.drain("ratings", "127.0.0.3")
+    client.drain("ratings", "127.0.0.3", undo=True)
+    sent = [(r.url.path, json.loads(r.content)) for r in script.requests[1:]]
+    assert sent == [
+        ("/v1/jobs/ratings/resize", {"workers": 4}),
+        ("/v1/jobs/ratings/drain", {"host": "127.0.0.3", "undo": False}),
+        ("/v1/jobs/ratings/drain", {"host": "127.0.0.3", "undo": True}),
+    ]
+
+
+# ---- traces
+
+REQUESTED = TraceRequested(**requested_trace_body())
+
+
+def test_waiting_ends_when_every_rank_is_written() -> None:
+    one, both = [trace_body(0)], [trace_body(1), trace_body(0)]
+    script = Script(
+        *(ok(body) for body in (job_body(), {"items": one}, job_body(), {"items": both}))
+    )
+    found = script.client().wait_for_traces("ratings", REQUESTED)
+    assert [trace.rank for trace in found] == [0, 1]
+    assert script.naps_s == [0.5]
+
+
+def test_a_trace_that_is_written_as_the_job_ends_still_counts() -> None:
+    both = {"items": [trace_body(0), trace_body(1)]}
+    script = Script(ok(job_body(status="SUCCEEDED")), ok(both))
+    assert len(script.client().wait_for_traces("ratings", REQUESTED)) == 2
+
+
+def test_waiting_gives_up_when_the_workers_asked_are_gone_or_time_is_over() -> None:
+    for change in ({"status": "FAILED"}, {"current_attempt_id": "job-0000000000ab-a1"}):
+        script = Script(ok(job_body(**change)), ok({"items": [trace_body(0)]}))
+        with pytest.raises(TraceLost, match="t-0000c0de did not come"):
+            script.client().wait_for_traces("ratings", REQUESTED)
+    answers = [ok(job_body()), ok({"items": []})] * 3
+    with pytest.raises(TraceLost, match="within 1 s"):
+        Script(*answers).client().wait_for_traces("ratings", REQUESTED, timeout_s=1.0)
+
+
+def test_a_download_lands_in_the_folder_under_its_name(tmp_path: Path) -> None:
+    script = Script(httpx.Response(200, content=b"\x1f\x8b"))
+    trace = TraceOut(**trace_body(0))
+    path = script.client().download_trace("ratings", trace, tmp_path / "new" / "folder")
+    assert (path.name, path.read_bytes()) == (trace.name, b"\x1f\x8b")
+    assert script.requests[0].url.params["attempt"] == trace.attempt_id
+
+
+def test_a_trace_that_is_gone_leaves_no_file(tmp_path: Path) -> None:
+    script = Script(httpx.Response(404, json=problem_body(404, "trace_not_found", "gone")))
+    with pytest.raises(NotFound):
+        script.client().download_trace("ratings", TraceOut(**trace_body(0)), tmp_path)
+    assert list(tmp_path.iterdir()) == []

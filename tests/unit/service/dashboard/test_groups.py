@@ -1,0 +1,332 @@
+"""What the page of a job makes of groups that change, of a sharding plan and of traces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.dashboard import fragments, views
+from service.dashboard.groups import GroupsView, MemberGrid, groups_view, member_grid
+from service.dashboard.sharding import sharding_view
+from service.domain.ingest import apply_events
+from service.domain.models import (
+    Checkpoint,
+    EndReason,
+    Job,
+    JobStatus,
+    Progress,
+    ReportedEnd,
+    TimelineEvent,
+)
+from tests.harness.builders import (
+    HOSTS,
+    NOW,
+    attempt_of,
+    divergence,
+    group_joined,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
+    queued_job,
+    recovered,
+    row_wise_plan,
+    table_wise_plan,
+    trace_written,
+    workers_lost,
+    workers_started,
+)
+from trainer.protocol import events
+from trainer.protocol.events import Event, Metrics, TablePlan
+
+SPREAD = {
+    "workers": {"min": 2, "max": 6},
+    "shard_group_size": 2,
+    "placement": "inter_host",
+    "survive": {"hosts": 1},
+}
+Scene = tuple[Job, Sequence[TimelineEvent]]
+
+
+def scene(*records: Event, parallelism: dict[str, Any] = SPREAD) -> Scene:
+    """A running job that told these records, and its timeline."""
+    job = queued_job(parallelism=parallelism)
+    attempt = attempt_of(job)
+    progress = Progress(step=130, total_steps=1000)
+    job = replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id, progress=progress)
+    intake = apply_events(job, attempt, records, NOW)
+    return intake.job, intake.timeline
+
+
+def degraded() -> Scene:
+    """Three groups of which one was lost after a minute, 20 seconds ago."""
+    return scene(
+        layout_chosen(),
+        membership_changed(),
+        group_lost(1, time=NOW + 60),
+        membership_changed(group_member(0), group_member(2), generation=2, time=NOW + 60),
+        recovered(time=NOW + 60.4),
+    )
+
+
+def view_of(told: Scene, *checkpoints: Checkpoint, at_s: float = 80.0) -> GroupsView:
+    return groups_view(told[0], told[1], checkpoints, NOW + at_s)
+
+
+def grid_of(told: Scene) -> MemberGrid:
+    grid = member_grid(told[0], told[1], views.NUM_HOST_COLOURS)
+    assert grid
+    return grid
+
+
+def fact(view: GroupsView, name: str) -> tuple[str, str]:
+    """Text and tone of one fact."""
+    (found,) = [each for each in view.facts if each.name == name]
+    return found.text, found.tone
+
+
+def saved(step: int) -> Checkpoint:
+    return Checkpoint("job-1", step, f"step-{step}", 1, NOW, True, {})
+
+
+def test_a_lane_shows_when_its_group_trained_and_when_it_was_gone() -> None:
+    lanes = view_of(degraded()).lanes
+    assert [(lane.group, lane.tone, lane.hosts) for lane in lanes] == [
+        (0, "good", HOSTS[0]),
+        (1, "bad", HOSTS[1]),
+        (2, "good", HOSTS[2]),
+    ]
+    spans = [(span.tone, span.left, span.width) for span in lanes[1].spans]
+    assert spans == [("good", 0.0, 75.0), ("bad", 75.0, 25.0)]
+    assert lanes[1].spans[1].title == "group 1 is gone, 20s"
+    job, timeline = degraded()
+    ended = replace(job, status=JobStatus.SUCCEEDED, ended_at=NOW + 70)
+    assert groups_view(ended, timeline, (), NOW + 5000).until == "+01:10"
+
+
+def test_a_group_that_copies_is_not_yet_shown_as_training() -> None:
+    back = group_member(1, "listening", incarnation=1)
+    told = scene(
+        membership_changed(group_member(0), group_member(1)),
+        group_lost(1, time=NOW + 10),
+        membership_changed(group_member(0), back, generation=3, time=NOW + 20),
+        membership_changed(group_member(0), group_member(1, incarnation=1), time=NOW + 30),
+        group_joined(1, time=NOW + 30),
+    )
+    lane = view_of(told, at_s=40).lanes[1]
+    assert [span.tone for span in lane.spans] == ["good", "bad", "active", "good"]
+    assert [span.width for span in lane.spans] == [25.0] * 4
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.sets(st.integers(0, 3)), st.integers(0, 50)), min_size=1, max_size=8))
+def test_spans_of_a_lane_never_overlap_and_stay_within_it(told: list[tuple[set[int], int]]) -> None:
+    records = [
+        membership_changed(*map(group_member, groups), time=NOW + at)
+        for groups, at in told
+        if groups
+    ]
+    for lane in view_of(scene(*records)).lanes:
+        edge = 0.0
+        for span in lane.spans:
+            assert span.left >= edge - 1e-6
+            edge = span.left + span.width
+        assert edge <= 100 + 1e-6
+
+
+def test_what_needs_attention_is_coloured() -> None:
+    view = view_of(degraded())
+    assert fact(view, "Training") == ("2 of 3 groups, generation 2, commit 2", "warn")
+    assert fact(view, "Copies alive") == ("2 of each shard, on 2 hosts; 1 more may be lost", "good")
+    assert fact(view, "Last recovery") == ("in 310 ms, nothing to redo, 19s ago", "good")
+    alone = membership_changed(group_member(0), generation=3)
+    fewer = fact(view_of(scene(layout_chosen(), alone)), "Copies alive")
+    assert fewer == ("1 of each shard, on 1 host; survive needs 2", "warn")
+
+
+def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_so() -> None:
+    told = degraded()
+    text = "30 steps (46.1k rows) since the checkpoint of step 100"
+    assert fact(view_of(told, saved(100)), "At risk")[0] == text
+    job = replace(told[0], latest_metrics={"risk/steps_undurable": 12.0})
+    view = groups_view(job, told[1], [saved(100)], NOW)
+    assert fact(view, "At risk")[0].startswith("12 steps")
+    assert fact(view_of(told), "At risk")[0].endswith("so far")
+
+
+def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
+    values = {"goodput/share": 0.96, "goodput/lost_s/start": 6.0, "goodput/lost_s/redo": 2.0}
+    view = view_of(scene(Metrics(time=NOW, step=1, values=values)))
+    assert view.goodput == "96.0%"
+    assert [(loss.cause, loss.text, round(loss.percent)) for loss in view.losses] == [
+        ("start", "3.0%", 75),
+        ("work done again", "1.0%", 25),
+    ]
+    assert view.lanes == ()
+
+
+def test_what_is_wanted_is_shown_until_the_job_ends() -> None:
+    job, timeline = degraded()
+    data: dict[str, object] = {"id": "r-1", "workers": 4, "drain_hosts": [HOSTS[2]]}
+    line = replace(timeline[0], kind="drain_requested", data=data)
+    view = groups_view(job, [*timeline, line], (), NOW)
+    assert fact(view, "Wanted") == (f"4 workers, without {HOSTS[2]}", "active")
+    ended = replace(job, status=JobStatus.SUCCEEDED, ended_at=NOW)
+    names = {each.name for each in groups_view(ended, [*timeline, line], (), NOW).facts}
+    assert names == {"Last recovery", "Failure domain", "Layout"}
+
+
+def test_a_host_that_is_left_out_is_named_until_its_time_has_come() -> None:
+    out = events.HostExcluded(time=NOW, host="h9", num_failures=3, until=NOW + 600)
+    told = scene(layout_chosen(), out)
+    assert fact(view_of(told, at_s=0), "Left out") == ("h9 for 10m 00s", "warn")
+    assert "Left out" not in {each.name for each in view_of(told, at_s=601).facts}
+
+
+def test_the_grid_has_a_row_for_every_group_the_lost_one_included() -> None:
+    grid = grid_of(degraded())
+    assert [(row.group, row.standing, row.tone) for row in grid.rows] == [
+        (0, "trains", "good"),
+        (1, "gone", "bad"),
+        (2, "trains", "good"),
+    ]
+    assert [cell.host_index for cell in grid.rows[1].cells] == [None, None]
+    # A host keeps its colour while its group is gone.
+    assert [cell.host_index for cell in grid.rows[2].cells] == [2, 2]
+    assert grid.hosts == HOSTS
+
+
+def test_copies_alive_are_counted_under_each_shard() -> None:
+    copies = grid_of(degraded()).copies
+    assert [(each.text, each.tone) for each in copies] == [("2 of 3", "good")] * 2
+    assert copies[0].title == "2 copies of shard 0 on 2 host(s); survive needs 2"
+
+
+def test_an_ended_job_shows_the_groups_that_its_workers_formed() -> None:
+    job, timeline = scene(layout_chosen(), membership_changed(), workers_started())
+    assert "group 0" in fragments.groups(job, timeline)
+    ended = replace(job, status=JobStatus.FAILED, ended_at=NOW)
+    assert "replica 0" in fragments.groups(ended, timeline)
+
+
+def test_a_degraded_job_is_marked_in_list_and_heading() -> None:
+    job, _ = degraded()
+    assert views.job_row(job, NOW)["groups"] == "2 of 3 groups"
+    assert "2 of 3 groups" in fragments.heading(job, NOW)
+    whole, _ = scene(layout_chosen(), membership_changed())
+    assert views.job_row(whole, NOW)["groups"] == ""
+    assert not groups_view(queued_job(), (), (), NOW).has_content
+
+
+def test_the_evidence_of_an_end_is_shown_with_its_attempt_and_what_to_change() -> None:
+    job, timeline = scene(workers_lost().model_copy(update={"evidence": {"exit": "-9"}}))
+    assert "exit: -9" in fragments.timeline(job, timeline)
+    report = ReportedEnd(EndReason.DEVICE_OOM, "killed", NOW, {"signal": "9", "host": HOSTS[1]})
+    attempt = replace(attempt_of(job), end_reason=EndReason.DEVICE_OOM, reported_end=report)
+    (line,) = views.attempt_lines(job, [attempt], NOW)
+    assert line.evidence == (("signal", "9"), ("host", HOSTS[1]))
+    assert HOSTS[1] in fragments.attempts(job, [attempt], NOW)
+    failed = replace(
+        job, status=JobStatus.FAILED, reason=EndReason.RETRIES_EXHAUSTED, message="gave up"
+    )
+    assert "Lower data.batch_size" in fragments.heading(failed, NOW, [attempt])
+
+
+def test_text_of_records_cannot_become_markup() -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    plan = TablePlan.model_validate({**row_wise_plan().model_dump(), "name": hostile})
+    told = scene(
+        layout_chosen(reason=hostile),
+        membership_changed(group_member(0).model_copy(update={"hosts": [hostile] * 2})),
+        group_lost(2, reason=hostile),
+        workers_started(tables=[plan]),
+        divergence(table=hostile),
+    )
+    view = groups_view(told[0], told[1], (), NOW)
+    html = fragments.membership(view) + fragments.groups(*told) + fragments.sharding(*told)
+    assert "<img" not in html
+    assert "&lt;img" in html
+
+
+# ---- sharding and traces
+
+
+@pytest.fixture
+def job() -> Job:
+    """A job of 2 replicas x 2 shards."""
+    return queued_job()
+
+
+def timeline_of(job: Job, *records: Event) -> list[TimelineEvent]:
+    """The lines that these records leave."""
+    return apply_events(job, attempt_of(job), records, NOW).timeline
+
+
+def test_each_table_shows_its_plan_in_words_and_as_a_picture(job: Job) -> None:
+    plans = [row_wise_plan(num_embeddings=3000), table_wise_plan("movies", 1)]
+    view = sharding_view(job, timeline_of(job, workers_started(tables=plans)))
+    users, movies = view.tables
+    assert (users.name, users.sharding, users.data_type) == ("users", "row-wise", "fp32")
+    assert (users.shape, users.size) == ("3,000 × 8", "108 kB")  # noqa: RUF001
+    assert [(box.position, box.top, box.height) for box in users.boxes] == [(0, 0, 50), (1, 50, 50)]
+    assert [(box.left, box.width) for box in users.boxes] == [(0, 100)] * 2
+    assert [box.text for box in movies.boxes] == ["all"]
+
+
+def test_the_bars_show_who_holds_more_than_others(job: Job) -> None:
+    plans = [row_wise_plan(), table_wise_plan("movies", 1, size_bytes=1800)]
+    view = sharding_view(job, timeline_of(job, workers_started(tables=plans)))
+    assert [bar.ranks for bar in view.bars] == ["ranks 0, 1", "ranks 2, 3"]
+    assert [[s.percent for s in bar.segments] for bar in view.bars] == [[50.0], [50.0, 50.0]]
+    assert view.bars[1].segments[1].title == "movies: 1.8 kB"
+    assert view.imbalance == "1.33×"  # noqa: RUF001
+
+
+def test_a_data_parallel_table_is_whole_everywhere(job: Job) -> None:
+    plan = row_wise_plan().model_copy(update={"sharding_type": "data_parallel", "shards": []})
+    timeline = timeline_of(job, workers_started(tables=[plan]))
+    assert sharding_view(job, timeline).tables[0].is_whole
+    assert "whole on every rank" in fragments.sharding(job, timeline)
+
+
+def test_the_section_shows_the_policy_before_there_is_a_plan_and_without_one(job: Job) -> None:
+    for timeline in ([], timeline_of(job, workers_started())):
+        html = fragments.sharding(job, timeline)
+        assert "once the workers have told their plan" in html
+        assert "the rows touched since the last sync" in html
+        assert "Tables per position" not in html
+
+
+def test_traces_are_newest_first_with_a_link_to_the_attempt_that_wrote_them(job: Job) -> None:
+    assert "No trace has been written yet" in fragments.traces(job, [], NOW)
+    records = [trace_written("spec"), trace_written("t-00000001", 1, time=NOW + 60, step=1200)]
+    html = fragments.traces(job, timeline_of(job, *records), NOW + 90)
+    link = f"/v1/jobs/{job.id}/traces/t-00000001-rank1.json.gz?attempt={job.id}-a0"
+    assert f'href="{link}"' in html
+    assert html.index("t-00000001") < html.index("spec-rank0")
+    for part in ("1,200", "1.2 MB", "30s ago"):
+        assert part in html
+
+
+def test_divergences_are_an_alarm_with_the_newest_first(job: Job) -> None:
+    timeline = timeline_of(job, *(divergence(step=step) for step in (10, 20, 30, 40)))
+    view = sharding_view(job, timeline)
+    assert (view.num_divergences, len(view.divergences)) == (4, 3)
+    assert "step 40" in view.divergences[0]
+    assert "4 so far" in fragments.sharding(job, timeline)
+    assert views.event_tone(job, timeline[0]) == "bad"
+    assert "alert" not in fragments.sharding(job, [])
+
+
+def test_a_job_stored_before_plans_and_policies_is_shown_whole(job: Job) -> None:
+    planned = timeline_of(job, workers_started(tables=[row_wise_plan()]))
+    assert "row_wise" not in fragments.groups(job, planned)
+    lines = timeline_of(job, workers_started())
+    del lines[0].data["tables"]
+    assert "row_wise" in fragments.groups(job, lines)
+    assert "once the workers have told their plan" in fragments.sharding(job, lines)

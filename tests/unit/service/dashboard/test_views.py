@@ -1,0 +1,308 @@
+"""What the dashboard makes of jobs, timelines, checkpoints and attempts, and serves of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.app import create_app
+from service.backends.fake import FakeBackend
+from service.dashboard import fragments, views
+from service.dashboard.app import mount
+from service.dashboard.pages import spec_yaml
+from service.dashboard.panels import suggested_source
+from service.dashboard.snapshots import LIST_MAX_AGE_S, ListFeed, ListFilter, load_job
+from service.db.jobs import JobStore
+from service.domain.models import (
+    Checkpoint,
+    EndReason,
+    Job,
+    JobStatus,
+    Progress,
+    QueueState,
+    TimelineEvent,
+)
+from service.errors import JobNotFound
+from service.settings import Settings
+from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
+from tests.harness.service import LOOPBACK_URL, problem_in
+from trainer.layout.layout import Layout
+from trainer.spec import load_spec
+
+
+def running_job(**fields: Any) -> Job:
+    """A job at half its steps."""
+    progress = Progress(step=50, total_steps=100, rows=51_200, rows_per_s=16_540, eta_s=200)
+    job = replace(queued_job(), status=JobStatus.RUNNING, started_at=NOW + 10, progress=progress)
+    return replace(job, **fields)
+
+
+def event(kind: str, *, id: int = 1, time: float = NOW, **data: object) -> TimelineEvent:
+    """A timeline line with a message of its own kind."""
+    return TimelineEvent(id, "job-1", "job-1-a0", time, kind, f"about {kind}", "driver", data)
+
+
+def workers_event(sharding: list[list[int]], replicas: list[list[int]], hosts: list[str]) -> Any:
+    """The record of a worker group, as the store keeps it."""
+    return event(
+        "workers_started",
+        run_index=0,
+        world_size=len(hosts),
+        shard_group_size=len(sharding[0]),
+        num_replicas=len(sharding),
+        placement="intra_host",
+        backend="gloo",
+        sharding_groups=sharding,
+        replica_groups=replicas,
+        hosts=hosts,
+        table_shards={"users": "row_wise"},
+        total_steps=100,
+        resumed_step=0,
+    )
+
+
+def test_a_running_job_shows_progress_eta_and_layout() -> None:
+    row = views.job_row(running_job(latest_metrics={"train/loss": 0.61}), NOW + 70)
+    assert row["percent"] == 50.0
+    assert row["aside"] == "3m 20s left"
+    assert row["workers"] == "4 = 2 × 2"  # noqa: RUF001
+    assert (row["loss"], row["rows_per_s"], row["duration"]) == ("0.6100", "16.5k", "1m 00s")
+    almost = running_job(progress=Progress(step=9_999, total_steps=10_000))
+    assert views.progress_view(almost).percent_text == "99%"
+    # A row is strict JSON, whatever the loss.
+    row = views.job_row(running_job(latest_metrics={"train/loss": math.nan}), NOW)
+    assert json.loads(json.dumps(row, allow_nan=False))["loss"] == "NaN"
+
+
+def test_a_job_that_does_not_run_shows_why_instead_of_an_eta() -> None:
+    failed = running_job(status=JobStatus.FAILED, reason=EndReason.DATA_ERROR, ended_at=NOW + 20)
+    row = views.job_row(failed, NOW + 1000)
+    assert (row["tone"], row["aside"], row["duration"]) == ("bad", "data error", "10s")
+    note = QueueState(position=3, reason="waiting for 4 of 8 workers")
+    waiting = replace(queued_job(), queue_note=note.document)
+    assert views.job_row(waiting, NOW)["aside"] == "#3 in the queue"
+
+
+def test_the_list_filters_by_name_and_status() -> None:
+    for wanted, admitted in (
+        (ListFilter(), True),
+        (ListFilter(name="TIN"), True),
+        (ListFilter(name="other"), False),
+        (ListFilter(status=JobStatus.RUNNING), True),
+        (ListFilter(status=JobStatus.FAILED), False),
+    ):
+        assert wanted.admits(running_job()) is admitted
+
+
+def test_key_figures_follow_the_metric_of_the_task_and_flag_nan() -> None:
+    metrics = {"train/loss": math.nan, "validation/rmse": 0.87, "balance/lookup": 1.2}
+    figures = {f.name: f for f in views.key_figures(running_job(latest_metrics=metrics))}
+    assert figures["train/loss"].tone == "bad"
+    assert figures["validation/rmse"].label == "Validation RMSE"
+    assert figures["balance/lookup"].value == "1.20×"  # noqa: RUF001
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(["intra_host", "inter_host"]))
+def test_columns_of_the_grid_are_the_replica_groups(
+    num_replicas: int, shard_group_size: int, placement: Any
+) -> None:
+    world_size = num_replicas * shard_group_size
+    layout = Layout(world_size, shard_group_size, placement)
+    sharding = [list(group) for group in layout.sharding_groups]
+    replicas = [list(group) for group in layout.replica_groups]
+    grid = views.group_grid([workers_event(sharding, replicas, ["a"] * world_size)])
+    assert grid is not None
+    columns = list(zip(*grid.rows, strict=True))
+    assert [sorted(cell.rank for cell in column) for column in columns] == replicas
+
+
+def test_the_grid_shows_the_newest_workers() -> None:
+    first = workers_event([[0, 1]], [[0], [1]], ["a", "a"])
+    second = workers_event([[0], [1]], [[0, 1]], ["a", "b"])
+    grid = views.group_grid([first, second, event("note")])
+    assert grid is not None
+    assert (len(grid.rows), grid.hosts) == (2, ("a", "b"))
+    assert views.group_grid([event("job_submitted")]) is None
+
+
+def test_an_event_is_coloured_by_what_it_means() -> None:
+    failed = running_job(status=JobStatus.FAILED)
+    for line, tone in (
+        (event("note", level="error"), "bad"),
+        (event("note", level="info"), "neutral"),
+        (event("workers_lost"), "warn"),
+        (event("attempt_ended", reason="completed"), "good"),
+        (event("attempt_ended", reason="data_error"), "bad"),
+        (event("job_ended"), "bad"),
+    ):
+        assert views.event_tone(failed, line) == tone
+
+
+def test_the_timeline_is_newest_first_limited_and_counts_from_submission() -> None:
+    events = [event("note", id=n, time=NOW + n) for n in range(100)]
+    lines = views.timeline_lines(running_job(), events, 3)
+    assert [line.clock for line in lines] == ["+01:39", "+01:38", "+01:37"]
+
+
+def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
+    checkpoints = [
+        Checkpoint("job-1", step, f"step-{step}", 84_300_000, NOW, step == 500, {"train/loss": 1})
+        for step in (500, 1000)
+    ]
+    lines = views.checkpoint_lines(checkpoints, NOW + 90)
+    assert [(line.step, line.is_best) for line in lines] == [("1,000", False), ("500", True)]
+    assert (lines[0].size, lines[0].age) == ("84.3 MB", "1m 30s ago")
+
+
+def test_attempts_are_counted_from_one_and_a_live_one_is_still_running() -> None:
+    job = running_job()
+    ended = attempt_of(job, started_at=NOW, ended_at=NOW + 5, end_reason=EndReason.DRIVER_LOST)
+    newest, oldest = views.attempt_lines(
+        job, [ended, attempt_of(job, index=1, started_at=NOW + 60)], NOW + 75
+    )
+    assert (newest.number, newest.outcome, newest.duration) == (2, "live", "15s")
+    assert (oldest.number, oldest.outcome, oldest.tone) == (1, "driver lost", "bad")
+
+
+def test_the_spec_can_be_submitted_again_as_it_is_shown() -> None:
+    job = queued_job()
+    assert load_spec(spec_yaml(job)) == job.spec
+
+
+def test_the_log_of_rank_0_is_shown_first_where_there_is_one() -> None:
+    assert suggested_source(["driver"]) == "driver"
+    assert suggested_source(["driver", "rank-0", "rank-1"]) == "rank-0"
+    assert suggested_source(["driver", "group-1-rank-0", "group-2-rank-0"]) == "group-1-rank-0"
+    assert suggested_source([]) is None
+
+
+# ---- snapshots and fragments
+
+
+@pytest.fixture
+def job(store: JobStore) -> Job:
+    """A stored job with a live attempt and one record."""
+    stored = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    attempt = attempt_of(stored)
+    starting = replace(stored, status=JobStatus.STARTING, current_attempt_id=attempt.id)
+    store.update_job(starting, attempt=attempt)
+    store.append_events(attempt.id, batch(workers_started(), metrics(10, train_loss=0.9)), NOW)
+    return store.get_job(stored.id)
+
+
+def test_a_snapshot_holds_what_the_page_shows(store: JobStore, job: Job) -> None:
+    snapshot = load_job(store, job.id, None)
+    assert [event.kind for event in snapshot.timeline] == ["job_submitted", "workers_started"]
+    assert snapshot.points is not None
+    assert [point.value for point in snapshot.points["train/loss"]] == [0.9]
+    with pytest.raises(JobNotFound):
+        load_job(store, "job-nope", None)
+
+
+def test_a_later_snapshot_adds_only_what_is_new(store: JobStore, job: Job) -> None:
+    first = load_job(store, job.id, None)
+    unchanged = load_job(store, job.id, first)
+    assert (unchanged.points, unchanged.timeline) == (None, first.timeline)
+    store.append_events(f"{job.id}-a0", batch(metrics(20, train_loss=0.8), first_seq=2), NOW)
+    changed = load_job(store, job.id, unchanged)
+    assert changed.points is not None
+    assert [point.step for point in changed.points["train/loss"]] == [10, 20]
+
+
+def test_readers_of_the_list_share_one_read_until_it_is_old(store: JobStore) -> None:
+    now_s = 0.0
+    feed = ListFeed(store, clock=lambda: now_s)
+    assert not feed.latest().jobs
+    store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    assert not feed.latest().jobs
+    now_s = LIST_MAX_AGE_S
+    assert (len(feed.latest().jobs), feed.latest().has_more) == (1, False)
+    assert feed.latest().counts == {JobStatus.QUEUED: 1}
+
+
+def test_text_of_others_cannot_become_markup(job: Job) -> None:
+    hostile = "<img src=x onerror=alert(1)>"
+    failed = replace(job, status=JobStatus.FAILED, message=hostile)
+    line = TimelineEvent(1, job.id, None, NOW, "note", hostile, "driver", {})
+    html = fragments.heading(failed, NOW) + fragments.timeline(failed, [line])
+    assert "<img" not in html
+    assert html.count("&lt;img src=x onerror=alert(1)&gt;") == 2
+
+
+def test_fragments_of_a_new_job_say_what_will_come() -> None:
+    job = queued_job()
+    assert "once the workers have started" in fragments.groups(job, [])
+    assert "not started" in fragments.progress(job)
+    assert "No checkpoint" in fragments.checkpoints([], NOW)
+    assert "not been submitted" in fragments.attempts(job, [], NOW)
+    timeline = [workers_event([[0, 2], [1, 3]], [[0, 1], [2, 3]], ["a"] * 4)]
+    html = fragments.groups(job, timeline)
+    assert html.count('class="rank') == 4
+    assert 'title="rank 3 on a"' in html
+
+
+# ---- served beside the API
+
+
+@contextmanager
+def client_of(store: JobStore, home: Path) -> Iterator[TestClient]:
+    """A client of a started app that serves the dashboard over `store`."""
+    app = FastAPI()
+    mount(app, store, Settings(home=home), wake=lambda: None)
+    with TestClient(app) as client:
+        yield client
+
+
+def test_the_root_leads_to_the_list_and_other_paths_stay_with_the_api(
+    store: JobStore, tmp_path: Path
+) -> None:
+    with client_of(store, tmp_path) as client:
+        assert client.get("/", follow_redirects=False).headers["location"] == "/dashboard/"
+        assert client.get("/v1/unknown").json() == {"detail": "Not Found"}
+        assert client.get("/dashboard/").status_code == 200
+
+
+def test_each_app_of_a_process_shows_its_own_store(store: JobStore, tmp_path: Path) -> None:
+    with client_of(store, tmp_path) as client:
+        assert "movie-nights" not in client.get("/dashboard/").text
+    other = JobStore.open(f"sqlite:///{tmp_path / 'other.db'}")
+    other.create_job(queued_job(name="movie-nights"), idempotency_key=None, request_hash="")
+    with client_of(other, tmp_path) as client:
+        assert "movie-nights" in client.get("/dashboard/").text
+    other.close()
+
+
+def test_an_unknown_path_is_a_page_to_a_browser_and_a_problem_to_a_program(
+    store: JobStore, tmp_path: Path
+) -> None:
+    settings = Settings(home=tmp_path, backend="fake")
+    app = create_app(settings, store, FakeBackend(tmp_path / "fake"))
+    http = TestClient(app, base_url=LOOPBACK_URL)
+    browser = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+    page = http.get("/jobs/<b>", headers=browser)
+    assert page.status_code == 404
+    assert page.headers["content-type"].startswith("text/html")
+    assert "style-src 'unsafe-inline'" in page.headers["content-security-policy"]
+    assert "/jobs/&lt;b&gt;" in page.text
+    assert 'href="/dashboard/"' in page.text
+    problem_in(http.get("/jobs"), 404, "not_found")
+    problem_in(http.get("/v1/unknown", headers=browser), 404, "not_found")
+    problem_in(http.post("/jobs", headers=browser), 404, "not_found")
+
+
+def test_an_unknown_job_is_a_404_page(store: JobStore, tmp_path: Path) -> None:
+    with client_of(store, tmp_path) as client:
+        answer = client.get("/dashboard/jobs/job-unknown")
+    assert answer.status_code == 404
+    assert "There is no such job" in answer.text

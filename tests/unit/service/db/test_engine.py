@@ -1,0 +1,95 @@
+"""SQLite: writers of a process take turns, and its log is moved into the database beside them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from service.db import engine as engine_module
+from service.db.engine import Transactions, WalCheckpointer, write_in_background
+from service.db.jobs import JobStore
+from service.errors import StoreUnavailable
+
+
+def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = JobStore.open(f"sqlite:///{tmp_path / 'turns.db'}").engine
+    first, second = Transactions(engine), Transactions(engine)
+    writes, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with first.write():
+            writes.set()
+            may_end.wait(30)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert writes.wait(30)
+    with second.read() as connection:
+        assert connection.execute(text("SELECT 1")).scalar_one() == 1, "readers never wait"
+    monkeypatch.setattr(engine_module, "_TURN_S", 0.01)
+    with pytest.raises(StoreUnavailable, match="other writers"), second.write():
+        pass
+    may_end.set()
+    holder.join()
+    with second.write() as connection:
+        connection.execute(text("DELETE FROM answers"))
+
+
+def test_the_background_stands_in_a_queue_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Transactions(JobStore.open(f"sqlite:///{tmp_path / 'turns.db'}").engine)
+    refused = list[StoreUnavailable]()
+
+    def look() -> None:
+        write_in_background()
+        try:
+            with store.write():
+                pass
+        except StoreUnavailable as error:
+            refused.append(error)
+
+    monkeypatch.setattr(engine_module, "_TURN_S", 0.01)
+    turns = engine_module._turns.setdefault(store.engine, engine_module._Turns())
+    with turns._background_lock:
+        with store.write() as connection:
+            connection.execute(text("DELETE FROM answers"))
+        thread = threading.Thread(target=look)
+        thread.start()
+        thread.join()
+    assert len(refused) == 1, "it waits for the others in the background, as requests do not"
+
+
+# ---- the write-ahead log
+
+
+def test_a_long_log_is_moved_while_somebody_writes(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.db"
+    store = JobStore.open(f"sqlite:///{path}")
+    transactions, keeper = Transactions(store.engine), WalCheckpointer(store.engine)
+    with transactions.write() as connection:
+        connection.execute(text("CREATE TABLE filling (content BLOB)"))
+        connection.execute(text("INSERT INTO filling VALUES (zeroblob(5000000))"))
+    before = path.stat().st_size
+    with transactions.write() as connection:
+        connection.execute(text("INSERT INTO filling VALUES (zeroblob(10))"))
+        assert keeper.shorten()
+    assert path.stat().st_size > before + 5_000_000
+    with transactions.read() as connection:
+        assert connection.execute(text("SELECT count(*) FROM filling")).scalar_one() == 2
+    store.close()
+
+
+def test_a_short_log_and_another_database_are_left_alone(tmp_path: Path) -> None:
+    store = JobStore.open(f"sqlite:///{tmp_path / 'jobs.db'}")
+    assert not WalCheckpointer(store.engine).shorten()
+    store.close()
+    away = WalCheckpointer(create_engine("postgresql+psycopg://host/name"))
+    away.start()
+    assert not away.shorten()
+    away.close()

@@ -1,0 +1,336 @@
+"""The SQL store: compare-and-set, exactly-once ingest, fencing, downsampling, migrations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from alembic import command
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from sqlalchemy import inspect
+
+from service.db.engine import migrate, migration_config, open_engine
+from service.db.jobs import JobStore
+from service.db.tables import metadata
+from service.domain.models import Attempt, EndReason, Job, JobStatus, TimelineEvent
+from service.errors import AttemptNotFound, JobNotFound, SequenceGap, StaleVersion, StoreUnavailable
+from tests.harness.builders import (
+    NOW,
+    attempt_ended,
+    attempt_of,
+    batch,
+    checkpoint,
+    metrics,
+    queued_job,
+    workers_lost,
+    workers_started,
+)
+from tests.harness.properties import examples
+from trainer.protocol.events import CheckpointDeleted, Note, Progress
+
+pytestmark = pytest.mark.every_database
+
+
+def _stored(store: JobStore, job: Job | None = None) -> Job:
+    return store.create_job(job or queued_job(), idempotency_key=None, request_hash="h")
+
+
+def _starting(store: JobStore) -> tuple[Job, Attempt]:
+    """A stored job with a live attempt, about to run."""
+    job = _stored(store)
+    attempt = attempt_of(job, submitted_at=NOW)
+    changed = replace(job, status=JobStatus.STARTING, current_attempt_id=attempt.id)
+    return store.update_job(changed, attempt=attempt), attempt
+
+
+def test_what_does_not_exist_is_named(store: JobStore) -> None:
+    with pytest.raises(JobNotFound, match="job-nowhere"):
+        store.get_job("job-nowhere")
+    with pytest.raises(AttemptNotFound, match="job-nowhere-a0"):
+        store.append_events("job-nowhere-a0", batch(metrics(1, train_loss=1.0)), NOW)
+
+
+def test_an_update_raises_the_version_and_a_stale_one_is_refused(store: JobStore) -> None:
+    job = _stored(store)
+    written = store.update_job(replace(job, message="first"))
+    assert written.version == job.version + 1
+    with pytest.raises(StaleVersion):
+        store.update_job(replace(job, message="second"))
+    assert store.get_job(job.id).message == "first"
+
+
+def test_a_refused_update_leaves_no_attempt_and_no_line(store: JobStore) -> None:
+    job = _stored(store)
+    store.update_job(job)
+    line = TimelineEvent(0, job.id, None, NOW, "job_ended", "no", "service", {})
+    with pytest.raises(StaleVersion):
+        store.update_job(job, attempt=attempt_of(job), timeline=[line])
+    assert store.list_attempts(job.id) == []
+    assert [line.kind for line in store.list_timeline(job.id)] == ["job_submitted"]
+
+
+def test_jobs_are_filtered_by_status_and_name(store: JobStore) -> None:
+    other = _stored(store, queued_job(now=NOW + 1, name="other"))
+    ended = store.update_job(replace(_stored(store), status=JobStatus.FAILED))
+    assert store.list_jobs(name="other")[0] == [other]
+    assert store.list_jobs(statuses=[JobStatus.FAILED, JobStatus.CANCELLED])[0] == [ended]
+    assert store.list_live_jobs() == [other]
+
+
+def test_started_workers_make_a_starting_job_run(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    store.append_events(attempt.id, batch(workers_started(total_steps=70)), NOW + 5)
+    running = store.get_job(job.id)
+    assert (running.status, running.started_at) == (JobStatus.RUNNING, NOW + 5)
+    assert running.progress.total_steps == 70
+    assert running.version > job.version
+
+
+def test_started_workers_do_not_revive_a_stopping_job(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    store.update_job(replace(job, status=JobStatus.STOPPING))
+    store.append_events(attempt.id, batch(workers_started()), NOW)
+    assert store.get_job(job.id).status is JobStatus.STOPPING
+
+
+def test_busy_training_never_makes_a_decision_stale(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    progress = Progress(
+        time=NOW, step=3, total_steps=9, epoch=0, rows=30, rows_per_s=1.5, eta_s=math.nan
+    )
+    store.append_events(attempt.id, batch(metrics(3, train_loss=0.1), progress), NOW)
+    written = store.update_job(replace(job, message="decided"))
+    read = store.get_job(job.id)
+    assert read.version == written.version
+    assert (read.progress.step, read.progress.rows, read.progress.eta_s) == (3, 30, None)
+    assert read.latest_metrics == {"train/loss": 0.1}
+
+
+def test_a_reported_end_makes_an_older_decision_stale(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    store.append_events(attempt.id, batch(workers_lost(), attempt_ended("data_error")), NOW + 1)
+    with pytest.raises(StaleVersion):
+        store.update_job(job, attempt=attempt)
+    read = store.get_attempt(attempt.id)
+    assert read.num_worker_failures == 1
+    assert read.reported_end is not None
+    assert (read.reported_end.reason, read.reported_end.time) == (EndReason.DATA_ERROR, NOW + 1)
+
+
+def test_an_unknown_end_reason_counts_as_a_training_error(store: JobStore) -> None:
+    _, attempt = _starting(store)
+    store.append_events(attempt.id, batch(attempt_ended("cosmic_rays")), NOW)
+    report = store.get_attempt(attempt.id).reported_end
+    assert report is not None
+    assert report.reason is EndReason.TRAINING_ERROR
+    assert "cosmic_rays" in report.message
+
+
+def test_an_attempt_that_was_replaced_no_longer_steers(store: JobStore) -> None:
+    job, old = _starting(store)
+    ended = replace(old, ended_at=NOW, end_reason=EndReason.DRIVER_LOST)
+    job = store.update_job(job, attempt=ended)
+    new = attempt_of(job, index=1, submitted_at=NOW)
+    job = store.update_job(replace(job, current_attempt_id=new.id), attempt=new)
+    store.append_events(new.id, batch(metrics(5, train_loss=0.5)), NOW)
+    late = batch(workers_started(), metrics(5, train_loss=9.0), attempt_ended("data_error"))
+    store.append_events(old.id, late, NOW)
+    read = store.get_job(job.id)
+    assert read.status is JobStatus.STARTING
+    assert read.latest_metrics == {"train/loss": 0.5}
+    assert store.get_attempt(old.id) == ended
+    assert [point.value for point in store.metric_points(job.id, "train/loss")] == [0.5]
+
+
+def test_a_gap_names_the_wanted_record_and_stores_nothing(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
+    with pytest.raises(SequenceGap) as caught:
+        store.append_events(attempt.id, batch(metrics(3, train_loss=3.0), first_seq=2), NOW)
+    assert caught.value.next_seq == 1
+    assert len(store.metric_points(job.id, "train/loss")) == 1
+
+
+def test_streams_of_an_attempt_are_numbered_apart(store: JobStore) -> None:
+    _, attempt = _starting(store)
+    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
+    store.append_events(attempt.id, batch(Note(time=NOW, message="hi"), stream="driver"), NOW)
+    assert store.stream_positions(attempt.id) == {"driver": 1, "rank-0": 1}
+
+
+@settings(
+    max_examples=examples(25),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(slices=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 10)), max_size=12))
+def test_records_are_taken_exactly_once_however_batches_arrive(
+    store: JobStore, slices: list[tuple[int, int]]
+) -> None:
+    job, attempt = _starting(store)
+    notes = [Note(time=NOW, message=f"note {number}") for number in range(10)]
+    for first, size in [*slices, (0, 10)]:
+        part = batch(*notes[first : first + size], first_seq=first)
+        position = store.stream_positions(attempt.id).get("rank-0", 0)
+        if first > position:
+            with pytest.raises(SequenceGap):
+                store.append_events(attempt.id, part, NOW)
+        else:
+            ack = store.append_events(attempt.id, part, NOW)
+            assert ack.next_seq == max(position, min(10, first + size))
+    taken = [line.message for line in store.list_timeline(job.id) if line.kind == "note"]
+    assert taken == [note.message for note in notes]
+
+
+def test_metrics_and_progress_write_no_timeline_lines(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0), workers_lost()), NOW)
+    kinds = [line.kind for line in store.list_timeline(job.id)]
+    assert kinds == ["job_submitted", "workers_lost"]
+
+
+def test_nan_and_infinite_values_survive(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    records = [metrics(1, train_loss=math.nan), metrics(2, train_loss=math.inf)]
+    store.append_events(attempt.id, batch(*records), NOW)
+    values = [point.value for point in store.metric_points(job.id, "train/loss")]
+    assert math.isnan(values[0])
+    assert values[1] == math.inf
+    assert store.get_job(job.id).latest_metrics == {"train/loss": math.inf}
+
+
+def test_a_repeated_step_shows_its_newest_value(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    records = [metrics(1, train_loss=1.0), metrics(2, train_loss=2.0), metrics(1, train_loss=7.0)]
+    store.append_events(attempt.id, batch(*records), NOW)
+    assert [p.value for p in store.metric_points(job.id, "train/loss")] == [7.0, 2.0]
+
+
+@settings(
+    max_examples=examples(20),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    values=st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=60), max_points=st.integers(1, 20)
+)
+def test_downsampling_keeps_extremes_last_step_and_mean(
+    store: JobStore, values: list[float], max_points: int
+) -> None:
+    job, attempt = _starting(store)
+    records = [metrics(10 * step, train_loss=value) for step, value in enumerate(values)]
+    store.append_events(attempt.id, batch(*records), NOW)
+    points = store.metric_points(job.id, "train/loss", max_points=max_points)
+    assert len(points) <= max_points or len(points) == len(values) <= max_points
+    assert min(p.min for p in points) == min(values)
+    assert max(p.max for p in points) == max(values)
+    assert points[-1].step == 10 * (len(values) - 1)
+    assert [p.step for p in points] == sorted(p.step for p in points)
+    if max_points == 1:
+        assert points[0].value == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-6)
+
+
+def test_a_bucket_with_a_nan_shows_it(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    losses = [1.0, math.nan, 3.0]
+    records = [metrics(step, train_loss=loss) for step, loss in enumerate(losses)]
+    store.append_events(attempt.id, batch(*records), NOW)
+    (point,) = store.metric_points(job.id, "train/loss", max_points=1)
+    assert math.isnan(point.value)
+    assert (point.min, point.max) == (1.0, 3.0)
+
+
+def test_points_are_read_by_range_of_steps(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    records = [metrics(step, train_loss=1.0, validation_rmse=2.0) for step in range(10)]
+    store.append_events(attempt.id, batch(*records), NOW)
+    points = store.metric_points(job.id, "train/loss", from_step=3, to_step=5)
+    assert [point.step for point in points] == [3, 4, 5]
+    assert store.metric_names(job.id) == ["train/loss", "validation/rmse"]
+    assert store.metric_points(job.id, "no/such") == []
+
+
+def test_one_checkpoint_is_best_and_deleted_ones_are_gone(store: JobStore) -> None:
+    job, attempt = _starting(store)
+    gone = CheckpointDeleted(time=NOW, step=1, path=checkpoint(1).path)
+    records = [checkpoint(1), checkpoint(2, is_best=True), checkpoint(3, is_best=True), gone]
+    store.append_events(attempt.id, batch(*records), NOW)
+    found = [(c.step, c.is_best) for c in store.list_checkpoints(job.id)]
+    assert found == [(2, False), (3, True)]
+
+
+def test_everything_survives_a_restart(database_url: str) -> None:
+    first = JobStore.open(database_url)
+    job, attempt = _starting(first)
+    first.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
+    first.close()
+    second = JobStore.open(database_url)
+    assert second.stream_positions(attempt.id) == {"rank-0": 1}
+    assert second.get_job(job.id).latest_metrics == {"train/loss": 1.0}
+    second.close()
+
+
+def test_a_commit_reaches_the_disk_before_it_is_acknowledged(tmp_path: Path) -> None:
+    engine = open_engine(f"sqlite:///{tmp_path / 'shardloom.db'}")
+    with engine.connect() as connection:
+        full = connection.exec_driver_sql("PRAGMA synchronous").scalar()
+        mode = connection.exec_driver_sql("PRAGMA journal_mode").scalar()
+        keys = connection.exec_driver_sql("PRAGMA foreign_keys").scalar()
+    engine.dispose()
+    assert (full, mode, keys) == (2, "wal", 1)
+
+
+def test_models_and_migrations_agree(store: JobStore) -> None:
+    with store._engine.connect() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, metadata) == []
+
+
+def test_migrations_go_down_and_up_again(database_url: str) -> None:
+    engine = open_engine(database_url)
+    migrate(engine)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        command.downgrade(migration_config(connection), "base")
+    assert set(inspect(engine).get_table_names()) <= {"alembic_version", "sqlite_sequence"}
+    migrate(engine)
+    assert set(inspect(engine).get_table_names()) >= set(metadata.tables)
+    engine.dispose()
+
+
+def test_ping_names_a_missing_migration(database_url: str) -> None:
+    store = JobStore(open_engine(database_url))
+    with pytest.raises(StoreUnavailable, match="migration None"):
+        store.ping()
+    migrate(store._engine)
+    assert store.ping()["database"] == store.engine.dialect.name
+    store.close()
+
+
+def test_what_cannot_be_opened_or_is_no_database_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StoreUnavailable, match="SHARDLOOM_DATABASE_URL"):
+        JobStore.open(f"sqlite:///{tmp_path}")
+    path = tmp_path / "shardloom.db"
+    path.write_bytes(b"no database" * 1000)
+    with pytest.raises(StoreUnavailable, match="not a database"):
+        JobStore.open(f"sqlite:///{path}")
+
+
+def test_a_url_that_names_no_database_is_explained() -> None:
+    for url in ("foo", "sqlite://", "sqlite:///:memory:", "nosuch://u:hunter2@host/name"):
+        with pytest.raises(StoreUnavailable, match="SHARDLOOM_DATABASE_URL reads as in") as caught:
+            open_engine(url)
+        assert "hunter2" not in str(caught.value)
+
+
+def test_a_database_of_a_newer_version_is_named(database_url: str) -> None:
+    store = JobStore.open(database_url)
+    with store._engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        connection.exec_driver_sql("update alembic_version set version_num = '0099'")
+    store.close()
+    with pytest.raises(StoreUnavailable, match=r"of another version of the service.*0099"):
+        JobStore.open(database_url)

@@ -1,0 +1,338 @@
+"""Migrations of stored jobs, what an earlier version wrote, and the command that migrates."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic import command
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, MetaData, Table, insert, inspect, make_url, select, text, update
+
+from service.db import rows
+from service.db.engine import migrate, migration_config, newest_revision, open_engine
+from service.db.jobs import JobStore
+from service.db.migrate import BEHIND, UNAVAILABLE, UP_TO_DATE, bring_up, main, read_revisions
+from service.db.tables import job_progress, jobs, metric_names, metric_points
+from service.domain.models import EndReason, Job, ReportedEnd
+from tests.harness.builders import NOW, attempt_of, batch, membership_changed, queued_job
+from tests.harness.service import shardloom
+from trainer.spec import validate_spec
+from trainer.spec.base import SpecError
+
+pytestmark = pytest.mark.every_database
+
+# What the first version kept of a spec that said nothing about syncs.
+FIRST_SYNC = {
+    "every_steps": 1,
+    "optimizer_state": "every",
+    "mode": "full",
+    "dtype": "fp32",
+    "overlap": False,
+}
+
+
+def _insert_known(connection: Connection, table: Table, values: dict[str, Any]) -> None:
+    """Insert the columns that the table has at the revision of the database."""
+    known = {column["name"] for column in inspect(connection).get_columns(table.name)}
+    connection.execute(insert(table), {name: values[name] for name in values if name in known})
+
+
+def _insert_first_version(connection: Connection, job: Job) -> None:
+    """Store a job whose `parallelism` and `optimizer` hold what the first version knew."""
+    _insert_known(connection, jobs, rows.job_values(job))
+    _insert_known(connection, job_progress, rows.progress_values(job))
+    spec = job.spec.model_dump(mode="json")
+    known = ("workers", "shard_group_size", "placement", "moment_scale", "survive")
+    spec["parallelism"] = {name: spec["parallelism"][name] for name in known}
+    spec["parallelism"]["sync"] = FIRST_SYNC
+    spec["optimizer"]["schedule"] = None
+    connection.execute(update(jobs).where(jobs.c.id == job.id).values(spec=spec))
+
+
+def test_jobs_of_the_first_version_are_still_shown(database_url: str) -> None:
+    single = queued_job(name="single", parallelism={"workers": 2, "shard_group_size": 2})
+    double = queued_job(name="double")
+    engine = open_engine(database_url)
+    migrate(engine, "0001")
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        for job in (single, double):
+            _insert_first_version(connection, job)
+    engine.dispose()
+    store = JobStore.open(database_url)
+    assert {job.name for job in store.list_jobs()[0]} == {"single", "double"}
+    assert store.get_job(single.id).spec == single.spec
+    # A job that was submitted when every sync was full goes on as it began.
+    assert store.get_job(double.id).spec.parallelism.sync.mode == "full"
+    store.close()
+
+
+def _renamed(document: dict[str, Any], name: str) -> dict[str, Any]:
+    """The document with another name of its first table."""
+    document["embedding_tables"][0]["name"] = name
+    for feature in document["features"]:
+        if feature.get("table"):
+            feature["table"] = name
+    return document
+
+
+def test_a_stored_job_whose_table_newer_checks_refuse_is_still_read(database_url: str) -> None:
+    store = JobStore.open(database_url)
+    job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    document = _renamed(job.spec.model_dump(mode="json"), "values")
+    with pytest.raises(SpecError, match="embedding_tables"):
+        validate_spec(document)
+    engine = open_engine(database_url)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        connection.execute(update(jobs).values(spec=document))
+    engine.dispose()
+    assert store.get_job(job.id).spec.embedding_tables[0].name == "values"
+    assert [each.id for each in store.list_jobs()[0]] == [job.id]
+    store.close()
+
+
+def _downgraded_reasons(database_url: str, revision: str, *reasons: EndReason) -> list[set[str]]:
+    """The reasons that an earlier version finds of jobs and attempts that ended for these."""
+    store = JobStore.open(database_url)
+    for reason in reasons:
+        job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+        report = ReportedEnd(reason, "", NOW, {"signal": "9"})
+        ended = attempt_of(job, end_reason=reason, reported_end=report)
+        store.update_job(replace(job, reason=reason), attempt=ended)
+    store.close()
+    engine = open_engine(database_url)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        command.downgrade(migration_config(connection), revision)
+        found = connection.exec_driver_sql(
+            "select reason, end_reason, reported_reason from jobs join attempts "
+            "on attempts.job_id = jobs.id order by jobs.id"
+        )
+        told = [set(row) for row in found]
+    engine.dispose()
+    return told
+
+
+def test_an_earlier_version_finds_only_reasons_that_it_knows(database_url: str) -> None:
+    former = {
+        EndReason.DIVERGED: "diverged",
+        EndReason.HANG: "workers_lost",
+        EndReason.DEVICE_OOM: "workers_lost",
+        EndReason.HOST_OOM: "workers_lost",
+        EndReason.HOST_LOST: "workers_lost",
+        EndReason.PREEMPTED: "workers_lost",
+        EndReason.NO_ROOM: "workers_lost",
+        EndReason.NON_FINITE: "training_error",
+        EndReason.RUN_IN_USE: "storage_error",
+    }
+    found = _downgraded_reasons(database_url, "0002", *former)
+    assert sorted(map(sorted, found)) == sorted([reason] for reason in former.values())
+
+
+def test_the_first_version_finds_only_reasons_that_it_knows(database_url: str) -> None:
+    found = _downgraded_reasons(database_url, "0001", EndReason.DIVERGED)
+    assert found == [{"training_error"}]
+
+
+def test_jobs_and_attempts_outlive_the_way_back_and_forth(database_url: str) -> None:
+    store = JobStore.open(database_url)
+    job = store.create_job(queued_job(), idempotency_key=None, request_hash="")
+    attempt = attempt_of(job)
+    report = ReportedEnd(EndReason.HANG, "rank 1 hangs", NOW, {"host": "127.0.0.3"})
+    store.update_job(replace(job, current_attempt_id=attempt.id), attempt=attempt)
+    store.append_events(attempt.id, batch(membership_changed()), NOW)
+    held = store.get_job(job.id)
+    store.update_job(held, attempt=replace(attempt, reported_end=report))
+    assert held.membership
+    engine = open_engine(database_url)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        command.downgrade(migration_config(connection), "0002")
+    migrate(engine)
+    engine.dispose()
+    back, (ended,) = store.get_job(job.id), store.list_attempts(job.id)
+    assert (back.spec, back.membership) == (job.spec, None)
+    assert ended.reported_end == ReportedEnd(EndReason.WORKERS_LOST, "rank 1 hangs", NOW)
+    store.close()
+
+
+def test_a_migrated_spec_is_still_json_text(database_url: str) -> None:
+    job = queued_job(parallelism={"workers": {"min": 2, "max": 2}, "shard_group_size": 2})
+    engine = open_engine(database_url)
+    migrate(engine, "0001")
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        _insert_first_version(connection, job)
+    migrate(engine)
+    with engine.connect() as connection:
+        text = connection.exec_driver_sql("select spec from jobs").scalar_one()
+        assert connection.execute(select(jobs.c.spec)).scalar_one() == json.loads(text)
+    assert "sync" not in json.loads(text)["parallelism"]
+    engine.dispose()
+
+
+# ---- rows of every table, up and down
+
+REVISIONS = [
+    script.revision
+    for script in reversed(list(ScriptDirectory.from_config(migration_config()).walk_revisions()))
+]
+_JSON = {"spec", "roles", "kinds", "metrics", "data", "latest_metrics", "labels", "membership"}
+
+
+def _row(table: Table, spec: dict[str, Any]) -> dict[str, Any]:
+    """A value in every column of a table, the same key wherever a table refers to another."""
+    values: dict[str, Any] = {}
+    for column in table.columns:
+        kind = column.type.python_type
+        if column.name == "spec":
+            values[column.name] = json.dumps(spec)
+        elif kind is str:
+            values[column.name] = "{}" if column.name in _JSON else "x"
+        else:
+            values[column.name] = kind(1)
+    return values
+
+
+def _tables(connection: Connection) -> list[Table]:
+    """Tables as they are in the database, those that others refer to first."""
+    found = MetaData()
+    found.reflect(connection)
+    return [table for table in found.sorted_tables if table.name != "alembic_version"]
+
+
+def _rows(connection: Connection, tables: list[Table]) -> dict[str, list[Any]]:
+    return {table.name: list(connection.execute(select(table)).all()) for table in tables}
+
+
+@pytest.mark.parametrize("revision", REVISIONS)
+def test_rows_of_every_table_come_through_the_way_up_and_down(
+    database_url: str, revision: str
+) -> None:
+    engine = open_engine(database_url)
+    migrate(engine, revision)
+    spec = queued_job().spec.model_dump(mode="json")
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        tables = _tables(connection)
+        for table in tables:
+            connection.execute(insert(table), _row(table, spec))
+        before = _rows(connection, tables)
+    migrate(engine)
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        grown = _tables(connection)
+        kept = [grown_from for grown_from in tables if grown_from.name in {t.name for t in grown}]
+        assert _rows(connection, kept) == before
+        command.downgrade(migration_config(connection), revision)
+        assert [table.name for table in _tables(connection)] == [table.name for table in tables]
+        assert _rows(connection, tables) == before
+    engine.dispose()
+
+
+def test_the_fourth_version_finds_labels_and_bounds_in_what_is_stored(database_url: str) -> None:
+    engine = open_engine(database_url)
+    migrate(engine, "0003")
+    job = queued_job(labels={"team": "ads"})
+    with engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        _insert_known(connection, jobs, rows.job_values(job))
+        _insert_known(connection, job_progress, rows.progress_values(job))
+        name = {"id": 1, "job_id": job.id, "name": "loss"}
+        _insert_known(connection, metric_names, name)
+        for step in range(3):
+            point = {"name_id": 1, "step": step, "value": 1.0, "time": NOW + step}
+            connection.execute(insert(metric_points), {**point, "attempt_index": 0})
+    migrate(engine)
+    with engine.connect() as connection:
+        bounds = connection.execute(select(metric_names.c.num_points, metric_names.c.oldest_at))
+        assert bounds.one() == (3, NOW)
+    engine.dispose()
+    store = JobStore.open(database_url)
+    assert [found.id for found in store.list_jobs(labels={"team": "ads"})[0]] == [job.id]
+    assert store.get_job(job.id).queued_at == job.created_at
+    store.close()
+
+
+# ---- `shardloom migrate`
+
+
+@pytest.fixture
+def configured(database_url: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The database that the settings name."""
+    monkeypatch.setenv("SHARDLOOM_DATABASE_URL", database_url)
+    return database_url
+
+
+def test_a_new_database_is_behind_and_stays_so_when_looked_at(database_url: str) -> None:
+    assert read_revisions(database_url).found is None
+    assert read_revisions(database_url).is_behind
+    url = make_url(database_url)
+    if url.get_backend_name() == "sqlite":
+        assert url.database is not None and not Path(url.database).exists()
+    else:
+        assert inspect(open_engine(database_url)).get_table_names() == []
+
+
+def test_migrating_says_from_where_and_a_second_time_does_nothing(database_url: str) -> None:
+    engine = open_engine(database_url)
+    migrate(engine, "0001")
+    engine.dispose()
+    assert read_revisions(database_url).found == "0001"
+    assert bring_up(database_url).found == "0001"
+    assert not read_revisions(database_url).is_behind
+    again = bring_up(database_url)
+    assert again.found == again.wanted == newest_revision()
+    JobStore.open(database_url).close()
+
+
+def test_the_exit_code_says_whether_a_migration_is_due(configured: str) -> None:
+    due = shardloom("migrate", "--check")
+    assert (due.exit_code, "`shardloom migrate`" in due.output) == (BEHIND, True)
+    done = shardloom("migrate")
+    assert done.exit_code == UP_TO_DATE
+    assert f"from nothing to {newest_revision()}" in done.output
+    assert shardloom("migrate", "--check").exit_code == UP_TO_DATE
+    again = shardloom("migrate")
+    assert (again.exit_code, "already" in again.output) == (UP_TO_DATE, True)
+
+
+def test_a_database_of_a_newer_version_is_left_alone(
+    configured: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bring_up(configured)
+    engine = open_engine(configured)
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    engine.dispose()
+    assert main(check=True) == UNAVAILABLE
+    assert "9999" in capsys.readouterr().err
+    assert main() == UNAVAILABLE
+    assert "version" in capsys.readouterr().err
+
+
+def test_a_database_that_is_not_there_is_told_with_what_to_change(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "postgresql://someone:hunter2@127.0.0.1:1/shardloom?connect_timeout=1"
+    monkeypatch.setenv("SHARDLOOM_DATABASE_URL", url)
+    for check in (True, False):
+        assert main(check=check) == UNAVAILABLE
+        told = capsys.readouterr().err
+        assert "SHARDLOOM_DATABASE_URL" in told and "hunter2" not in told
+
+
+def test_it_needs_no_other_setting(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", "migrate"],
+        env={
+            "PATH": os.environ["PATH"],
+            "SHARDLOOM_DATABASE_URL": f"sqlite:///{tmp_path / 'made' / 'store.db'}",
+        },
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "migrated the database" in done.stdout

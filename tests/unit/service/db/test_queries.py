@@ -1,0 +1,341 @@
+"""Finding, counting, leasing and deleting jobs; how long metric points are kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import event, func, insert, select
+
+from service.db.jobs import JobStore
+from service.db.metrics import Retention, steps_to_drop
+from service.db.tables import job_secrets, metadata
+from service.domain.models import Attempt, Job, JobStatus
+from service.errors import AttemptNotFound, JobNotEnded, JobNotFound
+from tests.harness.builders import NOW, attempt_of, batch, checkpoint, metrics, queued_job
+
+pytestmark = pytest.mark.every_database
+
+DAY_S = 86_400.0
+
+
+def _stored(store: JobStore, number: int = 0, **changes: Any) -> Job:
+    job = queued_job(now=NOW + number, **changes)
+    return store.create_job(job, idempotency_key=None, request_hash="h")
+
+
+def _with_attempt(store: JobStore, **changes: Any) -> tuple[Job, Attempt]:
+    job = _stored(store, **changes)
+    attempt = attempt_of(job, submitted_at=NOW)
+    changed = replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id)
+    return store.update_job(changed, attempt=attempt), attempt
+
+
+def _with_status(store: JobStore, job: Job, status: JobStatus) -> Job:
+    return store.update_job(replace(job, status=status))
+
+
+def test_the_columns_of_the_queue_read_back(store: JobStore) -> None:
+    job = replace(queued_job(), priority=7, pause_requested=True, queued_at=NOW)
+    job = replace(job, resume_from="checkpoints/step-1", queue_note={"code": "quota", "free": 2})
+    stored = store.create_job(job, idempotency_key=None, request_hash="h")
+    assert store.get_job(job.id) == stored == job
+    attempt = attempt_of(job, token_hash="ab" * 32)
+    store.update_job(job, attempt=attempt)
+    assert store.get_attempt(attempt.id) == attempt
+
+
+# ---- lists
+
+
+def test_jobs_are_found_by_all_of_their_labels(store: JobStore) -> None:
+    both = _stored(store, 1, labels={"team": "ads", "tier": "gold"})
+    _stored(store, 2, labels={"team": "ads", "tier": "iron"})
+    _stored(store, 3, labels={"team": "feed"})
+    assert len(store.list_jobs(labels={"team": "ads"})[0]) == 2
+    assert store.list_jobs(labels={"team": "ads", "tier": "gold"})[0] == [both]
+    assert store.list_jobs(labels={"team": "ads", "tier": "none"})[0] == []
+    ended = _with_status(store, both, JobStatus.FAILED)
+    assert store.list_jobs(labels={"team": "ads"}, statuses=[JobStatus.FAILED])[0] == [ended]
+
+
+def test_jobs_are_found_by_when_they_were_made(store: JobStore) -> None:
+    made = [_stored(store, number) for number in range(4)]
+    since, until = NOW + 1, NOW + 3
+    found, _ = store.list_jobs(created_after=since, created_before=until)
+    assert found == [made[2], made[1]]
+    assert store.list_jobs(created_after=NOW + 3.5)[0] == []
+
+
+def test_jobs_are_found_by_project_of_those_that_may_be_seen(store: JobStore) -> None:
+    jobs = {}
+    for number, project in enumerate(("a", "b", "c")):
+        job = replace(queued_job(now=NOW + number), project=project)
+        jobs[project] = store.create_job(job, idempotency_key=None, request_hash="h")
+    assert store.list_jobs(project="b")[0] == [jobs["b"]]
+    assert store.list_jobs(projects=["a", "c"])[0] == [jobs["c"], jobs["a"]]
+    assert store.list_jobs(project="b", projects=["a"])[0] == []
+    assert store.list_jobs(projects=[]) == ([], None)
+
+
+def test_somebody_may_see_very_many_projects(store: JobStore) -> None:
+    job = _stored(store)
+    projects = ["default", *(f"p{number}" for number in range(300))]
+    assert store.list_jobs(projects=projects, statuses=list(JobStatus))[0] == [job]
+    assert store.list_jobs(projects=projects[1:])[0] == []
+
+
+def test_pages_of_several_statuses_leave_no_job_out(store: JobStore) -> None:
+    kinds = (JobStatus.FAILED, JobStatus.SUCCEEDED, JobStatus.QUEUED)
+    made = [_with_status(store, _stored(store, number), kinds[number % 3]) for number in range(9)]
+    wanted = [job for job in reversed(made) if job.status is not JobStatus.QUEUED]
+    found: list[Job] = []
+    cursor = None
+    while len(found) < len(wanted):
+        page, cursor = store.list_jobs(after=cursor, limit=2, statuses=kinds[:2])
+        found += page
+    assert (found, cursor) == (wanted, None)
+
+
+def test_the_queue_is_in_order_of_priority_then_of_waiting(store: JobStore) -> None:
+    wanted = [(9, 50.0), (5, 10.0), (5, 20.0), (0, 1.0)]
+    for number, (priority, queued_at) in enumerate(reversed(wanted)):
+        job = replace(queued_job(now=NOW + number), priority=priority, queued_at=queued_at)
+        store.create_job(job, idempotency_key=None, request_hash="h")
+    _with_status(store, _stored(store, 9), JobStatus.PAUSED)
+    assert [(job.priority, job.queued_at) for job in store.list_queued_jobs()] == wanted
+
+
+def test_jobs_are_counted_by_status(store: JobStore) -> None:
+    for number in range(3):
+        _stored(store, number)
+    _with_status(store, _stored(store, 4), JobStatus.CANCELLED)
+    assert store.count_jobs_by_status() == {JobStatus.QUEUED: 3, JobStatus.CANCELLED: 1}
+    assert store.count_jobs_by_status("nobody") == {}
+
+
+# ---- leases
+
+
+def _busy(store: JobStore, number: int = 0) -> Job:
+    return _with_status(store, _stored(store, number), JobStatus.RUNNING)
+
+
+def _claim(store: JobStore, owner: str, now: float, limit: int = 10) -> list[str]:
+    return store.claim_live_jobs(owner, lease_s=15.0, now=now, limit=limit)
+
+
+def test_a_live_job_is_looked_at_by_one_replica_until_its_lease_ends(store: JobStore) -> None:
+    job = _busy(store)
+    assert _claim(store, "a", NOW) == [job.id]
+    assert _claim(store, "b", NOW + 14) == []
+    assert _claim(store, "b", NOW + 16) == [job.id]
+    assert _claim(store, "a", NOW + 16) == []
+
+
+def test_a_replica_that_goes_on_keeps_its_jobs(store: JobStore) -> None:
+    job = _busy(store)
+    for elapsed in range(0, 60, 5):
+        assert _claim(store, "a", NOW + elapsed, limit=0 if elapsed else 1) == [job.id]
+        assert _claim(store, "b", NOW + elapsed) == []
+
+
+def test_replicas_that_start_together_share_the_jobs(store: JobStore) -> None:
+    made = {_busy(store, number).id for number in range(5)}
+    first, second = _claim(store, "a", NOW, limit=3), _claim(store, "b", NOW, limit=3)
+    assert (len(first), len(second)) == (3, 2)
+    assert {*first, *second} == made
+
+
+def test_a_replica_that_closes_gives_its_jobs_back_at_once(store: JobStore) -> None:
+    job = _busy(store)
+    _claim(store, "a", NOW)
+    store.release_leases("a")
+    assert _claim(store, "b", NOW) == [job.id]
+    _with_status(store, job, JobStatus.FAILED)  # a lease makes no decision stale
+    assert _claim(store, "b", NOW + 1) == []
+
+
+def test_a_job_that_rests_is_nobodys_until_something_is_asked_of_it(store: JobStore) -> None:
+    queued, paused = _stored(store), _with_status(store, _stored(store, 1), JobStatus.PAUSED)
+    assert _claim(store, "a", NOW) == []
+    store.update_job(replace(queued, cancel_requested=True))
+    store.update_job(replace(paused, pause_requested=True))
+    assert _claim(store, "a", NOW) == [queued.id, paused.id]
+
+
+# ---- deletion
+
+
+def test_a_deleted_job_leaves_no_row_behind(store: JobStore) -> None:
+    job, attempt = _with_attempt(store, labels={"team": "ads"})
+    store.append_events(attempt.id, batch(metrics(1, train_loss=1.0), checkpoint(1)), NOW)
+    secret = {"job_id": job.id, "name": "TOKEN", "sealed": "x", "created_at": NOW}
+    with store.engine.connect().execution_options(is_write=True) as connection, connection.begin():
+        connection.execute(insert(job_secrets), secret)
+    other, _ = _with_attempt(store, labels={"team": "ads"})
+    _with_status(store, store.get_job(job.id), JobStatus.FAILED)
+    before = _row_counts(store)
+    store.delete_job(job.id)
+    with pytest.raises(JobNotFound):
+        store.get_job(job.id)
+    with pytest.raises(AttemptNotFound):
+        store.append_events(attempt.id, batch(metrics(2, train_loss=1.0)), NOW)
+    assert store.list_jobs()[0] == [store.get_job(other.id)]
+    after = _row_counts(store)
+    emptied = {name for name in before if before[name] > after[name] == 0}
+    assert emptied >= {"streams", "metric_names", "metric_points", "checkpoints", "job_secrets"}
+    assert (after["jobs"], after["job_labels"], after["attempts"]) == (1, 1, 1)
+
+
+def _row_counts(store: JobStore) -> dict[str, int]:
+    with store.engine.connect() as connection:
+        return {
+            table.name: connection.execute(select(func.count()).select_from(table)).scalar_one()
+            for table in metadata.sorted_tables
+        }
+
+
+def test_a_job_that_lives_is_not_deleted(store: JobStore) -> None:
+    job = _stored(store)
+    with pytest.raises(JobNotEnded, match="it is QUEUED"):
+        store.delete_job(job.id)
+    assert store.get_job(job.id) == job
+    with pytest.raises(JobNotFound):
+        store.delete_job("job-nowhere")
+
+
+# ---- retention
+
+
+def _with_losses(store: JobStore, losses: list[float], *, every_s: float = 1.0) -> Job:
+    job, attempt = _with_attempt(store)
+    records = [
+        metrics(step, time=NOW + step * every_s, train_loss=loss)
+        for step, loss in enumerate(losses)
+    ]
+    store.append_events(attempt.id, batch(*records), NOW)
+    return job
+
+
+def _steps(store: JobStore, job: Job) -> list[int]:
+    points = store.metric_points(job.id, "train/loss", max_points=100_000)
+    return [point.step for point in points]
+
+
+def test_points_beyond_the_limit_thin_out_below_the_newest_half(store: JobStore) -> None:
+    job = _with_losses(store, [1.0] * 21)
+    keep_all, keep_some = Retention(days=0, max_points=21), Retention(days=0, max_points=20)
+    assert store.prune_metrics(keep_all, NOW) == 0
+    assert store.prune_metrics(keep_some, NOW) == 5
+    assert _steps(store, job) == [0, 2, 4, 6, 8, *range(10, 21)]
+    assert store.prune_metrics(keep_some, NOW) == 0
+
+
+def test_a_metric_that_goes_on_stays_below_the_limit_for_ever(store: JobStore) -> None:
+    job, attempt = _with_attempt(store)
+    for first in range(0, 1000, 50):
+        records = [metrics(step, train_loss=1.0) for step in range(first, first + 50)]
+        store.append_events(attempt.id, batch(*records, first_seq=first), NOW)
+        store.prune_metrics(Retention(days=0, max_points=100), NOW)
+    steps = _steps(store, job)
+    assert len(steps) <= 100
+    assert (steps[0], steps[-50:]) == (0, list(range(950, 1000)))
+
+
+def test_points_older_than_the_retention_are_deleted(store: JobStore) -> None:
+    job = _with_losses(store, [1.0] * 10, every_s=DAY_S)
+    retention = Retention(days=3.5, max_points=100)
+    assert store.prune_metrics(retention, NOW + 9 * DAY_S) == 6
+    assert _steps(store, job) == [6, 7, 8, 9]
+    assert store.prune_metrics(retention, NOW + 9 * DAY_S) == 0
+    assert store.prune_metrics(retention, NOW + 100 * DAY_S) == 4
+    assert store.metric_names(job.id) == ["train/loss"]
+
+
+def test_a_rewritten_step_does_not_count_twice(store: JobStore) -> None:
+    job, attempt = _with_attempt(store)
+    for first in (0, 10):
+        records = [metrics(step, train_loss=1.0) for step in range(10)]
+        store.append_events(attempt.id, batch(*records, first_seq=first), NOW)
+    assert store.prune_metrics(Retention(days=0, max_points=15), NOW) == 0
+    assert _steps(store, job) == list(range(10))
+
+
+def test_a_nan_outlives_its_neighbour(store: JobStore) -> None:
+    losses = [1.0, math.nan, *([1.0] * 20)]
+    job = _with_losses(store, losses)
+    store.prune_metrics(Retention(days=0, max_points=20), NOW)
+    assert _steps(store, job)[:2] == [1, 2]
+
+
+@given(are_nan=st.lists(st.booleans(), max_size=40))
+def test_one_of_two_neighbours_stays(are_nan: list[bool]) -> None:
+    points = list(enumerate(are_nan))
+    dropped = set(steps_to_drop(points))
+    assert len(dropped) == len(points) // 2
+    for first, second in zip(points[::2], points[1::2], strict=False):
+        assert len({first[0], second[0]} & dropped) == 1
+        kept = first if second[0] in dropped else second
+        assert kept[1] == (first[1] or second[1])
+
+
+# ---- plans
+
+
+def test_no_list_reads_all_jobs(tmp_path: Path) -> None:
+    lists: list[dict[str, Any]] = [
+        {"statuses": [JobStatus.FAILED]},
+        {"statuses": [JobStatus.FAILED, JobStatus.QUEUED]},
+        {"name": "tiny"},
+        {"projects": ["p", "q"]},
+        {"project": "p", "statuses": [JobStatus.FAILED, JobStatus.QUEUED]},
+        {"labels": {"a": "b", "c": "d"}, "statuses": [JobStatus.FAILED]},
+        {"created_after": NOW, "created_before": NOW + 9},
+        {"created_before": NOW, "name": "tiny", "after": "job-x"},
+    ]
+    for wanted in lists:
+        plan = _plan(tmp_path, lambda store, wanted=wanted: store.list_jobs(**wanted))
+        scans = [step for step in plan if "SCAN jobs" in step or "SCAN job_" in step]
+        assert (bool(plan), scans) == (True, []), wanted
+
+
+def test_looks_at_live_jobs_go_by_index(tmp_path: Path) -> None:
+    looks: list[tuple[Callable[[JobStore], Any], str]] = [
+        (lambda store: store.list_live_jobs(), "ix_jobs_live"),
+        (lambda store: store.list_queued_jobs(), "ix_jobs_status_id"),
+        (lambda store: store.has_queued_jobs(), "ix_jobs_status_id"),
+        (lambda store: store.claim_live_jobs("a", lease_s=1, now=1, limit=9), "ix_jobs_live"),
+        (lambda store: store.count_jobs_by_status("p"), "ix_jobs_project_status_id"),
+    ]
+    for call, index in looks:
+        plan = _plan(tmp_path, call)
+        assert all(index in step for step in plan if "SCAN jobs" in step)
+        assert any(index in step for step in plan), index
+
+
+def _plan(folder: Path, call: Callable[[JobStore], Any]) -> list[str]:
+    """The plan that SQLite makes of the selects and updates of a call."""
+    store = JobStore.open(f"sqlite:///{folder / 'shardloom.db'}")
+    seen: list[tuple[str, Any]] = []
+
+    def note(_c: Any, _cur: Any, statement: str, values: Any, _ctx: Any, _many: bool) -> None:
+        seen.append((statement, values))
+
+    event.listen(store.engine, "before_cursor_execute", note)
+    call(store)
+    event.remove(store.engine, "before_cursor_execute", note)
+    steps: list[str] = []
+    with store.engine.connect() as connection:
+        for statement, values in seen:
+            if statement.startswith(("SELECT", "UPDATE")):
+                plan = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", values)
+                steps += [row[3] for row in plan]
+    store.close()
+    return steps

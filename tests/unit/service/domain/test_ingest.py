@@ -1,0 +1,122 @@
+"""How a driver's records read in a timeline, and what is stored beside the sentence."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.domain.ingest import apply_events
+from service.domain.timeline import describe
+from tests.harness.builders import (
+    NOW,
+    attempt_ended,
+    attempt_of,
+    checkpoint,
+    divergence,
+    group_lost,
+    layout_chosen,
+    membership_changed,
+    metrics,
+    queued_job,
+    row_wise_plan,
+    trace_written,
+    workers_lost,
+    workers_started,
+)
+from trainer.protocol.events import Event
+
+
+@pytest.mark.parametrize(
+    ("action", "follows"), [("fail", "resume from a checkpoint"), ("rebroadcast", "replaces it")]
+)
+def test_a_divergence_names_table_shard_ranks_and_what_follows(action: str, follows: str) -> None:
+    text = describe(divergence(ranks=[3, 5], action=action))
+    for part in ("'users'", "step 48", "shard 1", "3, 5", follows):
+        assert part in text
+
+
+def test_a_dense_parameter_that_diverged_is_not_called_a_table() -> None:
+    text = describe(divergence(table="network.over_arch.0.weight", shard=0, ranks=[3]))
+    assert text.startswith(
+        "copies of dense parameter 'network.over_arch.0.weight' diverged by step 48: that of "
+        "rank(s) 3 differs from its replicas"
+    )
+    assert "shard" not in text
+
+
+def test_a_trace_says_what_it_covers_and_how_large_it_is() -> None:
+    text = describe(trace_written(rank=2))
+    assert text == "trace of 3 step(s) up to step 12 on rank 2 written (1.2 MB)"
+
+
+def test_workers_that_diverged_were_stopped_and_not_lost() -> None:
+    lost = workers_lost()
+    assert describe(lost).startswith("workers lost")
+    assert describe(lost.model_copy(update={"reason": "diverged"})).startswith("workers stopped")
+
+
+def test_a_divergence_is_an_error_line_and_a_lost_group_a_warning() -> None:
+    job = queued_job()
+    records = [divergence(), trace_written(), workers_started(), group_lost()]
+    lines = apply_events(job, attempt_of(job), records, NOW).timeline
+    assert [line.data.get("level") for line in lines] == ["error", None, None, "warning"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "num_failures"),
+    [("workers_lost", 1), ("hang", 1), ("host_lost", 0), ("preempted", 0), ("from_later", 1)],
+)
+def test_lost_hosts_are_no_failures_of_the_job(reason: str, num_failures: int) -> None:
+    job = queued_job()
+    attempt = attempt_of(job)
+    lost = workers_lost().model_copy(update={"reason": reason})
+    current = replace(job, current_attempt_id=attempt.id)
+    assert apply_events(current, attempt, [lost], NOW).attempt.num_worker_failures == num_failures
+
+
+def test_the_evidence_of_an_end_is_kept_with_it() -> None:
+    job = queued_job()
+    attempt = attempt_of(job)
+    ended = attempt_ended("host_oom").model_copy(update={"evidence": {"signal": "9"}})
+    intake = apply_events(replace(job, current_attempt_id=attempt.id), attempt, [ended], NOW)
+    assert intake.attempt.reported_end
+    assert intake.attempt.reported_end.evidence == {"signal": "9"}
+
+
+def test_only_the_current_attempt_says_who_trains() -> None:
+    job = queued_job()
+    old, new = attempt_of(job), attempt_of(job, index=1)
+    current = replace(job, current_attempt_id=new.id)
+    records = [layout_chosen(), membership_changed()]
+    assert apply_events(current, old, records, NOW).job.membership is None
+    held = apply_events(current, new, records, NOW).job.membership
+    assert held
+    assert held.attempt_id == new.id
+
+
+def test_a_lost_group_is_told_with_those_that_train_on() -> None:
+    job = queued_job()
+    attempt = attempt_of(job)
+    records = [membership_changed(), group_lost()]
+    current = replace(job, current_attempt_id=attempt.id)
+    assert apply_events(current, attempt, records, NOW).timeline[-1].message == (
+        "group 1 (127.0.0.3) was lost: its host stopped answering; 2 groups train on and will "
+        "train its 4,096 rows"
+    )
+
+
+def test_the_plan_of_the_tables_is_kept_with_the_workers_start() -> None:
+    job, plan = queued_job(), row_wise_plan()
+    (line,) = apply_events(job, attempt_of(job), [workers_started(tables=[plan])], NOW).timeline
+    assert line.data["tables"] == [plan.model_dump()]
+
+
+@pytest.mark.parametrize("event", [workers_started(), checkpoint(900), metrics(5, train_loss=1.0)])
+def test_a_record_of_an_attempt_proves_that_it_went_back_as_it_should(event: Event) -> None:
+    job = replace(queued_job(), resume_from="/runs/x/checkpoints/step-00000100-a0-r0")
+    attempt = attempt_of(job, index=1)
+    current = replace(job, current_attempt_id=attempt.id)
+    assert apply_events(current, attempt, [event], NOW).job.resume_from is None
+    late = attempt_of(job, index=0)
+    assert apply_events(current, late, [event], NOW).job.resume_from == job.resume_from

@@ -1,0 +1,447 @@
+"""Decisions about a job: every transition by name, and what must hold for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from service.domain.lifecycle import (
+    NOT_FOUND_GRACE_S,
+    REPORT_GRACE_S,
+    Action,
+    Decision,
+    decide,
+    preempt,
+    remaining_failures,
+    request_cancel,
+    request_pause,
+    request_restart,
+    request_resume,
+    start,
+    submission_accepted,
+    submission_failed,
+    submission_unanswered,
+)
+from service.domain.models import (
+    Attempt,
+    EndReason,
+    Job,
+    JobStatus,
+    Observation,
+    ObservedState,
+    QueueState,
+    ReportedEnd,
+)
+from service.domain.retries import RULES, backoff_s
+from tests.harness.builders import NOW, attempt_of, queued_job
+
+UNREACHABLE = Observation(ObservedState.UNREACHABLE)
+RUNNING = Observation(ObservedState.RUNNING)
+FAILED = Observation(ObservedState.FAILED, "exit code 1")
+STOPPED = Observation(ObservedState.STOPPED)
+SUCCEEDED = Observation(ObservedState.SUCCEEDED)
+NOT_FOUND = Observation(ObservedState.NOT_FOUND)
+
+
+def _live(status: JobStatus = JobStatus.RUNNING, **changes: object) -> tuple[Job, Attempt]:
+    job = queued_job()
+    attempt = attempt_of(job, submitted_at=NOW, started_at=NOW)
+    job = replace(job, status=status, current_attempt_id=attempt.id, **changes)
+    return job, attempt
+
+
+def test_a_queued_job_gets_an_attempt_before_anything_is_submitted() -> None:
+    job = queued_job()
+    decision = start(job, NOW, QueueState(workers=4))
+    assert decision.job.status is JobStatus.STARTING
+    assert decision.attempt is not None
+    assert decision.attempt.id == decision.job.current_attempt_id == f"{job.id}-a0"
+    assert decision.action is Action.NONE
+
+
+def test_a_queued_job_waits_until_the_queue_starts_it() -> None:
+    job = queued_job()
+    assert decide(job, None, UNREACHABLE, NOW + 1e6) == Decision(job, None)
+
+
+def test_a_created_attempt_is_submitted_when_the_cluster_does_not_know_it() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    fresh = replace(attempt, submitted_at=None, started_at=None)
+    assert decide(job, fresh, NOT_FOUND, NOW + 1e6).action is Action.SUBMIT
+    assert decide(job, fresh, UNREACHABLE, NOW + 1e6) == Decision(job, fresh)
+
+
+def test_a_submission_that_arrived_unanswered_is_not_sent_again() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    decision = decide(job, replace(attempt, submitted_at=None), RUNNING, NOW + 9)
+    assert decision.action is Action.NONE
+    assert decision.attempt is not None
+    assert decision.attempt.submitted_at == NOW + 9
+
+
+def test_a_refused_submission_fails_the_job_without_retry() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    decision = submission_failed(job, attempt, EndReason.SUBMISSION_REFUSED, "no", NOW)
+    assert decision.job.status is JobStatus.FAILED
+    assert decision.job.reason is EndReason.SUBMISSION_REFUSED
+
+
+def test_a_lost_driver_is_retried_after_a_backoff() -> None:
+    job, attempt = _live()
+    queued = decide(job, attempt, FAILED, NOW).job
+    assert (queued.status, queued.num_failures) == (JobStatus.QUEUED, 1)
+    assert queued.retry_at == NOW + backoff_s(RULES[EndReason.DRIVER_LOST], 1, attempt.id)
+
+
+def test_a_retry_is_a_new_attempt() -> None:
+    job, attempt = _live()
+    lost = decide(job, attempt, FAILED, NOW)
+    again = start(lost.job, NOW, QueueState())
+    assert again.job.current_attempt_id == f"{job.id}-a1"
+    assert again.job.retry_at is None
+    assert again.job.num_attempts == 2
+
+
+def test_the_budget_counts_worker_restarts_and_lost_attempts() -> None:
+    job, attempt = _live(num_failures=1)
+    decision = decide(job, replace(attempt, num_worker_failures=2), FAILED, NOW)
+    assert decision.job.num_failures == 4
+    assert decision.job.status is JobStatus.FAILED
+    assert decision.job.reason is EndReason.RETRIES_EXHAUSTED
+    assert "retry.max_failures is 3" in decision.job.message
+    assert "exit code 1" in decision.job.message
+    assert remaining_failures(decision.job) == 0
+
+
+def test_the_reason_of_an_end_decides_about_retry_and_budget() -> None:
+    job, attempt = _live()
+    for reason in (
+        EndReason.WORKERS_LOST,
+        EndReason.DIVERGED,
+        EndReason.ROWS_SKIPPED,
+        EndReason.HANG,
+        EndReason.DEVICE_OOM,
+        EndReason.HOST_OOM,
+    ):
+        # A driver that gave up on its workers counts no further failure.
+        gave_up = replace(
+            attempt, num_worker_failures=2, reported_end=ReportedEnd(reason, "rank 1", NOW)
+        )
+        again = decide(job, gave_up, FAILED, NOW).job
+        assert (again.status, again.num_failures) == (JobStatus.QUEUED, 2), reason
+    for reason in (
+        EndReason.BAD_SPEC,
+        EndReason.DATA_ERROR,
+        EndReason.TRAINING_ERROR,
+        EndReason.NON_FINITE,
+    ):
+        # Faults of the user are never retried.
+        ended = replace(attempt, reported_end=ReportedEnd(reason, "what went wrong", NOW))
+        failed = decide(job, ended, FAILED, NOW).job
+        assert (failed.status, failed.reason) == (JobStatus.FAILED, reason)
+        assert (failed.message, failed.num_failures) == ("what went wrong", 0)
+
+
+def test_copies_that_diverged_are_trained_again_from_a_checkpoint_within_the_budget() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.DIVERGED, "shard 1 of table 'users' differs on rank 3", NOW)
+    ended = replace(attempt, reported_end=report)
+    again = decide(job, ended, FAILED, NOW)
+    assert (again.job.status, again.job.num_failures) == (JobStatus.QUEUED, 1)
+    assert "table 'users'" in again.timeline[0].message
+    spent = decide(replace(job, num_failures=3), ended, FAILED, NOW)
+    assert spent.job.reason is EndReason.RETRIES_EXHAUSTED
+
+
+def test_an_unknown_submission_is_given_time_to_arrive() -> None:
+    job, attempt = _live()
+    assert decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S - 1) == Decision(job, attempt)
+    decision = decide(job, attempt, NOT_FOUND, NOW + NOT_FOUND_GRACE_S)
+    assert decision.attempt is not None
+    assert decision.attempt.end_reason is EndReason.FORGOTTEN
+    assert decision.job.status is JobStatus.QUEUED
+
+
+def test_a_cluster_that_forgets_never_spends_the_budget() -> None:
+    job, now = queued_job(max_failures=0), NOW
+    delays_s, expected_s = [], []
+    for number in (1, 2, 3):
+        started = start(job, now, QueueState())
+        assert started.attempt is not None
+        lost = decide(started.job, replace(started.attempt, submitted_at=now), NOT_FOUND, now + 99)
+        job = lost.job
+        assert (job.status, job.num_failures) == (JobStatus.QUEUED, 0)
+        assert job.retry_at is not None
+        delays_s.append(job.retry_at - (now + 99))
+        expected_s.append(backoff_s(RULES[EndReason.FORGOTTEN], number, started.attempt.id))
+        now = job.retry_at
+    assert delays_s == pytest.approx(expected_s, abs=1e-3)
+
+
+def test_a_cluster_that_does_not_answer_is_told_until_it_does() -> None:
+    job, attempt = _live()
+    away = decide(job, attempt, Observation(ObservedState.UNREACHABLE, "no answer"), NOW)
+    assert away.job == replace(job, message="no answer")
+    assert decide(away.job, attempt, RUNNING, NOW).job == job
+
+
+def test_an_unanswered_submission_is_told_until_it_is_taken() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    fresh = replace(attempt, submitted_at=None, started_at=None)
+    told = submission_unanswered(job, fresh, "timed out").job
+    assert decide(told, fresh, NOT_FOUND, NOW).job.message == "timed out"
+    taken = submission_accepted(told, fresh, NOW + 3)
+    assert taken.job.message == ""
+    assert taken.attempt is not None
+    assert taken.attempt.submitted_at == NOW + 3
+
+
+def test_cancel_waits_for_a_submission_that_may_still_arrive_and_for_no_other() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    stopping = request_cancel(job, NOW).job
+    sent = replace(attempt, submitted_at=None, started_at=None, last_submit_at=NOW + 50)
+    waiting = decide(stopping, sent, NOT_FOUND, NOW + 50 + NOT_FOUND_GRACE_S - 1)
+    assert (waiting.job.status, waiting.action) == (JobStatus.STOPPING, Action.STOP)
+    over = decide(stopping, sent, NOT_FOUND, NOW + 50 + NOT_FOUND_GRACE_S)
+    assert over.job.status is JobStatus.CANCELLED
+    unsent = replace(sent, last_submit_at=None)
+    assert decide(stopping, unsent, NOT_FOUND, NOW).job.status is JobStatus.CANCELLED
+
+
+def test_success_is_seen_or_reported_where_the_cluster_forgot() -> None:
+    job, attempt = _live()
+    seen = decide(job, attempt, SUCCEEDED, NOW)
+    assert seen.job.status is JobStatus.SUCCEEDED
+    assert seen.attempt is not None
+    assert seen.attempt.end_reason is EndReason.COMPLETED
+    ended = replace(attempt, reported_end=ReportedEnd(EndReason.COMPLETED, "done", NOW))
+    assert decide(job, ended, NOT_FOUND, NOW).job.status is JobStatus.SUCCEEDED
+
+
+def test_a_driver_that_lingers_after_its_report_is_stopped_then_believed() -> None:
+    job, attempt = _live()
+    ended = replace(attempt, reported_end=ReportedEnd(EndReason.COMPLETED, "done", NOW))
+    assert decide(job, ended, RUNNING, NOW + 1) == Decision(job, ended)
+    assert decide(job, ended, RUNNING, NOW + REPORT_GRACE_S + 1).action is Action.STOP
+    late = decide(job, ended, RUNNING, NOW + 2 * REPORT_GRACE_S + 1)
+    assert late.job.status is JobStatus.SUCCEEDED
+
+
+def test_cancel_stops_and_ends_only_when_the_end_is_seen() -> None:
+    job, attempt = _live()
+    stopping = request_cancel(job, NOW).job
+    assert (stopping.status, stopping.cancel_requested) == (JobStatus.STOPPING, True)
+    assert decide(stopping, attempt, RUNNING, NOW).action is Action.STOP
+    assert decide(stopping, attempt, UNREACHABLE, NOW) == Decision(stopping, attempt)
+    ended = decide(stopping, attempt, STOPPED, NOW).job
+    assert (ended.status, ended.reason) == (JobStatus.CANCELLED, EndReason.CANCELLED)
+
+
+def test_cancel_of_a_job_without_an_attempt_ends_it_at_once() -> None:
+    decision = request_cancel(queued_job(), NOW)
+    assert decision.job.status is JobStatus.CANCELLED
+    assert [line.kind for line in decision.timeline] == ["cancel_requested", "job_ended"]
+    paused = request_pause(queued_job(), NOW, 120).job
+    assert request_cancel(paused, NOW).job.status is JobStatus.CANCELLED
+
+
+def test_a_job_that_is_cancelled_ends_as_its_driver_did() -> None:
+    job, attempt = _live(JobStatus.STOPPING, cancel_requested=True)
+    assert decide(job, attempt, SUCCEEDED, NOW).job.status is JobStatus.SUCCEEDED
+    assert decide(job, attempt, FAILED, NOW).job.status is JobStatus.CANCELLED
+
+
+# ---- pauses, preemptions, restarts
+
+
+def test_a_queued_job_pauses_at_once_and_keeps_its_place() -> None:
+    job = replace(queued_job(), queued_at=NOW - 50, retry_at=NOW + 9)
+    paused = request_pause(job, NOW, 120).job
+    assert (paused.status, paused.retry_at) == (JobStatus.PAUSED, None)
+    assert decide(paused, None, UNREACHABLE, NOW + 1e6) == Decision(paused, None)
+    back = request_resume(paused, NOW + 99).job
+    assert (back.status, back.waits_since) == (JobStatus.QUEUED, NOW - 50)
+
+
+def test_a_running_job_is_asked_to_save_and_rests_when_its_driver_has_ended() -> None:
+    job, attempt = _live()
+    pausing = request_pause(job, NOW, 120).job
+    assert decide(pausing, attempt, RUNNING, NOW + 1).action is Action.PAUSE
+    report = ReportedEnd(EndReason.PAUSED, "saved and stopped on request", NOW + 5)
+    rested = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 6)
+    assert (rested.job.status, rested.job.num_failures) == (JobStatus.PAUSED, 0)
+    assert not rested.job.pause_requested
+    assert [line.kind for line in rested.timeline] == ["job_paused"]
+
+
+def test_a_driver_that_does_not_save_in_time_is_stopped_and_the_job_pauses_all_the_same() -> None:
+    job, attempt = _live()
+    pausing = request_pause(job, NOW, 120).job
+    assert decide(pausing, attempt, RUNNING, NOW + 120).action is Action.STOP
+    assert decide(pausing, attempt, UNREACHABLE, NOW + 1e6).action is Action.NONE
+    report = ReportedEnd(EndReason.CANCELLED, "stopped on request", NOW)
+    ended = decide(pausing, replace(attempt, reported_end=report), STOPPED, NOW + 125)
+    assert ended.job.status is JobStatus.PAUSED
+    assert ended.attempt is not None
+    assert ended.attempt.end_reason is EndReason.PAUSED
+
+
+def test_a_pending_attempt_has_nothing_to_save_and_one_never_sent_is_not_sent() -> None:
+    job, attempt = _live(JobStatus.STARTING)
+    pausing = request_pause(job, NOW, 120).job
+    pending = Observation(ObservedState.PENDING)
+    assert decide(pausing, attempt, pending, NOW).action is Action.STOP
+    unsent = replace(attempt, submitted_at=None, started_at=None)
+    assert decide(pausing, unsent, NOT_FOUND, NOW).job.status is JobStatus.PAUSED
+
+
+def test_what_a_pause_finds_broken_still_counts() -> None:
+    job, attempt = _live()
+    pausing = request_pause(job, NOW, 120).job
+    lost = decide(pausing, attempt, FAILED, NOW)
+    assert (lost.job.status, lost.job.num_failures) == (JobStatus.PAUSED, 1)
+    report = ReportedEnd(EndReason.DATA_ERROR, "no such column", NOW)
+    faulty = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW)
+    assert faulty.job.status is JobStatus.FAILED
+    assert decide(pausing, attempt, SUCCEEDED, NOW).job.status is JobStatus.SUCCEEDED
+
+
+def test_a_job_that_is_resumed_while_it_pauses_goes_on_with_another_attempt_at_most() -> None:
+    job, attempt = _live()
+    resumed = request_resume(request_pause(job, NOW, 120).job, NOW + 1).job
+    assert decide(resumed, attempt, RUNNING, NOW + 2).action is Action.NONE
+    report = ReportedEnd(EndReason.PAUSED, "saved", NOW + 2)
+    again = decide(resumed, replace(attempt, reported_end=report), FAILED, NOW + 3).job
+    assert (again.status, again.retry_at) == (JobStatus.QUEUED, NOW + 3)
+
+
+def test_a_preempted_job_waits_again_with_its_old_place() -> None:
+    job, attempt = _live(queued_at=NOW - 7)
+    pausing = preempt(job, queued_job(priority=5), NOW, 120).job
+    report = ReportedEnd(EndReason.PAUSED, "saved", NOW + 2)
+    ended = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 3)
+    assert (ended.job.status, ended.job.waits_since) == (JobStatus.QUEUED, NOW - 7)
+    assert (ended.job.pause_requested, ended.job.queue_note) == (False, None)
+    assert [line.kind for line in ended.timeline] == ["job_preempted"]
+    # Somebody pauses it meanwhile.
+    pausing = request_pause(pausing, NOW + 1, 120).job
+    ended = decide(pausing, replace(attempt, reported_end=report), FAILED, NOW + 3)
+    assert ended.job.status is JobStatus.PAUSED
+
+
+def test_a_restarted_job_waits_anew_with_a_new_budget() -> None:
+    job, attempt = _live(num_failures=3)
+    failed = decide(job, attempt, FAILED, NOW).job
+    assert failed.status is JobStatus.FAILED
+    again = request_restart(failed, "/runs/x/checkpoints/step-00000100-a0-r0", 100, NOW + 9).job
+    assert (again.status, again.num_failures, again.reason) == (JobStatus.QUEUED, 0, None)
+    assert (again.ended_at, again.waits_since) == (None, NOW + 9)
+    started = start(again, NOW + 10, QueueState())
+    assert started.attempt is not None
+    assert started.attempt.index == 1
+    sent = submission_accepted(started.job, started.attempt, NOW + 11)
+    assert (started.job.resume_from is None, sent.job.resume_from) == (False, None)
+    assert request_restart(job, "x", 1, NOW) == Decision(job, None)
+
+
+# ---- properties
+
+_reports = st.builds(
+    ReportedEnd, st.sampled_from(EndReason), st.just("said so"), st.floats(NOW - 1e4, NOW + 1e4)
+)
+_times = st.none() | st.floats(NOW - 1e4, NOW + 1e4)
+
+
+@st.composite
+def _situations(draw: st.DrawFn) -> tuple[Job, Attempt | None]:
+    job = queued_job(max_failures=draw(st.integers(0, 4)))
+    attempt = None
+    if draw(st.booleans()):
+        attempt = attempt_of(
+            job,
+            index=draw(st.integers(0, 3)),
+            submitted_at=draw(_times),
+            started_at=draw(_times),
+            end_reason=draw(st.none() | st.sampled_from(EndReason)),
+            num_worker_failures=draw(st.integers(0, 5)),
+            reported_end=draw(st.none() | _reports),
+        )
+    job = replace(
+        job,
+        status=draw(st.sampled_from(JobStatus)),
+        cancel_requested=draw(st.booleans()),
+        pause_requested=draw(st.booleans()),
+        queue_note=draw(st.none() | st.just({"stop_at": NOW})),
+        num_failures=draw(st.integers(0, 5)),
+        retry_at=draw(_times),
+        current_attempt_id=attempt.id if attempt else None,
+    )
+    return job, attempt
+
+
+_observations = st.builds(Observation, st.sampled_from(ObservedState), st.just("seen"))
+
+
+@given(_situations(), _observations, st.floats(NOW - 1e5, NOW + 1e5))
+def test_every_situation_has_a_consistent_decision(
+    situation: tuple[Job, Attempt | None], observation: Observation, now: float
+) -> None:
+    job, attempt = situation
+    decision = decide(job, attempt, observation, now)
+    assert decision == decide(job, attempt, observation, now)
+    assert decision.job.status.is_terminal == (
+        job.status.is_terminal or decision.job.ended_at is not None
+    )
+    if decision.action is not Action.NONE:
+        assert decision.attempt is not None
+        assert decision.attempt.end_reason is None
+    if decision.attempt is not None and decision.job != job:
+        assert decision.job.current_attempt_id == decision.attempt.id
+
+
+@given(_situations(), st.floats(NOW - 1e5, NOW + 1e5))
+def test_unreachable_never_fails_stops_or_submits_anything(
+    situation: tuple[Job, Attempt | None], now: float
+) -> None:
+    job, attempt = situation
+    decision = decide(job, attempt, UNREACHABLE, now)
+    assert decision.action is Action.NONE
+    assert decision.job.num_failures == job.num_failures
+    if attempt is not None and attempt.end_reason is None:
+        assert decision.attempt == attempt
+        assert decision.job.status.is_terminal == job.status.is_terminal
+
+
+@given(_situations(), _observations, st.floats(NOW - 1e5, NOW + 1e5))
+def test_a_terminal_job_stays_as_it_is(
+    situation: tuple[Job, Attempt | None], observation: Observation, now: float
+) -> None:
+    job, attempt = situation
+    if job.status.is_terminal:
+        assert decide(job, attempt, observation, now) == Decision(job, attempt)
+        assert request_cancel(job, now).job == job
+
+
+@given(_situations(), st.lists(_observations, max_size=30), st.sampled_from(ObservedState))
+def test_every_job_ends_once_its_attempts_are_seen_to_end(
+    situation: tuple[Job, Attempt | None], noise: list[Observation], last: ObservedState
+) -> None:
+    definite = {ObservedState.SUCCEEDED, ObservedState.FAILED, ObservedState.STOPPED}
+    if last not in definite:
+        return
+    # Each attempt needs one look to be made and one to end; the backoff passes in between.
+    ends = [Observation(last)] * 2 * (situation[0].spec.retry.max_failures + 2)
+    job, attempt, now = *situation, NOW + 1e5
+    for observation in [*noise, *ends]:
+        decision = decide(job, attempt, observation, now)
+        job, attempt = decision.job, decision.attempt
+        if job.status is JobStatus.PAUSED:
+            job = request_resume(job, now).job
+        if job.status is JobStatus.QUEUED and (job.retry_at or 0) <= now:
+            started = start(job, now, QueueState())
+            job, attempt = started.job, started.attempt
+        now += 400.0
+    assert job.status.is_terminal

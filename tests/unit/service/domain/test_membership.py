@@ -1,0 +1,296 @@
+"""Who trains in an attempt, folded from its records; how many workers a job has."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.api.views import summary_of
+from service.cli.render import shape_text
+from service.dashboard.views import layout_text
+from service.domain.membership import (
+    Sizes,
+    apply_event,
+    copies_needed,
+    failure_domain,
+    is_degraded,
+    layout_of_attempt,
+    membership_of,
+    missing,
+    num_current,
+    num_wanted,
+    sizes_of_job,
+    sizes_of_spec,
+)
+from service.domain.models import ChosenLayout, Job, JobStatus, Membership
+from tests.harness.builders import (
+    NOW,
+    attempt_of,
+    group_joined,
+    group_lost,
+    group_member,
+    layout_chosen,
+    membership_changed,
+    queued_job,
+    recovered,
+    spec,
+)
+from trainer.protocol import events
+from trainer.protocol.events import Event
+
+
+def folded(*records: Event, attempt_id: str = "job-1-a0") -> Membership:
+    """The membership after records of one attempt."""
+    membership: Membership | None = None
+    for record in records:
+        membership = apply_event(membership, attempt_id, record)
+    assert membership
+    return membership
+
+
+def running(membership: Membership | None) -> Job:
+    """A running job with this membership of its only attempt."""
+    job = queued_job()
+    attempt = attempt_of(job)
+    if membership is not None:
+        membership = replace(membership, attempt_id=attempt.id)
+    return replace(
+        job, status=JobStatus.RUNNING, current_attempt_id=attempt.id, membership=membership
+    )
+
+
+def left(group: int, cause: str) -> events.GroupLeft:
+    return events.GroupLeft.model_validate(
+        {"time": NOW, "group": group, "incarnation": 0, "cause": cause, "hosts": []}
+    )
+
+
+def resized(world_size: int) -> events.Resized:
+    return events.Resized(
+        time=NOW, world_size_before=6, world_size=world_size, cause="request", restarted=False
+    )
+
+
+def test_a_full_membership_has_every_group_of_the_layout() -> None:
+    membership = folded(layout_chosen(), membership_changed())
+    assert (num_current(membership), num_wanted(membership)) == (3, 3)
+    assert not is_degraded(running(membership))
+
+
+def test_a_lost_group_is_missing_until_another_life_of_it_is_there() -> None:
+    lost = folded(layout_chosen(), membership_changed(), group_lost(1))
+    assert [gone.group for gone in missing(lost)] == [1]
+    assert (num_current(lost), num_wanted(lost), lost.num_losses) == (2, 3, 1)
+    assert is_degraded(running(lost))
+    copying = membership_changed(
+        group_member(0), group_member(1, "listening", incarnation=1), group_member(2), generation=3
+    )
+    listening = apply_event(lost, lost.attempt_id, copying)
+    assert listening
+    assert missing(listening) == ()
+    assert num_current(listening) == 2
+    back = apply_event(listening, lost.attempt_id, group_joined(1))
+    assert back
+    assert back.gone == ()
+
+
+def test_the_order_of_a_loss_and_the_new_membership_does_not_matter() -> None:
+    rest = membership_changed(group_member(0), group_member(2), generation=2)
+    before = (layout_chosen(), membership_changed())
+    assert folded(*before, group_lost(1), rest) == folded(*before, rest, group_lost(1))
+
+
+def test_a_late_word_of_a_former_life_does_not_remove_the_new_one() -> None:
+    new_life = membership_changed(group_member(0), group_member(1, incarnation=1))
+    membership = folded(new_life, group_lost(1, incarnation=0))
+    assert num_current(membership) == 2
+    assert missing(membership) == ()
+
+
+def test_an_older_membership_that_arrives_late_changes_nothing() -> None:
+    newest = folded(membership_changed(generation=5, time=NOW + 9))
+    late = membership_changed(group_member(0), generation=4, time=NOW)
+    assert apply_event(newest, newest.attempt_id, late) == newest
+
+
+def test_a_group_that_left_for_a_smaller_size_is_not_awaited() -> None:
+    start = (layout_chosen(), membership_changed())
+    smaller = folded(*start, left(2, "resize"), resized(4))
+    assert (num_current(smaller), num_wanted(smaller), missing(smaller)) == (2, 2, ())
+    slow = folded(*start, left(2, "straggler"))
+    assert [gone.reason for gone in missing(slow)] == ["straggler"]
+
+
+def test_a_group_that_moved_under_another_number_is_not_awaited() -> None:
+    moved = membership_changed(*map(group_member, (0, 1, 3)), generation=3, time=NOW + 1)
+    start = (layout_chosen(), membership_changed())
+    assert missing(folded(*start, moved, left(2, "drain"))) == ()
+    assert missing(folded(*start, group_lost(2), moved)) == ()
+
+
+def test_groups_lost_beyond_a_smaller_size_are_not_awaited_either() -> None:
+    smaller = folded(layout_chosen(), membership_changed(), group_lost(1), resized(4))
+    assert missing(smaller) == ()
+    assert not is_degraded(running(smaller))
+
+
+def test_more_groups_than_the_layout_was_chosen_for_are_what_there_should_be() -> None:
+    small = layout_chosen(world_size=4, num_replicas=2)
+    lost = folded(small, membership_changed(), group_lost(1))
+    assert (num_current(lost), num_wanted(lost)) == (2, 3)
+    assert [gone.group for gone in missing(lost)] == [1]
+
+
+def test_a_membership_of_before_a_resize_does_not_undo_it() -> None:
+    before = membership_changed(time=NOW - 1)
+    smaller = folded(layout_chosen(), resized(4), before, left(2, "resize"))
+    assert (num_current(smaller), num_wanted(smaller)) == (2, 2)
+
+
+def test_groups_of_which_no_layout_was_told_are_awaited_too() -> None:
+    lost = folded(membership_changed(), group_lost(1))
+    assert (num_current(lost), num_wanted(lost)) == (2, 3)
+
+
+def test_the_newest_recovery_is_kept_and_all_are_counted() -> None:
+    membership = folded(recovered(pause_s=0.9), recovered(pause_s=0.31))
+    assert membership.last_recovery
+    assert (membership.last_recovery.pause_s, membership.num_recoveries) == (0.31, 2)
+
+
+def test_a_host_is_excluded_once_however_often_it_is_told() -> None:
+    told = [
+        events.HostExcluded(time=NOW, host="h3", num_failures=n, until=NOW + 600 * n)
+        for n in (3, 6)
+    ]
+    (host,) = folded(*told).excluded_hosts
+    assert (host.num_failures, host.until) == (6, NOW + 3600)
+
+
+def test_another_attempt_starts_with_nothing() -> None:
+    first = folded(layout_chosen(), membership_changed(), group_lost(1))
+    second = apply_event(first, "job-1-a1", layout_chosen())
+    assert second
+    assert (second.members, second.num_losses, second.attempt_id) == ((), 0, "job-1-a1")
+
+
+def test_what_an_earlier_attempt_had_is_not_shown_of_the_new_one() -> None:
+    job = running(folded(layout_chosen(), membership_changed()))
+    assert membership_of(job)
+    assert layout_of_attempt(job)
+    again = replace(job, current_attempt_id=f"{job.id}-a1")
+    assert membership_of(again) is None
+    assert layout_of_attempt(again) is None
+    assert not is_degraded(again)
+
+
+def test_a_job_without_groups_of_its_own_has_no_membership() -> None:
+    assert membership_of(running(None)) is None
+    assert membership_of(running(folded(layout_chosen(failure_domain="job")))) is None
+
+
+def test_the_failure_domain_is_what_the_attempt_chose_else_what_the_spec_implies() -> None:
+    assert failure_domain(running(None)) == "job"
+    chosen = running(folded(layout_chosen(failure_domain="replica_group")))
+    assert failure_domain(chosen) == "replica_group"
+    spread = {"workers": 4, "shard_group_size": 2, "placement": "inter_host"}
+    assert failure_domain(queued_job(parallelism=spread)) == "replica_group"
+    undecided = {"workers": 4, "shard_group_size": "auto", "placement": "auto"}
+    assert failure_domain(queued_job(parallelism=undecided)) == "job"
+
+
+def test_one_more_host_is_needed_than_may_be_lost() -> None:
+    assert copies_needed(queued_job()) == 0
+    spread = {
+        "workers": 6,
+        "shard_group_size": 2,
+        "placement": "inter_host",
+        "survive": {"hosts": 2},
+    }
+    assert copies_needed(queued_job(parallelism=spread)) == 3
+
+
+_records = st.lists(
+    st.one_of(
+        st.just(layout_chosen()),
+        st.builds(
+            lambda groups, time: membership_changed(*map(group_member, groups), time=NOW + time),
+            st.sets(st.integers(0, 3), min_size=1),
+            st.integers(0, 9),
+        ),
+        st.builds(group_lost, st.integers(0, 3)),
+        st.builds(group_joined, st.integers(0, 3)),
+        st.builds(left, st.integers(0, 3), st.sampled_from(["resize", "drain"])),
+        st.builds(resized, st.integers(1, 4).map(lambda groups: 2 * groups)),
+    ),
+    min_size=1,
+    max_size=20,
+)
+
+
+@settings(deadline=None)
+@given(_records)
+def test_whatever_is_told_no_group_is_both_there_and_missing(records: list[Event]) -> None:
+    membership = folded(*records)
+    present = {member.group for member in membership.members}
+    awaited = [gone.group for gone in missing(membership)]
+    assert not present & set(awaited)
+    assert len(awaited) == len(set(awaited))
+    assert 0 <= num_current(membership) <= len(membership.members)
+
+
+# ---- sizes
+
+AUTO = {"shard_group_size": "auto", "placement": "auto"}
+
+
+def job_of(workers: Any, **parallelism: Any) -> Job:
+    """A job in an attempt that has not chosen yet."""
+    sizes = {"workers": workers, "shard_group_size": 2, **parallelism}
+    return replace(queued_job(parallelism=sizes), current_attempt_id="job-a1")
+
+
+def with_choice(job: Job, shard_group_size: int, attempt_id: str = "job-a1") -> Job:
+    """The job once an attempt has chosen groups of that size."""
+    chosen = ChosenLayout(
+        world_size=4,
+        shard_group_size=shard_group_size,
+        num_replicas=4 // shard_group_size,
+        placement="inter_host",
+        failure_domain="replica_group",
+        num_hosts=2,
+        num_hosts_survived=1,
+        memory_overhead_bytes=0,
+        sync_latency_s=None,
+        reason="",
+    )
+    return replace(job, membership=Membership(attempt_id, layout=chosen))
+
+
+def test_lists_and_pages_show_what_is_decided() -> None:
+    for job, listed, shown in (
+        (job_of(4), "4 = 2 x 2", "4 workers (2 replicas x 2 shards)"),
+        (job_of({"min": 2, "max": 6}, **AUTO), "2-6 (auto)", "2-6 workers (auto)"),
+        (job_of(1, shard_group_size=1), "1 = 1 x 1", "1 worker (1 replicas x 1 shards)"),
+        (
+            with_choice(job_of({"min": 3, "max": 7}, **AUTO), 2),
+            "4-6 = 2-3 x 2",
+            "4-6 workers (2-3 replicas x 2 shards)",
+        ),
+    ):
+        assert layout_text(job).replace(chr(215), "x") == listed
+        assert shape_text(summary_of(job)) == shown
+
+
+def test_what_an_earlier_attempt_chose_is_not_what_this_one_has() -> None:
+    job = with_choice(job_of(4, **AUTO), 2, attempt_id="job-a0")
+    assert sizes_of_job(job) == Sizes(4, 4, None, None)
+
+
+def test_a_given_layout_is_known_before_any_attempt() -> None:
+    found = sizes_of_spec(spec(parallelism={"workers": 4, "shard_group_size": 2}))
+    assert found == Sizes(4, 4, 2, "intra_host")
+    assert found.num_replicas == 2

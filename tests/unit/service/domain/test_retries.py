@@ -1,0 +1,214 @@
+"""Which ends are followed by another attempt, at whose expense, when, and what to change."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+from pydantic import BaseModel
+
+from service.domain.lifecycle import MAX_ATTEMPTS, decide
+from service.domain.models import (
+    Attempt,
+    EndReason,
+    Job,
+    JobStatus,
+    Observation,
+    ObservedState,
+    ReportedEnd,
+)
+from service.domain.retries import (
+    RULES,
+    Budget,
+    Kind,
+    RetryRule,
+    advice_of,
+    backoff_s,
+    next_attempt,
+    spends_budget,
+)
+from tests.harness.builders import NOW, attempt_of, queued_job
+from trainer.spec.job import JobSpec
+
+FAILED = Observation(ObservedState.FAILED, "exit code 1")
+
+
+def _live() -> tuple[Job, Attempt]:
+    job = queued_job()
+    attempt = attempt_of(job, submitted_at=NOW, started_at=NOW)
+    return replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id), attempt
+
+
+def test_backoff_doubles_up_to_a_limit() -> None:
+    rule = RetryRule(Kind.LOSS, Budget.USER, 2.0, 300.0, jitter=0.0)
+    assert [backoff_s(rule, n, "a") for n in (1, 2, 3)] == [2.0, 4.0, 8.0]
+    assert backoff_s(rule, 10_000, "a") == 300.0
+
+
+def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_again() -> None:
+    rule = RetryRule(Kind.LOSS, Budget.USER, 100.0, 300.0, jitter=0.2)
+    waits_s = [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
+    assert waits_s == [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
+    assert min(waits_s) >= 80.0
+    assert max(waits_s) <= 120.0
+    assert max(waits_s) - min(waits_s) > 20.0
+
+
+def test_what_is_no_fault_of_the_job_is_tried_again_whatever_the_budget() -> None:
+    job, attempt = _live()
+    spent = replace(job, num_failures=99)
+    for reason in (EndReason.HOST_LOST, EndReason.PREEMPTED, EndReason.NO_ROOM):
+        ended = replace(attempt, index=4, reported_end=ReportedEnd(reason, "node 3", NOW))
+        again = decide(spent, ended, FAILED, NOW).job
+        assert (again.status, again.num_failures) == (JobStatus.QUEUED, 99), reason
+        assert again.retry_at == NOW + backoff_s(RULES[reason], 5, attempt.id)
+
+
+def test_an_attempt_that_should_have_ended_has_half_a_minute_to_leave_the_run_folder() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.RUN_IN_USE, "in use by job-a0", NOW)
+    again = decide(
+        replace(job, num_failures=99), replace(attempt, reported_end=report), FAILED, NOW
+    )
+    assert (again.job.status, again.job.num_failures) == (JobStatus.QUEUED, 99)
+    assert 24.0 <= again.job.retry_at - NOW <= 36.0
+
+
+def test_storage_that_is_away_gets_minutes_to_come_back_on_the_users_budget() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.STORAGE_ERROR, "the endpoint does not answer", NOW)
+    failed = replace(attempt, reported_end=report)
+    again = decide(job, failed, FAILED, NOW).job
+    assert (again.status, again.num_failures) == (JobStatus.QUEUED, 1)
+    assert 24.0 <= again.retry_at - NOW <= 36.0
+    spent = replace(job, num_failures=job.spec.retry.max_failures)
+    given_up = decide(spent, failed, FAILED, NOW).job
+    assert (given_up.status, given_up.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
+    assert "the endpoint does not answer" in given_up.message
+
+
+def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
+    job, attempt = _live()
+    report = ReportedEnd(EndReason.NO_ROOM, "2 of 3 hosts", NOW)
+    last = replace(attempt, index=MAX_ATTEMPTS - 1, reported_end=report)
+    given_up = decide(job, last, FAILED, NOW).job
+    assert (given_up.status, given_up.reason) == (JobStatus.FAILED, EndReason.RETRIES_EXHAUSTED)
+    assert "no_room): 2 of 3 hosts" in given_up.message
+    last_but_one = replace(last, index=MAX_ATTEMPTS - 2)
+    assert decide(job, last_but_one, FAILED, NOW).job.status is JobStatus.QUEUED
+
+
+def test_every_end_has_a_rule_and_only_what_may_pass_is_retried() -> None:
+    assert set(RULES) == set(EndReason)
+    assert {reason for reason, rule in RULES.items() if rule.is_retried} == {
+        EndReason.PAUSED,
+        EndReason.WORKERS_LOST,
+        EndReason.DRIVER_LOST,
+        EndReason.FORGOTTEN,
+        EndReason.DIVERGED,
+        EndReason.HANG,
+        EndReason.DEVICE_OOM,
+        EndReason.HOST_OOM,
+        EndReason.HOST_LOST,
+        EndReason.PREEMPTED,
+        EndReason.NO_ROOM,
+        EndReason.ROWS_SKIPPED,
+        EndReason.RUN_IN_USE,
+        EndReason.STORAGE_ERROR,
+    }
+
+
+def test_only_what_is_no_fault_of_the_job_is_free() -> None:
+    free = {reason for reason in EndReason if RULES[reason].budget is Budget.FREE}
+    assert free == {
+        EndReason.PAUSED,
+        EndReason.FORGOTTEN,
+        EndReason.HOST_LOST,
+        EndReason.PREEMPTED,
+        EndReason.NO_ROOM,
+        EndReason.RUN_IN_USE,
+    }
+    assert not any(spends_budget(reason) for reason in free)
+    assert spends_budget("a reason of a later version")
+
+
+# ---- what the next attempt does otherwise
+
+
+def _ended(job: Job, index: int, reason: EndReason, host: str = "10.0.0.7") -> Attempt:
+    report = ReportedEnd(reason, "", NOW, {"host": host})
+    return attempt_of(job, index=index, ended_at=NOW, end_reason=reason, reported_end=report)
+
+
+def test_a_host_to_blame_is_avoided_for_a_while() -> None:
+    job = queued_job()
+    hung = _ended(job, 0, EndReason.HANG)
+    until = NOW + job.spec.recovery.exclude_host_s
+    assert next_attempt(job, [hung], {}, NOW + 1).avoided_hosts == (("10.0.0.7", until),)
+    assert next_attempt(job, [hung], {}, until).avoided_hosts == ()
+    lost = _ended(job, 0, EndReason.WORKERS_LOST)
+    assert next_attempt(job, [lost], {}, NOW + 1).avoided_hosts == ()
+
+
+def test_after_a_shortage_of_memory_groups_are_larger_where_the_spec_leaves_it_open() -> None:
+    job = queued_job(parallelism={"workers": 8, "shard_group_size": "auto"})
+    assert next_attempt(job, [], {}, NOW).end_on == (EndReason.DEVICE_OOM, EndReason.HOST_OOM)
+    short, later = _ended(job, 0, EndReason.DEVICE_OOM), _ended(job, 1, EndReason.HOST_LOST)
+    sizes = {short.id: 2, later.id: 4}
+    following = next_attempt(job, [short, later], sizes, NOW)
+    assert following.spec.parallelism.shard_group_size == 4
+    assert any("shard_group_size is 4" in note for note in following.notes)
+
+
+def test_where_no_larger_group_is_allowed_or_legal_the_driver_tries_again_by_itself() -> None:
+    for sizes, held in (
+        ({"workers": 8, "shard_group_size": 2}, 2),
+        ({"workers": 4, "shard_group_size": "auto"}, 4),
+    ):
+        job = queued_job(parallelism=sizes)
+        ended = _ended(job, 0, EndReason.DEVICE_OOM)
+        following = next_attempt(job, [ended], {f"{job.id}-a0": held}, NOW)
+        assert (following.spec, following.end_on) == (job.spec, ())
+
+
+# ---- advice
+
+
+def test_every_end_that_somebody_must_mend_has_advice() -> None:
+    without = {reason for reason in EndReason if not advice_of(reason)}
+    assert without == {EndReason.COMPLETED, EndReason.CANCELLED, EndReason.PAUSED}
+
+
+def test_a_spent_budget_is_explained_by_the_last_attempt() -> None:
+    exhausted = EndReason.RETRIES_EXHAUSTED
+    assert advice_of(exhausted, EndReason.HANG) == advice_of(EndReason.HANG)
+    assert "retry.max_failures" in advice_of(exhausted, EndReason.COMPLETED)
+    assert advice_of(None) == ""
+
+
+def _has_field(model: Any, path: list[str]) -> bool:
+    if not path:
+        return True
+    field = model.model_fields.get(path[0])
+    if field is None:
+        return False
+    inner = _models_in(field.annotation)
+    return len(path) == 1 or any(_has_field(each, path[1:]) for each in inner)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    arguments = getattr(annotation, "__args__", ())
+    return [model for argument in arguments for model in _models_in(argument)]
+
+
+def test_the_fields_that_are_advised_exist() -> None:
+    named = {
+        path
+        for reason in EndReason
+        for path in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+\b", advice_of(reason))
+    }
+    assert len(named) >= 8
+    assert {path for path in named if not _has_field(JobSpec, path.split("."))} == set()

@@ -1,0 +1,210 @@
+"""Uploaded code: who may send it, what is refused, and that jobs get what they name."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.domain.models import JobStatus
+from service.errors import CodeStoreFull
+from service.jobs.code_archives import keep_code
+from service.jobs.run_storage import run_dir_of
+from service.reconciler.housekeeping import Housekeeper
+from service.reconciler.submission import plan_attempt, submission_of
+from service.schemas.jobs import CodeOut
+from service.settings import Settings
+from tests.harness.builders import spec_document
+from tests.harness.service import Api, guarded, problem_in
+from trainer.protocol.code_archive import id_of, pack
+
+
+@pytest.fixture
+def archive(tmp_path: Path) -> bytes:
+    folder = tmp_path / "src"
+    (folder / "towers").mkdir(parents=True)
+    # A service that imported or ran this would not live to answer.
+    (folder / "towers" / "__init__.py").write_text("import os\nos._exit(17)\n")
+    return pack(folder)
+
+
+def upload(api: Api, data: bytes) -> Any:
+    return api.http.post("/v1/code", content=data, headers={"Content-Type": "application/zip"})
+
+
+def module_spec(code: str | None) -> dict[str, Any]:
+    tasks = [{"name": "rating", "loss": "mse"}]
+    return spec_document(model={"module": "towers:Towers", "code": code, "tasks": tasks})
+
+
+def test_an_upload_is_kept_by_its_content(api: Api, archive: bytes) -> None:
+    first, again = upload(api, archive), upload(api, archive)
+    assert first.status_code == again.status_code == 201
+    kept = CodeOut.model_validate(first.json())
+    assert kept == CodeOut.model_validate(again.json())
+    assert kept.id == id_of(archive)
+    assert kept.num_files == 1
+    found = list((api.settings.runs_dir / ".code").iterdir())
+    assert [path.read_bytes() for path in found] == [archive]
+
+
+def test_a_damaged_copy_is_mended_by_the_next_upload(api: Api, archive: bytes) -> None:
+    upload(api, archive)
+    (path,) = (api.settings.runs_dir / ".code").iterdir()
+    path.write_bytes(archive[:-1])
+    upload(api, archive)
+    assert path.read_bytes() == archive
+
+
+def test_uploads_are_removed_when_they_are_old_and_no_living_job_names_them(
+    api: Api, archive: bytes, tmp_path: Path
+) -> None:
+    (tmp_path / "src" / "towers" / "more.py").write_text("")
+    other = pack(tmp_path / "src")
+    named, unnamed = (upload(api, each).json()["id"] for each in (archive, other))
+    api.http.post("/v1/jobs", json={"spec": module_spec(named)})
+    folder = api.settings.runs_dir / ".code"
+    keeper = Housekeeper(api.store, api.settings, time.time)
+    keeper.run()
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 29 * 86400,) * 2)
+    keeper.run()
+    assert {path.stem for path in folder.iterdir()} == {named, unnamed}
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - 31 * 86400,) * 2)
+    keeper.run()
+    assert {path.stem for path in folder.iterdir()} == {named}
+
+
+def test_what_is_sent_or_named_again_is_as_new(api: Api, archive: bytes) -> None:
+    code = upload(api, archive).json()["id"]
+    (path,) = (api.settings.runs_dir / ".code").iterdir()
+    os.utime(path, (0, 0))
+    upload(api, archive)
+    assert path.stat().st_mtime > 1e9
+    os.utime(path, (0, 0))
+    api.http.post("/v1/jobs", json={"spec": module_spec(code)})
+    assert path.stat().st_mtime > 1e9
+
+
+def test_uploads_end_where_the_settings_say(tmp_path: Path, archive: bytes) -> None:
+    settings = Settings(runs_dir=tmp_path, code_max_bytes=2**20)
+    kept = tmp_path / ".code" / f"{'ab' * 32}.zip"
+    kept.parent.mkdir()
+    kept.write_bytes(b"x" * (2**20 - len(archive) + 1))
+    with pytest.raises(CodeStoreFull, match="SHARDLOOM_CODE_MAX_BYTES"):
+        keep_code(settings, archive)
+    kept.write_bytes(b"x" * (2**20 - len(archive)))
+    assert keep_code(settings, archive).id == id_of(archive)
+    assert keep_code(settings, archive).id == id_of(archive)
+
+
+@pytest.mark.parametrize("name", ["../evil.py", "/evil.py", "code/../../evil.py", "loose.py"])
+def test_unsafe_archives_are_refused_and_leave_nothing(api: Api, name: str) -> None:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as made:
+        made.writestr(name, "import os")
+    problem = problem_in(upload(api, buffer.getvalue()), 422, "invalid_request")
+    assert problem["fields"][0]["path"] == "body"
+    assert not (api.settings.runs_dir / ".code").exists()
+
+
+def test_what_is_no_archive_is_refused(api: Api) -> None:
+    problem = problem_in(upload(api, b"#!/bin/sh"), 422, "invalid_request")
+    assert "not a zip archive" in problem["detail"]
+    problem_in(upload(api, b""), 422, "invalid_request")
+
+
+def test_a_body_above_the_limit_is_refused(api: Api) -> None:
+    too_large = b"x" * (api.settings.max_body_bytes + 1)
+    problem_in(upload(api, too_large), 413, "body_too_large")
+
+
+def test_a_spec_that_names_code_nobody_sent_is_refused(api: Api) -> None:
+    for params in ({}, {"dry_run": "true"}):
+        answer = api.http.post("/v1/jobs", json={"spec": module_spec("ab" * 32)}, params=params)
+        problem = problem_in(answer, 422, "invalid_spec")
+        assert (problem["fields"][0]["path"], problem["fields"][0]["code"]) == (
+            "model.code",
+            "unknown_code",
+        )
+
+
+def test_a_plan_of_a_module_is_made_without_its_code(api: Api, archive: bytes) -> None:
+    for code in (None, upload(api, archive).json()["id"]):
+        answer = api.http.post(
+            "/v1/jobs", json={"spec": module_spec(code)}, params={"dry_run": "true"}
+        )
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["sharding_groups"]
+
+
+def test_a_job_has_a_copy_of_its_code_and_the_cluster_is_told_where(
+    api: Api, archive: bytes
+) -> None:
+    code = upload(api, archive).json()["id"]
+    answer = api.http.post("/v1/jobs", json={"spec": module_spec(code)})
+    assert answer.status_code == 201, answer.text
+    job_id = answer.json()["id"]
+    api.look()
+    job = api.store.get_job(job_id)
+    assert job.status is JobStatus.STARTING
+    path = run_dir_of(api.settings, job_id).code_path(code)
+    assert path.read_bytes() == archive
+    attempt = api.store.get_attempt(f"{job_id}-a0")
+    following = plan_attempt(api.store, job, attempt, 0.0)
+    assert submission_of(job, attempt, following, api.settings).code_uris == (path.as_uri(),)
+
+
+def test_damaged_code_is_never_handed_to_the_cluster(api: Api, archive: bytes) -> None:
+    code = upload(api, archive).json()["id"]
+    job_id = api.http.post("/v1/jobs", json={"spec": module_spec(code)}).json()["id"]
+    (path,) = (api.settings.runs_dir / ".code").iterdir()
+    path.write_bytes(archive[:-1])
+    api.look()
+    job = api.store.get_job(job_id)
+    assert (job.status, job.reason) == (JobStatus.FAILED, "bad_spec")
+    assert "submit again with `shardloom submit --code DIR`" in job.message
+
+
+def test_a_clone_names_code_that_somebody_sent(api: Api, archive: bytes) -> None:
+    code = upload(api, archive).json()["id"]
+    job_id = api.http.post("/v1/jobs", json={"spec": module_spec(code)}).json()["id"]
+    body = {"set": {"model.code": "ab" * 32}}
+    problem = problem_in(api.http.post(f"/v1/jobs/{job_id}:clone", json=body), 422, "invalid_spec")
+    assert problem["fields"][0]["code"] == "unknown_code"
+    assert len(api.http.get("/v1/jobs").json()["items"]) == 1
+
+
+def test_a_clone_takes_the_code_of_its_job_where_the_upload_is_gone(
+    api: Api, archive: bytes
+) -> None:
+    code = upload(api, archive).json()["id"]
+    job_id = api.http.post("/v1/jobs", json={"spec": module_spec(code)}).json()["id"]
+    api.look()
+    (kept,) = (api.settings.runs_dir / ".code").iterdir()
+    kept.unlink()
+    answer = api.http.post(f"/v1/jobs/{job_id}:clone", json={})
+    assert answer.status_code == 201, answer.text
+    assert kept.read_bytes() == archive
+
+
+def test_the_roles_that_may_submit_may_upload_and_the_audit_log_says_who(
+    tmp_path: Path, archive: bytes
+) -> None:
+    house = guarded(tmp_path)
+    try:
+        for caller, status in ((None, 401), ("viewer", 403), ("submitter", 201), ("admin", 201)):
+            answer = house.send("POST", "/v1/code", caller, content=archive)
+            assert answer.status_code == status, (caller, answer.text)
+        lines = house.send("GET", "/v1/audit", "root").json()["items"]
+        told = [(line["actor"], line["status"]) for line in lines if line["object"] == "/v1/code"]
+        assert {("key:submitter", 201), ("key:admin", 201), ("key:viewer", 403)} <= set(told)
+    finally:
+        house.http.close()
+        house.store.close()

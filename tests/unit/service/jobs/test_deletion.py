@@ -1,0 +1,247 @@
+"""Deleting jobs with their files, whole or cut off anywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from service.client.client import ShardloomClient
+from service.client.errors import NotFound
+from service.domain.models import JobStatus
+from service.errors import JobNotEnded, StoreUnavailable
+from service.jobs import actions
+from service.jobs.actions import finish_deletions
+from service.jobs.run_storage import run_dir_of, trashed_jobs
+from tests.harness.builders import batch, checkpoint
+from tests.harness.service import Api, end, problem_in, running, shardloom
+
+
+def ended_with_files(api: Api) -> tuple[str, Path]:
+    """A job that has ended, and its run folder."""
+    job_id = running(api)
+    end(api, job_id)
+    return job_id, run_dir_of(api.settings, job_id).root
+
+
+def test_a_deleted_job_is_gone_with_its_files(api: Api, client: ShardloomClient) -> None:
+    job_id, folder = ended_with_files(api)
+    assert folder.exists()
+    client.delete(job_id)
+    assert not folder.exists()
+    with pytest.raises(NotFound):
+        client.get_job(job_id)
+    assert list(api.settings.runs_dir.iterdir()) == []
+    assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 404, "job_not_found")
+
+
+def test_files_stay_where_that_is_asked_for(api: Api, client: ShardloomClient) -> None:
+    job_id, folder = ended_with_files(api)
+    client.delete(job_id, artifacts=False)
+    assert (folder / "attempts").exists()
+    assert not (folder / "job.json").exists()
+
+
+def ended_with_checkpoints_at(api: Api, path: Path | str) -> str:
+    job_id = running(api, checkpoint={"path": str(path)})
+    end(api, job_id)
+    return job_id
+
+
+def saved_below(path: Path, job_id: str) -> Path:
+    """A checkpoint of a job whose `checkpoint.path` this is."""
+    folder = path / job_id / "checkpoints" / "step-00000100-a0-r0"
+    folder.mkdir(parents=True)
+    (folder / "COMMIT.json").write_text("{}")
+    return folder
+
+
+def test_checkpoints_in_another_folder_go_with_their_job_and_no_others(
+    api: Api, client: ShardloomClient, tmp_path: Path
+) -> None:
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    first, second = (ended_with_checkpoints_at(api, place) for _ in range(2))
+    saved_below(place, first)
+    others = saved_below(place, second)
+    assert client.delete(first).left == []
+    assert [*place.iterdir()] == [place / second]
+    client.delete(second, artifacts=False)
+    assert others.exists()
+
+
+def test_checkpoints_that_the_service_cannot_delete_are_named_with_their_place(
+    api: Api, client: ShardloomClient, tmp_path: Path
+) -> None:
+    remote = ended_with_checkpoints_at(api, "s3://lake/runs/?region=eu-west-1")
+    (left,) = client.delete(remote).left
+    assert left.path == f"s3://lake/runs/{remote}"
+    assert "deletes no objects" in left.why
+
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    linked, unseen = (ended_with_checkpoints_at(api, place) for _ in range(2))
+    (tmp_path / "secret").mkdir()
+    (place / linked).symlink_to(tmp_path / "secret")
+    (left,) = client.delete(linked).left
+    assert (left.path, (tmp_path / "secret").exists()) == (str(place / linked), True)
+    assert "cannot be deleted" in left.why
+    (place / linked).unlink()
+    place.rmdir()
+    (left,) = client.delete(unseen).left
+    assert "does not see" in left.why
+
+
+def test_the_command_says_where_checkpoints_stay(api: Api, client: ShardloomClient) -> None:
+    job_id = ended_with_checkpoints_at(api, "s3://lake/runs")
+    said = shardloom("delete", job_id, "--yes")
+    assert f"its checkpoints stay at s3://lake/runs/{job_id}: " in said.stderr
+
+
+def test_checkpoints_of_a_deletion_that_was_cut_off_go_at_the_next_start(
+    api: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    job_id = ended_with_checkpoints_at(api, place)
+    saved_below(place, job_id)
+
+    def fail(*_: object) -> None:
+        raise OSError("the service was killed here")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(actions, "remove_checkpoints", fail)
+        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "storage_unavailable")
+    finish_deletions(api.store, api.settings)
+    assert [*place.iterdir()] == []
+    assert trashed_jobs(api.settings) == []
+
+
+def test_a_deletion_that_is_cut_off_before_the_rows_can_be_repeated(
+    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, folder = ended_with_files(api)
+
+    def fail(_: str) -> None:
+        raise StoreUnavailable("away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(api.store, "delete_job", fail)
+        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "store_unavailable")
+    assert (trashed_jobs(api.settings), folder.exists()) == ([job_id], False)
+    client.delete(job_id)
+    assert trashed_jobs(api.settings) == []
+
+
+def test_a_deletion_that_is_cut_off_after_the_rows_is_finished_at_the_next_start(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, _ = ended_with_files(api)
+    kept = running(api)
+
+    def fail(*_: object) -> None:
+        raise OSError("storage is away")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(actions, "empty_trash", fail)
+        assert problem_in(api.http.delete(f"/v1/jobs/{job_id}"), 503, "storage_unavailable")
+    assert trashed_jobs(api.settings) == [job_id]
+    finish_deletions(api.store, api.settings)
+    assert trashed_jobs(api.settings) == []
+    assert run_dir_of(api.settings, kept).root.exists()
+
+
+def cut_off_before_the_rows(api: Api, job_id: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion that goes no further than the rename of the folder."""
+
+    def fail(_: str) -> None:
+        raise StoreUnavailable("the service was killed here")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(api.store, "delete_job", fail)
+        assert api.http.delete(f"/v1/jobs/{job_id}").status_code >= 400
+
+
+def ended_with_checkpoint(api: Api) -> tuple[str, Path]:
+    """A job that has ended, and its run folder with a checkpoint that is listed."""
+    job_id = running(api)
+    folder = run_dir_of(api.settings, job_id).root
+    saved = folder / "checkpoints" / "step-00000100-a0-r0"
+    saved.mkdir(parents=True)
+    (saved / "COMMIT.json").write_text("{}")
+    told = checkpoint(100).model_copy(update={"path": str(saved)})
+    api.post_events(f"{job_id}-a0", batch(told, stream="workers-0"))
+    end(api, job_id, "training_error")
+    return job_id, folder
+
+
+def test_a_job_whose_deletion_was_cut_off_has_its_files_again_at_the_next_start(
+    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, folder = ended_with_checkpoint(api)
+    cut_off_before_the_rows(api, job_id, monkeypatch)
+    assert not folder.exists()
+    finish_deletions(api.store, api.settings)
+    assert trashed_jobs(api.settings) == []
+    (listed,) = api.store.list_checkpoints(job_id)
+    assert (Path(listed.path) / "COMMIT.json").exists()
+    client.delete(job_id)
+    assert list(api.settings.runs_dir.iterdir()) == []
+
+
+def test_a_restart_takes_back_what_a_deletion_that_was_cut_off_set_aside(
+    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, folder = ended_with_checkpoint(api)
+    cut_off_before_the_rows(api, job_id, monkeypatch)
+    client.restart(job_id)
+    api.look()
+    assert client.get_job(job_id).current_attempt_id == f"{job_id}-a1"
+    assert (folder / "checkpoints" / "step-00000100-a0-r0" / "COMMIT.json").exists()
+    assert trashed_jobs(api.settings) == []
+
+
+def test_a_job_with_a_folder_beside_its_buried_one_keeps_the_first_and_can_be_deleted(
+    api: Api, client: ShardloomClient
+) -> None:
+    job_id, folder = ended_with_checkpoint(api)
+    # As earlier versions left it: buried under the plain name, with a new run beside it.
+    folder.rename(folder.with_name(f".deleted-{job_id}"))
+    (folder / "attempts").mkdir(parents=True)
+    finish_deletions(api.store, api.settings)
+    assert [path.name for path in folder.iterdir()] == ["attempts"]
+    assert trashed_jobs(api.settings) == [job_id]
+    client.delete(job_id)
+    assert list(api.settings.runs_dir.iterdir()) == []
+
+
+def test_what_was_buried_comes_back_beside_what_was_made_since(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, folder = ended_with_checkpoint(api)
+    (folder / "job.json").write_text("old")
+    restarted = JobNotEnded(job_id, JobStatus.QUEUED)
+
+    def restart_meanwhile(_: str) -> None:
+        (folder / "checkpoints" / "step-00000200-a1-r0").mkdir(parents=True)
+        (folder / "job.json").write_text("new")
+        raise restarted
+
+    with monkeypatch.context() as broken:
+        broken.setattr(api.store, "delete_job", restart_meanwhile)
+        problem = api.http.delete(f"/v1/jobs/{job_id}")
+    assert problem_in(problem, 409, "job_not_ended")
+    saved = sorted(path.name for path in (folder / "checkpoints").iterdir())
+    assert saved == ["step-00000100-a0-r0", "step-00000200-a1-r0"]
+    assert (folder / "job.json").read_text() == "new"
+    assert trashed_jobs(api.settings) == []
+
+
+def test_files_that_shall_stay_come_back_from_a_deletion_that_was_cut_off(
+    api: Api, client: ShardloomClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job_id, folder = ended_with_checkpoint(api)
+    cut_off_before_the_rows(api, job_id, monkeypatch)
+    client.delete(job_id, artifacts=False)
+    assert (folder / "checkpoints").exists()
+    assert not (folder / "job.json").exists()

@@ -1,0 +1,214 @@
+"""Logs of attempts: what lines say, which of them a reader wants, and files read in pieces."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.errors import LogNotFound
+from service.jobs.logs import (
+    Head,
+    Level,
+    LogFilter,
+    LogPosition,
+    check_source,
+    contains,
+    group_of,
+    head_of,
+    list_sources,
+    rank_of,
+    read_new,
+    tail_position,
+    with_heads,
+)
+from tests.harness.properties import examples
+from trainer.protocol.run_dir import AttemptDir
+
+
+def test_a_line_of_ours_says_its_level_and_its_time_in_utc() -> None:
+    head = head_of("2026-11-21T20:51:59.250Z WARNING trainer.training.worker: slow")
+    assert head == Head(Level.WARNING, 1795294319.25)
+
+
+def test_lines_without_a_time_may_say_a_level() -> None:
+    for text, level in (
+        ("[W1121 20:51:59.123456 socket.cpp:7] retrying", Level.WARNING),
+        ("E1121 20:51:59.123456 12 file.cc:9] bad", Level.ERROR),
+        ("[rank0]:W1121 21:41:38.411000 25015 torch/fx/x.py:3] slow", Level.WARNING),
+        ("Fatal Python error: Aborted", Level.CRITICAL),
+        ("*** SIGABRT received at time=1795296551 on cpu 0 ***", Level.CRITICAL),
+        ("terminate called after throwing an instance of 'c10::Error'", Level.CRITICAL),
+        ("Traceback (most recent call last):", Level.ERROR),
+    ):
+        assert head_of(text) == Head(level), text
+
+
+def test_lines_of_libraries_say_level_and_local_time() -> None:
+    for text, level in (
+        ("2026-11-21 21:51:59,250 ERROR x: no", Level.ERROR),
+        ("2026/11/21 21:41:24 INFO mlflow.store: tables", Level.INFO),
+        ("2026-11-21 21:29:02,548\tWARNING worker.py:2038 -- x", Level.WARNING),
+        ("[2026-11-21 21:29:11,863 E 30686 30686] logging.cc:474: y", Level.ERROR),
+    ):
+        head = head_of(text)
+        assert head is not None, text
+        assert (head.level, time.localtime(head.time).tm_hour) == (level, 21)
+
+
+def test_other_lines_say_nothing() -> None:
+    for text in ("", "step 5", "  File x", "2026-11-21", "2026-13-99T99:99:99.000Z NOISE x"):
+        assert head_of(text) is None
+    # A time that no calendar has is none.
+    assert head_of("2026-13-41T20:51:59.000Z INFO x: y") == Head(Level.INFO, None)
+
+
+def test_lines_without_a_head_go_on_from_the_one_before() -> None:
+    lines = [
+        "starting",
+        "2026-11-21T20:51:59.000Z INFO a: x",
+        "Traceback (most recent call last):",
+        '  File "x.py", line 1',
+        "ValueError: no",
+        "2026-11-21T20:52:00.000Z INFO a: y",
+        "Fatal Python error: Segmentation fault",
+        "Thread 1:",
+    ]
+    levels = [head.level for _, head in with_heads(Head(), lines)]
+    assert levels == [None, Level.INFO, *[Level.ERROR] * 3, Level.INFO, *[Level.CRITICAL] * 2]
+    times = [head.time for _, head in with_heads(Head(), lines)]
+    assert times[0] is None
+    assert times[1:5] == [1795294319.0] * 4
+    assert times[5:] == [1795294320.0] * 3
+
+
+def test_names_of_logs_say_rank_and_group() -> None:
+    names = ("rank-3", "group-2-rank-1", "driver")
+    assert [rank_of(name) for name in names] == [3, 1, None]
+    assert [group_of(name) for name in names] == [None, 2, None]
+
+
+def test_a_filter_takes_what_fits_every_wish() -> None:
+    wanted = LogFilter(ranks=(0, 3), min_level=Level.WARNING, text="lost", since=10.0, until=20.0)
+    assert wanted.takes_source("rank-3")
+    assert wanted.takes_source("group-1-rank-0")
+    assert not wanted.takes_source("rank-1")
+    assert not wanted.takes_source("driver")
+    assert wanted.takes(Head(Level.ERROR, 10.0), "peer LOST")
+    for head, text in (
+        (Head(Level.INFO, 10.0), "lost"),
+        (Head(None, 10.0), "lost"),
+        (Head(Level.ERROR, 9.9), "lost"),
+        (Head(Level.ERROR, 20.0), "lost"),
+        (Head(Level.ERROR, None), "lost"),
+        (Head(Level.ERROR, 10.0), "found"),
+    ):
+        assert not wanted.takes(head, text)
+    assert LogFilter().takes(Head(), "")
+    assert LogFilter().takes_source("driver")
+
+
+def test_a_search_finds_text_and_what_lies_around_a_star() -> None:
+    for text, wanted, is_in in (
+        ("step 5 loss 0.1", "loss", True),
+        ("step 5 loss 0.1", "STEP*LOSS", True),
+        ("step 5 loss 0.1", "loss*step", False),
+        ("aXbXc", "a*b*c*", True),
+        ("ab", "a*a", False),
+        ("a*b", "a*b", True),
+        ("(a+)+$", "(a+)+$", True),
+        ("anything", "", True),
+    ):
+        assert contains(text, wanted) is is_in, (text, wanted)
+
+
+@given(text=st.text(max_size=50), pieces=st.lists(st.text("ab*", max_size=4), max_size=4))
+def test_what_is_cut_out_of_a_text_is_found_in_it(text: str, pieces: list[str]) -> None:
+    assert contains(text.join(["<", *pieces, ">"]), "*".join(["<", *pieces, ">"]))
+
+
+def test_a_search_over_a_long_line_ends_soon() -> None:
+    began = time.perf_counter()
+    assert not contains("a" * 1_000_000, "*".join("a" * 90) + "*b")
+    assert time.perf_counter() - began < 10.0
+
+
+# ---- files in pieces
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> AttemptDir:
+    """An attempt with a driver and two ranks."""
+    found = AttemptDir(tmp_path)
+    found.logs_dir.mkdir()
+    found.log_path("rank-10").write_text("ten\n")
+    found.log_path("rank-2").write_text("two\n")
+    found.log_path("driver").write_text("up\nready\nhalf a li")
+    (found.logs_dir / "secrets.log").write_text("no\n")
+    return found
+
+
+def _texts(files: AttemptDir, position: LogPosition, *, is_final: bool = False) -> list[str]:
+    return [piece.text for piece in read_new(files, position, None, is_final=is_final)]
+
+
+def test_sources_are_the_driver_then_ranks_and_groups_in_number_order(files: AttemptDir) -> None:
+    assert list_sources(files) == ["driver", "rank-2", "rank-10"]
+    for name in ("group-10-rank-0", "group-2-rank-1", "group-2-rank-0", "coordinator"):
+        files.log_path(name).touch()
+    assert list_sources(files)[:2] == ["driver", "coordinator"]
+    groups = [name for name in list_sources(files) if name.startswith("group")]
+    assert groups == ["group-2-rank-0", "group-2-rank-1", "group-10-rank-0"]
+    assert list(read_new(files, LogPosition("a"), "rank-7", is_final=True)) == []
+
+
+def test_only_log_names_are_accepted() -> None:
+    spoilt = ("../spec", "rank-1/../../x", "group-1", "group-x-rank-1", "secrets", "rank-", "")
+    for source in (*spoilt, "driver\n"):
+        with pytest.raises(LogNotFound, match="the attempt has: driver"):
+            check_source(source, ["driver"])
+
+
+def test_a_line_being_written_waits_until_it_is_whole_or_final(files: AttemptDir) -> None:
+    assert _texts(files, LogPosition("a")) == ["up", "ready", "two", "ten"]
+    assert _texts(files, LogPosition("a"), is_final=True)[:3] == ["up", "ready", "half a li"]
+
+
+def test_reading_goes_on_behind_a_position(files: AttemptDir) -> None:
+    *_, last = read_new(files, LogPosition("a"), None, is_final=False)
+    with files.log_path("driver").open("a") as log:
+        log.write("ne\nmore\n")
+    position = LogPosition.decode(last.position.encode())
+    assert _texts(files, position) == ["half a line", "more"]
+
+
+def test_bytes_that_are_no_text_do_not_stop_the_reader(files: AttemptDir) -> None:
+    files.log_path("driver").write_bytes(b"\xff\xfe\rbar\r\nok\n")
+    pieces = read_new(files, LogPosition("a"), "driver", is_final=False)
+    assert [piece.text for piece in pieces] == ["\ufffd\ufffd\rbar", "ok"]
+
+
+@settings(
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    lines=st.lists(st.integers(0, 30_000), max_size=12),
+    num_lines=st.integers(0, 15),
+    is_open=st.booleans(),
+)
+def test_a_tail_is_the_last_lines_whatever_their_length(
+    tmp_path: Path, lines: list[int], num_lines: int, is_open: bool
+) -> None:
+    files = AttemptDir(tmp_path)
+    files.logs_dir.mkdir(exist_ok=True)
+    texts = [f"{number}:" + "x" * size for number, size in enumerate(lines)]
+    content = "\n".join(texts) + ("" if is_open or not texts else "\n")
+    files.log_path("driver").write_text(content)
+    position = tail_position(files, "a", "driver", num_lines)
+    found = [piece.text for piece in read_new(files, position, "driver", is_final=True)]
+    assert found == (texts[-num_lines:] if num_lines else [])

@@ -1,0 +1,190 @@
+"""Plans: what a job would look like on the cluster, why, and what the loss of a host would cost."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from service.backends.base import HostFacts
+from service.cli.submit import plan_page
+from service.jobs.planning import plan_of, rooms, worker_bytes
+from service.jobs.submit import with_table_sizes
+from service.schemas.jobs import JobPlan
+from tests.conftest import EXAMPLE_SPEC
+from tests.harness.builders import spec
+from trainer.spec import load_spec
+from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
+
+EXAMPLES = sorted(EXAMPLE_SPEC.parent.glob("*.yaml"))
+
+
+def hosts(*cpus: float, gpus: float = 0, memory_bytes: int = 8 * 2**30) -> tuple[HostFacts, ...]:
+    """Hosts with so many CPUs each."""
+    return tuple(HostFacts(f"10.0.0.{n}", c, gpus, memory_bytes) for n, c in enumerate(cpus))
+
+
+def job(workers: Any = 4, size: Any = 2, **changes: Any) -> JobSpec:
+    """A spec with one table of 100 x 8, 3600 bytes with its state."""
+    resources = changes.pop("resources", {})
+    sizes = {"workers": workers, "shard_group_size": size, **changes}
+    return spec(parallelism=sizes, resources=resources)
+
+
+def printed(plan: JobPlan) -> str:
+    """The plan as a terminal shows it."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(plan_page(plan))
+    return console.export_text()
+
+
+def test_a_group_on_each_host_lets_the_others_train_on() -> None:
+    plan = plan_of(job({"min": 2, "max": 6}, survive={"hosts": 1}), hosts(2, 2, 2))
+    assert (plan.min_workers, plan.world_size, plan.num_replicas) == (2, 6, 3)
+    assert plan.placement == "inter_host"
+    assert plan.sharding_groups == [[0, 1], [2, 3], [4, 5]]
+    assert plan.after_loss == "a lost host takes down one of 3 groups; the others train on"
+    assert plan.num_hosts_needed == 2
+    assert plan.obstacle == ""
+    assert plan.layout is not None
+    assert plan.layout.failure_domain == "replica_group"
+    assert (plan.layout.num_hosts_survived, plan.layout.num_hosts_per_shard) == (2, 3)
+    # S (M - 1) / T = 3600 * 2 / 6, and a sync moves it twice.
+    assert (plan.layout.memory_overhead_bytes, plan.layout.sync_bytes) == (1200, 2400)
+
+
+def test_a_job_of_copies_beside_each_other_restarts_as_a_whole() -> None:
+    plan = plan_of(job(placement="intra_host"), hosts(4))
+    assert plan.layout is not None
+    assert plan.layout.failure_domain == "job"
+    assert plan.layout.num_hosts_survived == 0
+    assert plan.after_loss == (
+        "a lost host stops all workers, which restart from the newest checkpoint"
+    )
+
+
+def test_what_a_loss_takes_down_is_counted_on_the_real_hosts() -> None:
+    for cpus, words in (
+        ((4, 4), "up to 2 of 4 groups; the others train on"),
+        ((6, 2), "up to 3 of 4 groups; the other trains on"),
+        ((8,), "all 4 groups: they are on one host"),
+    ):
+        assert words in plan_of(job(8, 2, placement="inter_host"), hosts(*cpus)).after_loss
+
+
+def test_a_cluster_that_is_too_small_is_an_obstacle_and_not_a_refusal() -> None:
+    plan = plan_of(job({"min": 2, "max": 6}, survive={"hosts": 2}), hosts(2, 2))
+    assert "needs 3 hosts" in plan.obstacle
+    assert "add 1 host, or lower survive.hosts to 1" in plan.obstacle
+    # What it would be, were there enough.
+    assert plan.layout is not None
+    assert plan.layout.num_hosts == 3
+    assert plan.reason.startswith("given a host for each group")
+    assert [option.num_hosts_survived for option in plan.options] == [1, 0]
+
+
+def test_without_a_cluster_the_numbers_of_the_spec_are_planned() -> None:
+    plan = plan_of(job(6, placement="inter_host"))
+    assert plan.cluster == "hosts not known"
+    assert plan.reason.startswith("given a host for each group, 3 groups of 2 workers")
+    assert plan_of(job()).reason.startswith("given a host with room for all, 2 groups of 2")
+    assert plan.layout is not None
+    assert (plan.layout.num_hosts, plan.layout.num_hosts_survived) == (3, 2)
+
+
+def test_auto_stays_open_until_the_hosts_are_known() -> None:
+    automatic = job({"min": 2, "max": 6}, "auto", placement="auto")
+    open_plan = plan_of(automatic)
+    assert (open_plan.shard_group_size, open_plan.num_replicas, open_plan.layout) == (None,) * 3
+    assert open_plan.reason.startswith("decided when an attempt starts")
+    chosen = plan_of(automatic, hosts(4, memory_bytes=2**30))
+    assert (chosen.world_size, chosen.shard_group_size, chosen.num_replicas) == (6, 1, 6)
+    assert chosen.layout is not None
+    assert chosen.layout.world_size == 4
+    assert sum(option.is_chosen for option in chosen.options) == 1
+    assert len(chosen.options) > 1
+
+
+def test_a_spec_that_does_not_allow_the_choice_names_the_field() -> None:
+    wanted = job(4, "auto", moment_scale=4, resources={"memory_bytes_per_worker": 2500})
+    with pytest.raises(SpecError, match="moment_scale"):
+        plan_of(wanted, hosts(4))
+
+
+def test_room_is_counted_in_what_a_worker_asks_for() -> None:
+    halves = job(resources={"cpus_per_worker": 0.5})
+    assert rooms(halves, hosts(2, 1.4)) == (4, 2)
+    assert worker_bytes(halves, hosts(2, 1, memory_bytes=800)) == 200
+    on_gpus = job(resources={"device": "cuda"})
+    assert rooms(on_gpus, hosts(8, 8, gpus=2)) == (2, 2)
+    assert worker_bytes(on_gpus, hosts(8, gpus=2)) is None
+    assert rooms(job(), hosts(8, 8, gpus=2)) == (2, 2)
+    assert rooms(job(), hosts(8, 8, gpus=1)) == (8, 8)
+
+
+def test_the_data_tells_how_large_its_tables_are(tmp_path: Path) -> None:
+    table = {"name": "users", "embedding_dim": 8}
+    document = {"path": str(tmp_path), "label": {"column": "rating"}}
+    wanted = spec(data=document, embedding_tables=[table])
+    assert plan_of(with_table_sizes(wanted)).table_bytes is None
+    (tmp_path / "manifest.json").write_text(json.dumps({"vocab_sizes": {"user_id": 50}}))
+    assert plan_of(with_table_sizes(wanted)).table_bytes == 1800
+    (tmp_path / "manifest.json").write_text(json.dumps({"vocab_sizes": {"other": 50}}))
+    assert with_table_sizes(wanted) == wanted
+
+
+def test_every_shipped_example_can_start_on_two_hosts() -> None:
+    assert len(EXAMPLES) >= 8
+    for path in EXAMPLES:
+        plan = plan_of(load_spec(path.read_text()), hosts(4, 4))
+        assert plan.obstacle == "", path.name
+        assert plan.layout is not None
+        domain = "replica_group" if "survive" in path.name else "job"
+        assert plan.layout.failure_domain == domain, path.name
+
+
+def test_a_plan_is_printed_with_its_reason_price_and_loss() -> None:
+    text = printed(plan_of(job({"min": 2, "max": 6}, survive={"hosts": 1}), hosts(2, 2, 2)))
+    for part in (
+        "2-6 workers (1-3 replicas x 2 shards), inter_host",
+        "3 host(s) with room for 2 + 2 + 2 worker(s)",
+        "[0 1]  [2 3]  [4 5]",
+        "replica group: a lost host takes down one of 3 groups; the others train on",
+        "1.2 kB of memory a worker for the other copies; a full sync moves 2.4 kB a worker",
+        "users [100 x 8] (3.6 kB a copy)",
+    ):
+        assert part in text
+
+
+def test_an_open_plan_and_one_that_cannot_start_are_printed_as_such() -> None:
+    automatic = job(4, "auto", placement="auto")
+    assert "4 workers (auto)" in printed(plan_of(automatic))
+    text = printed(plan_of(automatic, hosts(1, 1)))
+    assert "cannot start" in text
+    assert "room for 2" in text
+    text = printed(plan_of(automatic, hosts(4)))
+    assert "chosen" in text
+    assert "intra host" in text
+    assert "32 of 1" in printed(plan_of(job(32, 1), hosts(32)))
+
+
+def test_a_cluster_that_grows_is_planned_with_hosts_like_the_largest_that_is_there() -> None:
+    wanted = job({"min": 2, "max": 6}, survive={"hosts": 1})
+    assert plan_of(wanted, hosts(2), None).obstacle
+    plan = plan_of(wanted, (*hosts(0), *hosts(2)), max_workers=7)
+    assert (plan.num_replicas, plan.obstacle) == (3, "")
+    assert plan.layout
+    assert plan.layout.num_hosts == 3
+    assert plan.cluster == "4 host(s) with room for 0 + 2 + 2 + 2 worker(s), 2 of them to be added"
+    assert plan_of(wanted, hosts(2, 2, 2), max_workers=6).cluster.endswith("2 + 2 + 2 worker(s)")
+
+
+def test_a_cluster_that_grows_from_a_head_alone_has_hosts_that_nobody_knows_yet() -> None:
+    plan = plan_of(job(6, placement="inter_host"), hosts(0), max_workers=8)
+    assert (plan.cluster, plan.obstacle) == ("hosts not known", "")
+    assert plan.reason.startswith("given a host for each group")

@@ -1,0 +1,1 @@
+"""Tests of the local stack and joined machines."""

@@ -1,0 +1,1 @@
+"""Tests of metrics, traces and logs of the service."""

@@ -1,0 +1,245 @@
+"""What the service tells of itself: metrics, structured logs, traces."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from service.api.middleware import ids_in
+from service.domain.models import EndReason, JobStatus
+from service.observability.logging_setup import (
+    JsonFormatter,
+    TextFormatter,
+    about,
+    add_ids,
+    known_ids,
+)
+from service.observability.metrics import ServiceMetrics, Waits
+from service.observability.tracing import Tracing, traceparent_of
+from service.reconciler.submission import submission_of
+from service.settings import Settings
+from tests.harness.builders import NOW, attempt_of, batch, checkpoint, queued_job
+from tests.harness.service import Api
+from trainer.protocol.events import Metrics
+
+
+def _value(telemetry: ServiceMetrics, name: str, **labels: str) -> float | None:
+    return telemetry.registry.get_sample_value(name, labels)
+
+
+# ---- metrics
+
+
+def test_answers_are_counted_by_the_template_of_their_route(api: Api) -> None:
+    job_id = api.submit()
+    api.http.get(f"/v1/jobs/{job_id}")
+    api.http.get("/v1/jobs/nobody")
+    api.http.get("/nowhere")
+    text = api.http.get("/metrics").text
+    count = "shardloom_request_seconds_count"
+    assert f'{count}{{method="POST",route="/v1/jobs",status="201"}} 1.0' in text
+    assert f'{count}{{method="GET",route="/v1/jobs/{{job}}",status="200"}} 1.0' in text
+    assert f'{count}{{method="GET",route="/v1/jobs/{{job}}",status="404"}} 1.0' in text
+    assert f'{count}{{method="GET",route="(no route)",status="404"}} 1.0' in text
+    assert job_id not in text
+
+
+def test_transactions_of_the_store_are_timed(api: Api) -> None:
+    api.http.get(f"/v1/jobs/{api.submit()}")
+    text = api.http.get("/metrics").text
+    for kind in ("read", "write"):
+        assert f'shardloom_store_seconds_count{{kind="{kind}"}}' in text
+
+
+def test_records_batches_and_points_are_counted(api: Api) -> None:
+    job_id = api.start()
+    points = Metrics(time=NOW, step=1, values={"a": 1.0, "b": 2.0})
+    api.post_events(f"{job_id}-a0", batch(points, checkpoint(1)))
+    text = api.http.get("/metrics").text
+    assert "shardloom_batches_received_total 1.0" in text
+    assert "shardloom_events_received_total 2.0" in text
+    assert "shardloom_points_received_total 2.0" in text
+
+
+def test_followers_are_counted_while_they_follow() -> None:
+    telemetry = ServiceMetrics()
+    with telemetry.following(), telemetry.following():
+        assert _value(telemetry, "shardloom_stream_followers") == 2
+    assert _value(telemetry, "shardloom_stream_followers") == 0
+
+
+def test_waits_are_told_once_when_they_are_over() -> None:
+    waits, job = Waits(), replace(queued_job(), created_at=NOW, queued_at=NOW + 1)
+    assert waits.after(job, NOW + 5) == (None, None)
+    starting = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a0")
+    assert waits.after(starting, NOW + 11) == (10.0, None)
+    running = replace(starting, status=JobStatus.RUNNING, started_at=NOW + 30)
+    assert waits.after(running, NOW + 31) == (None, 30.0)
+    assert waits.after(running, NOW + 32) == (None, None)
+
+
+def test_a_job_that_is_queued_again_waits_again() -> None:
+    waits, job = Waits(), replace(queued_job(), created_at=NOW, started_at=NOW + 5)
+    waits.after(replace(job, queued_at=NOW + 100), NOW + 100)
+    over = replace(
+        job, status=JobStatus.STARTING, queued_at=NOW + 100, current_attempt_id=f"{job.id}-a1"
+    )
+    assert waits.after(over, NOW + 107) == (7.0, None)
+
+
+def test_a_job_that_left_the_queue_between_two_looks_is_counted_all_the_same() -> None:
+    waits, job = Waits(), replace(queued_job(), created_at=NOW, queued_at=NOW)
+    starting = replace(job, status=JobStatus.STARTING, current_attempt_id=f"{job.id}-a0")
+    waits.keep(set())
+    assert waits.after(starting, NOW + 1) == (1.0, None)
+    waits.keep({job.id})
+    assert waits.after(starting, NOW + 2) == (None, None)
+    running = replace(starting, status=JobStatus.RUNNING, started_at=NOW + 3)
+    assert waits.after(running, NOW + 4) == (None, 3.0)
+
+
+def test_jobs_that_ran_when_the_service_started_say_nothing() -> None:
+    waits = Waits()
+    running = replace(
+        queued_job(), status=JobStatus.RUNNING, started_at=NOW, current_attempt_id="x-a0"
+    )
+    assert waits.after(running, NOW + 60) == (None, None)
+
+
+def test_a_job_that_never_ran_tells_no_start() -> None:
+    waits, job = Waits(), queued_job()
+    waits.after(job, NOW)
+    ended = replace(job, status=JobStatus.CANCELLED)
+    assert waits.after(ended, NOW + 3)[1] is None
+
+
+def test_the_loop_tells_how_long_it_has_not_looked() -> None:
+    now = [NOW]
+    telemetry = ServiceMetrics(lambda: now[0])
+    telemetry.saw_live_jobs([queued_job()])
+    now[0] += 42
+    assert _value(telemetry, "shardloom_reconcile_lag_seconds") == 42
+    assert _value(telemetry, "shardloom_live_jobs", status="QUEUED") == 1
+    telemetry.job_ended(replace(queued_job(), status=JobStatus.FAILED, reason=EndReason.HANG))
+    ended = {"status": "FAILED", "reason": "hang"}
+    assert _value(telemetry, "shardloom_ended_jobs_total", **ended) == 1
+
+
+# ---- logs
+
+
+def _record(message: str = "it is %s", *args: Any, **changes: Any) -> logging.LogRecord:
+    record = logging.LogRecord("service.x", logging.WARNING, "x.py", 1, message, args, None)
+    record.created, record.msecs = NOW, 250.0
+    vars(record).update(changes)
+    add_ids(record)
+    return record
+
+
+def test_a_json_line_has_the_ids_at_hand() -> None:
+    with about(request_id="req-1", job_id="job-1"):
+        record = _record("it is %s", "here")
+    assert json.loads(JsonFormatter().format(record)) == {
+        "time": "2027-01-15T08:00:00.250Z",
+        "level": "warning",
+        "logger": "service.x",
+        "message": "it is here",
+        "request_id": "req-1",
+        "job_id": "job-1",
+    }
+    assert known_ids() == {}
+
+
+def test_a_json_line_is_one_line_even_with_a_traceback() -> None:
+    try:
+        raise ValueError("a\nb")
+    except ValueError as error:
+        info = (type(error), error, error.__traceback__)
+    line = JsonFormatter().format(_record("it\nbroke", exc_info=info))
+    assert "\n" not in line
+    assert "ValueError: a\nb" in json.loads(line)["traceback"]
+
+
+def test_a_text_line_has_ids_that_it_does_not_name_itself() -> None:
+    with about(request_id="req-1", job_id="job-1"):
+        record = _record("job-1 waits")
+    assert TextFormatter().format(record).endswith("service.x: job-1 waits [request_id=req-1]")
+    assert TextFormatter().format(_record("plain")).endswith("service.x: plain")
+
+
+def test_ids_are_read_off_the_path() -> None:
+    job, attempt = "job-0000000000ab", "job-0000000000ab-a12"
+    assert ids_in(f"/v1/jobs/{job}/logs") == {"job_id": job}
+    assert ids_in(f"/v1/attempts/{attempt}/events") == {"job_id": job, "attempt_id": attempt}
+    for path in ("/v1/jobs/my-name", "/metrics"):
+        assert ids_in(path) == {}
+
+
+# ---- traces
+
+
+def test_the_trace_of_a_job_begins_with_its_submission_and_holds_its_attempts() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter)
+    job = replace(queued_job(), created_at=NOW + 1)
+    tracing.submitted(job, NOW)
+    with tracing.submitting(job, attempt_of(job)):
+        pass
+    with tracing.ingesting(f"{job.id}-a0", 3):
+        pass
+    tracing.close()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    root = spans["submit job"]
+    trace, parent = traceparent_of(job.id).split("-")[1:3]
+    assert (f"{root.context.trace_id:032x}", f"{root.context.span_id:016x}") == (trace, parent)
+    assert root.parent is None
+    attempt = spans["submit attempt"]
+    assert attempt.context.trace_id == root.context.trace_id
+    assert attempt.parent.span_id == root.context.span_id
+    assert attempt.context.span_id != root.context.span_id
+    [link] = spans["ingest"].links
+    assert link.context.span_id == root.context.span_id
+    assert spans["ingest"].attributes["shardloom.num_events"] == 3
+
+
+def test_a_repeated_submission_begins_no_second_trace() -> None:
+    exporter = InMemorySpanExporter()
+    tracing = Tracing(exporter)
+    tracing.submitted(replace(queued_job(), created_at=NOW), NOW + 60)
+    tracing.close()
+    assert exporter.get_finished_spans() == ()
+
+
+def test_without_a_collector_nothing_is_traced(tmp_path: Any) -> None:
+    tracing = Tracing.from_settings(Settings(home=tmp_path, otlp_endpoint=None))
+    assert not tracing.is_on
+    tracing.submitted(queued_job(), NOW)
+    with tracing.ingesting("job-0000000000ab-a0", 1):
+        pass
+    tracing.close()
+
+
+def test_a_driver_is_told_of_the_trace_only_where_there_is_a_collector(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4318")
+    assert Settings(home=tmp_path).otlp_endpoint == "http://127.0.0.1:4318"
+    monkeypatch.delenv("OTEL_EXPORTER_OTLP_ENDPOINT")
+    monkeypatch.setenv("SHARDLOOM_OTLP_ENDPOINT", "http://c:4318")
+    with_collector = _env(Settings(home=tmp_path))
+    assert with_collector["OTEL_EXPORTER_OTLP_ENDPOINT"] == "http://c:4318"
+    assert with_collector["SHARDLOOM_TRACEPARENT"].startswith("00-")
+    monkeypatch.delenv("SHARDLOOM_OTLP_ENDPOINT")
+    assert "SHARDLOOM_TRACEPARENT" not in _env(Settings(home=tmp_path))
+
+
+def _env(settings: Settings) -> dict[str, str]:
+    from service.domain.retries import NextAttempt
+
+    job = queued_job()
+    return submission_of(job, attempt_of(job), NextAttempt(job.spec), settings).env

@@ -1,0 +1,94 @@
+"""What the reconciler does beside jobs: leases of replicas, and tidying up once a minute."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from service.db.jobs import JobStore
+from service.db.metrics import Retention
+from service.domain.models import Job, JobStatus
+from service.errors import StoreUnavailable
+from service.reconciler.housekeeping import Housekeeper
+from service.settings import Settings
+from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job
+from tests.harness.service import House
+
+
+def _running(house: House) -> Job:
+    job = queued_job(now=house.now)
+    house.store.create_job(job, idempotency_key=None, request_hash="h")
+    attempt = attempt_of(job, submitted_at=NOW)
+    changed = replace(job, status=JobStatus.RUNNING, current_attempt_id=attempt.id)
+    return house.store.update_job(changed, attempt=attempt)
+
+
+def _look_as(house: House, replica: str) -> int:
+    """How often the replica looks at jobs when it dispatches once."""
+    settings = house.settings.model_copy(update={"replica_id": replica})
+    reconciler = replace(house, settings=settings).reconciler()
+    reconciler._dispatch()
+    reconciler._pool.shutdown()
+    return int(reconciler._telemetry.reconcile_s._sum.get() > 0)
+
+
+def test_a_job_that_another_replica_looks_at_is_left_to_it(house: House) -> None:
+    _running(house)
+    assert (_look_as(house, "a"), _look_as(house, "b"), _look_as(house, "a")) == (1, 0, 1)
+
+
+def test_a_replica_that_died_is_replaced_when_its_lease_ends(house: House) -> None:
+    _running(house)
+    assert _look_as(house, "a") == 1
+    house.now += house.settings.lease_s + 1
+    assert _look_as(house, "b") == 1
+    assert _look_as(house, "a") == 0
+
+
+def test_a_replica_that_closes_leaves_its_jobs_to_the_others_at_once(house: House) -> None:
+    _running(house)
+    reconciler = house.reconciler()
+    reconciler._dispatch()
+    reconciler.close()
+    assert _look_as(house, "b") == 1
+
+
+def test_a_service_on_sqlite_goes_on_with_its_jobs_when_it_starts_again() -> None:
+    assert Settings().replica_id == Settings().replica_id
+    on_postgresql = Settings(database_url="postgresql://host/name")
+    assert on_postgresql.replica_id != Settings(database_url="postgresql://host/name").replica_id
+
+
+def _many_points(house: House) -> Job:
+    job = _running(house)
+    assert job.current_attempt_id is not None
+    records = [metrics(step, train_loss=1.0) for step in range(201)]
+    house.store.append_events(job.current_attempt_id, batch(*records), NOW)
+    return job
+
+
+def test_points_are_thinned_once_a_minute(house: House) -> None:
+    job = _many_points(house)
+    settings = house.settings.model_copy(update={"metric_max_points_per_series": 200})
+    keeper = Housekeeper(house.store, settings, lambda: house.now)
+    due = []
+    for _ in range(6):
+        due.append(keeper.take_due())
+        if len(due) == 4:
+            keeper.run()
+        house.now += 30.0
+    # Not while the run that is due has not ended, and not within a minute after it.
+    assert due == [False, False, True, False, False, True]
+    assert len(house.store.metric_points(job.id, "train/loss")) == 151
+
+
+def test_a_database_that_is_away_is_tidied_up_later(
+    store: JobStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_retention: Retention, _now: float) -> int:
+        raise StoreUnavailable("away")
+
+    monkeypatch.setattr(store, "prune_metrics", fail)
+    Housekeeper(store, Settings(), lambda: NOW).run()
+    assert "trying again: away" in caplog.text

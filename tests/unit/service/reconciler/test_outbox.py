@@ -1,0 +1,269 @@
+"""The reconciler when things go wrong: storage, late records, lost answers, rewinds."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.backends.fake import FakeBackend, Script
+from service.db.jobs import JobStore
+from service.domain.lifecycle import NOT_FOUND_GRACE_S, request_cancel
+from service.domain.models import EndReason, Job, JobStatus
+from service.errors import JobUnreadable, StaleVersion, StoreUnavailable
+from service.jobs.actions import restart_job
+from service.jobs.run_storage import run_dir_of
+from service.observability.metrics import ServiceMetrics
+from service.reconciler.loop import Reconciler
+from service.reconciler.outbox import LATE_RECORDS_S
+from tests.harness.builders import attempt_ended, batch, checkpoint, metrics, workers_lost
+from tests.harness.service import House
+from trainer.protocol.events import CheckpointCommitted, Note, read_record
+
+
+def _spoil_spec(house: House, job_id: str) -> None:
+    """Let the stored spec have a field that only a later version knows."""
+    with sqlite3.connect(house.settings.home / "shardloom.db") as database:
+        (text,) = database.execute("select spec from jobs where id = ?", (job_id,)).fetchone()
+        spec = json.dumps({**json.loads(text), "field_of_tomorrow": 1})
+        database.execute("update jobs set spec = ? where id = ?", (spec, job_id))
+    database.close()
+
+
+def test_a_job_that_cannot_be_read_does_not_stall_the_others(
+    house: House, caplog: pytest.LogCaptureFixture
+) -> None:
+    spoilt, good = house.submit("running"), house.submit("running", "succeeded")
+    _spoil_spec(house, spoilt.id)
+    house.look(4)
+    assert house.status(good) is JobStatus.SUCCEEDED
+    assert [job.id for job in house.store.list_jobs()[0]] == [good.id]
+    with pytest.raises(JobUnreadable, match="field_of_tomorrow"):
+        house.store.get_job(spoilt.id)
+    told = [record for record in caplog.records if spoilt.id in record.getMessage()]
+    assert len(told) == 1
+
+
+def test_the_loop_survives_whatever_a_look_raises(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.settings = house.settings.model_copy(update={"reconcile_interval_s": 0.01})
+    claim_live_jobs = JobStore.claim_live_jobs
+    errors = [RuntimeError("a bug"), StoreUnavailable("a lock")]
+    looked = threading.Event()
+
+    def fail_twice(store: JobStore, *args: Any, **kwargs: Any) -> object:
+        if errors:
+            raise errors.pop()
+        looked.set()
+        return claim_live_jobs(store, *args, **kwargs)
+
+    monkeypatch.setattr(JobStore, "claim_live_jobs", fail_twice)
+    reconciler = house.reconciler()
+    assert not reconciler.has_died
+    reconciler.start()
+    assert looked.wait(10)
+    assert not reconciler.has_died
+    reconciler.close()
+    assert not reconciler.has_died
+    logged = [record for record in caplog.records if "cannot look at the jobs" in record.message]
+    assert [bool(record.exc_info) for record in logged] == [False, True]
+
+
+def test_a_loop_that_ended_by_itself_has_died(house: House) -> None:
+    class ShortLived(Reconciler):
+        def _loop(self) -> None:
+            return
+
+    reconciler = ShortLived(house.store, house.backend, house.settings, ServiceMetrics())
+    reconciler.start()
+    reconciler._thread.join(10)
+    assert reconciler.has_died
+    reconciler.close()
+
+
+def test_every_thread_has_a_connection_and_one_too_many_is_told(house: House) -> None:
+    num_api_threads, num_dashboard_threads = 40, 32
+    pool = house.store.engine.pool
+    num_users = num_api_threads + num_dashboard_threads + house.settings.reconcile_threads + 1
+    assert pool.size() + pool._max_overflow >= num_users
+    pool._timeout, pool._max_overflow = 0.01, 0
+    held = [house.store.engine.connect() for _ in range(pool.size())]
+    with pytest.raises(StoreUnavailable, match="QueuePool limit"):
+        house.store.list_live_jobs()
+    for connection in held:
+        connection.close()
+
+
+def test_records_written_after_the_end_was_seen_are_taken_before_the_next_attempt(
+    house: House,
+) -> None:
+    job = house.submit("running", "failed")
+    house.look()
+    house.leave(job, checkpoint(10), stream="workers-0")
+    house.look(2)
+    assert house.status(job) is JobStatus.QUEUED
+    house.leave(job, checkpoint(10), checkpoint(20), stream="workers-0")
+    house.look(every_s=60)
+    house.look()
+    assert len(house.store.list_attempts(job.id)) == 2
+    assert [found.step for found in house.store.list_checkpoints(job.id)] == [10, 20]
+
+
+def test_records_written_after_the_last_end_was_seen_are_taken_as_well(house: House) -> None:
+    job = house.submit("running", "failed", max_failures=0)
+    reconciler = house.reconciler()
+    for _ in range(3):
+        reconciler.run_once()
+    assert house.status(job) is JobStatus.FAILED
+    house.leave(job, checkpoint(20), stream="workers-0")
+    house.now += LATE_RECORDS_S
+    reconciler.run_once()
+    reconciler.close()
+    assert [found.step for found in house.store.list_checkpoints(job.id)] == [20]
+
+
+def test_a_record_that_cannot_be_stored_does_not_keep_a_job_from_ending(house: House) -> None:
+    job = house.submit("running", "succeeded")
+    house.look()
+    unstorable = Note(time=0.0, message="x").model_copy(update={"time": None})
+    records = [metrics(1, train_loss=1.0), unstorable, metrics(2, train_loss=1.0), attempt_ended()]
+    path = house.leave(job)
+    path.write_text("".join(record.model_dump_json() + "\n" for record in records))
+    with pytest.MonkeyPatch.context() as patch:
+        # A validator lets through what the database refuses.
+        patch.setattr("service.reconciler.outbox.read_record", _read_as_it_is)
+        house.look(2)
+    assert house.status(job) is JobStatus.SUCCEEDED
+    assert house.store.stream_positions(f"{job.id}-a0") == {"driver": 4}
+    steps = [point.step for point in house.store.metric_points(job.id, "train/loss")]
+    assert steps == [1, 2]
+
+
+def _read_as_it_is(line: bytes, now: float) -> object:
+    """Reads a record as it is, a note's missing time included."""
+    fields = json.loads(line)
+    if fields["time"] is None:
+        return Note.model_construct(**fields)
+    return read_record(line, now)
+
+
+def test_streams_are_taken_in_the_order_of_their_numbers(house: House) -> None:
+    job = house.submit("running", "succeeded")
+    house.look()
+    for number in (10, 2):
+        house.leave(job, workers_lost(run_index=number), stream=f"workers-{number}")
+    house.look(2)
+    lost = [line for line in house.store.list_timeline(job.id) if line.kind == "workers_lost"]
+    assert [line.data["run_index"] for line in lost] == [2, 10]
+
+
+def test_a_cluster_without_an_answer_is_told_in_the_job_until_it_is_back(house: House) -> None:
+    house.backend.set_down(True)
+    job, sent = house.submit("running"), house.submit()
+    house.backend.play(sent.id, Script(("running",), num_lost_answers=2))
+    house.look(3)
+    away = house.store.get_job(job.id)
+    assert away.message == "the fake cluster is down"
+    house.look(3)
+    assert house.store.get_job(job.id).version == away.version
+    house.backend.set_down(False)
+    house.look()
+    assert "did not answer in time" in house.store.get_job(sent.id).message
+    house.look(3)
+    assert [house.store.get_job(each.id).message for each in (job, sent)] == ["", ""]
+
+
+def test_a_cancelled_job_stops_a_submission_that_arrives_late(house: House) -> None:
+    job = house.submit()
+    house.backend.play(job.id, Script(("running",), num_lost_answers=1000))
+    house.look(5, every_s=NOT_FOUND_GRACE_S)
+    asked = request_cancel(house.store.get_job(job.id), house.now)
+    house.store.update_job(asked.job, timeline=asked.timeline)
+    house.now -= NOT_FOUND_GRACE_S - 1
+    house.look()
+    assert house.status(job) is JobStatus.STOPPING
+    _arrive(house, f"{job.id}-a0")
+    house.look(2)
+    record = house.backend.record(f"{job.id}-a0")
+    assert record is not None
+    assert record.num_stops > 0
+    assert house.status(job) is JobStatus.CANCELLED
+
+
+def _arrive(house: House, attempt_id: str) -> None:
+    """Let a submission whose answer got lost arrive now."""
+    path = Path(house.backend.address) / "attempts" / f"{attempt_id}.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "has_arrived": True}))
+    assert FakeBackend(Path(house.backend.address)).record(attempt_id) is not None
+
+
+# ---- a rewind is applied once
+
+
+def _restarted(house: House) -> Job:
+    """A job that failed after steps 100 and 200 and shall go on from the first."""
+    job = house.submit("failed")
+    house.look()
+    house.leave(job, _saved(job, 100, 0), _saved(job, 200, 0), attempt_ended("training_error"))
+    house.look(2)
+    restart_job(house.store, house.settings, job.id, step=100)
+    return job
+
+
+def _saved(job: Job, step: int, index: int) -> CheckpointCommitted:
+    path = f"checkpoints/step-{step:08d}-a{index}-r0"
+    return checkpoint(step).model_copy(update={"path": path})
+
+
+def _rewind_of(house: House, job: Job) -> dict[str, object]:
+    document = json.loads(run_dir_of(house.settings, job.id).rewind_path.read_text())
+    assert isinstance(document, dict)
+    return document
+
+
+@pytest.mark.parametrize("states", [("failed",), ("running", "failed"), ("not_found",)])
+@pytest.mark.parametrize("is_told", [True, False])
+def test_an_attempt_that_went_back_unanswered_is_followed_and_not_repeated(
+    house: House, states: tuple[str, ...], is_told: bool
+) -> None:
+    job = _restarted(house)
+    again = f"{job.id}-a1"
+    house.backend.play(again, Script(states, num_lost_answers=1, arrives_unanswered=True))
+    house.backend.play(f"{job.id}-a2", Script(("running",)))
+    house.look()
+    asked = house.store.get_job(job.id)
+    assert (asked.current_attempt_id, asked.resume_from is None) == (again, False)
+    if is_told:
+        path = run_dir_of(house.settings, job.id).attempt(again).stream_path("workers-0")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(_saved(job, 900, 1).model_dump_json() + "\n")
+    house.look(6, every_s=NOT_FOUND_GRACE_S)
+    assert _rewind_of(house, job)["attempt_index"] == 1
+    assert house.store.get_job(job.id).resume_from is None
+
+
+def test_a_decision_without_the_record_that_ends_a_rewind_is_stale(house: House) -> None:
+    job = _restarted(house)
+    again = f"{job.id}-a1"
+    house.backend.play(again, Script(num_lost_answers=1, arrives_unanswered=True))
+    house.look()
+    before = house.store.get_job(job.id)
+    house.store.append_events(again, batch(_saved(job, 900, 1)), house.now)
+    assert house.store.get_job(job.id).resume_from is None
+    with pytest.raises(StaleVersion):
+        house.store.update_job(replace(before, message="decided without it"))
+
+
+def test_an_attempt_that_never_was_leaves_the_rewind_to_the_next(house: House) -> None:
+    job = _restarted(house)
+    house.backend.play(f"{job.id}-a1", Script(refusal="no such environment"))
+    house.look()
+    ended = house.store.get_attempt(f"{job.id}-a1")
+    assert ended.end_reason is EndReason.SUBMISSION_REFUSED
+    assert house.store.get_job(job.id).resume_from is not None

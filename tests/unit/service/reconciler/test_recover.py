@@ -1,0 +1,226 @@
+"""Jobs found again from run storage: after the cluster forgot them, and after the store is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.backends.fake import Script
+from service.db.jobs import JobStore
+from service.domain.lifecycle import NOT_FOUND_GRACE_S
+from service.domain.models import EndReason, Job, JobStatus
+from service.jobs import run_storage
+from service.jobs.actions import cancel_job, restart_job
+from service.jobs.run_storage import run_dir_of
+from service.reconciler.outbox import OutboxCollector
+from service.reconciler.recover import recover_jobs
+from tests.harness.builders import attempt_ended, checkpoint, metrics, workers_lost, workers_started
+from tests.harness.service import House
+
+
+@pytest.fixture
+def empty(house: House, tmp_path: Path) -> Iterator[House]:
+    """The same cluster and run storage, with a store that knows nothing."""
+    store = JobStore.open(f"sqlite:///{tmp_path / 'new.db'}")
+    yield replace(house, store=store)
+    store.close()
+
+
+def trained(house: House, *observations: str) -> Job:
+    """A job whose first attempt trains and has told so on run storage."""
+    job = house.submit(*observations)
+    house.look()
+    house.leave(job, workers_started(), metrics(10, train_loss=0.5), stream="workers-0")
+    return job
+
+
+def test_a_job_that_completed_while_the_cluster_forgot_it_has_succeeded(house: House) -> None:
+    job = trained(house, "running", "not_found")
+    house.leave(job, attempt_ended("completed"))
+    house.look(2)
+    ended = house.store.get_job(job.id)
+    assert (ended.status, ended.reason) == (JobStatus.SUCCEEDED, EndReason.COMPLETED)
+    assert ended.latest_metrics["train/loss"] == 0.5
+
+
+def test_a_forgotten_job_that_was_not_done_goes_on_and_says_so(house: House) -> None:
+    job = trained(house, "running", "not_found")
+    house.look(3, every_s=NOT_FOUND_GRACE_S)
+    first = house.store.get_attempt(f"{job.id}-a0")
+    assert first.end_reason is EndReason.FORGOTTEN
+    assert house.store.list_attempts(job.id)[1].index == 1
+    assert house.store.get_job(job.id).num_failures == 0
+
+
+def test_a_job_that_still_trains_is_found_again_and_not_disturbed(
+    house: House, empty: House
+) -> None:
+    job = trained(house, "running")
+    found = recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    assert found.recovered == [job.id]
+    empty.look(3)
+    again = empty.store.get_job(job.id)
+    assert (again.status, again.spec, again.queued_at) == (
+        JobStatus.RUNNING,
+        job.spec,
+        job.waits_since,
+    )
+    assert empty.store.metric_names(job.id) == ["train/loss"]
+    assert len(empty.store.list_attempts(job.id)) == 1
+    record = empty.backend.record(f"{job.id}-a0")
+    assert record is not None
+    assert (record.num_submits, record.num_stops) == (1, 0)
+
+
+def test_what_has_ended_ends_as_its_driver_said(house: House, empty: House) -> None:
+    job = trained(house, "succeeded")
+    house.leave(job, checkpoint(10), attempt_ended("completed"))
+    recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    empty.look()
+    assert empty.status(job) is JobStatus.SUCCEEDED
+    assert [each.step for each in empty.store.list_checkpoints(job.id)] == [10]
+
+
+def test_earlier_attempts_come_back_with_their_ends(house: House, empty: House) -> None:
+    job = trained(house)
+    house.backend.play(f"{job.id}-a0", Script(("failed",)))
+    house.leave(job, workers_lost(), attempt_ended("host_lost"))
+    house.look(4, every_s=5)
+    assert house.store.get_job(job.id).num_attempts == 2
+    recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    first, second = empty.store.list_attempts(job.id)
+    assert (first.end_reason, second.end_reason) == (EndReason.HOST_LOST, None)
+    empty.look()
+    assert len(empty.backend.attempt_ids()) == 2
+
+
+# ---- jobs that had ended
+
+
+def recovered(empty: House, job: Job) -> Job:
+    """The job after a recovery and some looks of the reconciler."""
+    assert recover_jobs(empty.store, empty.settings, lambda: empty.now).recovered == [job.id]
+    empty.look(4, every_s=400)
+    return empty.store.get_job(job.id)
+
+
+def test_a_job_that_was_cancelled_while_it_waited_stays_cancelled(
+    house: House, empty: House
+) -> None:
+    job = trained(house, "failed")
+    house.leave(job, attempt_ended("host_lost"))
+    house.look()
+    assert house.status(job) is JobStatus.QUEUED
+    cancel_job(house.store, house.settings, job.id)
+    before, after = house.store.get_job(job.id), recovered(empty, job)
+    assert (after.status, after.reason) == (JobStatus.CANCELLED, EndReason.CANCELLED)
+    assert (after.message, after.ended_at) == (before.message, before.ended_at)
+    assert empty.backend.attempt_ids() == [f"{job.id}-a0"]
+    assert empty.store.list_timeline(job.id)[-1].kind == "job_ended"
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_job_that_was_paused_stays_so_unless_it_was_cancelled_since(
+    house: House, empty: House, is_cancelled: bool
+) -> None:
+    job = trained(house, "failed")
+    document = json.loads(run_dir_of(house.settings, job.id).job_path.read_text())
+    assert (document["id"], document["spec"]["name"]) == (job.id, job.name)
+    house.leave(job, attempt_ended("paused"))
+    house.store.update_job(replace(house.store.get_job(job.id), pause_requested=True))
+    house.look()
+    assert house.status(job) is JobStatus.PAUSED
+    if is_cancelled:
+        cancel_job(house.store, house.settings, job.id)
+    expected = JobStatus.CANCELLED if is_cancelled else JobStatus.PAUSED
+    assert recovered(empty, job).status is expected
+    assert len(empty.backend.attempt_ids()) == 1
+
+
+def test_a_job_that_failed_is_not_tried_again(house: House, empty: House) -> None:
+    job = trained(house, "failed")
+    house.leave(job, checkpoint(10), attempt_ended("training_error"))
+    house.look(2)
+    before = house.store.get_job(job.id)
+    assert before.status.is_terminal
+    house.backend.play(f"{job.id}-a0", Script(("not_found",)))
+    after = recovered(empty, job)
+    assert (after.status, after.reason, after.message, after.num_failures) == (
+        before.status,
+        before.reason,
+        before.message,
+        before.num_failures,
+    )
+    assert [each.end_reason for each in empty.store.list_attempts(job.id)] == [before.reason]
+    assert [each.step for each in empty.store.list_checkpoints(job.id)] == [10]
+
+
+def test_a_job_that_was_restarted_after_its_end_lives_again(house: House, empty: House) -> None:
+    job = trained(house, "failed")
+    house.leave(job, checkpoint(10), attempt_ended("training_error"))
+    house.look(2)
+    document = run_dir_of(house.settings, job.id).job_path
+    assert json.loads(document.read_text())["ended"]["reason"] == "training_error"
+    restart_job(house.store, house.settings, job.id)
+    assert json.loads(document.read_text())["ended"] is None
+    house.backend.play(f"{job.id}-a1", Script(("running",)))
+    house.look(2)
+    after = recovered(empty, job)
+    assert (after.status.is_terminal, after.current_attempt_id) == (False, f"{job.id}-a1")
+
+
+def test_a_job_ends_whether_or_not_its_folder_can_be_told(
+    house: House, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    job = trained(house, "succeeded")
+    house.leave(job, attempt_ended("completed"))
+
+    def fail(*_: object) -> None:
+        raise OSError("storage is full")
+
+    monkeypatch.setattr(run_storage, "_replace_text", fail)
+    house.look()
+    assert house.status(job) is JobStatus.SUCCEEDED
+    assert "storage is full" in caplog.text
+
+
+# ---- recoveries that are cut off, and folders that cannot be used
+
+
+def test_a_recovery_that_is_cut_off_is_taken_up_again(
+    house: House, empty: House, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = trained(house, "running")
+
+    class CutOff(Exception):
+        """The process dies here."""
+
+    def die(*_: object) -> None:
+        raise CutOff
+
+    with monkeypatch.context() as broken:
+        broken.setattr(OutboxCollector, "collect", die)
+        with pytest.raises(CutOff):
+            recover_jobs(empty.store, empty.settings, lambda: empty.now)
+    empty.look(3)
+    assert len(empty.backend.attempt_ids()) == 1
+    assert recover_jobs(empty.store, empty.settings, lambda: empty.now).recovered == [job.id]
+    empty.look()
+    assert empty.status(job) is JobStatus.RUNNING
+    assert empty.store.metric_names(job.id) == ["train/loss"]
+
+
+def test_known_jobs_are_left_and_damaged_folders_are_told(house: House) -> None:
+    job = trained(house, "running")
+    damaged = house.settings.runs_dir / "job-0000000000zz"
+    damaged.mkdir()
+    (damaged / "job.json").write_text("{")
+    before = house.store.get_job(job.id)
+    found = recover_jobs(house.store, house.settings, lambda: house.now)
+    assert (found.recovered, found.known) == ([], [job.id])
+    assert set(found.refused) == {damaged.name}
+    assert house.store.get_job(job.id) == before

@@ -1,0 +1,264 @@
+"""The queue at work on the scripted backend: starts, notes, preemptions, replicas, silence."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from service.backends.base import HostFacts
+from service.backends.fake import Script
+from service.db.projects import Locks, ProjectStore
+from service.domain.models import EndReason, Job, JobStatus, Project, QueueState
+from service.jobs.run_storage import run_dir_of
+from service.scheduler.runner import SchedulerRunner
+from tests.harness.builders import attempt_ended, batch, layout_chosen, queued_job, workers_started
+from tests.harness.service import House
+from trainer.protocol.requests import ResizeRequests
+from trainer.spec import load_spec
+
+pytestmark = pytest.mark.every_database(slow=True)
+
+
+def submit(house: House, workers: int | dict[str, int] = 4, **changes: object) -> Job:
+    """A queued job in groups of two, whose attempts run until they are told to end."""
+    made = queued_job(
+        now=house.now, parallelism={"workers": workers, "shard_group_size": 2}, **changes
+    )
+    made = replace(made, priority=made.spec.priority, project=made.spec.project)
+    house.backend.play(made.id, Script(("running",)))
+    # Of two jobs of one moment either may be the first.
+    house.now += 0.01
+    return house.store.create_job(made, idempotency_key=None, request_hash="h")
+
+
+def offer(house: House, *cpus: float) -> None:
+    """Hosts with so many CPUs."""
+    house.backend.set_hosts(*(HostFacts(f"h{n}", c, 0, 1 << 33) for n, c in enumerate(cpus)))
+
+
+def report(house: House, job: Job, reason: str) -> None:
+    """The driver of the newest attempt says how it ended, and exits."""
+    attempt_id = house.store.get_job(job.id).current_attempt_id
+    assert attempt_id is not None
+    records = batch(attempt_ended(reason), stream="driver", first_seq=0)
+    house.store.append_events(attempt_id, records, house.now)
+    house.backend.play(attempt_id, Script(("failed",)))
+
+
+def note_of(house: House, job: Job) -> QueueState:
+    return QueueState.of(house.store.get_job(job.id))
+
+
+def kinds(house: House, job: Job) -> list[str]:
+    return [line.kind for line in house.store.list_timeline(job.id)]
+
+
+def test_a_job_waits_with_its_position_and_reason_until_its_workers_fit(house: House) -> None:
+    offer(house, 6)
+    first, second = submit(house), submit(house)
+    house.look()
+    assert (house.status(first), house.status(second)) == (JobStatus.STARTING, JobStatus.QUEUED)
+    assert note_of(house, second) == QueueState(1, "waiting for 2 of 4 workers; cluster max 6")
+    before = house.store.get_job(second.id)
+    house.look(3)
+    assert house.store.get_job(second.id) == before
+    report(house, first, "completed")
+    house.look(2)
+    assert house.status(second) is JobStatus.STARTING
+    assert note_of(house, second) == QueueState(workers=4)
+
+
+def test_an_elastic_job_grows_no_further_while_another_waits_for_room(house: House) -> None:
+    offer(house, 4)
+    elastic = submit(house, {"min": 2, "max": 8})
+    house.look()
+    waiting = submit(house, 4)
+    house.look()
+    attempt_id = house.store.get_job(elastic.id).current_attempt_id
+    assert attempt_id is not None
+    files = run_dir_of(house.settings, elastic.id).attempt(attempt_id)
+    assert ResizeRequests(files).poll().growth_limit == 4
+    offer(house, 8)
+    house.look(2, every_s=5)
+    assert house.status(waiting) is JobStatus.STARTING
+    house.look(2, every_s=61)
+    assert ResizeRequests(files).poll().growth_limit is None
+
+
+def test_a_job_leaves_hosts_to_come_to_the_one_that_they_were_given_to(house: House) -> None:
+    house.settings = house.settings.model_copy(update={"cluster_max_workers": 8})
+    offer(house, 1)
+    elastic = submit(house, {"min": 2, "max": 8})
+    house.look()
+    job = house.store.get_job(elastic.id)
+    house.store.update_job(replace(job, queue_note=QueueState(workers=2).document))
+    other = submit(house, 4)
+    house.look()
+    assert house.status(other) is JobStatus.STARTING
+    files = run_dir_of(house.settings, elastic.id).attempt(f"{elastic.id}-a0")
+    assert ResizeRequests(files).poll().growth_limit == 4
+    house.look(3)
+    assert ResizeRequests(files).poll().growth_limit == 4, "though nobody waits in the queue"
+    report(house, other, "completed")
+    house.look(2)
+    assert ResizeRequests(files).poll().growth_limit is None
+
+
+def test_a_job_that_no_host_can_hold_waits_for_hosts_unless_the_cluster_grows(house: House) -> None:
+    offer(house)
+    job = submit(house, 4)
+    house.look()
+    assert house.status(job) is JobStatus.QUEUED, "a cluster without hosts starts nothing"
+    offer(house, 2)
+    house.look()
+    assert note_of(house, job).reason == "needs 4 workers; cluster max 2"
+    house.settings = house.settings.model_copy(update={"cluster_max_workers": 8})
+    house.look()
+    assert house.status(job) is JobStatus.STARTING
+
+
+def test_without_an_observed_capacity_jobs_wait_for_their_quotas_only(house: House) -> None:
+    offer(house, 2)
+    house.settings = house.settings.model_copy(update={"queue_capacity": "unlimited"})
+    job = submit(house, 4)
+    house.look()
+    assert house.status(job) is JobStatus.STARTING
+
+
+def test_a_cluster_that_does_not_answer_starts_and_preempts_nobody(house: House) -> None:
+    offer(house, 4)
+    low = submit(house)
+    house.look()
+    urgent = submit(house, priority=5)
+    house.backend.set_down(True)
+    house.look(5, every_s=600)
+    assert not house.store.get_job(low.id).pause_requested
+    assert note_of(house, urgent).reason == "the cluster does not answer"
+
+
+def test_a_lower_priority_makes_way_saves_and_comes_back_with_its_place(house: House) -> None:
+    offer(house, 4)
+    low = submit(house)
+    house.look()
+    house.store.append_events(f"{low.id}-a0", batch(workers_started()), house.now)
+    urgent = submit(house, priority=5)
+    house.look()
+    files = run_dir_of(house.settings, low.id).attempt(f"{low.id}-a0")
+    assert files.pause_request_path.exists()
+    assert kinds(house, urgent) == ["job_submitted", "preempting"]
+    house.look()
+    assert "make way" in note_of(house, urgent).reason
+    report(house, low, "paused")
+    house.look(3)
+    assert house.status(urgent) is JobStatus.STARTING
+    assert house.status(low) is JobStatus.QUEUED
+    assert kinds(house, low)[-3:] == ["preemption_requested", "attempt_ended", "job_preempted"]
+    assert house.backend.record(f"{low.id}-a0").num_stops == 0
+    report(house, urgent, "completed")
+    house.look(3)
+    assert house.backend.record(f"{low.id}-a1") is not None
+    assert house.store.get_job(low.id).num_failures == 0
+
+
+def test_a_quota_caps_what_an_elastic_job_may_grow_to(house: House) -> None:
+    projects = ProjectStore(house.store.engine)
+    projects.put(Project("ads", max_workers=6), house.now)
+    job = submit(house, {"min": 2, "max": 8}, project="ads")
+    house.look()
+    path = run_dir_of(house.settings, job.id).attempt(f"{job.id}-a0").spec_path
+    assert load_spec(path.read_text()).parallelism.world_size == 6
+    assert note_of(house, job) == QueueState(workers=6, max_workers=6)
+
+
+def test_only_one_replica_at_a_time_goes_through_the_queue(house: House) -> None:
+    mine, theirs = Locks(house.store.engine, "one"), Locks(house.store.engine, "two")
+    with mine.hold("queue", house.now, 10) as is_held:
+        assert is_held
+        with theirs.hold("queue", house.now + 9, 10) as is_theirs:
+            assert not is_theirs
+        with theirs.hold("queue", house.now + 10, 10) as is_theirs:
+            assert is_theirs
+    with theirs.hold("queue", house.now, 10) as is_theirs:
+        assert is_theirs
+
+
+def test_replicas_that_look_together_never_start_more_than_fits(house: House) -> None:
+    offer(house, 8)
+    jobs = [submit(house) for _ in range(6)]
+    keepers = [_keeper(house, f"replica-{n}") for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            list(pool.map(SchedulerRunner.admit, keepers))
+    house.look()
+    started = [job for job in jobs if house.status(job) is not JobStatus.QUEUED]
+    assert len(started) == 2
+    assert len(house.backend.attempt_ids()) == 2
+
+
+def _keeper(house: House, owner: str) -> SchedulerRunner:
+    engine = house.store.engine
+    return SchedulerRunner(
+        house.store,
+        ProjectStore(engine),
+        Locks(engine, owner),
+        house.backend,
+        house.settings,
+        lambda: house.now,
+    )
+
+
+def test_a_preempted_job_that_saves_nothing_is_stopped_after_its_grace(house: House) -> None:
+    offer(house, 4)
+    low = submit(house)
+    house.look()
+    urgent = submit(house, priority=5)
+    house.look(3, every_s=house.settings.pause_grace_s / 2)
+    house.look(2)
+    assert house.backend.record(f"{low.id}-a0").num_stops > 0
+    assert house.store.get_attempt(f"{low.id}-a0").end_reason is EndReason.PAUSED
+    house.look()
+    assert house.status(urgent) is JobStatus.STARTING
+
+
+def test_an_attempt_after_a_shortage_of_memory_runs_another_spec(house: House) -> None:
+    made = queued_job(parallelism={"workers": 8, "shard_group_size": "auto"})
+    house.store.create_job(made, idempotency_key=None, request_hash="h")
+    house.backend.play(made.id, Script(("running",)))
+    house.look()
+    record = house.backend.record(f"{made.id}-a0")
+    assert record is not None
+    assert record.env["SHARDLOOM_END_ON"] == "device_oom host_oom"
+    chosen = layout_chosen(shard_group_size=2, world_size=8, num_replicas=4)
+    ended = attempt_ended("device_oom")
+    house.store.append_events(f"{made.id}-a0", batch(chosen, ended, stream="driver"), house.now)
+    house.backend.play(f"{made.id}-a0", Script(("failed",)))
+    house.look(3, every_s=5)
+    path = run_dir_of(house.settings, made.id).attempt(f"{made.id}-a1").spec_path
+    assert load_spec(path.read_text()).parallelism.shard_group_size == 4
+    (sent,) = house.store.list_timeline(made.id, kinds=("attempt_submitted",))[1:]
+    assert sent.message.endswith("shard_group_size is 4, as memory ran out at 2")
+
+
+@pytest.mark.parametrize("silence_s", [600.0, 24 * 3600.0])
+def test_a_cluster_that_is_silent_for_ten_minutes_kills_nothing(
+    house: House, silence_s: float, tmp_path: Path
+) -> None:
+    offer(house, 16)
+    jobs = [submit(house) for _ in range(3)]
+    house.look()
+    for job in jobs:
+        house.store.append_events(f"{job.id}-a0", batch(workers_started()), house.now)
+    house.look()
+    house.backend.set_down(True)
+    house.look(20, every_s=silence_s / 20)
+    house.backend.set_down(False)
+    house.look(2)
+    for job in jobs:
+        assert house.status(job) is JobStatus.RUNNING
+        assert len(house.store.list_attempts(job.id)) == 1
+        record = house.backend.record(f"{job.id}-a0")
+        assert record is not None
+        assert (record.num_stops, record.num_submits) == (0, 1)

@@ -1,0 +1,163 @@
+"""Commit markers and retention: what exists, what is garbage, what may go."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from itertools import accumulate
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.checkpoint.files import (
+    Commit,
+    FileRecord,
+    file_record,
+    read_commit,
+    remove_folder,
+    write_marker,
+)
+from trainer.checkpoint.manager import TrainState, state_of
+from trainer.checkpoint.save_load import (
+    CommittedCheckpoint,
+    list_committed,
+    list_with_bad_marker,
+    remove_uncommitted,
+    superseded,
+)
+from trainer.coordination.messages import EpochRows, Ledger
+from trainer.data.position import position_of
+from trainer.protocol.run_dir import COMMIT_MARKER
+
+
+def commit(step: int, is_best: bool = False) -> Commit:
+    """A marker of a small run."""
+    return Commit(
+        step=step,
+        epoch=0,
+        row=step * 8,
+        rows_trained=step * 8,
+        world_size=4,
+        shard_group_size=2,
+        placement="intra_host",
+        time=float(step),
+        is_best=is_best,
+        metrics={"validation/rmse": 0.9},
+        files={"__0_0.distcp": FileRecord(3, "abc")},
+    )
+
+
+def add(folder: Path, step: int, is_best: bool = False) -> Path:
+    """A committed checkpoint on disk."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    write_marker(path, commit(step, is_best))
+    return path
+
+
+def test_a_marker_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write_marker(tmp_path, commit(7))
+    assert read_commit(tmp_path) == commit(7)
+    assert commit(7).size_bytes == 3
+
+
+def test_a_folder_without_a_whole_marker_does_not_exist(tmp_path: Path) -> None:
+    add(tmp_path, 1)
+    (tmp_path / "step-00000002").mkdir()
+    (add(tmp_path, 3) / COMMIT_MARKER).write_text('{"step": 3, "epo')
+    assert [found.commit.step for found in list_committed(tmp_path)] == [1]
+    assert list_committed(tmp_path / "nowhere") == []
+
+
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_a_marker_with_a_flipped_bit_is_as_good_as_none(place: float, bit: int) -> None:
+    with TemporaryDirectory() as folder:
+        path = add(Path(folder), 7)
+        content = bytearray((path / COMMIT_MARKER).read_bytes())
+        content[int(place * len(content))] ^= 1 << bit
+        (path / COMMIT_MARKER).write_bytes(content)
+        assert read_commit(path) is None
+        assert list_with_bad_marker(Path(folder)) == [path]
+
+
+def test_a_marker_of_an_early_version_is_read(tmp_path: Path) -> None:
+    document = asdict(commit(7))
+    for later in ("commit", "rows_skipped", "open_epochs"):
+        del document[later]
+    (tmp_path / COMMIT_MARKER).write_text(json.dumps(document))
+    assert read_commit(tmp_path) == commit(7)
+    assert state_of(commit(7)).ledger.open_epochs == (EpochRows(epoch=0, done=((0, 56),)),)
+
+
+spans = st.lists(st.integers(0, 99), unique=True, max_size=8).map(
+    lambda bounds: tuple(zip(*[iter(sorted(bounds))] * 2, strict=False))
+)
+
+
+@given(st.lists(spans, max_size=3), st.integers(0, 9))
+def test_rows_done_out_of_turn_come_back_with_the_marker(epochs: list[Any], commits: int) -> None:
+    open_epochs = tuple(EpochRows(epoch=5 + n, done=done) for n, done in enumerate(epochs) if done)
+    position = position_of(Ledger(epoch=5, open_epochs=open_epochs))
+    state = TrainState(step=3, position=position, rows_trained=7, commit=commits, rows_skipped=2)
+    place = {"epoch": position.epoch, "row": position.row, "open_epochs": state.ledger.open_epochs}
+    saved = replace(commit(3), rows_trained=7, commit=commits, rows_skipped=2, **place)
+    with TemporaryDirectory() as folder:
+        write_marker(Path(folder), saved)
+        found = read_commit(Path(folder))
+    assert found is not None
+    assert state_of(found) == state
+    assert state_of(found).ledger == state.ledger
+
+
+def test_only_garbage_is_swept(tmp_path: Path) -> None:
+    kept = add(tmp_path, 1)
+    (tmp_path / "step-00000002").mkdir()
+    remove_uncommitted(tmp_path)
+    assert list(tmp_path.iterdir()) == [kept]
+    remove_folder(kept)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_file_has_another_record(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"abc")
+    before = file_record(path)
+    path.write_bytes(b"abd")
+    assert file_record(path) != before
+
+
+@given(st.lists(st.booleans(), max_size=12), st.integers(1, 4), st.booleans())
+def test_retention_keeps_the_newest_and_the_best(
+    best_flags: list[bool], keep_last: int, keep_best: bool
+) -> None:
+    committed = [
+        CommittedCheckpoint(Path(str(step)), replace(commit(step), is_best=is_best))
+        for step, is_best in enumerate(best_flags)
+    ]
+    removed = superseded(committed, keep_last, keep_best)
+    kept = [checkpoint for checkpoint in committed if checkpoint not in removed]
+    assert kept[-keep_last:] == committed[-keep_last:]
+    best = [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
+    assert not keep_best or set(map(id, best)) <= set(map(id, kept))
+    assert len(kept) <= keep_last + 1
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 3), st.integers(1, 40))
+def test_retention_keeps_one_for_each_multiple(
+    gaps: list[int], keep_last: int, keep_every: int
+) -> None:
+    steps = list(accumulate(gaps))
+    kept: list[CommittedCheckpoint] = []
+    for step in steps:  # as a run does: after every save
+        kept.append(CommittedCheckpoint(Path(str(step)), commit(step)))
+        removed = superseded(kept, keep_last, False, keep_every)
+        kept = [checkpoint for checkpoint in kept if checkpoint not in removed]
+    found = [checkpoint.commit.step for checkpoint in kept]
+    assert set(found) >= {step for step in steps if step % keep_every == 0}
+    for multiple in range(keep_every, steps[-1] + 1, keep_every):
+        reached = [step for step in steps if multiple <= step < multiple + keep_every]
+        assert not reached or reached[0] in found
+    assert len(found) <= keep_last + steps[-1] // keep_every

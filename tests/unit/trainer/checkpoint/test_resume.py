@@ -1,0 +1,105 @@
+"""Going on from a checkpoint: data that changed, and checkpoints that count no more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.trainer.export.export_case import spec_document
+from trainer.checkpoint.files import Commit, RowOrder, read_commit, write_marker
+from trainer.checkpoint.manager import resumed_state, state_of
+from trainer.checkpoint.save_load import CheckpointMismatch
+from trainer.coordination.messages import EpochRows
+from trainer.data.parquet import ParquetSource
+from trainer.data.position import DataPosition
+from trainer.data.reader import order_digest
+from trainer.protocol.requests import Rewind, read_rewind
+from trainer.spec import validate_spec
+
+WRITTEN = RowOrder(90, "as it was")
+CHANGED = RowOrder(110, "another")
+
+
+def commit(epoch: int, row: int, **more: object) -> Commit:
+    """A marker of a run that stands at `row` of `epoch`, of 90 rows."""
+    place = Commit(5, epoch, row, 90 * epoch + row, 2, 1, "intra_host", 0.0, row_order=WRITTEN)
+    return replace(place, **more)
+
+
+def test_the_order_of_rows_comes_back_with_the_marker(tmp_path: Path) -> None:
+    write_marker(tmp_path, commit(1, 50))
+    assert read_commit(tmp_path) == commit(1, 50)
+
+
+BEGUN = EpochRows(epoch=0, done=((8, 16),))
+DONE, NEXT = EpochRows(epoch=0, done=((0, 90),)), EpochRows(epoch=1, done=((3, 5),))
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        commit(0, 50),
+        commit(1, 1),
+        commit(0, 0, open_epochs=(BEGUN,)),
+        commit(0, 90, open_epochs=(DONE, NEXT)),
+    ],
+)
+def test_half_an_epoch_of_other_rows_is_refused(inside: Commit) -> None:
+    assert resumed_state(inside, WRITTEN) == state_of(inside)
+    with pytest.raises(CheckpointMismatch, match=r"90 rows then, 110 now.*warm_start"):
+        resumed_state(inside, CHANGED)
+
+
+def test_between_epochs_other_rows_are_taken_from_their_start() -> None:
+    for between in (commit(0, 90), commit(1, 0)):
+        assert resumed_state(between, CHANGED).position == DataPosition(epoch=1)
+    # An early marker that does not say is believed.
+    early = commit(0, 50, row_order=None)
+    assert resumed_state(early, CHANGED) == state_of(early)
+
+
+def digest(folder: Path, group_rows: int = 10, seed: int = 0, **names: int) -> str:
+    """Of a folder with files of so many rows each."""
+    folder.mkdir()
+    for name, num_rows in names.items():
+        table = pa.table({"x": list(range(num_rows))})
+        pq.write_table(table, folder / f"{name}.parquet", row_group_size=group_rows)
+    document = spec_document(folder) | {"training": {"seed": seed}}
+    return order_digest(ParquetSource(folder, ["x"]), validate_spec(document))
+
+
+def test_whatever_moves_rows_changes_the_digest(tmp_path: Path) -> None:
+    before = digest(tmp_path / "a", one=30, two=20)
+    assert digest(tmp_path / "elsewhere", one=30, two=20) == before
+    others = {
+        digest(tmp_path / "b", one=30, two=20, more=20),
+        digest(tmp_path / "c", one=30, three=20),
+        digest(tmp_path / "d", group_rows=5, one=30, two=20),
+        digest(tmp_path / "e", seed=1, one=30, two=20),
+    }
+    assert len(others | {before}) == 5
+
+
+CHOSEN = Rewind(checkpoint="step-00000200-a1-r0", attempt_index=3)
+
+
+def test_a_rewind_leaves_what_earlier_attempts_saved_later() -> None:
+    for name in ("step-00000300-a1-r0", "step-00000300-a2-r1-g0i0", "step-00000200-a2-r0"):
+        assert CHOSEN.supersedes(name)
+    # The chosen one counts, those before, those of the new line, and what is no checkpoint.
+    kept = ("step-00000200-a1-r0", "step-00000100-a0-r0", "step-00000300-a3-r0")
+    for name in (*kept, "step-00000250-a4-r0", "damaged-step-00000300-a1-r0", "ray"):
+        assert not CHOSEN.supersedes(name)
+
+
+def test_without_a_readable_choice_the_newest_counts(tmp_path: Path) -> None:
+    path = tmp_path / "rewind.json"
+    assert read_rewind(path) is None
+    path.write_text("{")
+    assert read_rewind(path) is None
+    path.write_text(CHOSEN.model_dump_json())
+    assert read_rewind(path) == CHOSEN

@@ -1,0 +1,346 @@
+"""Batches against the Parquet they come from: contents, labels, weights, coverage, refusals."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections import Counter
+
+import numpy as np
+import polars as pl
+import pytest
+import torch
+
+from trainer.data.batches import TrainBatches, validation_batches
+from trainer.data.decode import decode, layout_of
+from trainer.data.position import DataPosition
+from trainer.data.reader import RowReader, open_source
+from trainer.errors import BadValueError, ColumnError, CorruptFileError, TooFewRowsError
+from trainer.spec.job import JobSpec
+from trainer.spec.model import TaskSpec
+
+# (user, label, ids of a list feature): enough to tell rows apart.
+Key = tuple[int, float, tuple[int, ...]]
+
+
+def keys_of(batch) -> list[Key]:
+    jagged = batch.sparse.to_dict()
+    users = jagged["user_id"].values().tolist()
+    histories = [tuple(part.tolist()) for part in jagged["history_liked"].to_dense()]
+    stars = (batch.label * batch.label_scale + batch.label_offset)[:, 0].round(decimals=3).tolist()
+    counted = batch.weight.tolist()
+    rows = zip(users, stars, histories, counted, strict=True)
+    return [(user, star, history) for user, star, history, weight in rows if weight]
+
+
+def keys_in_file(prepared, split) -> Counter[Key]:
+    frame = pl.read_parquet(prepared / split / "*.parquet")
+    rows = frame.select("user_id", "rating", "history_liked").rows()
+    return Counter((user, stars, tuple(history)) for user, stars, history in rows)
+
+
+@pytest.fixture
+def train(prepared, make_spec):
+    return open_source(make_spec(), prepared / "train")
+
+
+def test_a_batch_holds_what_the_file_holds(prepared, make_spec, train):
+    spec = make_spec(batch_size=8, shuffle=False)
+    expected = pl.read_parquet(prepared / "train" / "part-00000.parquet")[:8]
+    with TrainBatches(train, spec, rank=0, world_size=1) as batches:
+        batch, position = next(batches)
+    assert position == DataPosition(0, 8)
+    assert batch.num_rows == 8
+    assert batch.sparse.keys() == [feature.name for feature in spec.sparse_features]
+    assert batch.sparse.lengths().dtype == torch.int32
+    assert batch.sparse.values().dtype == torch.int64
+    for name, jagged in batch.sparse.to_dict().items():
+        lists = [part.tolist() for part in jagged.to_dense()]
+        wanted = expected[name].to_list()
+        assert lists == [item if isinstance(item, list) else [item] for item in wanted]
+    dense = expected.select("year", "user_activity").to_numpy()
+    assert np.allclose(batch.dense.numpy(), dense)
+    label = (expected["rating"] - expected["user_mean"]) / expected["user_scale"]
+    assert np.allclose(batch.label[:, 0].numpy(), label.to_numpy(), atol=1e-6)
+    assert np.allclose(batch.label_offset[:, 0].numpy(), expected["user_mean"].to_numpy())
+    assert np.allclose(batch.label_scale[:, 0].numpy(), expected["user_scale"].to_numpy())
+    assert batch.weight.tolist() == [1.0] * 8
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (3, 16), (4, 64), (2, 500)])
+def test_an_epoch_over_all_ranks_takes_each_row_once(
+    prepared, make_spec, train, world_size, batch_size
+):
+    spec, taken, counts = make_spec(batch_size=batch_size), Counter(), set()
+    for rank in range(world_size):
+        with TrainBatches(train, spec, rank, world_size) as batches:
+            own = [batch for batch, _ in batches]
+        assert {batch.num_rows for batch in own} == {batch_size}
+        counts.add(len(own))
+        taken.update(key for batch in own for key in keys_of(batch))
+    assert len(counts) == 1
+    assert taken == keys_in_file(prepared, "train")
+
+
+def test_epochs_differ_and_a_seed_repeats(make_spec, train):
+    def first_keys():
+        with TrainBatches(train, make_spec(batch_size=600, epochs=2), 0, 1) as batches:
+            return [keys_of(batch) for batch, _ in batches]
+
+    once, again = first_keys(), first_keys()
+    half = len(once) // 2
+    assert len(once) == 2 * -(-train.num_rows // 600)
+    assert once == again
+    assert once[0] != once[half]
+
+
+def test_resuming_at_another_world_size_goes_on_where_the_first_run_stopped(make_spec, train):
+    def rows_of_step(position, world_size, batch_size):
+        rows = []
+        for rank in range(world_size):
+            spec = make_spec(batch_size=batch_size)
+            with TrainBatches(train, spec, rank, world_size, position) as batches:
+                batch, after = next(batches)
+            rows += keys_of(batch)
+        return rows, after
+
+    whole, _ = rows_of_step(DataPosition(), 1, 200)
+    first, position = rows_of_step(DataPosition(), 4, 25)
+    second, position = rows_of_step(position, 2, 50)
+    assert first + second == whole
+    assert position == DataPosition(0, 200)
+
+
+def test_windows_read_from_disk_give_the_order_of_the_cached_split(make_spec, train):
+    def rows(cache_bytes):
+        reader = RowReader(
+            train, layout_of(make_spec()), seed=5, cache_bytes=cache_bytes, window_rows=300
+        )
+        return [reader.read(1, range(start, start + 170)) for start in range(0, 1700, 170)]
+
+    for cached, streamed in zip(rows(2**30), rows(0), strict=True):
+        for name in ("ids", "lengths", "dense", "label"):
+            assert np.array_equal(getattr(cached, name), getattr(streamed, name))
+
+
+@pytest.mark.parametrize(("world_size", "batch_size"), [(1, 7), (4, 64)])
+def test_validation_counts_every_row_once_over_all_ranks(
+    prepared, make_spec, world_size, batch_size
+):
+    spec = make_spec(batch_size=batch_size)
+    source = open_source(spec, prepared / "validation")
+    counted, sizes = Counter(), []
+    for rank in range(world_size):
+        batches = list(validation_batches(source, spec, rank, world_size))
+        assert {batch.num_rows for batch in batches} == {batch_size}
+        sizes.append(len(batches))
+        counted.update(key for batch in batches for key in keys_of(batch))
+    assert len(set(sizes)) == 1
+    assert counted == keys_in_file(prepared, "validation")
+
+
+def test_closing_early_ends_the_thread(make_spec, train):
+    batches = TrainBatches(train, make_spec(epochs=1000), rank=0, world_size=1)
+    next(batches)
+    for _ in range(2):
+        batches.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("batches")]
+    assert list(batches) == []
+    with pytest.raises(TooFewRowsError, match=r"4 workers x data\.batch_size 1000"):
+        TrainBatches(train, make_spec(batch_size=1000), rank=0, world_size=4)
+
+
+def test_a_batch_moves_to_a_device_whole_and_waiting_for_it_is_measured(make_spec, train):
+    with TrainBatches(train, make_spec(), rank=0, world_size=1) as batches:
+        assert batches.wait_s == 0
+        batch, _ = next(batches)
+        assert batches.wait_s > 0
+    moved = batch.to(torch.device("meta"))
+    devices = {moved.dense.device, moved.sparse.device(), moved.label.device, moved.weight.device}
+    assert {device.type for device in devices} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "wanted"),
+    [
+        ("user_id", 10**6, "an id of the table"),
+        ("genres", [1, -3], "an id of the table"),
+        ("tokens", [0, None], "an id"),
+        ("tokens", None, "a value"),
+        ("rating", float("nan"), "a finite number"),
+        ("user_scale", 0.0, "a scale above 0"),
+    ],
+)
+@pytest.mark.parametrize("cache_bytes", [0, 2**28])
+def test_a_bad_value_names_file_row_and_column(
+    spoil, make_spec, column, value, wanted, cache_bytes
+):
+    folder = spoil(column, 200, value)
+    source = open_source(make_spec(), folder)
+    with (
+        TrainBatches(source, make_spec(), 0, 1, cache_bytes=cache_bytes) as batches,
+        pytest.raises(BadValueError, match=f"row 200, column '{column}'.*{wanted}") as raised,
+    ):
+        list(batches)
+    assert raised.value.path == str(folder / "part-00001.parquet")
+    assert list(batches) == []
+
+
+BINARY = {
+    "dense_arch": {"layer_sizes": [4]},
+    "over_arch": {"layer_sizes": [1]},
+    "tasks": [{"loss": "bce"}],
+}
+
+
+def rated_as(prepared, tmp_path, labels):
+    """Copy the training part with the ratings of its second file replaced, those of others 1."""
+    folder = shutil.copytree(prepared / "train", tmp_path / "train")
+    for path in sorted(folder.iterdir()):
+        given = labels if path.name == "part-00001.parquet" else []
+        frame = pl.read_parquet(path)
+        stars = pl.Series("rating", given + [1.0] * (len(frame) - len(given)), pl.Float32)
+        frame.with_columns(stars).write_parquet(path)
+    return folder
+
+
+@pytest.fixture
+def binary_spec(prepared, make_spec):
+    """A function that makes a spec with a binary task; `label` adds to its label."""
+
+    def make(**label: str) -> JobSpec:
+        data = {"path": str(prepared), "batch_size": 16, "label": {"column": "rating"} | label}
+        return make_spec(data=data, model=BINARY)
+
+    return make
+
+
+def test_labels_of_0_and_1_train_with_bce(prepared, binary_spec, tmp_path):
+    spec = binary_spec()
+    source = open_source(spec, rated_as(prepared, tmp_path, [0.0, 1.0, 0.0]))
+    with TrainBatches(source, spec, 0, 1) as batches:
+        labels = torch.cat([batch.label[:, 0] for batch, _ in batches])
+    assert set(labels.tolist()) == {0.0, 1.0}
+
+
+def test_another_label_is_refused_with_bce(prepared, binary_spec, tmp_path):
+    spec = binary_spec()
+    folder = rated_as(prepared, tmp_path, [0.0, 1.0, 0.5])
+    with (
+        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
+        pytest.raises(BadValueError, match=r"row 2, column 'rating': 0\.5 is not 0 or 1") as bad,
+    ):
+        list(batches)
+    assert bad.value.path == str(folder / "part-00001.parquet")
+    # The label counts after its offset and scale.
+    spec = binary_spec(offset_column="user_mean")
+    with (
+        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
+        pytest.raises(BadValueError, match=r"column 'rating'.*after its offset and scale"),
+    ):
+        list(batches)
+
+
+def test_a_file_cut_short_while_training_is_named(prepared, make_spec, tmp_path):
+    folder = shutil.copytree(prepared / "train", tmp_path / "train")
+    source = open_source(make_spec(), folder)
+    part = folder / "part-00002.parquet"
+    part.write_bytes(part.read_bytes()[:2000])
+    with (
+        TrainBatches(source, make_spec(), 0, 1) as batches,
+        pytest.raises(CorruptFileError, match=r"part-00002\.parquet"),
+    ):
+        list(batches)
+
+
+def feature(name: str, kind: str, column: str) -> dict[str, str]:
+    table = {} if kind == "dense" else {"table": "user_id_table"}
+    return {"name": name, "type": kind, "column": column, **table}
+
+
+@pytest.mark.parametrize(
+    ("kind", "column", "message"),
+    [
+        ("id", "absent", "no column 'absent'"),
+        ("id", "year", "column 'year' .* is float, not an integer"),
+        ("id", "genres", "not an integer"),
+        ("id_list", "movie_id", "not a list of integers"),
+        ("tokens", "history_ratings", "not a list of integers"),
+        ("dense", "tokens", "not a number"),
+    ],
+)
+def test_a_missing_or_ill_typed_column_is_named_by_its_spec_field(
+    prepared, make_spec, kind, column, message
+):
+    others = [feature("user_id", "id", "user_id"), feature("year", "dense", "year")]
+    features = [others[0], feature("other", kind, column), others[1]]
+    tables = [{"name": "user_id_table", "embedding_dim": 4, "num_embeddings": 10**6}]
+    spec = make_spec(features=features, embedding_tables=tables)
+    with pytest.raises(ColumnError, match=rf"features\[1\]\.column: .*{message}"):
+        open_source(spec, prepared / "train")
+    spec = make_spec(data={"path": str(prepared), "label": {"column": "stars"}})
+    with pytest.raises(ColumnError, match=r"data\.label\.column: .*no column 'stars'"):
+        open_source(spec, prepared / "train")
+
+
+@pytest.fixture
+def weighted_spec(prepared, make_spec):
+    """A function that makes a spec whose rows are weighted by a column."""
+
+    def make(column: str, batch_size: int = 16) -> JobSpec:
+        data = {"path": str(prepared), "batch_size": batch_size, "shuffle": False}
+        return make_spec(data=data | {"label": {"column": "rating"}, "weight_column": column})
+
+    return make
+
+
+def with_tasks(spec: JobSpec, *tasks: TaskSpec) -> JobSpec:
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"tasks": tasks})})
+
+
+def test_each_task_has_its_own_column_of_labels(prepared, make_spec):
+    spec = make_spec(batch_size=8, shuffle=False)
+    year = {"column": "year", "offset_column": "user_mean"}
+    raw = TaskSpec.model_validate({"name": "year", "loss": "mse", "label": year})
+    spec = with_tasks(spec, spec.model.task, raw)
+    with TrainBatches(open_source(spec, prepared / "train"), spec, 0, 1) as batches:
+        batch, _ = next(batches)
+    rows = pl.read_parquet(prepared / "train" / "part-00000.parquet")[:8]
+    assert batch.label.shape == batch.label_offset.shape == batch.label_scale.shape == (8, 2)
+    stars = (rows["rating"] - rows["user_mean"]) / rows["user_scale"]
+    assert batch.label[:, 0].tolist() == pytest.approx(stars.to_list(), abs=1e-5)
+    years = (rows["year"] - rows["user_mean"]).to_list()
+    assert batch.label[:, 1].tolist() == pytest.approx(years, abs=1e-5)
+    assert batch.label_scale[:, 1].tolist() == [1.0] * 8
+
+
+def test_a_bad_label_is_named_by_the_field_of_its_task(prepared, make_spec):
+    click = TaskSpec.model_validate({"name": "c", "loss": "bce", "label": {"column": "rating"}})
+    spec = with_tasks(make_spec(), make_spec().model.task, click)
+    layout = layout_of(spec)
+    fields = [label.value.field for label in layout.labels]
+    assert fields == ["data.label.column", "model.tasks[1].label.column"]
+    source = open_source(spec, prepared / "train")
+    with pytest.raises(BadValueError, match=r"column 'rating': .* is not 0 or 1"):
+        decode(source.read([0]), layout, source.locate)
+
+
+def test_rows_weigh_what_their_column_says_and_padding_nothing(prepared, weighted_spec):
+    spec = weighted_spec("user_scale", batch_size=64)
+    source = open_source(spec, prepared / "validation")
+    weights = torch.cat([batch.weight for batch in validation_batches(source, spec, 0, 1)])
+    rows = pl.read_parquet(prepared / "validation" / "*.parquet")
+    assert weights[: len(rows)].tolist() == pytest.approx(rows["user_scale"].to_list())
+    assert len(rows) % 64
+    assert set(weights[len(rows) :].tolist()) == {0.0}
+
+
+@pytest.mark.parametrize("value", [-0.5, float("nan"), None])
+def test_a_weight_that_is_no_weight_is_refused(spoil, weighted_spec, value):
+    spec = weighted_spec("user_scale")
+    source = open_source(spec, spoil("user_scale", 77, value))
+    with (
+        TrainBatches(source, spec, 0, 1) as batches,
+        pytest.raises(BadValueError, match=r"row 77, column 'user_scale': .* is not a"),
+    ):
+        list(batches)

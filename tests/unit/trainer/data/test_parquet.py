@@ -1,0 +1,86 @@
+"""Row groups over files: opened by footer, located, read, refused when damaged."""
+
+from __future__ import annotations
+
+import shutil
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainer.data.parquet import ParquetSource
+from trainer.errors import ColumnError, CorruptFileError, SourceMissingError, TooFewRowsError
+
+
+def write(folder, **files: pa.Table):
+    folder.mkdir(exist_ok=True)
+    for name, table in files.items():
+        pq.write_table(table, folder / f"{name}.parquet", row_group_size=3)
+    return folder
+
+
+def numbers(*values):
+    return pa.table({"a": pa.array(values, pa.int64()), "b": pa.array(values, pa.float32())})
+
+
+def test_row_groups_are_counted_over_files_in_name_order(tmp_path):
+    folder = write(tmp_path / "d", two=numbers(9, 8), one=numbers(1, 2, 3, 4))
+    source = ParquetSource(folder, ["a"])
+    assert source.group_rows.tolist() == [3, 1, 2]
+    assert source.num_rows == 6
+    assert source.read([2, 0]).column("a").to_pylist() == [9, 8, 1, 2, 3]
+    assert source.schema.names == ["a"]
+
+
+def test_rows_are_located_in_their_file(tmp_path):
+    source = ParquetSource(write(tmp_path / "d", one=numbers(1, 2, 3, 4), two=numbers(9)), ["a"])
+    assert source.locate(3) == (tmp_path / "d" / "one.parquet", 3)
+    assert source.locate(4) == (tmp_path / "d" / "two.parquet", 0)
+
+
+def test_empty_and_hidden_files_are_passed_over(tmp_path):
+    files = {"a": numbers(), "b": numbers(5), "c": numbers(), ".b": numbers(6), "_b": numbers(7)}
+    folder = write(tmp_path / "d", **files)
+    source = ParquetSource(folder, ["a"])
+    assert source.read(range(len(source.group_rows))).column("a").to_pylist() == [5]
+    assert source.locate(0) == (folder / "b.parquet", 0)
+    with pytest.raises(TooFewRowsError, match="no rows"):
+        ParquetSource(write(tmp_path / "none", a=numbers()), ["a"])
+
+
+def test_a_truncated_file_is_named(prepared, tmp_path):
+    folder = shutil.copytree(prepared / "train", tmp_path / "train")
+    part = folder / "part-00001.parquet"
+    part.write_bytes(part.read_bytes()[:-10])
+    with pytest.raises(CorruptFileError, match=r"part-00001\.parquet.*truncated"):
+        ParquetSource(folder, ["user_id"])
+
+
+def test_a_file_damaged_inside_is_named_when_read(prepared, tmp_path):
+    folder = shutil.copytree(prepared / "train", tmp_path / "train")
+    source = ParquetSource(folder, ["user_id"])
+    part = folder / "part-00000.parquet"
+    part.write_bytes(part.read_bytes()[:5000])
+    with pytest.raises(CorruptFileError, match=r"part-00000\.parquet: row group 0"):
+        source.read([0])
+
+
+def test_a_missing_or_empty_folder_is_refused(tmp_path):
+    for folder in (tmp_path, tmp_path / "d"):
+        with pytest.raises(SourceMissingError, match="prepare the data"):
+            ParquetSource(folder, ["a"])
+
+
+def test_a_column_that_differs_in_one_file_is_named(tmp_path):
+    folder = write(tmp_path / "d", one=numbers(1), two=numbers(1).drop_columns(["b"]))
+    with pytest.raises(ColumnError, match=r"two\.parquet: no column 'b'"):
+        ParquetSource(folder, ["a", "b"])
+    write(folder, two=pa.table({"a": pa.array(["x"])}))
+    with pytest.raises(ColumnError, match=r"two\.parquet: column 'a' is string here"):
+        ParquetSource(folder, ["a"])
+
+
+def test_the_decoded_size_counts_list_items(tmp_path):
+    lists = pa.table({"ids": pa.array([[1] * 50, [2] * 30], pa.list_(pa.int64()))})
+    source = ParquetSource(write(tmp_path / "d", one=lists), ["ids"])
+    assert source.decoded_bytes == 8 * (80 + 2)

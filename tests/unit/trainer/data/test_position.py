@@ -1,0 +1,249 @@
+"""Positions: equal batches per rank, every row once at any world size, rows left out, spans."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.coordination.messages import EpochRows, Ledger
+from trainer.data.position import (
+    BatchShape,
+    DataPosition,
+    SkippedRows,
+    Spans,
+    advance,
+    ledger_of,
+    position_of,
+    rank_rows,
+    remaining_steps,
+    rows_between,
+    step_rows,
+    step_start,
+    without,
+)
+from trainer.elastic.coordinator.leases import LeaseBook
+
+SHAPES = st.builds(
+    BatchShape,
+    num_rows=st.integers(1, 300),
+    world_size=st.integers(1, 8),
+    batch_size=st.integers(1, 40),
+)
+SPANS = st.lists(st.tuples(st.integers(0, 80), st.integers(0, 80)), max_size=5).map(
+    lambda pairs: Spans(pairs).spans
+)
+
+
+def listed(spans) -> list[int]:
+    return [row for start, stop in spans for row in range(start, stop)]
+
+
+def shares(rows, shape: BatchShape) -> list[list[int]]:
+    ranks = range(shape.world_size)
+    return [listed(rank_rows(rows, rank, shape.world_size)) for rank in ranks]
+
+
+def rest_of_run(position: DataPosition, shape: BatchShape, epochs: int) -> list[list[int]]:
+    """Rows of each step, tagged with their epoch, to the end of the run."""
+    steps = []
+    while (start := step_start(position, shape)).epoch < epochs:
+        steps.append([(start.epoch, row) for row in listed(step_rows(start, shape))])
+        position = advance(start, shape)
+    return steps
+
+
+@given(SHAPES, SPANS)
+def test_ranks_share_a_step_evenly_in_order(shape, done):
+    start = step_start(position_of(Ledger(open_epochs=(EpochRows(epoch=0, done=done),))), shape)
+    rows = step_rows(start, shape)
+    parts = shares(rows, shape)
+    assert [row for part in parts for row in part] == listed(rows)
+    assert max(map(len, parts)) - min(map(len, parts)) <= 1
+    assert max(map(len, parts)) <= shape.batch_size
+
+
+@given(SHAPES)
+def test_an_epoch_takes_every_row_once_in_full_steps_but_the_last(shape):
+    steps = rest_of_run(DataPosition(), shape, epochs=1)
+    assert [row for step in steps for _, row in step] == list(range(shape.num_rows))
+    assert all(len(step) == shape.rows_per_step for step in steps[:-1])
+    assert len(steps) == shape.steps_per_epoch
+
+
+@given(
+    num_rows=st.integers(1, 200),
+    epochs=st.integers(1, 2),
+    out_of_turn=SPANS,
+    ahead=SPANS,
+    lives=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(0, 6)), max_size=4),
+)
+def test_resuming_at_other_world_sizes_from_any_ledger_takes_the_other_rows_once(
+    num_rows, epochs, out_of_turn, ahead, lives
+):
+    begun = enumerate([Spans(), Spans()])
+    begun = {epoch: spans for epoch, spans in begun if epoch < epochs}
+    for epoch, spans in zip(begun, [out_of_turn, ahead], strict=False):
+        for start, stop in spans:
+            begun[epoch].add(min(start, num_rows), min(stop, num_rows))
+    done = [(epoch, row) for epoch, spans in begun.items() for row in listed(spans.spans)]
+    open_epochs = tuple(EpochRows(epoch=n, done=spans.spans) for n, spans in begun.items())
+    position = position_of(Ledger(open_epochs=open_epochs))
+
+    for world_size, batch_size, steps in lives:
+        shape = BatchShape(num_rows, world_size, batch_size)
+        for _ in range(steps):
+            if (start := step_start(position, shape)).epoch < epochs:
+                done += [(start.epoch, row) for row in listed(step_rows(start, shape))]
+                position = advance(start, shape)
+                assert position.rows_done(num_rows) == len(done)
+        position = position_of(ledger_of(position))
+    shape = BatchShape(num_rows, 3, 4)
+    rest = rest_of_run(position, shape, epochs)
+    assert len(rest) == remaining_steps(position, shape, epochs)
+    done += [row for step in rest for row in step]
+    assert sorted(done) == [(epoch, row) for epoch in range(epochs) for row in range(num_rows)]
+
+
+@given(
+    num_rows=st.integers(1, 120),
+    rows_per_lease=st.integers(1, 30),
+    cuts=st.sets(st.integers(1, 119), max_size=5),
+    turns=st.lists(st.integers(0, 2), max_size=20),
+    shape=st.tuples(st.integers(1, 6), st.integers(1, 9)),
+    back_after=st.integers(0, 4),
+)
+def test_a_run_goes_from_leases_to_ranks_and_back_without_losing_a_row(
+    num_rows, rows_per_lease, cuts, turns, shape, back_after
+):
+    bounds = (0, *sorted(cut for cut in cuts if cut < num_rows), num_rows)
+    settings = {"num_rows": num_rows, "epochs": 2, "rows_per_lease": rows_per_lease}
+    done: list[tuple[int, int]] = []
+
+    def train(book, groups):
+        for group in groups:
+            if lease := book.lease(group):
+                done.extend((lease.epoch, row) for row in range(lease.start, lease.stop))
+                book.commit([lease.id])
+
+    book = LeaseBook(**settings, windows=bounds, strict_epochs=False)
+    train(book, turns)
+    position = position_of(book.entered_in(Ledger()))
+    job = BatchShape(num_rows, *shape)
+    for _ in range(back_after):
+        if (start := step_start(position, job)).epoch < 2:
+            done += [(start.epoch, row) for row in listed(step_rows(start, job))]
+            position = advance(start, job)
+    book = LeaseBook(**settings, windows=bounds, ledger=ledger_of(position, len(done)))
+    while not book.is_complete:
+        train(book, range(3))
+    assert sorted(done) == [(epoch, row) for epoch in range(2) for row in range(num_rows)]
+
+
+def test_a_checkpoint_from_before_tails_were_trained_goes_on_with_the_tail():
+    shape = BatchShape(num_rows=100, world_size=2, batch_size=16)
+    assert listed(step_rows(step_start(DataPosition(0, 96), shape), shape)) == [96, 97, 98, 99]
+
+
+def test_an_epoch_begins_where_groups_left_it():
+    shape = BatchShape(num_rows=10, world_size=1, batch_size=4)
+    end = DataPosition(0, 10, later=((1, ((0, 2), (3, 5))),))
+    start = step_start(end, shape)
+    assert start == DataPosition(1, 2, done=((3, 5),))
+    assert step_rows(start, shape) == [(2, 3), (5, 8)]
+    assert advance(start, shape) == DataPosition(1, 8)
+
+
+def test_epochs_beyond_the_last_of_a_shortened_run_take_no_steps():
+    shape = BatchShape(num_rows=10, world_size=1, batch_size=4)
+    position = DataPosition(0, 4, later=((1, ((0, 2),)),))
+    assert remaining_steps(position, shape, epochs=1) == 2
+    assert remaining_steps(position, shape, epochs=3) == 2 + 2 + 3
+
+
+def test_a_step_may_have_fewer_rows_than_ranks():
+    shape = BatchShape(num_rows=2, world_size=3, batch_size=8)
+    assert shares(step_rows(DataPosition(), shape), shape) == [[], [0], [1]]
+    assert not shape.fills_a_step
+
+
+CHANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30)), max_size=12)
+
+
+def built(changes) -> tuple[Spans, set[int]]:
+    spans, rows = Spans(), set()
+    for is_in, start, stop in changes:
+        if is_in:
+            spans.add(start, stop)
+            rows |= set(range(start, stop))
+        else:
+            spans.remove(start, stop)
+            rows -= set(range(start, stop))
+    return spans, rows
+
+
+@given(CHANGES)
+def test_spans_hold_the_rows_added_and_not_removed_and_stay_apart(changes):
+    spans, rows = built(changes)
+    assert len(spans) == len(rows)
+    assert listed(spans.spans) == sorted(rows)
+    bounds = [bound for span in spans.spans for bound in span]
+    assert bounds == sorted(set(bounds))
+
+
+@given(CHANGES, st.integers(0, 30), st.integers(0, 35))
+def test_gaps_are_the_missing_rows_in_order(changes, start, stop):
+    spans, rows = built(changes)
+    gaps = spans.gaps(start, stop)
+    assert listed(gaps) == [row for row in range(start, stop) if row not in rows]
+    assert spans.gap(start, stop) == (gaps[0] if gaps else None)
+
+
+def test_skipped_rows_are_read_again_and_grow(tmp_path: Path) -> None:
+    path = tmp_path / "skipped.json"
+    assert SkippedRows.read(path) == SkippedRows()
+    SkippedRows().with_rows([(1, ((0, 10),))]).write(path)
+    SkippedRows.read(path).with_rows([(1, ((10, 15),)), (0, ((3, 4),))]).write(path)
+    assert SkippedRows.read(path).epochs == ((0, ((3, 4),)), (1, ((0, 15),)))
+    path.write_text('{"epochs": [[0')
+    with pytest.raises(OSError, match="remove it to train all rows"):
+        SkippedRows.read(path)
+
+
+def test_rows_between_two_positions_cross_the_end_of_an_epoch_and_leave_out_what_was_done() -> None:
+    before, after = DataPosition(0, 80), DataPosition(1, 20)
+    assert rows_between(before, after, 100) == [(0, ((80, 100),)), (1, ((0, 20),))]
+    before = DataPosition(0, 10, done=((20, 30),))
+    assert rows_between(before, DataPosition(0, 40), 100) == [(0, ((10, 20), (30, 40)))]
+
+
+@given(
+    num_rows=st.integers(20, 200),
+    world_size=st.integers(1, 4),
+    bad_step=st.integers(0, 30),
+    num_bad_steps=st.integers(1, 4),
+    resumed_steps=st.integers(0, 30),
+)
+def test_a_resumed_run_takes_every_row_but_the_skipped_ones(
+    num_rows: int, world_size: int, bad_step: int, num_bad_steps: int, resumed_steps: int
+) -> None:
+    shape = BatchShape(num_rows, world_size, 5)
+    finite_at = _after(DataPosition(), shape, bad_step)
+    skipped = SkippedRows().with_rows(
+        rows_between(finite_at, _after(finite_at, shape, num_bad_steps), num_rows)
+    )
+    start = _after(DataPosition(), shape, min(resumed_steps, bad_step))
+    position = without(start, skipped)
+    num_skipped = sum(stop - first for _, spans in skipped.epochs for first, stop in spans)
+    assert position.rows_done(num_rows) == start.rows_done(num_rows) + num_skipped
+    epochs = position.epoch + 60
+    end = _after(position, shape, remaining_steps(position, shape, epochs))
+    assert end.rows_done(num_rows) == epochs * num_rows
+
+
+def _after(position: DataPosition, shape: BatchShape, num_steps: int) -> DataPosition:
+    for _ in range(num_steps):
+        position = advance(step_start(position, shape), shape)
+    return position

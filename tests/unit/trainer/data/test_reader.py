@@ -1,0 +1,72 @@
+"""The order of an epoch: complete, seeded, bounded in memory, cut at windows."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.reader import EpochOrder
+
+GROUPS = st.lists(st.integers(1, 30), min_size=1, max_size=15)
+
+
+def rows_in_order(order: EpochOrder, group_rows: list[int]) -> list[tuple[int, int]]:
+    """(row group, row in group) of every row of the epoch."""
+    rows = []
+    for number in range(order.num_windows):
+        window = order.window(number)
+        flat = [(group, row) for group in window.row_groups for row in range(group_rows[group])]
+        rows += [flat[place] for place in window.row_order]
+    return rows
+
+
+@given(GROUPS, st.integers(1, 60), st.integers(0, 5), st.integers(0, 5))
+def test_every_row_comes_exactly_once(group_rows, window_rows, seed, epoch):
+    order = EpochOrder(group_rows, window_rows=window_rows, seed=seed, epoch=epoch)
+    rows = rows_in_order(order, group_rows)
+    assert sorted(rows) == [(g, r) for g, count in enumerate(group_rows) for r in range(count)]
+
+
+@given(GROUPS, st.integers(1, 60))
+def test_a_window_holds_no_more_groups_than_it_needs(group_rows, window_rows):
+    order = EpochOrder(group_rows, window_rows=window_rows, seed=1)
+    for number in range(order.num_windows):
+        groups = order.window(number).row_groups
+        assert sum(group_rows[group] for group in groups[:-1]) < window_rows
+
+
+@given(GROUPS, st.integers(1, 60), st.data())
+def test_pieces_cover_a_range_of_rows_across_windows(group_rows, window_rows, data):
+    total = sum(group_rows)
+    start = data.draw(st.integers(0, total - 1))
+    stop = data.draw(st.integers(start + 1, total))
+    order = EpochOrder(group_rows, window_rows=window_rows, seed=2)
+    all_rows = [
+        (number, place)
+        for number in range(order.num_windows)
+        for place in range(len(order.window(number).row_order))
+    ]
+    covered = [
+        (number, place)
+        for number, piece in order.pieces(range(start, stop))
+        for place in range(piece.start, piece.stop)
+    ]
+    assert covered == all_rows[start:stop]
+
+
+def test_the_order_depends_on_seed_and_epoch_and_repeats_for_the_same():
+    def rows(seed, epoch):
+        return rows_in_order(
+            EpochOrder([50] * 6, window_rows=100, seed=seed, epoch=epoch), [50] * 6
+        )
+
+    assert rows(1, 0) == rows(1, 0)
+    assert rows(1, 0) != rows(1, 1)
+    assert rows(1, 0) != rows(2, 0)
+
+
+def test_unshuffled_rows_come_in_file_order():
+    order = EpochOrder([3, 2], window_rows=3, shuffle=False)
+    assert rows_in_order(order, [3, 2]) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
+    assert np.array_equal(order.window(0).row_order, [0, 1, 2])

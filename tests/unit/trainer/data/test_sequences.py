@@ -1,0 +1,242 @@
+"""Sequences cut to their last ids, and weights of pooled ids, against their Parquet."""
+
+from __future__ import annotations
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.batches import Batch, TrainBatches, make_batch, validation_batches
+from trainer.data.decode import layout_of
+from trainer.data.ragged import last_items, offsets_of
+from trainer.data.reader import RowReader, open_source
+from trainer.data.rows import Rows
+from trainer.errors import BadValueError, ColumnError
+
+LIMIT = 3
+SEQUENCE = {"name": "liked", "type": "sequence", "column": "history_liked", "table": "recent"}
+SEQUENCE |= {"max_length": LIMIT}
+WEIGHTED = {"name": "rated", "type": "id_list", "column": "history_movies", "table": "movies"}
+WEIGHTED |= {"weights_column": "history_ratings"}
+GENRES = {"name": "genres", "type": "id_list", "table": "genres"}
+YEAR = {"name": "year", "type": "dense"}
+
+
+@pytest.fixture
+def spec_of(make_spec):
+    """A function that makes a spec with the given features, and the tables that they name."""
+
+    def make(*features, tables=None, **options):
+        names = dict.fromkeys(f["table"] for f in features if "table" in f)
+        tables = tables or [{"name": name, "embedding_dim": 4} for name in names]
+        return make_spec(features=[YEAR, *features], embedding_tables=tables, **options)
+
+    return make
+
+
+@pytest.fixture
+def first_batch(prepared):
+    """A function that gives the first batch of the training part, in file order, and its rows."""
+
+    def take(spec):
+        with TrainBatches(open_source(spec, prepared / "train"), spec, 0, 1) as batches:
+            batch, _ = next(batches)
+        frame = pl.read_parquet(prepared / "train" / "part-00000.parquet")
+        return batch, frame[: batch.num_rows]
+
+    return take
+
+
+def lists_of(jagged) -> list[list[int]]:
+    return [part.tolist() for part in jagged.to_dense()]
+
+
+def test_a_sequence_holds_the_last_ids_of_each_row(spec_of, first_batch) -> None:
+    batch, rows = first_batch(spec_of(SEQUENCE, GENRES, batch_size=300, shuffle=False))
+    whole = rows["history_liked"].to_list()
+    assert max(len(ids) for ids in whole) > LIMIT
+    assert batch.sequences.keys() == ["liked"]
+    assert lists_of(batch.sequences["liked"]) == [ids[-LIMIT:] for ids in whole]
+    assert batch.sparse.keys() == ["genres"]
+    assert lists_of(batch.sparse["genres"]) == rows["genres"].to_list()
+    assert batch.sparse.weights_or_none() is None
+
+
+def test_weights_belong_to_their_ids_and_are_1_elsewhere(spec_of, first_batch) -> None:
+    spec = spec_of(GENRES, SEQUENCE, WEIGHTED, batch_size=300, shuffle=False)
+    batch, rows = first_batch(spec)
+    assert batch.sparse.keys() == ["genres", "rated"]
+    assert batch.sparse.weights().dtype == torch.float32
+    rated = batch.sparse["rated"]
+    assert lists_of(rated) == rows["history_movies"].to_list()
+    assert [w.tolist() for w in rated.to_dense_weights()] == rows["history_ratings"].to_list()
+    assert set(batch.sparse["genres"].weights().tolist()) == {1.0}
+    assert batch.sequences.weights_or_none() is None
+
+
+def test_weights_of_a_sequence_are_cut_like_its_ids_and_are_1_elsewhere(
+    spec_of, first_batch
+) -> None:
+    rated = WEIGHTED | {"type": "sequence", "max_length": LIMIT}
+    batch, rows = first_batch(spec_of(GENRES, SEQUENCE, rated, batch_size=300, shuffle=False))
+    found = batch.sequences["rated"]
+    assert lists_of(found) == [ids[-LIMIT:] for ids in rows["history_movies"].to_list()]
+    wanted = [ratings[-LIMIT:] for ratings in rows["history_ratings"].to_list()]
+    assert [w.tolist() for w in found.to_dense_weights()] == wanted
+    assert set(batch.sequences["liked"].weights().tolist()) == {1.0}
+    assert batch.sparse.weights_or_none() is None
+
+
+def test_a_batch_without_one_kind_of_ids_moves_too(spec_of, first_batch) -> None:
+    batch, _ = first_batch(spec_of(SEQUENCE))
+    assert batch.sparse.keys() == []
+    moved = batch.to(torch.device("meta"))
+    assert moved.sequences.values().device.type == "meta"
+    assert moved.sequences.keys() == ["liked"]
+    moved = first_batch(spec_of(WEIGHTED))[0].to(torch.device("meta"))
+    assert moved.sequences is None
+    assert moved.sparse.weights().device.type == "meta"
+
+
+class Part:
+    """Stands for a tensor of a batch; keeps the streams that it was told of."""
+
+    def __init__(self, is_pinned: bool = False) -> None:
+        self.streams: list[str] = []
+        self.is_pinned = is_pinned
+
+    def pin_memory(self) -> Part:
+        return Part(is_pinned=True)
+
+    def record_stream(self, stream: str) -> None:
+        self.streams.append(stream)
+
+
+def test_every_part_of_a_batch_is_pinned_and_kept_for_a_stream() -> None:
+    for has_sequences in (True, False):
+        parts = [Part() for _ in range(7)]
+        batch = Batch(*parts[:6], sequences=parts[6] if has_sequences else None)
+        batch.record_stream("copy")
+        recorded = [part.streams for part in parts]
+        assert recorded == [["copy"]] * 6 + [["copy"] if has_sequences else []]
+    pinned = batch.pin_memory()
+    assert all(p.is_pinned for p in (pinned.dense, pinned.sparse, pinned.label, pinned.weight))
+    assert pinned.sequences is None
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 2**30])
+def test_sequences_and_weights_span_windows(prepared, spec_of, cache_bytes) -> None:
+    spec = spec_of(WEIGHTED, SEQUENCE)
+    source, layout = open_source(spec, prepared / "train"), layout_of(spec)
+    reader = RowReader(source, layout, shuffle=False, cache_bytes=cache_bytes, window_rows=128)
+    batch = make_batch(reader.read(0, range(100, 400)), spec)
+    rows = pl.read_parquet(prepared / "train" / "*.parquet")[100:400]
+    wanted = [ids[-LIMIT:] for ids in rows["history_liked"].to_list()]
+    assert lists_of(batch.sequences["liked"]) == wanted
+    weights = [w.tolist() for w in batch.sparse["rated"].to_dense_weights()]
+    assert weights == rows["history_ratings"].to_list()
+    assert batch.label_offset[:, 0].tolist() == pytest.approx(rows["user_mean"].to_list())
+
+
+def test_validation_pads_sequences_and_weights_like_everything_else(prepared, spec_of) -> None:
+    spec = spec_of(WEIGHTED, SEQUENCE, batch_size=64)
+    source = open_source(spec, prepared / "validation")
+    batches = list(validation_batches(source, spec, rank=1, world_size=2))
+    assert {batch.sequences.stride() for batch in batches} == {64}
+    padded = batches[-1]
+    assert padded.weight.sum() < 64
+    assert len(padded.sparse.weights()) == len(padded.sparse.values())
+
+
+RAGGED = st.lists(st.lists(st.integers(0, 99), max_size=8), min_size=1, max_size=12)
+
+
+@given(lists=RAGGED, limit=st.integers(1, 9), data=st.data())
+def test_taken_rows_keep_the_last_ids_and_their_weights(lists, limit, data) -> None:
+    """Feature 0 is pooled and whole, feature 1 the same lists cut as a sequence."""
+    picked = data.draw(st.lists(st.integers(0, len(lists) - 1), min_size=1, max_size=9))
+    ids = np.array([item for items in lists for item in items], dtype=np.int64)
+    offsets = offsets_of(np.array([len(items) for items in lists]))
+    places = [last_items(offsets, None), last_items(offsets, limit)]
+    zeros = np.zeros(len(lists), np.float32)
+    columns = dict.fromkeys(("dense", "label", "offset", "scale"), zeros[:, None])
+    rows = Rows(
+        **columns,
+        row_weight=zeros,
+        ids=np.concatenate([ids, ids]),
+        starts=np.stack([places[0][0], places[1][0] + len(ids)]),
+        lengths=np.stack([lengths for _, lengths in places]),
+        weights=np.concatenate([ids, -ids]).astype(np.float32),
+    ).take(np.array(picked))
+    wanted = [lists[row] for row in picked] + [lists[row][-limit:] for row in picked]
+    ends = offsets_of(rows.lengths.ravel())[1:-1]
+    assert [part.tolist() for part in np.split(rows.ids, ends)] == wanted
+    signs = np.repeat([1, -1], rows.lengths.sum(axis=1))
+    assert np.array_equal(rows.weights, signs * rows.ids)
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ([0.5] * 99, r"99 is not the length of column 'history_movies', whose ids it weighs: \d+"),
+        (None, "None is not a value"),
+        (float("inf"), "inf is not a finite weight"),
+        ("null", "None is not a weight"),
+    ],
+)
+def test_a_bad_weight_names_file_row_column_and_field(
+    spoil, prepared, spec_of, value, found
+) -> None:
+    column = pl.read_parquet(prepared / "train" / "part-00001.parquet")["history_ratings"]
+    row = next(row for row in range(200, len(column)) if len(column[row]) > 1)
+    if isinstance(value, float | str):
+        value = [*column[row].to_list()[:-1], None if value == "null" else value]
+    folder = spoil("history_ratings", row, value)
+    spec = spec_of(GENRES, WEIGHTED)
+    with (
+        TrainBatches(open_source(spec, folder), spec, 0, 1) as batches,
+        pytest.raises(BadValueError, match=f"row {row}, column 'history_ratings': {found}") as bad,
+    ):
+        list(batches)
+    assert bad.value.path == str(folder / "part-00001.parquet")
+    assert value is None or "features[2].weights_column" in str(bad.value)
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        (WEIGHTED | {"weights_column": "absent"}, r"weights_column: .*no column 'absent'"),
+        (WEIGHTED | {"weights_column": "genres"}, r"weights_column: .* not a list of floats"),
+        (SEQUENCE | {"column": "movie_id"}, r"column: .* int64, not a list of integers"),
+    ],
+)
+def test_an_ill_typed_column_is_named_by_its_spec_field(
+    prepared, spec_of, feature, message
+) -> None:
+    tables = [{"name": feature["table"], "embedding_dim": 4, "num_embeddings": 10**6}]
+    with pytest.raises(ColumnError, match=r"features\[1\]\." + message):
+        open_source(spec_of(feature, tables=tables), prepared / "train")
+
+
+def test_bags_without_any_id_train_like_others(prepared, spec_of, tmp_path) -> None:
+    """Not one id in a whole batch, pooled or in sequence, weighted or not."""
+    table = pq.read_table(prepared / "train" / "part-00000.parquet")
+    for name in ("genres", "history_liked", "history_movies", "history_ratings"):
+        index = table.schema.get_field_index(name)
+        empty = pa.array([[]] * len(table), table.schema.field(index).type)
+        table = table.set_column(index, name, empty)
+    pq.write_table(table, tmp_path / "part.parquet", row_group_size=100)
+    spec = spec_of(GENRES, WEIGHTED, SEQUENCE, batch_size=64)
+    source = open_source(spec, tmp_path)
+    with TrainBatches(source, spec, 0, 1, cache_bytes=0) as made:
+        batches = [batch for batch, _ in made]
+    assert sum(batch.weight.sum() for batch in batches) == len(table)
+    for batch in batches:
+        assert batch.sparse.lengths().tolist() == [0] * (2 * 64)
+        assert batch.sequences.lengths().tolist() == [0] * 64
+        assert len(batch.sparse.values()) == len(batch.sparse.weights()) == 0

@@ -1,0 +1,255 @@
+"""Criteo lines that cannot be read: left out and counted, or mended and gone on with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.harness.files import digest
+from tests.unit.trainer.datasets.criteo.test_prepare import FAULTS, SMALL, line, rows_of, write
+from trainer.data.manifest import load_manifest, verify_checksums
+from trainer.datasets.cli import app
+from trainer.datasets.criteo import encode, prepare, reader
+from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
+from trainer.datasets.criteo.reader import (
+    BadLines,
+    _fault_of,
+    line_fault,
+    parse_good_lines,
+    parse_lines,
+)
+from trainer.errors import BadValueError, CorruptFileError, TooFewRowsError, TooManyBadRowsError
+
+OPTIONS = CriteoOptions(min_count=3, num_partitions=4, on_bad_line="skip", **SMALL)
+# 16 KiB hold about 60 lines, and two blocks are a run.
+NUM_LINES = 1200
+BAD = {300: line(label=7), 301: "", 700: line(count="x"), 1150: line(raw_id="zz"), 90: "a,b"}
+
+
+def good_line(number: int) -> str:
+    return line(number % 2, number, f"{number % 50:08x}")
+
+
+def raw(path: Path, bad: dict[int, str] = BAD, num_lines: int = NUM_LINES) -> Path:
+    """A file of numbered rows, of which some cannot be read."""
+    return write(path, [bad.get(number, good_line(number)) for number in range(num_lines)])
+
+
+def prepared(path: Path, out: Path, **options: object) -> Path:
+    prepare_criteo([path], out, options=OPTIONS.model_copy(update=options))
+    return out
+
+
+def numbers_of(folder: Path) -> list[int]:
+    """The lines that the rows came from, by their counts."""
+    rows = pl.concat([rows_of(folder, "train"), rows_of(folder, "validation")])
+    return sorted(np.expm1(rows["int_0"].to_numpy().astype(np.float64)).round().astype(int))
+
+
+def test_lines_that_cannot_be_read_are_left_out_and_counted(tmp_path):
+    path = raw(tmp_path / "day_0")
+    out = prepared(path, tmp_path / "out")
+    manifest = load_manifest(out)
+    verify_checksums(out, manifest)
+    assert numbers_of(out) == [n for n in range(NUM_LINES) if n not in BAD]
+    kinds = ("columns", "count", "empty", "id", "label")
+    assert manifest.counts == {"bad_lines": 5} | {f"bad_lines_{kind}": 1 for kind in kinds}
+    assert manifest.bad_lines[0].startswith(f"{path}, line 91: 1 tab-separated columns")
+    assert manifest.bad_lines[1] == f"{path}, line 301, column 'label': '7' is not 0 or 1"
+    # What is held out is the end of the file, bad lines or not.
+    rows = rows_of(out, "validation")
+    assert np.expm1(rows["int_0"].min()).round() == NUM_LINES * 0.9
+
+
+def test_without_bad_lines_skip_gives_what_fail_gives(tmp_path):
+    path = raw(tmp_path / "day_0", {})
+    strict = prepared(path, tmp_path / "strict", on_bad_line="fail")
+    lax = prepared(path, tmp_path / "lax")
+    for out in (strict, lax):
+        (out / "manifest.json").unlink()
+    assert digest(strict) == digest(lax)
+
+
+def test_every_kind_of_fault_can_be_left_out(tmp_path):
+    bad = [line for lines, _, _ in FAULTS.values() for line in lines]
+    path = write(tmp_path / "day_0", [good_line(1)] * 100 + bad + [good_line(2)] * 100)
+    path.write_bytes(path.read_bytes() + line(raw_id="h\u00e9").encode("latin-1") + b"\r\n")
+    manifest = load_manifest(prepared(path, tmp_path / "out", max_bad_lines=0.2))
+    assert manifest.counts["bad_lines"] == len(bad) + 1
+    assert manifest.counts["bad_lines_encoding"] == 1
+    assert sum(split.num_rows for split in manifest.splits.values()) == 200
+
+
+def test_more_bad_lines_than_may_be_are_refused(tmp_path):
+    path = raw(tmp_path / "day_0")
+    for bound, message in (
+        (0.001, "3 of its 1200 lines are bad .* more than the share 0.001"),
+        (4, "5 of its 1200 lines .* more than the 4 of --max-bad-lines"),
+    ):
+        with pytest.raises(TooManyBadRowsError, match=message) as found:
+            prepared(path, tmp_path / "out", max_bad_lines=bound)
+        assert "line 91: 1 tab-separated" in str(found.value)
+        assert not (tmp_path / "out").exists()
+    days = tmp_path / "days"
+    days.mkdir()
+    raw(days / "day_0", {})
+    write(days / "day_1", [good_line(n).replace("\t", ",") for n in range(100)])
+    # A wholly wrong file is refused whatever the bound.
+    for bound in (0.5, 1000):
+        with pytest.raises(TooManyBadRowsError, match=r"day_1: \d+ of its 100 .* separated by com"):
+            prepared(days, tmp_path / "out", max_bad_lines=bound)
+
+
+def test_bad_lines_of_all_files_count_where_the_bound_is_a_number(tmp_path):
+    days = tmp_path / "days"
+    days.mkdir()
+    for day in range(3):
+        raw(days / f"day_{day}", {5: "", 9: ""}, 100)
+    with pytest.raises(TooManyBadRowsError, match=r"day_2: 2 of its 100 .* with 4 of other files"):
+        prepared(days, tmp_path / "out", max_bad_lines=5)
+    assert load_manifest(prepared(days, tmp_path / "out", max_bad_lines=6)).counts["bad_lines"] == 6
+
+
+def test_a_stretch_of_bad_lines_longer_than_a_run_is_left_out(tmp_path):
+    bad = dict.fromkeys(range(200, 600), "x")
+    path = raw(tmp_path / "day_0", bad)
+    out = prepared(path, tmp_path / "out", max_bad_lines=400, run_blocks=1, block_bytes=16_384)
+    assert numbers_of(out) == [n for n in range(NUM_LINES) if n not in bad]
+    path = raw(tmp_path / "day_1", dict.fromkeys(range(90, 100), ""), 100)
+    with pytest.raises(TooFewRowsError, match="90 training rows and 0 validation rows are left"):
+        prepared(path, tmp_path / "none", max_bad_lines=0.2)
+
+
+@given(st.sets(st.integers(0, 699)))
+def test_good_lines_come_in_order_wherever_the_bad_ones_are(bad_numbers):
+    lines = ["?" if number in bad_numbers else good_line(number) for number in range(700)]
+    bad = BadLines()
+    rows, line_of = parse_good_lines("\n".join(lines).encode(), "day", 1, bad)
+    good = [number for number in range(700) if number not in bad_numbers]
+    assert line_of.tolist() == good
+    assert rows.counts[:, 0].tolist() == good
+    assert bad.total == len(bad_numbers)
+    if good:
+        text = "\n".join(good_line(number) for number in good).encode()
+        assert (parse_lines(text, "day", 1).ids == rows.ids).all()
+
+
+def test_bad_lines_all_over_a_block_cost_few_calls_of_the_parser(monkeypatch: pytest.MonkeyPatch):
+    lines = ["?" if number % 200 == 7 else good_line(1) for number in range(16_384)]
+    parser = Mock(side_effect=reader.try_parse)
+    monkeypatch.setattr(reader, "try_parse", parser)
+    rows, _ = parse_good_lines("\n".join(lines).encode(), "day", 1, bad := BadLines())
+    assert len(rows) + bad.total == len(lines)
+    assert parser.call_count < 30
+
+
+@given(st.sampled_from([0, 1, 5, 14, 20, 39]), st.text("0159afgzA+-\r\n \u00e9\u0663", max_size=19))
+def test_a_line_is_as_good_at_once_as_cell_by_cell(column: int, cell: str) -> None:
+    cells = good_line(3).split("\t")
+    cells[column] = cell
+    text = "\t".join(cells).encode()
+    assert (line_fault(text, "day", 2) is None) == (_fault_of(text, "day", 2) is None)
+
+
+def runs_made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of the runs that are written from now on."""
+    made: list[int] = []
+    real = encode.write_run
+
+    def noted(path: Path, *arguments: object) -> list[int]:
+        offsets = real(path, *arguments)
+        made.append(int(path.name.strip(".").split(".")[0]))
+        return offsets
+
+    monkeypatch.setattr(prepare, "write_run", noted)
+    return made
+
+
+@pytest.fixture
+def days(tmp_path: Path) -> Path:
+    """Three days, the second of which has a bad line near its end."""
+    folder = tmp_path / "days"
+    folder.mkdir()
+    for day in range(3):
+        raw(folder / f"day_{day}", {550: line(count="1.5")} if day == 1 else {}, 600)
+    return folder
+
+
+def test_a_mended_file_is_read_again_and_no_other(days, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with pytest.raises(BadValueError, match=r"day_1, line 551, column 'int_0'") as found:
+        prepared(days, out, on_bad_line="fail")
+    assert str(tmp_path / ".out.partial") in found.value.__notes__[0]
+    finished = list((tmp_path / ".out.partial/scratch/runs").glob("*.npy"))
+    raw(days / "day_1", {}, 600)
+    made = runs_made(monkeypatch)
+    prepared(days, out, on_bad_line="fail")
+    of_one_day = (made[-1] + 1) // 3
+    assert made == list(range(of_one_day, 3 * of_one_day)), "the first day was read again"
+    assert len(finished) > of_one_day > 1
+    assert digest(out) == digest(prepared(days, tmp_path / "fresh", on_bad_line="fail"))
+    assert not (tmp_path / ".out.partial").exists()
+
+
+def test_what_is_left_out_can_be_decided_after_the_fault(days, tmp_path, monkeypatch):
+    with pytest.raises(BadValueError):
+        prepared(days, tmp_path / "out", on_bad_line="fail")
+    made = runs_made(monkeypatch)
+    out = prepared(days, tmp_path / "out")
+    assert made and made[0] > 0
+    assert digest(out) == digest(prepared(days, tmp_path / "fresh"))
+
+
+def test_what_a_laxer_try_left_out_is_no_longer_left_out(days, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(encode.PartitionWriter, "write", interrupted)
+        prepared(days, tmp_path / "out")
+    with pytest.raises(CorruptFileError, match=r"line 551, column 'int_0': '1\.5'"):
+        prepared(days, tmp_path / "out", on_bad_line="fail")
+
+
+def interrupted(*_arguments: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_a_file_that_has_more_lines_now_places_all_rows_anew(days, tmp_path, monkeypatch):
+    # As a kill at the very end leaves it: results of the file as it was are there, too.
+    real, calls = encode.PartitionWriter.write, []
+
+    def killed(*arguments):
+        calls.append(1)
+        return real(*arguments) if len(calls) < 6 else interrupted()
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(encode.PartitionWriter, "write", killed)
+        prepared(days, tmp_path / "out")
+    raw(days / "day_1", {}, 100)
+    os.utime(days / "day_0")
+    out = prepared(days, tmp_path / "out")
+    assert digest(out) == digest(prepared(days, tmp_path / "fresh"))
+    assert len(numbers_of(out)) == 1300
+
+
+def test_the_command_reports_what_was_left_out_and_where_work_stays(days, tmp_path):
+    out = tmp_path / "out"
+    # Blocks of the command are large, so that the fault is in the very first run.
+    refused = CliRunner().invoke(app, ["prepare", "criteo", str(days), str(out)])
+    assert refused.exit_code == 2
+    assert "line 551, column 'int_0'" in refused.stderr
+    command = ["prepare", "criteo", str(days), str(out), "--min-count", "2"]
+    bound = ["--on-bad-line", "skip", "--max-bad-lines"]
+    refused = CliRunner().invoke(app, [*command, *bound, "0.0001"])
+    assert "more than the share 0.0001" in refused.stderr
+    done = CliRunner().invoke(app, [*command, *bound, "1"])
+    assert done.exit_code == 0
+    text = " ".join(done.stdout.split())
+    assert "bad lines │ 1" in text
+    assert "left out: " in text and "line 551" in text

@@ -1,0 +1,137 @@
+"""Bad csv files are refused with file, line, column and value; blocks end at whole lines."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.datasets.io.csv_reader import (
+    BlockReader,
+    _last_line_end,
+    integer,
+    number,
+    read_csv,
+    text,
+)
+from trainer.errors import BadValueError, ColumnError, CorruptFileError, SourceMissingError
+from trainer.storage import Location
+
+COLUMNS = [integer("userId"), number("rating", above=0, at_most=5), text("tag")]
+
+
+def write(tmp_path, body: str):
+    path = tmp_path / "ratings.csv"
+    path.write_text(body, encoding="utf-8")
+    return path
+
+
+def test_reads_the_wanted_columns_with_their_types(tmp_path):
+    path = write(tmp_path, 'tag,rating,userId,more\n"a, b",3.5,7,x\n,0.5,8,y\n')
+    frame = read_csv(path, COLUMNS)
+    assert frame.select("userId", "rating", "tag").rows() == [(7, 3.5, "a, b"), (8, 0.5, "")]
+
+
+@pytest.mark.parametrize(
+    ("line", "column", "value"),
+    [
+        ("x1,3.5,t", "userId", "x1"),
+        ("-4,3.5,t", "userId", "-4"),
+        ("1.5,3.5,t", "userId", "1.5"),
+        (",3.5,t", "userId", ""),
+        ("1,,t", "rating", ""),
+        ("1,good,t", "rating", "good"),
+        ("1,NaN,t", "rating", "NaN"),
+        ("1,inf,t", "rating", "inf"),
+        ("1,0,t", "rating", "0"),
+        ("1,5.5,t", "rating", "5.5"),
+        ("99999999999999999999,3,t", "userId", "99999999999999999999"),
+    ],
+)
+def test_a_bad_value_is_named_with_its_line_and_column(tmp_path, line, column, value):
+    path = write(tmp_path, f"userId,rating,tag\n1,3,ok\n2,4,ok\n{line}\n3,2,ok\n")
+    with pytest.raises(BadValueError) as raised:
+        read_csv(path, COLUMNS)
+    error = raised.value
+    assert (error.path, error.place) == (str(path), "line 4")
+    assert (error.column, error.value) == (column, value)
+    assert repr(value) in str(error)
+
+
+def test_a_bad_value_far_down_the_file_is_found_in_one_piece_and_in_blocks(tmp_path):
+    lines = [f"{row},x" for row in range(5000)]
+    lines[4321] = "six,x"
+    message = r"line 4323, column 'movieId': 'six'"
+    with pytest.raises(BadValueError, match=message):
+        read_csv(write(tmp_path, HEADER + "\n".join(lines) + "\n"), MOVIE_TAGS)
+    with pytest.raises(BadValueError, match=message):
+        read_all(reader_of(tmp_path, "\n".join(lines) + "\n", block_bytes=64))
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "message"),
+    [
+        (b'userId,rating,tag\n1,3,"two\nlines"\n2,bad,ok\n', BadValueError, "line 4"),
+        (b"userId,rating,tag\n1,3,ok\n2\n", BadValueError, "line 3, column 'rating': None"),
+        (b"userId,rating,tag\n1,3,ok\n2,3,ok,more\n", CorruptFileError, "line 3: more cells"),
+        (b"userId,stars,tag\n1,3,ok\n", ColumnError, r"column 'rating' is missing.*stars"),
+        (b"", CorruptFileError, "download cut short"),
+        (b"userId,rating,tag\n", CorruptFileError, "download cut short"),
+        (b"userId,rating,tag\n1,3,\xff\xfe\xfa\n", CorruptFileError, r"ratings\.csv"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_refused_with_its_line(tmp_path, body, kind, message):
+    (tmp_path / "ratings.csv").write_bytes(body)
+    with pytest.raises(kind, match=message):
+        read_csv(tmp_path / "ratings.csv", COLUMNS)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(SourceMissingError, match=r"absent\.csv is missing"):
+        read_csv(tmp_path / "absent.csv", COLUMNS)
+
+
+MOVIE_TAGS = (integer("movieId"), text("tag"))
+HEADER = "movieId,tag\n"
+
+
+def reader_of(folder: Path, body: str, block_bytes: int) -> BlockReader:
+    path = folder / "tags.csv"
+    path.write_text(HEADER + body)
+    return BlockReader(Location.parse(path), MOVIE_TAGS, block_bytes=block_bytes)
+
+
+def read_all(reader: BlockReader) -> list[tuple[int, str]]:
+    rows, start, line = [], reader.first, 2
+    while start < reader.size_bytes:
+        block, frame = reader.read(start, line)
+        rows += frame.rows()
+        start, line = block.end, block.next_line
+    return rows
+
+
+@given(st.lists(st.sampled_from([b'"', b"\n", b"x"]), max_size=30).map(b"".join))
+def test_the_last_line_ends_at_the_last_newline_outside_quotes(content):
+    ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
+    whole = [end for end in ends if content.count(b'"', 0, end) % 2 == 0]
+    assert _last_line_end(content) == max(whole, default=0)
+
+
+def test_cells_of_several_lines_stay_whole_in_small_blocks(tmp_path):
+    rows = [(number, f'tag "{number}"\nof two lines') for number in range(50)]
+    body = "".join('{},"{}"\n'.format(n, tag.replace('"', '""')) for n, tag in rows)
+    assert read_all(reader_of(tmp_path, body, block_bytes=40)) == rows
+
+
+def test_a_stray_quote_in_a_large_block_is_named_at_once(tmp_path):
+    lines = [f'{number},"a tag"\n' for number in range(300_000)]
+    lines[1000] = '1000,"a tag\n'
+    reader = reader_of(tmp_path, "".join(lines), block_bytes=1 << 20)
+    begin_s = time.process_time()
+    with pytest.raises(CorruptFileError, match=r"tags\.csv, line 1002: .*quote left open"):
+        read_all(reader)
+    # Milliseconds; counting again for each line took minutes.
+    assert time.process_time() - begin_s < 10

@@ -1,0 +1,205 @@
+"""Output folders: kills, working folders elsewhere, full disks; the journal of finished parts."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from pyarrow import fs
+from typer.testing import CliRunner
+
+from trainer.data.manifest import MANIFEST_NAME, Manifest
+from trainer.datasets.cli import app
+from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
+from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
+from trainer.datasets.io import staging as module
+from trainer.datasets.io.journal import JOURNAL_NAME, Facts, Journal
+from trainer.datasets.io.staging import staged
+from trainer.errors import OutputExistsError, StorageError
+from trainer.storage import Location
+
+MANIFEST = Manifest(source="test", splits={}, columns={}, vocab_sizes={}, options={}, statistics={})
+
+
+def prepare(
+    out: Path | Location, text: str = "new", *, overwrite: bool = False, **options: object
+) -> None:
+    work = {"text": text}
+    with staged(Location.parse(out), work, overwrite=overwrite, **options) as staging:
+        staging.scratch("work.txt", lambda path: path.write_text(text) and None)
+        staging.result("part.txt", lambda path: path.write_text(text) and None)
+        staging.publish(MANIFEST)
+
+
+def killed(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def raw(tmp_path) -> Iterator[Path]:
+    generate_criteo(tmp_path / "raw", CriteoGeneratorOptions(num_rows=200, format="tsv"))
+    yield tmp_path / "raw/train.txt"
+
+
+def test_what_a_run_left_that_was_killed_at_its_very_end_is_removed(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    prepare(out, "old")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "_drop_retired", killed)
+        prepare(out, overwrite=True)
+    assert len(list(tmp_path.iterdir())) == 3, "the older folder and working files are left"
+    with pytest.raises(OutputExistsError, match="--overwrite"):
+        prepare(out)
+    assert list(tmp_path.iterdir()) == [out]
+    assert (out / "part.txt").read_text() == "new"
+
+
+def test_unfinished_work_that_is_to_replace_a_folder_is_no_leftover(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    prepare(out, "old")
+    with (
+        pytest.raises(KeyboardInterrupt),
+        staged(Location.parse(out), {"text": "new"}, overwrite=True) as staging,
+    ):
+        staging.scratch("work.txt", lambda path: path.write_text("new") and None)
+        raise KeyboardInterrupt
+    with pytest.raises(OutputExistsError, match="--overwrite"):
+        prepare(out)
+    assert (tmp_path / ".out.partial/scratch/work.txt").exists()
+
+
+def test_a_folder_with_a_manifest_of_something_else_is_not_replaced(tmp_path):
+    out = tmp_path / "website"
+    out.mkdir()
+    (out / MANIFEST_NAME).write_text('{"name": "a web page", "icons": []}')
+    with pytest.raises(OutputExistsError, match=r"manifest\.json is no manifest of ours"):
+        prepare(out, overwrite=True)
+    assert sorted(tmp_path.rglob("*")) == [out, out / MANIFEST_NAME]
+
+
+@pytest.mark.skipif(
+    not Path("/dev/shm").is_dir() or Path("/dev/shm").stat().st_dev == Path("/tmp").stat().st_dev,
+    reason="needs a second disk",
+)
+def test_working_files_can_lie_on_another_disk(tmp_path):
+    work_folder = Path("/dev/shm") / tmp_path.name / "work"
+    out = tmp_path / "new" / "out"
+    try:
+        prepare(out, work_folder=work_folder)
+        assert not list(work_folder.iterdir())
+    finally:
+        shutil.rmtree(work_folder.parent, ignore_errors=True)
+    assert sorted(path.name for path in out.iterdir()) == [MANIFEST_NAME, "part.txt"]
+    assert list(out.parent.iterdir()) == [out]
+
+
+def test_a_working_folder_is_for_its_user_only(tmp_path, monkeypatch):
+    local = Location.parse(tmp_path / "out")
+    with staged(local, {}, overwrite=False, work_folder=tmp_path / "work"):
+        (folder,) = (tmp_path / "work").iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "bucket/out").mkdir(parents=True)
+    out = Location(fs.LocalFileSystem(), str(tmp_path / "bucket/out"), root="s3://")
+    monkeypatch.setattr(module.os, "getuid", lambda: 12345)
+    with pytest.raises(OutputExistsError, match=r"belongs to another user; .*--work-dir"):
+        prepare(out)
+
+
+def test_too_small_a_disk_is_found_before_rows_are_read_and_the_work_is_kept(
+    raw, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        usage = SimpleNamespace(free=200 * 164 - 1)
+        patch.setattr(module.shutil, "disk_usage", lambda _: usage)
+        with pytest.raises(StorageError, match=r"working files need .* GB free; make room or name"):
+            prepare_criteo([raw], tmp_path / "out", options=CriteoOptions(num_partitions=2))
+        assert list((tmp_path / ".out.partial/scratch").iterdir()) == [
+            tmp_path / ".out.partial/scratch/lines"
+        ]
+        usage.free += 1
+        prepare_criteo([raw], tmp_path / "out", options=CriteoOptions(num_partitions=2))
+
+
+def test_a_disk_that_refuses_is_a_message_and_no_traceback(raw, tmp_path, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("410000 requested and 255968 written")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.datasets.criteo.prepare.write_run", refuse)
+        arguments = ["prepare", "criteo", str(raw), str(tmp_path / "out")]
+        failed = CliRunner().invoke(app, arguments)
+    assert failed.exit_code == 2
+    assert "255968 written; is the disk full? Make room, then run the same" in failed.stderr
+    arguments += ["--work-dir", str(tmp_path / "work")]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    too_many = CliRunner().invoke(app, [*arguments, "--num-hash-buckets", "9999999999"])
+    assert too_many.exit_code == 2 and "2147483648" in too_many.stderr
+
+
+WORK = {"options": {"a": 1}}
+
+
+class Maker:
+    """Writes a part and counts how often it was asked to."""
+
+    def __init__(self, content: str = "part") -> None:
+        self.calls = 0
+        self._content = content
+
+    def __call__(self, path: Path) -> Facts:
+        self.calls += 1
+        path.write_text(self._content)
+        return {"rows": 3}
+
+
+def test_a_finished_part_is_not_made_again_unless_the_work_is_another(tmp_path):
+    make = Maker()
+    first = Journal(tmp_path, WORK).part("deep/one", make)
+    journal = Journal(tmp_path, WORK)
+    assert journal.part("deep/one", make) == first
+    assert (make.calls, journal.num_resumed, first.facts) == (1, 1, {"rows": 3})
+    assert (tmp_path / "deep" / "one").read_text() == "part"
+    journal = Journal(tmp_path, {"options": {"a": 2}})
+    assert (journal.find("deep/one"), (tmp_path / "deep/one").exists()) == (None, False)
+
+
+def test_a_part_that_is_damaged_or_gone_is_made_again(tmp_path):
+    make = Maker()
+    Journal(tmp_path, WORK).part("one", make)
+    for calls, damage in enumerate(["PART", "cut", None], start=2):
+        (tmp_path / "one").write_text(damage or "")
+        if not damage:
+            (tmp_path / "one").unlink()
+        Journal(tmp_path, WORK).part("one", make)
+        assert make.calls == calls
+        assert (tmp_path / "one").read_text() == "part"
+
+
+def test_a_line_cut_by_a_kill_costs_only_its_part(tmp_path):
+    journal = Journal(tmp_path, WORK)
+    for name in ("one", "two"):
+        journal.part(name, Maker())
+    path = tmp_path / JOURNAL_NAME
+    path.write_text(path.read_text()[:-20])
+    again = Maker()
+    resumed = Journal(tmp_path, WORK)
+    assert resumed.names() == ("one",)
+    resumed.part("two", again)
+    resumed.part("three", again)
+    assert Journal(tmp_path, WORK).names() == ("one", "two", "three")
+
+
+def test_a_part_that_fails_is_not_recorded(tmp_path):
+    def fail(path: Path) -> Facts:
+        path.write_text("half")
+        raise OSError("disk full")
+
+    journal = Journal(tmp_path, WORK)
+    with pytest.raises(OSError, match="disk full"):
+        journal.part("one", fail)
+    assert journal.find("one") is None
+    assert not (tmp_path / "one").exists()

@@ -1,0 +1,302 @@
+"""Features of a rating, against slow loops: never from itself or from the future."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.data.ragged import Ragged, offsets_of
+from trainer.datasets.io.vocabulary import fit_vocabulary
+from trainer.datasets.movielens.features import (
+    MovieFolds,
+    MovieHistory,
+    UserHistory,
+    fold_of,
+    gather_folds,
+    genre_affinity,
+    movie_history,
+    scale_of_the_past,
+    user_history,
+)
+from trainer.datasets.movielens.rows import (
+    COLUMN_TYPES,
+    RowBuilder,
+    dense_of_movies,
+    dense_of_users,
+    write_by_movie,
+)
+from trainer.datasets.movielens.source import count_tag_words, describe_movies, encode_catalogue
+from trainer.datasets.movielens.statistics import (
+    Moments,
+    Ratings,
+    earlier_ranges,
+    mark_validation,
+    range_sums,
+)
+
+GLOBAL_MEAN = 3.5
+STARS = st.integers(1, 10).map(lambda halves: halves / 2)
+# (user, time, movie), unique and sorted; few users, times and movies, so that ties are common.
+EVENTS = st.sets(
+    st.tuples(st.integers(0, 3), st.integers(0, 8), st.integers(0, 3)), min_size=4, max_size=40
+).map(sorted)
+NOT_FEATURES = {"rating", "user_mean", "user_scale"}
+# What others say of a movie is from all of training.
+NOT_OF_THE_PAST = {"movie_others_mean", "movie_others_count"}
+
+
+def look_back(ratings: Ratings, global_mean: float) -> tuple[UserHistory, MovieHistory]:
+    """What was known of user and movie at each rating."""
+    past = user_history(ratings, global_mean)
+    movies = movie_history(ratings.movie, ratings.timestamp, past.residual, ~ratings.is_validation)
+    return past, movies
+
+
+@st.composite
+def ratings_of_all(draw) -> Ratings:
+    """Ratings of a few users; the last ones by time are held out, globally or per user."""
+    user, time, movie = np.array(draw(EVENTS)).T
+    stars = draw(st.lists(STARS, min_size=len(user), max_size=len(user)))
+    split = draw(st.sampled_from(["global", "per_user"]))
+    held_out = mark_validation(user, time, split, 0.25)
+    return Ratings(user, movie, np.array(stars), time, held_out)
+
+
+@given(ratings_of_all())
+def test_the_past_is_what_a_loop_would_find(ratings):
+    past, movies = look_back(ratings, GLOBAL_MEAN)
+    scale = scale_of_the_past(ratings, past, Moments(10, GLOBAL_MEAN, 10.0))
+    columns = zip(ratings.user, ratings.movie, ratings.timestamp, strict=True)
+    for row, (user, movie, time) in enumerate(columns):
+        earlier = ratings.timestamp < time
+        own = ratings.stars[earlier & (ratings.user == user)]
+        assert past.user_mean[row] == pytest.approx((own.sum() + 5 * 3.5) / (len(own) + 5))
+        assert past.residual[row] == pytest.approx(ratings.stars[row] - past.user_mean[row])
+        assert past.user_count[row] == len(own)
+        squares = ((own - past.user_mean[row]) ** 2).sum() + 5 * 1.0
+        assert scale[row] == pytest.approx(np.sqrt(squares / (len(own) + 5)))
+        same_movie = earlier & (ratings.movie == movie) & ~ratings.is_validation
+        residuals = past.residual[same_movie]
+        assert movies.count[row] == len(residuals)
+        assert movies.mean[row] == pytest.approx(residuals.sum() / (len(residuals) + 5))
+
+
+@given(ratings_of_all())
+def test_held_out_ratings_can_be_hidden_from_every_past(ratings):
+    past = user_history(ratings, GLOBAL_MEAN, hide_validation=True)
+    for row, time in enumerate(ratings.timestamp):
+        same_user = ratings.user == ratings.user[row]
+        seen = same_user & (ratings.timestamp < time) & ~ratings.is_validation
+        assert list(range(past.starts[row], past.ends[row])) == np.flatnonzero(seen).tolist()
+        stars = ratings.stars[seen]
+        assert past.user_mean[row] == pytest.approx((stars.sum() + 5 * 3.5) / (len(stars) + 5))
+
+
+def build(ratings: Ratings) -> pl.DataFrame:
+    """All prepared columns of all rows, in the order of `ratings`."""
+    every_movie = pl.Series("movieId", np.unique(ratings.movie))
+    movies = pl.DataFrame(
+        {"movieId": every_movie, "title": ["A Night (1999)"] * len(every_movie), "genres": "Drama"}
+    )
+    tags = pl.DataFrame(schema={"movieId": pl.Int64, "tag": pl.String})
+    words = count_tag_words(tags)
+    described = describe_movies(movies, words, every_movie, max_tokens_per_movie=4)
+    training = ~ratings.is_validation
+    users = fit_vocabulary("user_id", pl.Series(ratings.user[training]))
+    rated = fit_vocabulary("movie_id", pl.Series(ratings.movie[training]))
+    words = [
+        fit_vocabulary(name, described[name].explode().drop_nulls())
+        for name in ("genres", "tokens")
+    ]
+    past, movie_past = look_back(ratings, float(ratings.stars[training].mean()))
+    catalogue = encode_catalogue(described, *words)
+    position = np.searchsorted(catalogue.ids, ratings.movie)
+    movie_index = rated.encode(pl.Series(ratings.movie))
+    ratings = replace(ratings, movie=position)
+    dense = dense_of_users(ratings, past, catalogue) | dense_of_movies(movie_past)
+    folds, fold = MovieFolds.empty(len(every_movie)), fold_of(ratings.user)
+    folds.add(position, fold, past.residual, training)
+    dense |= folds.dense(position, fold)
+    builder = RowBuilder(
+        ratings=ratings,
+        past=past,
+        user_index=users.encode(pl.Series(ratings.user)),
+        movie_index=movie_index,
+        catalogue=catalogue,
+        offset=past.user_mean,
+        scale=scale_of_the_past(ratings, past, Moments.of(ratings.stars[training])),
+        dense={name: Moments.of(v[training]).standardise(v) for name, v in dense.items()},
+        history_length=3,
+    )
+    return pl.DataFrame(builder.build(np.arange(len(ratings.user))))
+
+
+def restandardised(values: np.ndarray) -> np.ndarray:
+    """The same values whatever shift and scale they were stored with."""
+    centred = values - values.mean()
+    return centred / spread if (spread := centred.std()) > 1e-4 else np.zeros(len(values))
+
+
+@pytest.mark.slow
+@given(ratings_of_all(), st.data())
+def test_swapping_later_ratings_changes_no_feature_column_of_earlier_rows(ratings, data):
+    # A swap among training rows keeps the one thing fitted on all stars: their global mean.
+    since = data.draw(st.sampled_from(np.unique(ratings.timestamp).tolist()))
+    movable = np.flatnonzero((ratings.timestamp >= since) & ~ratings.is_validation)
+    stars = ratings.stars.copy()
+    stars[movable] = stars[data.draw(st.permutations(movable.tolist()))]
+    early = ratings.timestamp <= since
+    before = build(ratings).filter(early)
+    after = build(replace(ratings, stars=stars)).filter(early)
+    for name in COLUMN_TYPES.keys() - NOT_FEATURES - NOT_OF_THE_PAST:
+        if COLUMN_TYPES[name] == "float32":
+            one, other = (restandardised(frame[name].to_numpy()) for frame in (before, after))
+            assert one == pytest.approx(other, abs=1e-2), name
+        else:
+            assert before[name].to_list() == after[name].to_list(), name
+
+
+def test_standardising_fits_the_training_rows_and_blows_up_no_rounding():
+    for values, expected in (
+        ([2.0, 4.0, 6.0], [-1.0, 1.0, 3.0]),
+        ([0.1 + 0.2, 0.3, 5.3], [0.0, 0.0, 5.0]),
+        ([float("nan"), float("nan"), 2.0], [0.0, 0.0, 2.0]),
+    ):
+        column = np.array(values)
+        found = Moments.of(column[:2]).standardise(column)
+        assert found.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+NUM_MOVIES = 4
+FOLD_RATINGS = st.lists(
+    st.tuples(
+        st.integers(0, 11),  # user
+        st.integers(0, NUM_MOVIES - 1),
+        st.floats(-2, 2),  # residual
+        st.booleans(),  # for training
+    ),
+    min_size=1,
+    max_size=40,
+)
+
+
+def columns_of(rows) -> tuple[np.ndarray, ...]:
+    user, movie, residual, is_training = (np.array(each) for each in zip(*rows, strict=True))
+    return user, movie, residual, is_training
+
+
+@given(FOLD_RATINGS)
+def test_a_row_sees_training_ratings_by_users_of_other_folds(rows):
+    user, movie, residual, is_training = columns_of(rows)
+    fold = fold_of(user)
+    folds = MovieFolds.empty(NUM_MOVIES)
+    half = len(rows) // 2
+    for part in (slice(0, half), slice(half, None)):
+        folds.add(movie[part], fold[part], residual[part], is_training[part])
+    dense = folds.dense(movie, fold)
+    for row in range(len(rows)):
+        others = is_training & (movie == movie[row]) & (fold != fold[row])
+        expected = residual[others].sum() / (others.sum() + 5)
+        assert dense["movie_others_mean"][row] == pytest.approx(expected, abs=1e-9)
+        assert dense["movie_others_count"][row] == pytest.approx(np.log1p(others.sum()))
+
+
+def test_units_on_disk_give_the_same_as_rows_in_memory(tmp_path):
+    rng = np.random.default_rng(0)
+    folds, paths = MovieFolds.empty(NUM_MOVIES), []
+    values = []
+    for unit in range(3):
+        user, movie = rng.integers(unit * 10, unit * 10 + 10, 50), rng.integers(0, NUM_MOVIES, 50)
+        stars, is_validation = rng.normal(size=50).astype(np.float32), rng.random(50) < 0.2
+        ratings = Ratings(user, movie, stars, np.arange(50), is_validation)
+        nothing = np.zeros(50, dtype=np.int64)
+        past = UserHistory(nothing, nothing, stars, stars, ~is_validation)
+        paths.append(tmp_path / f"{unit}.arrow")
+        write_by_movie(paths[-1], ratings, past)
+        folds.add(movie, fold_of(user), stars, ~is_validation)
+        values.append((movie, fold_of(user), ~is_validation))
+    found, moments = gather_folds(paths, NUM_MOVIES)
+    np.testing.assert_allclose(found.total, folds.total, rtol=1e-5)
+    np.testing.assert_array_equal(found.count, folds.count)
+    means = [folds.dense(m, f)["movie_others_mean"][training] for m, f, training in values]
+    assert moments["movie_others_mean"].mean == pytest.approx(np.concatenate(means).mean())
+
+
+rows_of_users = st.lists(
+    st.tuples(
+        st.integers(0, 2),  # user
+        st.integers(0, 5),  # time
+        st.sampled_from([1.0, 3.0, 5.0]),
+        st.lists(st.integers(0, 3), max_size=3, unique=True),
+    ),
+    min_size=1,
+    max_size=25,
+)
+
+
+def past_of(rows) -> tuple[UserHistory, np.ndarray, Ragged]:
+    user, time, stars, kinds = zip(*sorted(rows, key=lambda r: (r[0], r[1], r[3])), strict=True)
+    ratings = Ratings(
+        user=np.array(user),
+        movie=np.arange(len(rows)),
+        stars=np.array(stars),
+        timestamp=np.array(time),
+        is_validation=np.zeros(len(rows), dtype=bool),
+    )
+    values = np.array([kind for each in kinds for kind in each], dtype=np.int64)
+    lengths = np.array([len(each) for each in kinds])
+    past = user_history(ratings, global_mean=3.0)
+    return past, ratings.timestamp, Ragged(values, offsets_of(lengths))
+
+
+@given(rows_of_users)
+def test_the_taste_for_a_movie_is_the_mean_over_its_kinds_of_damped_means_of_earlier_rows(rows):
+    past, time, kinds = past_of(rows)
+    lists = [kinds.values[a:b] for a, b in zip(kinds.offsets, kinds.offsets[1:], strict=False)]
+    expected = []
+    for row, own in enumerate(lists):
+        means = []
+        is_earlier = (past.starts == past.starts[row]) & (time < time[row])
+        for kind in own:
+            earlier = [past.residual[i] for i in np.flatnonzero(is_earlier) if kind in lists[i]]
+            means.append(sum(earlier) / (len(earlier) + 5))
+        expected.append(np.mean(means) if means else 0.0)
+    assert genre_affinity(past, time, kinds) == pytest.approx(expected, abs=1e-9)
+
+
+TIMED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=40).map(
+    sorted
+)
+
+
+def columns(events):
+    return np.array([e[0] for e in events]), np.array([e[1] for e in events])
+
+
+@given(TIMED)
+def test_earlier_rows_are_of_the_same_group_and_strictly_before(events):
+    starts, ends = earlier_ranges(*columns(events))
+    for row, (group, time) in enumerate(events):
+        expected = [i for i, (g, t) in enumerate(events) if g == group and t < time]
+        assert list(range(starts[row], ends[row])) == expected
+    values = np.arange(len(events)) + 0.5
+    sums = [values[start:end].sum() for start, end in zip(starts, ends, strict=True)]
+    assert np.allclose(range_sums(values, starts, ends), sums)
+
+
+@given(TIMED, st.sampled_from([0.1, 0.25, 0.5]))
+def test_a_split_holds_out_the_last_ratings_of_all_or_of_each_user(events, fraction):
+    user, time = columns(events)
+    for split, users in (("global", np.zeros_like(user)), ("per_user", user)):
+        held_out = mark_validation(user, time, split, fraction)
+        for one in np.unique(users):
+            own = users == one
+            # A user with too few ratings stays in training.
+            assert held_out[own].sum() == int(own.sum() * fraction)
+            if held_out[own].any():
+                assert time[own & held_out].min() >= time[own & ~held_out].max()

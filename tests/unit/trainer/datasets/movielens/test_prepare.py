@@ -1,0 +1,281 @@
+"""Preparing MovieLens folders: contents, no leaks, determinism, refusals."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+
+from tests.conftest import REPO
+from tests.harness.files import digest
+from trainer.data.manifest import Manifest, load_manifest
+from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+from trainer.errors import (
+    BadValueError,
+    ColumnError,
+    CorruptFileError,
+    OutputExistsError,
+    SourceMissingError,
+    TooFewRowsError,
+)
+
+REAL_DATA = REPO.parent / "shared" / "data" / "ml-latest-small"
+
+
+def rows_of(out: Path, split: str) -> pl.DataFrame:
+    return pl.read_parquet(out / split / "*.parquet")
+
+
+def raw_ids(out: Path, name: str) -> dict[int, int]:
+    return dict(pl.read_parquet(out / "vocab" / f"{name}.parquet").rows())
+
+
+def file_hashes(manifest: Manifest, split: str) -> list[str]:
+    return [file.sha256 for file in manifest.splits[split].files]
+
+
+def edited(source: Path, out: Path, edit: Callable[[pl.DataFrame], pl.DataFrame]) -> Path:
+    """A copy of a csv folder whose ratings went through `edit`."""
+    shutil.copytree(source, out)
+    edit(pl.read_csv(source / "ratings.csv")).write_csv(out / "ratings.csv")
+    return out
+
+
+def residual(
+    rating: tuple[int, int, float], own: list[tuple[int, int, float]], global_mean: float
+) -> float:
+    """Stars of a rating of `own` (time, movie, stars) minus the mean of those before it."""
+    before = [stars for time, _, stars in own if time < rating[0]]
+    return rating[2] - (sum(before) + 5 * global_mean) / (len(before) + 5)
+
+
+@pytest.fixture
+def tiny(tmp_path) -> Path:
+    """Two users, four movies; user 2 rates two movies at the same second."""
+    folder = tmp_path / "tiny"
+    folder.mkdir()
+    (folder / "movies.csv").write_text(
+        "movieId,title,genres\n"
+        "10,Ocean's Eleven (2001),Crime|Thriller\n"
+        '20,"Night, The (1961)",Drama\n'
+        "30,Untitled,(no genres listed)\n"
+        "40,The Night Return (1999),Drama|Crime\n"
+    )
+    (folder / "ratings.csv").write_text(
+        "userId,movieId,rating,timestamp\n"
+        "1,10,5,100\n1,20,1,200\n1,30,3,300\n1,40,4,400\n"
+        "2,10,2,1000\n2,20,4,2000\n2,30,4.5,2000\n2,40,1,3000\n"
+    )
+    (folder / "tags.csv").write_text(
+        "userId,movieId,tag,timestamp\n1,10,Heist fun,150\n1,20,heist,999\n2,30,Late,2500\n"
+    )
+    return folder
+
+
+TINY_OPTIONS = MovieLensOptions(validation_fraction=0.25, min_token_count=1)
+
+
+def test_every_rating_becomes_one_row_in_parts_that_follow_the_options(csv_folder, prepared):
+    manifest = load_manifest(prepared)
+    frames = {name: rows_of(prepared, name) for name in ("train", "validation")}
+    assert {name: split.num_rows for name, split in manifest.splits.items()} == {
+        name: len(frame) for name, frame in frames.items()
+    }
+    total = pl.concat(frames.values())
+    source = pl.read_csv(csv_folder / "ratings.csv")
+    assert len(total) == len(source)
+    assert total["rating"].sum() == pytest.approx(source["rating"].sum())
+    files = manifest.splits["train"].files
+    assert [file.path for file in files] == [f"train/part-0000{i}.parquet" for i in range(3)]
+    assert all(file.num_row_groups == -(-file.num_rows // 128) for file in files)
+
+
+def test_histories_are_the_strictly_earlier_ratings_of_the_user(csv_folder, prepared):
+    users, movies = raw_ids(prepared, "user_id"), raw_ids(prepared, "movie_id")
+    index_of = {raw: index for index, raw in movies.items()}
+    by_user: dict[int, list[tuple[int, int, float]]] = {}
+    for user, movie, stars, time in pl.read_csv(csv_folder / "ratings.csv").rows():
+        by_user.setdefault(user, []).append((time, movie, stars))
+    global_mean = load_manifest(prepared).statistics["global_mean"]
+    for split in ("train", "validation"):
+        for row in rows_of(prepared, split).sample(150, seed=1).to_dicts():
+            own = sorted(by_user[users[row["user_id"]]])
+            earlier = [rating for rating in own if rating[0] < row["timestamp"]]
+            ids = [index_of.get(movie, 0) for _, movie, _ in earlier]
+            residuals = [residual(rating, own, global_mean) for rating in earlier]
+            liked = [i for i, r in zip(ids, residuals, strict=True) if r > 0]
+            disliked = [i for i, r in zip(ids, residuals, strict=True) if r < 0]
+            assert row["history_movies"] == ids[-10:]
+            assert row["history_ratings"] == pytest.approx(residuals[-10:], abs=1e-4)
+            assert row["history_liked"] == liked[-10:]
+            assert row["history_disliked"] == disliked[-10:]
+
+
+def test_ratings_of_the_same_second_are_not_history_of_one_another(tiny, tmp_path):
+    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
+    train = rows_of(tmp_path / "out", "train").filter(pl.col("timestamp") == 2000)
+    assert train["history_movies"].to_list() == [[1], [1]]
+
+
+@pytest.mark.parametrize("split", ["global", "per_user"])
+def test_validation_ratings_change_nothing_that_is_trained_on(csv_folder, tmp_path, split):
+    options = MovieLensOptions(split=split, num_partitions=2)
+    before = prepare_movielens(csv_folder, tmp_path / "before", options=options)
+    held_out = rows_of(tmp_path / "before", "validation")
+    first_held_out = held_out["timestamp"].min()
+    users = raw_ids(tmp_path / "before", "user_id")
+    begins = {
+        users.get(user): time
+        for user, time in held_out.group_by("user_id").agg(pl.col("timestamp").min()).rows()
+    }
+
+    def turn_around(ratings: pl.DataFrame) -> pl.DataFrame:
+        own = pl.col("userId").replace_strict(begins, default=10**12)
+        late = pl.col("timestamp") > (pl.lit(first_held_out) if split == "global" else own)
+        turned = pl.when(late).then(5.5 - pl.col("rating")).otherwise(pl.col("rating"))
+        return ratings.with_columns(rating=turned)
+
+    changed = edited(csv_folder, tmp_path / "changed", turn_around)
+    after = prepare_movielens(changed, tmp_path / "after", options=options)
+    assert file_hashes(before, "validation") != file_hashes(after, "validation")
+    assert file_hashes(before, "train") == file_hashes(after, "train")
+    assert before.vocab_sizes == after.vocab_sizes
+    assert before.statistics["global_mean"] == after.statistics["global_mean"]
+
+
+def test_only_tags_from_training_time_become_tokens(tiny, tmp_path):
+    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
+    tokens = set(raw_ids(tmp_path / "out", "tokens").values())
+    assert {"heist", "fun", "ocean's", "night"} <= tokens
+    assert "2001" not in tokens
+    # User 1's validation begins at 400, so the tag at 999 leaves movie 20 without "heist".
+    night = rows_of(tmp_path / "out", "train").filter(pl.col("movie_id") == 2)
+    words = raw_ids(tmp_path / "out", "tokens")
+    assert {words[token] for token in night["tokens"][0]} == {"night", "the"}
+
+
+def test_a_movie_seen_only_in_validation_is_unknown(tiny, tmp_path):
+    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
+    assert rows_of(tmp_path / "out", "validation")["movie_id"].to_list() == [0, 0]
+    assert sorted(raw_ids(tmp_path / "out", "movie_id").values()) == [10, 20, 30]
+    assert load_manifest(tmp_path / "out").vocab_sizes["history_liked"] == 4
+
+
+def test_labels_are_relative_to_the_strictly_earlier_ratings_of_the_user(tiny, tmp_path):
+    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
+    rows = pl.concat([rows_of(tmp_path / "out", part) for part in ("train", "validation")])
+    overall = np.array([5, 1, 3, 2, 4, 4.5])
+    by_time = rows.filter(pl.col("user_id") == 2).sort("timestamp", "rating")
+    past = [[], [2.0], [2.0], [2.0, 4.0, 4.5]]
+    means = [(sum(own) + 5 * overall.mean()) / (len(own) + 5) for own in past]
+    assert by_time["user_mean"].to_list() == pytest.approx(means)
+    variances = [
+        (sum((stars - mean) ** 2 for stars in own) + 5 * overall.var()) / (len(own) + 5)
+        for own, mean in zip(past, means, strict=True)
+    ]
+    assert by_time["user_scale"].to_list() == pytest.approx(np.sqrt(variances).tolist())
+
+
+def test_labels_can_be_relative_to_all_training_ratings_of_the_user(tiny, tmp_path):
+    options = TINY_OPTIONS.model_copy(update={"user_mean": "training"})
+    prepare_movielens(tiny, tmp_path / "out", options=options)
+    train = rows_of(tmp_path / "out", "train")
+    stars = np.array([5, 1, 3, 2, 4, 4.5])
+    for user, given in ((1, stars[:3]), (2, stars[3:])):
+        own = train.filter(pl.col("user_id") == user)
+        mean = (given.sum() + 5 * stars.mean()) / 8
+        assert own["user_mean"].to_list() == pytest.approx([mean] * 3)
+        assert (own["user_scale"] > 0).all()
+
+
+def test_missing_years_and_genres_are_neutral(tiny, tmp_path):
+    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
+    untitled = rows_of(tmp_path / "out", "train").filter(pl.col("movie_id") == 3)
+    assert untitled["year"].to_list() == [0.0, 0.0]
+    assert untitled["movie_age"].to_list() == [0.0, 0.0]
+    assert untitled["genres"].to_list() == [[], []]
+
+
+def test_a_user_who_always_gives_the_same_stars_has_a_positive_scale(tiny, tmp_path):
+    lines = ["userId,movieId,rating,timestamp", *(f"1,{m},3,{m}" for m in (10, 20, 30, 40))]
+    (tiny / "ratings.csv").write_text("\n".join(lines) + "\n")
+    prepare_movielens(tiny, tmp_path / "out", options=TINY_OPTIONS)
+    assert (rows_of(tmp_path / "out", "train")["user_scale"] > 0).all()
+
+
+def test_dense_columns_are_standardised_over_training(prepared):
+    train = rows_of(prepared, "train")
+    user = ["user_activity", "user_past_mean"]
+    for name in ["year", "movie_age", "movie_popularity", "movie_past_mean", *user]:
+        assert train[name].mean() == pytest.approx(0, abs=1e-4)
+        assert train[name].std() == pytest.approx(1, abs=1e-2)
+
+
+def test_the_same_input_gives_the_same_bytes_and_tags_are_optional(csv_folder, tmp_path):
+    for name in ("one", "two"):
+        prepare_movielens(csv_folder, tmp_path / name)
+    assert digest(tmp_path / "one") == digest(tmp_path / "two")
+    source = shutil.copytree(csv_folder, tmp_path / "csv")
+    (source / "tags.csv").unlink()
+    assert prepare_movielens(source, tmp_path / "out").splits["train"].num_rows > 0
+
+
+def test_an_existing_output_is_refused_unless_it_is_ours_to_overwrite(csv_folder, tmp_path):
+    out = tmp_path / "out"
+    prepare_movielens(csv_folder, out)
+    with pytest.raises(OutputExistsError, match="--overwrite"):
+        prepare_movielens(csv_folder, out)
+    options = MovieLensOptions(history_length=3)
+    prepare_movielens(csv_folder, out, options=options, overwrite=True)
+    assert load_manifest(out).options["history_length"] == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    precious = tmp_path / "home"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    with pytest.raises(OutputExistsError, match="not ours"):
+        prepare_movielens(csv_folder, precious, overwrite=True)
+    assert (precious / "thesis.txt").exists()
+
+
+def test_a_fault_leaves_nothing_behind(tiny, tmp_path):
+    with pytest.raises(TooFewRowsError, match="leave no validation"):
+        prepare_movielens(tiny, tmp_path / "out", options=MovieLensOptions())
+    (tiny / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,10,nine,100\n")
+    with pytest.raises(BadValueError, match=r"ratings\.csv, line 2, column 'rating': 'nine'"):
+        prepare_movielens(tiny, tmp_path / "out")
+    with (tiny / "movies.csv").open("a") as file:
+        file.write("20,Again (1999),Drama\n")
+    with pytest.raises(BadValueError, match=r"movies\.csv, line 6, column 'movieId': 20"):
+        prepare_movielens(tiny, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["tiny"]
+
+
+def test_a_missing_folder_file_or_column_is_named(tiny, tmp_path):
+    with pytest.raises(SourceMissingError, match="not a folder"):
+        prepare_movielens(tmp_path / "nowhere", tmp_path / "out")
+    (tiny / "movies.csv").write_text("movieId,name,genres\n1,a,b\n")
+    with pytest.raises(ColumnError, match="'title' is missing"):
+        prepare_movielens(tiny, tmp_path / "out")
+    (tiny / "movies.csv").unlink()
+    with pytest.raises(SourceMissingError, match=r"movies\.csv"):
+        prepare_movielens(tiny, tmp_path / "out")
+    (tiny / "ratings.csv").write_text("")
+    with pytest.raises(CorruptFileError, match="empty"):
+        prepare_movielens(tiny, tmp_path / "out")
+
+
+def test_the_manifest_is_written_last(prepared):
+    newest = max(prepared.rglob("*.*"), key=lambda path: path.stat().st_mtime_ns)
+    assert newest.name == "manifest.json"
+
+
+@pytest.mark.skipif(not REAL_DATA.is_dir(), reason=f"{REAL_DATA} is not on this machine")
+def test_the_real_small_set_prepares_with_known_baselines(tmp_path):
+    manifest = prepare_movielens(REAL_DATA, tmp_path / "out")
+    assert sum(split.num_rows for split in manifest.splits.values()) == 100_004
+    assert manifest.statistics["baseline_global_mean_rmse"] == pytest.approx(1.066, abs=0.005)
+    assert manifest.statistics["baseline_user_movie_bias_rmse"] == pytest.approx(0.906, abs=0.01)

@@ -1,0 +1,217 @@
+"""What can be wrong with a MovieLens folder: refused with file and line, or handled as asked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import polars as pl
+import pytest
+from typer.testing import CliRunner
+
+from trainer.data.manifest import load_manifest
+from trainer.datasets.cli import app
+from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+from trainer.errors import BadValueError, ColumnError, CorruptFileError
+
+OPTIONS = MovieLensOptions(validation_fraction=0.25, min_token_count=1)
+HEADER = "userId,movieId,rating,timestamp\n"
+RATINGS = [
+    *("1,10,5,100", "1,20,1,200", "1,30,3,300", "1,40,4,400"),
+    *("2,10,2,1000", "2,20,4,2000", "2,30,4.5,2000", "2,40,1,3000"),
+]
+MOVIES = [
+    "10,Ocean's Eleven (2001),Crime|Thriller",
+    '20,"Night, The (1961)",Drama',
+    "30,Untitled,(no genres listed)",
+    "40,The Night Return (1999),Drama|Crime",
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """Two users and four movies, without tags."""
+    folder = tmp_path / "csv"
+    folder.mkdir()
+    (folder / "movies.csv").write_text("movieId,title,genres\n" + "\n".join(MOVIES) + "\n")
+    write_ratings(folder, RATINGS)
+    return folder
+
+
+def write_ratings(folder: Path, lines: list[str]) -> None:
+    (folder / "ratings.csv").write_text(HEADER + "\n".join(lines) + "\n")
+
+
+def prepare(folder: Path, **options) -> pl.DataFrame:
+    """All prepared rows, by user and time."""
+    out = folder.parent / "out"
+    prepare_movielens(folder, out, options=OPTIONS.model_copy(update=options), overwrite=True)
+    return pl.read_parquet(out / "*" / "part-*.parquet").sort("user_id", "timestamp", "movie_id")
+
+
+def counts(folder: Path) -> dict[str, int]:
+    return load_manifest(folder.parent / "out").counts
+
+
+@pytest.mark.parametrize(("mark", "shown"), [(";", "';'"), ("\t", r"'\\t'")])
+def test_another_delimiter_is_recognised_and_can_be_named(folder, mark, shown):
+    expected = prepare(folder)
+    for name in ("ratings.csv", "movies.csv"):
+        frame = pl.read_csv(folder / name)
+        frame.write_csv(folder / name, separator=mark)
+    with pytest.raises(ColumnError, match=rf"ratings\.csv, line 1: .*split by {shown}.*delimiter"):
+        prepare(folder)
+    assert prepare(folder, delimiter=mark).equals(expected)
+
+
+@pytest.mark.parametrize(
+    ("lines", "kind", "message"),
+    [
+        ([*RATINGS, "3;10;5;100"], BadValueError, "line 10, column 'userId': '3;10;5;100'"),
+        ([*RATINGS, "3,10,5"], BadValueError, "line 10, column 'timestamp': None"),
+        (
+            [*RATINGS[:3], "3,10,5,100,what", *RATINGS[3:]],
+            CorruptFileError,
+            "line 5: more cells than columns: the header has 4",
+        ),
+        (["", ""], CorruptFileError, "has a header but no rows"),
+        ([*RATINGS[:3], "", *RATINGS[3:]], CorruptFileError, "line 5: the line is blank"),
+        (
+            [RATINGS[0], "1,20,1,1700000000000", *RATINGS[2:]],
+            BadValueError,
+            r"line 3, .*whole seconds.*milliseconds\?",
+        ),
+    ],
+)
+def test_a_line_that_is_no_rating_is_named(folder, lines, kind, message):
+    write_ratings(folder, lines)
+    with pytest.raises(kind, match=rf"ratings\.csv.*{message}"):
+        prepare(folder)
+
+
+def test_bytes_that_are_not_utf8_are_named(folder):
+    for name, line, content in (
+        ("ratings.csv", 10, b"3,1\xff,5,100\n"),
+        ("movies.csv", 6, b"50,Caf\xe9 (1999),Drama\n"),
+    ):
+        with (folder / name).open("ab") as file:
+            file.write(content)
+        with pytest.raises(CorruptFileError, match=f"{name}, line {line}, column .* not UTF-8"):
+            prepare(folder)
+
+
+def test_a_movie_rated_twice_by_a_user_is_named_with_both_lines(folder):
+    write_ratings(folder, [*RATINGS, "2,20,1,1500"])
+    with pytest.raises(BadValueError, match="column 'movieId': 20 is not rated once") as raised:
+        prepare(folder)
+    assert raised.value.place == "line 10"
+    assert "line 7 rates it too" in str(raised.value)
+    assert "--on-duplicate last" in str(raised.value)
+
+
+def test_of_duplicate_ratings_the_latest_or_later_line_can_be_kept(folder):
+    write_ratings(folder, ["2,20,0.5,9000", *RATINGS, "2,20,1,1500", "1,20,0.5,200"])
+    rows = prepare(folder, on_duplicate="last")
+    assert len(rows) == 8
+    assert rows.filter(pl.col("timestamp") == 9000)["rating"].to_list() == [0.5]
+    assert rows.filter(pl.col("timestamp") == 200)["rating"].to_list() == [0.5]
+    assert not rows["timestamp"].is_in([1500]).any()
+    assert counts(folder)["duplicates_dropped"] == 3
+
+
+def test_timestamps_out_of_order_and_empty_tags_change_nothing(folder):
+    expected = prepare(folder)
+    write_ratings(folder, RATINGS[::-1])
+    write_tags(folder, [])
+    assert prepare(folder).equals(expected)
+    assert counts(folder)["training_tags"] == 0
+
+
+def test_a_movie_without_metadata_is_kept_without_genres_and_counted(folder):
+    write_ratings(folder, [*RATINGS, "2,99,3,1500", "1,99,3,50"])
+    rows = prepare(folder)
+    unknown = rows.filter(pl.col("timestamp").is_in([50, 1500]))
+    assert unknown["genres"].to_list() == [[], []]
+    assert unknown["tokens"].to_list() == [[], []]
+    assert (unknown["movie_id"] > 0).all()
+    assert unknown["year"].to_list() == [0.0, 0.0]
+    assert counts(folder)["movies_without_metadata"] == 1
+    with pytest.raises(BadValueError, match=r"movies\.csv.*'movieId': 99 is not described"):
+        prepare(folder, on_missing_movie="fail")
+
+
+def test_users_and_movies_of_validation_only_are_unknown_and_lean_on_everybody(folder):
+    write_ratings(folder, [*RATINGS, "7,77,5,9000", "8,10,1,9001"])
+    out = folder.parent / "out"
+    prepare_movielens(folder, out, options=OPTIONS.model_copy(update={"split": "global"}))
+    held_out = pl.read_parquet(out / "validation" / "*.parquet").sort("timestamp")
+    assert held_out["user_id"].to_list() == [0, 0]
+    assert held_out["movie_id"].to_list()[0] == 0
+    overall = load_manifest(out).statistics
+    assert held_out["user_mean"].to_list() == pytest.approx([overall["global_mean"]] * 2)
+    assert held_out["user_scale"].to_list() == pytest.approx([overall["global_std"]] * 2)
+
+
+@pytest.mark.parametrize(("newline", "end"), [("\n", ""), ("\n", "\n\n\n"), ("\r\n", "\r\n\r\n")])
+def test_byte_order_marks_windows_lines_and_blank_lines_at_the_end_are_understood(
+    folder, newline, end
+):
+    expected = prepare(folder)
+    for name in ("ratings.csv", "movies.csv"):
+        text = (folder / name).read_text().rstrip("\n").replace("\n", newline) + end
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert prepare(folder).equals(expected)
+
+
+def test_the_command_takes_the_options_and_shows_what_was_met(folder, tmp_path):
+    write_ratings(folder, [*RATINGS, "2,20,1,2500"])
+    arguments = ["prepare", "movielens", str(folder), str(tmp_path / "o")]
+    arguments += ["--validation-fraction", "0.25"]
+    failed = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert (failed.exit_code, "line 10" in failed.stderr) == (2, True)
+    arguments += ["--on-duplicate", "last", "--user-mean", "training", "--on-missing-movie", "fail"]
+    done = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert done.exit_code == 0, done.stderr
+    assert "duplicates dropped" in done.stdout
+    options = load_manifest(tmp_path / "o").options
+    assert (options["on_duplicate"], options["user_mean"]) == ("last", "training")
+    wrong = CliRunner().invoke(app, [*arguments, "--delimiter", "::"], env={"COLUMNS": "200"})
+    assert (wrong.exit_code, "one character" in wrong.stderr) == (2, True)
+
+
+def write_tags(folder: Path, lines: list[str]) -> None:
+    (folder / "tags.csv").write_text("userId,movieId,tag,timestamp\n" + "".join(lines))
+
+
+def test_ratings_that_end_without_a_line_end_are_told_as_a_download_may_be_cut(folder):
+    prepare(folder)
+    assert counts(folder)["ratings_last_line_unfinished"] == 0
+    path = folder / "ratings.csv"
+    path.write_bytes(path.read_bytes()[:-3])
+    prepare(folder)
+    assert counts(folder)["ratings_last_line_unfinished"] == 1
+
+
+@pytest.mark.parametrize(
+    ("title", "message"),
+    [
+        ('"Never closed', "a quote is left"),
+        ('5" disk', "a quote is left"),
+        ("Good, Bad and Ugly (1966)", "more cells.*quoted"),
+    ],
+)
+def test_a_title_without_its_quotes_is_named_without_a_libraries_advice(folder, title, message):
+    with (folder / "movies.csv").open("a") as file:
+        file.write(f"50,{title},Western\n60,Other,Drama\n")
+    with pytest.raises(CorruptFileError, match=rf"movies\.csv, line 6: {message}") as raised:
+        prepare(folder)
+    assert "infer_schema" not in str(raised.value)
+    assert "malformed" not in str(raised.value)
+
+
+def test_a_tag_that_cannot_be_read_is_named(folder):
+    write_tags(folder, ["1,10,fine,100\n", '1,20,5" disk,100\n', '2,20,7" disk,100\n'])
+    with pytest.raises(CorruptFileError, match=r"tags\.csv, line 3: a quote is left open"):
+        prepare(folder)
+    write_tags(folder, ["1,10,fine,100\n", "1,20,fine,1700000000000\n"])
+    with pytest.raises(BadValueError, match=r"tags\.csv, line 3, .*whole seconds.*milliseconds\?"):
+        prepare(folder)

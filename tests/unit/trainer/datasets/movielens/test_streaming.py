@@ -1,0 +1,253 @@
+"""Preparing in many units: the rows of one unit, mixed users, going on after an interruption."""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from polars.testing import assert_frame_equal
+
+from tests.harness.files import digest
+from trainer.data.manifest import load_manifest, verify_checksums
+from trainer.datasets.io.journal import JOURNAL_NAME
+from trainer.datasets.movielens import prepare
+from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+from trainer.datasets.movielens.statistics import Moments, find_cut, mark_validation
+from trainer.errors import BadValueError, OutputExistsError
+
+IN_UNITS = MovieLensOptions(unit_rows=300, num_partitions=5, row_group_rows=64)
+
+
+def rows_of(out: Path, split: str) -> pl.DataFrame:
+    return pl.read_parquet(out / split / "*.parquet")
+
+
+def copied(csv_folder: Path, to: Path, change: Callable[[pl.DataFrame], pl.DataFrame]) -> Path:
+    """A copy of the csv folder whose ratings went through `change`."""
+    shutil.copytree(csv_folder, to)
+    change(pl.read_csv(csv_folder / "ratings.csv")).write_csv(to / "ratings.csv")
+    return to
+
+
+@pytest.fixture(scope="module")
+def whole(csv_folder, tmp_path_factory) -> Path:
+    """Prepared without interruption."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    prepare_movielens(csv_folder, out, options=IN_UNITS)
+    return out
+
+
+@pytest.mark.parametrize(("split", "user_mean"), [("per_user", "past"), ("global", "training")])
+def test_many_units_give_the_rows_of_one(csv_folder, tmp_path, split, user_mean):
+    options = IN_UNITS.model_copy(update={"split": split, "user_mean": user_mean})
+    at_once = options.model_copy(update={"unit_rows": 10**6})
+    one = prepare_movielens(csv_folder, tmp_path / "one", options=at_once)
+    many = prepare_movielens(csv_folder, tmp_path / "many", options=options)
+    assert many.statistics == pytest.approx(one.statistics)
+    assert (many.vocab_sizes, many.counts) == (one.vocab_sizes, one.counts)
+    for part in ("train", "validation"):
+        key = ["user_id", "timestamp", "movie_id"]
+        frames = [rows_of(tmp_path / out, part).sort(key) for out in ("one", "many")]
+        assert_frame_equal(*frames, rel_tol=1e-5, abs_tol=1e-5)
+
+
+@pytest.mark.parametrize("split", ["per_user", "global"])
+def test_held_out_rows_can_be_kept_from_looking_at_one_another(csv_folder, tmp_path, split):
+    options = IN_UNITS.model_copy(update={"split": split, "validation_past": "training"})
+    prepare_movielens(csv_folder, tmp_path / "one", options=options)
+    held_out = rows_of(tmp_path / "one", "validation").select("user_id", "timestamp")
+    begins = held_out.group_by("user_id").agg(begin=pl.col("timestamp").min())
+    names = pl.read_parquet(tmp_path / "one" / "vocab" / "user_id.parquet")
+    later = begins.join(names, left_on="user_id", right_on="index").rename({"value": "userId"})
+
+    def turn_around(ratings: pl.DataFrame) -> pl.DataFrame:
+        ratings = ratings.join(
+            later.select("userId", "begin"), on="userId", how="left", maintain_order="left"
+        )
+        # Stars at the moment validation begins stay: they may be of training rows of that second.
+        is_held_out = pl.col("timestamp") > pl.col("begin")
+        turned = pl.when(is_held_out).then(5.5 - pl.col("rating")).otherwise(pl.col("rating"))
+        return ratings.with_columns(rating=turned).drop("begin")
+
+    source = copied(csv_folder, tmp_path / "csv", turn_around)
+    prepare_movielens(source, tmp_path / "two", options=options)
+    frames = [rows_of(tmp_path / out, "validation") for out in ("one", "two")]
+    assert not frames[0].equals(frames[1])
+    assert frames[0].drop("rating").equals(frames[1].drop("rating"))
+
+
+def test_the_order_of_the_lines_does_not_matter(csv_folder, whole, tmp_path):
+    source = copied(
+        csv_folder, tmp_path / "csv", lambda rows: rows.sample(fraction=1, shuffle=True, seed=1)
+    )
+    prepare_movielens(source, tmp_path / "out", options=IN_UNITS)
+    assert digest(tmp_path / "out") == digest(whole)
+
+
+def test_files_are_of_equal_size_and_their_users_are_mixed(whole):
+    train = load_manifest(whole).splits["train"]
+    sizes = [file.num_rows for file in train.files]
+    assert len(sizes) == 5 and max(sizes) - min(sizes) <= 1
+    assert all(file.num_row_groups == -(-file.num_rows // 64) for file in train.files)
+    # Neighbours in a file share a user no more than chance has it.
+    shared, expected = 0.0, 0.0
+    for file in train.files:
+        user = pl.read_parquet(whole / file.path)["user_id"].to_numpy()
+        share = np.unique(user, return_counts=True)[1] / len(user)
+        shared += float((user[1:] == user[:-1]).mean())
+        expected += float((share**2).sum())
+    assert shared < 1.5 * expected
+
+
+def interrupt_after(monkeypatch, num_files: int) -> None:
+    """Let the writing of Parquet files fail after some of them, as a full disk does."""
+    write, written = prepare.write_partition, []
+
+    def write_some(path, *arguments):
+        if len(written) == num_files:
+            raise OSError("no space left on device")
+        written.append(path)
+        write(path, *arguments)
+
+    monkeypatch.setattr(prepare, "write_partition", write_some)
+
+
+def interrupted(source: Path, out: Path, monkeypatch) -> None:
+    """A preparation that fails after three files."""
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+        interrupt_after(patch, 3)
+        prepare_movielens(source, out, options=IN_UNITS)
+    assert not out.exists()
+
+
+def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(
+    csv_folder, whole, tmp_path, monkeypatch
+):
+    interrupted(csv_folder, tmp_path / "out", monkeypatch)
+    num_files = sum(len(split.files) for split in load_manifest(whole).splits.values())
+    # Writing fails again if more than what was left is written.
+    interrupt_after(monkeypatch, num_files - 3)
+    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+    assert digest(tmp_path / "out") == digest(whole)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("change", ["options", "input"])
+def test_other_options_or_inputs_start_anew(csv_folder, tmp_path, monkeypatch, change):
+    source, options = shutil.copytree(csv_folder, tmp_path / "csv"), IN_UNITS
+    interrupted(source, tmp_path / "out", monkeypatch)
+    if change == "options":
+        options = IN_UNITS.model_copy(update={"history_length": 3})
+    else:
+        ratings = pl.read_csv(source / "ratings.csv").with_columns(rating=pl.lit(3.0))
+        ratings.write_csv(source / "ratings.csv")
+    prepare_movielens(source, tmp_path / "out", options=options)
+    prepare_movielens(source, tmp_path / "fresh", options=options)
+    assert digest(tmp_path / "out") == digest(tmp_path / "fresh")
+
+
+def test_a_part_damaged_between_the_runs_is_made_again(csv_folder, whole, tmp_path, monkeypatch):
+    interrupted(csv_folder, tmp_path / "out", monkeypatch)
+    working = tmp_path / ".out.partial"
+    for name in ("scratch/units/00002.arrow", "result/train/part-00000.parquet"):
+        content = bytearray((working / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (working / name).write_bytes(content)
+    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+    assert digest(tmp_path / "out") == digest(whole)
+
+
+def test_two_processes_do_not_prepare_the_same_folder(csv_folder, tmp_path, monkeypatch):
+    refused, write = [], prepare.write_partition
+
+    def try_too(*arguments):
+        if not refused:
+            with multiprocessing.get_context("fork").Pool(1) as pool:
+                refused.append(pool.apply(_refusal, (csv_folder, tmp_path / "out")))
+        return write(*arguments)
+
+    monkeypatch.setattr(prepare, "write_partition", try_too)
+    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+    assert "is in use by another process" in refused[0]
+
+
+def _refusal(source: Path, out: Path) -> str:
+    try:
+        prepare_movielens(source, out, options=IN_UNITS)
+    except OutputExistsError as error:
+        return str(error)
+    return ""
+
+
+def test_working_files_can_lie_elsewhere_and_spare_what_is_there(csv_folder, whole, tmp_path):
+    work = tmp_path / "fast-disk"
+    work.mkdir()
+    (work / "thesis.txt").write_text("years of work")
+    bad = copied(
+        csv_folder, tmp_path / "csv", lambda rows: rows.with_columns(rating=pl.lit("nine"))
+    )
+    with pytest.raises(BadValueError, match="'nine'"):
+        prepare_movielens(bad, tmp_path / "out", options=IN_UNITS, work_folder=work)
+    assert [path.name for path in work.iterdir()] == ["thesis.txt"]
+    prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS, work_folder=work)
+    assert digest(tmp_path / "out") == digest(whole)
+    assert [path.name for path in work.iterdir()] == ["thesis.txt"]
+
+
+def test_what_a_kill_leaves_without_a_journal_is_cleared_and_what_is_not_ours_spared(
+    csv_folder, whole, tmp_path
+):
+    working = tmp_path / ".out.partial"
+    for left in ("scratch/units/00000.arrow", ".journal.jsonl.unfinished", "thesis.txt"):
+        (working / left).parent.mkdir(parents=True, exist_ok=True)
+        (working / left).write_text("half")
+        if left == "thesis.txt":
+            with pytest.raises(OutputExistsError, match="not ours to empty"):
+                prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS)
+            assert (working / left).exists()
+        else:
+            prepare_movielens(csv_folder, tmp_path / "out", options=IN_UNITS, overwrite=True)
+            assert digest(tmp_path / "out") == digest(whole)
+
+
+def test_the_manifest_holds_checksums_of_vocabularies_too(whole):
+    manifest = load_manifest(whole)
+    sizes = {name: entry.num_values + 1 for name, entry in manifest.vocabularies.items()}
+    assert set(sizes) == {"user_id", "movie_id", "genres", "tokens"}
+    assert sizes.items() <= manifest.vocab_sizes.items()
+    num_files = sum(len(split.files) for split in manifest.splits.values())
+    assert verify_checksums(whole, manifest) == num_files + 4
+    assert not (whole / JOURNAL_NAME).exists()
+
+
+EVENTS = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 6)), min_size=1, max_size=40).map(
+    sorted
+)
+
+
+@given(EVENTS, st.sampled_from([0.0, 0.1, 0.25, 0.5]), st.integers(1, 4), st.integers(0, 40))
+def test_a_cut_over_units_marks_what_a_sort_of_all_rows_would(events, fraction, num_units, scale):
+    user = np.array([user for user, _ in events])
+    time = np.array([time << scale for _, time in events])
+    units = np.array_split(time, num_units)
+    cut = find_cut(lambda: units, int(len(events) * fraction))
+    before = np.cumsum([0, *(int((unit == cut.time).sum()) for unit in units)])
+    marks = [cut.mark(unit, before[number]) for number, unit in enumerate(units)]
+    expected = mark_validation(user, time, "global", fraction)
+    assert np.concatenate(marks).tolist() == expected.tolist()
+
+
+@given(st.lists(st.lists(st.floats(-1e6, 1e6) | st.just(float("nan")), max_size=8), min_size=1))
+def test_moments_of_parts_add_up_to_those_of_the_whole(parts):
+    total = sum((Moments.of(np.array(part, dtype=float)) for part in parts), Moments())
+    whole = Moments.of(np.array([value for part in parts for value in part], dtype=float))
+    assert total.count == whole.count
+    assert total.mean == pytest.approx(whole.mean, rel=1e-9, abs=1e-6)
+    assert total.squares == pytest.approx(whole.squares, rel=1e-9, abs=1e-3)

@@ -1,0 +1,279 @@
+"""What `data inspect` finds in prepared folders, Parquet and text, and what it suggests."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import polars as pl
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from tests.unit.trainer.spec.test_spec import minimal
+from trainer.data.manifest import load_manifest
+from trainer.datasets import profile
+from trainer.datasets.cli import app
+from trainer.datasets.criteo.reader import DENSE_NAMES, ID_NAMES
+from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
+from trainer.datasets.inspect import DataReport, inspect_data
+from trainer.datasets.profile import ColumnReport, ColumnSketch, find_data
+from trainer.errors import CorruptFileError, SourceMissingError, TooFewRowsError
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+
+RUNNER = CliRunner()
+
+
+def invoke(*arguments: object):
+    found = RUNNER.invoke(
+        app, ["inspect", *(str(argument) for argument in arguments)], env={"COLUMNS": "200"}
+    )
+    assert found.exception is None or isinstance(found.exception, SystemExit), found.exception
+    return found
+
+
+def inspect(*sources: Path) -> list[DataReport]:
+    return [inspect_data(data) for data in find_data([str(source) for source in sources])]
+
+
+def column(report: DataReport, name: str) -> ColumnReport:
+    return next(column for column in report.columns if column.name == name)
+
+
+def sketch_of(*parts: list, **options) -> ColumnReport:
+    sketch = ColumnSketch("column", **options)
+    for part in parts:
+        sketch.add(pl.Series(part))
+    return sketch.report()
+
+
+def spec_of(report: DataReport, tmp_path: Path) -> JobSpec:
+    """The spec of a whole job around the parts that were suggested."""
+    suggested = yaml.safe_load(report.suggestion.yaml())
+    dims = {table["embedding_dim"] for table in suggested["embedding_tables"]}
+    document = minimal() | suggested
+    document["data"] = {"path": str(tmp_path), "label": {"column": report.suggestion.label}}
+    document["model"]["dense_arch"] = {"layer_sizes": [*dims]}
+    document["model"]["tasks"] = [{"loss": report.suggestion.loss}]
+    return validate_spec(document)
+
+
+@pytest.fixture(scope="module")
+def clicks(tmp_path_factory) -> tuple[Path, Path]:
+    """The same generator as raw files and as a prepared folder, 4000 rows."""
+    folder = tmp_path_factory.mktemp("clicks")
+    for kind in ("tsv", "parquet"):
+        options = CriteoGeneratorOptions(num_rows=4000, format=kind, max_ids=300, num_days=2)
+        generate_criteo(folder / kind, options)
+    return folder / "tsv", folder / "parquet"
+
+
+def test_numbers_and_nulls_are_counted_over_all_parts():
+    found = sketch_of([1, 2, None, 2], [7, None, 2, 2])
+    assert (found.kind, found.num_rows, found.num_nulls) == ("integer", 8, 2)
+    assert (found.minimum, found.maximum, found.num_distinct) == (1, 7, 3)
+    assert found.mean == pytest.approx(16 / 6)
+    assert found.std == pytest.approx(np.std([1, 2, 2, 7, 2, 2]))
+    assert found.top_share == pytest.approx(4 / 6)
+    assert not found.is_estimate and found.zipf_exponent is None
+
+
+def test_text_of_numbers_is_taken_for_numbers():
+    for kind, *parts in (
+        ("integer", ["1", "-20"], ["3"]),
+        ("number", ["1", "2"], ["3.5"]),
+        ("text", ["1", "2"], ["x3"]),
+        ("text", ["a"], ["1"]),
+        ("integer", [True, False]),
+        ("other", [b"raw"]),
+    ):
+        assert sketch_of(*parts).kind == kind
+    nan = sketch_of([1.5, math.nan, None, 2.0])
+    assert (nan.kind, nan.num_nulls, nan.num_distinct) == ("number", 2, 2)
+
+
+def test_infinite_numbers_are_counted_apart():
+    for parts, count in (([[1.0, math.inf], [3.0, -math.inf]], 2), ([["1.0", "inf"], ["3"]], 1)):
+        found = sketch_of(*parts)
+        assert found.num_infinite == count
+        assert (found.minimum, found.maximum, found.mean, found.std) == (1, 3, 2, 1)
+
+
+def test_lists_have_lengths_and_their_items_are_counted():
+    found = sketch_of([[1, 2, 2], [], None], [[5], [2, 9]])
+    assert found.lists is not None
+    assert (found.lists.mean, found.lists.longest, found.lists.num_empty) == (1.5, 3, 1)
+    assert (found.num_nulls, found.num_distinct, found.maximum) == (1, 4, 9)
+
+
+@given(st.lists(st.lists(st.integers(0, 50), max_size=40), min_size=1, max_size=6))
+def test_cardinality_and_skew_are_exact_while_all_values_fit(parts):
+    values = [value for part in parts for value in part]
+    found = sketch_of(*([pl.Series(part, dtype=pl.Int64) for part in parts]), max_values=51)
+    assert found.num_distinct == len(set(values))
+    if values:
+        top = max(values.count(value) for value in set(values))
+        assert found.top_share == pytest.approx(top / len(values))
+
+
+def test_cardinality_skew_and_exponent_are_estimated_beyond():
+    rng = np.random.default_rng(0)
+    weights = np.arange(1, 200_001.0) ** -1.1
+    drawn = rng.choice(200_000, (10, 60_000), p=weights / weights.sum())
+    exact, about = (sketch_of(*drawn, max_values=size) for size in (400_000, 8000))
+    assert about.is_estimate and not exact.is_estimate
+    assert exact.num_distinct == len(np.unique(drawn))
+    assert about.num_distinct == pytest.approx(exact.num_distinct, rel=0.05)
+    assert about.top_share == pytest.approx(exact.top_share, abs=0.02)
+    assert about.zipf_exponent == pytest.approx(1.1, abs=0.1)
+
+
+def test_raw_criteo_files_are_recognised_and_are_one_data_set(clicks):
+    (report,) = inspect(clicks[0])
+    assert report.num_rows == 4000 and len(report.data.files) == 2
+    assert [found.name for found in report.columns] == ["label", *DENSE_NAMES, *ID_NAMES]
+    assert column(report, "label").is_binary
+    assert column(report, "cat_2").kind == "text" and column(report, "cat_2").num_nulls > 100
+    assert column(report, "int_0").minimum == -1
+    assert (report.suggestion.label, report.suggestion.loss) == ("label", "bce")
+    assert 0.9 < column(report, "cat_3").zipf_exponent < 1.2
+
+
+def test_a_spec_of_raw_columns_validates(clicks, tmp_path):
+    spec = spec_of(inspect(clicks[0])[0], tmp_path)
+    assert len(spec.dense_features) == 13 and len(spec.pooled_features) == 26
+    assert all(feature.transform == "log1p" for feature in spec.dense_features)
+    assert all(feature.hashing for feature in spec.pooled_features)
+    assert all(table.num_embeddings > 3 for table in spec.embedding_tables)
+
+
+def test_a_spec_of_prepared_columns_validates_and_takes_sizes_from_the_manifest(clicks, tmp_path):
+    (report,) = inspect(clicks[1])
+    spec = spec_of(report, tmp_path)
+    assert report.num_rows == load_manifest(clicks[1]).splits["train"].num_rows
+    assert all(table.num_embeddings == "auto" for table in spec.embedding_tables)
+    assert not any(feature.encoding for feature in spec.features)
+
+
+def test_lists_times_and_parts_of_the_label_have_their_place(prepared, tmp_path):
+    (report,) = inspect(prepared)
+    spec = spec_of(report, tmp_path)
+    types = {feature.name: feature.type for feature in spec.features}
+    assert types["genres"] == "id_list" and types["user_id"] == "id" and types["year"] == "dense"
+    assert not {"timestamp", "user_mean", "rating", "history_ratings"} & set(types)
+    assert report.suggestion.label == "rating" and report.suggestion.loss == "mse"
+    assert any(note.startswith("timestamp: left out") for note in report.suggestion.notes)
+    assert column(report, "genres").lists.longest > 1
+
+
+def test_files_with_other_columns_are_other_data_sets(csv_folder):
+    titles = {Path(report.data.title).name: report for report in inspect(csv_folder)}
+    assert set(titles) == {"movies.csv", "ratings.csv", "tags.csv"}
+    ratings = titles["ratings.csv"]
+    assert ratings.num_rows == 2000
+    assert [found.kind for found in ratings.columns] == ["integer", "integer", "number", "integer"]
+    assert column(titles["movies.csv"], "title").kind == "text"
+
+
+def test_delimiter_and_header_are_found(tmp_path):
+    for content, columns in {
+        "user;item\n1;2\n": ["user", "item"],
+        "1,2\n3,4\n": ["column_1", "column_2"],
+        "a|b|c\r\n1|2|3\r\n": ["a", "b", "c"],
+        '"user, id",x\n"1,5",2\n': ["user, id", "x"],
+        ",user_id,click\n0,7,1\n": ["column_1", "user_id", "click"],
+        ",1,2\n3,4,5\n": ["column_1", "column_2", "column_3"],
+    }.items():
+        (tmp_path / "file.csv").write_bytes(content.encode())
+        (report,) = inspect(tmp_path / "file.csv")
+        assert [found.name for found in report.columns] == columns
+        assert report.num_rows == content.count("\n") - ("column_2" not in columns)
+
+
+def test_quoted_line_feeds_are_read_wherever_a_block_ends(tmp_path, monkeypatch):
+    rows = [(number, f'a\n"{number}"\n,b') for number in range(300)]
+    pl.DataFrame(rows, schema=["id", "text"], orient="row").write_csv(tmp_path / "a.csv")
+    for block_bytes in (64, 100, 1000):
+        monkeypatch.setattr(profile, "_BLOCK_BYTES", block_bytes)
+        (report,) = inspect(tmp_path / "a.csv")
+        assert (report.num_rows, column(report, "text").num_distinct) == (300, 300)
+
+
+def test_compressed_text_and_plain_parquet_are_read(tmp_path):
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"x,y\n1,2\n3,4\n"))
+    colours = pl.Series("colour", ["red", "blue", "red"], dtype=pl.Categorical)
+    pl.DataFrame([colours]).write_parquet(tmp_path / "b.parquet")
+    (text,) = inspect(tmp_path / "a.csv.gz")
+    (parquet,) = inspect(tmp_path / "b.parquet")
+    assert (text.num_rows, parquet.num_rows) == (2, 3)
+    # A category of pandas is text.
+    assert (parquet.columns[0].kind, parquet.columns[0].num_distinct) == ("text", 2)
+
+
+def test_raw_numbers_are_standardised_by_what_was_found(tmp_path):
+    frame = pl.DataFrame({"price": [1.5, 2.5, 3.5, None], "y": [0, 1, 1, 0]})
+    frame.write_parquet(tmp_path / "a.parquet")
+    (feature,) = inspect(tmp_path)[0].suggestion.features
+    found = {"mean": 2.5, "std": pytest.approx(0.816497), "missing": 2.5}
+    assert feature == {"name": "price", "type": "dense", "transform": "standardise"} | found
+
+
+def test_bad_files_are_named(tmp_path):
+    for name, content, kind, message in (
+        ("a.csv", b"x,y\n1,2\n1,2,3\n", CorruptFileError, "between lines 1 and 3: cannot be read"),
+        ("b.parquet", b"PAR1 and no more", CorruptFileError, "is not a whole Parquet file"),
+        ("c.csv", b"\xff\xfe\n", CorruptFileError, "line 1: not UTF-8"),
+        ("d.csv", b"x,y\n", TooFewRowsError, "holds no rows"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(kind, match=f"{name}.*{message}"):
+            inspect(tmp_path / name)
+    with pytest.raises(SourceMissingError, match="absent is missing"):
+        inspect(tmp_path / "absent")
+
+
+def test_the_command_shows_tables_json_and_a_spec(clicks, tmp_path):
+    shown = invoke(clicks[0])
+    assert shown.exit_code == 0
+    for text in ("4,000 rows in 2 files", "separated by tabs", "label (bce)", "prepare criteo"):
+        assert text in shown.stdout
+    document = json.loads(invoke(clicks[1], "--json").stdout)[0]
+    assert document["num_rows"] == 3600
+    assert document["suggested"]["label"] == "label"
+    assert document["manifest"]["source"] == "criteo"
+    parts = yaml.safe_load(invoke(clicks[1], "--spec").stdout)
+    assert len(parts["features"]) == 39 and len(parts["embedding_tables"]) == 26
+
+
+def test_damage_is_found_whatever_is_printed(clicks, tmp_path):
+    folder = shutil.copytree(clicks[1], tmp_path / "copy")
+    assert json.loads(invoke(folder, "--json").stdout)[0]["num_verified_files"] == 2
+    assert "OK: " in invoke(folder).stdout
+    (folder / "validation/part-00000.parquet").write_bytes(b"damaged")
+    unread = json.loads(invoke(folder, "--json", "--no-verify").stdout)[0]
+    assert unread["num_verified_files"] is None
+    assert "OK: " not in invoke(folder, "--no-verify").stdout
+    for options in ((), ("--json",), ("--spec",)):
+        failed = invoke(folder, *options)
+        assert failed.exit_code == 2 and "part-00000.parquet is damaged" in failed.stderr
+        assert "OK: " not in failed.stdout
+
+
+def test_notes_tell_what_training_cannot_use_and_json_holds_no_infinities(tmp_path):
+    frame = pl.DataFrame({"price": [1.0, math.inf, 2.0, 1e200], "user id": [1, 2, 3, 4]})
+    frame.with_columns(y=pl.Series([0, 1, 1, 0])).write_parquet(tmp_path / "a.parquet")
+    text = invoke(tmp_path, "--json").stdout
+    (document,) = json.loads(text, parse_constant=pytest.fail)
+    assert document["columns"][0]["num_infinite"] == 1
+    notes = document["suggested"]["notes"]
+    infinite = "price: 1 infinite values, which training refuses: mend them, or set "
+    assert f"{infinite}data.on_bad_rows to quarantine" in notes
+    assert "user id: left out, its name is no identifier: rename it" in notes
+    assert [feature["name"] for feature in document["suggested"]["features"]] == ["price"]

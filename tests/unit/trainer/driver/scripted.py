@@ -1,0 +1,47 @@
+"""Parts of a scripted cluster: an autoscaler that does as it is told, and what an attempt told."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from trainer.driver.attempt import DriverContext
+from trainer.driver.autoscale import CapacityRequest, PendingCapacity
+from trainer.protocol import events
+from trainer.protocol.events import read_record
+
+
+@dataclass
+class Cloud:
+    """An autoscaler that gives a wish a node when told to."""
+
+    known: dict[str, PendingCapacity] = field(default_factory=dict)
+    avoided: list[set[str]] = field(default_factory=list)
+    num_asked: int = 0
+    kept: list[str] = field(default_factory=list)
+
+    def asks(self) -> list[PendingCapacity]:
+        return list(self.known.values())
+
+    def ask(self, wish: CapacityRequest, node_ids: Collection[str]) -> None:
+        self.num_asked += 1
+        self.avoided.append(set(node_ids))
+        self.known[str(self.num_asked)] = PendingCapacity(str(self.num_asked), wish)
+
+    def withdraw(self, ask_id: str) -> None:
+        self.known.pop(ask_id, None)
+        self.kept = [each for each in self.kept if f"keep {each}" != ask_id]
+
+    def keep(self, node_id: str) -> str:
+        self.kept.append(node_id)
+        return f"keep {node_id}"
+
+    def give(self, ask_id: str, *node_ids: str) -> None:
+        self.known[ask_id] = PendingCapacity(ask_id, self.known[ask_id].wish, node_ids)
+
+
+def told(context: DriverContext, kind: type[events.EventModel]) -> list[events.EventModel]:
+    """The events of a kind that the driver of an attempt has written."""
+    path = context.files.stream_path("driver")
+    lines = path.read_bytes().splitlines() if path.exists() else []
+    return [e for line in lines if isinstance(e := read_record(line, 0.0), kind)]

@@ -1,0 +1,266 @@
+"""What a job asks an autoscaler for, as arithmetic, and what it says of it."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.trainer.driver.scripted import Cloud
+from trainer.driver.autoscale import (
+    MAX_ASKS,
+    CapacityDemand,
+    CapacityManager,
+    CapacityRequest,
+    PendingCapacity,
+    RayAutoscaler,
+    ask_of,
+    bundles_of,
+    holding_on,
+    hosts_to_come,
+    revise,
+    with_held,
+)
+from trainer.driver.cluster import Host
+from trainer.protocol import events
+
+ADDRESSES = {"na": "a", "nb": "b", "nc": "c"}
+wishes = st.builds(
+    CapacityRequest,
+    st.integers(1, 3),
+    st.booleans(),
+    st.frozensets(st.sampled_from("abc"), max_size=2),
+)
+asks = st.builds(
+    lambda wish, node: PendingCapacity("", wish, (node,) * wish.num_workers if node else ()),
+    wishes,
+    st.sampled_from(["", "na", "nb", "gone"]),
+)
+
+
+def host(address: str, slots: int, free: int | None = None, is_draining: bool = False) -> Host:
+    return Host(address, slots, slots if free is None else free, f"n{address}", 0, is_draining)
+
+
+@given(st.lists(wishes, max_size=6), st.lists(asks, max_size=6))
+def test_after_a_revision_there_is_an_ask_for_every_wish_and_no_other(
+    wanted: list[CapacityRequest], known: list[PendingCapacity]
+) -> None:
+    numbered = [
+        PendingCapacity(str(index), ask.wish, ask.node_ids) for index, ask in enumerate(known)
+    ]
+    revision = revise(wanted, numbered, ADDRESSES)
+    kept = [ask for ask in numbered if ask.id not in revision.withdrawn]
+    assert len(kept) + len(revision.wishes) == len(wanted)
+    assert not Counter(revision.wishes) - Counter(wanted)
+    for ask in kept:
+        assert any(ask.wish.num_workers == wish.num_workers for wish in wanted)
+        assert "gone" not in ask.node_ids
+
+
+@given(st.lists(wishes, max_size=6))
+def test_what_is_wanted_still_is_asked_for_once(wanted: list[CapacityRequest]) -> None:
+    asked = [PendingCapacity(str(index), wish) for index, wish in enumerate(wanted)]
+    assert revise(wanted, asked, ADDRESSES) == revise((), (), {})
+
+
+def test_room_that_came_is_kept_although_hosts_are_to_be_avoided_now_unless_it_is_on_them() -> None:
+    held = PendingCapacity("1", CapacityRequest(2), ("na", "nb"))
+    elsewhere, there = (
+        CapacityRequest(2, avoided=frozenset("c")),
+        CapacityRequest(2, avoided=frozenset("b")),
+    )
+    assert revise([elsewhere], [held], ADDRESSES) == revise((), (), {})
+    assert revise([there], [held], ADDRESSES).withdrawn == ("1",)
+    assert revise([there], [held], ADDRESSES).wishes == (there,)
+
+
+def test_of_two_asks_the_one_that_holds_room_stays() -> None:
+    waiting, held = (
+        PendingCapacity("1", CapacityRequest(1)),
+        PendingCapacity("2", CapacityRequest(1), ("na",)),
+    )
+    assert revise([CapacityRequest(1)], [waiting, held], ADDRESSES).withdrawn == ("1",)
+    # A large job asks for so much at a time.
+    assert len(revise([CapacityRequest(1)] * 500, (), {}).wishes) == MAX_ASKS
+
+
+def test_held_room_is_free_for_the_job_that_holds_it() -> None:
+    hosts = [host("a", 4, 1), host("b", 2, 0)]
+    known = [
+        PendingCapacity("1", CapacityRequest(2), ("na", "nb")),
+        PendingCapacity("2", CapacityRequest(1)),
+        PendingCapacity("3", CapacityRequest(1), ("nb",)),
+    ]
+    assert [each.num_free for each in with_held(hosts, known)] == [2, 2]
+    assert holding_on(known, ["nb"]) == ("1", "3")
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.integers(1, 20))
+def test_hosts_to_come_are_like_the_largest_and_make_no_more_room_than_the_cluster_may_have(
+    slots: list[int], most: int
+) -> None:
+    hosts = [host(str(index), each) for index, each in enumerate(slots)]
+    found = hosts_to_come(hosts, most)
+    assert found[: len(hosts)] == hosts
+    new = found[len(hosts) :]
+    assert {each.num_slots for each in new} <= {max(slots, default=0)}
+    if new:
+        assert sum(each.num_slots for each in found) <= most
+    if any(slots):
+        assert sum(each.num_slots for each in found) + max(slots) > most
+    else:
+        assert found == hosts, "nothing is known of what comes"
+
+
+def test_a_group_on_one_host_is_one_bundle_and_any_other_one_for_each_worker() -> None:
+    demand = {"CPU": 2.0, "GPU": 1.0}
+    assert bundles_of(CapacityRequest(3, on_one_host=True), demand) == [{"CPU": 6.0, "GPU": 3.0}]
+    assert bundles_of(CapacityRequest(2), demand) == [demand, demand]
+
+
+def test_room_is_there_once_ray_has_placed_the_whole_gang() -> None:
+    waiting = {"state": "PENDING", "bundles_to_node_id": {0: "", 1: ""}}
+    placed = {"state": "CREATED", "bundles_to_node_id": {1: "nb", 0: "na"}}
+    assert not ask_of("1", CapacityRequest(2), waiting).holds_room
+    assert not ask_of("1", CapacityRequest(2), {}).holds_room, "Ray does not know it yet"
+    assert ask_of("1", CapacityRequest(2), placed).node_ids == ("na", "nb")
+    single = {"state": "CREATED", "bundles_to_node_id": {0: "na"}}
+    assert ask_of("1", CapacityRequest(3, on_one_host=True), single).node_ids == ("na",) * 3
+    lost = {"state": "RESCHEDULING", "bundles_to_node_id": {0: ""}}
+    assert not ask_of("1", CapacityRequest(1), lost).holds_room, (
+        "its node is gone, and it is asked for again"
+    )
+
+
+@dataclass
+class Gcs:
+    """Ray's placement groups, as `ray.util.placement_group` gives them."""
+
+    states: list[str] = field(default_factory=list)
+    num_reads: int = 0
+
+    def placement_group(self, _bundles: list[dict[str, float]], **_options: object) -> Any:
+        self.states.append("PENDING")
+        return SimpleNamespace(id=bytes([len(self.states) - 1]))
+
+    def placement_group_table(self, group: Any) -> dict[str, object]:
+        self.num_reads += 1
+        return {"state": self.states[group.id[0]], "bundles_to_node_id": {0: "na"}}
+
+    def remove_placement_group(self, group: Any) -> None:
+        self.states[group.id[0]] = "REMOVED"
+
+
+def test_what_became_of_the_own_asks_is_read_every_few_seconds_and_no_other_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gcs, now = Gcs(), 0.0
+    monkeypatch.setitem(sys.modules, "ray.util.placement_group", gcs)
+    autoscaler = RayAutoscaler({"CPU": 1.0}, lambda: now)
+    assert (autoscaler.asks(), gcs.num_reads) == ([], 0)
+    autoscaler.ask(CapacityRequest(1), ())
+    for _ in range(4):
+        assert [each.holds_room for each in autoscaler.asks()] == [False]
+    gcs.states[0] = "CREATED"
+    autoscaler.ask(CapacityRequest(1), ())
+    now = 2.0
+    for _ in range(4):
+        assert [each.holds_room for each in autoscaler.asks()] == [True, False]
+    assert gcs.num_reads == 3
+    autoscaler.withdraw("00")
+    assert [each.id for each in autoscaler.asks()] == ["01"], "known at once"
+
+
+@dataclass
+class Asking:
+    """A job on a cloud, and what it told."""
+
+    hosts: list[Host]
+    cloud: Cloud = field(default_factory=Cloud)
+    told: list[events.Event] = field(default_factory=list)
+
+    now: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.room = CapacityManager(
+            self.cloud, lambda: self.hosts, {"CPU": 1.0}, self.told.append, lambda: self.now
+        )
+
+    def want(self, has: int, wants: int, least: int = 0, **wish: frozenset[str]) -> None:
+        missing = (CapacityRequest(1, **wish),) * (wants - has)
+        self.room.seek(CapacityDemand(has, wants, least, missing), self.hosts)
+
+
+def test_a_job_asks_once_and_takes_back_what_it_does_not_want_any_more() -> None:
+    asking = Asking([host("a", 1, 0)])
+    for _ in range(3):
+        asking.want(1, 3, avoided=frozenset("a"))
+    assert asking.cloud.num_asked == 2
+    assert asking.cloud.avoided == [{"na"}] * 2, "by the ids of nodes"
+    asking.want(1, 2, avoided=frozenset("a"))
+    assert len(asking.cloud.known) == 1
+    asking.room.close()
+    assert not asking.cloud.known
+
+
+def test_the_timeline_tells_what_is_missing_once_and_again_when_more_is() -> None:
+    asking = Asking([host("a", 1, 0)])
+    asking.want(0, 2, least=2)
+    asking.want(0, 2, least=2)
+    (first,) = asking.told
+    assert isinstance(first, events.CapacityRequested)
+    assert (first.num_workers, first.num_wanted, first.num_needed) == (0, 2, 2)
+    asking.want(1, 2, least=2)
+    assert len(asking.told) == 1, "it gets what it asked for"
+    asking.want(2, 2)
+    asking.want(1, 2)
+    assert len(asking.told) == 2, "a host was lost"
+    asking.want(2, 3)
+    assert len(asking.told) == 3, "it may grow further"
+
+
+def test_room_is_held_until_workers_take_it() -> None:
+    asking = Asking([host("a", 1, 0), host("b", 1, 0)])
+    asking.want(1, 3)
+    asking.cloud.give("1", "nb")
+    assert [each.num_free for each in asking.room.read_hosts()] == [0, 1]
+    asking.want(1, 3)
+    assert set(asking.cloud.known) == {"1", "2"}, "what came stays while it is not in use"
+    asking.room.give(["nb"])
+    assert set(asking.cloud.known) == {"2"}
+    assert asking.cloud.kept == ["nb"], "workers take longer to start than an idle node stays"
+    assert [each.num_free for each in asking.room.read_hosts()] == [0, 0]
+
+
+def test_a_node_is_kept_until_workers_are_on_it_or_it_is_gone() -> None:
+    asking = Asking([host("a", 1, 0), host("b", 1, 0), host("c", 1, 0)])
+    asking.want(0, 2)
+    asking.cloud.give("1", "nb")
+    asking.cloud.give("2", "nc")
+    asking.room.give([])
+    asking.want(2, 2)
+    assert sorted(asking.cloud.kept) == ["nb", "nc"], "what was held may be counted as used yet"
+    asking.hosts = [host("a", 1, 0), host("b", 1), host("c", 1)]
+    asking.now += 100
+    asking.want(2, 2)
+    assert sorted(asking.cloud.kept) == ["nb", "nc"]
+    asking.hosts = [host("a", 1, 0), host("b", 1, 0)]
+    asking.want(2, 2)
+    assert not asking.cloud.kept
+
+
+def test_a_node_that_nobody_comes_to_is_not_kept_for_ever() -> None:
+    asking = Asking([host("b", 1)])
+    asking.want(0, 1)
+    asking.cloud.give("1", "nb")
+    asking.room.give(["nb"])
+    asking.now += 1000
+    asking.want(0, 0)
+    assert not asking.cloud.kept

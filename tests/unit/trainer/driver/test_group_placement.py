@@ -1,0 +1,202 @@
+"""Which group goes where: spread over hosts, moved without a gap, never more than is wanted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trainer.driver.autoscale import CapacityRequest
+from trainer.driver.cluster import Host
+from trainer.driver.group_placement import (
+    Action,
+    GroupPhase,
+    GroupPolicy,
+    PlacedGroup,
+    Retire,
+    Start,
+    View,
+    decide,
+    need_of,
+)
+
+THREE = GroupPolicy(group_size=2, least=1, most=3)
+SPREAD = GroupPolicy(group_size=2, least=2, most=3, must_spread=True)
+
+
+def host(address: str, free: int, slots: int | None = None, is_draining: bool = False) -> Host:
+    return Host(address, free if slots is None else slots, free, is_draining=is_draining)
+
+
+def group(number: int, address: str, phase: GroupPhase = "training") -> PlacedGroup:
+    return PlacedGroup(number, (address, address), phase)
+
+
+def test_groups_start_on_hosts_of_their_own() -> None:
+    view = View([host("a", 4), host("b", 2), host("c", 2)], [], target=3)
+    starts = decide(THREE, view)
+    assert starts == [Start(0, ("a", "a")), Start(1, ("b", "b")), Start(2, ("c", "c"))]
+
+
+def test_groups_share_a_host_only_where_there_are_fewer_hosts_than_groups() -> None:
+    two_hosts = [host("a", 8), host("b", 8)]
+    assert len(decide(THREE, View(two_hosts, [], target=3))) == 3
+    assert len(decide(SPREAD, View(two_hosts, [], target=3))) == 2
+    # The third host is full now, but it may be free again.
+    third_is_busy = [*two_hosts, host("c", 0, slots=8)]
+    assert len(decide(THREE, View(third_is_busy, [], target=3))) == 2
+
+
+def test_a_group_spans_hosts_only_where_none_could_hold_it() -> None:
+    policy = GroupPolicy(group_size=4, least=1, most=2)
+    small = [host("a", 2), host("b", 2), host("c", 3), host("d", 1)]
+    starts = decide(policy, View(small, [], target=2))
+    assert starts == [Start(0, ("c", "c", "c", "a"))]
+    one_is_busy = [host("a", 2), host("b", 2), host("big", 1, slots=4)]
+    assert decide(policy, View(one_is_busy, [], target=1)) == []
+
+
+def test_a_lost_group_is_started_under_its_number_where_there_is_room() -> None:
+    hosts = [host("a", 0, slots=2), host("c", 0, slots=2), host("d", 2)]
+    view = View(hosts, [group(0, "a"), group(2, "c")], target=3)
+    assert decide(SPREAD, view) == [Start(1, ("d", "d"))]
+
+
+def test_excluded_hosts_take_no_group_unless_the_least_would_not_fit_without() -> None:
+    hosts = [host("a", 2), host("b", 2), host("c", 2)]
+    excluded = frozenset({"a"})
+    starts = decide(SPREAD, View(hosts, [], target=3, excluded=excluded))
+    assert starts == [Start(0, ("b", "b")), Start(1, ("c", "c"))]
+    starts = decide(SPREAD, View(hosts[:2], [], target=3, excluded=excluded))
+    assert len(starts) == 2
+
+
+def test_too_many_groups_leave_the_newest_first_and_those_that_do_not_train_before() -> None:
+    hosts = [host("a", 0, 2), host("b", 0, 2), host("c", 0, 2)]
+    groups = [group(0, "a"), group(1, "b", "starting"), group(2, "c")]
+    assert decide(THREE, View(hosts, groups, target=2)) == [Retire(1, "resize")]
+    both = [Retire(1, "resize"), Retire(2, "resize")]
+    assert decide(THREE, View(hosts, groups, target=1)) == both
+
+
+def drained(hosts: list[Host], groups: list[PlacedGroup], target: int = 2) -> list[Action]:
+    return decide(SPREAD, View(hosts, groups, target=target, drained=frozenset({"b"})))
+
+
+def test_a_drained_group_leaves_only_when_its_replacement_trains() -> None:
+    hosts = [host("a", 0, 2), host("b", 0, 2), host("c", 2)]
+    groups = [group(0, "a"), group(1, "b")]
+    assert drained(hosts, groups) == [Start(2, ("c", "c"))]
+    hosts[2] = host("c", 0, 2)
+    assert drained(hosts, [*groups, group(2, "c", "starting")]) == []
+    assert drained(hosts, [*groups, group(2, "c")]) == [Retire(1, "drain")]
+    assert drained(hosts, [group(0, "a"), group(1, "b", "leaving"), group(2, "c")]) == []
+
+
+def test_without_room_elsewhere_a_drained_group_leaves_while_others_train() -> None:
+    hosts = [host("a", 0, 2), host("b", 0, 2)]
+    assert drained(hosts, [group(0, "a"), group(1, "b")]) == [Retire(1, "drain")]
+    assert drained(hosts, [group(0, "a", "starting"), group(1, "b")]) == []
+    assert drained(hosts[1:], [group(1, "b")]) == [], "nobody else trains"
+
+
+def test_a_host_that_ray_drains_is_left_like_one_that_people_drain() -> None:
+    hosts = [host("a", 0, 2), host("b", 0, 2, is_draining=True), host("c", 2)]
+    view = View(hosts, [group(0, "a"), group(1, "b")], target=2)
+    assert decide(SPREAD, view) == [Start(2, ("c", "c"))]
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[GroupPolicy, View]:
+    size = draw(st.integers(1, 3))
+    least = draw(st.integers(1, 3))
+    most = draw(st.integers(least, 4))
+    policy = GroupPolicy(size, least, most, draw(st.booleans()))
+    addresses = [f"h{i}" for i in range(draw(st.integers(0, 5)))]
+    slots = [draw(st.integers(0, 6)) for _ in addresses]
+    hosts = [
+        Host(a, n, draw(st.integers(0, n)), is_draining=draw(st.booleans()))
+        for a, n in zip(addresses, slots, strict=True)
+    ]
+    numbers = draw(st.lists(st.integers(0, 5), unique=True, max_size=4)) if addresses else []
+    phases = st.sampled_from(["starting", "training", "leaving"])
+    placed = [
+        PlacedGroup(n, tuple(draw(st.sampled_from(addresses)) for _ in range(size)), draw(phases))
+        for n in numbers
+    ]
+    some = st.frozensets(st.sampled_from(addresses)) if addresses else st.just(frozenset[str]())
+    view = View(
+        hosts,
+        placed,
+        target=draw(st.integers(least, most)),
+        drained=draw(some),
+        excluded=draw(some),
+        may_start=draw(st.booleans()),
+    )
+    return policy, view
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(situations())
+def test_no_decision_breaks_a_promise(situation: tuple[GroupPolicy, View]) -> None:
+    policy, view = situation
+    actions = decide(policy, view)
+    starts = [a for a in actions if isinstance(a, Start)]
+    retired = {a.group for a in actions if isinstance(a, Retire)}
+    there = {g.group: g for g in view.groups}
+    assert not {s.group for s in starts} & there.keys(), "a number is used twice"
+    assert retired <= {g.group for g in view.groups if g.phase != "leaving"}
+    avoided = view.drained | {h.address for h in view.hosts if h.is_draining}
+    taken = Counter(address for s in starts for address in s.hosts)
+    free = {h.address: h.num_free for h in view.hosts}
+    for address, num_ranks in taken.items():
+        assert num_ranks <= free[address], "more ranks than the host has room for"
+        assert address not in avoided
+    if policy.must_spread:
+        per_host = Counter(a for s in starts for a in set(s.hosts))
+        occupied = {a for g in view.groups for a in g.hosts}
+        assert all(n == 1 for n in per_host.values())
+        assert not occupied & per_host.keys()
+    staying = [g for g in view.groups if g.phase != "leaving" and not avoided & set(g.hosts)]
+    assert len(staying) + len(starts) <= max(view.target, len(staying))
+    training = {g.group for g in view.groups if g.phase == "training"}
+    assert not training or training - retired, "nobody is left to train"
+
+
+def test_a_wish_is_kept_within_the_bounds() -> None:
+    for wanted, target in {None: 3, 6: 3, 100: 3, 5: 2, 4: 2, 2: 1, 1: 1}.items():
+        assert THREE.target(wanted) == target
+
+
+def test_a_missing_group_wants_a_host_that_no_group_is_on() -> None:
+    hosts = [host("a", 2, slots=4), host("b", 1, slots=2)]
+    view = View(hosts, [group(0, "a")], target=3, excluded=frozenset("x"))
+    need = need_of(SPREAD, view)
+    assert (need.has, need.wants, need.least) == (2, 6, 4)
+    assert need.is_waiting
+    assert need.wishes == (CapacityRequest(2, on_one_host=True, avoided=frozenset("ax")),) * 2
+
+
+def test_a_group_on_a_drained_host_wants_another_one_before_it_leaves() -> None:
+    view = View([host("a", 0, slots=2)], [group(0, "a")], target=1, drained=frozenset("a"))
+    need = need_of(THREE, view)
+    assert need.has == 0
+    assert need.wishes == (CapacityRequest(2, on_one_host=True, avoided=frozenset("a")),)
+
+
+def test_a_group_that_no_host_holds_wants_workers_wherever_they_are() -> None:
+    view = View([host("a", 1), host("b", 0, slots=1)], [], target=1)
+    assert need_of(THREE, view).wishes == (CapacityRequest(2),)
+
+
+@given(st.lists(st.integers(0, 4), max_size=4), st.integers(0, 3), st.booleans())
+def test_what_is_there_and_what_is_wished_for_make_the_target(
+    free: list[int], target: int, must_spread: bool
+) -> None:
+    policy = replace(THREE, must_spread=must_spread)
+    view = View([host(str(index), each) for index, each in enumerate(free)], [], target)
+    need = need_of(policy, view)
+    assert need.has + sum(wish.num_workers for wish in need.wishes) == need.wants == 2 * target
+    assert need.has == 2 * len(decide(policy, view))

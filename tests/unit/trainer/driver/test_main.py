@@ -1,0 +1,227 @@
+"""The driver's decisions: what it refuses, which layout it takes, how lives follow each other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness.builders import spec
+from tests.unit.trainer.driver.scripted import told
+from trainer import failures
+from trainer.driver import main
+from trainer.driver.attempt import (
+    PAUSED,
+    Attempt,
+    DriverContext,
+    Outcome,
+    Restart,
+    run_with_restarts,
+)
+from trainer.driver.cluster import Host, hosts_of, num_that_fit, shortage
+from trainer.driver.main import NoLayout, choose_layout
+from trainer.failures import Failure
+from trainer.layout.choice import Choice
+from trainer.protocol.events import WorkersLost
+from trainer.protocol.outbox import EventWriter
+from trainer.spec.job import JobSpec
+
+
+def environment(run_dir: Path, **more: str) -> dict[str, str]:
+    """What the service sets for the driver of an attempt."""
+    given = {"JOB_ID": "job-1", "ATTEMPT_ID": "job-1-a0", "RUN_DIR": str(run_dir)} | more
+    return {f"SHARDLOOM_{name}": text for name, text in given.items()}
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> DriverContext:
+    """A driver whose spec is empty."""
+    context = DriverContext.from_env(environment(tmp_path, MAX_WORKER_FAILURES="2"))
+    context.files.spec_path.parent.mkdir(parents=True)
+    context.files.spec_path.write_text("{}")
+    return context
+
+
+@pytest.fixture
+def attempt(context: DriverContext) -> Attempt:
+    """An attempt whose budget is 2."""
+    return Attempt(context, spec(), EventWriter(context.files.stream_path("driver")))
+
+
+def test_a_bad_spec_ends_the_attempt_with_its_fields(context: DriverContext) -> None:
+    writer = EventWriter(context.files.stream_path("driver"))
+    failure = main.run_attempt(context, writer)
+    assert failure is not None
+    assert failure.reason == failures.BAD_SPEC
+    assert "embedding_tables" in failure.message
+
+
+def run(attempt: Attempt, outcomes: list[Outcome]) -> tuple[Failure | None, list[int], list[float]]:
+    """(how the attempt ended, index of each life, seconds waited between them)."""
+    indices: list[int] = []
+    waited: list[float] = []
+
+    def live(run_index: int) -> Outcome:
+        indices.append(run_index)
+        return outcomes[run_index]
+
+    return run_with_restarts(attempt, live, wait=waited.append, clock=lambda: 0.0), indices, waited
+
+
+def losses_told(attempt: Attempt) -> list[Any]:
+    """What the timeline says of lost workers."""
+    return told(attempt.context, WorkersLost)
+
+
+@pytest.mark.parametrize("reason", [failures.WORKERS_LOST, failures.DIVERGED, failures.HANG])
+def test_workers_that_may_do_better_start_again_and_each_end_is_told(
+    attempt: Attempt, reason: str
+) -> None:
+    lost = Failure(reason, "rank 3", evidence={"host": "10.0.0.3"})
+    ended, indices, _ = run(attempt, [lost, lost, None])
+    assert ended is None
+    assert indices == [0, 1, 2]
+    first, second = losses_told(attempt)
+    for index, event in enumerate((first, second)):
+        assert (event.run_index, event.reason, event.will_restart) == (index, reason, True)
+    assert first.evidence == {"host": "10.0.0.3"}
+
+
+def test_a_spent_budget_ends_the_attempt_with_the_last_failure(attempt: Attempt) -> None:
+    lost = [Failure(failures.WORKERS_LOST, f"life {index}") for index in range(3)]
+    ended, _, _ = run(attempt, list(lost))
+    assert ended == lost[2]
+    assert [e.will_restart for e in losses_told(attempt)] == [True, True, False]
+
+
+def test_what_the_next_attempt_would_do_otherwise_ends_this_one(attempt: Attempt) -> None:
+    context = replace(attempt.context, end_on=frozenset({failures.DEVICE_OOM}))
+    short = Failure(failures.DEVICE_OOM, "rank 3")
+    ended, indices, _ = run(replace(attempt, context=context), [short])
+    assert (ended, indices) == (short, [0])
+    assert [e.will_restart for e in losses_told(attempt)] == [False]
+
+
+def test_a_pause_is_no_loss_and_is_followed_by_no_other_life(attempt: Attempt) -> None:
+    ended, indices, _ = run(attempt, [PAUSED])
+    assert (ended, indices) == (PAUSED, [0])
+    assert not attempt.context.files.stream_path("driver").exists()
+
+
+def test_hosts_to_avoid_and_reasons_to_end_on_come_by_the_environment(tmp_path: Path) -> None:
+    plain = DriverContext.from_env(environment(tmp_path))
+    assert (plain.end_on, plain.avoided_hosts) == (frozenset(), ())
+    avoided = "10.0.0.7=1800000600 fe80::1=1800000700"
+    more = {"END_ON": "device_oom host_oom", "AVOIDED_HOSTS": avoided}
+    context = DriverContext.from_env(environment(tmp_path, **more))
+    assert context.end_on == {"device_oom", "host_oom"}
+    assert context.avoided_hosts == (("10.0.0.7", 1800000600.0), ("fe80::1", 1800000700.0))
+    with pytest.raises(KeyError, match="SHARDLOOM_JOB_ID"):
+        DriverContext.from_env({})
+
+
+def test_lost_hosts_do_not_spend_the_budget_but_wait_longer_each_time(attempt: Attempt) -> None:
+    host_lost = Failure(failures.HOST_LOST, "gone")
+    paid = Failure(failures.WORKERS_LOST, "killed")
+    ended, _, waited = run(attempt, [host_lost] * 6 + [paid, paid, None])
+    assert ended is None
+    assert waited[0] == 0.0
+    assert waited == sorted(waited)
+
+
+def test_a_restart_that_was_asked_for_is_no_failure_and_waits_for_nothing(attempt: Attempt) -> None:
+    ended, indices, waited = run(attempt, [Restart()] * 5 + [None])
+    assert ended is None
+    assert indices == list(range(6))
+    assert waited == []
+    assert not attempt.context.files.stream_path("driver").exists()
+
+
+def test_what_a_cluster_lacks_is_counted() -> None:
+    assert shortage({"CPU": 1.0}, 4, {"CPU": 4.0}) is None
+    message = shortage({"CPU": 2.0, "GPU": 1.0}, 16, {"CPU": 64.0, "GPU": 8.0})
+    assert message is not None
+    assert "16 GPU (the cluster has 8)" in message
+    assert "CPU (" not in message
+
+
+def test_a_host_takes_as_many_workers_as_its_scarcest_resource_allows() -> None:
+    assert num_that_fit({"CPU": 2.0}, {"CPU": 7.0}) == 3
+    assert num_that_fit({"CPU": 0.1}, {"CPU": 0.3}) == 3
+    assert num_that_fit({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0, "GPU": 4.0}) == 4
+    assert num_that_fit({"CPU": 1.0, "GPU": 1.0}, {"CPU": 16.0}) == 0
+
+
+def test_only_live_nodes_are_hosts_and_they_know_what_is_taken() -> None:
+    nodes = [
+        {"NodeID": "b", "NodeManagerAddress": "10.0.0.2", "Alive": True, "Resources": {"CPU": 4.0}},
+        {"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Alive": True, "Resources": {"CPU": 2.0}},
+        {"NodeID": "x", "NodeManagerAddress": "10.0.0.3", "Alive": False, "Resources": {}},
+    ]
+    hosts = hosts_of(nodes, {"b": {"CPU": 1.0}, "a": {"CPU": 2.0}}, {"b": 0}, {"CPU": 1.0})
+    assert [(h.address, h.num_slots, h.num_free, h.is_draining) for h in hosts] == [
+        ("10.0.0.1", 2, 2, False),
+        ("10.0.0.2", 4, 1, True),
+    ]
+
+
+def hosts(*num_slots: int) -> list[Host]:
+    """Empty hosts of these sizes."""
+    return [Host(f"10.0.0.{i}", slots, slots) for i, slots in enumerate(num_slots)]
+
+
+def needing(**parallelism: object) -> JobSpec:
+    """A spec with these settings of `parallelism`."""
+    return spec(parallelism=parallelism, recovery={"start_grace_s": 3})
+
+
+def choose(job: JobSpec, *looks: list[Host]) -> tuple[Choice | None, list[str]]:
+    """(the choice, what was told), where each look at the cluster finds the next of `looks`."""
+    told: list[str] = []
+    left = list(looks)
+    choice = choose_layout(
+        job, lambda: left.pop(0) if len(left) > 1 else left[0], told.append, wait=lambda _: None
+    )
+    return choice, told
+
+
+SURVIVOR = needing(workers=4, shard_group_size=2, placement="auto", survive={"hosts": 1})
+
+
+def test_what_must_survive_a_host_is_spread_over_hosts() -> None:
+    choice, told = choose(SURVIVOR, hosts(4, 4))
+    assert choice
+    assert choice.layout.placement == "inter_host"
+    assert choice.num_hosts_survived == 1
+    assert told == []
+
+
+def test_a_layout_that_lacks_hosts_waits_for_them() -> None:
+    choice, told = choose(SURVIVOR, hosts(8), hosts(8), hosts(8, 4))
+    assert choice
+    assert choice.num_hosts == 2
+    assert len(told) == 1
+    assert "needs 2 hosts" in told[0]
+
+
+def test_hosts_that_never_come_are_no_room() -> None:
+    with pytest.raises(NoLayout) as caught:
+        choose(SURVIVOR, hosts(8))
+    assert caught.value.failure.reason == failures.NO_ROOM
+    assert "add 1 host" in caught.value.failure.message
+
+
+def test_a_layout_that_no_cluster_can_give_is_refused_at_once() -> None:
+    sizes = {"workers": {"min": 1, "max": 4}, "shard_group_size": "auto", "survive": {"hosts": 1}}
+    job = needing(**sizes)
+    resources = job.resources.model_copy(update={"memory_bytes_per_worker": 100})
+    with pytest.raises(NoLayout) as caught:
+        choose(job.model_copy(update={"resources": resources}), hosts(4, 4))
+    assert caught.value.failure.reason == failures.BAD_SPEC
+
+
+def test_a_given_layout_is_not_refused_for_lack_of_room() -> None:
+    job = spec(parallelism={"workers": 4, "shard_group_size": 2})
+    assert choose(job, hosts(2)) == (None, [])

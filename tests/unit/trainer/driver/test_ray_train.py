@@ -1,0 +1,118 @@
+"""What Ray's errors say: the cause, and evidence for it, without Ray's guesses."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer import failures
+from trainer.failures import Failure, WorkerFailure
+
+pytest.importorskip("ray", reason="classification reads Ray's exception types")
+
+from ray.exceptions import ActorDiedError, NodeDiedError, OutOfMemoryError, RayActorError
+from ray.train.v2._internal.exceptions import (
+    WorkerGroupStartupFailedError,
+    WorkerGroupStartupTimeoutError,
+    WorkerHealthCheckFailedError,
+)
+from ray.train.v2.api.exceptions import ControllerError, PreemptionError, WorkerGroupError
+from ray.train.v2.api.preemption import PreemptionInfo
+
+from trainer.driver.ray_train import classify
+
+WORKER = """A worker health check failed.
+Worker info: Worker(
+  actor=Actor(RayTrainWorker, aa671cc1),
+  metadata=ActorMetadata(
+    hostname='vm',
+    node_id='1968b0bf',
+    node_ip='10.0.0.3',
+    pid=8358,
+  ),
+)"""
+KILLED = (
+    "The actor is dead because its worker process has died. Worker exit type: SYSTEM_ERROR Worker "
+    "exit detail: Worker unexpectedly exits with a connection error code 2. End of file. Some "
+    "common causes include: (1) the process was killed by the OOM killer due to high memory usage, "
+    "(2) ray stop --force was called, or (3) its node has died."
+)
+
+
+class _Death(RayActorError):
+    """A death as Ray tells of it."""
+
+    def __init__(self, text: str, preempted: bool = False) -> None:
+        super().__init__(None, text, False, preempted)
+
+
+def classified(errors: dict[int, Exception]) -> Failure:
+    return classify(WorkerGroupError("it failed", errors))
+
+
+def died(text: str, preempted: bool = False) -> Failure:
+    """The failure of workers of which rank 1 died with these words of Ray."""
+    death = WorkerHealthCheckFailedError(WORKER, _Death(text, preempted))
+    return classified({0: ValueError("odd"), 1: death})
+
+
+def test_a_fault_named_by_a_worker_is_the_cause_with_its_evidence() -> None:
+    failure = classified(
+        {
+            0: WorkerFailure(failures.WORKERS_LOST, "connection closed by peer"),
+            2: WorkerFailure(failures.DATA_ERROR, "part-00000, row 5", {"exception": "DataError"}),
+        }
+    )
+    assert failure.reason == failures.DATA_ERROR
+    assert failure.message == "rank 2: part-00000, row 5"
+    assert failure.evidence == {"rank": "2", "exception": "DataError"}
+
+
+def test_a_dead_worker_is_a_loss_whatever_its_peers_say() -> None:
+    failure = classified({0: ValueError("odd"), 3: ActorDiedError()})
+    assert failure.reason == failures.WORKERS_LOST
+    assert failure.is_death
+    assert failure.evidence["rank"] == "3"
+
+
+def test_ray_guesses_at_a_death_are_no_evidence() -> None:
+    failure = died(KILLED)
+    assert failure.reason == failures.WORKERS_LOST
+    assert failure.evidence["host"] == "10.0.0.3"
+    assert failure.evidence["pid"] == "8358"
+    assert failure.evidence["exit"].startswith("SYSTEM_ERROR: Worker unexpectedly exits")
+
+
+def test_a_dead_node_is_a_lost_host() -> None:
+    assert died("The actor died because its node has died. Node Id: 1968").reason == (
+        failures.HOST_LOST
+    )
+    assert classified({0: NodeDiedError("unreachable")}).reason == failures.HOST_LOST
+
+
+def test_the_memory_monitors_victim_ran_out_of_memory() -> None:
+    text = "Task was killed due to the node running low on memory. Memory on the node was 0.97"
+    assert died(text).reason == failures.HOST_OOM
+    assert classified({1: MemoryError("16 GiB")}).reason == failures.HOST_OOM
+    assert classified({0: OutOfMemoryError("threshold")}).reason == failures.HOST_OOM
+
+
+def test_a_preempted_node_is_told_from_a_lost_one() -> None:
+    failure = died("The actor died because its node has died.", preempted=True)
+    assert failure.reason == failures.PREEMPTED
+    info = PreemptionInfo(preempted_node_to_ranks={"1968": [2, 3]}, deadline_ms=None)
+    assert classify(PreemptionError(info)).reason == failures.PREEMPTED
+
+
+def test_an_error_in_training_code_is_told_with_its_type() -> None:
+    failure = classified({1: ZeroDivisionError("division by zero")})
+    assert failure.reason == failures.TRAINING_ERROR
+    assert failure.message == "rank 1: ZeroDivisionError: division by zero"
+    assert failure.evidence["exception"] == "ZeroDivisionError: division by zero"
+
+
+def test_workers_that_found_no_room_in_time_are_told_from_those_that_died() -> None:
+    timeout = classify(ControllerError(WorkerGroupStartupTimeoutError(4)))
+    assert timeout.reason == failures.NO_ROOM
+    start = WorkerGroupStartupFailedError("ActorDiedError: its node has died. ip: 10.0.0.3")
+    gone = classify(ControllerError(start))
+    assert (gone.reason, gone.evidence["host"]) == (failures.HOST_LOST, "10.0.0.3")

@@ -1,0 +1,145 @@
+"""The lock of a run folder: one owner, dead ones replaced, live ones named. No waiting."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.harness.clock import FakeClock
+from trainer.driver import main, run_lock
+from trainer.driver.attempt import DriverContext
+from trainer.driver.run_lock import LOCK_FILE, Owner, RunLock, hold_run, is_gone
+from trainer.failures import BAD_SPEC, RUN_IN_USE, Failure, WorkerFailure
+from trainer.protocol.outbox import EventWriter
+
+
+def lock(run_dir: Path, name: str, clock: FakeClock | None = None) -> RunLock:
+    """A lock that waits in no time."""
+    clock = clock or FakeClock()
+    return RunLock(run_dir, name, patience_s=5, clock=clock, sleep=clock.sleep)
+
+
+def meanwhile(happens: Callable[[], object]) -> FakeClock:
+    """A clock in each of whose sleeps something happens."""
+    return FakeClock(meanwhile=lambda _: happens() and None)
+
+
+def pretend(run_dir: Path, **changes: object) -> None:
+    """Make the lock file that of another process, or of one on another machine."""
+    path = run_dir / LOCK_FILE
+    owner = Owner.model_validate_json(path.read_bytes()).model_copy(update=changes)
+    path.write_bytes(owner.model_dump_json().encode())
+
+
+def test_the_second_attempt_is_refused_by_the_name_of_the_first(tmp_path: Path) -> None:
+    lock(tmp_path, "job-a0").acquire()
+    with pytest.raises(WorkerFailure, match=rf"job-a0 \(process {os.getpid()} on ") as refused:
+        lock(tmp_path, "job-a1").acquire()
+    assert refused.value.reason == RUN_IN_USE
+    assert str(tmp_path) in refused.value.message
+
+
+def test_a_released_folder_is_free(tmp_path: Path) -> None:
+    first = lock(tmp_path, "job-a0")
+    first.acquire()
+    first.release()
+    assert not (tmp_path / LOCK_FILE).exists()
+    lock(tmp_path, "job-a1").acquire()
+
+
+def test_a_dead_process_on_this_machine_is_replaced_at_once(tmp_path: Path) -> None:
+    lock(tmp_path, "job-a0").acquire()
+    pretend(tmp_path, process_start="1")  # its id is another process's by now
+    fake = FakeClock()
+    second = lock(tmp_path, "job-a1", clock=fake)
+    second.acquire()
+    assert fake.now < 1
+    assert second.beat()
+
+
+def test_an_owner_elsewhere_lives_while_it_beats_whatever_its_clock_says(tmp_path: Path) -> None:
+    lock(tmp_path, "job-a0").acquire()
+    beats = iter(range(1, 1000))
+
+    def beat() -> None:
+        pretend(tmp_path, machine="elsewhere", since=-1e9, beat=next(beats))
+
+    with pytest.raises(WorkerFailure, match="job-a0"):
+        lock(tmp_path, "job-a1", clock=meanwhile(beat)).acquire()
+
+
+def test_an_owner_elsewhere_that_stopped_beating_is_replaced(tmp_path: Path) -> None:
+    first = lock(tmp_path, "job-a0")
+    first.acquire()
+    pretend(tmp_path, machine="elsewhere")
+    lock(tmp_path, "job-a1").acquire()
+    assert not first.beat(), "the first learns that it lost the folder"
+    first.release()
+    assert "job-a1" in (tmp_path / LOCK_FILE).read_text(), "and leaves it to the second"
+
+
+def test_an_owner_that_ends_meanwhile_is_waited_for(tmp_path: Path) -> None:
+    first = lock(tmp_path, "job-a0")
+    first.acquire()
+    lock(tmp_path, "job-a1", clock=meanwhile(first.release)).acquire()
+    assert "job-a1" in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_of_two_that_take_over_the_one_whose_name_stays_has_it(tmp_path: Path) -> None:
+    lock(tmp_path, "job-a0").acquire()
+    pretend(tmp_path, process_start="1")
+
+    def third_comes() -> None:
+        pretend(tmp_path, name="job-a2", machine="elsewhere", token=os.urandom(4).hex())
+
+    with pytest.raises(WorkerFailure, match="job-a2"):
+        lock(tmp_path, "job-a1", clock=meanwhile(third_comes)).acquire()
+
+
+def test_a_damaged_lock_counts_until_it_was_watched_for_a_while(tmp_path: Path) -> None:
+    for content in (b"", b"\x00" * 99, b'{"name": "job-a'):
+        (tmp_path / LOCK_FILE).write_bytes(content)
+        fake = FakeClock()
+        lock(tmp_path, "job-a1", clock=fake).acquire()
+        assert fake.now >= 5
+
+
+def test_processes_of_other_machines_are_never_judged_by_their_number() -> None:
+    owner = Owner.here("job-a0").model_copy(update={"pid": 2**22 + 1, "machine": "elsewhere"})
+    assert is_gone(owner, Owner.here("job-a1").machine) is None
+    assert is_gone(owner.model_copy(update={"machine": "here"}), "here")
+
+
+def test_the_folder_is_held_for_a_block_and_free_after_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="inside"), hold_run(tmp_path, "job-a0", on_lost=int):
+        assert (tmp_path / LOCK_FILE).exists()
+        raise ValueError("inside")
+    assert not (tmp_path / LOCK_FILE).exists()
+
+
+def test_a_driver_refuses_a_folder_in_use_and_holds_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = DriverContext("job-1", "job-1-a1", tmp_path, None, 0)
+    writer = EventWriter(context.files.stream_path("driver"))
+    held = []
+
+    def attempt(context: DriverContext, writer: EventWriter) -> Failure:
+        held.append("job-1-a1" in (tmp_path / LOCK_FILE).read_text())
+        return Failure(BAD_SPEC, "the end")
+
+    monkeypatch.setattr(main, "check_versions", lambda: [])
+    monkeypatch.setattr(main, "run_until_stopped", attempt)
+    monkeypatch.setattr(run_lock, "PATIENCE_S", 0.0)
+    first = lock(tmp_path, "job-1-a0")
+    first.acquire()
+    refused = main.end_attempt(context, writer)
+    assert (refused.reason, held) == (RUN_IN_USE, [])
+    assert "job-1-a0 (process " in refused.message
+    first.release()
+    assert main.end_attempt(context, writer).reason == BAD_SPEC
+    assert held == [True]
+    assert not (tmp_path / LOCK_FILE).exists()

@@ -1,0 +1,406 @@
+"""A job's ranks and coordinator as plain objects whose messages a test delivers one by one.
+
+Ranks behave as workers do: train a lease, arrive, vote, apply. What a rank would compute is stood
+for by the syncs that it applied, as {commit: round}: two copies are equal if those are.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from trainer.coordination.detection import RankId
+from trainer.coordination.messages import (
+    Answer,
+    Arrive,
+    Heartbeat,
+    Hello,
+    Ledger,
+    Numbered,
+    Rejection,
+    Report,
+    Round,
+    RoundResult,
+    Vote,
+    Welcome,
+)
+from trainer.elastic.coordinator.interface import (
+    CommitRecord,
+    CoordinatorStatus,
+    Effect,
+    EmitEvent,
+    MembershipPolicy,
+    Reply,
+)
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.elastic.coordinator.membership import Membership
+from trainer.protocol.events import Event, RowsSkipped
+
+NUM_RANKS = 2
+COPIED_BYTES = 1000
+ROWS, EPOCHS, ROWS_PER_LEASE = 40, 2, 4
+
+
+@dataclass
+class Checkpoint:
+    """A ledger, and the syncs that the saved state has applied."""
+
+    ledger: Ledger = field(default_factory=Ledger)
+    applied: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
+class Copy:
+    """A listener's copy: the commit that its donor held at the start, and those heard since."""
+
+    base: int
+    heard: list[int] = field(default_factory=list)
+    is_done: bool = False
+
+
+class SimRank:
+    """One rank: what it knows, what it asked, what was sent to it."""
+
+    def __init__(self, world: World, rank_id: RankId, checkpoint: Checkpoint) -> None:
+        self.world, self.id = world, rank_id
+        self.inbox: deque[tuple[int, Answer]] = deque()
+        self.outbox: deque[Numbered] = deque()
+        self.hello = Hello(
+            group=rank_id.group,
+            incarnation=rank_id.incarnation,
+            rank=rank_id.rank,
+            num_ranks=NUM_RANKS,
+            host=f"host-{rank_id.group}",
+            pid=1,
+            donor=f"donor-{rank_id.group}-{rank_id.rank}",
+            origin=f"commit-{checkpoint.ledger.commit}",
+            standing="initial",
+            ledger=checkpoint.ledger,
+        )
+        self.applied = dict(checkpoint.applied)
+        self.standing = "initial"
+        self.ledger = checkpoint.ledger
+        self.copy: Copy | None = None
+        self.interval: tuple[int, ...] = ()
+        self.num_rows = 0
+        self.is_poisoned = False
+        self.will_refuse = False
+        self.is_through = False
+        self.is_fenced = False
+        self.round: Round | None = None
+        self.request: Numbered | None = None
+        self._next_id = 1
+        self.connect()
+
+    def connect(self) -> None:
+        """Say hello, and again what is unanswered."""
+        self.inbox.clear()
+        self.outbox.clear()
+        self.outbox.append(Numbered(id=0 if self.request else 1, body=self.hello))
+        if self.request:
+            self.outbox.append(self.request)
+
+    def ask(self, body: Arrive | Vote) -> None:
+        self._next_id += 1
+        self.request = Numbered(id=self._next_id, body=body)
+        self.outbox.append(self.request)
+
+    def hear(self) -> None:
+        """Take the next line from the coordinator."""
+        request_id, body = self.inbox.popleft()
+        if isinstance(body, Rejection):
+            self.is_fenced = True
+        elif isinstance(body, Welcome):
+            if self.request is None and not self.is_through:
+                self.arrive()
+        elif request_id and self.request and request_id == self.request.id:
+            self.request = None
+            if isinstance(body, Round):
+                self.hear_round(body)
+            else:
+                assert isinstance(body, RoundResult)
+                self.hear_verdict(body)
+
+    def arrive(self) -> None:
+        is_done = self.copy is not None and self.copy.is_done
+        has_finished = self.ledger.epoch == EPOCHS
+        self.ask(
+            Arrive(
+                standing=self.standing,
+                commit=self.ledger.commit,
+                leases=self.interval,
+                num_rows=self.num_rows,
+                has_copied=is_done,
+                copied_bytes=COPIED_BYTES if is_done else 0,
+                is_poisoned=self.is_poisoned,
+                report=Report(has_finished=has_finished) if self.id.rank == 0 else None,
+                sums={"loss": 2.0 * self.num_rows / NUM_RANKS},
+            )
+        )
+
+    def hear_round(self, round_: Round) -> None:
+        self.round = round_
+        own = next(m for m in round_.members if m.group == self.id.group)
+        assert own.incarnation == self.id.incarnation
+        if own.standing == "listening":
+            assert own.weight == 0
+            assert round_.donor or self.world.status.has_finished
+            self.copy = self.copy or Copy(round_.commit - 1)
+        members = tuple((m.group, m.incarnation) for m in round_.members)
+        news = {"members": members, "round": round_.round, "generation": round_.generation}
+        if round_.donor:
+            news["standing"] = "listening"
+        self.hello = self.hello.model_copy(update=news)
+        ok, self.will_refuse = not self.will_refuse, False
+        self.ask(Vote(round=round_.round, commit=round_.commit, ok=ok))
+
+    def hear_verdict(self, verdict: RoundResult) -> None:
+        voted = self.round
+        assert voted and verdict.round == voted.round
+        if verdict.committed:
+            assert (verdict.ledger.commit, verdict.ledger.round) == (voted.commit, voted.round)
+            self.apply(voted)
+        if verdict.standing == "current" and self.standing != "current":
+            self.become_current(verdict)
+        if verdict.standing != "current":
+            self.standing, self.interval, self.num_rows = "listening", (), 0
+            self.is_poisoned = False
+        if verdict.standing == "initial":
+            self.copy = None
+        self.ledger = verdict.ledger
+        if verdict.committed and verdict.standing == "current":
+            self.train(verdict)
+        self.remember(verdict)
+        self.is_through = verdict.has_finished or verdict.should_leave
+        if verdict.has_finished and self.standing == "current":
+            self.world.end = self.world.end or Checkpoint(verdict.ledger, dict(self.applied))
+        if not self.is_through:
+            self.arrive()
+
+    def apply(self, voted: Round) -> None:
+        if self.copy:
+            self.copy.heard.append(voted.commit)
+        else:
+            self.applied[voted.commit] = voted.round
+
+    def become_current(self, verdict: RoundResult) -> None:
+        if self.copy:
+            newest = verdict.ledger.commit
+            assert self.copy.is_done, "a group became current before its copy was complete"
+            assert self.copy.heard == list(range(self.copy.base + 1, newest + 1))
+            self.applied = dict(self.world.history[newest, verdict.round])
+        self.copy, self.standing = None, "current"
+
+    def train(self, verdict: RoundResult) -> None:
+        first = verdict.leases[:1]
+        self.interval = tuple(lease.id for lease in first)
+        self.num_rows = sum(lease.num_rows for lease in first)
+        if first and self.world.is_poison(first[0]):
+            self.is_poisoned = True
+
+    def remember(self, verdict: RoundResult) -> None:
+        standing = "current" if verdict.standing == "current" else "listening"
+        if self.hello.standing == "initial" and not verdict.committed:
+            standing = "initial"
+        news = {"ledger": verdict.ledger, "leases": verdict.leases, "standing": standing}
+        self.hello = self.hello.model_copy(update=news)
+
+
+class World:
+    """The job. Time stands still but for `wait`."""
+
+    def __init__(self, num_groups: int = 3, **policy: Any) -> None:
+        """`policy` overrides fields of `MembershipPolicy`."""
+        self.num_groups = num_groups
+        self.policy = MembershipPolicy(
+            num_groups=num_groups,
+            start_grace_s=30.0,
+            heartbeat_timeout_s=1.0,
+            vote_timeout_s=5.0,
+            on_non_finite="skip",
+        )
+        self.policy = replace(self.policy, **policy)
+        self.now = 1000.0
+        self.checkpoint = Checkpoint()
+        self.incarnations = dict.fromkeys(range(num_groups), 0)
+        self.groups: dict[int, list[SimRank]] = {}
+        self.journal: dict[tuple[int, int], CommitRecord] = {}
+        self.history: dict[tuple[int, int], dict[int, int]] = {}
+        self.events: list[Event] = []
+        self.poison: set[tuple[int, int]] = set()
+        self.hung: set[int] = set()
+        self.end: Checkpoint | None = None
+        self.start_coordinator()
+
+    def start_coordinator(self) -> None:
+        """A new one that knows nothing; every rank connects again."""
+        self.membership = Membership(self.policy, LeaseBook(ROWS, EPOCHS, ROWS_PER_LEASE))
+        self.greeted: dict[int, int] = {}
+        for rank in self.ranks():
+            if not rank.is_fenced and not rank.is_through:
+                rank.connect()
+
+    def start_group(self, group: int) -> None:
+        """A life of a group, from a live donor or from the checkpoint."""
+        life = self.incarnations[group]
+        ids = [RankId(group, life, rank) for rank in range(NUM_RANKS)]
+        self.groups[group] = [SimRank(self, rank_id, self.checkpoint) for rank_id in ids]
+
+    def kill(self, group: int) -> None:
+        """All ranks of a group end; the next life is another one."""
+        ranks = self.groups.pop(group)
+        self.hung.discard(group)
+        self.incarnations[group] += 1
+        for rank in ranks:
+            self.act(self.membership.on_disconnect(rank.id, self.now))
+
+    def deliver(self, rank: SimRank) -> None:
+        """One line from a rank reaches the coordinator."""
+        line = rank.outbox.popleft()
+        body, membership = line.body, self.membership
+        if isinstance(body, Hello):
+            known = self.greeted.get(rank.id.group, 0)
+            self.greeted[rank.id.group] = max(known, rank.id.incarnation)
+            self.act(membership.on_hello(body, line.id, self.now))
+        elif isinstance(body, Arrive):
+            self.act(membership.on_arrive(rank.id, line.id, body, self.now))
+        else:
+            assert isinstance(body, Vote)
+            self.act(membership.on_vote(rank.id, line.id, body, self.now))
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; ranks that do not hang beat."""
+        self.now += seconds
+        for rank in self.ranks():
+            if rank.id.group not in self.hung and not rank.outbox:
+                beat = Heartbeat(progress=0, phase="train", step=0)
+                self.act(self.membership.on_heartbeat(rank.id, beat, self.now))
+        self.act(self.membership.tick(self.now))
+
+    def act(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, EmitEvent):
+                self.events.append(effect.event)
+            elif isinstance(effect, CommitRecord):
+                self.enter(effect)
+            else:
+                self.send(effect)
+
+    def enter(self, record: CommitRecord) -> None:
+        """Note a commit, and all that a copy which is current has applied by then."""
+        sync = record.commit, record.round
+        self.journal[sync] = record
+        knowing = [m.group for m in record.members if m.standing != "listening"]
+        assert knowing or self.status.has_finished
+        if knowing:
+            applied = self.groups[knowing[0]][0].applied
+            self.history[sync] = applied | {record.commit: record.round}
+
+    def send(self, reply: Reply) -> None:
+        if isinstance(reply.body, Round):
+            for member in reply.body.members:
+                assert member.incarnation >= self.greeted[member.group], "a stale life in a round"
+        for rank in self.groups.get(reply.to.group, []):
+            if rank.id == reply.to:
+                rank.inbox.append((reply.id, reply.body))
+
+    def save(self) -> None:
+        """The leader's state becomes a durable checkpoint."""
+        leader = self.status.leader
+        if leader is not None and leader in self.groups:
+            rank = self.groups[leader][0]
+            if rank.standing == "current":
+                self.checkpoint = Checkpoint(rank.ledger, dict(rank.applied))
+
+    def is_poison(self, lease) -> bool:
+        """Whether rows of this lease make the loss NaN."""
+        return any(lease.epoch == e and lease.start <= row < lease.stop for e, row in self.poison)
+
+    def ranks(self) -> Iterator[SimRank]:
+        for group in sorted(self.groups):
+            yield from self.groups[group]
+
+    def current(self) -> list[SimRank]:
+        """Ranks of the groups that the coordinator holds to be current."""
+        status = self.status
+        lives = {(g.group, g.incarnation) for g in status.groups if g.standing == "current"}
+        ranks = self.ranks() if status.phase in ("running", "finished") else ()
+        return [r for r in ranks if r.id[:2] in lives and r.standing == "current"]
+
+    @property
+    def status(self) -> CoordinatorStatus:
+        return self.membership.status(self.now)
+
+    def told(self, kind: str) -> list[Any]:
+        """Events of one kind."""
+        return [event for event in self.events if event.kind == kind]
+
+    def run_until(self, is_so: Callable[[], object]) -> None:
+        """Deliver messages until something is so."""
+        for _ in range(2000):
+            if is_so():
+                return
+            self.exchange(num_turns=1)
+        raise AssertionError(f"it never came to that: {self.status}")
+
+    def run_to_commit(self, commit: int) -> None:
+        """Deliver messages until a sync counts."""
+        self.run_until(lambda: self.status.commit >= commit)
+
+    def exchange(self, num_turns: int) -> None:
+        """In each turn, every rank hears a line or gets one through."""
+        for _ in range(num_turns):
+            for rank in list(self.ranks()):
+                if rank.is_fenced or rank.id.group in self.hung:
+                    continue
+                if rank.inbox:
+                    rank.hear()
+                elif rank.outbox:
+                    self.deliver(rank)
+
+    def copy_all(self) -> None:
+        for rank in self.ranks():
+            if rank.copy:
+                rank.copy.is_done = True
+
+    def tend(self) -> None:
+        """Start again what ended, as a supervisor does."""
+        for group in range(self.num_groups):
+            ranks = self.groups.get(group)
+            if ranks and any(rank.is_fenced for rank in ranks):
+                self.kill(group)
+            if group not in self.groups:
+                self.start_group(group)
+
+    def run_to_end(self) -> None:
+        """No more faults: the run must end, for every rank of it."""
+        self.hung.clear()
+        for _ in range(300):
+            if self.end is None:
+                self.tend()
+            elif all(rank.is_through or rank.is_fenced for rank in self.ranks()):
+                return
+            self.exchange(num_turns=8)
+            self.copy_all()
+            self.wait(0.5)
+        raise AssertionError(f"the run does not end: {self.status}")
+
+    def check_rows(self) -> None:
+        """Every row is in one committed sync of the final state's, or was skipped on purpose."""
+        assert self.end, "the run has ended"
+        ledger = self.end.ledger
+        trained = [
+            (lease.epoch, row)
+            for sync in self.end.applied.items()
+            for leases in self.journal[sync].leases.values()
+            for lease in leases
+            for row in range(lease.start, lease.stop)
+        ]
+        assert len(trained) == len(set(trained)) == ledger.rows_trained
+        skips = [event for event in self.events if isinstance(event, RowsSkipped)]
+        skipped = {(s.epoch, row) for s in skips for row in range(s.start, s.stop)}
+        missing = {(e, row) for e in range(EPOCHS) for row in range(ROWS)} - set(trained)
+        assert missing <= skipped
+        assert len(missing) == ledger.rows_skipped

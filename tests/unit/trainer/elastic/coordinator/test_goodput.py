@@ -1,0 +1,166 @@
+"""Goodput arithmetic, of groups and of the job domain: where the time went."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.builders import workers_started
+from trainer.driver.job_runner import JobGoodput, StreamTail
+from trainer.elastic.coordinator.goodput import CAUSES, GoodputMeter
+from trainer.protocol.events import (
+    CheckpointCommitted,
+    Event,
+    Metrics,
+    Note,
+    Progress,
+    WorkersStarted,
+)
+from trainer.protocol.outbox import EventWriter
+
+
+def test_time_counts_once_it_is_committed() -> None:
+    meter = GoodputMeter()
+    for group in (0, 1):
+        meter.start(group, 0)
+        meter.train(group, 10)
+        meter.train(group, 16)  # Training again does not start the clock again.
+    meter.commit(40)
+    goodput = meter.read(40)
+    assert (goodput.useful_s, goodput.lost_s["start"]) == (60, 20)
+    assert goodput.share == 0.75
+    names = GoodputMeter().read(0).metrics()
+    assert set(names) == {"goodput/share"} | {f"goodput/lost_s/{cause}" for cause in CAUSES}
+
+
+def test_the_work_of_a_lost_group_is_redone_and_its_absence_is_recovery() -> None:
+    meter = GoodputMeter()
+    meter.start(0, 0)
+    meter.train(0, 0)
+    meter.commit(10)
+    meter.lose(0, 13)
+    meter.start(0, 18)
+    meter.train(0, 20)
+    meter.commit(30)
+    goodput = meter.read(30)
+    assert goodput.useful_s == 20
+    assert dict(goodput.lost_s) == {"redo": 3, "recovery": 5, "start": 2}
+
+
+def test_a_hang_is_told_from_work_that_was_lost() -> None:
+    meter = GoodputMeter()
+    meter.train(0, 0)
+    meter.lose(0, 100, hung_s=90)
+    assert dict(meter.read(100).lost_s) == {"hang": 90, "redo": 10, "recovery": 0}
+
+
+def test_saving_and_validating_are_no_training() -> None:
+    meter = GoodputMeter()
+    meter.train(0, 0)
+    meter.spend(0, "checkpoint", 2)
+    meter.spend(0, "validation", 3)
+    meter.commit(20)
+    goodput = meter.read(20)
+    assert (goodput.useful_s, dict(goodput.lost_s)) == (15, {"checkpoint": 2, "validation": 3})
+
+
+def test_a_group_that_left_costs_nothing_more() -> None:
+    meter = GoodputMeter()
+    meter.train(0, 0)
+    meter.commit(5)
+    meter.leave(0, 5)
+    assert meter.read(50).share == 1.0
+    assert meter.num_training == 0
+
+
+def test_commit_intervals_have_a_median() -> None:
+    meter = GoodputMeter()
+    assert meter.commit_interval_s == 0.0
+    for now in (0, 1, 2, 9):
+        meter.commit(now)
+    assert meter.commit_interval_s == 1
+
+
+ACTIONS = st.sampled_from(["start", "train", "lose", "commit", "spend"])
+HAPPENINGS = st.lists(
+    st.tuples(ACTIONS, st.integers(0, 2), st.integers(0, 20), st.integers(0, 30)), max_size=30
+)
+
+
+@given(HAPPENINGS)
+def test_every_second_of_every_group_is_accounted_for(
+    happenings: list[tuple[str, int, int, int]],
+) -> None:
+    meter, now, began = GoodputMeter(), 0, {}
+    for action, group, wait_s, amount_s in happenings:
+        now += wait_s
+        if action == "commit":
+            meter.commit(now)
+        elif action == "spend":
+            meter.spend(group, "checkpoint", amount_s)
+        else:
+            getattr(meter, action)(group, now)
+            began.setdefault(group, now)
+    goodput = meter.read(now)
+    total_s = goodput.useful_s + sum(goodput.lost_s.values())
+    assert total_s == pytest.approx(sum(now - since for since in began.values()))
+    assert goodput.useful_s >= -1e-9
+    assert all(each >= -1e-9 for each in goodput.lost_s.values())
+
+
+def progress(time: float, step: int) -> Progress:
+    return Progress(
+        time=time, step=step, total_steps=100, epoch=0, rows=0, rows_per_s=0.0, eta_s=0.0
+    )
+
+
+def started(time: float, resumed_step: int = 0) -> WorkersStarted:
+    return workers_started().model_copy(update={"time": time, "resumed_step": resumed_step})
+
+
+def checkpoint(time: float, step: int) -> CheckpointCommitted:
+    return CheckpointCommitted(time=time, step=step, path="", size_bytes=0, duration_s=0.0)
+
+
+def test_a_tail_reads_each_complete_record_once(tmp_path: Path) -> None:
+    path = tmp_path / "stream.jsonl"
+    tail = StreamTail(path)
+    assert tail.read(0.0) == []
+    note = Note(time=1.0, message="one")
+    EventWriter(path).write(note)
+    with path.open("ab") as file:
+        file.write(b'{"time": 2.0, "kind"')
+    assert tail.read(0.0) == [note]
+    assert tail.read(0.0) == []
+    with path.open("ab") as file:
+        file.write(b': "note", "message": "two"}\n')
+    assert tail.read(0.0) == [Note(time=2.0, message="two")]
+
+
+def test_time_since_the_newest_checkpoint_is_lost_with_the_workers(tmp_path: Path) -> None:
+    told: list[Event] = []
+    goodput = JobGoodput(told.append)
+    first, second = tmp_path / "workers-0.jsonl", tmp_path / "workers-1.jsonl"
+    goodput.begin(first, now=0.0)
+    writer = EventWriter(first)
+    for event in (started(10.0), checkpoint(30.0, step=20), progress(50.0, step=40)):
+        writer.write(event)
+    goodput.look(50.0)
+    assert isinstance(told[-1], Metrics)
+    assert told[-1].values["risk/steps_undurable"] == 20.0
+    goodput.end(50.0, is_lost=True)
+
+    goodput.begin(second, now=60.0)
+    EventWriter(second).write(started(70.0, resumed_step=20))
+    EventWriter(second).write(checkpoint(90.0, step=40))
+    goodput.end(90.0, is_lost=False)
+    values = told[-1].values
+    assert values["goodput/lost_s/start"] == pytest.approx(20.0)
+    assert values["goodput/lost_s/redo"] == pytest.approx(20.0)
+    assert values["goodput/lost_s/recovery"] == pytest.approx(10.0)
+    assert values["goodput/share"] == pytest.approx(40.0 / 90.0)
+    assert values["risk/steps_undurable"] == 0.0
+    assert told[-1].step == 40

@@ -1,0 +1,553 @@
+"""What the coordinator decides, case by case; `test_membership_machine` mixes the cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.unit.trainer.elastic.coordinator.elastic_world import (
+    COPIED_BYTES,
+    EPOCHS,
+    NUM_RANKS,
+    ROWS,
+    Checkpoint,
+    World,
+)
+from trainer.checkpoint.manager import TrainState
+from trainer.coordination.detection import RankId
+from trainer.coordination.messages import (
+    Arrive,
+    EpochRows,
+    Heartbeat,
+    Hello,
+    LeaderProgress,
+    Ledger,
+)
+from trainer.data.position import DataPosition
+from trainer.elastic.coordinator.goodput import RunMetrics
+from trainer.elastic.coordinator.groups import (
+    Group,
+    choose_donor,
+    choose_start,
+    copies_alive,
+    disagreement,
+)
+from trainer.elastic.coordinator.rounds import form_round
+from trainer.elastic.group_session import GroupSession
+
+
+def running(num_groups: int = 3, commit: int = 2, **policy) -> World:
+    """A job that has come to `commit`."""
+    world = World(num_groups, **policy)
+    world.tend()
+    world.run_to_commit(commit)
+    return world
+
+
+def standings(world: World) -> dict[int, str]:
+    return {group.group: group.standing for group in world.status.groups}
+
+
+def beat(
+    world: World, group: int, rank: int, progress: int, phase: str = "train", **times: float
+) -> None:
+    """A rank says how it gets on."""
+    rank_id = RankId(group, world.incarnations[group], rank)
+    heartbeat = {"progress": progress, "phase": phase, "step": 1, "step_time_s": 0.1} | times
+    world.act(world.membership.on_heartbeat(rank_id, Heartbeat(**heartbeat), world.now))
+
+
+def begun_alone(num_groups: int = 3, **policy) -> World:
+    """A job of which only the first group has come."""
+    world = World(num_groups, **policy)
+    world.start_group(0)
+    world.exchange(20)
+    return world
+
+
+def listening(world: World, group: int) -> bool:
+    """Whether a group copies what it is to train."""
+    return standings(world).get(group) == "listening" and bool(world.groups[group][0].copy)
+
+
+def has_ready(world: World, group: int, kind: str) -> bool:
+    """Whether all ranks of a group are about to send this message."""
+    lines = [rank.outbox[0].body.kind for rank in world.groups[group] if rank.outbox]
+    return lines == [kind] * len(world.groups[group])
+
+
+def tick(world: World, seconds: float) -> None:
+    """Time passes without heartbeats."""
+    world.now += seconds
+    world.act(world.membership.tick(world.now))
+
+
+def test_the_first_round_waits_for_every_group():
+    world = World(num_groups=3)
+    world.start_group(0)
+    world.start_group(1)
+    world.exchange(20)
+    world.wait(1)
+    assert world.status.phase == "starting"
+    world.start_group(2)
+    world.run_to_commit(1)
+    assert set(standings(world).values()) == {"current"}
+
+
+def test_the_first_round_does_not_wait_for_ever():
+    world = begun_alone(start_grace_s=30.0)
+    for _ in range(60):
+        world.wait(0.5)
+    world.run_to_commit(1)
+    assert standings(world) == {0: "current"}
+
+
+def test_fewer_groups_are_enough_once_no_more_are_expected():
+    world = begun_alone()
+    world.act(world.membership.expect([0], world.now))
+    world.run_to_commit(1)
+    assert standings(world) == {0: "current"}
+
+
+def with_rows_done(num_rows: int) -> Checkpoint:
+    """The checkpoint of commit 7, by which so many rows were trained."""
+    rows = (EpochRows(epoch=0, done=((0, num_rows),)),)
+    return Checkpoint(Ledger(commit=7, round=9, open_epochs=rows, rows_trained=num_rows), {})
+
+
+def test_a_group_that_starts_from_an_older_checkpoint_copies():
+    world = World(num_groups=3)
+    world.start_group(0)
+    world.checkpoint = with_rows_done(20)
+    world.start_group(1)
+    world.start_group(2)
+    world.run_to_commit(8)
+    assert standings(world) == {0: "listening", 1: "current", 2: "current"}
+    assert world.status.ledger.rows_trained == 20
+
+
+def test_a_ledger_of_other_data_fails_the_run():
+    world = World(num_groups=1)
+    world.checkpoint = with_rows_done(ROWS + 1)
+    world.start_group(0)
+    world.exchange(20)
+    assert world.status.failure is not None
+    assert world.status.failure.reason == "data_error"
+    assert "the data has changed" in world.status.failure.message
+
+
+def test_groups_weigh_as_many_rows_as_they_trained_and_sums_become_means_per_row():
+    world = running(commit=1)
+    world.run_until(lambda: any(rank.num_rows for rank in world.ranks()))
+    world.run_to_commit(2)
+    (members,) = (record.members for record in world.journal.values() if record.commit == 2)
+    assert [member.weight for member in members] == [4, 4, 4]
+    assert world.status.ledger.metrics == {"loss": 2.0}
+
+
+def test_a_refused_round_is_tried_again_with_the_same_rows():
+    world = running()
+    trained = world.status.ledger.rows_trained
+    world.groups[1][0].will_refuse = True
+    world.run_to_commit(3)
+    assert world.status.ledger.rows_trained == trained + 12
+    (recovered,) = world.told("recovered")
+    assert (recovered.num_tries, recovered.syncs_lost) == (2, 0)
+    assert recovered.cause.startswith("group 1 rank 0 refused")
+
+
+def test_a_group_that_refuses_again_and_again_is_lost():
+    world = running(max_refusals=3)
+
+    def refuse() -> bool:
+        for rank in world.groups[1]:
+            rank.will_refuse = True
+        return bool(world.told("group_lost"))
+
+    world.run_until(refuse)
+    assert world.told("group_lost")[0].reason == "exchange"
+    world.run_to_commit(3)
+
+
+def test_a_lost_group_ends_the_round_and_others_train_its_rows():
+    world = running()
+    world.run_until(lambda: world.groups[0][0].round is not None)
+    world.kill(2)
+    (lost,) = world.told("group_lost")
+    assert (lost.group, lost.reason, lost.rows_returned) == (2, "connection", 8)
+    world.now += 1.0
+    world.run_to_commit(3)
+    (recovered,) = world.told("recovered")
+    assert recovered.syncs_lost == 1
+    assert recovered.pause_s == pytest.approx(1.0)
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_silence_loses_a_group_unless_the_coordinator_slept():
+    world = running()
+    world.hung.add(1)
+    world.wait(0.9)
+    assert 1 in standings(world)
+    world.wait(0.2)
+    assert [lost.reason for lost in world.told("group_lost")] == ["silent"]
+    world = running()
+    world.wait(0.1)
+    tick(world, 3600)
+    assert not world.told("group_lost")
+
+
+def test_a_rank_that_gets_nothing_done_loses_its_group_although_it_beats():
+    world = running(min_hang_s=20.0, hang_factor=2.0)
+    world.run_until(lambda: has_ready(world, 0, "arrive"))
+    world.hung.add(0)
+    world.deliver(world.groups[0][0])
+    world.exchange(20)
+    for _ in range(60):
+        for group in standings(world):
+            for rank in (0, 1):
+                beat(world, group, rank, progress=1)
+        tick(world, 0.4)
+    (found,) = world.told("hang_found")
+    assert (found.group, found.rank) == (0, 1)
+    assert found.idle_s == pytest.approx(20, abs=1)
+    assert standings(world).keys() == {1, 2}, "who waits for a hung group does not hang"
+
+
+def test_a_rank_may_stand_still_for_longer_outside_of_training():
+    world = running(num_groups=2, min_hang_s=20.0, heartbeat_timeout_s=60.0)
+    world.run_until(lambda: has_ready(world, 0, "arrive"))
+    world.hung.add(0)
+    world.exchange(20)
+    while not world.told("hang_found"):
+        for rank in (0, 1):
+            beat(world, 1, rank, progress=1)
+            beat(world, 0, rank, progress=1, phase="validation")
+        tick(world, 25.0)
+    (found,) = world.told("hang_found")
+    assert (found.group, found.phase, found.idle_s) == (0, "validation", 225.0)
+    assert [found.phase for found in world.told("hang_found")] == ["validation"]
+
+
+def test_a_rank_that_does_not_vote_in_time_loses_its_group():
+    world = running(vote_timeout_s=5.0)
+    world.run_until(lambda: has_ready(world, 2, "vote"))
+    world.hung.add(2)
+    world.exchange(20)
+    for _ in range(60):
+        for rank in (0, 1):
+            beat(world, 2, rank, progress=int(world.now))
+        world.wait(0.1)
+    assert [found.phase for found in world.told("hang_found")] == ["sync"]
+    world.run_to_commit(3)
+
+
+def test_a_newer_life_fences_the_older_one():
+    world = running()
+    old = world.groups.pop(1)
+    world.incarnations[1] = 1
+    world.start_group(1)
+    world.exchange(20)
+    assert [lost.reason for lost in world.told("group_lost")] == ["replaced"]
+    world.groups[1] = old
+    old[0].connect()
+    world.exchange(2)
+    assert old[0].is_fenced
+
+
+def test_a_listener_counts_after_the_commit_that_follows_its_copy():
+    world = running(num_groups=2)
+    world.kill(1)
+    world.run_to_commit(3)
+    world.start_group(1)
+    world.run_until(lambda: listening(world, 1))
+    world.copy_all()
+    world.run_until(lambda: standings(world)[1] == "current")
+    joined = world.told("group_joined")
+    assert [each.how for each in joined] == ["start", "start", "peer_copy"]
+    assert [each.copied_bytes for each in joined] == [0, 0, NUM_RANKS * COPIED_BYTES]
+
+
+def test_a_listener_that_misses_a_commit_starts_over_and_holds_up_nobody():
+    world = running(num_groups=2)
+    world.kill(1)
+    world.start_group(1)
+    world.run_until(lambda: world.groups[1][0].copy and has_ready(world, 1, "arrive"))
+    world.hung.add(1)
+    world.run_to_commit(world.status.commit + 2)
+    world.copy_all()
+    world.hung.clear()
+    world.run_until(lambda: world.groups[1][0].copy is None)
+    assert standings(world)[1] == "listening"
+
+
+def test_a_listener_without_a_donor_ends():
+    world = running(num_groups=2)
+    world.kill(1)
+    world.start_group(1)
+    world.run_until(lambda: listening(world, 1))
+    world.kill(0)
+    world.exchange(20)
+    reasons = [lost.reason for lost in world.told("group_lost")]
+    assert reasons == ["connection", "connection", "no_donor"]
+    world.run_to_end()
+    world.check_rows()
+
+
+def test_a_group_that_is_asked_to_leaves_at_the_next_commit():
+    world = running()
+    world.act(world.membership.retire(1, "resize", world.now))
+    world.run_until(lambda: all(rank.is_through for rank in world.groups[1]))
+    (left,) = world.told("group_left")
+    assert (left.group, left.cause) == (1, "resize")
+    assert not world.told("group_lost")
+    assert standings(world).keys() == {0, 2}
+    alone = running(num_groups=1)
+    alone.act(alone.membership.retire(0, "drain", alone.now))
+    alone.run_to_commit(5)
+    assert standings(alone) == {0: "current"}, "the last group does not leave"
+
+
+def straggling(world: World, times_of: Callable[[int, int], tuple[float, float]]) -> None:
+    """Thirty windows in which each rank takes the step and local times given."""
+    for window in range(30):
+        for group in (0, 1, 2):
+            for rank in (0, 1):
+                step_time_s, local_s = times_of(group, rank)
+                beat(world, group, rank, window, step_time_s=step_time_s, local_s=local_s)
+        tick(world, 0.4)
+
+
+def test_a_straggler_is_told_by_name_and_replaced_if_that_is_wanted():
+    world = running(replace_stragglers=True, straggler_window_s=1.0)
+    straggling(world, lambda group, rank: (0.5 if group == 1 else 0.1, 0.0))
+    found = world.told("straggler_found")
+    assert {(each.group, each.action) for each in found} == {(1, "replace")}
+    world.run_until(lambda: world.told("group_left"))
+    assert world.told("group_left")[0].cause == "straggler"
+    # A rank that holds up its own group.
+    world = running(straggler_window_s=1.0)
+    slow = (0.1, 0.09)
+    straggling(
+        world, lambda *rank: slow if rank == (1, 1) else (0.1 if rank[0] == 1 else 0.05, 0.04)
+    )
+    assert [(each.group, each.rank) for each in world.told("straggler_found")] == [(1, 1)]
+
+
+@pytest.mark.parametrize("num_groups", [1, 3])
+def test_rows_that_poison_the_loss_are_left_out_and_their_group_starts_over(num_groups):
+    world = World(num_groups)
+    world.poison.add((0, 5))
+    world.tend()
+    if num_groups == 1:
+        world.run_until(lambda: world.told("group_left"))
+        assert world.told("group_left")[0].cause == "poisoned"
+    else:
+        world.run_until(lambda: world.told("rows_skipped"))
+        (skipped,) = world.told("rows_skipped")
+        assert skipped.start <= 5 < skipped.stop
+        assert list(standings(world).values()).count("listening") == 1
+    world.run_to_end()
+    world.check_rows()
+    assert world.end
+    assert world.end.ledger.rows_skipped == 4
+
+
+def test_poison_fails_the_run_where_that_is_asked_for():
+    world = World(on_non_finite="fail")
+    world.poison.add((0, 5))
+    world.tend()
+    world.run_until(lambda: world.status.failure)
+    assert world.status.failure
+    assert world.status.failure.reason == "non_finite"
+    world.exchange(10)
+    assert all(rank.is_fenced for rank in world.ranks())
+
+
+def test_the_lowest_group_leads_until_it_is_lost():
+    world = running()
+    assert world.status.leader == 0
+    world.kill(0)
+    assert world.status.leader == 1
+    world.start_group(0)
+    world.run_until(lambda: listening(world, 0))
+    world.copy_all()
+    world.run_until(lambda: standings(world)[0] == "current")
+    assert world.status.leader == 1
+
+
+def test_a_listener_hears_of_the_end_too():
+    world = running(num_groups=2)
+    world.kill(1)
+    world.start_group(1)
+    world.run_until(lambda: world.groups[1][0].copy and has_ready(world, 1, "arrive"))
+    world.hung.add(1)
+    world.run_until(lambda: world.status.has_finished)
+    world.hung.clear()
+    world.run_until(lambda: all(rank.is_through for rank in world.ranks()))
+    assert world.status.ledger.epoch == EPOCHS
+    assert world.told("metrics"), "the last metrics go out"
+
+
+def test_a_sync_that_one_rank_heard_of_counts_for_all():
+    world = running()
+    world.run_until(lambda: all(has_ready(world, group, "vote") for group in range(3)))
+    for rank in world.ranks():
+        world.deliver(rank)
+    heard = world.groups[0][0]
+    heard.hear()
+    assert [rank.ledger.commit for rank in world.ranks()] == [3, 2, 2, 2, 2, 2]
+    world.start_coordinator()
+    world.run_until(lambda: all(rank.ledger.commit >= 3 for rank in world.ranks()))
+    assert {rank.applied[3] for rank in world.ranks()} == {heard.applied[3]}
+    assert not world.told("group_lost")
+
+
+def test_nothing_is_answered_until_all_are_back():
+    world = running()
+    world.start_coordinator()
+    world.hung.add(2)
+    world.exchange(20)
+    world.wait(0.5)
+    assert world.status.phase == "recovering"
+    assert all(rank.ledger.commit <= 3 for rank in world.ranks())
+    world.hung.clear()
+    world.run_to_commit(4)
+
+
+def test_who_comes_back_too_late_is_fenced():
+    world = running()
+    world.start_coordinator()
+    world.hung.add(2)
+    world.exchange(5)
+    for _ in range(40):
+        world.wait(0.1)
+    world.run_to_commit(4)
+    world.hung.clear()
+    world.exchange(10)
+    assert all(rank.is_fenced for rank in world.groups[2])
+    world.run_to_end()
+    world.check_rows()
+
+
+def group(number: int, *hosts: str, origin: str = "seed-0", commit: int = 0) -> Group:
+    """A current group with one rank on each host."""
+    made = None
+    facts = {"group": number, "incarnation": 0, "num_ranks": max(len(hosts), 1), "pid": 1}
+    facts |= {"donor": "", "origin": origin, "standing": "initial"}
+    for rank, host in enumerate(hosts or ("a",)):
+        hello = Hello(**facts, rank=rank, host=host, ledger=Ledger(commit=commit))
+        made = made or Group(hello, now=0.0)
+        made.greet(hello)
+    assert made
+    made.standing = "current"
+    return made
+
+
+def test_copies_on_one_host_are_lost_together():
+    groups = [group(0, "a", "b"), group(1, "a", "c"), group(2, "a", "d")]
+    assert copies_alive(groups) == (3, 1), "all first ranks are on host a"
+    assert copies_alive([group(0, "a"), group(1, "b")]) == (2, 2)
+    assert copies_alive([]) == (0, 0)
+    listener = group(1, "b")
+    listener.standing = "listening"
+    assert copies_alive([group(0, "a"), listener]) == (1, 1), "who copies is no copy"
+
+
+def test_listeners_spread_over_the_donors_and_stay_with_theirs():
+    donors, listeners = [group(0), group(1)], [group(2), group(3), group(4)]
+    groups = {each.group: each for each in donors + listeners}
+    for listener in listeners:
+        listener.donor = choose_donor(listener, donors, groups).group
+    assert [listener.donor for listener in listeners] == [1, 0, 1]
+    assert choose_donor(listeners[1], donors, groups).group == 0
+    assert choose_donor(listeners[0], donors[:1], groups).group == 0, "its donor is gone"
+
+
+def test_a_run_begins_from_the_most_commits_and_then_from_what_most_hold():
+    most = [group(0, origin="x"), group(1, origin="y"), group(2, origin="y")]
+    assert [each.group for each in choose_start(most)] == [1, 2]
+    assert [each.group for each in choose_start([*most, group(3, commit=1)])] == [3]
+
+
+def test_ranks_of_a_group_must_come_with_the_same():
+    pair = group(0, "a", "a")
+    same = Arrive(standing="current", commit=1, leases=(1,), num_rows=4)
+    pair.ranks[0].request = pair.ranks[1].request = same
+    assert disagreement(pair) is None
+    pair.ranks[1].request = same.model_copy(update={"leases": (2,)})
+    assert "different leases" in (disagreement(pair) or "")
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected", "loss"),
+    [
+        ((None, None), [4.0, 12.0], 2.0),
+        ((30.0, 2.0), [30.0, 2.0], 1.0),
+        # Both trained, if on rows that do not count: their copies must become equal again.
+        ((0.0, 0.0), [4e-9, 12e-9], 32.0 / 16e-9),
+    ],
+)
+def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss):
+    groups = [group(0), group(1)]
+    for each, num_rows, weight in zip(groups, (4, 12), weights, strict=True):
+        each.ranks[0].request = Arrive(
+            standing="current", commit=1, num_rows=num_rows, weight=weight, sums={"loss": 16.0}
+        )
+    opened = form_round(1, 1, 2, groups, [])
+    assert [member.weight for member in opened.members] == pytest.approx(expected)
+    assert opened.means == pytest.approx({"loss": loss})
+
+
+def test_a_pause_is_what_a_recovery_took_beyond_the_usual():
+    chronicle = RunMetrics(rows_per_step=10)
+    for now in (1.0, 2.0, 3.0):
+        chronicle.try_round()
+        assert chronicle.commit(generation=1, commit=int(now), now=now) is None
+    chronicle.try_round()
+    chronicle.trouble("connection", 3.5, syncs_lost=1)
+    chronicle.trouble("group 1 was lost", 3.6)
+    chronicle.try_round()
+    recovered = chronicle.commit(generation=2, commit=4, now=4.5)
+    assert recovered
+    assert recovered.pause_s == pytest.approx(0.5)
+    assert (recovered.cause, recovered.syncs_lost, recovered.num_tries) == ("connection", 1, 2)
+    assert chronicle.commit(generation=2, commit=5, now=5.5) is None
+
+
+def test_steps_are_at_risk_until_a_checkpoint_holds_them():
+    chronicle = RunMetrics(rows_per_step=10)
+    for commit in range(1, 5):
+        chronicle.remember(Ledger(commit=commit, rows_trained=100 * commit))
+    for checkpoint, num_steps in ((3, 10), (4, 0)):
+        ledger = Ledger(commit=4, rows_trained=400, checkpoint_commit=checkpoint)
+        assert chronicle.metrics(ledger, 1, 0.0)["risk/steps_undurable"] == num_steps
+
+
+def leader(ledger: Ledger, step: int, epoch: int, validate_every: int | None) -> GroupSession:
+    """A session that stands at `step` of 100 and holds `ledger`; what trains is left out."""
+    session: Any = GroupSession.__new__(GroupSession)
+    training = SimpleNamespace(validate_every_steps=validate_every, early_stopping=None)
+    session.spec = SimpleNamespace(
+        training=training, checkpoint=SimpleNamespace(every_steps=10), data=None
+    )
+    session.ledger, session.total_steps = ledger, 100
+    session.validation_source, session._has_finished = object(), False
+    session.state = TrainState(step=step, position=DataPosition(epoch))
+    session._before = TrainState(step=step - 1, position=DataPosition(epoch))
+    return session
+
+
+@pytest.mark.parametrize("validate_every", [None, 10])
+def test_what_a_lost_leader_did_not_do_is_due_for_the_next(validate_every: int | None) -> None:
+    undone = leader(Ledger(led=LeaderProgress(step=38, epoch=0)), 41, 1, validate_every)
+    assert undone.is_validation_step() and undone.is_checkpoint_step()
+    done = leader(Ledger(led=LeaderProgress(step=40, epoch=1)), 41, 1, validate_every)
+    assert not done.is_validation_step() and not done.is_checkpoint_step()
+    # A resumed run owes nothing for what its checkpoint holds.
+    assert TrainState(step=40, position=DataPosition(2, 5)).ledger.led == LeaderProgress(
+        step=40, epoch=2
+    )

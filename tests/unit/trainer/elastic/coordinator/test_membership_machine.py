@@ -1,0 +1,112 @@
+"""Membership under any order of messages, losses, hangs and restarts of the coordinator itself."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from tests.harness.properties import examples
+from tests.unit.trainer.elastic.coordinator.elastic_world import EPOCHS, ROWS, World
+
+GROUPS = st.integers(0, 2)
+RANKS = st.integers(0, 5)
+
+
+class MembershipMachine(RuleBasedStateMachine):
+    """Three groups of two ranks train a small data set while everything goes wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World()
+        self.world.tend()
+
+    def pick(self, index: int):
+        ranks = list(self.world.ranks())
+        return ranks[index % len(ranks)] if ranks else None
+
+    @rule(num_turns=st.integers(1, 20))
+    def exchange(self, num_turns):
+        self.world.exchange(num_turns)
+
+    @rule(index=RANKS)
+    def deliver_one(self, index):
+        rank = self.pick(index)
+        if rank and rank.outbox and rank.id.group not in self.world.hung:
+            self.world.deliver(rank)
+
+    @rule(index=RANKS)
+    def hear_one(self, index):
+        rank = self.pick(index)
+        if rank and rank.inbox and not rank.is_fenced and rank.id.group not in self.world.hung:
+            rank.hear()
+
+    @rule()
+    def end_copies(self):
+        self.world.copy_all()
+
+    @rule(group=GROUPS)
+    def kill_group(self, group):
+        if group in self.world.groups and self.world.end is None:
+            self.world.kill(group)
+
+    @rule()
+    def tend(self):
+        if self.world.end is None:
+            self.world.tend()
+
+    @rule(group=GROUPS)
+    def hang(self, group):
+        self.world.hung.add(group)
+
+    @rule(index=RANKS)
+    def refuse_next_round(self, index):
+        rank = self.pick(index)
+        if rank:
+            rank.will_refuse = True
+
+    @rule(seconds=st.sampled_from([0.1, 0.6, 6.0]))
+    def wait(self, seconds):
+        self.world.wait(seconds)
+
+    @rule()
+    def restart_coordinator(self):
+        if self.world.end is None:
+            self.world.start_coordinator()
+
+    @rule()
+    def save(self):
+        self.world.save()
+
+    @rule(epoch=st.integers(0, EPOCHS - 1), row=st.integers(0, ROWS - 1))
+    def poison(self, epoch, row):
+        if len(self.world.poison) < 2:
+            self.world.poison.add((epoch, row))
+
+    @rule(group=GROUPS, cause=st.sampled_from(["resize", "drain"]))
+    def retire(self, group, cause):
+        self.world.act(self.world.membership.retire(group, cause, self.world.now))
+
+    @invariant()
+    def copies_are_equal(self):
+        """Of the syncs that two current copies know, each was applied by both, or by neither."""
+        applied = [rank.applied for rank in self.world.current()]
+        for one in applied:
+            for other in applied:
+                behind = min(max(one, default=0), max(other, default=0))
+                assert {c: r for c, r in one.items() if c <= behind} == {
+                    c: r for c, r in other.items() if c <= behind
+                }
+
+    def teardown(self):
+        self.world.run_to_end()
+        self.world.check_rows()
+
+
+TestMembership = MembershipMachine.TestCase
+TestMembership.settings = settings(
+    max_examples=examples(40, fast=12),
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)

@@ -1,0 +1,55 @@
+"""A run folder and its exports, one for each quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.unit.trainer.export.export_case import make_spec, write_data, write_run
+from trainer.export.exporter import ExportRequest, export
+from trainer.export.report import Report
+from trainer.protocol.run_dir import RunDir
+
+Exports = Callable[[Any], tuple[Path, Report]]
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Both splits of the rows, and a vocabulary of users."""
+    folder = write_data(tmp_path_factory.mktemp("data"))
+    (folder / "vocab").mkdir()
+    names = {"value": ["ann", "bob", "cid"], "index": [1, 2, 3]}
+    pq.write_table(pa.table(names), folder / "vocab" / "user.parquet")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def run_dir(data: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+    """A run with checkpoints of steps 7 and 20."""
+    return write_run(tmp_path_factory.mktemp("run"), make_spec(data), 7, 20)
+
+
+@pytest.fixture(scope="session")
+def exports(run_dir: RunDir, tmp_path_factory: pytest.TempPathFactory) -> Exports:
+    """A function that gives the export of step 20 in a quantisation, and its report."""
+    made: dict[Any, tuple[Path, Report]] = {}
+
+    def exported(quantize: Any) -> tuple[Path, Report]:
+        if quantize not in made:
+            folder = tmp_path_factory.mktemp("exports") / quantize
+            report = export(ExportRequest(run_dir.root, folder, quantize=quantize))
+            made[quantize] = folder, report
+        return made[quantize]
+
+    return exported
+
+
+@pytest.fixture(scope="session")
+def exported(exports: Exports) -> Path:
+    """The export in int8, which is the default."""
+    return exports("int8")[0]

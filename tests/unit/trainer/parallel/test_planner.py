@@ -1,0 +1,165 @@
+"""What the planner may do with each table, what it is told of hosts, and what a plan says."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec, ShardMetadata
+from torchrec.distributed.planner.types import CollectiveType
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding, ShardingPlan
+
+from tests.unit.trainer.spec.test_spec import minimal
+from trainer.parallel.mesh import ranks_per_host
+from trainer.parallel.planner import (
+    Bandwidths,
+    MeasuredBandwidths,
+    PlanError,
+    median_bandwidths,
+    obstacle,
+    partners,
+    place_plan,
+    table_constraints,
+    table_plans,
+    uses_node_groups,
+)
+from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
+
+
+def _spec(shard_group_size: int = 4, rows: int = 100, **constraints: Any) -> JobSpec:
+    table = {"name": "movies", "num_embeddings": rows, "embedding_dim": 8}
+    document = minimal() | {
+        "features": [
+            {"name": "age", "type": "dense"},
+            {"name": "seen", "type": "id_list", "table": "movies", "weights_column": "w"},
+            {"name": "liked", "type": "id_list", "table": "movies"},
+        ],
+        "embedding_tables": [table | {"constraints": constraints}],
+        "parallelism": {"workers": shard_group_size, "shard_group_size": shard_group_size},
+    }
+    return validate_spec(document)
+
+
+@given(rows=st.integers(1, 50), parts=st.integers(1, 9))
+def test_row_wise_is_possible_when_every_worker_gets_rows(rows: int, parts: int) -> None:
+    spec = _spec(parts, rows)
+    block = math.ceil(rows / parts)
+    shards = [max(0, min(block, rows - part * block)) for part in range(parts)]
+    reason = obstacle("row_wise", spec.embedding_tables[0], spec, ranks_per_host=None)
+    assert (reason is None) == all(shards)
+
+
+@pytest.mark.parametrize("sharding_type", ["table_row_wise", "grid_shard"])
+def test_types_that_split_over_a_host_need_equal_hosts_and_enough_rows(sharding_type: str) -> None:
+    spec = _spec(4, 5)
+    table = spec.embedding_tables[0]
+    assert obstacle(sharding_type, table, spec, ranks_per_host=2) is None
+    assert "each host" in (obstacle(sharding_type, table, spec, ranks_per_host=None) or "")
+    assert "5 rows" in (obstacle(sharding_type, table, spec, ranks_per_host=4) or "")
+
+
+def test_impossible_types_are_left_out_while_others_are_allowed() -> None:
+    spec = _spec(4, 3, sharding_types=["row_wise", "table_wise", "table_row_wise"])
+    constraints = table_constraints(spec, ranks_per_host=None)["movies"]
+    assert constraints.sharding_types == ["table_wise"]
+
+
+def test_a_table_without_any_possible_type_is_refused_by_name_with_each_reason() -> None:
+    spec = _spec(4, 3, sharding_types=["row_wise", "grid_shard"])
+    with pytest.raises(PlanError) as error:
+        table_constraints(spec, ranks_per_host=None)
+    for part in ("'movies'", "row_wise would leave", "grid_shard needs", "Add table_wise"):
+        assert part in str(error.value)
+
+
+def test_constraints_carry_what_the_spec_knows_of_a_table() -> None:
+    spec = _spec(sharding_types=["column_wise"], min_partition=4, pooling_factor=7.5)
+    constraints = table_constraints(spec, ranks_per_host=4)["movies"]
+    assert constraints.min_partition == 4
+    assert constraints.pooling_factors == [7.5, 7.5]  # one for each feature of the table
+    assert constraints.is_weighted
+
+
+def _plan(sharding_type: str, shards: list[ShardMetadata] | None) -> ShardingPlan:
+    parameter = ParameterSharding(
+        sharding_type=sharding_type,
+        compute_kernel="fused" if shards else "dense",
+        ranks=[shard.placement.rank() for shard in shards] if shards else [0, 1],
+        sharding_spec=EnumerableShardingSpec(shards) if shards else None,
+    )
+    return ShardingPlan({"tables": EmbeddingModuleShardingPlan({"movies": parameter})})
+
+
+def _halves() -> list[ShardMetadata]:
+    return [
+        ShardMetadata(shard_offsets=[0, 4 * i], shard_sizes=[100, 4], placement=f"rank:{i}/cpu")
+        for i in range(2)
+    ]
+
+
+def test_table_plans_name_the_position_and_rectangle_of_each_shard() -> None:
+    (table,) = table_plans(_plan("column_wise", _halves()), _spec(2))
+    assert (table.name, table.sharding_type, table.data_type) == ("movies", "column_wise", "fp32")
+    assert table.size_bytes == 100 * (8 * 4 + 4)  # fp32 weights, one moment a row
+    rectangles = [
+        (s.position, s.row_offset, s.column_offset, s.num_rows, s.num_columns) for s in table.shards
+    ]
+    assert rectangles == [(0, 0, 0, 100, 4), (1, 0, 4, 100, 4)]
+
+
+def test_a_data_parallel_table_is_whole_at_every_position() -> None:
+    (table,) = table_plans(_plan("data_parallel", None), _spec(2))
+    assert [shard.position for shard in table.shards] == [0, 1]
+    assert {(shard.num_rows, shard.num_columns) for shard in table.shards} == {(100, 8)}
+
+
+def test_a_placed_plan_is_a_copy_on_the_ranks_of_a_group() -> None:
+    plan = _plan("column_wise", _halves())
+    placed = place_plan(plan, ["rank:5/cpu", "rank:2/cpu"]).plan["tables"]["movies"]
+    assert placed.ranks == [5, 2]
+    places = [str(shard.placement) for shard in placed.sharding_spec.shards]
+    assert places == ["rank:5/cpu", "rank:2/cpu"]
+    assert plan.plan["tables"]["movies"].ranks == [0, 1]
+
+
+def test_only_types_that_split_over_a_host_use_its_groups() -> None:
+    assert uses_node_groups(_plan("grid_shard", _halves()))
+    assert uses_node_groups(_plan("table_row_wise", _halves()))
+    assert not uses_node_groups(_plan("row_wise", _halves()))
+
+
+HOSTS = st.lists(st.sampled_from("abc"), max_size=9)
+
+
+@given(hosts=HOSTS, same_host=st.booleans())
+def test_partners_are_mutual_pairs_of_the_asked_kind(hosts: list[str], same_host: bool) -> None:
+    pairs = partners(hosts, same_host=same_host)
+    for position, other in pairs.items():
+        assert position != other and pairs[other] == position
+        assert (hosts[position] == hosts[other]) == same_host
+    # No two that could pair up are left over.
+    alone = [position for position in range(len(hosts)) if position not in pairs]
+    assert not any((hosts[p] == hosts[q]) == same_host for p in alone for q in alone if p < q)
+
+
+def test_medians_count_only_the_workers_that_could_measure() -> None:
+    measured = [Bandwidths(10.0, 4.0), Bandwidths(30.0, None), Bandwidths(20.0, 8.0)]
+    assert median_bandwidths(measured) == Bandwidths(20.0, 6.0, None)
+
+
+def test_ranks_per_host_is_one_number_only_when_all_groups_are_spread_alike() -> None:
+    assert ranks_per_host(["aabb", "aabb"]) == 2
+    assert ranks_per_host(["abcd"]) == 1
+    assert ranks_per_host(["aab"]) is None
+    assert ranks_per_host(["aaaa", "bbcc"]) is None
+
+
+def test_a_collective_within_a_host_is_reckoned_at_its_own_speed() -> None:
+    bandwidths = MeasuredBandwidths(intra_host=8.0, inter_host=2.0)
+    for kind in (CollectiveType.ALL_TO_ALL, CollectiveType.ALL_REDUCE):
+        assert bandwidths.get_bw(4, 4, kind) == 8.0
+        assert bandwidths.get_bw(2, 4, kind) == 2.0

@@ -1,0 +1,168 @@
+"""Syncs: means in a fixed order, packed rows, modes, warnings, and means applied late."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.parallel.collectives import Block, batches, pairwise_mean
+from trainer.parallel.sync import OverflowWarning, apply_difference, is_sync_step, mode_for
+from trainer.spec.parallelism import SyncSpec
+from trainer.spec.training import SparseOptimizerSpec
+
+FLOATS = st.floats(-(2.0**90), 2.0**90, width=32, allow_subnormal=False)
+
+
+@given(st.lists(FLOATS, min_size=1, max_size=20), st.sampled_from([1, 2, 4, 8, 16]))
+def test_the_mean_of_equal_values_is_that_value_for_powers_of_two(
+    values: list[float], num_copies: int
+) -> None:
+    value = torch.tensor(values)
+    assert torch.equal(pairwise_mean(value.expand(num_copies, -1)), value)
+
+
+@given(st.integers(1, 9), st.integers(0, 2**31))
+def test_means_are_right_to_a_few_roundings(num_copies: int, seed: int) -> None:
+    parts = torch.randn(num_copies, 50, generator=torch.Generator().manual_seed(seed))
+    exact = parts.double().mean(dim=0)
+    bound = parts.abs().double().sum(dim=0) / num_copies * 2.0**-24 * 5
+    assert bool(((pairwise_mean(parts).double() - exact).abs() <= bound).all())
+
+
+def test_a_mean_depends_on_its_own_values_alone() -> None:
+    parts = torch.randn(3, 100)
+    apart = torch.cat([pairwise_mean(parts[:, i : i + 1]) for i in range(100)])
+    assert torch.equal(pairwise_mean(parts), apart)
+    # Half precision is summed in fp32: the sum, 80000, is beyond fp16.
+    assert pairwise_mean(torch.tensor([[40000.0], [40000.0]]).half()).item() == 40000.0
+
+
+@given(st.integers(1, 9), st.integers(1, 10**6), st.integers(0, 2**31))
+def test_equal_weights_change_no_bit(num_copies: int, weight: int, seed: int) -> None:
+    parts = torch.randn(num_copies, 50, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(pairwise_mean(parts, [weight] * num_copies), pairwise_mean(parts))
+
+
+@given(st.lists(st.integers(0, 1000), min_size=1, max_size=8), st.integers(0, 2**31))
+def test_weighted_means_are_right_to_a_few_roundings(weights: list[int], seed: int) -> None:
+    weights = [*weights, 1]
+    parts = torch.randn(len(weights), 50, generator=torch.Generator().manual_seed(seed))
+    share = torch.tensor(weights).double()[:, None] / sum(weights)
+    exact, size = (parts * share).sum(dim=0), (parts.abs() * share).sum(dim=0)
+    assert bool(((pairwise_mean(parts, weights) - exact).abs() <= size * 2.0**-24 * 8).all())
+
+
+@given(st.lists(st.booleans(), max_size=6), st.integers(0, 2**31))
+def test_what_weighs_nothing_leaves_no_trace(is_deaf: list[bool], seed: int) -> None:
+    counts = torch.tensor([*is_deaf, True])
+    parts = torch.randn(counts.numel(), 20, generator=torch.Generator().manual_seed(seed))
+    parts[~counts] = torch.nan
+    mean = pairwise_mean(parts, [3 * int(each) for each in counts])
+    assert torch.equal(mean, pairwise_mean(parts[counts]))
+
+
+def _blocks(seed: int, shapes: list[tuple[int, int, bool]]) -> list[Block]:
+    generator = torch.Generator().manual_seed(seed)
+    blocks = []
+    for num_rows, width, is_sparse in shapes:
+        tensor = torch.rand(num_rows, width, generator=generator)
+        picked = torch.rand(num_rows, generator=generator) < 0.5
+        blocks.append(Block(tensor, picked.nonzero().view(-1) if is_sparse else None))
+    return blocks
+
+
+SHAPES = st.lists(
+    st.tuples(st.integers(1, 30), st.integers(1, 5), st.booleans()), min_size=1, max_size=6
+)
+
+
+@given(SHAPES, st.integers(0, 1000), st.integers(1, 4), st.integers(20, 400))
+def test_rows_packed_in_batches_are_written_back_where_they_were(
+    shapes: list[tuple[int, int, bool]], seed: int, multiple: int, max_bytes: int
+) -> None:
+    blocks = _blocks(seed, shapes)
+    starts = [block.tensor.clone() for block in blocks]
+    num_rows = 0
+    for batch in batches(blocks, max_bytes, multiple):
+        packed = batch.pack()
+        assert packed.numel() % multiple == 0
+        single_row = len(batch.blocks) == 1 and batch.blocks[0].num_rows == 1
+        assert single_row or sum(b.numel for b in batch.blocks) * 4 <= max_bytes
+        for block, part in batch.unpack(packed + 1):
+            block.write(part)
+            num_rows += block.num_rows
+    assert num_rows == sum(block.num_rows for block in blocks)
+    for block, start in zip(blocks, starts, strict=True):
+        rows = slice(None) if block.rows is None else block.rows
+        expected = start.clone()
+        expected[rows] += 1
+        assert torch.equal(block.tensor, expected)
+
+
+def test_dtypes_and_wires_never_share_a_batch() -> None:
+    base = torch.zeros(2, 4)
+    blocks = [
+        Block(torch.ones(2, 4)),
+        Block(torch.ones(2, 4).half()),
+        Block(torch.ones(2, 4), None, base, torch.bfloat16),
+        Block(torch.ones(3, 4)),
+    ]
+    found = list(batches(blocks, 1000, 2))
+    assert sorted(len(batch.blocks) for batch in found) == [1, 1, 2]
+
+
+def test_the_base_of_a_split_block_is_split_with_it() -> None:
+    tensor, base = torch.arange(40.0).view(10, 4), torch.arange(40.0).view(10, 4) / 2
+    block = Block(tensor, torch.tensor([1, 4, 7]), base[[1, 4, 7]], torch.float16)
+    for part in block.split(4):
+        assert part.base is not None
+        rows = torch.empty(part.numel)
+        part.read_into(rows)
+        assert torch.equal(part.base.view(-1), rows / 2)
+
+
+def test_syncs_come_every_so_many_steps_counted_from_one() -> None:
+    spec = SyncSpec(every_steps=3)
+    assert [step for step in range(1, 10) if is_sync_step(step, spec)] == [3, 6, 9]
+
+
+def test_weight_decay_makes_every_sync_full_and_says_what_to_change() -> None:
+    for name in ("sgd", "adagrad", "row_wise_adagrad"):
+        optimizer = SparseOptimizerSpec.model_validate({"name": name})
+        assert mode_for(SyncSpec(mode="touched_rows"), optimizer) == ("touched_rows", None)
+    decayed = SparseOptimizerSpec(weight_decay=0.01)
+    mode, warning = mode_for(SyncSpec(mode="touched_rows"), decayed)
+    assert mode == "full"
+    assert warning is not None
+    assert "optimizer.sparse.weight_decay (0.01)" in warning
+    assert mode_for(SyncSpec(mode="full"), decayed) == ("full", None)
+
+
+def test_overflows_are_told_at_the_first_tenth_and_hundredth_sync() -> None:
+    told: list[str] = []
+    warning = OverflowWarning(told.append)
+    for _ in range(150):
+        warning.count(0)
+        warning.count(3)
+    assert [text.split("so far: ")[1].split(".")[0] for text in told] == ["1", "10", "100"]
+
+
+PARAMETERS = st.floats(-1e6, 1e6, width=32, allow_subnormal=False)
+
+
+@given(st.lists(st.tuples(PARAMETERS, PARAMETERS), min_size=1))
+def test_a_value_that_did_not_change_becomes_exactly_the_mean(
+    values: list[tuple[float, float]],
+) -> None:
+    current, mean = torch.tensor(values).unbind(1)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        kept, mean_then = current.to(dtype), mean.clamp(-6e4, 6e4).to(dtype)
+        kept = torch.where(kept.isfinite(), kept, 0)
+        assert torch.equal(apply_difference(kept, kept.clone(), mean_then), mean_then)
+
+
+@given(st.lists(st.tuples(*[st.floats(0, 1e6, width=32, allow_subnormal=False)] * 3), min_size=1))
+def test_a_moment_never_becomes_negative(values: list[tuple[float, float, float]]) -> None:
+    snapshot, growth, mean = torch.tensor(values).unbind(1)
+    assert bool((apply_difference(snapshot + growth, snapshot, mean) >= 0).all())

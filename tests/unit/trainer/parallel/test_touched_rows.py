@@ -1,0 +1,199 @@
+"""Tracking of touched rows on real FBGEMM kernels, without process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.parallel.model import TableShard
+from trainer.parallel.touched_rows import (
+    RowBase,
+    RowNumbers,
+    TouchedRows,
+    pack_bits,
+    unpack_bits,
+    wires,
+)
+
+CPU = torch.device("cpu")
+TABLE_ROWS = (5, 12, 1)
+FEATURE_TABLES = (0, 1, 1, 2)  # features 1 and 2 share a table
+
+
+def _kernel(pooling: PoolingMode = PoolingMode.SUM) -> SplitTableBatchedEmbeddingBagsCodegen:
+    kernel = SplitTableBatchedEmbeddingBagsCodegen(
+        [(rows, 4, EmbeddingLocation.HOST, ComputeDevice.CPU) for rows in TABLE_ROWS],
+        feature_table_map=list(FEATURE_TABLES),
+        pooling_mode=pooling,
+        optimizer=EmbOptimType.EXACT_ADAGRAD,
+        learning_rate=0.1,
+    )
+    kernel.init_embedding_weights_uniform(-1, 1)
+    return kernel
+
+
+def _shards(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> list[TableShard]:
+    weights, states = kernel.split_embedding_weights(), kernel.get_optimizer_state()
+    return [
+        TableShard(f"table_{i}", kernel, i, weight, dict(state), 0, 0)
+        for i, (weight, state) in enumerate(zip(weights, states, strict=True))
+    ]
+
+
+Bags = list[list[list[int]]]  # ids of each bag of each feature
+
+
+@st.composite
+def bags(draw: st.DrawFn) -> Bags:
+    """Bags of ids within each feature's table, some empty, with duplicates."""
+    count = draw(st.integers(1, 4))
+    return [
+        [draw(st.lists(st.integers(0, TABLE_ROWS[table] - 1), max_size=4)) for _ in range(count)]
+        for table in FEATURE_TABLES
+    ]
+
+
+def _lookup(kernel: SplitTableBatchedEmbeddingBagsCodegen, found: Bags) -> torch.Tensor:
+    flat = [bag for feature in found for bag in feature]
+    lengths = torch.tensor([0, *(len(bag) for bag in flat)])
+    indices = torch.tensor([index for bag in flat for index in bag], dtype=torch.int64)
+    return kernel(indices=indices, offsets=lengths.cumsum(0))
+
+
+def _expected(found: Bags) -> set[int]:
+    first = [0, TABLE_ROWS[0], TABLE_ROWS[0] + TABLE_ROWS[1]]
+    return {
+        first[table] + index
+        for table, feature in zip(FEATURE_TABLES, found, strict=True)
+        for bag in feature
+        for index in bag
+    }
+
+
+@pytest.fixture(scope="module", params=[PoolingMode.SUM, PoolingMode.NONE], ids=["bags", "rows"])
+def kernel(request: pytest.FixtureRequest) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """A kernel of pooled and one of unpooled lookups."""
+    return _kernel(request.param)
+
+
+@pytest.fixture(scope="module")
+def touched(kernel: SplitTableBatchedEmbeddingBagsCodegen) -> Iterator[TouchedRows]:
+    """The tracker of both kernels' rows."""
+    tracker = TouchedRows(RowNumbers(_shards(kernel), CPU))
+    yield tracker
+    tracker.close()
+
+
+@given(found=bags())
+def test_exactly_the_rows_looked_up_are_marked(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, touched: TouchedRows, found: Bags
+) -> None:
+    touched.clear()
+    _lookup(kernel, found)
+    assert set(touched.bits.nonzero().view(-1).tolist()) == _expected(found)
+
+
+def test_marks_add_up_until_cleared_and_end_when_closed() -> None:
+    kernel = _kernel()
+    touched = TouchedRows(RowNumbers(_shards(kernel), CPU))
+    with torch.no_grad():  # Lookups without training mark nothing.
+        _lookup(kernel, [[[1]], [[2]], [[]], [[]]])
+    kernel.eval()
+    _lookup(kernel, [[[1]], [[2]], [[]], [[]]])
+    assert not touched.bits.any()
+    kernel.train()
+    _lookup(kernel, [[[1]], [[2]], [[]], [[]]])
+    _lookup(kernel, [[[4]], [[]], [[2]], [[0]]])
+    assert touched.bits.nonzero().view(-1).tolist() == [1, 4, 7, 17]
+    touched.close()
+    touched.clear()
+    _lookup(kernel, [[[1]], [[2]], [[]], [[]]])
+    assert not touched.bits.any()
+
+
+def test_marked_rows_are_all_that_a_backward_pass_changes() -> None:
+    kernel = _kernel()
+    shards = _shards(kernel)
+    touched = TouchedRows(RowNumbers(shards, CPU))
+    before = torch.cat([shard.weight.clone() for shard in shards])
+    _lookup(kernel, [[[1, 1]], [[2]], [[3]], [[]]]).sum().backward()
+    changed = (torch.cat([shard.weight for shard in shards]) != before).any(dim=1)
+    assert torch.equal(changed, touched.bits)
+    assert changed.sum() == 3
+
+
+def test_rows_are_numbered_shard_by_shard() -> None:
+    numbers = RowNumbers(_shards(_kernel()), CPU)
+    rows = torch.tensor([0, 4, 17])
+    found = {shard.table: local.tolist() for shard, local in numbers.by_shard(rows)}
+    assert found == {"table_0": [0, 4], "table_2": [0]}
+    assert list(numbers.by_shard(torch.empty(0, dtype=torch.int64))) == []
+    assert RowNumbers([], CPU).num_rows == 0
+
+
+@given(st.lists(st.booleans()))
+def test_packed_bits_unpack_to_the_same(values: list[bool]) -> None:
+    bits = torch.tensor(values, dtype=torch.bool)
+    packed = pack_bits(bits)
+    assert packed.numel() == -(-len(values) // 8)
+    assert torch.equal(unpack_bits(packed, len(values)), bits)
+
+
+def test_the_base_of_a_row_is_what_it_held_before_its_first_change() -> None:
+    kernel = _kernel()
+    shards = _shards(kernel)
+    numbers = RowNumbers(shards, CPU)
+    agreed = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=True))
+    TouchedRows(numbers, agreed.save)
+    before = [tensor.clone() for tensor in (shards[1].weight, shards[1].states["sum"])]
+    for _ in range(3):
+        _lookup(kernel, [[[]], [[2, 7]], [[2]], [[]]]).sum().backward()
+    rows = torch.tensor([0, 2, 7])  # row 0 was touched on another copy only
+    for tensor, start in zip((shards[1].weight, shards[1].states["sum"]), before, strict=True):
+        block = agreed.block(tensor, rows)
+        assert block.base is not None
+        assert torch.equal(block.base, start[rows])
+        assert not torch.equal(tensor[rows], start[rows])
+
+
+def test_a_row_touched_before_its_mean_landed_has_the_mean_as_its_base() -> None:
+    kernel = _kernel()
+    shards = _shards(kernel)
+    numbers = RowNumbers(shards, CPU)
+    agreed = RowBase(numbers, wires(shards, torch.bfloat16, include_moments=False))
+    TouchedRows(numbers, agreed.save)
+    weight = shards[1].weight
+    sent = agreed.block(weight, torch.tensor([2, 7]))  # a round takes off with these rows
+    agreed.begin_window()
+    _lookup(kernel, [[[]], [[7, 9]], [[]], [[]]]).sum().backward()
+    untouched = weight[9].clone() + 0.1  # AdaGrad's first step is the learning rate
+    sent.agree(torch.arange(8.0))
+    agreed.landed([sent])
+    base = agreed.block(weight, torch.tensor([7, 9])).base
+    assert base is not None
+    assert base[0].tolist() == [4, 5, 6, 7]
+    torch.testing.assert_close(base[1], untouched)
+
+
+def test_what_is_half_precision_or_row_wise_never_travels_as_a_change() -> None:
+    half, row_wise, matrix = torch.zeros(3, 4).half(), torch.zeros(3), torch.zeros(3, 4)
+    kernel = _kernel()
+    shards = [
+        TableShard("half", kernel, 0, half, {"sum": row_wise}, 0, 0),
+        TableShard("whole", kernel, 1, matrix, {"sum": torch.zeros(3, 4)}, 0, 0),
+    ]
+    found = wires(shards, torch.float16, include_moments=True)
+    assert {tensor.data_ptr(): wire for tensor, wire in found.values()} == {
+        matrix.data_ptr(): torch.float16,
+        shards[1].states["sum"].data_ptr(): torch.bfloat16,
+    }

@@ -1,0 +1,94 @@
+"""The chain of files that a log is, read back by the service; sizes, gaps and what stays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.jobs.logs import MAX_TAIL_BYTES, LogPosition, read_at, read_new, size_of, tail_offset
+from trainer.protocol.log_pump import LogChain, parts_of
+from trainer.protocol.run_dir import AttemptDir
+
+
+def _whole(log: Path) -> bytes:
+    piece = read_at(log, 0, 1 << 30)
+    return piece.data if piece else b""
+
+
+def test_a_small_log_is_one_file(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    chain = LogChain(log, 1000)
+    chain.append(b"one\n")
+    chain.append(b"two\n")
+    assert log.read_bytes() == b"one\ntwo\n"
+    assert parts_of(log) == [(0, log)]
+
+
+def test_of_a_log_that_grew_too_long_beginning_and_end_stay(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    chain = LogChain(log, 400)
+    lines = [f"line {number:04d}\n".encode() for number in range(1000)]
+    for line in lines:
+        chain.append(line)
+    assert sum(path.stat().st_size for _, path in parts_of(log)) <= 400 + 4 * len(lines[0])
+    assert size_of(log) == 10_000
+    assert log.read_bytes().startswith(b"line 0000\n")
+    assert parts_of(log)[-1][1].read_bytes().endswith(b"line 0999\n")
+
+
+def test_a_process_that_starts_again_goes_on_where_the_log_was(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    for number in range(50):
+        LogChain(log, 4000).append(f"life {number}\n".encode() * 10)
+    assert _whole(log) == b"".join(f"life {number}\n".encode() * 10 for number in range(50))
+
+
+def test_a_reader_is_told_what_was_dropped_and_goes_on_behind_it(tmp_path: Path) -> None:
+    files = AttemptDir(tmp_path)
+    files.logs_dir.mkdir()
+    chain = LogChain(files.log_path("rank-0"), 400)
+    for number in range(1000):
+        chain.append(f"line {number:04d}\n".encode())
+    position, texts = LogPosition("a"), list[str]()
+    while pieces := list(read_new(files, position, None, is_final=True)):
+        position = LogPosition.decode(pieces[-1].position.encode())
+        texts += [piece.text for piece in pieces]
+    gap = next(index for index, text in enumerate(texts) if text.startswith("[shardloom]"))
+    assert texts[:gap] == [f"line {number:04d}" for number in range(gap)]
+    num_left = len(texts) - gap - 1
+    assert texts[gap + 1 :] == [f"line {number:04d}" for number in range(1000 - num_left, 1000)]
+    assert texts[gap].startswith(f"[shardloom] {(1000 - gap - num_left) * 10} bytes")
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=60),
+    num_lines=st.integers(0, 12),
+    data=st.data(),
+)
+def test_a_tail_of_a_chain_is_its_last_lines(
+    tmp_path: Path, sizes: list[int], num_lines: int, data: st.DataObject
+) -> None:
+    log = tmp_path / f"rank-{data.draw(st.integers(0, 10**6 - 1))}.log"
+    for path in tmp_path.glob(f"{log.stem}*.log"):
+        path.unlink()
+    chain = LogChain(log, 800)
+    texts = [f"{number}:" + "x" * size for number, size in enumerate(sizes)]
+    for text in texts:
+        chain.append(text.encode() + b"\n")
+    piece = read_at(log, tail_offset(log, num_lines), 1 << 30)
+    found = piece.data.decode().splitlines() if piece else []
+    wanted = texts[max(0, len(texts) - num_lines) :]
+    # What was dropped cannot be in a tail.
+    assert found == wanted[len(wanted) - len(found) :]
+    assert len(found) == min(num_lines, len(texts)) or len(parts_of(log)) > 1
+
+
+def test_looking_for_a_tail_ends_soon(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    log.write_bytes(b"x" * (20 << 20))
+    assert tail_offset(log, 5) == (20 << 20) - MAX_TAIL_BYTES
+    log.write_bytes(b"\n" * (4 << 20))
+    assert tail_offset(log, 1 << 21) == 1 << 21

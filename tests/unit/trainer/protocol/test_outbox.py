@@ -1,0 +1,222 @@
+"""The outbox: records reach the service once and in order, whatever the service does."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.protocol.events import EventBatch, Metrics, Note
+from trainer.protocol.outbox import EventWriter, OutboxPoster
+from trainer.protocol.run_dir import AttemptDir
+
+
+class Service:
+    """Takes batches as the control plane does: contiguous per stream, answering what it holds."""
+
+    def __init__(self, faults: random.Random | None = None) -> None:
+        self.taken: dict[str, list[float]] = {}
+        self.faults = faults
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        if self._fails():
+            raise httpx.ConnectError("nobody there")
+        batch = EventBatch.model_validate_json(request.content)
+        taken = self.taken.setdefault(batch.stream, [])
+        if batch.first_seq > len(taken):
+            return httpx.Response(409, json={"code": "sequence_gap", "next_seq": len(taken)})
+        taken += [event.time for event in batch.events][len(taken) - batch.first_seq :]
+        if self._fails():
+            raise httpx.ReadTimeout("the answer was lost")
+        return httpx.Response(200, json={"stream": batch.stream, "next_seq": len(taken)})
+
+    def _fails(self) -> bool:
+        return self.faults is not None and self.faults.random() < 0.3
+
+
+Answers = Callable[[httpx.Request], httpx.Response]
+
+
+@pytest.fixture
+def outbox(tmp_path: Path) -> Path:
+    """The outbox folder of an attempt."""
+    folder = AttemptDir(tmp_path).outbox_dir
+    folder.mkdir()
+    return folder
+
+
+def poster_of(folder: Path, service: Answers) -> OutboxPoster:
+    """A poster whose thread is not started: `post_new` is called by hand."""
+    client = httpx.Client(transport=httpx.MockTransport(service))
+    return OutboxPoster(AttemptDir(folder.parent), client, "http://service/events")
+
+
+def write_notes(writer: EventWriter, times: range) -> None:
+    """One note for each time."""
+    for time in times:
+        writer.write(Note(time=time, message="x"))
+
+
+def test_streams_are_posted_in_order_and_later_runs_of_worker_groups_later(outbox: Path) -> None:
+    service = Service()
+    for name, count in (("driver", 3), ("workers-10", 1), ("workers-2", 1200)):
+        write_notes(EventWriter(outbox / f"{name}.jsonl"), range(count))
+    poster_of(outbox, service).post_new()
+    assert [(name, len(times)) for name, times in service.taken.items()] == [
+        ("driver", 3),
+        ("workers-2", 1200),
+        ("workers-10", 1),
+    ]
+    assert service.taken["workers-2"] == list(range(1200))
+
+
+def test_an_unfinished_line_waits_for_its_end(outbox: Path) -> None:
+    service = Service()
+    path = outbox / "driver.jsonl"
+    write_notes(EventWriter(path), range(1))
+    line = Note(time=1.0, message="x").model_dump_json()
+    with path.open("a") as file:
+        file.write(line[:10])
+        file.flush()
+        poster = poster_of(outbox, service)
+        poster.post_new()
+        assert service.taken == {"driver": [0]}
+        file.write(line[10:] + "\n")
+    poster.post_new()
+    assert service.taken == {"driver": [0, 1]}
+
+
+def test_a_damaged_line_keeps_the_numbering(outbox: Path) -> None:
+    path = outbox / "driver.jsonl"
+    write_notes(EventWriter(path), range(1, 2))
+    with path.open("a") as file:
+        file.write('{"broken\n')
+    write_notes(EventWriter(path), range(2, 3))
+    service = Service()
+    poster_of(outbox, service).post_new()
+    [first, _, last] = service.taken["driver"]
+    assert (first, last) == (1, 2)
+
+
+def test_a_service_that_lost_records_gets_them_again(outbox: Path) -> None:
+    service = Service()
+    poster = poster_of(outbox, service)
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(4))
+    poster.post_new()
+    del service.taken["driver"][2:]
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(4, 5))
+    poster.post_new()
+    assert service.taken == {"driver": list(range(5))}
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(5, 7))
+    # A new poster goes on where the service is.
+    poster_of(outbox, service).post_new()
+    assert service.taken == {"driver": list(range(7))}
+
+
+@given(st.integers(0, 10_000))
+def test_lost_requests_and_answers_lose_and_double_nothing(
+    tmp_path_factory: pytest.TempPathFactory, seed: int
+) -> None:
+    folder = tmp_path_factory.mktemp("attempt") / "outbox"
+    service = Service(random.Random(seed))
+    writer, poster = EventWriter(folder / "driver.jsonl"), poster_of(folder, service)
+    for start in range(0, 20, 4):
+        write_notes(writer, range(start, start + 4))
+        poster.post_new()
+    service.faults = None
+    poster.post_new()
+    assert service.taken["driver"] == list(range(20))
+
+
+def test_a_nan_survives_the_file(outbox: Path) -> None:
+    path = outbox / "workers-0.jsonl"
+    EventWriter(path).write(Metrics(time=0.0, step=1, values={"train/loss": math.nan}))
+    values = json.loads(path.read_text())["values"]
+    assert math.isnan(float(values["train/loss"]))
+
+
+def test_lines_are_kept_while_storage_refuses_them(outbox: Path) -> None:
+    writer = EventWriter(outbox / "driver.jsonl")
+    outbox.rmdir()
+    write_notes(writer, range(2))
+    outbox.mkdir()
+    write_notes(writer, range(2, 3))
+    service = Service()
+    poster_of(outbox, service).post_new()
+    assert service.taken == {"driver": [0, 1, 2]}
+
+
+def test_a_service_that_contradicts_itself_is_not_asked_for_ever(outbox: Path) -> None:
+    requests = []
+
+    def refuse(request: httpx.Request) -> httpx.Response:
+        requests.append(request)
+        return httpx.Response(409, json={"next_seq": 7})
+
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(2))
+    poster_of(outbox, refuse).post_new()
+    assert len(requests) == 1
+
+
+ODD_ANSWERS = {
+    "a proxy's page": httpx.Response(200, text="<html>sign in</html>"),
+    "a redirect": httpx.Response(302, headers={"Location": "https://sign.in"}),
+    "an acknowledgement without a number": httpx.Response(200, json={"stream": "driver"}),
+    "an acknowledgement of nothing": httpx.Response(200, json={"next_seq": 0}),
+    "another conflict": httpx.Response(409, json={"code": "conflict"}),
+    "a conflict that is a list": httpx.Response(409, json=[]),
+    "a number below zero": httpx.Response(409, json={"next_seq": -1}),
+}
+
+
+@pytest.mark.parametrize("answer", ODD_ANSWERS.values(), ids=ODD_ANSWERS)
+def test_records_go_out_once_the_service_answers_as_it_should(
+    outbox: Path, answer: httpx.Response
+) -> None:
+    service = Service()
+    odd: list[httpx.Response] = [answer] * 3
+
+    def answer_oddly_at_first(request: httpx.Request) -> httpx.Response:
+        return odd.pop() if odd else service(request)
+
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(2))
+    poster = poster_of(outbox, answer_oddly_at_first)
+    for num_left in (2, 1, 0):
+        poster.post_new()
+        assert (len(odd), service.taken) == (num_left, {}), "it is not asked again at once"
+    poster.post_new()
+    assert service.taken == {"driver": [0, 1]}
+
+
+def test_the_thread_outlives_whatever_goes_wrong_and_says_so_once(
+    outbox: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    service = Service()
+    write_notes(EventWriter(outbox / "driver.jsonl"), range(2))
+    client = httpx.Client(transport=httpx.MockTransport(service))
+    files = AttemptDir(outbox.parent)
+    poster = OutboxPoster(files, client, "http://service/events", interval_s=0.001)
+    num_failed = 0
+    read = AttemptDir.stream_paths
+
+    def fail_at_first(files: AttemptDir) -> list[Path]:
+        nonlocal num_failed
+        if num_failed < 3:
+            num_failed += 1
+            raise RuntimeError("what nobody thought of")
+        return read(files)
+
+    monkeypatch.setattr(AttemptDir, "stream_paths", fail_at_first)
+    poster.start()
+    while num_failed < 3:
+        assert poster._thread.is_alive()
+    poster.close(10.0)
+    assert service.taken == {"driver": [0, 1]}
+    assert caplog.text.count("posting them failed") == 1

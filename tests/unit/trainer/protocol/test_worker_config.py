@@ -1,0 +1,104 @@
+"""Secrets of a job: fetched with patience, shown nowhere; packages that must match."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+
+import httpx
+import pytest
+
+from trainer import failures
+from trainer.driver.attempt import DriverContext, SecretsUnavailable, fetch_secrets, secret_names
+from trainer.protocol.versions import MATCHED_STACKS, Mismatch, check_versions
+from trainer.protocol.worker_config import SecretEnv
+
+URL = "http://service/v1/attempts/job-1-a0/secrets"
+
+
+class Service:
+    """Answers with each of `statuses` in turn; 0 stands for no answer."""
+
+    def __init__(self, *statuses: int) -> None:
+        self.statuses = list(statuses)
+        self.now = 0.0
+
+    def answer(self, request: httpx.Request) -> httpx.Response:
+        status = self.statuses.pop(0)
+        if not status:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(status, json={"secrets": {"PASSWORD": "hunter2"}})
+
+    def fetch(self, patience_s: float = 10.0) -> SecretEnv:
+        with httpx.Client(transport=httpx.MockTransport(self.answer)) as http:
+            return fetch_secrets(http, URL, patience_s, self.wait, lambda: self.now)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_a_service_that_comes_back_gives_the_secrets() -> None:
+    assert Service(0, 503, 429, 200).fetch().values == {"PASSWORD": "hunter2"}
+
+
+def test_a_refusal_ends_the_attempt_at_once_and_patience_has_an_end() -> None:
+    with pytest.raises(SecretsUnavailable, match=r"refuses.*403") as caught:
+        Service(403).fetch()
+    assert caught.value.failure.reason == failures.STORAGE_ERROR
+    with pytest.raises(SecretsUnavailable, match="does not give"):
+        Service(*[0] * 6).fetch()
+
+
+def test_values_are_shown_nowhere_but_reach_the_workers() -> None:
+    secrets = SecretEnv({"PASSWORD": "hunter2"})
+    for text in (repr(secrets), str(secrets), f"{[secrets]}"):
+        assert "hunter2" not in text
+        assert "PASSWORD" in text
+    environment: dict[str, str] = {}
+    pickle.loads(pickle.dumps(secrets)).set_in(environment)
+    assert environment == {"PASSWORD": "hunter2"}
+
+
+def test_a_job_without_secrets_asks_for_none(tmp_path: Path) -> None:
+    path = tmp_path / "secret-names.json"
+    assert secret_names(path) == []
+    path.write_text(json.dumps(["A", "B"]))
+    assert secret_names(path) == ["A", "B"]
+
+
+def test_the_token_of_an_attempt_is_sent_and_not_shown(tmp_path: Path) -> None:
+    given = {"JOB_ID": "job-1", "ATTEMPT_ID": "job-1-a0", "RUN_DIR": str(tmp_path)}
+    given["ATTEMPT_TOKEN"] = "sla_token"
+    context = DriverContext.from_env({f"SHARDLOOM_{name}": text for name, text in given.items()})
+    assert "sla_token" not in repr(context)
+    with context.connect(1.0) as http:
+        assert http.headers["Authorization"] == "Bearer sla_token"
+
+
+NEWEST = {name: f"{minor}.0" for name, minor in MATCHED_STACKS[0].items()}
+
+
+def test_every_tested_stack_fits():
+    for stack in MATCHED_STACKS:
+        assert check_versions({name: f"{minor}.3" for name, minor in stack.items()}) == []
+
+
+def test_a_package_of_another_stack_is_named_with_what_is_wanted():
+    found = check_versions(NEWEST | {"torchrec": "1.6.0"})
+    assert found == [Mismatch("torchrec", "1.6.0", "1.8")]
+    assert "torchrec 1.6.0 is installed, 1.8 is needed" in found[0].message
+    assert check_versions(NEWEST | {"ray": "2.6.0"}) == [Mismatch("ray", "2.6.0", "2.60")]
+    assert "make setup" in found[0].message
+
+
+def test_the_stack_to_match_is_that_of_the_installed_torch():
+    older = {"torch": "2.11.0", "fbgemm-gpu": "1.8.0", "torchrec": "1.6.0", "ray": "2.60.0"}
+    assert check_versions(older) == [Mismatch("fbgemm-gpu", "1.8.0", "1.6")]
+
+
+def test_missing_packages_are_named_with_the_extra_that_brings_them():
+    found = check_versions({})
+    assert [mismatch.package for mismatch in found] == list(MATCHED_STACKS[0])
+    assert "torch is missing, 2.13 is needed" in found[0].message
+    assert "shardloom[trainer-cpu]" in found[0].message

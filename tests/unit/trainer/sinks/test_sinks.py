@@ -1,0 +1,306 @@
+"""Sinks of a job's metrics: fed from files of records, read back with the tools' own readers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import StatusCode
+
+from trainer.driver.attempt import DriverContext
+from trainer.protocol import events as events_module
+from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import RunDir
+from trainer.sinks.base import Feed, JobFacts, Memory, read_batches
+from trainer.sinks.manager import open_sinks, sinks_of
+from trainer.sinks.mlflow import MlflowSink
+from trainer.sinks.opentelemetry import SpanSink
+from trainer.sinks.tensorboard import TensorBoardSink
+from trainer.spec.training import SinksSpec
+
+NOW = 1_800_000_000.0
+JOB = "job-0000000000ab"
+_STARTED = events_module.AttemptStarted(time=NOW, world_size=2)
+TRACEPARENT = f"00-{'ab' * 16}-{'cd' * 8}-01"
+
+
+class _List:
+    """A sink that keeps what it takes, or fails as long as a test says."""
+
+    name = "list"
+
+    def __init__(self) -> None:
+        self.taken: list[events_module.Event] = []
+        self.error: Exception | None = None
+        self.is_closed = False
+
+    def open(self, memory: Memory) -> None:
+        memory["num_opened"] = memory.get("num_opened", 0) + 1
+
+    def take(self, events: Sequence[events_module.Event]) -> None:
+        if self.error:
+            raise self.error
+        self.taken += events
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def _metrics(step: int, **values: float) -> events_module.Metrics:
+    return events_module.Metrics(
+        time=NOW + step, step=step, values=values or {"train/loss": 1.0 / step}
+    )
+
+
+def _write(
+    run_dir: RunDir, attempt: int, *records: events_module.Event, stream: str = "workers-0"
+) -> None:
+    writer = EventWriter(run_dir.attempt(f"{JOB}-a{attempt}").stream_path(stream))
+    for record in records:
+        writer.write(record)
+
+
+def _feed(sink, run_dir: RunDir, attempt: int = 0, warnings: list[str] | None = None) -> Feed:
+    warn = (warnings if warnings is not None else []).append
+    return Feed(sink, run_dir, f"{JOB}-a{attempt}", warn)
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / JOB)
+
+
+def test_every_record_is_taken_once_across_attempts(run_dir: RunDir) -> None:
+    _write(run_dir, 0, _metrics(1), _metrics(2))
+    first = _List()
+    feed = _feed(first, run_dir)
+    assert feed.feed()
+    assert feed.feed()
+    # The driver is killed before its sink takes the third one.
+    _write(run_dir, 0, _metrics(3))
+    _write(run_dir, 1, _metrics(4))
+    second = _List()
+    assert _feed(second, run_dir, 1).feed()
+    assert [event.step for event in first.taken + second.taken] == [1, 2, 3, 4]
+
+
+def test_a_sink_that_fails_is_told_once_and_given_everything_later(run_dir: RunDir) -> None:
+    _write(run_dir, 0, _metrics(1))
+    _write(run_dir, 1, _metrics(2))
+    sink, warnings = _List(), list[str]()
+    sink.error = ConnectionError("nobody there\nat all")
+    feed = _feed(sink, run_dir, 1, warnings)
+    assert [feed.feed() for _ in range(3)] == [False] * 3
+    [warning] = warnings
+    assert "list does not take the job's records: ConnectionError: nobody there" in warning
+    sink.error = None
+    assert feed.feed()
+    assert [event.step for event in sink.taken] == [1, 2]
+
+
+def test_attempts_that_are_over_are_read_to_their_end_and_then_left_alone(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for attempt in range(3):
+        _write(run_dir, attempt, _metrics(attempt + 1))
+    sink, opened = _List(), list[str]()
+
+    def read_and_tell(
+        path: Path, offset: int
+    ) -> Iterator[tuple[Sequence[events_module.Event], int]]:
+        opened.append(path.parents[1].name)
+        return read_batches(path, offset)
+
+    monkeypatch.setattr("trainer.sinks.base.read_batches", read_and_tell)
+    feed = _feed(sink, run_dir, 2)
+    feed.feed()
+    _write(run_dir, 2, _metrics(4))
+    feed.feed()
+    assert opened == [f"{JOB}-a0", f"{JOB}-a1", f"{JOB}-a2", f"{JOB}-a2"]
+    assert [event.step for event in sink.taken] == [1, 2, 3, 4]
+
+
+def test_an_attempt_is_read_on_while_the_next_one_waits_for_the_run_folder(run_dir: RunDir) -> None:
+    _write(run_dir, 0, _metrics(1))
+    _write(run_dir, 1, _STARTED, stream="driver")
+    sink = _List()
+    feed = _feed(sink, run_dir, 1)
+    feed.feed()
+    # A record that is being written waits until it is whole.
+    path = run_dir.attempt(f"{JOB}-a0").stream_path("workers-0")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:20])
+    feed.feed()
+    path.write_bytes(whole)
+    _write(run_dir, 0, _metrics(2))
+    _write(run_dir, 1, _metrics(3))
+    feed.feed()
+    assert [event.step for event in sink.taken if event.kind == "metrics"] == [1, 2, 3]
+
+
+def test_a_feed_in_its_thread_takes_what_is_left_when_it_is_closed(run_dir: RunDir) -> None:
+    sink = _List()
+    feed = _feed(sink, run_dir)
+    feed.start()
+    _write(run_dir, 0, *(_metrics(step) for step in range(1, 1200)))
+    feed.close(10.0)
+    assert [event.step for event in sink.taken] == list(range(1, 1200))
+    assert sink.is_closed
+
+
+def test_tensorboard_reads_the_metrics_of_all_attempts_as_one_run(run_dir: RunDir) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    _write(run_dir, 0, *(_metrics(step) for step in (10, 20, 30)))
+    _feed(TensorBoardSink(run_dir.tensorboard_dir), run_dir).feed()
+    _write(run_dir, 1, _resumed(20), _metrics(30), _metrics(40, **{"train/loss": math.nan}))
+    _feed(TensorBoardSink(run_dir.tensorboard_dir), run_dir, 1).feed()
+    board = EventAccumulator(str(run_dir.tensorboard_dir))
+    board.Reload()
+    found = board.Scalars("train/loss")
+    # The step that was trained twice counts once.
+    assert [scalar.step for scalar in found] == [10, 20, 30, 40]
+    assert found[0].value == pytest.approx(0.1)
+    assert found[0].wall_time == NOW + 10
+    assert math.isnan(found[-1].value)
+
+
+def _resumed(step: int) -> events_module.WorkersStarted:
+    return events_module.WorkersStarted(
+        time=NOW,
+        run_index=0,
+        world_size=2,
+        shard_group_size=2,
+        num_replicas=1,
+        placement="intra_host",
+        backend="gloo",
+        sharding_groups=[[0, 1]],
+        replica_groups=[[0], [1]],
+        hosts=["a", "a"],
+        table_shards={},
+        total_steps=100,
+        resumed_step=step,
+    )
+
+
+def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    spec = {"name": "ratings", "labels": {"team": "ml"}, "features": [{"name": "a"}]}
+    job = JobFacts(JOB, spec | {"training": {"epochs": 3}})
+    _write(run_dir, 0, _STARTED, _metrics(10), _ended("workers_lost"), stream="driver")
+    _feed(MlflowSink(uri, "recommenders", job), run_dir).feed()
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("recommenders")
+    [run] = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FAILED"
+
+    _write(run_dir, 1, _STARTED, stream="driver")
+    again = MlflowSink(uri, "recommenders", job)
+    feed = _feed(again, run_dir, 1)
+    feed.feed()
+    assert client.get_run(run.info.run_id).info.status == "RUNNING"
+    _write(run_dir, 1, *(_metrics(step) for step in range(20, 1300)), _ended("completed"))
+    feed.feed()
+    [same] = client.search_runs([experiment.experiment_id])
+    assert (same.info.run_id, same.info.status) == (run.info.run_id, "FINISHED")
+    assert same.data.params["training.epochs"] == "3"
+    assert not [name for name in same.data.params if name.startswith("features")]
+    assert same.data.tags["label.team"] == "ml"
+    # A run that nobody remembers is found again.
+    memory: Memory = {}
+    MlflowSink(uri, "recommenders", job).open(memory)
+    assert same.info.run_id in memory.values()
+    history = client.get_metric_history(same.info.run_id, "train/loss")
+    assert [point.step for point in history] == [10, *range(20, 1300)]
+    assert history[0].timestamp == (NOW + 10) * 1000
+
+
+@pytest.mark.slow
+def test_a_paused_job_has_not_failed_and_goes_on_in_its_run(
+    run_dir: RunDir, tmp_path: Path
+) -> None:
+    from mlflow.tracking import MlflowClient
+
+    uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    _write(run_dir, 0, _STARTED, _metrics(10), _ended("paused"), stream="driver")
+    _feed(MlflowSink(uri, "e", JobFacts(JOB, {})), run_dir).feed()
+    client = MlflowClient(tracking_uri=uri)
+    experiment = client.get_experiment_by_name("e")
+    [paused] = client.search_runs([experiment.experiment_id])
+    assert (paused.info.status, paused.info.end_time) == ("SCHEDULED", None)
+    assert paused.data.tags["shardloom.reason"] == "paused"
+
+    _write(run_dir, 1, _STARTED, stream="driver")
+    _feed(MlflowSink(uri, "e", JobFacts(JOB, {})), run_dir, 1).feed()
+    [going_on] = client.search_runs([experiment.experiment_id])
+    assert (going_on.info.run_id, going_on.info.status) == (paused.info.run_id, "RUNNING")
+
+
+def _ended(reason: str) -> events_module.AttemptEnded:
+    return events_module.AttemptEnded(time=NOW + 99, reason=reason, message="because")
+
+
+def test_an_attempt_is_a_span_in_the_trace_of_its_job(run_dir: RunDir) -> None:
+    exporter = InMemorySpanExporter()
+    sink = SpanSink("", TRACEPARENT, f"{JOB}-a0", exporter)
+    saved = events_module.CheckpointCommitted(
+        time=NOW + 50, step=10, path="p", size_bytes=7, duration_s=2.0
+    )
+    lost = events_module.WorkersLost(
+        time=NOW + 60, run_index=0, reason="hang", message="rank 1", will_restart=True
+    )
+    _write(run_dir, 0, _STARTED, _resumed(0), _metrics(1), saved, lost, _ended("hang"))
+    assert _feed(sink, run_dir).feed()
+    sink.close()
+    spans = {span.name: span for span in exporter.get_finished_spans()}
+    assert set(spans) == {"attempt", "start workers", "save checkpoint"}
+    attempt = spans["attempt"]
+    assert f"{attempt.context.trace_id:032x}" == "ab" * 16
+    assert f"{attempt.parent.span_id:016x}" == "cd" * 8
+    assert attempt.attributes["shardloom.reason"] == "hang"
+    assert [event.name for event in attempt.events] == ["workers_lost"]
+    assert spans["save checkpoint"].parent.span_id == attempt.context.span_id
+    assert spans["save checkpoint"].start_time == int((NOW + 48) * 1e9)
+
+
+def test_only_a_span_of_an_attempt_that_failed_is_an_error(tmp_path: Path) -> None:
+    for reason, is_error in (("paused", False), ("cancelled", False), ("hang", True)):
+        run_dir, exporter = RunDir(tmp_path / reason), InMemorySpanExporter()
+        sink = SpanSink("", TRACEPARENT, f"{JOB}-a0", exporter)
+        _write(run_dir, 0, _STARTED, _ended(reason))
+        _feed(sink, run_dir).feed()
+        [attempt] = [span for span in exporter.get_finished_spans() if span.name == "attempt"]
+        assert (attempt.status.status_code is StatusCode.ERROR) == is_error
+
+
+def test_sinks_start_where_they_are_asked_for(run_dir: RunDir) -> None:
+    assert sinks_of(SinksSpec(), run_dir, JobFacts(JOB, {})) == []
+    wanted = SinksSpec.model_validate(
+        {"tensorboard": {}, "mlflow": {"tracking_uri": "http://mlflow:5000"}}
+    )
+    names = [sink.name for sink in sinks_of(wanted, run_dir, JobFacts(JOB, {}))]
+    assert names == ["tensorboard", "mlflow"]
+    with pytest.raises(ValueError, match="absolute path"):
+        SinksSpec.model_validate({"tensorboard": {"dir": "boards"}})
+
+
+def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir: RunDir) -> None:
+    context = DriverContext(JOB, f"{JOB}-a0", run_dir.root, None, 0)
+    context.files.root.mkdir(parents=True)
+    writer = EventWriter(context.files.stream_path("driver"))
+    # A faulty spec starts no sink.
+    for spec in ("", "[]", '{"sinks": 7}', '{"sinks": {"nobody": {}}}'):
+        context.files.spec_path.write_text(spec)
+        open_sinks(context, writer).close(1.0)
+    context.files.spec_path.write_text('{"name": "x", "sinks": {"tensorboard": {}}}')
+    sinks = open_sinks(context, writer)
+    sinks.start()
+    _write(run_dir, 0, _metrics(1))
+    sinks.close(30.0)
+    [written] = run_dir.tensorboard_dir.iterdir()
+    assert b"train/loss" in written.read_bytes()

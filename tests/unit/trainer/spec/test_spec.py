@@ -1,0 +1,379 @@
+"""The job spec: what is accepted, and that every refusal names its field."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.conftest import REPO
+from trainer.spec import load_spec, validate_spec
+from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
+from trainer.spec.parse import apply_overrides, parse_document, set_values
+from trainer.spec.tables import MODULE_ATTRIBUTES
+
+EXAMPLES = sorted((REPO / "examples").glob("*.yaml"))
+
+
+def minimal() -> dict[str, Any]:
+    """The smallest spec that is accepted."""
+    return {
+        "name": "small",
+        "data": {"path": "somewhere", "label": {"column": "rating"}},
+        "features": [
+            {"name": "user", "type": "id", "table": "users"},
+            {"name": "age", "type": "dense"},
+        ],
+        "embedding_tables": [{"name": "users", "num_embeddings": 10, "embedding_dim": 8}],
+        "model": {
+            "dense_arch": {"layer_sizes": [8]},
+            "over_arch": {"layer_sizes": [4, 1]},
+            "tasks": [{"loss": "mse"}],
+        },
+        "parallelism": {"workers": 4, "shard_group_size": 2},
+    }
+
+
+def refusal(changes: list[str]) -> dict[str, tuple[str, str]]:
+    """Field path -> (code, message) of what is wrong after `changes` to the minimal spec."""
+    with pytest.raises(SpecError) as caught:
+        validate_spec(apply_overrides(minimal(), changes))
+    return {problem.path: (problem.code, problem.message) for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_every_shipped_example_is_accepted(path: Path) -> None:
+    assert load_spec(path.read_text()).name
+
+
+def test_defaults_give_a_synced_2d_job() -> None:
+    spec = validate_spec(minimal())
+    assert spec.parallelism.num_replicas == 2
+    assert spec.parallelism.moment_scale_value == 2.0
+    assert spec.parallelism.sync.every_steps == 1
+    assert spec.model.task.metric_names == ("rmse", "mae")
+
+
+def test_a_spec_survives_its_own_json_which_is_read_like_yaml() -> None:
+    spec = load_spec(yaml.safe_dump(minimal()))
+    assert load_spec(spec.model_dump_json(exclude_none=True)) == spec
+
+
+_SHARDING = "embedding_tables[0].constraints.sharding_types"
+_PARTITION = "embedding_tables[0].constraints.min_partition"
+_DATA_TYPE = "embedding_tables[0].data_type"
+_ROWS = "embedding_tables[0].num_embeddings"
+_EVERY_SYNCS = "parallelism.divergence_check.every_syncs"
+
+
+@pytest.mark.parametrize(
+    ("change", "path", "code"),
+    [
+        ("nonsense=1", "nonsense", "extra_forbidden"),
+        ("data.batch_sise=3", "data.batch_sise", "extra_forbidden"),
+        ("data.batch_size=many", "data.batch_size", "int_parsing"),
+        ("data.batch_size=0", "data.batch_size", "greater_than"),
+        ("embedding_tables[0].embedding_dim=6", "embedding_tables[0].embedding_dim", "multiple_of"),
+        ("embedding_tables[0].num_embeddings=-1", "embedding_tables[0].num_embeddings", None),
+        ("features[0].table=movies", "features[0].table", "unknown_table"),
+        ("features[1].name=user", "features[1].name", "duplicate_name"),
+        ("model.tasks[0].metrics=[ne]", "model.tasks[0].metrics", "metric_mismatch"),
+        ("model.tasks[0].metrics=[auc]", "model.tasks[0].auc_threshold", "missing_threshold"),
+        ("model.tasks[0].metrics=[mae, mae]", "model.tasks[0].metrics", "duplicate_metric"),
+        ("model.arch=movielens", "model.transformer", "missing_section"),
+        ("name=Not Good", "name", "string_pattern_mismatch"),
+        ("parallelism.workers=5", "parallelism.workers", "not_divisible"),
+        ("parallelism.moment_scale=3", "parallelism.moment_scale", "moment_scale"),
+        ("parallelism.moment_scale=-1", "parallelism.moment_scale", None),
+        ("model.over_arch.layer_sizes=[4, 2]", "model.over_arch.layer_sizes", "over_arch_width"),
+        ("parallelism.moment_scale=0", "parallelism.moment_scale", None),
+        ("parallelism.sync.full_above=1.5", "parallelism.sync.full_above", "less_than_equal"),
+        ("parallelism.divergence_check={every_syncs: 0}", _EVERY_SYNCS, "greater_than"),
+        ("parallelism.constraints={users: {}}", "parallelism.constraints", "extra_forbidden"),
+        ("optimizer.sparse.weight_decay=-1", "optimizer.sparse.weight_decay", None),
+        ("optimizer.schedule={decay: cosign}", "optimizer.schedule.decay", "literal_error"),
+        ("embedding_tables[0].constraints.sharding_types=[tw]", f"{_SHARDING}[0]", None),
+        ("embedding_tables[0].constraints.min_partition=6", _PARTITION, "multiple_of"),
+        ("embedding_tables[0].constraints.min_partition=12", _PARTITION, "min_partition"),
+        ("features[0].weights_column=w", "features[0].weights_column", "unexpected_weights"),
+        ("features[0].max_length=3", "features[0].max_length", "unexpected_max_length"),
+        ("optimizer.sparse.lr=.inf", "optimizer.sparse.lr", "finite_number"),
+        ("optimizer.schedule={min_ratio: 0.5}", "optimizer.schedule.min_ratio", "no_effect"),
+        ("embedding_tables[0].num_embeddings=99999999999999", _ROWS, None),
+        ("embedding_tables[0].data_type=bf16", _DATA_TYPE, "unsupported_data_type"),
+        ("training.trace={first_step: 1, ranks: [4]}", "training.trace.ranks", "trace_ranks"),
+    ],
+)
+def test_a_fault_names_its_field(change: str, path: str, code: str | None) -> None:
+    problems = refusal([change])
+    assert list(problems) == [path]
+    assert code is None or problems[path][0] == code
+
+
+def test_text_that_no_answer_could_carry_is_refused() -> None:
+    for document in (
+        minimal() | {"labels": {"team": "\ud800"}},
+        minimal() | {"\ud800": 1},
+        minimal() | {"features": [{"name": "u", "type": "id", "table": "\ud800"}]},
+    ):
+        with pytest.raises(SpecError) as caught:
+            validate_spec(document)
+        for problem in caught.value.problems:
+            f"{problem.path} {problem.message}".encode()
+
+
+def test_all_faults_are_reported_at_once_with_what_would_do() -> None:
+    problems = refusal(["name=BAD", "data.batch_size=0", "parallelism.constraints={users: {}}"])
+    assert set(problems) == {"name", "data.batch_size", "parallelism.constraints"}
+    assert "embedding_tables[].constraints" in problems["parallelism.constraints"][1]
+    assert "4 or 6" in refusal(["parallelism.workers=5"])["parallelism.workers"][1]
+
+
+def test_a_syntax_error_names_line_and_column() -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec("name: x\ndata: [")
+    assert caught.value.problems[0].path.startswith("line 2")
+
+
+def test_overrides_reach_lists_and_make_missing_sections() -> None:
+    changes = ["embedding_tables[0].num_embeddings=99", "training.max_steps=7"]
+    document = minimal()
+    spec = validate_spec(apply_overrides(document, changes))
+    assert document == minimal()
+    assert spec.embedding_tables[0].num_embeddings == 99
+    assert spec.training.max_steps == 7
+
+
+@pytest.mark.parametrize("override", ["no-equals-sign", "features[9].name=x", "=3"])
+def test_an_override_that_cannot_be_set_says_so(override: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        apply_overrides(minimal(), [override])
+    assert caught.value.problems[0].code == "override"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["name[0]", "features[" + "9" * 5000 + "]", "name=2001 #", "a..b", "", "features.x", "b["],
+)
+def test_a_path_that_leads_nowhere_sets_nothing(path: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        set_values(minimal(), {path: "x"})
+    [problem] = caught.value.problems
+    assert problem.code == "override"
+    assert len(problem.path) < 600
+
+
+def test_values_are_set_as_they_are_and_never_read_as_yaml() -> None:
+    text = "{<<: [*a, *a]}"
+    changed = set_values(minimal(), {"name": text, "embedding_tables[0].num_embeddings": 99})
+    assert changed["name"] == text
+    assert changed["embedding_tables"][0]["num_embeddings"] == 99
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_what_would_fill_stack_or_memory_is_refused() -> None:
+    lists, maps = ["- &a0 [1, 2]"], ["- &a0 {x: 1}"]
+    for number in range(29):
+        before = f"*a{number}, *a{number}, *a{number}"
+        lists.append(f"- &a{number + 1} [{before}]")
+        maps.append(f"- &a{number + 1} {{<<: [{before}]}}")
+    aliases = ["\n".join(lists), "\n".join(maps), "&a [*a]", "x" * 2_000_000]
+    for text in ("[" * 900, "[" * 100_000, "{a: " * 900, *aliases):
+        with pytest.raises(SpecError):
+            parse_document(text)
+    assert parse_document("a: &x {b: 1}\nc: {<<: *x}\nd: *x")["d"] == {"b": 1}
+    for depth in (900, 5000):
+        with pytest.raises(SpecError, match="nested"):
+            set_values(minimal(), {"labels.a": nested(depth)})
+
+
+def test_of_very_many_faults_some_are_told_soon() -> None:
+    with pytest.raises(SpecError) as caught:
+        validate_spec({**minimal(), "features": [1] * 100_000})
+    assert len(caught.value.problems) <= 200
+
+
+def test_a_date_stays_a_text_and_a_wrong_number_is_a_fault() -> None:
+    assert apply_overrides(minimal(), ["name=2001-99-99"])["name"] == "2001-99-99"
+    with pytest.raises(SpecError):
+        parse_document("!!timestamp 2001-99-99")
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(st.sampled_from([*minimal(), "x"]), inner, max_size=4)
+        ),
+    )
+)
+def test_any_document_is_accepted_or_refused_with_paths(document: Any) -> None:
+    with pytest.raises(SpecError) as caught:
+        validate_spec(document)
+    assert all(problem.path and problem.message for problem in caught.value.problems)
+
+
+def test_what_needs_a_second_copy_is_refused_with_one() -> None:
+    changes = ["sync.every_steps=4", "dense=at_sync", "divergence_check={every_syncs: 2}"]
+    for change in changes:
+        problems = refusal(["parallelism.shard_group_size=4", f"parallelism.{change}"])
+        [(path, (code, message))] = problems.items()
+        assert path == f"parallelism.{change.partition('=')[0].partition('.')[0]}"
+        assert code == "single_replica"
+        assert "one copy" in message
+
+
+def test_one_copy_without_a_sync_is_plain_model_parallel() -> None:
+    spec = validate_spec(apply_overrides(minimal(), ["parallelism.shard_group_size=4"]))
+    assert spec.parallelism.num_replicas == 1
+    assert load_spec(spec.model_dump_json()) == spec
+
+
+def test_the_moment_scale_is_m_where_the_optimizer_has_moments() -> None:
+    for name, scale in (("sgd", 1), ("adagrad", 2), ("row_wise_adagrad", 2)):
+        spec = validate_spec(apply_overrides(minimal(), [f"optimizer.sparse.name={name}"]))
+        assert spec.moment_scale == scale
+    problems = refusal(["optimizer.sparse.name=sgd", "parallelism.moment_scale=2"])
+    assert problems["parallelism.moment_scale"][0] == "moment_scale"
+
+
+def test_decaying_a_half_precision_table_is_refused_as_it_would_have_no_effect() -> None:
+    changes = ["embedding_tables[0].data_type=fp16", "optimizer.sparse.weight_decay=0.01"]
+    assert refusal(changes)[_DATA_TYPE][0] == "weight_decay"
+
+
+def test_a_table_named_like_an_attribute_of_its_module_is_refused_unless_it_is_stored() -> None:
+    for name in ("items", "type", "_modules", "_"):
+        changes = [f"embedding_tables[0].name={name}", f"features[0].table={name}"]
+        assert refusal(changes)["embedding_tables[0].name"][0] == "reserved_name"
+        document = apply_overrides(minimal(), changes)
+        stored = JobSpec.model_validate(document, context={"stored": True})
+        assert stored.embedding_tables[0].name == name
+
+
+def test_the_reserved_names_are_those_of_the_installed_torch() -> None:
+    from torch import nn
+
+    assert {n for n in dir(nn.ModuleDict()) if not n.startswith("_")} == MODULE_ATTRIBUTES
+
+
+def test_a_sequence_table_refuses_shardings_that_torchrec_lacks() -> None:
+    for kind in ("data_parallel", "table_row_wise", "grid_shard"):
+        problems = refusal(["features[0].type=sequence", f"{_SHARDING}=[{kind}]"])
+        code, message = problems[_SHARDING]
+        assert code == "unsupported_sharding"
+        assert "EmbeddingCollection" in message
+
+
+def test_a_table_is_looked_up_pooled_or_in_sequence_but_not_both() -> None:
+    document = minimal()
+    document["features"].append({"name": "clicks", "type": "sequence", "table": "users"})
+    spec = validate_spec(document)
+    # An id that shares the table of a sequence is a sequence of one.
+    assert [f.name for f in spec.sequence_features] == ["user", "clicks"]
+    assert [f.length_limit for f in spec.sequence_features] == [1, 50]
+    assert spec.pooled_features == ()
+    document["features"].append({"name": "seen", "type": "id_list", "table": "users"})
+    with pytest.raises(SpecError) as caught:
+        validate_spec(document)
+    assert [p.code for p in caught.value.problems] == ["shared_table"]
+
+
+def test_tables_larger_than_the_group_s_memory_are_refused_with_the_numbers() -> None:
+    # 1000 rows of (8 * 4 + 4) bytes = 36 000; two workers of 20 000 bytes less 15 % hold 34 000.
+    changes = ["embedding_tables[0].num_embeddings=1000"]
+    code, message = refusal([*changes, "resources.memory_bytes_per_worker=20000"])[_ROWS]
+    assert code == "table_too_large"
+    assert "sharding group of 2 workers" in message
+    whole = [*changes, f"{_SHARDING}=[table_wise]", "resources.memory_bytes_per_worker=40000"]
+    assert "one worker" in refusal(whole)[_ROWS][1]
+    fits = [*changes, "resources.memory_bytes_per_worker=22000"]
+    assert validate_spec(apply_overrides(minimal(), fits))
+
+
+def test_a_setting_that_would_do_nothing_is_refused() -> None:
+    sgd = ["optimizer.sparse.name=sgd", "parallelism.sync.optimizer_state=never"]
+    assert refusal(sgd)["parallelism.sync.optimizer_state"][0] == "no_effect"
+    alone = ["parallelism.shard_group_size=1", "parallelism.all_to_all.forward=bf16"]
+    assert refusal(alone)["parallelism.all_to_all"][0] == "no_effect"
+    late = ["training.max_steps=5", "training.trace={first_step: 6}"]
+    assert refusal(late)["training.trace.first_step"][0] == "no_effect"
+    pooled = ["features[0].type=sequence", "embedding_tables[0].pooling=mean"]
+    assert refusal(pooled)["embedding_tables[0].pooling"][0] == "no_effect"
+
+
+@pytest.mark.parametrize(
+    ("sync", "num_copies"),
+    [
+        ("{mode: touched_rows, overlap: true, dtype: bf16}", 0),
+        ("{mode: full, dtype: bf16}", 1),
+        ("{mode: full, overlap: true}", 2),
+        ("{mode: full, overlap: true, dtype: fp16}", 3),
+    ],
+)
+def test_whole_copies_that_a_sync_keeps_count_as_memory(sync: str, num_copies: int) -> None:
+    # One table of 36 000 bytes for each of (1 + copies), over two workers less 15 %.
+    needed = int((1 + num_copies) * 36_000 / 2 / 0.85)
+    table = ["embedding_tables[0].num_embeddings=1000", f"parallelism.sync={sync}"]
+    enough = [*table, f"resources.memory_bytes_per_worker={needed + 1}"]
+    assert validate_spec(apply_overrides(minimal(), enough))
+    too_little = [*table, f"resources.memory_bytes_per_worker={needed - 10}"]
+    assert refusal(too_little)[_ROWS][0] == "table_too_large"
+
+
+def test_weight_decay_makes_a_sync_full_and_so_costs_its_copies() -> None:
+    changes = ["parallelism.sync.overlap=true", "optimizer.sparse.weight_decay=0.1"]
+    assert validate_spec(apply_overrides(minimal(), changes)).num_sync_copies == 2
+
+
+def test_a_job_says_where_it_stands_in_the_queue() -> None:
+    spec = validate_spec(minimal())
+    assert (spec.project, spec.priority, spec.preemptible) == ("default", 0, True)
+    for change in ("project=Ads Team", "priority=1001", "priority=-1"):
+        assert set(refusal([change])) == {change.partition("=")[0]}
+
+
+def spec_with(**model: Any) -> dict[str, Any]:
+    return minimal() | {"model": {"tasks": [{"name": "rating", "loss": "mse"}], **model}}
+
+
+def test_a_module_needs_no_layers_of_ours() -> None:
+    spec = validate_spec(spec_with(module="towers.two:Towers", code="ab" * 32))
+    assert spec.model.module == "towers.two:Towers"
+    assert JobSpec.model_validate_json(spec.model_dump_json()) == spec
+    with pytest.raises(SpecError) as caught:
+        validate_spec(spec_with())
+    paths = {problem.path: problem.code for problem in caught.value.problems}
+    assert paths == {"model.dense_arch": "missing", "model.over_arch": "missing"}
+
+
+def test_what_is_no_class_path_or_code_id_is_refused() -> None:
+    paths = ("towers", "towers:", ":Towers", "../evil:Towers", "a b:C", "a:b.C")
+    faults = [("module", spec_with(module=path)) for path in paths]
+    for code in ("ab", "zz" * 32, "../" + "a" * 61):
+        faults.append(("code", spec_with(module="towers:Towers", code=code)))
+    for field, document in faults:
+        with pytest.raises(SpecError) as caught:
+            validate_spec(document)
+        assert caught.value.problems[0].path == f"model.{field}"
+
+
+@pytest.mark.parametrize("field", [{"code": "ab" * 32}, {"options": {"width": 8}}])
+def test_code_without_a_module_would_have_no_effect_and_is_refused(field: dict[str, Any]) -> None:
+    layers = {"dense_arch": {"layer_sizes": [16]}, "over_arch": {"layer_sizes": [1]}}
+    with pytest.raises(SpecError) as caught:
+        validate_spec(spec_with(**layers, **field))
+    [problem] = caught.value.problems
+    assert (problem.path, problem.code) == (f"model.{next(iter(field))}", "unexpected_field")

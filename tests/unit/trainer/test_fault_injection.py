@@ -1,0 +1,112 @@
+"""The fault injector: what is due, for whom, how often; and that it is silent unless armed."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trainer import fault_injection
+
+LOSS = torch.tensor(2.0)
+
+
+@pytest.fixture(autouse=True)
+def disarmed() -> Iterator[None]:
+    yield
+    fault_injection.arm(0, {})
+
+
+@pytest.fixture
+def struck(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What would have befallen this process."""
+    calls: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(os, "_exit", lambda code: calls.append(("exit", code)))
+    monkeypatch.setattr(os, "kill", lambda pid, signum: calls.append((pid, signum)))
+    monkeypatch.setattr(time, "sleep", lambda seconds: calls.append(("sleep", seconds)))
+    return calls
+
+
+def arm(*documents: dict[str, Any], incarnation: int = 0) -> None:
+    fault_injection.arm(incarnation, {fault_injection.VARIABLE: json.dumps(documents)})
+
+
+def fault(**overrides: Any) -> dict[str, Any]:
+    chosen = {"kind": "raise", "group": 1, "rank": 0, "step": 5, "phase": "exchange"}
+    return chosen | overrides
+
+
+def test_nothing_befalls_a_rank_unless_faults_are_armed() -> None:
+    fault_injection.arm(0, {})
+    for phase in fault_injection.PHASES:
+        fault_injection.inject(phase, 1, 0, 5)
+    assert fault_injection.poison(LOSS, 1, 0, 5) is LOSS
+
+
+def test_a_fault_waits_for_its_group_rank_phase_and_step() -> None:
+    arm(fault(), fault(step=7))
+    for place in (("exchange", 0, 0, 5), ("exchange", 1, 1, 5), ("apply", 1, 0, 5)):
+        fault_injection.inject(*place)
+    fault_injection.inject("exchange", 1, 0, 4)
+    for step in (5, 9):  # A step without its phase does not lose the fault.
+        with pytest.raises(fault_injection.InjectedFault, match="exchange"):
+            fault_injection.inject("exchange", 1, 0, step)
+
+
+def test_a_fault_happens_once_or_as_often_as_told_or_until_its_file_is_there(
+    tmp_path: Path,
+) -> None:
+    until = str(tmp_path / "release")
+    arm(fault(), fault(phase="apply", times=2), fault(phase="join", times=9, until=until))
+    for phase, step in (("exchange", 5), ("apply", 5), ("apply", 6), ("join", 5)):
+        with pytest.raises(fault_injection.InjectedFault):
+            fault_injection.inject(phase, 1, 0, step)
+    (tmp_path / "release").touch()
+    for phase in ("exchange", "apply", "join"):
+        fault_injection.inject(phase, 1, 0, 7)
+
+
+def test_another_life_of_the_group_has_faults_of_its_own() -> None:
+    documents = fault(), fault(incarnation=1, phase="join", step=0)
+    arm(*documents, incarnation=1)
+    fault_injection.inject("exchange", 1, 0, 5)
+    with pytest.raises(fault_injection.InjectedFault):
+        fault_injection.inject("join", 1, 0, 0)
+
+
+def test_a_process_ends_stops_or_waits(struck: list[tuple[Any, ...]]) -> None:
+    kinds = (("exit", 0), ("exit", 7), ("sigkill", 0), ("sigstop", 0), ("slow", 1.5))
+    for kind, arg in kinds:
+        arm(fault(kind=kind, arg=arg))
+        fault_injection.inject("exchange", 1, 0, 5)
+    signals = [(os.getpid(), signal.SIGKILL), (os.getpid(), signal.SIGSTOP)]
+    assert struck == [("exit", 1), ("exit", 7), *signals, ("sleep", 1.5)]
+
+
+def test_a_storage_error_is_what_a_full_disk_gives() -> None:
+    arm(fault(kind="storage_error", phase="checkpoint"))
+    with pytest.raises(OSError) as caught:
+        fault_injection.inject("checkpoint", 1, 0, 5)
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_poisoned_loss_is_nan_once() -> None:
+    arm(fault(kind="nan", phase="backward"))
+    fault_injection.inject("backward", 1, 0, 5)
+    assert fault_injection.poison(LOSS, 1, 1, 5) is LOSS
+    assert fault_injection.poison(LOSS, 1, 0, 5).isnan()
+    assert fault_injection.poison(LOSS, 1, 0, 6) is LOSS
+
+
+def test_faults_that_cannot_be_read_are_refused() -> None:
+    for text in ("not json", "{}", '[{"kind": "flood"}]'):
+        with pytest.raises(fault_injection.FaultsError, match=fault_injection.VARIABLE):
+            fault_injection.arm(0, {fault_injection.VARIABLE: text})

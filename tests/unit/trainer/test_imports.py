@@ -1,0 +1,43 @@
+"""What importing loads: a driver and a client must not pay for torch, a worker not for plotting."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# What the control plane and the driver import.
+LIGHT = (
+    "service.cli.main",
+    "service.client",
+    "shardloom",
+    "trainer.driver.main",
+    "trainer.elastic.coordinator.server",
+    "trainer.checkpoint.files",
+    "trainer.protocol.events",
+    "trainer.export.artifact",
+    "trainer.layout.choice",
+    "trainer.spec",
+)
+# What the driver imports once it knows how to train.
+LATE_IN_DRIVER = (
+    "ray.train.v2.api.data_parallel_trainer",
+    "trainer.driver.torch_backend",
+    "trainer.driver.job_runner",
+    "trainer.driver.group_runner",
+    "trainer.driver.coordinator_actor",
+)
+WATCHED = ("torch", "torchrec", "ray", "matplotlib", "rfc3987_syntax")
+
+
+@pytest.mark.parametrize(
+    ("modules", "loaded"),
+    [(LIGHT, []), (LATE_IN_DRIVER, ["ray"]), (("trainer.training.worker",), ["torch", "torchrec"])],
+    ids=["light", "late in the driver", "worker"],
+)
+def test_imports_load_only_what_they_need(modules: tuple[str, ...], loaded: list[str]) -> None:
+    code = f"import sys, importlib; [importlib.import_module(n) for n in {modules!r}]; "
+    code += f"print([m for m in {WATCHED!r} if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == repr(loaded)

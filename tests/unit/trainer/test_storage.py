@@ -1,0 +1,238 @@
+"""Locations: local files, URLs, refusals; when remote storage is tried again, and for how long."""
+
+from __future__ import annotations
+
+import errno
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import fs
+
+from tests.harness.clock import FakeClock
+from trainer import storage as storage_module
+from trainer.errors import SourceMissingError, StorageAwayError, StorageError, StorageRefusedError
+from trainer.storage import Backoff, Location, kind_of, retry
+
+
+def test_a_file_is_written_listed_read_and_deleted(tmp_path):
+    folder = Location.parse(tmp_path / "deep" / "folder")
+    (folder / "b.txt").write_bytes(b"two")
+    (folder / "a.txt").write_bytes(b"one")
+    (folder / "inner" / "c.txt").write_bytes(b"three")
+    assert [file.name for file in folder.list()] == ["a.txt", "b.txt"]
+    below = [file.relative_to(folder) for file in folder.list(recursive=True)]
+    assert below == ["a.txt", "b.txt", "inner/c.txt"]
+    assert (folder / "b.txt").read_bytes() == b"two"
+    assert (folder / "b.txt").size_bytes() == 3
+    assert folder.is_folder() and not (folder / "a.txt").is_folder()
+    (folder / "a.txt").delete()
+    assert not (folder / "a.txt").exists()
+    folder.delete()
+    assert not folder.exists() and folder.list() == ()
+
+
+def test_relative_and_file_urls_are_local(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert Location.parse("data/x").local_path == tmp_path / "data" / "x"
+    assert Location.parse(f"file://{tmp_path}/my%20data").local_path == tmp_path / "my data"
+    # A question mark is part of a local name, not a query.
+    assert Location.parse(tmp_path / "why?").local_path == tmp_path / "why?"
+
+
+def test_what_cannot_be_read_or_written_is_named(tmp_path):
+    missing = Location.parse(tmp_path / "nothing.csv")
+    for read in (missing.open_input, missing.size_bytes):
+        with pytest.raises(SourceMissingError, match=r"nothing\.csv is missing"):
+            read()
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(StorageError, match="file/below cannot be written"):
+        (Location.parse(tmp_path) / "file" / "below").write_bytes(b"x")
+
+
+def test_an_s3_url_says_bucket_key_and_endpoint():
+    url = "s3://bucket/some/folder?endpoint_override=http://127.0.0.1:9000&region=eu-west-1"
+    location = Location.parse(url) / "part.parquet"
+    assert location.path == "bucket/some/folder/part.parquet"
+    assert str(location) == "s3://bucket/some/folder/part.parquet"
+    assert Location.parse(location.text) == location
+    assert isinstance(location.fs, fs.S3FileSystem) and location.fs.region == "eu-west-1"
+    assert not location.is_local
+    with pytest.raises(ValueError, match="not on this machine"):
+        _ = location.local_path
+
+
+def test_the_endpoint_can_come_from_the_environment(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9000")
+    stated = Location.parse("s3://b/k?endpoint_override=http://127.0.0.1:9000&region=us-east-1")
+    assert Location.parse("s3://b/k?region=us-east-1").fs == stated.fs
+    # Locations travel between processes.
+    assert pickle.loads(pickle.dumps(stated)) == stated
+    google = Location.parse("gs://bucket/folder/?anonymous=true")
+    assert isinstance(google.fs, fs.GcsFileSystem)
+    assert google.parent.path == "bucket"
+
+
+def test_urls_that_mean_nothing_are_refused():
+    for url, message in {
+        "ftp://host/file": "cannot read 'ftp://'",
+        "s3:///key": "names no bucket",
+        "s3://bucket/key?endpoint=x": "unknown option 'endpoint'",
+    }.items():
+        with pytest.raises(StorageError, match=message):
+            Location.parse(url)
+
+
+def test_a_copy_that_cannot_be_written_is_no_fault_of_what_is_read(tmp_path):
+    (tmp_path / "source").write_bytes(b"content")
+    source = Location.parse(tmp_path / "source")
+    source.download(tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == b"content"
+    with pytest.raises(OSError, match="No space left on device"):
+        source.download(Path("/dev/full"))
+
+
+class _SomebodyElseDeletes:
+    """A file system whose files and folders are gone between a look and the deletion."""
+
+    def __init__(self, kind: fs.FileType) -> None:
+        self.kind = kind
+        self.num_deletions = 0
+
+    def get_file_info(self, path: str) -> fs.FileInfo:
+        return fs.FileInfo(path, self.kind)
+
+    def delete_file(self, path: str) -> None:
+        self.num_deletions += 1
+        raise FileNotFoundError(path)
+
+    delete_dir = delete_file
+
+
+@pytest.mark.parametrize("kind", [fs.FileType.File, fs.FileType.Directory])
+def test_what_somebody_else_deletes_in_the_same_moment_is_deleted(kind):
+    system = _SomebodyElseDeletes(kind)
+    Location(system, "bucket/checkpoints/.probe", "s3://").delete()
+    assert system.num_deletions == 1
+
+
+def test_an_upload_whose_source_fails_leaves_nothing_and_says_what_failed(tmp_path):
+    class Failing(io.BytesIO):
+        def read(self, size: int | None = -1, /) -> bytes:
+            if self.tell():
+                raise OSError(errno.EIO, "Input/output error", "source.bin")
+            return super().read(4)
+
+    class Source:
+        def open(self, mode: str) -> Failing:
+            return Failing(b"content")
+
+    target = Location.parse(tmp_path / "there" / "part.bin")
+    with pytest.raises(OSError, match=r"source\.bin"):
+        target.upload(Source())
+    assert not target.exists()
+
+
+def test_a_time_that_is_set_to_nothing_is_the_default(monkeypatch):
+    monkeypatch.delenv("SHARDLOOM_STORAGE_RETRY_S", raising=False)
+    assert Backoff.from_environment() == Backoff()
+    for said in ("", "  "):
+        monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", said)
+        assert Backoff.from_environment() == Backoff()
+
+
+def test_a_time_that_is_no_number_of_seconds_is_refused_by_its_name(monkeypatch):
+    for said in ("1m", "nan", "-1", "inf"):
+        monkeypatch.setenv("SHARDLOOM_STORAGE_RETRY_S", said)
+        with pytest.raises(StorageError, match=r"SHARDLOOM_STORAGE_RETRY_S is .*number of seconds"):
+            Backoff.from_environment()
+        monkeypatch.setenv("SHARDLOOM_STORAGE_TIMEOUT_S", said)
+        with pytest.raises(StorageError, match="SHARDLOOM_STORAGE_TIMEOUT_S"):
+            Location.parse("s3://bucket/key?region=us-east-1")
+
+
+def test_the_sdk_gives_up_early_enough_to_be_asked_again():
+    sdk_s = storage_module._MAX_ATTEMPTS * storage_module._REQUEST_TIMEOUT_S
+    assert Backoff().delay_s(1, sdk_s, draw=1.0) is not None
+
+
+class Storage:
+    """Fails `num_failures` times with `error`; its clock moves by what is slept."""
+
+    def __init__(self, num_failures: int, error: Exception) -> None:
+        self.left, self.error = num_failures, error
+        self.clock = FakeClock()
+
+    def read(self) -> str:
+        if self.left:
+            self.left -= 1
+            raise self.error
+        return "content"
+
+    def persist(self, backoff: Backoff) -> str:
+        clock = self.clock
+        return retry(self.read, backoff, clock=clock, sleep=clock.sleep, draw=lambda: 1.0)
+
+
+def test_delays_double_up_to_the_longest() -> None:
+    storage = Storage(6, StorageAwayError("busy"))
+    assert storage.persist(Backoff(budget_s=60, first_s=1, longest_s=8)) == "content"
+    assert storage.clock.slept == [1, 2, 4, 8, 8, 8]
+
+
+def test_what_no_retry_helps_is_said_at_once() -> None:
+    for error, backoff in (
+        (StorageRefusedError("denied"), Backoff()),
+        (StorageAwayError("busy"), Backoff(budget_s=0)),
+    ):
+        storage = Storage(1, error)
+        with pytest.raises(type(error), match=str(error)):
+            storage.persist(backoff)
+        assert storage.clock.slept == []
+
+
+def test_a_spent_budget_ends_in_the_last_error() -> None:
+    storage = Storage(1000, StorageAwayError("busy"))
+    with pytest.raises(StorageAwayError, match="busy"):
+        storage.persist(Backoff(budget_s=10, first_s=1, longest_s=4))
+    assert storage.clock.slept == [1, 2, 4]
+
+
+@given(
+    budget_s=st.floats(0, 1000),
+    first_s=st.floats(0.01, 10),
+    longest_s=st.floats(0.01, 100),
+    draws=st.lists(st.floats(0, 1), min_size=1, max_size=20),
+)
+def test_delays_stay_within_the_budget_and_the_longest(budget_s, first_s, longest_s, draws) -> None:
+    backoff, elapsed_s = Backoff(budget_s, first_s, longest_s), 0.0
+    for num_failures, draw in enumerate(draws, start=1):
+        delay_s = backoff.delay_s(num_failures, elapsed_s, draw)
+        if delay_s is None:
+            break
+        assert 0 < delay_s <= longest_s
+        elapsed_s += delay_s
+    assert elapsed_s <= budget_s
+
+
+def test_messages_of_the_sdks_are_told_apart() -> None:
+    for kind, messages in {
+        "away": (
+            "AWS Error SLOW_DOWN during ListObjectsV2 operation: SlowDown",
+            "AWS Error UNKNOWN (HTTP status 503) during HeadObject operation",
+            "AWS Error UNKNOWN (HTTP status 429) during HeadObject operation",
+            "AWS Error NETWORK_CONNECTION during GetObject operation: curlCode: 18",
+            "google::cloud::Status(UNAVAILABLE: Retry policy exhausted)",
+        ),
+        "refused": (
+            "AWS Error ACCESS_DENIED during HeadObject operation: No response body.",
+            "AWS Error SIGNATURE_DOES_NOT_MATCH during CreateMultipartUpload",
+            "google::cloud::Status(PERMISSION_DENIED: Permanent error)",
+        ),
+        "no_bucket": ("AWS Error NO_SUCH_BUCKET during ListObjectsV2 operation",),
+        "other": ("AWS Error UNKNOWN (HTTP status 400) during HeadObject operation",),
+    }.items():
+        assert [kind_of(message) for message in messages] == [kind] * len(messages)

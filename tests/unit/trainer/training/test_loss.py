@@ -1,0 +1,110 @@
+"""What ends a run by its loss or metrics, and the random numbers of steps."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.builders import spec
+from trainer.coordination.messages import EarlyStoppingState
+from trainer.failures import NonFiniteLoss
+from trainer.protocol.run_dir import RunDir
+from trainer.spec.training import EarlyStoppingSpec
+from trainer.training.loss import NonFiniteLossGuard
+from trainer.training.metrics import after_validation, is_better, is_over
+from trainer.training.session import seed_step, step_seed
+
+
+def stops_at(values: list[float], spec: EarlyStoppingSpec, metric: str = "rmse") -> int | None:
+    """Number of the validation (from 0) that ends the run."""
+    plateau: EarlyStoppingState | None = None
+    for number, value in enumerate(values):
+        plateau = after_validation(plateau, metric, value, spec)
+        if is_over(plateau, spec):
+            return number
+    return None
+
+
+def test_a_run_ends_after_patience_validations_without_a_gain() -> None:
+    spec = EarlyStoppingSpec(patience=2, min_delta=0.01)
+    assert stops_at([1.0, 0.9, 0.895, 0.891], spec) == 3, "gains below min_delta are none"
+    assert stops_at([1.0, 0.9, 0.95, 0.88, 0.9, 0.9], spec) == 5
+    assert stops_at([1.0, 0.9, 0.8, 0.7], spec) is None
+
+
+def test_a_run_that_gets_worse_ends_whichever_way_the_metric_counts() -> None:
+    spec = EarlyStoppingSpec(patience=1)
+    assert stops_at([0.7, 0.8, 0.75], spec, "auc") == 2
+    assert stops_at([0.7, 0.8, 0.75], spec, "click/auc") == 2
+    assert stops_at([0.8, 0.9, 1.05, 1.06], spec, "calibration") == 3, "1 is perfect"
+
+
+def test_a_nan_at_the_start_is_not_the_value_to_beat() -> None:
+    spec = EarlyStoppingSpec(patience=2)
+    assert stops_at([math.nan, 0.9, 0.8, 0.7], spec) is None
+    assert stops_at([math.nan, math.nan], spec) == 1
+    assert not is_over(EarlyStoppingState(best=1.0, num_validations=99), None)
+
+
+@given(
+    values=st.lists(st.floats(0, 2) | st.just(math.nan), max_size=20),
+    patience=st.integers(1, 4),
+    min_delta=st.floats(0, 0.5),
+)
+def test_it_stops_where_patience_values_in_a_row_beat_nothing(
+    values: list[float], patience: int, min_delta: float
+) -> None:
+    best, waiting, expected = None, 0, None
+    for number, value in enumerate(values):
+        gains = is_better("rmse", value, best, min_delta)
+        best, waiting = (value, 0) if gains else (best, waiting + 1)
+        if waiting >= patience:
+            expected = number
+            break
+    spec = EarlyStoppingSpec(patience=patience, min_delta=min_delta)
+    assert stops_at(values, spec) == expected
+
+
+def draw(*key: int) -> torch.Tensor:
+    """Numbers of one step, whatever was drawn before."""
+    torch.rand(7)
+    seed_step(*key)
+    return torch.rand(4)
+
+
+def test_a_step_draws_what_it_drew_before() -> None:
+    assert torch.equal(draw(3, 0, 17, 2), draw(3, 0, 17, 2))
+
+
+def test_no_two_seeds_syncs_steps_or_ranks_draw_the_same() -> None:
+    keys = list(product(range(2), range(3), range(50), range(4)))
+    seeds = {step_seed(*key) for key in keys}
+    assert len(seeds) == len(keys)
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert not torch.equal(draw(0, 0, 1, 0), draw(0, 0, 1, 1))
+
+
+@pytest.fixture
+def guard(tmp_path: Path) -> NonFiniteLossGuard:
+    return NonFiniteLossGuard(
+        spec(), RunDir(tmp_path), 100, torch.device("cpu"), lambda event: None
+    )
+
+
+def test_an_entropy_that_stays_far_above_its_best_ends_the_job(guard: NonFiniteLossGuard) -> None:
+    for ne in (0.8, 2.0, 2.5, 0.9, 2.0, 2.5):
+        guard.judge({"train/ne": ne})
+    with pytest.raises(NonFiniteLoss, match=r"3 reports in a row.*optimizer.schedule"):
+        guard.judge({"train/ne": 3.0})
+
+
+def test_without_an_entropy_nothing_is_judged(guard: NonFiniteLossGuard) -> None:
+    for values in ({}, {"train/ne": math.nan}, {"train/rmse": 9.0}):
+        for _ in range(5):
+            guard.judge(values)

@@ -1,0 +1,296 @@
+"""Speed, lookups, phases and traces of a rank, under a fake clock."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.harness.clock import FakeClock
+from trainer.parallel.sync import SyncReport
+from trainer.protocol import events
+from trainer.protocol.run_dir import AttemptDir
+from trainer.spec.training import TraceSpec
+from trainer.training.metrics import LookupCounter
+from trainer.training.profiling import PHASES, HostClock, Phase, PhaseTimes, Speedometer, Tracer
+
+
+class FakeTime(FakeClock):
+    """A clock that moves only when told to, and times phases."""
+
+    mark = FakeClock.__call__
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        return end - start
+
+
+def speedometer(rows_per_step: int, clock: FakeTime) -> Speedometer:
+    """A speedometer whose phases run by the same clock."""
+    return Speedometer(rows_per_step, PhaseTimes(clock), clock)
+
+
+def test_speed_leaves_out_what_was_not_training() -> None:
+    clock = FakeTime()
+    speed = speedometer(64, clock)
+    for wait_s in (0.5, 1.5):
+        speed.step(wait_s)
+        clock.now += 2.0
+    with speed.paused():
+        clock.now += 30.0
+    assert speed.phases.read()["other"] == 2.0
+    assert speed.read() == {"speed/steps_per_s": 0.5, "speed/rows_per_s": 32.0, "data/wait_s": 1.0}
+
+
+def test_sync_is_reported_per_sync_and_only_where_there_was_one() -> None:
+    clock = FakeTime()
+    speed = speedometer(1, clock)
+    speed.sync(SyncReport(time_s=1.0, num_bytes=100, density=0.1))
+    speed.sync(SyncReport(time_s=2.0, num_bytes=300, density=0.3))
+    speed.step(0.0)
+    clock.now += 4.0
+    values = speed.read()
+    assert (values["sync/time_s"], values["sync/bytes"]) == (1.5, 200.0)
+    assert values["sync/density"] == pytest.approx(0.2)
+    clock.now += 1.0
+    assert "sync/time_s" not in speed.read()
+
+
+def test_each_window_starts_anew() -> None:
+    clock = FakeTime()
+    speed = speedometer(10, clock)
+    speed.step(9.0)
+    clock.now += 50.0
+    speed.restart()
+    speed.step(0.25)
+    clock.now += 2.0
+    assert speed.read()["speed/rows_per_s"] == 5.0
+    speed.step(0.0)
+    clock.now += 1.0
+    assert speed.read()["data/wait_s"] == 0.0
+    # A window of no time has a finite speed.
+    speed.step(0.0)
+    assert speed.read()["speed/steps_per_s"] == pytest.approx(1e9)
+
+
+class OneKernel:
+    """A model of one kernel: table 0 read by features a and b, table 1 by feature c."""
+
+    def __init__(self) -> None:
+        place = (EmbeddingLocation.HOST, ComputeDevice.CPU)
+        self.kernel = SplitTableBatchedEmbeddingBagsCodegen(
+            [(10, 4, *place), (10, 4, *place)], feature_table_map=[0, 0, 1]
+        )
+
+    def embedding_kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        return [self.kernel]
+
+
+# Two bags per feature. a: [1, 1], [2]; b: [2], []; c: [1], [1, 3]
+IDS = torch.tensor([1, 1, 2, 2, 1, 1, 3])
+OFFSETS = torch.tensor([0, 2, 3, 4, 4, 5, 7])
+
+
+def test_rows_are_distinct_within_a_table_over_all_its_features() -> None:
+    model = OneKernel()
+    counter = LookupCounter(model)
+    model.kernel(IDS, OFFSETS)
+    assert counter.counts == (0, 0), "only while sampling"
+    counter.sampling = True
+    model.kernel(IDS, OFFSETS)
+    assert counter.counts == (7, 2 + 2)
+    model.kernel(indices=IDS, offsets=OFFSETS)
+    assert counter.counts == (14, 8)
+
+
+def _nonzero(seconds: dict[Phase, float]) -> dict[Phase, float]:
+    return {phase: value for phase, value in seconds.items() if value}
+
+
+def test_times_are_means_over_the_steps_of_a_window() -> None:
+    clock = FakeTime()
+    times = PhaseTimes(clock)
+    for _ in range(4):
+        with times.during("backward"):
+            clock.now += 3.0
+        times.step()
+    assert _nonzero(times.read()) == {"backward": 3.0}
+    with times.during("sync"):
+        clock.now += 5.0
+    times.step()
+    assert _nonzero(times.read()) == {"sync": 5.0}
+    # One that begins in another interrupts it, and without a step nothing is divided.
+    with times.during("dense"):
+        clock.now += 2.0
+        times.enter("input_dist")
+        clock.now += 4.0
+        times.enter("dense")
+        clock.now += 0.5
+    clock.now += 1.0
+    assert _nonzero(times.read()) == {"dense": 2.5, "input_dist": 4.0, "other": 1.0}
+
+
+def test_a_pause_is_left_out_whatever_happens_in_it() -> None:
+    clock = FakeTime()
+    times = PhaseTimes(clock)
+    with times.during("optimizer"):
+        clock.now += 1.0
+        with times.paused():
+            with times.during("sync"), times.paused():
+                clock.now += 10.0
+            clock.now += 10.0
+        clock.now += 2.0
+    assert _nonzero(times.read()) == {"optimizer": 3.0}
+
+
+def test_waiting_for_each_item_is_a_phase_and_using_it_is_not() -> None:
+    clock = FakeTime()
+    times = PhaseTimes(clock)
+
+    def slow_items() -> Iterator[int]:
+        for item in range(3):
+            clock.now += 10.0
+            yield item
+
+    for item in times.around_each("data_wait", slow_items()):
+        clock.now += item
+    assert _nonzero(times.read()) == {"data_wait": 30.0, "other": 3.0}
+
+
+@given(st.lists(st.tuples(st.sampled_from(PHASES), st.integers(0, 1000)), max_size=60))
+def test_phases_add_up_to_the_time_that_passed(entries: list[tuple[Phase, int]]) -> None:
+    clock = FakeTime()
+    times = PhaseTimes(clock)
+    expected = dict.fromkeys(PHASES, 0.0)
+    for phase, seconds in entries:
+        times.enter(phase)
+        clock.now += seconds
+        expected[phase] += seconds
+    assert times.read() == expected
+
+
+def test_ranges_show_in_a_profile_only_when_asked_for() -> None:
+    times = PhaseTimes(HostClock())
+    with torch.profiler.profile() as profile:
+        with times.during("backward"):
+            torch.ones(1)
+        times.annotate = True
+        with times.during("dense"):
+            torch.ones(1)
+    names = {event.name for event in profile.events() if event.name.startswith("shardloom/")}
+    assert names == {"shardloom/forward"}
+
+
+class Bench:
+    """A tracer on an attempt's folder, and what it emitted."""
+
+    def __init__(self, root: Path, rank: int = 0, spec: TraceSpec | None = None) -> None:
+        self.files = AttemptDir(root)
+        self.emitted: list[events.Event] = []
+        self.speed = Speedometer(1, PhaseTimes(HostClock()))
+        self.tracer = Tracer(self.files, rank, spec, self.speed, self.emitted.append)
+
+    def ask(self, trace_id: str, num_steps: int = 1, ranks: tuple[int, ...] = (0,)) -> None:
+        request = {"id": trace_id, "num_steps": num_steps, "ranks": ranks}
+        # Moved into place, as the service does it.
+        partial = self.files.root / "partial"
+        partial.write_text(json.dumps(request))
+        partial.replace(self.files.trace_request_path)
+
+    def take_steps(self, first: int, last: int) -> None:
+        for step in range(first, last + 1):
+            self.tracer.begin_step(step)
+            torch.ones(2).sum()
+            self.tracer.end_step(step)
+
+    def written(self) -> list[tuple[str, int, int]]:
+        return [
+            (Path(event.path).name, event.step, event.num_steps)
+            for event in self.emitted
+            if isinstance(event, events.TraceWritten)
+        ]
+
+
+def test_a_spec_trace_covers_its_steps_and_ranks_only(tmp_path: Path) -> None:
+    spec = TraceSpec(first_step=3, num_steps=2, ranks=(0, 2))
+    asked, other = Bench(tmp_path, spec=spec), Bench(tmp_path, rank=1, spec=spec)
+    for bench in (asked, other):
+        bench.take_steps(1, 6)
+    assert asked.written() == [("spec-rank0.json.gz", 4, 2)]
+    assert other.emitted == []
+
+
+def test_a_request_is_answered_once_also_by_workers_that_start_anew(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.ask("t-00000001")
+    for step in (1, 2):
+        bench.tracer.poll()
+        bench.take_steps(step, step)
+    restarted = Bench(tmp_path)
+    restarted.tracer.poll()
+    restarted.take_steps(1, 2)
+    assert bench.written() == [("t-00000001-rank0.json.gz", 1, 1)]
+    assert restarted.written() == []
+
+
+def test_a_second_request_waits_for_the_trace_in_the_making(tmp_path: Path) -> None:
+    bench = Bench(tmp_path)
+    bench.ask("t-00000001", num_steps=3)
+    bench.tracer.poll()
+    bench.take_steps(1, 1)
+    bench.ask("t-00000002")
+    bench.tracer.poll()
+    bench.take_steps(2, 5)
+    names = ["t-00000001-rank0.json.gz", "t-00000002-rank0.json.gz"]
+    assert bench.written() == [(names[0], 3, 3), (names[1], 4, 1)]
+
+
+def test_a_trace_that_is_stopped_early_says_how_many_steps_it_has(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, spec=TraceSpec(first_step=1, num_steps=5))
+    bench.take_steps(1, 2)
+    assert bench.speed.phases.annotate
+    bench.tracer.stop()
+    assert not bench.speed.phases.annotate
+    bench.take_steps(3, 4)
+    assert bench.written() == [("spec-rank0.json.gz", 2, 2)]
+
+
+def test_a_trace_that_cannot_be_written_costs_a_note_only(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, spec=TraceSpec(first_step=1, num_steps=1))
+    bench.files.traces_dir.write_text("a file where the folder should be")
+    bench.take_steps(1, 2)
+    (note,) = bench.emitted
+    assert isinstance(note, events.Note)
+    assert "spec-rank0.json.gz cannot be written" in note.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "\xff",
+        '{"id": "t-00000001", "num_steps": 101, "ranks": [0]}',
+        '{"id": "../t-00000001", "num_steps": 1, "ranks": [0]}',
+    ],
+)
+def test_a_damaged_request_is_refused_once_and_removed_by_rank_0(tmp_path: Path, text: str) -> None:
+    ranks = [Bench(tmp_path, rank) for rank in (1, 0)]
+    ranks[0].files.trace_request_path.write_text(text, encoding="latin-1")
+    for bench in ranks:
+        for step in (1, 2):
+            bench.tracer.poll()
+            bench.take_steps(step, step)
+    assert ranks[0].emitted == []
+    (note,) = ranks[1].emitted
+    assert isinstance(note, events.Note)
+    assert note.level == "warning"
+    assert not ranks[0].files.trace_request_path.exists()

@@ -1,0 +1,1 @@
+"""Durable checkpoints: folders, saving, loading, resharding, retention."""

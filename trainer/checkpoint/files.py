@@ -1,0 +1,317 @@
+"""Where checkpoints lie, and what can be done to their files: on a disk, or on an object store.
+
+An object store has no folders and renames nothing: a folder is there while an object lies in it,
+and a damaged checkpoint is set aside by another name of its marker. An object appears whole or not
+at all, and is asked for again while the store is busy or away (`trainer.storage`). Storage
+that is away says nothing about a checkpoint: it is an error, never "damaged" or "not there".
+
+It names step, layout, data position, and the size and SHA-256 of every file, and carries a checksum
+of itself, so that a flipped bit in it is found like one in any other file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter
+
+from trainer.coordination.messages import EarlyStoppingState, EpochRows
+from trainer.errors import DataError, SourceMissingError
+from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
+from trainer.storage import Location
+
+Folder = Path | Location
+"""A folder of a checkpoint, or of many; a `Location` is always remote here."""
+FAULTS = (OSError, DataError)
+"""What storage raises, on a disk or remote."""
+DAMAGED_PREFIX = "damaged-"
+_DAMAGED_MARKER = "COMMIT.damaged.json"
+_PROBE = ".probe"
+_READ_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint."""
+
+    size_bytes: int
+    sha256: str
+
+
+def folder_at(text: str | Path) -> Folder:
+    """The folder that a path or URL names; raises `StorageError` for what is no such thing."""
+    location = Location.parse(text)
+    return location.local_path if location.is_local else location
+
+
+def checkpoints_of(run_dir: Path, path: str | None) -> Folder:
+    """Folder of the checkpoints of the job in `run_dir`, whose spec has `checkpoint.path`.
+
+    Below `path` every job has a folder of its own, named by its id as its run folder is.
+    """
+    if path is None:
+        return RunDir(run_dir).checkpoints_dir
+    return folder_at(path) / run_dir.absolute().name / "checkpoints"
+
+
+def find_folders(checkpoints_dir: Folder) -> list[Folder]:
+    """Folders of checkpoints, whole or not, without those set aside."""
+    if isinstance(checkpoints_dir, Path):
+        return [*_folders_on_disk(checkpoints_dir)]
+    names: dict[str, set[str]] = {}
+    for file in checkpoints_dir.list(recursive=True):
+        folder, _, name = file.relative_to(checkpoints_dir).partition("/")
+        if name:
+            names.setdefault(folder, set()).add(name)
+    return [
+        checkpoints_dir / folder
+        for folder, inside in sorted(names.items())
+        if not (_DAMAGED_MARKER in inside and COMMIT_MARKER not in inside)
+    ]
+
+
+def _folders_on_disk(checkpoints_dir: Path) -> Iterator[Path]:
+    if checkpoints_dir.is_dir():
+        for path in checkpoints_dir.iterdir():
+            if path.is_dir() and not path.name.startswith(DAMAGED_PREFIX):
+                yield path
+
+
+def is_folder(folder: Folder) -> bool:
+    """Whether there is such a folder."""
+    return folder.is_dir() if isinstance(folder, Path) else folder.is_folder()
+
+
+def has_marker(folder: Folder) -> bool:
+    """Whether a marker lies there, whole or not."""
+    return (folder / COMMIT_MARKER).exists()
+
+
+def read_file(folder: Folder, name: str) -> bytes | None:
+    """A small file; None where there is none."""
+    try:
+        return (folder / name).read_bytes()
+    except (FileNotFoundError, SourceMissingError):
+        return None
+
+
+def record_of(folder: Folder, name: str) -> FileRecord | None:
+    """Size and SHA-256 of a file as it lies there; None where there is none."""
+    if isinstance(folder, Path):
+        path = folder / name
+        return file_record(path) if path.exists() else None
+    try:
+        return _remote_record(folder / name)
+    except SourceMissingError:
+        return None
+
+
+def file_record(path: Path) -> FileRecord:
+    """Size and SHA-256 of one file on a disk."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)
+
+
+def _remote_record(file: Location) -> FileRecord:
+    digest, size_bytes = hashlib.sha256(), 0
+    with file.open_input() as stream:
+        while content := stream.read(_READ_BYTES):
+            digest.update(content)
+            size_bytes += len(content)
+    return FileRecord(size_bytes, digest.hexdigest())
+
+
+def size_of(folder: Folder, name: str) -> int | None:
+    """Size of a file in bytes; None where there is none."""
+    try:
+        return (
+            (folder / name).stat().st_size
+            if isinstance(folder, Path)
+            else (folder / name).size_bytes()
+        )
+    except (FileNotFoundError, SourceMissingError):
+        return None
+
+
+def remove_folder(folder: Folder) -> None:
+    """Delete a checkpoint, marker first, so that a half-deleted one never counts."""
+    if isinstance(folder, Path):
+        (folder / COMMIT_MARKER).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    else:
+        (folder / COMMIT_MARKER).delete()
+        folder.delete()
+
+
+def set_aside(folder: Folder) -> None:
+    """Give a damaged checkpoint another name, so that it is neither loaded nor counted, nor lost.
+
+    On an object store its marker alone is renamed: objects are large, and cannot be.
+    """
+    if isinstance(folder, Path):
+        folder.rename(folder.with_name(f"{DAMAGED_PREFIX}{folder.name}"))
+        return
+    marker = read_file(folder, COMMIT_MARKER)
+    if marker is not None:  # else another group has set it aside
+        (folder / _DAMAGED_MARKER).write_bytes(marker)
+        (folder / COMMIT_MARKER).delete()
+
+
+def make_writable(checkpoints_dir: Folder) -> None:
+    """Make the folder, and try to write there; raises one of `FAULTS`."""
+    probe = checkpoints_dir / _PROBE
+    if isinstance(checkpoints_dir, Path):
+        checkpoints_dir.mkdir(parents=True, exist_ok=True)
+    probe.write_bytes(b"x")
+    if isinstance(probe, Path):
+        probe.unlink(missing_ok=True)  # another group may probe, too
+    else:
+        probe.delete()
+
+
+def explain(checkpoints_dir: Folder, error: BaseException) -> str:
+    """The cause of `error`, the room that is left where one can ask, and what to do."""
+    if not isinstance(checkpoints_dir, Path):
+        return str(error)  # which names URL, cause and mend
+    return (
+        f"{type(error).__name__}: {error} ({_free_space(checkpoints_dir)}); free space, make it "
+        "writable, or point the service's runs folder at a larger disk"
+    )
+
+
+def _free_space(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free at {folder}"
+    except OSError as error:
+        return f"{folder} cannot be looked at: {error}"
+
+
+def write_whole(folder: Folder, name: str, content: bytes) -> None:
+    """Put a file in place: whole and durable, or not at all."""
+    if not isinstance(folder, Path):
+        (folder / name).write_bytes(content)
+        return
+    temporary = folder / f".{name}.tmp"
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / name)
+    fsync_folder(folder)
+    fsync_folder(folder.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make what was created or renamed in `folder` survive a power loss."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# The marker COMMIT.json, written last: what a checkpoint holds, and proof that it is whole.
+
+logger = logging.getLogger(__name__)
+_CHECKSUM = "sha256"
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """Which rows stand where in an epoch, in short: equal digests are equal orders.
+
+    `digest` is of all that decides the order: names of files, rows of row groups, seed, shuffling.
+    """
+
+    num_rows: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a checkpoint holds.
+
+    `step`, `epoch` and `row` are the position after the last trained step; `rows_trained` counts
+    all rows ever trained; `best` is the best validation value so far, if any, and `plateau` what
+    early stopping has seen. `moment_scale` is c of the run that wrote it (None: an early version,
+    which did not say). `commit` counts the committed syncs where groups are failure domains, and
+    `open_epochs` has the rows done of each epoch that is not complete (empty: those before `row`
+    of `epoch`). `row_order` says what rows those numbers stand for (None: an early version).
+    """
+
+    # A NaN metric comes back as NaN.
+    __pydantic_config__ = ConfigDict(ser_json_inf_nan="constants", extra="forbid")
+
+    step: int
+    epoch: int
+    row: int
+    rows_trained: int
+    world_size: int
+    shard_group_size: int
+    placement: str
+    time: float
+    is_best: bool = False
+    best: float | None = None
+    plateau: EarlyStoppingState | None = None
+    moment_scale: float | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    files: dict[str, FileRecord] = field(default_factory=dict)
+    commit: int = 0
+    rows_skipped: int = 0
+    open_epochs: tuple[EpochRows, ...] = ()
+    row_order: RowOrder | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all files."""
+        return sum(file.size_bytes for file in self.files.values())
+
+
+_COMMIT = TypeAdapter(Commit)
+
+
+def read_commit(folder: Folder) -> Commit | None:
+    """The marker in `folder`; None when there is none or it is damaged.
+
+    Raises `StorageError` where remote storage is away.
+    """
+    try:
+        content = read_file(folder, COMMIT_MARKER)
+        if content is None:
+            return None
+        document = json.loads(content)
+        _check(document)
+        return _COMMIT.validate_python(document)
+    except (OSError, ValueError) as error:
+        logger.warning("checkpoint marker in %s is damaged and ignored: %s", folder, error)
+        return None
+
+
+def _check(document: Any) -> None:
+    """Take the checksum out of `document`; raises ValueError when it is not that of the rest."""
+    if not isinstance(document, dict):
+        raise ValueError("it is no JSON object")
+    # Early versions wrote none.
+    if document.pop(_CHECKSUM, None) not in (None, _checksum(document)):
+        raise ValueError("its checksum is wrong")
+
+
+def _checksum(document: dict[str, Any]) -> str:
+    canonical = json.dumps(document, sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def write_marker(folder: Folder, commit: Commit) -> None:
+    """Put the marker in place: whole and durable, or not at all."""
+    document = json.loads(_COMMIT.dump_json(commit))
+    document[_CHECKSUM] = _checksum(document)
+    write_whole(folder, COMMIT_MARKER, json.dumps(document).encode())

@@ -1,0 +1,357 @@
+"""A session's checkpoints: saving beside the training, retention, and finding what to resume.
+
+`trainer.checkpoint.save_load` knows files and markers, `trainer.checkpoint.save_load` how to save
+while training goes on; here is what a run does with them and what it tells the control plane about
+it.
+
+At most one save is under way. One that is due meanwhile waits for it: were it left out, a slow disk
+would quietly make checkpoints rarer than `checkpoint.every_steps` promises; the wait shows as
+`checkpoint/stall_s` (seconds that training stood still for a save) beside `checkpoint/write_s`
+(seconds from there, or from its start, until the marker was on storage).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent import futures
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from trainer import fault_injection
+from trainer.checkpoint import files, save_load
+from trainer.checkpoint.files import FAULTS, Commit, Folder, RowOrder, checkpoints_of, remove_folder
+from trainer.checkpoint.save_load import (
+    CheckpointError,
+    CheckpointMismatch,
+    LivePlanner,
+    Staging,
+    run_beside,
+    run_here,
+)
+from trainer.coordination.messages import EarlyStoppingState, LeaderProgress, Ledger
+from trainer.data.position import BatchShape, DataPosition, ledger_of, position_of, step_start
+from trainer.errors import DataError
+from trainer.parallel.mesh import MeshGroups
+from trainer.protocol import events
+from trainer.protocol.requests import read_rewind
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import WorkerConfig
+
+logger = logging.getLogger(__name__)
+# Hosts read and write at unequal speed, and one may wait for storage that is away, which is no
+# hang; a dead peer is noticed at once.
+_STORAGE_TIMEOUT = timedelta(minutes=30)
+
+
+@dataclass
+class TrainState:
+    """Where training stands; what a resumed run continues from.
+
+    `commit` counts the committed syncs where groups are failure domains.
+    """
+
+    step: int = 0
+    position: DataPosition = field(default_factory=DataPosition)
+    rows_trained: int = 0
+    best: float | None = None
+    commit: int = 0
+    rows_skipped: int = 0
+    plateau: EarlyStoppingState | None = None
+
+    @property
+    def ledger(self) -> Ledger:
+        """What groups go on from."""
+        return ledger_of(self.position, self.rows_trained, self.best).model_copy(
+            update={
+                "commit": self.commit,
+                "rows_skipped": self.rows_skipped,
+                "plateau": self.plateau,
+                "led": LeaderProgress(step=self.step, epoch=self.position.epoch),
+            }
+        )
+
+
+@dataclass(frozen=True)
+class PendingSave:
+    """A save under way: its step, how long it held training up, its end (seconds it took)."""
+
+    step: int
+    stall_s: float
+    end: futures.Future[float]
+
+
+class CheckpointManager:
+    """The checkpoints of one job, as one rank of one worker group run sees them.
+
+    `newest_commit` is the committed sync that the newest durable checkpoint of this life holds,
+    None before there is any. `row_order` is of the rows that positions count. `group` is all ranks,
+    with patience for one that storage keeps waiting. Building it is collective over all ranks.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        groups: MeshGroups,
+        emit: Callable[[events.Event], None],
+        row_order: RowOrder | None = None,
+    ) -> None:
+        self._config = config
+        self._row_order = row_order
+        self._groups = groups
+        self._emit = emit
+        self._folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
+        self.group = dist.new_group(backend="gloo", timeout=_STORAGE_TIMEOUT)
+        self._staging = Staging(self.group)
+        self._running: PendingSave | None = None
+        self.newest_commit: int | None = None
+
+    def save(
+        self,
+        tensors: dict[str, Any],
+        state: TrainState,
+        metrics: dict[str, float],
+        is_best: bool,
+        is_last: bool,
+        started_s: float,
+    ) -> None:
+        """Write a checkpoint, marker last, then apply retention. Collective over all ranks.
+
+        Asynchronous but for the last of the run, which is done when this returns. `started_s` (of
+        `time.perf_counter`) is when training stopped for it. A failure is an error in the timeline,
+        at the last save `CheckpointError` on every rank.
+        """
+        self.wait()
+        commit = self._commit(state, metrics, is_best)
+        write = partial(
+            self._write,
+            self._folder / save_load.folder_name(commit.step, self._config.run_label),
+            commit,
+        )
+        group = self._config.group.group if self._config.group else 0
+        before_write = partial(
+            fault_injection.inject, "checkpoint", group, self._groups.rank, commit.step
+        )
+        if self._config.spec.checkpoint.asynchronous and not is_last:
+            end = run_beside(partial(write, {}, self._staging.stage(tensors, before_write)))
+        else:
+            end = run_here(partial(write, tensors, LivePlanner(before_write)))
+        self._running = PendingSave(commit.step, time.perf_counter() - started_s, end)
+        if is_last:
+            self._settle(must_succeed=True)
+        else:
+            self.poll()
+
+    def poll(self) -> None:
+        """Tell of a save that has ended meanwhile, if one has. At every step; no collective.
+
+        Raises RuntimeError where the ranks lost each other in it.
+        """
+        if self._running and self._running.end.done():
+            self._settle()
+
+    def wait(self) -> None:
+        """Wait for the save under way, if any, and tell of it; raises as `poll` does."""
+        if self._running:
+            self._settle()
+
+    def close(self) -> None:
+        """Let the save under way end; give it up where its peers do not answer."""
+        if self._running is None:
+            return
+        end = self._running.end
+        futures.wait([end], self._groups.timeout.total_seconds())
+        if not end.done() or isinstance(end.exception(), RuntimeError):
+            # The ranks have lost each other, which is said elsewhere.
+            logger.warning("the save at step %d is given up", self._running.step)
+            self._running = None
+        self.wait()
+
+    def _settle(self, must_succeed: bool = False) -> None:
+        assert self._running, "there is a save to settle"
+        running, self._running = self._running, None
+        try:
+            write_s = running.end.result()
+        except (CheckpointError, *FAULTS) as error:
+            if must_succeed:
+                raise
+            self._complain(str(error))
+            return
+        values = {"checkpoint/stall_s": running.stall_s, "checkpoint/write_s": write_s}
+        self._tell(events.Metrics(time=time.time(), step=running.step, values=values))
+
+    def _write(
+        self,
+        folder: Folder,
+        commit: Commit,
+        tensors: dict[str, Any],
+        planner: LivePlanner,
+    ) -> float:
+        """Files, marker, retention; seconds until the marker was there. Collective."""
+        started = time.perf_counter()
+        files = save_load.save(folder, tensors, planner, self.group)
+        commit = replace(commit, files=files)
+        save_load.write_commit(folder, commit, self.group)
+        duration_s = time.perf_counter() - started
+        self.newest_commit = commit.commit
+        if self._groups.rank == 0:
+            self._publish(folder, commit, duration_s)
+        return duration_s
+
+    def _commit(self, state: TrainState, metrics: dict[str, float], is_best: bool) -> Commit:
+        layout = self._groups.layout
+        return Commit(
+            step=state.step,
+            epoch=state.position.epoch,
+            row=state.position.row,
+            rows_trained=state.rows_trained,
+            world_size=layout.world_size,
+            shard_group_size=layout.shard_group_size,
+            placement=layout.placement,
+            time=time.time(),
+            is_best=is_best,
+            best=state.best,
+            plateau=state.plateau,
+            moment_scale=self._config.spec.moment_scale,
+            metrics=dict(metrics),
+            commit=state.commit,
+            rows_skipped=state.rows_skipped,
+            open_epochs=state.ledger.open_epochs,
+            row_order=self._row_order,
+        )
+
+    def _publish(self, folder: Folder, commit: Commit, duration_s: float) -> None:
+        self._emit(
+            events.CheckpointCommitted(
+                time=time.time(),
+                step=commit.step,
+                path=str(folder),
+                size_bytes=commit.size_bytes,
+                duration_s=duration_s,
+                is_best=commit.is_best,
+                metrics=commit.metrics,
+            )
+        )
+        try:
+            self._retain()
+        except DataError as error:
+            # The new checkpoint is safe; older ones are looked at again after the next save.
+            logger.warning("old checkpoints stay for now: %s", error)
+
+    def _retain(self) -> None:
+        policy = self._config.spec.checkpoint
+        kept = []
+        for each in save_load.list_committed(self._folder):
+            if self._is_superseded(each.path.name):
+                # The line that the job went back from; it now has a checkpoint of the new one.
+                self._remove(each)
+            else:
+                kept.append(each)
+        for old in save_load.superseded(
+            kept, policy.keep_last, policy.keep_best, policy.keep_every_steps
+        ):
+            self._remove(old)
+
+    def _remove(self, old: save_load.CommittedCheckpoint) -> None:
+        try:
+            remove_folder(old.path)
+        except FAULTS as error:
+            # The new checkpoint is safe; the old one is tried again after the next save.
+            logger.warning("checkpoint %s could not be removed: %s", old.path.name, error)
+            return
+        self._emit_deleted(old.path)
+
+    def _emit_deleted(self, folder: Folder) -> None:
+        step = save_load.step_of(folder.name)
+        self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
+
+    def newest(self) -> save_load.CommittedCheckpoint | None:
+        """The newest intact checkpoint, if any; rank 0 clears away what is none. Collective.
+
+        Raises `CheckpointError` on every rank where nothing can be written, and `StorageError`
+        where remote storage goes away meanwhile.
+        """
+        save_load.prepare_folder(self._folder, self.group)
+        save_load.of_first(self._clear_away, self.group)
+        found, damaged = save_load.newest_intact(self._folder, self._is_superseded, self.group)
+        if self._groups.rank == 0:
+            for each in damaged:
+                self._set_aside(each.path)
+        self.newest_commit = found.commit.commit if found else None
+        return found
+
+    def _clear_away(self) -> None:
+        save_load.remove_uncommitted(self._folder, self._is_garbage)
+        for folder in save_load.list_with_bad_marker(self._folder):
+            self._set_aside(folder)
+
+    def _is_superseded(self, name: str) -> bool:
+        """Whether a checkpoint is of the line that the job was told to leave."""
+        rewind = read_rewind(RunDir(self._config.run_dir).rewind_path)
+        return rewind is not None and rewind.supersedes(name)
+
+    def _is_garbage(self, name: str) -> bool:
+        """Whether an unfinished checkpoint is nobody's: another group may be writing right now."""
+        group, attempt = self._config.group, self._config.attempt_id.rpartition("-")[2]
+        if group is None:
+            return True
+        return f"-{attempt}-" not in name or f"-g{group.group}i" in name
+
+    def _set_aside(self, folder: Folder) -> None:
+        self._complain(f"checkpoint {folder.name} is damaged: set aside, using the one before")
+        try:
+            files.set_aside(folder)
+        except FAULTS as error:
+            logger.warning("checkpoint %s could not be set aside: %s", folder.name, error)
+            return
+        self._emit_deleted(folder)
+
+    def _complain(self, message: str) -> None:
+        logger.error("%s", message)
+        self._tell(events.Note(time=time.time(), level="error", message=message))
+
+    def _tell(self, event: events.Event) -> None:
+        if self._groups.rank == 0:
+            self._emit(event)
+
+
+def state_of(commit: Commit) -> TrainState:
+    """Where the run that wrote `commit` stood."""
+    position = DataPosition(epoch=commit.epoch, row=commit.row)
+    if commit.open_epochs:
+        position = position_of(Ledger(epoch=commit.epoch, open_epochs=commit.open_epochs))
+    return TrainState(
+        step=commit.step,
+        position=position,
+        rows_trained=commit.rows_trained,
+        best=commit.best,
+        commit=commit.commit,
+        rows_skipped=commit.rows_skipped,
+        plateau=commit.plateau,
+    )
+
+
+def resumed_state(commit: Commit, row_order: RowOrder) -> TrainState:
+    """Where a run that reads rows in `row_order` goes on from `commit`.
+
+    Raises `CheckpointMismatch` where the commit lies inside an epoch of other rows: numbers of rows
+    would stand for others now, so that some would be trained twice and some never. Between epochs
+    other data harm nobody.
+    """
+    state, written = state_of(commit), commit.row_order
+    if written is None or written == row_order:
+        return state
+    start = step_start(state.position, BatchShape(written.num_rows, 1, 1))
+    if start.num_rows or start.later:
+        raise CheckpointMismatch(
+            f"the training data has changed since the checkpoint at step {commit.step} (files, row "
+            f"groups or order; {written.num_rows:,} rows then, {row_order.num_rows:,} now), and "
+            f"epoch {start.epoch} is half done: some of its rows would be trained twice and others "
+            "never. Put the data back as it was, or submit a new job with checkpoint.warm_start"
+        )
+    return replace(state, position=start)

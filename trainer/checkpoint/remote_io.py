@@ -1,0 +1,201 @@
+"""torch.distributed.checkpoint on object stores: its file system reader and writer over `Location`.
+
+Both are public classes of PyTorch, but what they ask of a file system (`FileSystemBase`) and of
+their subclasses here is not promised: this file alone knows it, for the version that it was
+written for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any, cast
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from trainer.checkpoint.files import FileRecord, Folder
+from trainer.errors import StorageError
+from trainer.storage import Location, retry
+
+_TORCH = "2.13."
+
+
+class _HashedOutput(io.RawIOBase):
+    """Writes to an object and knows what went there: its checksum is of what was meant."""
+
+    def __init__(self, file: Location) -> None:
+        self._stream = file.open_output()
+        self._file = file
+        self._digest = hashlib.sha256()
+        self._size_bytes = 0
+        self.fault: StorageError | None = None
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._size_bytes
+
+    def write(self, content: Any, /) -> int:
+        """Write all of `content`; raises a `StorageError`."""
+        view = memoryview(content).cast("B")
+        try:
+            with self._file.faults_named("written"):
+                self._stream.write(view)
+        except StorageError as error:
+            self.fault = self.fault or error
+            raise
+        self._digest.update(view)
+        self._size_bytes += len(view)
+        return len(view)
+
+    def close(self) -> None:
+        """End the upload: from now on the object is there."""
+        if not self.closed:
+            super().close()
+            with self._file.faults_named("written"):
+                self._stream.close()
+
+    @property
+    def record(self) -> FileRecord:
+        """Of what was written."""
+        return FileRecord(self._size_bytes, self._digest.hexdigest())
+
+
+class _RemoteFiles(FileSystemBase):
+    """What DCP's reader and writer do to files. `records` has those that were written, by name."""
+
+    def __init__(self) -> None:
+        self.records: dict[str, FileRecord] = {}
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        """An open object; one that could not be written whole is not left behind."""
+        if mode == "rb":
+            with path.open_input() as stream:
+                yield stream
+            return
+        output = _HashedOutput(path)
+        try:
+            yield output
+            output.close()
+        except BaseException as error:
+            # Without a marker nothing of it counts, so trying once is enough.
+            path.discard(output)
+            if output.fault is not None and error is not output.fault:
+                # `torch.save` ends its archive all the same, and fails with words of its own.
+                raise output.fault from error
+            raise
+        self.records[path.name] = output.record
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        """A file in a folder."""
+        return path / suffix
+
+    def init_path(self, path: Any) -> Any:
+        """The folder itself."""
+        return Location.parse(path)
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        """Move DCP's small description; all else is written under its own name."""
+        new_path.write_bytes(path.read_bytes())
+        path.delete()
+        self.records[new_path.name] = self.records.pop(path.name)
+
+    def mkdir(self, path: Any) -> None:
+        """Nothing: objects need no folder."""
+
+    def exists(self, path: Any) -> bool:
+        """Whether an object is there."""
+        return bool(path.exists())
+
+    def rm_file(self, path: Any) -> None:
+        """Delete an object."""
+        path.delete()
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a remote folder."""
+        return "://" in str(checkpoint_id)
+
+
+class RemoteWriter(FileSystemWriter):
+    """Writes a checkpoint to an object store; large objects in parts.
+
+    What cannot be written is written again, from the copy in memory, while the store is busy.
+    """
+
+    def __init__(self, folder: Location) -> None:
+        _check_version()
+        # Objects are durable when they are there; there is nothing to fsync.
+        super().__init__(str(folder), sync_files=False)
+        self._files = _RemoteFiles()
+        self.fs: Any = self._files
+        self.path: Any = folder
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        """Files that this rank wrote, by name."""
+        return self._files.records
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's share; raises a `StorageError`."""
+        return retry(lambda: super(RemoteWriter, self).write_data(plan, planner))
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the description of the whole; raises a `StorageError`."""
+        retry(lambda: super(RemoteWriter, self).finish(metadata, results))
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Where it was written, in words: a `Location` would keep an endpoint."""
+        return StorageMeta(checkpoint_id=str(self.path), save_id=self.save_id)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder, in words."""
+        return str(self.path)
+
+
+class RemoteReader(FileSystemReader):
+    """Reads a checkpoint from an object store."""
+
+    def __init__(self, folder: Location) -> None:
+        _check_version()
+        super().__init__(str(folder))
+        self.fs: Any = _RemoteFiles()
+        self.path: Any = folder
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder, in words."""
+        return str(self.path)
+
+    def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:
+        # All of a piece at once: `torch.load` reads in many small steps, each a request otherwise.
+        file.seek(sinfo.offset)
+        return cast(IO[bytes], io.BytesIO(file.read(sinfo.length)))
+
+
+def reader_for(folder: Folder) -> FileSystemReader:
+    """What reads a checkpoint there."""
+    return RemoteReader(folder) if isinstance(folder, Location) else FileSystemReader(folder)
+
+
+def _check_version() -> None:
+    if not torch.__version__.startswith(_TORCH):
+        raise RuntimeError(
+            f"checkpoints on object storage need torch {_TORCH}x, and this is {torch.__version__}: "
+            "trainer.checkpoint.remote_io relies on what PyTorch does not promise. Keep "
+            "checkpoints on run storage, or install the version that Shardloom names"
+        )

@@ -1,0 +1,390 @@
+"""Row-wise moments of column-sharded tables: naming them in a checkpoint, and changing the columns.
+
+Row-wise AdaGrad keeps one number a row, v, to which each step adds the mean of g^2 over the
+*columns of the shard*. A table in C column shards thus has C moments a row. A checkpoint stores the
+moments of each column range under a key of its own, and those of a whole row under the plain key,
+as row-wise and table-wise sharded tables always had them.
+
+Loaded into other columns, v becomes the mean over them, each column counting with the v of the
+range that it was stored in. So moments of
+
+- the same columns are loaded bitwise;
+- several ranges loaded into their union are what the union would have had with the same gradients,
+  because a mean of means weighted by width is the mean (up to one rounding);
+- a range loaded into parts of it are the same for each part, the mean being all that is known.
+
+Going from whole rows to columns and back is bitwise, too: the mean of equal numbers is formed in
+fp64, where it is exact.
+
+Every tensor is stored by its name and by its place in the whole: a table's weights by row and
+column, so that any (T, L, placement) and any sharding type can load them. What TorchRec's state
+dicts do not give in that form, the row-wise moments of column shards, is brought into it here
+(`trainer.checkpoint.state_dict`).
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
+from torchrec.optim.keyed import CombinedOptimizer
+
+from trainer.checkpoint import save_load
+from trainer.checkpoint.files import Folder
+from trainer.checkpoint.remote_io import reader_for
+from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch
+from trainer.parallel.model import TwoDParallel
+from trainer.parallel.sharding import misfits, reload, settle
+
+_SUFFIX = re.compile(r"\.columns_(\d+)_(\d+)$")
+
+
+@dataclass(frozen=True, order=True)
+class Columns:
+    """A range of a table's columns, `stop` excluded."""
+
+    start: int
+    stop: int
+
+    @property
+    def width(self) -> int:
+        """Number of columns."""
+        return self.stop - self.start
+
+    def num_shared(self, other: Columns) -> int:
+        """Number of columns that are in both."""
+        return max(0, min(self.stop, other.stop) - max(self.start, other.start))
+
+
+def moment_key(key: str, columns: Columns, whole: Columns) -> str:
+    """Where a checkpoint keeps the moments of `columns`; `key` is that of whole rows."""
+    return key if columns == whole else f"{key}.columns_{columns.start}_{columns.stop}"
+
+
+def column_suffix(key: str) -> str:
+    """The end of `key` that `moment_key` added; empty for moments of whole rows."""
+    found = _SUFFIX.search(key)
+    return found[0] if found else ""
+
+
+def stored_columns(key: str, whole: Columns, stored_keys: Iterable[str]) -> list[Columns]:
+    """The column ranges whose moments a checkpoint holds, in order; `key` is that of whole rows."""
+    ranges = []
+    for stored in stored_keys:
+        if stored == key:
+            ranges.append(whole)
+        elif stored.startswith(key) and (found := _SUFFIX.fullmatch(stored, len(key))):
+            ranges.append(Columns(int(found[1]), int(found[2])))
+    return sorted(ranges)
+
+
+def moments_of(wanted: Columns, stored: Mapping[Columns, torch.Tensor]) -> torch.Tensor:
+    """Moments [rows] fp64 of the columns `wanted`, from the [rows] of each range that shares any.
+
+    The ranges must cover `wanted` and not overlap.
+    """
+    terms = [values.double() * wanted.num_shared(columns) for columns, values in stored.items()]
+    return torch.stack(terms).sum(0) / wanted.width
+
+
+# What a checkpoint holds of a model and its optimizers, whatever way the tables are sharded.
+
+METERS = "meters"
+"""Where a checkpoint keeps what the metrics took in since the last report (`pack`)."""
+_TABLE_STATE = "optim.state.sparse_."
+# Where TorchRec keeps tables by name, and the ids of dynamic ones.
+_TABLE_MODULES = frozenset({"embedding_bags", "embeddings", "_managed_collision_modules"})
+_MAX_PROBLEMS = 5
+
+
+@dataclass(frozen=True)
+class Part:
+    """What to load: the tables of these names (None: every one of the job), and the dense part.
+
+    Each with its optimizer state.
+    """
+
+    tables: frozenset[str] | None = None
+    dense: bool = True
+
+    def has(self, key: str) -> bool:
+        """Whether it includes the tensor that a checkpoint calls `key`."""
+        table = table_of(key)
+        if table is None:
+            return self.dense
+        return self.tables is None or table in self.tables
+
+
+WHOLE = Part()
+
+
+@dataclass(frozen=True)
+class RowMoments:
+    """Row-wise moments of one shard of a table on this rank.
+
+    `values` [rows of the shard] is the live tensor; `key` names the moments of whole rows of the
+    table, which has `num_rows` rows and the columns `whole`.
+    """
+
+    key: str
+    num_rows: int
+    whole: Columns
+    columns: Columns
+    row_offset: int
+    values: torch.Tensor
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """First row and number of rows."""
+        return self.row_offset, self.values.numel()
+
+
+def state_to_save(model: TwoDParallel, optimizer: CombinedOptimizer) -> dict[str, Any]:
+    """Everything of `model` and `optimizer`, live, by the names that a checkpoint has for it.
+
+    Dynamic tables first admit the ids that they have seen: what they keep apart is not stored.
+    """
+    settle(model)
+    state, moments = _named_state(model, optimizer)
+    tensors = _MomentTensors(model.groups.device_mesh)
+    for each in moments:
+        tensors.add(each, each.columns, each.values)
+    return state | tensors.by_key()
+
+
+def load_state(
+    folder: Folder,
+    model: TwoDParallel,
+    optimizer: CombinedOptimizer,
+    part: Part = WHOLE,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Fill `part` of `model` and `optimizer` in place from the checkpoint in `folder`.
+
+    Collective; storage is waited for in `group` (all ranks; default: the default group).
+    State that a first step would create must exist where it is in `part`. Raises
+    `CheckpointMismatch` on every rank when the checkpoint holds other tables, shapes, buckets of
+    dynamic ids or optimizer state.
+    """
+    state, moments = _named_state(model, optimizer)
+    state = {key: value for key, value in state.items() if part.has(key)}
+    moments = [each for each in moments if part.has(each.key)]
+    sizes = _sizes(_stored(folder, group))
+    _refuse(folder, _problems(state, moments, sizes))
+    tensors = _MomentTensors(model.groups.device_mesh)
+    sources = [(each, _read(each, sizes, tensors)) for each in moments]
+    save_load.load(folder, state | tensors.by_key(), group)
+    for each, stored in sources:
+        if each.columns not in stored:
+            each.values.copy_(moments_of(each.columns, stored))
+    _refuse(folder, misfits(model))
+    reload(model)
+
+
+def pack(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Small tensors as one object in a checkpoint, whose sizes may differ from save to save."""
+    buffer = io.BytesIO()
+    torch.save(dict(tensors), buffer)
+    return buffer.getvalue()
+
+
+def load_packed(
+    folder: Folder, key: str, group: dist.ProcessGroup | None = None
+) -> dict[str, torch.Tensor]:
+    """What `pack` made of the tensors at `key`; none where an early version saved. Collective."""
+    if key not in _stored(folder, group):
+        return {}
+    state: dict[str, Any] = {key: b""}
+    save_load.load(folder, state, group)
+    return torch.load(io.BytesIO(state[key]), weights_only=True)
+
+
+def _named_state(
+    model: TwoDParallel, optimizer: CombinedOptimizer
+) -> tuple[dict[str, Any], list[RowMoments]]:
+    """State by its name in a checkpoint, and apart from it the row-wise moments of tables."""
+    weights = model.state_dict()
+    state: dict[str, Any] = {f"model.{name}": value for name, value in weights.items()}
+    row_wise: dict[str, torch.Tensor] = {}
+    for parameter, states in optimizer.state_dict()["state"].items():
+        for name, value in states.items():
+            key = f"optim.state.{parameter}.{name}"
+            is_row_wise = key.startswith(_TABLE_STATE) and value.dim() == 1
+            (row_wise if is_row_wise else state)[key] = value
+    return state, list(_row_moments(model, row_wise, weights))
+
+
+def _row_moments(
+    model: TwoDParallel, row_wise: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]
+) -> Iterator[RowMoments]:
+    for key, value in row_wise.items():
+        parameter, table, _ = key.removeprefix(_TABLE_STATE).rsplit(".", 2)
+        num_rows, num_columns = weights[parameter].shape
+        whole = Columns(0, num_columns)
+        if not isinstance(value, DTensor):
+            yield RowMoments(key, num_rows, whole, whole, 0, value)
+            continue
+        for shard in model.table_shards():
+            if shard.table != table or not shard.weight.numel():
+                continue
+            columns = Columns(shard.column_offset, shard.column_offset + shard.weight.shape[1])
+            (values,) = shard.states.values()
+            yield RowMoments(key, num_rows, whole, columns, shard.row_offset, values)
+
+
+class _MomentTensors:
+    """Tensors [rows] that exchange moments with a checkpoint, put together shard by shard."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._num_rows: dict[str, int] = {}
+        self._chunks: dict[str, dict[tuple[int, int], torch.Tensor]] = {}
+
+    def add(self, moments: RowMoments, columns: Columns, values: torch.Tensor) -> torch.Tensor:
+        """Exchange the rows of `moments`, but those of `columns`, by `values`; gives what is used.
+
+        That is an earlier tensor where another column shard with the same rows has brought one.
+        """
+        key = moment_key(moments.key, columns, moments.whole)
+        self._num_rows[key] = moments.num_rows
+        return self._chunks.setdefault(key, {}).setdefault(moments.place, values)
+
+    def by_key(self) -> dict[str, DTensor]:
+        """What DCP takes, by key."""
+        return {key: self._tensor(self._num_rows[key], c) for key, c in self._chunks.items()}
+
+    def _tensor(self, num_rows: int, chunks: Mapping[tuple[int, int], torch.Tensor]) -> DTensor:
+        offsets = [(row_offset,) for row_offset, _ in chunks]
+        return DTensor.from_local(
+            LocalShardsWrapper(list(chunks.values()), offsets),
+            self._mesh,
+            (Replicate(), Shard(0)),
+            run_check=False,
+            shape=torch.Size([num_rows]),
+            stride=(1,),
+        )
+
+
+def _read(
+    moments: RowMoments, sizes: Mapping[str, torch.Size], tensors: _MomentTensors
+) -> dict[Columns, torch.Tensor]:
+    """Ask for every stored range that shares columns; where each will be, by its columns."""
+    into = {}
+    for columns in stored_columns(moments.key, moments.whole, sizes):
+        if not moments.columns.num_shared(columns):
+            continue
+        is_same = columns == moments.columns
+        values = moments.values if is_same else torch.empty_like(moments.values)
+        into[columns] = tensors.add(moments, columns, values)
+    return into
+
+
+def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.Size | None]:
+    """Size of each tensor in a checkpoint, None for other objects. Collective: rank 0 reads.
+
+    Raises `CheckpointError` on every rank.
+    """
+
+    def read() -> dict[str, torch.Size | None]:
+        stored = reader_for(folder).read_metadata().state_dict_metadata
+        return {
+            key: each.size if isinstance(each, TensorStorageMetadata) else None
+            for key, each in stored.items()
+        }
+
+    try:
+        return save_load.of_first(read, group)
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {folder.name} could not be read: {error}") from error
+
+
+def _sizes(stored: Mapping[str, torch.Size | None]) -> dict[str, torch.Size]:
+    return {key: size for key, size in stored.items() if size is not None}
+
+
+def _problems(
+    state: Mapping[str, Any], moments: Sequence[RowMoments], sizes: Mapping[str, torch.Size]
+) -> list[str]:
+    """What keeps `state` and `moments` from being loaded out of tensors of `sizes`, in words."""
+    there = {table for key in sizes if (table := table_of(key))}
+    missing = {table for key in state if (table := table_of(key))} - there
+    problems = [f"it has no table {table}" for table in sorted(missing)]
+    if missing:
+        problems.append(f"its tables are {', '.join(sorted(there)) or 'none'}")
+    present = {key: value for key, value in state.items() if table_of(key) not in missing}
+    present_moments = [each for each in moments if table_of(each.key) not in missing]
+    return [*problems, *_misfits(present, sizes), *_moment_misfits(present_moments, sizes)]
+
+
+def _misfits(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> Iterator[str]:
+    """What keeps `state` from being loaded out of tensors of `sizes`, in words."""
+    for key, value in state.items():
+        if key not in sizes:
+            yield f"it has no {_spoken(key)}"
+        elif sizes[key] != value.size():
+            yield (
+                f"{_spoken(key)} is {_shape(sizes[key])} in the checkpoint and "
+                f"{_shape(value.size())} in this job"
+            )
+
+
+def _moment_misfits(
+    moments: Iterable[RowMoments], sizes: Mapping[str, torch.Size]
+) -> Iterator[str]:
+    for each in moments:
+        stored = stored_columns(each.key, each.whole, sizes)
+        found = {sizes[moment_key(each.key, columns, each.whole)] for columns in stored}
+        num_shared = sum(each.columns.num_shared(columns) for columns in stored)
+        if not stored:
+            yield f"it has no {_spoken(each.key)}"
+        elif found != {torch.Size([each.num_rows])} or num_shared != each.columns.width:
+            ranges = ", ".join(f"{c.start} to {c.stop - 1}" for c in stored)
+            shapes = " and ".join(sorted(map(_shape, found)))
+            yield (
+                f"{_spoken(each.key)} is {shapes} for columns {ranges} in the checkpoint; this job "
+                f"needs [{each.num_rows}] for columns {each.columns.start} to "
+                f"{each.columns.stop - 1}"
+            )
+
+
+def table_of(key: str) -> str | None:
+    """The table that the tensor `key` of a checkpoint belongs to; None for the dense part."""
+    parts = key.removesuffix(column_suffix(key)).split(".")
+    is_table = key.startswith(_TABLE_STATE) or not _TABLE_MODULES.isdisjoint(parts)
+    return parts[-2] if is_table else None
+
+
+def _spoken(key: str) -> str:
+    """What a person calls the tensor `key`."""
+    table = table_of(key)
+    if table is None:
+        return key
+    return f"optimizer state of table {table}" if key.startswith(_TABLE_STATE) else f"table {table}"
+
+
+def _shape(size: torch.Size) -> str:
+    return str(list(size))
+
+
+def _refuse(folder: Folder, problems: Sequence[str]) -> None:
+    """Raise `CheckpointError` on every rank when any has `problems`. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, list(problems))
+    found = list(dict.fromkeys(problem for problems in everyone for problem in problems))
+    if not found:
+        return
+    listed = "; ".join(found[:_MAX_PROBLEMS])
+    more = f"; and {len(found) - _MAX_PROBLEMS} more" if len(found) > _MAX_PROBLEMS else ""
+    raise CheckpointMismatch(
+        f"checkpoint {folder.name} does not fit this job: {listed}{more}. Tables, model and "
+        "optimizers must be those that wrote it; sharding, workers and placement may differ"
+    )

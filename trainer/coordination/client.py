@@ -1,0 +1,449 @@
+"""Coordinator client, heartbeats.
+
+A rank's side of the coordinator: asks, waits, beats, and finds a coordinator that moved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Protocol
+
+import torch.distributed as dist
+
+from trainer.coordination.messages import (
+    WATCH_SILENCE_S,
+    Answer,
+    Answered,
+    Arrive,
+    GroupState,
+    Heartbeat,
+    Hello,
+    Ledger,
+    Numbered,
+    Rejection,
+    Request,
+    Round,
+    RoundResult,
+    Vote,
+    Welcome,
+)
+from trainer.protocol.worker_config import WorkerConfig
+
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
+logger = logging.getLogger(__name__)
+_MIN_BEAT_S = 0.05
+_BEATS_PER_TIMEOUT = 10
+_RETRY_S = 0.1
+_UNCONFIRMED_FACTOR = 5
+_RECV_BYTES = 1 << 16
+
+
+class Refused(Exception):
+    """The coordinator does not let this rank go on."""
+
+
+class Fenced(Refused):
+    """This life of the group is over for the others: the process must end."""
+
+
+class RunFailed(Refused):
+    """The run as a whole cannot go on."""
+
+
+class CoordinatorLost(Exception):
+    """No coordinator could be reached for a long time."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this rank is; `incarnation` counts the lives of its group."""
+
+    group: int
+    incarnation: int
+    rank: int
+    num_ranks: int
+    host: str
+
+
+class CoordinatorClient:
+    """The connection of one rank, kept up by a thread, and its heartbeats, sent by another one.
+
+    What is asked while the coordinator is away is asked again once it is back. Not for several
+    threads to ask at once; `progress` and `is_aborted` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        locate: Callable[[], str],
+        heartbeat_timeout_s: float,
+        lost_after_s: float = 120.0,
+    ) -> None:
+        """`locate` gives the coordinator's address (host:port), also after it was restarted.
+
+        It raises `OSError` or `ValueError` while there is none.
+        """
+        self.identity, self._locate = identity, locate
+        self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
+        self._connect_timeout_s = max(1.0, heartbeat_timeout_s)
+        self._lost_after_s = lost_after_s
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._is_closed = False
+        self._hello: Hello | None = None
+        self._request: Numbered | None = None
+        self._answer: Answer | None = None
+        self._refusal: Rejection | None = None
+        self._next_id = 1
+        self._welcome_id = 0
+        self._is_welcome = False
+        self._away_since = time.monotonic()
+        self._aborted_round = -1
+        self._pulse = Heartbeat(progress=0, phase="start", step=0)
+        self._store_address = ""
+        self._store: tuple[str, Store] | None = None
+        self._threads: list[threading.Thread] = []
+        self.on_abort: Callable[[int], None] | None = None
+        """Called on another thread with the number of a round that failed without this rank."""
+        self.on_refusal: Callable[[str], None] | None = None
+        """Called on another thread when this life of the group is over, even if the rank hangs."""
+
+    # --- what the rank's main thread does
+
+    def join(self, standing: GroupState, origin: str, ledger: Ledger, donor: str) -> Welcome:
+        """Say who this rank is and what it holds; may be said again before the first `arrive`.
+
+        Raises `Fenced`, `RunFailed`, `CoordinatorLost`.
+        """
+        identity = self.identity
+        hello = Hello(
+            group=identity.group,
+            incarnation=identity.incarnation,
+            rank=identity.rank,
+            num_ranks=identity.num_ranks,
+            host=identity.host,
+            pid=os.getpid(),
+            donor=donor,
+            origin=origin,
+            standing=standing,
+            ledger=ledger,
+        )
+        with self._changed:
+            self._hello = hello
+        if not self._threads:
+            self._start()
+        answer = self._ask(hello)
+        assert isinstance(answer, Welcome), f"a hello was answered by {answer.kind}"
+        return answer
+
+    def arrive(self, arrive: Arrive) -> Round:
+        """Wait until the next round opens. Raises as `join`."""
+        answer = self._ask(arrive)
+        assert isinstance(answer, Round), f"an arrival was answered by {answer.kind}"
+        return answer
+
+    def vote(self, vote: Vote) -> RoundResult:
+        """Wait until the round has ended. Raises as `join`."""
+        answer = self._ask(vote)
+        assert isinstance(answer, RoundResult), f"a vote was answered by {answer.kind}"
+        return answer
+
+    def progress(
+        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
+    ) -> None:
+        """Note that something got done; it travels with the next heartbeat."""
+        self._pulse = Heartbeat(
+            progress=self._pulse.progress + 1,
+            phase=phase,
+            step=step,
+            step_time_s=step_time_s,
+            local_s=local_s,
+        )
+
+    def is_aborted(self, number: int) -> bool:
+        """Whether this round is known to have failed, so that waiting for peers is in vain."""
+        return number <= self._aborted_round
+
+    def store(self) -> Store:
+        """The store in which process groups meet: one client for as long as it is the same one."""
+        from torch.distributed import TCPStore
+
+        address = self._store_address
+        assert address, "a rank joins before it meets others"
+        if self._store is None or self._store[0] != address:
+            host, _, port = address.rpartition(":")
+            client = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+            self._store = address, client
+        return self._store[1]
+
+    def close(self) -> None:
+        """Leave; the coordinator takes it for the end of this rank."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._hang_up()
+        for thread in self._threads:
+            thread.join(timeout=2 * self._connect_timeout_s)
+
+    # --- asking
+
+    def _ask(self, body: Request) -> Answer:
+        with self._changed:
+            request = Numbered(id=self._next_id, body=body)
+            self._next_id += 1
+            self._request, self._answer = request, None
+            is_welcome = self._is_welcome
+        if is_welcome:
+            self._send(request)
+        with self._changed:
+            while self._answer is None:
+                self._check()
+                self._changed.wait(timeout=1.0)
+            answer, self._answer, self._request = self._answer, None, None
+            return answer
+
+    def _check(self) -> None:
+        """Raise what keeps an answer from ever coming."""
+        if self._refusal:
+            failed = self._refusal.reason == "failed"
+            raise (RunFailed if failed else Fenced)(self._refusal.message)
+        if self._is_closed:
+            raise CoordinatorLost("this rank has closed its connection to the coordinator")
+        away_s = 0.0 if self._is_welcome else time.monotonic() - self._away_since
+        if away_s > self._lost_after_s:
+            raise CoordinatorLost(
+                f"no coordinator answered for {away_s:.0f} s; was the job's driver killed, or is "
+                "the head node cut off?"
+            )
+
+    def _send(self, line: Numbered) -> None:
+        """Send if there is a connection; where it breaks, the other thread asks again."""
+        data = line.model_dump_json().encode() + b"\n"
+        with self._sending:
+            if self._socket:
+                with contextlib.suppress(OSError):
+                    self._socket.sendall(data)
+
+    # --- the connection
+
+    def _start(self) -> None:
+        self._away_since = time.monotonic()
+        name = f"member-{self.identity.group}-{self.identity.rank}"
+        self._threads = [
+            threading.Thread(target=self._keep_connected, name=name, daemon=True),
+            threading.Thread(target=self._beat, name=f"{name}-beat", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _keep_connected(self) -> None:
+        while not self._is_closed and self._refusal is None:
+            try:
+                self._serve_connection()
+            except (OSError, ValueError) as error:
+                logger.debug("the coordinator is away: %s", error)
+            self._hang_up()
+            with self._changed:
+                if self._is_welcome and not self._is_closed:
+                    logger.warning("the coordinator is away; this rank looks for it")
+                    self._away_since = time.monotonic()
+                self._is_welcome = False
+                if not self._is_closed:
+                    self._changed.wait(timeout=_RETRY_S)
+
+    def _serve_connection(self) -> None:
+        """Connect, introduce this rank, repeat what is unanswered, and read until it breaks."""
+        host, _, port = self._locate().rpartition(":")
+        connection = socket.create_connection((host, int(port)), self._connect_timeout_s)
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # Heartbeats that nobody confirms end a connection whose other host is gone.
+        unconfirmed_ms = int(1000 * _UNCONFIRMED_FACTOR * self._connect_timeout_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, unconfirmed_ms)
+        with self._sending:
+            self._socket = connection
+        if self._is_closed:
+            return
+        self._introduce()
+        buffer = b""
+        while data := connection.recv(_RECV_BYTES):
+            *lines, buffer = (buffer + data).split(b"\n")
+            for line in lines:
+                self._hear(Answered.model_validate_json(line))
+
+    def _introduce(self) -> None:
+        with self._changed:
+            assert self._hello, "a rank connects when it joins"
+            request = self._request
+            if request and isinstance(request.body, Hello):
+                self._welcome_id = request.id
+            else:
+                self._welcome_id, self._next_id = self._next_id, self._next_id + 1
+            hello = Numbered(id=self._welcome_id, body=self._hello)
+        self._send(hello)
+
+    def _hear(self, line: Answered) -> None:
+        if isinstance(line.body, Rejection):
+            self._hear_refusal(line.body)
+            return
+        if line.id == 0:
+            self._hear_abort(line.body)
+            return
+        again = None
+        with self._changed:
+            self._note(line.body)
+            if line.id == self._welcome_id and not self._is_welcome:
+                self._is_welcome = True
+                again = self._request if self._request and self._request.id != line.id else None
+            if self._request and line.id == self._request.id:
+                self._answer = line.body
+            self._changed.notify_all()
+        if again:
+            self._send(again)
+
+    def _hear_refusal(self, refusal: Rejection) -> None:
+        with self._changed:
+            self._refusal = refusal
+            self._changed.notify_all()
+        if self.on_refusal and refusal.reason == "fenced":
+            self.on_refusal(refusal.message)
+
+    def _hear_abort(self, body: Answer) -> None:
+        if isinstance(body, RoundResult):
+            self._aborted_round = max(self._aborted_round, body.round)
+            if self.on_abort:
+                self.on_abort(body.round)
+
+    def _note(self, body: Answer) -> None:
+        """Keep what a coordinator that is restarted will want to know."""
+        assert self._hello
+        if isinstance(body, Welcome):
+            self._store_address = body.store
+            return
+        news: dict[str, object] = {}
+        if isinstance(body, Round):
+            members = tuple((member.group, member.incarnation) for member in body.members)
+            news = {"members": members, "round": body.round, "generation": body.generation}
+            if body.donor:
+                news["standing"] = "listening"
+        elif isinstance(body, RoundResult):
+            # `initial` tells a listener to start over: it is not what a seed or checkpoint made.
+            standing = "current" if body.standing == "current" else "listening"
+            if self._hello.standing == "initial" and not body.committed:
+                standing = "initial"
+            news = {"ledger": body.ledger, "leases": body.leases, "standing": standing}
+        self._hello = self._hello.model_copy(update=news)
+
+    def _hang_up(self) -> None:
+        with self._sending:
+            connection, self._socket = self._socket, None
+        if connection:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+            connection.close()
+
+    # --- the heartbeat
+
+    def _beat(self) -> None:
+        while True:
+            with self._changed:
+                if self._changed.wait_for(self._has_ended, timeout=self._beat_every_s):
+                    return
+                is_welcome = self._is_welcome
+            if is_welcome:
+                self._send(Numbered(id=0, body=self._pulse))
+
+    def _has_ended(self) -> bool:
+        return self._is_closed or self._refusal is not None
+
+
+# How a rank gets on, told with its heartbeats: what it does, and how long its steps take.
+
+_NUM_STEP_TIMES = 50
+
+
+class HeartbeatSink(Protocol):
+    """What carries a pulse: `trainer.coordination.client.CoordinatorClient`."""
+
+    def progress(
+        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
+    ) -> None:
+        """Something got done."""
+
+
+class HeartbeatReporter:
+    """Times steps for a heart; without one it does nothing."""
+
+    def __init__(
+        self, heart: HeartbeatSink | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._heart = heart
+        self._clock = clock
+        self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
+        self._began_at = 0.0
+        # Seconds of a step, reading included, in which this rank waits for no other.
+        self.local_s = 0.0
+
+    def begin_step(self) -> None:
+        """A training step begins: its batch is there, and it waits for no other group."""
+        self._began_at = self._clock()
+
+    def end_step(self, step: int) -> None:
+        """It is done."""
+        if self._heart is None:
+            return
+        self._times_s.append(self._clock() - self._began_at)
+        self._heart.progress("train", step, median(self._times_s), self.local_s)
+
+    def enter(self, phase: str, step: int) -> None:
+        """Something other than training begins, or gets on."""
+        if self._heart is None:
+            return
+        step_time_s = median(self._times_s) if self._times_s else 0.0
+        self._heart.progress(phase, step, step_time_s, self.local_s)
+
+
+# A worker of the domain `job`: its heartbeats to the driver, which looks for hangs.
+
+_EXIT_DROPPED = 70
+
+
+@contextmanager
+def report_heartbeats(config: WorkerConfig, host: str | None) -> Iterator[HeartbeatReporter]:
+    """The pulse of this rank, heard by the driver where that listens."""
+    if config.watch_address is None:
+        yield HeartbeatReporter()
+        return
+    address: str = config.watch_address
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
+    member = CoordinatorClient(identity, lambda: address, WATCH_SILENCE_S / 6)
+    member.on_refusal = end_process
+    member.join("initial", f"run-{config.run_index}", Ledger(), donor="")
+    try:
+        yield HeartbeatReporter(member)
+    finally:
+        member.on_refusal = None
+        member.close()
+
+
+def end_process(message: str) -> None:
+    """End this worker at once, since it does not count any more; for `Member.on_refusal`."""
+    # The main thread may hang for good; without this process its peers get an error at once.
+    logger.error("this worker is given up: %s", message)
+    sys.stderr.flush()
+    os._exit(_EXIT_DROPPED)

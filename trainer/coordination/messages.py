@@ -1,0 +1,281 @@
+"""How patient the coordinator is, and what it does about what it finds.
+
+A *round* is one try at a sync: the coordinator answers every rank's `Arrive` with the same `Round`
+once each live group has arrived, the ranks average in buffers and `Vote`, and the `Verdict` says
+whether all of them did. Only then is anything applied; the `Ledger` that comes with it is what all
+committed syncs add up to, and every rank keeps the newest one, so that a coordinator which was
+restarted can be told.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+WATCH_SILENCE_S = 30.0
+"""In the domain `job` only its peers wait for a silent worker, so a busy machine gets time."""
+
+# What ranks and the coordinator tell each other: JSON lines over TCP, as pure data.
+
+Count = Annotated[int, Field(ge=0)]
+# Copies trained on rows of weight 0 alone must become equal again: decay and moments moved them.
+_LEAST_ROW_WEIGHT = 1e-9
+Span = tuple[Count, Count]
+"""Rows [start, stop) of an epoch's order."""
+
+
+class Message(BaseModel):
+    """Base of everything that travels."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+
+class Lease(Message):
+    """Rows [start, stop) of the order of `epoch` that one group may train between two syncs."""
+
+    id: Count
+    epoch: Count
+    start: Count
+    stop: Count
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the lease."""
+        return self.stop - self.start
+
+
+class EpochRows(Message):
+    """Rows of one epoch that are done: trained by a committed sync, or skipped on purpose.
+
+    Sorted spans that neither overlap nor touch.
+    """
+
+    epoch: Count
+    done: tuple[Span, ...] = ()
+
+
+class EarlyStoppingState(Message):
+    """How long validation has stood still: `num_validations` since one found `best`."""
+
+    best: float | None = None
+    num_validations: Count = 0
+
+
+class LeaderProgress(Message):
+    """Up to which step and epoch a leader has done what it does for all groups."""
+
+    step: Count = 0
+    epoch: Count = 0
+
+
+class Ledger(Message):
+    """What the committed syncs add up to.
+
+    `commit` counts them. Epochs below `epoch` are complete; `open_epochs` holds those begun from
+    there on. `rows_trained` counts rows trained by committed syncs, `rows_skipped` rows left out on
+    purpose. `checkpoint_commit` is the commit that the newest durable checkpoint holds. `round` is
+    the round that made `commit`: a number of commits alone does not say which try it was. `led`
+    says up to where some leader has validated and saved what was due: what a leader was lost over
+    stays due for the next.
+    """
+
+    commit: Count = 0
+    round: Count = 0
+    epoch: Count = 0
+    open_epochs: tuple[EpochRows, ...] = ()
+    rows_trained: Count = 0
+    rows_skipped: Count = 0
+    best: float | None = None
+    plateau: EarlyStoppingState | None = None
+    metrics: dict[str, float] = {}
+    checkpoint_commit: Count = 0
+    led: LeaderProgress = LeaderProgress()
+
+
+GroupState = Literal["initial", "listening", "current"]
+"""`initial`: as the seed or a checkpoint made it; `listening`: copying from a peer, hears every
+round at weight 0; `current`: holds the newest commit and trains."""
+
+
+class Hello(Message):
+    """First words of a rank on a connection, also after the coordinator was restarted.
+
+    A rank may say it again on the same connection with another `standing`: as `listening` with
+    nothing at hand it asks whether there is somebody to copy from (`Welcome.has_current`), and
+    comes again as `initial` when there is not.
+
+    `incarnation` counts the lives of a group: a newer one fences the older. `donor` is where this
+    rank serves its shard (host:port). `origin` names the state that an `initial` group starts from.
+    `leases` are those that the group holds.
+    """
+
+    kind: Literal["hello"] = "hello"
+    group: Count
+    incarnation: Count
+    rank: Count
+    num_ranks: Annotated[int, Field(ge=1)]
+    host: str
+    pid: Count
+    donor: str
+    origin: str
+    standing: GroupState
+    ledger: Ledger
+    leases: tuple[Lease, ...] = ()
+    members: tuple[tuple[Count, Count], ...] = Field(
+        default=(), description="(group, incarnation) of the last round this rank was in."
+    )
+    round: Count = Field(default=0, description="The highest round that this rank was in.")
+    generation: Count = Field(default=0, description="The highest generation that it was in.")
+
+
+class Welcome(Message):
+    """Answer to `Hello`: where the store of the process groups is (host:port)."""
+
+    kind: Literal["welcome"] = "welcome"
+    store: str
+    generation: Count
+    has_current: bool = Field(
+        default=False, description="Whether some group holds commits that are worth copying."
+    )
+
+
+class Heartbeat(Message):
+    """Says that the process lives; `progress` counts what its main thread got done.
+
+    `step_time_s` is the median time of its newest steps without waiting for other groups,
+    `local_s` what of a step it waited for no rank at all, reading included; 0 if unknown.
+    """
+
+    kind: Literal["heartbeat"] = "heartbeat"
+    progress: Count
+    phase: str
+    step: Count
+    step_time_s: float = 0.0
+    local_s: float = 0.0
+
+
+class Report(Message):
+    """What the leader tells the others by way of the ledger; fields left None say nothing."""
+
+    best: float | None = None
+    plateau: EarlyStoppingState | None = None
+    metrics: dict[str, float] = {}
+    checkpoint_commit: Count | None = None
+    led: LeaderProgress | None = None
+    has_finished: bool = False
+
+
+class Arrive(Message):
+    """A rank is ready for the next sync, having trained `leases` (ids, whole ones) since the last.
+
+    Its copy weighs `weight`, the sum of its rows' weights, or `num_rows` where None. `has_copied`
+    says that a listener's copy is complete; `is_poisoned` that this group's loss became NaN or
+    infinite, so its interval must not count. `sums` are summed over ranks (loss x weight and the
+    like) and become means in the ledger.
+    """
+
+    kind: Literal["arrive"] = "arrive"
+    standing: GroupState
+    commit: Count
+    leases: tuple[Count, ...] = ()
+    num_rows: Count = 0
+    weight: Annotated[float, Field(ge=0)] | None = None
+    has_copied: bool = False
+    is_poisoned: bool = False
+    is_leaving: bool = False
+    report: Report | None = None
+    sums: dict[str, float] = {}
+    copied_bytes: Count = Field(default=0, description="What a listener's rank copied so far.")
+
+    @property
+    def copy_weight(self) -> float:
+        """How much its copy counts: never nothing where rows were trained, as it has changed."""
+        if self.weight is None:
+            return float(self.num_rows)
+        return max(self.weight, _LEAST_ROW_WEIGHT * self.num_rows)
+
+
+class RoundMember(Message):
+    """One group in a round, by its place in the replica groups; weight 0 hears without counting."""
+
+    group: Count
+    incarnation: Count
+    weight: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    standing: GroupState
+    hosts: tuple[str, ...] = Field(default=(), description="Host of each rank.")
+
+
+class Round(Message):
+    """Answer to `Arrive`: average with these, then vote.
+
+    `generation` changes with the members and after every round that failed; process groups are
+    formed anew for it. `commit` is the number that this sync will have. With `is_idle` there is
+    nothing to average. `donor` is where a listener copies its shard from.
+    """
+
+    kind: Literal["round"] = "round"
+    round: Count
+    generation: Count
+    members: tuple[RoundMember, ...]
+    commit: Count
+    is_idle: bool = False
+    donor: str | None = None
+
+
+class Vote(Message):
+    """Whether this rank holds the averages of `round`; it applies nothing before the verdict."""
+
+    kind: Literal["vote"] = "vote"
+    round: Count
+    commit: Count
+    ok: bool
+    error: str = ""
+
+
+class RoundResult(Message):
+    """Answer to `Vote`. When `committed`, every rank of the round applies its averages.
+
+    `ledger` is the newest one and `leases` are all that the group holds now, in the order to train
+    them. `leader` is the group that validates and saves. `standing` is the group's own from here
+    on; a listener whose `standing` is `initial` starts its copy over, and not before the next
+    `Round`: until then its donor may not have applied this sync. After `should_leave` or
+    `has_finished` the group ends. One that was not asked for (`Answered.id` 0) says that `round`
+    has failed, to ranks that may still be waiting in a collective of it.
+    """
+
+    kind: Literal["verdict"] = "verdict"
+    committed: bool
+    round: Count = 0
+    ledger: Ledger
+    leases: tuple[Lease, ...] = ()
+    leader: Count = 0
+    standing: GroupState = "current"
+    should_leave: bool = False
+    has_finished: bool = False
+
+
+class Rejection(Message):
+    """Answer to anything: `fenced` ends the process, since another life of its group counts."""
+
+    kind: Literal["refusal"] = "refusal"
+    reason: Literal["fenced", "failed"]
+    message: str
+
+
+Request = Annotated[Hello | Heartbeat | Arrive | Vote, Field(discriminator="kind")]
+Answer = Annotated[Welcome | Round | RoundResult | Rejection, Field(discriminator="kind")]
+
+
+class Numbered(Message):
+    """One line from a rank: `id` comes back with the answer. Heartbeats are not answered."""
+
+    id: Count
+    body: Request
+
+
+class Answered(Message):
+    """One line from the coordinator; `id` 0 answers nothing but tells something at once."""
+
+    id: Count
+    body: Answer

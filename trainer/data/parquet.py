@@ -1,0 +1,233 @@
+"""Parquet files as numbered row groups: opened by footer only, read one group at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.manifest import read_footer
+from trainer.data.ragged import IntArray, offsets_of
+from trainer.errors import (
+    ColumnError,
+    CorruptFileError,
+    SourceMissingError,
+    StorageError,
+    TooFewRowsError,
+    is_storage_fault,
+)
+
+logger = logging.getLogger(__name__)
+# Footers of wide files take a tenth of a megabyte each.
+_MAX_KEPT_FOOTERS = 256
+
+
+@dataclass(frozen=True)
+class KeptFooter:
+    """A file's footer, read once, and what tells whether the file is still the same."""
+
+    footer: pq.FileMetaData
+    identity: tuple[int, int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> KeptFooter:
+        """That of the file at `path`; raises `CorruptFileError` or `StorageError`."""
+        # Before the footer: a file replaced in between is then found to be another one.
+        identity = _identity(path) if path.exists() else (0, 0, 0)
+        return cls(read_footer(path), identity)
+
+    def is_of(self, path: Path) -> bool:
+        """Whether the file at `path` is as it was; raises `OSError` where it is gone."""
+        return _identity(path) == self.identity
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class ParquetSource:
+    """The Parquet files of a folder, in name order, as one sequence of row groups.
+
+    Only footers are read to build it. Raises `SourceMissingError`, `CorruptFileError` (naming the
+    truncated file), `ColumnError` or `TooFewRowsError`.
+    """
+
+    def __init__(self, folder: Path, columns: Sequence[str]) -> None:
+        """`columns` are those to read; each must be in every file."""
+        self.folder = folder
+        self.columns = tuple(dict.fromkeys(columns))
+        self._paths = _parquet_files(folder)
+        self._kept = {path: KeptFooter.of(path) for path in self._paths[:_MAX_KEPT_FOOTERS]}
+        footers = [
+            self._kept[path].footer if path in self._kept else read_footer(path)
+            for path in self._paths
+        ]
+        self.schema = self._common_schema(footers)
+        self._groups = [
+            (file, group)
+            for file, footer in enumerate(footers)
+            for group in range(footer.num_row_groups)
+            if footer.row_group(group).num_rows
+        ]
+        metadata = [footers[file].row_group(group) for file, group in self._groups]
+        self.group_rows: IntArray = np.array([group.num_rows for group in metadata], dtype=np.int64)
+        self.num_rows = int(self.group_rows.sum())
+        self._file_starts = offsets_of(
+            np.array([footer.num_rows for footer in footers], dtype=np.int64)
+        )
+        self._group_starts = offsets_of(self.group_rows)
+        self._num_values = sum(self._values_in(group) for group in metadata)
+        if not self.num_rows:
+            raise TooFewRowsError(f"{folder} holds no rows; prepare the data again")
+
+    @property
+    def file_names(self) -> tuple[str, ...]:
+        """Names of the files, in the order in which their rows are numbered."""
+        return tuple(path.name for path in self._paths)
+
+    @property
+    def decoded_bytes(self) -> int:
+        """Estimated size in memory of all columns of all rows."""
+        widest_value_bytes = 8
+        return widest_value_bytes * (self._num_values + self.num_rows * len(self.columns))
+
+    def group_start(self, group: int) -> int:
+        """Row number, over all files, of a row group's first row."""
+        return int(self._group_starts[group])
+
+    def locate(self, row: int) -> tuple[Path, int]:
+        """File of a row numbered over all files, and its number within that file (from 0)."""
+        file = int(np.searchsorted(self._file_starts, row, side="right")) - 1
+        return self._paths[file], int(row - self._file_starts[file])
+
+    def files_of(self, rows: IntArray) -> list[tuple[Path, IntArray]]:
+        """Files of rows numbered over all files, each with the places in `rows` of those in it."""
+        files = np.searchsorted(self._file_starts, rows, side="right") - 1
+        return [(self._paths[file], np.flatnonzero(files == file)) for file in np.unique(files)]
+
+    def read(self, row_groups: Sequence[int]) -> pa.Table:
+        """Read row groups, in the order given; raises `CorruptFileError` naming the file."""
+        return pa.concat_tables([self.read_group(number) for number in row_groups])
+
+    def read_group(self, number: int) -> pa.Table:
+        """Read one row group; raises `CorruptFileError` where it is not as it was at the start.
+
+        Raises `StorageError` where the file is gone or the disk or mount fails, which says nothing
+        about its rows.
+        """
+        place, group = self._groups[number]
+        path = self._paths[place]
+        try:
+            kept = self._kept.get(path)
+            footer = kept.footer if kept and kept.is_of(path) else None
+            with pq.ParquetFile(path, metadata=footer) as file:
+                # One prefetching thread per rank is enough; more would crowd out the trainers.
+                table = file.read_row_group(group, columns=list(self.columns), use_threads=False)
+                table = table.select(self.columns)
+        except MemoryError:  # also pyarrow's, which is an ArrowException
+            raise
+        except (pa.ArrowException, OSError, KeyError, IndexError) as error:
+            if is_storage_fault(error):
+                raise StorageError(
+                    f"{path} cannot be read: {error}; is the folder of data.path mounted on this "
+                    "host, and are its disk and limits (open files) in order?"
+                ) from None
+            raise _unreadable(path, group, str(error)) from None
+        if table.schema.types != self.schema.types:
+            raise _unreadable(path, group, "its columns have other types now")
+        if len(table) != self.group_rows[number]:
+            rows = f"it has {len(table)} rows, not {self.group_rows[number]} as at the start"
+            raise _unreadable(path, group, rows)
+        return table
+
+    def blank_group(self, number: int) -> pa.Table:
+        """As many rows of nothing but null as row group `number` has."""
+        num_rows = int(self.group_rows[number])
+        blank = [pa.nulls(num_rows, kind) for kind in self.schema.types]
+        return pa.table(blank, names=self.schema.names)
+
+    def _common_schema(self, footers: Sequence[pq.FileMetaData]) -> pa.Schema:
+        schemas = [footer.schema.to_arrow_schema() for footer in footers]
+        for path, schema in zip(self._paths, schemas, strict=True):
+            for name in self.columns:
+                if name not in schema.names:
+                    raise ColumnError(f"{path}: no column '{name}'; it has {schema.names}")
+                if schema.field(name).type != schemas[0].field(name).type:
+                    raise ColumnError(
+                        f"{path}: column '{name}' is {schema.field(name).type} here but "
+                        f"{schemas[0].field(name).type} in {self._paths[0].name}"
+                    )
+        return pa.schema([schemas[0].field(name) for name in self.columns])
+
+    def _values_in(self, group: pq.RowGroupMetaData) -> int:
+        """Leaf values of the wanted columns, list items counted one by one."""
+        leaves = (group.column(index) for index in range(group.num_columns))
+        return sum(
+            leaf.num_values for leaf in leaves if leaf.path_in_schema.split(".")[0] in self.columns
+        )
+
+
+def _unreadable(path: Path, group: int, cause: str) -> CorruptFileError:
+    return CorruptFileError(
+        f"{path}: row group {group} cannot be read ({cause}); was the file damaged or replaced? "
+        "Prepare or copy the data again"
+    )
+
+
+def read_schema(folder: Path) -> pa.Schema:
+    """Names and types of the columns of a folder's first file; reads its footer only."""
+    return read_footer(_parquet_files(folder)[0]).schema.to_arrow_schema()
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file of this name holds rows; a hidden one is what some tool has not finished."""
+    return name.endswith(".parquet") and not name.startswith((".", "_"))
+
+
+def _parquet_files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise SourceMissingError(
+            f"{folder} does not exist; check data.path and data.split, or prepare the data"
+        )
+    if not (paths := sorted(path for path in folder.iterdir() if is_data_file(path.name))):
+        raise SourceMissingError(f"{folder} holds no .parquet files; prepare the data again")
+    return paths
+
+
+def mean_and_deviation(
+    folder: Path, column: str, *, skip_unreadable: bool = False
+) -> tuple[float, float]:
+    """Mean and population deviation of a number column; null and NaN are left out.
+
+    One pass over that column, a row group at a time; with `skip_unreadable` without those that are
+    damaged. Raises a `DataError`.
+    """
+    source = ParquetSource(folder, [column])
+    count = total = squares = 0.0
+    shift = None
+    for group in range(len(source.group_rows)):
+        try:
+            values = source.read_group(group).column(0).cast(pa.float64(), safe=False).to_numpy()
+        except CorruptFileError as error:
+            if not skip_unreadable:
+                raise
+            logger.warning("%s", error)
+            continue
+        values = values[np.isfinite(values)]
+        if not len(values):
+            continue
+        # Sums around a value nearby keep the digits that large numbers would lose.
+        shift = float(values[0]) if shift is None else shift
+        count += len(values)
+        total += float((values - shift).sum())
+        squares += float(np.square(values - shift).sum())
+    if shift is None:
+        raise TooFewRowsError(f"{folder}: column '{column}' holds no number to standardise by")
+    mean = total / count
+    return shift + mean, float(np.sqrt(max(0.0, squares / count - mean**2)))

@@ -1,1 +1,0 @@
-"""Preparation of raw data sets and their generators."""

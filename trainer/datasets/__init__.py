@@ -1,0 +1,1 @@
+"""Preparing data sets: `shardloom data`."""

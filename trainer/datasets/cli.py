@@ -1,0 +1,481 @@
+"""Entry point trainer.datasets.cli:app.
+
+What the commands of `shardloom data` share: options, errors and the summary of a folder.
+
+Polars and pyarrow are imported inside the commands, so that `--help` stays quick.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from trainer.data.manifest import Manifest
+    from trainer.datasets.inspect import DataReport
+
+EXIT_BAD_DATA = 2
+_MANY_VOCABULARIES = 8
+Overwrite = Annotated[
+    bool, typer.Option("--overwrite", help="Replace OUT where it was made by this command.")
+]
+
+
+@contextmanager
+def data_errors_shown() -> Iterator[None]:
+    """Turn a `DataError`, or a disk that refuses, into a message on stderr and exit code 2."""
+    try:
+        yield
+    except (DataError, OSError) as error:
+        text = str(error) if isinstance(error, DataError) else _disk_text(error)
+        console = Console(stderr=True)
+        console.print(f"[bold red]Error:[/] {escape(text)}", soft_wrap=True)
+        for note in getattr(error, "__notes__", ()):
+            console.print(escape(note), soft_wrap=True)
+        raise typer.Exit(EXIT_BAD_DATA) from None
+
+
+def _disk_text(error: OSError) -> str:
+    """What a disk refused; numpy names no cause where it could not write all of an array."""
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.errno is None
+    mend = "is the disk full? Make room" if is_full else "check the path and your rights to it"
+    return f"a file cannot be read or written: {error}; {mend}, then run the same command again"
+
+
+def _vocabulary_rows(sizes: Mapping[str, int]) -> list[tuple[str, str]]:
+    shown = {name: size for name, size in sizes.items() if not name.startswith("history_")}
+    if len(shown) <= _MANY_VOCABULARIES:
+        return [(f"{name} vocabulary", str(size)) for name, size in shown.items()]
+    largest = max(shown, key=shown.__getitem__)
+    total = f"{sum(shown.values())} ids, most in {largest}: {shown[largest]}"
+    return [(f"{len(shown)} vocabularies", total)]
+
+
+def show_summary(folder: object, manifest: Manifest) -> None:
+    """Print rows, vocabularies and statistics of a prepared folder."""
+    table = Table("what", "value", title=escape(f"{manifest.source} in {folder}"))
+    for name, split in manifest.splits.items():
+        size_mb = sum(file.size_bytes for file in split.files) / 1e6
+        table.add_row(f"{name} rows", f"{split.num_rows} ({size_mb:.1f} MB)")
+    for name, text in _vocabulary_rows(manifest.vocab_sizes):
+        table.add_row(name, text)
+    unit = " (stars)" if manifest.source == "movielens" else ""
+    for name, value in manifest.statistics.items():
+        table.add_row(f"{name.replace('_', ' ')}{unit}", f"{value:.4f}")
+    for name, count in manifest.counts.items():
+        table.add_row(name.replace("_", " "), str(count))
+    console = Console()
+    console.print(table)
+    for line in manifest.bad_lines:
+        console.print(f"left out: {escape(line)}", soft_wrap=True)
+
+
+# `shardloom data prepare criteo` and `shardloom data generate criteo`.
+
+
+class IdsChoice(StrEnum):
+    """How raw categorical values become ids."""
+
+    VOCABULARY = "vocabulary"
+    HASHING = "hashing"
+
+
+class NegativesChoice(StrEnum):
+    """What the log transform makes of a negative count."""
+
+    ZERO = "zero"
+    KEEP_SIGN = "keep_sign"
+
+
+class CriteoSplitChoice(StrEnum):
+    """Which rows are the validation part."""
+
+    LAST_FRACTION = "last_fraction"
+    LAST_FILE = "last_file"
+
+
+class FormatChoice(StrEnum):
+    """What `generate` writes."""
+
+    PARQUET = "parquet"
+    TSV = "tsv"
+
+
+def prepare_criteo_command(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SRC...",
+            help="Tab-separated files (.gz, .zst, .bz2 too) or folders of them, in time order; "
+            "paths, s3:// or gs:// URLs.",
+        ),
+    ],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write.")],
+    ids: Annotated[
+        IdsChoice, typer.Option(help="An id for each frequent value, or hashed ids.")
+    ] = IdsChoice.VOCABULARY,
+    min_count: Annotated[int, typer.Option(min=1, help="Rarer values are unknown (id 0).")] = 10,
+    max_ids: Annotated[
+        int, typer.Option(min=1, help="Largest vocabulary of a column.")
+    ] = 10_000_000,
+    num_hash_buckets: Annotated[
+        int, typer.Option(min=2, max=2**31, help="Ids of a column with --ids hashing.")
+    ] = 1_000_000,
+    negatives: Annotated[
+        NegativesChoice, typer.Option(help="Negative counts: 0, or -log(1 - count).")
+    ] = NegativesChoice.ZERO,
+    split: Annotated[
+        CriteoSplitChoice, typer.Option(help="Validate on the last rows or the last file (day).")
+    ] = CriteoSplitChoice.LAST_FRACTION,
+    validation_fraction: Annotated[float, typer.Option(min=0.00001, max=0.999)] = 0.1,
+    on_bad_line: Annotated[
+        Literal["fail", "skip"],
+        typer.Option(help="A line that cannot be read ends it all, or is left out and counted."),
+    ] = "fail",
+    max_bad_lines: Annotated[
+        float,
+        typer.Option(
+            min=1e-9,
+            help="Most lines to skip: below 1 a share of each file's lines, else a number.",
+        ),
+    ] = 0.01,
+    num_partitions: Annotated[int, typer.Option(min=1, help="Files per split.")] = 32,
+    seed: Annotated[int, typer.Option(min=0, help="Of the order of training rows.")] = 0,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for working files, 164 bytes a row; if not named, beside a local OUT, "
+            "else in the folder for temporary files."
+        ),
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Prepare Criteo click logs (Kaggle's train.txt, Terabyte's day_*) for training.
+
+    Bounded memory, shuffled, the same bytes for the same options. Killed, it goes on where it was
+    when the same command runs again.
+    """
+    from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
+
+    options = CriteoOptions(
+        ids=ids.value,
+        min_count=min_count,
+        max_ids=max_ids,
+        num_hash_buckets=num_hash_buckets,
+        negatives=negatives.value,
+        split=split.value,
+        validation_fraction=validation_fraction,
+        on_bad_line=on_bad_line,
+        max_bad_lines=max_bad_lines,
+        num_partitions=num_partitions,
+        seed=seed,
+    )
+    with data_errors_shown():
+        manifest = prepare_criteo(
+            sources, out, options=options, overwrite=overwrite, work_folder=work_dir
+        )
+    show_summary(out, manifest)
+
+
+def generate_criteo_command(
+    out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
+    rows: Annotated[int, typer.Option(min=10, help="Number of rows.")] = 100_000,
+    format: Annotated[
+        FormatChoice, typer.Option(help="A prepared folder, or raw files for `prepare criteo`.")
+    ] = FormatChoice.PARQUET,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
+    zipf: Annotated[float, typer.Option(min=0.01, help="Exponent of the ids' Zipf law.")] = 1.05,
+    max_ids: Annotated[
+        int, typer.Option(min=1, help="Values of a column; Criteo has up to 10 million.")
+    ] = 100_000,
+    days: Annotated[int, typer.Option(min=1, help="Raw files: train.txt, or day_0, ...")] = 1,
+    gzip: Annotated[bool, typer.Option("--gzip", help="Compress the raw files.")] = False,
+    num_partitions: Annotated[int, typer.Option(min=1, help="Parquet files per split.")] = 32,
+    overwrite: Overwrite = False,
+) -> None:
+    """Generate clicks of a known teacher in Criteo's format; its own scores: teacher.json."""
+    from trainer.datasets.criteo.synthetic import CriteoGeneratorOptions, generate_criteo
+
+    options = CriteoGeneratorOptions(
+        num_rows=rows,
+        format=format.value,
+        seed=seed,
+        zipf_exponent=zipf,
+        max_ids=max_ids,
+        num_days=days,
+        gzip=gzip,
+        num_partitions=num_partitions,
+    )
+    with data_errors_shown():
+        document = generate_criteo(out, options, overwrite=overwrite)
+    Console().print(_teacher_table(out, document))
+
+
+def _teacher_table(out: str, document: dict[str, Any]) -> Table:
+    table = Table(
+        "part",
+        *("rows", "click rate", "log loss", "NE", "AUC"),
+        title=escape(f"{out}: what the teacher itself scores"),
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, part in document["parts"].items():
+        scores = (part[key] for key in ("click_rate", "logloss", "ne", "auc"))
+        table.add_row(name, f"{part['rows']:,}", *map(_score_text, scores))
+    return table
+
+
+def _score_text(score: float | None) -> str:
+    """A part with clicks only, or none, has no NE and no AUC."""
+    return "none" if score is None else f"{score:.4f}"
+
+
+# `shardloom data inspect`: what data holds and what a job spec could make of it.
+
+
+def inspect_command(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DIR|FILE...",
+            help="Prepared folders, or Parquet, csv and tsv files (.gz too) and folders of them; "
+            "paths, s3:// or gs:// URLs.",
+        ),
+    ],
+    verify: Annotated[
+        bool, typer.Option(help="Of prepared folders compare every file with its checksum.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    spec: Annotated[
+        bool, typer.Option("--spec", help="Print only features and embedding_tables for a spec.")
+    ] = False,
+) -> None:
+    """Show counts, cardinalities, skew and nulls of data, and suggest features and tables."""
+    with data_errors_shown():
+        reports = _inspect(sources)
+        if not (as_json or spec):
+            for report in reports:
+                _show(report)
+        verified = _verify(sources) if verify else {}
+        if as_json:
+            print(json.dumps([_as_json(report, verified) for report in reports], indent=2))
+        elif spec:
+            print("\n".join(report.suggestion.yaml() for report in reports), end="")
+        else:
+            for number in verified.values():
+                Console().print(f"[green]OK:[/] {number} files have the sha256 of the manifest")
+
+
+def _inspect(sources: list[str]) -> list[DataReport]:
+    from trainer.datasets.inspect import inspect_data
+    from trainer.datasets.profile import find_data
+
+    with Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TextColumn("{task.completed:,.0f} rows"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    ) as progress:
+        reports = []
+        for data in find_data(sources):
+            task = progress.add_task(escape(f"reading {data.title}"), total=None)
+            reports.append(inspect_data(data, partial(progress.advance, task)))
+    return reports
+
+
+def _as_json(report: DataReport, verified: dict[str, int]) -> dict[str, Any]:
+    """The report and how many files have their sums: null where nobody looked."""
+    return report.as_json() | {"num_verified_files": verified.get(_folder(report))}
+
+
+def _folder(report: DataReport) -> str:
+    """What the report is about, without the name of its part."""
+    return report.data.title.rsplit(", part ", 1)[0]
+
+
+def _verify(sources: list[str]) -> dict[str, int]:
+    """Check the sums of those sources that are prepared folders; gives their numbers of files."""
+    from trainer.datasets.inspect import verify_folder
+    from trainer.datasets.profile import find_manifest
+    from trainer.storage import Location
+
+    found = {}
+    for folder in map(Location.parse, sources):
+        if (manifest := find_manifest(folder)) is not None:
+            found[str(folder)] = verify_folder(folder, manifest)
+    return found
+
+
+def _show(report: DataReport) -> None:
+    data = report.data
+    if data.manifest is not None:
+        show_summary(_folder(report), data.manifest)
+    kind = data.text.text if data.text else "Parquet"
+    files = "1 file" if len(data.files) == 1 else f"{len(data.files)} files"
+    size_mb = data.size_bytes / 1e6
+    console = Console()
+    console.print(
+        f"\n[bold]{escape(data.title)}[/]\n"
+        f"{report.num_rows:,} rows in {files}, {size_mb:,.1f} MB, {kind}",
+        soft_wrap=True,
+    )
+    from trainer.datasets.inspect import columns_table
+
+    console.print(columns_table(report, console))
+    if data.text and data.text.is_criteo:
+        console.print(
+            f"[dim]Criteo's format: `shardloom data prepare criteo {escape(data.title)} OUT` "
+            "makes it ready to train on.[/]",
+            soft_wrap=True,
+        )
+
+
+# `shardloom data`: prepare, generate and inspect data sets.
+
+app = typer.Typer(name="data", help="Prepare, generate and inspect data.", no_args_is_help=True)
+prepare_app = typer.Typer(help="Turn raw data into partitioned Parquet.", no_args_is_help=True)
+generate_app = typer.Typer(help="Make up data in a public format.", no_args_is_help=True)
+app.add_typer(prepare_app, name="prepare")
+app.add_typer(generate_app, name="generate")
+prepare_app.command("criteo")(prepare_criteo_command)
+generate_app.command("criteo")(generate_criteo_command)
+app.command("inspect")(inspect_command)
+
+
+class SplitChoice(StrEnum):
+    """How validation rows are chosen by time."""
+
+    GLOBAL = "global"
+    PER_USER = "per_user"
+
+
+class UserMeanChoice(StrEnum):
+    """What a label is taken relative to."""
+
+    PAST = "past"
+    TRAINING = "training"
+
+
+class ValidationPastChoice(StrEnum):
+    """Which of a user's earlier ratings a held-out row may look back at."""
+
+    ALL = "all"
+    TRAINING = "training"
+
+
+class OnDuplicateChoice(StrEnum):
+    """What to do with a second rating of a movie by a user."""
+
+    FAIL = "fail"
+    LAST = "last"
+
+
+class OnMissingMovieChoice(StrEnum):
+    """What to do with a rated movie that movies.csv does not describe."""
+
+    KEEP = "keep"
+    FAIL = "fail"
+
+
+@prepare_app.command("movielens")
+def prepare_movielens_command(
+    source: Annotated[
+        str, typer.Argument(help="Folder or URL with ratings.csv, movies.csv and tags.csv.")
+    ],
+    out: Annotated[str, typer.Argument(help="Folder or URL to write.")],
+    split: Annotated[
+        SplitChoice, typer.Option(help="Hold out the last ratings of all, or of each user.")
+    ] = SplitChoice.PER_USER,
+    validation_fraction: Annotated[float, typer.Option(min=0.001, max=0.999)] = 0.1,
+    history_length: Annotated[int, typer.Option(min=1, help="Earlier movies per row.")] = 10,
+    min_token_count: Annotated[int, typer.Option(min=1, help="Rarer words are unknown.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Largest token vocabulary.")] = 20_000,
+    num_partitions: Annotated[int, typer.Option(min=1, help="Most files per split.")] = 32,
+    user_mean: Annotated[
+        UserMeanChoice,
+        typer.Option(help="Labels are relative to a user's earlier, or all training ratings."),
+    ] = UserMeanChoice.PAST,
+    validation_past: Annotated[
+        ValidationPastChoice,
+        typer.Option(help="Held-out rows look back at all earlier ratings, or training ones."),
+    ] = ValidationPastChoice.ALL,
+    on_duplicate: Annotated[
+        OnDuplicateChoice,
+        typer.Option(help="A movie rated twice by a user: fail, or keep the latest rating."),
+    ] = OnDuplicateChoice.FAIL,
+    on_missing_movie: Annotated[
+        OnMissingMovieChoice,
+        typer.Option(help="A rated movie without metadata: keep it without genres, or fail."),
+    ] = OnMissingMovieChoice.KEEP,
+    delimiter: Annotated[str, typer.Option(help="What splits the cells of the csv files.")] = ",",
+    unit_rows: Annotated[int, typer.Option(min=1000, help="Ratings held in memory at a time.")] = 1
+    << 20,
+    work_dir: Annotated[
+        Path | None, typer.Option(help="Folder for working files, if not beside OUT.")
+    ] = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Prepare a MovieLens csv folder (ml-latest-small, ml-latest, ml-32m) for training.
+
+    Paths may be s3:// or gs:// URLs. Run again after a kill, it goes on where it was.
+    """
+    if len(delimiter) != 1:
+        raise typer.BadParameter(f"{delimiter!r} is not one character", param_hint="--delimiter")
+    from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
+
+    options = MovieLensOptions(
+        split=split.value,
+        validation_fraction=validation_fraction,
+        history_length=history_length,
+        min_token_count=min_token_count,
+        max_tokens=max_tokens,
+        num_partitions=num_partitions,
+        user_mean=user_mean.value,
+        validation_past=validation_past.value,
+        on_duplicate=on_duplicate.value,
+        on_missing_movie=on_missing_movie.value,
+        delimiter=delimiter,
+        unit_rows=unit_rows,
+    )
+    with data_errors_shown():
+        manifest = prepare_movielens(
+            source, out, options=options, overwrite=overwrite, work_folder=work_dir
+        )
+    show_summary(out, manifest)
+
+
+@generate_app.command("movielens")
+def generate_movielens_command(
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    ratings: Annotated[int, typer.Option(min=1, help="Number of ratings.")] = 100_000,
+    seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
+    overwrite: Overwrite = False,
+) -> None:
+    """Generate ratings, movies and tags in the MovieLens csv format."""
+    from trainer.datasets.movielens.synthetic import generate_movielens
+
+    with data_errors_shown():
+        score = generate_movielens(out, num_ratings=ratings, seed=seed, overwrite=overwrite)
+    Console().print(
+        f"{ratings} generated ratings in {escape(str(out))}; no predictor can have an RMSE below "
+        f"{score.irreducible_rmse:.4f} (teacher.json)",
+        soft_wrap=True,
+    )

@@ -1,0 +1,1 @@
+"""Criteo click logs: reader, encoding and a synthetic generator."""

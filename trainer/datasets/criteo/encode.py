@@ -1,0 +1,322 @@
+"""Raw Criteo ids to table rows: by a vocabulary of the frequent ones, or by hashing.
+
+Id 0 means unknown: too rare, never seen in training, or (hashing only) not given. In a vocabulary
+the empty cell is a value like any other, because that nothing was given says something too.
+
+Shuffling more rows than memory holds takes two steps. Each run of input rows is scattered over
+buckets at random and written; later each bucket is gathered from all runs and shuffled by itself.
+A run is a numpy file of shape [41, n], 4 bytes a cell: label, 13 float32, 26 raw ids and one word
+whose bit c says that id c was not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from trainer.data.ragged import IntArray, offsets_of
+from trainer.data.transforms import HashEncoder
+from trainer.datasets.criteo.reader import (
+    DENSE_NAMES,
+    ID_NAMES,
+    LABEL,
+    MAX_RAW_ID,
+    MISSING,
+    NUM_CATEGORICAL,
+    NUM_DENSE,
+    RawClicks,
+)
+from trainer.datasets.io.journal import Facts
+from trainer.datasets.io.vocabulary import UNKNOWN
+
+# Distinct values that are counted at once; more are counted in several passes over the column.
+MAX_COUNTED = 8_000_000
+_HEX_DIGITS = np.frombuffer(b"0123456789abcdef", dtype=np.uint8)
+_NUM_HEX_DIGITS = 8
+
+
+class IdEncoder(Protocol):
+    """Turns the raw ids of one column into ids below `size`."""
+
+    @property
+    def size(self) -> int:
+        """Number of ids, id 0 included."""
+
+    def encode(self, raw: IntArray) -> IntArray:
+        """Ids [n] of raw ids [n]."""
+
+
+@dataclass(frozen=True)
+class KnownIds:
+    """The raw id at position i of `values` (ascending) has id i + 1; all others are unknown.
+
+    `counts` says how often each was seen in training.
+    """
+
+    values: IntArray
+    counts: IntArray
+
+    @property
+    def size(self) -> int:
+        """Number of ids, the unknown one included."""
+        return len(self.values) + 1
+
+    def encode(self, raw: IntArray) -> IntArray:
+        """Ids of raw ids; 0 where the vocabulary lacks one."""
+        if not len(self.values):
+            return np.full(len(raw), UNKNOWN, dtype=np.int64)
+        # Sorted needles find their places in the cache; a column repeats few values very often.
+        distinct, places = np.unique(raw, return_inverse=True)
+        positions = np.searchsorted(self.values, distinct)
+        found = self.values[np.minimum(positions, len(self.values) - 1)] == distinct
+        return np.where(found, positions + 1, UNKNOWN)[places]
+
+    def write(self, path: Path) -> None:
+        """Write `index`, `value` and `count`; the value is hexadecimal, empty for not given."""
+        texts = pl.Series("value", hex_texts(self.values)).fill_null("")
+        index = np.arange(1, self.size, dtype=np.int64)
+        pl.DataFrame({"index": index, "value": texts, "count": self.counts}).write_parquet(path)
+
+
+@dataclass(frozen=True)
+class HashedIds:
+    """Hashes to 1 ... size - 1; what was not given is 0.
+
+    The hash is that of a feature's `hashing` (`transforms.HashEncoder`) of the number.
+    """
+
+    size: int
+    seed: int
+
+    def encode(self, raw: IntArray) -> IntArray:
+        """Ids of raw ids."""
+        return HashEncoder(self.size, self.seed).encode(pa.array(raw, mask=raw == MISSING))
+
+
+def hex_texts(raw: IntArray) -> pa.StringArray:
+    """Raw ids as 8 lower-case hexadecimal digits, null for `MISSING`."""
+    shifts = np.arange(_NUM_HEX_DIGITS - 1, -1, -1) * 4
+    digits = _HEX_DIGITS[(raw[:, None] >> shifts) & 15]
+    offsets = np.arange(len(raw) + 1, dtype=np.int32) * _NUM_HEX_DIGITS
+    texts = pa.StringArray.from_buffers(len(raw), pa.py_buffer(offsets), pa.py_buffer(digits))
+    return pc.if_else(pa.array(raw != MISSING), texts, pa.scalar(None, pa.string()))
+
+
+def frequent_values(
+    read: Callable[[], Iterable[IntArray]],
+    *,
+    min_count: int,
+    max_values: int,
+    max_counted: int = MAX_COUNTED,
+) -> KnownIds:
+    """The values seen at least `min_count` times, the `max_values` most frequent of them.
+
+    `read` gives the column in parts, anew at each call. Ties go to the smaller value. At most about
+    `max_counted` values, or one part if that is more, are counted in memory at once.
+    """
+    kept = _count_range(read, (MISSING, MAX_RAW_ID + 1), min_count, max_counted)
+    kept = kept.sort(["count", "value"], descending=[True, False]).head(max_values).sort("value")
+    return KnownIds(kept["value"].to_numpy(), kept["count"].to_numpy())
+
+
+def _count_range(
+    read: Callable[[], Iterable[IntArray]],
+    bounds: tuple[int, int],
+    min_count: int,
+    max_counted: int,
+) -> pl.DataFrame:
+    """`value` and `count` of values in [low, high); halves of the range where they are too many."""
+    low, high = bounds
+    total, pending = _NO_COUNTS, [_NO_COUNTS]
+    for part in read():
+        inside = part[(part >= low) & (part < high)]
+        counts = pl.Series("value", inside, pl.Int64).value_counts(name="count")
+        pending.append(counts.cast(_NO_COUNTS.schema))
+        # Merging when as much has come as is there keeps the work linear.
+        if sum(map(len, pending)) > max(len(total), max_counted // 8):
+            total, pending = _merge(total, pending), []
+        if len(total) > max_counted and high - low > 1:
+            middle = (low + high) // 2
+            halves = ((low, middle), (middle, high))
+            return pl.concat([_count_range(read, h, min_count, max_counted) for h in halves])
+    return _merge(total, pending).filter(pl.col("count") >= min_count)
+
+
+def _merge(total: pl.DataFrame, pending: list[pl.DataFrame]) -> pl.DataFrame:
+    return pl.concat([total, *pending]).group_by("value").agg(pl.col("count").sum())
+
+
+_NO_COUNTS = pl.DataFrame(schema={"value": pl.Int64, "count": pl.Int64})
+
+# Parsed rows on disk between reading and writing: runs whose rows lie bucket by bucket.
+
+Cells = NDArray[np.uint32]
+_FIRST_ID = 1 + NUM_DENSE
+_MISSING_BITS = _FIRST_ID + NUM_CATEGORICAL
+_NUM_CELLS = _MISSING_BITS + 1
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Where rows go: of the first `num_training` lines to random buckets, of later ones in order.
+
+    Training buckets come first. A run's draws depend on `seed` and the run's number alone.
+    """
+
+    num_training: int
+    num_validation: int
+    training_buckets: int
+    validation_buckets: int
+    seed: int
+
+    @property
+    def total(self) -> int:
+        """Number of buckets."""
+        return self.training_buckets + self.validation_buckets
+
+    def place(self, run: int, line: IntArray) -> IntArray:
+        """Bucket [n] of the rows of a run, whose lines are `line` [n], counted over all files."""
+        drawn = np.random.default_rng([self.seed, 0, run]).integers(
+            0, self.training_buckets, len(line)
+        )
+        later = (line - self.num_training) * self.validation_buckets // self.num_validation
+        return np.where(line < self.num_training, drawn, self.training_buckets + later)
+
+
+def pack(clicks: RawClicks, dense: NDArray[np.float32]) -> Cells:
+    """Rows as cells [41, n]; `dense` [n, 13] are the transformed counts."""
+    cells = np.empty((_NUM_CELLS, len(clicks)), dtype=np.uint32)
+    cells[0] = clicks.label
+    cells[1:_FIRST_ID] = np.ascontiguousarray(dense.T, dtype=np.float32).view(np.uint32)
+    missing = clicks.ids.T == MISSING
+    cells[_FIRST_ID:_MISSING_BITS] = np.where(missing, 0, clicks.ids.T)
+    bits = np.left_shift(missing, np.arange(NUM_CATEGORICAL)[:, None]).sum(0)
+    cells[_MISSING_BITS] = bits
+    return cells
+
+
+def labels_of(cells: Cells) -> NDArray[np.float32]:
+    """Labels [n]."""
+    return cells[0].astype(np.float32)
+
+
+def dense_of(cells: Cells, column: int) -> NDArray[np.float32]:
+    """Values [n] of a dense column, numbered from 0."""
+    return cells[1 + column].view(np.float32)
+
+
+def ids_of(cells: Cells, column: int) -> IntArray:
+    """Raw ids [n] of a categorical column, numbered from 0; `MISSING` where not given."""
+    is_missing = (cells[_MISSING_BITS] >> np.uint32(column)) & 1
+    return np.where(is_missing, MISSING, cells[_FIRST_ID + column].astype(np.int64))
+
+
+def write_run(path: Path, cells: Cells, bucket: IntArray, num_buckets: int) -> list[int]:
+    """Write `cells` in order of their bucket; gives the buckets' offsets [num_buckets + 1]."""
+    order = np.argsort(bucket, kind="stable")
+    with path.open("wb") as file:
+        np.save(file, cells[:, order])
+    return offsets_of(np.bincount(bucket, minlength=num_buckets)).tolist()
+
+
+@dataclass(frozen=True)
+class Runs:
+    """All runs of a preparation, in input order; cells are read from disk as they are asked for.
+
+    `offsets` [runs, buckets + 1] are those that `write_run` gave.
+    """
+
+    paths: Sequence[Path]
+    offsets: IntArray
+
+    def ids(self, column: int, num_buckets: int) -> Iterator[IntArray]:
+        """Raw ids of a column, run by run, of the rows in the first `num_buckets` buckets."""
+        for path, end in zip(self.paths, self.offsets[:, num_buckets], strict=True):
+            yield ids_of(np.load(path, mmap_mode="r")[:, :end], column)
+
+    def bucket(self, number: int) -> Cells:
+        """All rows of a bucket, in input order."""
+        bounds = self.offsets[:, number : number + 2]
+        parts = [
+            np.load(path, mmap_mode="r")[:, start:end]
+            for path, (start, end) in zip(self.paths, bounds, strict=True)
+        ]
+        return np.concatenate(parts, axis=1)
+
+
+# Prepared Criteo columns, and the Parquet files that gathered buckets become.
+
+COLUMN_TYPES = {
+    LABEL: "float32",
+    **dict.fromkeys(DENSE_NAMES, "float32"),
+    **dict.fromkeys(ID_NAMES, "int64"),
+}
+SCHEMA = pa.schema([(name, pa.type_for_alias(kind)) for name, kind in COLUMN_TYPES.items()])
+_ENCODED_ROWS = 131_072
+
+
+def transform_counts(counts: NDArray[np.float64], *, keep_sign: bool) -> NDArray[np.float32]:
+    """log(1 + count) of counts [n, 13]; NaN (not given) becomes 0.
+
+    A negative count becomes 0 or, with `keep_sign`, -log(1 - count).
+    """
+    given = np.nan_to_num(counts)
+    sizes = np.abs(given) if keep_sign else np.maximum(given, 0)
+    logarithms = np.log1p(sizes)
+    return (np.copysign(logarithms, given) if keep_sign else logarithms).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class PartitionWriter:
+    """Writes partitions of prepared rows. `encoders` [26] turn raw ids into table rows."""
+
+    runs: Runs
+    buckets: Buckets
+    encoders: Sequence[IdEncoder]
+    row_group_rows: int
+
+    def write(self, buckets: Sequence[int], path: Path) -> Facts:
+        """Write all rows of `buckets`; gives numbers of `rows`, `row_groups`, `clicks`, `unknown`.
+
+        Memory is that of one bucket twice.
+        """
+        clicks = unknown = rows = 0
+        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+            for bucket in buckets:
+                cells = self._in_final_order(bucket)
+                rows += cells.shape[1]
+                clicks += int(labels_of(cells).sum())
+                unknown += self._append(writer, cells)
+        row_groups = pq.read_metadata(path).num_row_groups
+        return {"rows": rows, "row_groups": row_groups, "clicks": clicks, "unknown": unknown}
+
+    def _in_final_order(self, bucket: int) -> Cells:
+        cells = self.runs.bucket(bucket)
+        if bucket >= self.buckets.training_buckets:
+            return cells
+        order = np.random.default_rng([self.buckets.seed, 1, bucket]).permutation(cells.shape[1])
+        return cells[:, order]
+
+    def _append(self, writer: pq.ParquetWriter, cells: Cells) -> int:
+        """Append whole row groups, the last one of a bucket may be short; gives unknown ids."""
+        step = max(1, _ENCODED_ROWS // self.row_group_rows) * self.row_group_rows
+        unknown = 0
+        for start in range(0, cells.shape[1], step):
+            part = cells[:, start : start + step]
+            ids = [
+                encoder.encode(ids_of(part, column)) for column, encoder in enumerate(self.encoders)
+            ]
+            unknown += sum(int((column == UNKNOWN).sum()) for column in ids)
+            dense = [dense_of(part, column) for column in range(len(DENSE_NAMES))]
+            table = pa.table([labels_of(part), *dense, *ids], schema=SCHEMA)
+            writer.write_table(table, row_group_size=self.row_group_rows)
+        return unknown

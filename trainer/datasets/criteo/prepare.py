@@ -1,0 +1,436 @@
+"""How to prepare Criteo files, and where their rows go, before any is read.
+
+    count    lines of every file, which say where validation begins and how many buckets there are
+    read     parse, transform counts, scatter rows over buckets: runs on disk (`criteo_runs`)
+    fit      count the training rows' ids, keep the frequent ones (not with hashing)
+    write    gather each bucket from all runs, shuffle it, look its ids up, append to Parquet
+
+Every finished file is noted in a journal, so that a killed preparation goes on where it was; the
+result is the same to the byte. Until it is done the disk needs 164 bytes a row besides the result.
+A line that cannot be read ends it, and what was read before stays: once the file is mended, the
+same command reads that file's lines alone anew (all lines, if the file has more or fewer than
+before, as each row's place depends on their number). Or such lines are left out
+(`criteo_bad_lines`).
+
+Counts become log(1 + count), where nothing given is 0. A negative count is 0 too, as in the DLRM
+reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from itertools import chain, islice
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from rich.console import Console
+from rich.progress import Progress
+
+from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry
+from trainer.data.ragged import IntArray
+from trainer.datasets.criteo.encode import (
+    COLUMN_TYPES,
+    Buckets,
+    HashedIds,
+    IdEncoder,
+    KnownIds,
+    PartitionWriter,
+    Runs,
+    frequent_values,
+    pack,
+    transform_counts,
+    write_run,
+)
+from trainer.datasets.criteo.reader import (
+    ID_NAMES,
+    BadLines,
+    LineBlock,
+    RawClicks,
+    check_bound,
+    check_distinct,
+    count_lines,
+    find_sources,
+    parse_good_lines,
+    parse_lines,
+    read_blocks,
+)
+from trainer.datasets.criteo.synthetic import entropy
+from trainer.datasets.io.journal import Facts, Part
+from trainer.datasets.io.staging import Staging, staged
+from trainer.errors import (
+    BadValueError,
+    CorruptFileError,
+    DataError,
+    TooFewRowsError,
+    TooManyBadRowsError,
+)
+from trainer.storage import Location
+
+
+class CriteoOptions(BaseModel):
+    """How to prepare Criteo files; recorded in the manifest.
+
+    `ids`: `vocabulary` gives each value seen `min_count` times in training an id of its own, at
+    most `max_ids` a column; `hashing` maps values to `num_hash_buckets` ids. `split`: validation is
+    the last `validation_fraction` of all rows, or the whole last file (the last day).
+    `on_bad_line`: a line that cannot be read is a fault, or left out, up to `max_bad_lines`: below
+    1 a share of each file's lines, else a number of lines in all.
+    The last three bound memory: bytes of text read at a time, blocks in a run, rows in a bucket.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    ids: Literal["vocabulary", "hashing"] = "vocabulary"
+    min_count: PositiveInt = 10
+    max_ids: PositiveInt = 10_000_000
+    num_hash_buckets: Annotated[int, Field(ge=2, le=2**31)] = 1_000_000
+    negatives: Literal["zero", "keep_sign"] = "zero"
+    split: Literal["last_fraction", "last_file"] = "last_fraction"
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    num_partitions: PositiveInt = 32
+    row_group_rows: PositiveInt = 8192
+    seed: Annotated[int, Field(ge=0)] = 0
+    on_bad_line: Literal["fail", "skip"] = "fail"
+    max_bad_lines: PositiveFloat = 0.01
+    block_bytes: PositiveInt = 32 * 1024 * 1024
+    run_blocks: PositiveInt = 8
+    bucket_rows: PositiveInt = 2_000_000
+
+
+def check_rows_left(runs: Runs, buckets: Buckets) -> None:
+    """Raise `TooFewRowsError` where all lines of a split were left out."""
+    num_training = int(runs.offsets[:, buckets.training_buckets].sum())
+    num_rows = int(runs.offsets[:, -1].sum())
+    if not 0 < num_training < num_rows:
+        raise TooFewRowsError(
+            f"{num_training} training rows and {num_rows - num_training} validation rows are left "
+            "without the bad lines; mend the files or choose another --validation-fraction"
+        )
+
+
+def plan_buckets(lines: Sequence[int], options: CriteoOptions, names: Sequence[str]) -> Buckets:
+    """Where validation begins and how many buckets there are, from the files' numbers of lines.
+
+    Every partition has the same number of buckets. Raises `TooFewRowsError`.
+    """
+    total = sum(lines)
+    if options.split == "last_file":
+        if len(lines) < 2:
+            raise TooFewRowsError(
+                f"{names[0]}: the only file cannot be the validation part; name more files or "
+                "choose --split last_fraction"
+            )
+        num_validation = lines[-1]
+    else:
+        num_validation = int(total * options.validation_fraction)
+    if not 0 < num_validation < total:
+        raise TooFewRowsError(
+            f"{', '.join(names)}: {total} rows leave no validation or no training rows with "
+            f"fraction {options.validation_fraction:g}; use more rows or another fraction"
+        )
+    return Buckets(
+        num_training=total - num_validation,
+        num_validation=num_validation,
+        training_buckets=_num_buckets(total - num_validation, options),
+        validation_buckets=_num_buckets(num_validation, options),
+        seed=options.seed,
+    )
+
+
+def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
+    """Files are no smaller than a row group and of equally many buckets, none of them too large."""
+    num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
+    return num_parts * -(-num_rows // (num_parts * options.bucket_rows))
+
+
+# Raw Criteo files to a prepared folder, in bounded memory.
+
+_TRAIN, _VALIDATION = "train", "validation"
+# Raised when the same options would give other bytes than before.
+_METHOD = 1
+_WORK_BYTES_PER_ROW = 164
+
+
+def prepare_criteo(
+    sources: Sequence[str | Path],
+    out: str | Path | Location,
+    *,
+    options: CriteoOptions | None = None,
+    overwrite: bool = False,
+    work_folder: Path | None = None,
+) -> Manifest:
+    """Read files and folders `sources` in time order and write the prepared folder `out`.
+
+    Either may be local or remote, files may end in .gz, .zst or .bz2. Working files lie in
+    `work_folder`, else beside a local `out` or in the folder for temporary files. Shows progress
+    on stderr where that is a terminal. Raises a `DataError` that names file and line of a fault.
+    """
+    options = options or CriteoOptions()
+    target, files = Location.parse(out), find_sources([str(source) for source in sources])
+    check_distinct(files)
+    work = {
+        "command": f"prepare criteo, method {_METHOD}",
+        # What was read is the same whatever is done about lines that cannot be.
+        "options": options.model_dump(exclude={"on_bad_line", "max_bad_lines"}),
+        "files": [str(file) for file in files],
+        "libraries": [np.__version__, pl.__version__, pa.__version__],
+    }
+    with (
+        staged(
+            target, work, overwrite=overwrite, sources=files, work_folder=work_folder
+        ) as staging,
+        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
+    ):
+        manifest = _Preparation(files, options, staging, progress).run()
+        staging.publish(manifest)
+    return manifest
+
+
+def _version(file: Location) -> str:
+    """What changes when a file does: size in bytes, time of change in nanoseconds."""
+    return f"{file} {file.size_bytes()} {file.fs.get_file_info(file.path).mtime_ns or 0}"
+
+
+@dataclass(frozen=True)
+class _Preparation:
+    """The steps of one preparation, each in parts of `staging`."""
+
+    files: Sequence[Location]
+    options: CriteoOptions
+    staging: Staging
+    progress: Progress
+    bad: BadLines = field(default_factory=BadLines)
+    # What each run was made of: what comes after is made of all of them.
+    origins: list[str] = field(default_factory=list)
+
+    def run(self) -> Manifest:
+        versions = [_version(file) for file in self.files]
+        lines = list(self._counted_lines(versions))
+        buckets = plan_buckets(lines, self.options, [str(file) for file in self.files])
+        self.staging.check_space("runs", sum(lines) * _WORK_BYTES_PER_ROW)
+        runs = self._read(buckets, lines, versions)
+        check_rows_left(runs, buckets)
+        encoders = dict(zip(ID_NAMES, self._encoders(runs, buckets), strict=True))
+        writer = PartitionWriter(
+            runs, buckets, tuple(encoders.values()), self.options.row_group_rows
+        )
+        parts = {
+            _TRAIN: self._write(writer, _TRAIN, 0, buckets.training_buckets),
+            _VALIDATION: self._write(writer, _VALIDATION, buckets.training_buckets, buckets.total),
+        }
+        return Manifest(
+            source="criteo",
+            splits={name: _split_entry(found) for name, found in parts.items()},
+            columns=COLUMN_TYPES,
+            vocab_sizes={name: encoder.size for name, encoder in encoders.items()},
+            options=self.options.model_dump(),
+            statistics=_statistics(parts),
+            counts=self._bad_counts(),
+            bad_lines=tuple(self.bad.shown),
+            vocabularies={
+                name: self._vocabulary_entry(name, encoder)
+                for name, encoder in encoders.items()
+                if isinstance(encoder, KnownIds)
+            },
+        )
+
+    def _bad_counts(self) -> dict[str, int]:
+        """Lines that were left out, by the kind of their fault; none where a fault ends it all."""
+        if self.options.on_bad_line == "fail":
+            return {}
+        kinds = {f"bad_lines_{kind}": n for kind, n in sorted(self.bad.num_of_kind.items())}
+        return {"bad_lines": self.bad.total, **kinds}
+
+    def _counted_lines(self, versions: Sequence[str]) -> Iterator[int]:
+        for number, file in enumerate(self._tracked(self.files, "counting lines")):
+
+            def count(path: Path, file: Location = file) -> Facts:
+                num_lines = count_lines(file, self.options.block_bytes)
+                path.write_text(f"{num_lines}\n", "utf-8")
+                return {"lines": num_lines}
+
+            _, facts = self.staging.scratch(f"lines/{number:05d}.txt", count, versions[number])
+            yield facts["lines"]
+
+    def _read(self, buckets: Buckets, lines: Sequence[int], versions: Sequence[str]) -> Runs:
+        """Parse every file into runs; those of an earlier try are only skipped over."""
+        task = self.progress.add_task("reading", total=sum(lines))
+        paths: list[Path] = []
+        offsets: list[list[int]] = []
+        line = 0
+        for file, num_lines, version in zip(self.files, lines, versions, strict=True):
+            blocks = read_blocks(file, self.options.block_bytes)
+            bad = BadLines()
+            while first := next(blocks, None):
+                taken = chain([first], islice(blocks, self.options.run_blocks - 1))
+                run = _Run(len(paths), line, str(file), version)
+                path, facts = self._finished_run(run, taken, buckets)
+                bad.merge(facts["bad"])
+                self._check_bad(run, num_lines, bad)
+                # Blocks of a run that is already there are still to be passed over.
+                deque(taken, maxlen=0)
+                line += facts["lines"]
+                paths.append(path)
+                offsets.append(facts["offsets"])
+                self.progress.advance(task, facts["lines"])
+            self.bad.merge(bad.facts())
+            if line > sum(lines):
+                break
+        if line != sum(lines):
+            raise CorruptFileError(
+                f"{file} changed while it was read: {line} lines so far, {sum(lines)} were counted "
+                "in all files; wait until it is written, then prepare again"
+            )
+        return Runs(paths, np.array(offsets, dtype=np.int64))
+
+    def _finished_run(
+        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets
+    ) -> tuple[Path, Facts]:
+        """The file of a run; where a line ends the preparation, earlier runs stay."""
+        self.origins.append(f"{run} {buckets}")
+        name, make = f"runs/{run.number:06d}.npy", partial(self._write_run, run, blocks, buckets)
+        try:
+            return self.staging.scratch(name, make, self.origins[-1])
+        except (BadValueError, CorruptFileError) as error:
+            self._keep_work(run, error)
+            raise
+
+    def _check_bad(self, run: _Run, num_lines: int, bad: BadLines) -> None:
+        """Raise where lines were left out that may not be, be it by an earlier, laxer try."""
+        if not bad.total:
+            return
+        try:
+            if self.options.on_bad_line == "fail":
+                raise CorruptFileError(bad.shown[0])
+            check_bound(run.source, num_lines, bad, self.bad.total, self.options.max_bad_lines)
+        except (CorruptFileError, TooManyBadRowsError) as error:
+            self._keep_work(run, error)
+            raise
+
+    def _keep_work(self, run: _Run, error: DataError) -> None:
+        if run.number:
+            error.add_note(
+                f"What was read before stays in {self.staging.keep_work()}: mend the file and run "
+                "the same command again, or leave such lines out with --on-bad-line skip"
+            )
+
+    def _write_run(
+        self, run: _Run, blocks: Iterable[LineBlock], buckets: Buckets, path: Path
+    ) -> Facts:
+        keep_sign = self.options.negatives == "keep_sign"
+        parts, lines = [], []
+        bad, num_lines = BadLines(), 0
+        for block in blocks:
+            clicks, line = self._parse(block, run.source, bad)
+            parts.append(pack(clicks, transform_counts(clicks.counts, keep_sign=keep_sign)))
+            lines.append(line + num_lines)
+            num_lines += block.num_lines
+        cells = np.concatenate(parts, axis=1)
+        bucket = buckets.place(run.number, run.first_line + np.concatenate(lines))
+        offsets = write_run(path, cells, bucket, buckets.total)
+        return {"lines": num_lines, "offsets": offsets, "bad": bad.facts()}
+
+    def _parse(self, block: LineBlock, source: str, bad: BadLines) -> tuple[RawClicks, IntArray]:
+        """The rows of a block, and which of its lines they are."""
+        if self.options.on_bad_line == "skip":
+            return parse_good_lines(block.lines, source, block.first_line, bad)
+        clicks = parse_lines(block.lines, source, block.first_line)
+        return clicks, np.arange(len(clicks))
+
+    @cached_property
+    def _origin(self) -> str:
+        """What all files that are made of all runs are made of."""
+        return hashlib.sha256("\n".join(self.origins).encode()).hexdigest()
+
+    def _encoders(self, runs: Runs, buckets: Buckets) -> Iterator[IdEncoder]:
+        options = self.options
+        for column, name in enumerate(self._tracked(ID_NAMES, "fitting vocabularies")):
+            if options.ids == "hashing":
+                yield HashedIds(options.num_hash_buckets, options.seed)
+            else:
+                yield self._vocabulary(runs, buckets, column, name)
+
+    def _vocabulary(self, runs: Runs, buckets: Buckets, column: int, name: str) -> KnownIds:
+        def fit(path: Path) -> None:
+            found = frequent_values(
+                lambda: runs.ids(column, buckets.training_buckets),
+                min_count=self.options.min_count,
+                max_values=self.options.max_ids,
+            )
+            with path.open("wb") as file:
+                np.save(file, np.stack([found.values, found.counts]))
+
+        path, _ = self.staging.scratch(f"vocab/{name}.npy", fit, self._origin)
+        return KnownIds(*np.load(path))
+
+    def _vocabulary_entry(self, name: str, encoder: KnownIds) -> VocabularyEntry:
+        path = f"vocab/{name}.parquet"
+        part = self.staging.result(path, encoder.write, self._origin)
+        return VocabularyEntry(
+            path=path,
+            num_values=len(encoder.values),
+            size_bytes=part.size_bytes,
+            sha256=part.sha256,
+        )
+
+    def _write(self, writer: PartitionWriter, split: str, first: int, end: int) -> list[Part]:
+        """The partitions of a split, whose buckets are `first` to `end`, each a few of them."""
+        each = -(-(end - first) // self.options.num_partitions)
+        starts = range(first, end, each)
+        return [
+            self.staging.result(
+                f"{split}/part-{number:05d}.parquet",
+                partial(writer.write, range(start, min(start + each, end))),
+                self._origin,
+            )
+            for number, start in enumerate(self._tracked(starts, f"writing {split}"))
+        ]
+
+    def _tracked(self, items: Sequence[Any], description: str) -> Iterable[Any]:
+        return self.progress.track(items, description=description)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A stretch of a file's lines; `number` and `first_line` (from 0) count over all files."""
+
+    number: int
+    first_line: int
+    source: str
+    version: str
+
+
+def _split_entry(parts: Sequence[Part]) -> SplitEntry:
+    files = tuple(
+        FileEntry(
+            path="/".join(Path(part.name).parts[-2:]),
+            num_rows=part.facts["rows"],
+            num_row_groups=part.facts["row_groups"],
+            size_bytes=part.size_bytes,
+            sha256=part.sha256,
+        )
+        for part in parts
+    )
+    return SplitEntry(num_rows=sum(file.num_rows for file in files), files=files)
+
+
+def _statistics(parts: Mapping[str, Sequence[Part]]) -> dict[str, float]:
+    """Click rates, shares of ids that are unknown, and the log loss of a constant prediction."""
+    found: dict[str, float] = {}
+    for split, files in parts.items():
+        rows = sum(part.facts["rows"] for part in files)
+        unknown = sum(part.facts["unknown"] for part in files)
+        found[f"{split}_click_rate"] = sum(part.facts["clicks"] for part in files) / rows
+        found[f"{split}_unknown_ids"] = unknown / (rows * len(ID_NAMES))
+    if 0 < (rate := found["validation_click_rate"]) < 1:
+        found["baseline_logloss"] = entropy(rate)
+    return found

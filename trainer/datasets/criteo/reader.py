@@ -1,0 +1,517 @@
+"""Reading Criteo files, plain or compressed, local or remote, in blocks of whole lines.
+
+A row has 13 dense values, 26 categorical ids and a click. The generated rows come from a *teacher*,
+a logistic model with one effect per id, low-rank interactions between ids and a curved dense part.
+Because the probability of every click is known, so is the best normalized entropy that any model
+can reach on those rows. Ids follow a Zipf law over tables as large as Criteo's, up to a cap.
+
+Both the Kaggle file (`train.txt`) and the Terabyte files (`day_0` to `day_23`) look like this. Any
+integer or id may be empty. Blocks of whole lines are parsed at once; only a block that is found to
+be faulty is read again line by line, to say where.
+
+A faulty block is halved until its faulty lines are found: good lines are parsed in bulk all the
+same, and few bad ones among many cost little.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from trainer.data.ragged import IntArray
+from trainer.errors import (
+    BadValueError,
+    CorruptFileError,
+    DataError,
+    SourceMissingError,
+    StorageError,
+    TooManyBadRowsError,
+)
+from trainer.storage import Location
+
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+# Pauses before a remote read is tried again.
+_PAUSES_S = (1.0, 5.0, 25.0)
+
+
+@dataclass(frozen=True)
+class LineBlock:
+    """Whole lines of a file; `first_line` counts from 1."""
+
+    lines: bytes
+    first_line: int
+
+    @property
+    def num_lines(self) -> int:
+        """How many lines; the last one of a file may lack its line feed."""
+        return self.lines.count(b"\n") + (not self.lines.endswith(b"\n"))
+
+
+def find_sources(texts: Sequence[str]) -> tuple[Location, ...]:
+    """The files meant: those named, and all files of folders named, `day_2` before `day_10`.
+
+    Raises `SourceMissingError` where there is none.
+    """
+    found: list[Location] = []
+    for text in texts:
+        location = Location.parse(text)
+        if location.is_folder():
+            files = [file for file in location.list() if _is_data(file.name)]
+            found += sorted(files, key=lambda file: _natural(file.name))
+        elif location.exists():
+            found.append(location)
+        else:
+            raise SourceMissingError(f"{location} is missing; name a Criteo file or its folder")
+    if not found:
+        raise SourceMissingError(
+            f"no files in {', '.join(texts)}; name Criteo's tab-separated files"
+        )
+    return tuple(found)
+
+
+def check_distinct(files: Sequence[Location]) -> None:
+    """Raise `SourceMissingError` where rows would count twice, perhaps in both parts of the data.
+
+    That is: where a file is named twice, by whatever paths or links, or lies beside itself
+    compressed.
+    """
+    known: dict[object, Location] = {}
+    for file in files:
+        names = {_identity(file), ("plain", file.root, str(file.parent), _plain_name(file.name))}
+        if earlier := next((known[name] for name in names if name in known), None):
+            raise SourceMissingError(
+                f"{file} and {earlier} are the same rows, which would be counted twice; name or "
+                "keep only one of them"
+            )
+        known |= dict.fromkeys(names, file)
+
+
+def _identity(file: Location) -> object:
+    """Equal for two paths of one file, symbolic and hard links included."""
+    if not file.is_local:
+        return file.text
+    status = file.local_path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _plain_name(name: str) -> str:
+    """The name without the ending of a compressed file."""
+    return next((name.removesuffix(end) for end in _COMPRESSIONS if name.endswith(end)), name)
+
+
+def _is_data(name: str) -> bool:
+    """Whether a file of a folder is meant: no hidden one, no description."""
+    is_hidden = name.startswith((".", "_"))
+    return not is_hidden and not name.endswith((".json", ".md")) and "readme" not in name.lower()
+
+
+def _natural(name: str) -> list[str | int]:
+    """Sorts runs of digits by their value; texts and numbers alternate, so they compare."""
+    parts = re.split(r"(\d+)", name)
+    return [int(part) if index % 2 else part for index, part in enumerate(parts)]
+
+
+def read_blocks(source: Location, block_bytes: int) -> Iterator[LineBlock]:
+    """Blocks of about `block_bytes`, cut after line feeds: always the same for the same file.
+
+    Raises `CorruptFileError` for an empty file, a compressed one that is cut short, and a line that
+    is longer than a block; `StorageError` where a remote file cannot be read for now.
+    """
+    first_line, rest = 1, b""
+    with _faults_named(source), _open(source) as stream:
+        while block := _read_fully(stream, block_bytes):
+            end = block.rfind(b"\n") + 1
+            if not end and len(block) == block_bytes:
+                raise CorruptFileError(
+                    f"{source}, line {first_line}: longer than {block_bytes} bytes; is this a "
+                    "tab-separated text file?"
+                )
+            lines, rest = (rest + block[:end], block[end:]) if end else (b"", rest + block)
+            if lines:
+                found = LineBlock(lines, first_line)
+                first_line += found.num_lines
+                yield found
+    if rest:
+        yield LineBlock(rest, first_line)
+    elif first_line == 1:
+        raise CorruptFileError(f"{source} is empty; was the download cut short?")
+
+
+def count_lines(source: Location, block_bytes: int) -> int:
+    """Number of lines, read as `read_blocks` does and with its errors."""
+    return sum(block.num_lines for block in read_blocks(source, block_bytes))
+
+
+def _open(source: Location) -> pa.NativeFile:
+    file = source.open_input()
+    if not source.is_local:
+        file = pa.PythonFile(_PatientFile(source, file), mode="r")
+    suffix = next((end for end in _COMPRESSIONS if source.name.endswith(end)), None)
+    return pa.CompressedInputStream(file, _COMPRESSIONS[suffix]) if suffix else file
+
+
+class _PatientFile:
+    """A remote file that is opened again, where it was, when the network fails for a while."""
+
+    def __init__(self, source: Location, file: pa.NativeFile) -> None:
+        self._source = source
+        self._file = file
+        self._position = 0
+        self.closed = False
+
+    def read(self, num_bytes: int) -> bytes:
+        """Up to `num_bytes`, none at the end; raises `StorageError` after some tries."""
+        for pause_s in (*_PAUSES_S, None):
+            try:
+                part = self._file.read(num_bytes)
+            except OSError as error:
+                if pause_s is None:
+                    raise StorageError(
+                        f"{self._source} cannot be read on from byte {self._position} ({error}); "
+                        "check the network, then run the same command again: it goes on"
+                    ) from None
+                time.sleep(pause_s)
+                self._reopen()
+            else:
+                self._position += len(part)
+                return part
+        raise AssertionError("the last try returns or raises")
+
+    def close(self) -> None:
+        """Close the file that is open now."""
+        self.closed = True
+        self._file.close()
+
+    def _reopen(self) -> None:
+        """Go on with a fresh file; where there is none for now, the next read fails again."""
+        try:
+            fresh = self._source.open_input()
+            fresh.seek(self._position)
+        except (OSError, DataError):
+            return
+        self._file.close()
+        self._file = fresh
+
+
+def _read_fully(stream: pa.NativeFile, num_bytes: int) -> bytes:
+    """`num_bytes`, fewer only at the end; a compressed stream may give less at a time."""
+    parts: list[bytes] = []
+    missing = num_bytes
+    while missing and (part := stream.read(missing)):
+        parts.append(part)
+        missing -= len(part)
+    return b"".join(parts)
+
+
+@contextmanager
+def _faults_named(source: Location) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException) as error:
+        raise CorruptFileError(
+            f"{source} cannot be read to its end ({error}); was the download cut short? "
+            "Copy it again"
+        ) from None
+
+
+# Criteo-shaped click data whose click probabilities are known.
+
+NUM_DENSE = 13
+# Distinct values per categorical column of the Criteo display advertising set.
+CARDINALITIES = (
+    *(1460, 583, 10_131_227, 2_202_608, 305, 24, 12_517, 633, 3, 93_145, 5683, 8_351_593, 3194),
+    *(27, 14_992, 5_461_306, 10, 5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
+)
+NUM_CATEGORICAL = len(CARDINALITIES)
+
+# Criteo's file format: tab-separated, no header; a label, 13 integers and 26 hexadecimal ids.
+
+LABEL = "label"
+DENSE_NAMES = tuple(f"int_{number}" for number in range(NUM_DENSE))
+ID_NAMES = tuple(f"cat_{number}" for number in range(NUM_CATEGORICAL))
+NUM_COLUMNS = 1 + NUM_DENSE + NUM_CATEGORICAL
+SCHEMA: dict[str, type[pl.DataType]] = {
+    LABEL: pl.Int64,
+    **dict.fromkeys(DENSE_NAMES, pl.Int64),
+    **dict.fromkeys(ID_NAMES, pl.String),
+}
+# A raw id that was not given. It sorts before every other and is counted like any other.
+MISSING = -1
+MAX_RAW_ID = 0xFFFF_FFFF
+_COUNT = ("an integer of 64 bits or empty", re.compile(r"([+-]?[0-9]{1,18})?"))
+_ID = ("a hexadecimal id of 1 to 8 digits or empty", re.compile(r"([0-9a-fA-F]{1,8})?"))
+_WANTED = {
+    LABEL: ("0 or 1", re.compile(r"[01]")),
+    **dict.fromkeys(DENSE_NAMES, _COUNT),
+    **dict.fromkeys(ID_NAMES, _ID),
+}
+# A line without fault, all of it at once: many times faster than cell by cell.
+_GOOD_LINE = re.compile("\t".join(f"(?:{cell.pattern})" for _, cell in _WANTED.values()).encode())
+_OTHER_DELIMITERS = {",": "commas", ";": "semicolons", " ": "blanks", "|": "bars"}
+
+
+@dataclass(frozen=True)
+class RawClicks:
+    """N lines: label [N] uint8; counts float64 [N, 13], NaN where empty; ids int64 [N, 26].
+
+    Ids are the hexadecimal numbers, `MISSING` where empty.
+    """
+
+    label: NDArray[np.uint8]
+    counts: NDArray[np.float64]
+    ids: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+
+def parse_lines(block: bytes, source: str, first_line: int) -> RawClicks:
+    """Parse whole lines; `source` and `first_line` (from 1) name them in errors.
+
+    Raises `BadValueError`, or `CorruptFileError` where a line has another number of columns.
+    """
+    block = with_plain_ends(block)
+    found = try_parse(block)
+    if isinstance(found, str):
+        raise locate_fault(block, source, first_line, found)
+    return found
+
+
+def with_plain_ends(block: bytes) -> bytes:
+    """The lines without the carriage returns of Windows."""
+    return block.replace(b"\r\n", b"\n") if b"\r" in block else block
+
+
+def try_parse(block: bytes) -> RawClicks | str:
+    """Parse whole lines that end in plain line feeds; a text where one of them is at fault."""
+    num_lines = block.count(b"\n") + (not block.endswith(b"\n"))
+    if not block.isascii() or block.count(b"\t") != num_lines * (NUM_COLUMNS - 1):
+        return "other bytes or columns than wanted"
+    try:
+        frame = pl.read_csv(
+            io.BytesIO(block), separator="\t", has_header=False, quote_char=None, schema=SCHEMA
+        )
+    except pl.exceptions.PolarsError as error:
+        return str(error)
+    clicks = _clicks_of(frame) if len(frame) == num_lines else None
+    return "other lines or values than wanted" if clicks is None else clicks
+
+
+def _clicks_of(frame: pl.DataFrame) -> RawClicks | None:
+    """The frame as numbers; None where a label or an id is no such thing."""
+    label = frame[LABEL]
+    ids = frame.select(pl.col(ID_NAMES).str.to_integer(base=16, strict=False, dtype=pl.Int64))
+    given = frame.select(pl.col(ID_NAMES).is_not_null().sum()).row(0)
+    understood = ids.select(pl.col(ID_NAMES).is_between(0, MAX_RAW_ID).sum()).row(0)
+    if label.null_count() or not label.is_between(0, 1).all() or given != understood:
+        return None
+    return RawClicks(
+        label=label.to_numpy().astype(np.uint8),
+        counts=frame.select(pl.col(DENSE_NAMES).cast(pl.Float64)).fill_null(np.nan).to_numpy(),
+        ids=ids.fill_null(MISSING).to_numpy(),
+    )
+
+
+def locate_fault(block: bytes, source: str, first_line: int, cause: str = "") -> DataError:
+    """The first fault of a block, line by line: slow, and only used to name a known fault."""
+    for number, line in enumerate(block.removesuffix(b"\n").split(b"\n"), first_line):
+        if (fault := line_fault(line, source, number)) is not None:
+            return fault.error
+    return CorruptFileError(f"{source}, at or after line {first_line}: cannot be read: {cause}")
+
+
+Kind = Literal["encoding", "empty", "columns", "label", "count", "id"]
+
+
+@dataclass(frozen=True)
+class LineFault:
+    """What is wrong with a line, in a word and in the words of an error."""
+
+    kind: Kind
+    error: DataError
+
+
+def line_fault(line: bytes, source: str, number: int) -> LineFault | None:
+    """The first fault of a line without its end; None where it is good."""
+    return None if _GOOD_LINE.fullmatch(line) else _fault_of(line, source, number)
+
+
+def _fault_of(line: bytes, source: str, number: int) -> LineFault | None:
+    """The same, cell by cell."""
+    try:
+        text = line.decode("utf-8")
+    except UnicodeDecodeError as error:
+        cause = (
+            f"{source}, line {number}: byte {error.start + 1} of the line "
+            f"(0x{line[error.start]:02x}) is not UTF-8; is this a text file, and was it copied "
+            "in binary mode?"
+        )
+        return LineFault("encoding", CorruptFileError(cause))
+    cells = text.split("\t")
+    if len(cells) != NUM_COLUMNS:
+        cause = f"{source}, line {number}: {_column_fault(text, len(cells))}"
+        return LineFault("columns" if text.strip() else "empty", CorruptFileError(cause))
+    for cell, (name, (wanted, pattern)) in zip(cells, _WANTED.items(), strict=True):
+        if not pattern.fullmatch(cell):
+            if number == 1 and name == LABEL and cell and not cell.isdigit():
+                wanted += "; Criteo's files have no header: remove the first line"
+            fault = BadValueError(source, f"line {number}", name, cell, wanted)
+            return LineFault(_kind_of(name), fault)
+    return None
+
+
+def _kind_of(column: str) -> Kind:
+    if column == LABEL:
+        return "label"
+    return "count" if column in DENSE_NAMES else "id"
+
+
+def _column_fault(text: str, num_cells: int) -> str:
+    wanted = (
+        f"{num_cells} tab-separated columns, not {NUM_COLUMNS} (label, {NUM_DENSE} integers, "
+        f"{NUM_CATEGORICAL} hexadecimal ids)"
+    )
+    if not text.strip():
+        return "empty; remove empty lines"
+    if num_cells == NUM_COLUMNS - 1:
+        return f"{wanted}; is it the test part, which has no labels?"
+    for delimiter, name in _OTHER_DELIMITERS.items():
+        if len(text.split(delimiter)) == NUM_COLUMNS:
+            return f"{wanted}; it is separated by {name}: replace them by tabs"
+    return f"{wanted}; was the file cut or edited?"
+
+
+# Criteo lines that cannot be read, left out and counted where `--on-bad-line skip` says so.
+
+NUM_SHOWN = 5
+# A faulty block of no more lines is gone through line by line, which takes as long as a few dozen
+# calls of the parser: halving further would cost more where faults are spread.
+_FEW_LINES = 4096
+_Part = tuple[RawClicks, IntArray]
+
+
+@dataclass
+class BadLines:
+    """What was left out: how many lines of each kind of fault, and the first few in words."""
+
+    num_of_kind: Counter[str] = field(default_factory=Counter)
+    shown: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        """Number of lines."""
+        return self.num_of_kind.total()
+
+    def add(self, fault: LineFault) -> None:
+        """Count one more line."""
+        self.num_of_kind[fault.kind] += 1
+        if len(self.shown) < NUM_SHOWN:
+            self.shown.append(str(fault.error))
+
+    def merge(self, facts: dict[str, Any]) -> None:
+        """Count what `facts` gave of later lines."""
+        self.num_of_kind.update(facts["num_of_kind"])
+        self.shown = [*self.shown, *facts["shown"]][:NUM_SHOWN]
+
+    def facts(self) -> dict[str, Any]:
+        """The same as JSON values."""
+        return {"num_of_kind": dict(sorted(self.num_of_kind.items())), "shown": self.shown}
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {kind}" for kind, count in sorted(self.num_of_kind.items()))
+
+
+def parse_good_lines(
+    block: bytes, source: str, first_line: int, bad: BadLines
+) -> tuple[RawClicks, IntArray]:
+    """Parse the good lines of a block and count the others in `bad`.
+
+    Gives the rows, and which line of the block each is, from 0. Raises `CorruptFileError` where
+    lines cannot be read though none of them is at fault.
+    """
+    finder = _Finder(source, first_line, bad)
+    parts = list(finder.good_parts(with_plain_ends(block), 0))
+    if not parts:
+        return _NOTHING, np.zeros(0, dtype=np.int64)
+    clicks = RawClicks(
+        label=np.concatenate([part.label for part, _ in parts]),
+        counts=np.concatenate([part.counts for part, _ in parts]),
+        ids=np.concatenate([part.ids for part, _ in parts]),
+    )
+    return clicks, np.concatenate([line for _, line in parts])
+
+
+_NOTHING = RawClicks(
+    np.zeros(0, dtype=np.uint8), np.zeros((0, 13)), np.zeros((0, 26), dtype=np.int64)
+)
+
+
+@dataclass(frozen=True)
+class _Finder:
+    source: str
+    first_line: int
+    bad: BadLines
+
+    def good_parts(self, lines: bytes, start: int) -> Iterator[_Part]:
+        """The rows of `lines`, which begin at line `start` of the block, in parts."""
+        found = try_parse(lines)
+        if isinstance(found, RawClicks):
+            yield found, np.arange(start, start + len(found))
+            return
+        num_lines = lines.count(b"\n") + (not lines.endswith(b"\n"))
+        middle = lines.find(b"\n", len(lines) // 2) + 1
+        if num_lines <= _FEW_LINES or not 0 < middle < len(lines):
+            yield from self._line_by_line(lines, start, found)
+            return
+        yield from self.good_parts(lines[:middle], start)
+        yield from self.good_parts(lines[middle:], start + lines.count(b"\n", 0, middle))
+
+    def _line_by_line(self, lines: bytes, start: int, cause: str) -> Iterator[_Part]:
+        good, numbers = [], []
+        for number, line in enumerate(lines.removesuffix(b"\n").split(b"\n"), start):
+            fault = line_fault(line, self.source, self.first_line + number)
+            if fault is None:
+                good.append(line)
+                numbers.append(number)
+            else:
+                self.bad.add(fault)
+        if not good:
+            return
+        found = try_parse(b"\n".join(good) + b"\n")
+        if isinstance(found, str):
+            place = f"{self.source}, at or after line {self.first_line + start}"
+            raise CorruptFileError(f"{place}: cannot be read: {cause}")
+        yield found, np.array(numbers, dtype=np.int64)
+
+
+def check_bound(source: str, num_lines: int, bad: BadLines, others: int, bound: float) -> None:
+    """Raise `TooManyBadRowsError` where more lines are left out than may be.
+
+    `bad` is of the `num_lines` lines of the file `source`, `others` were left out of files before.
+    A `bound` below 1 is a share of each file's lines, another the number in all files. A file
+    without a good line is refused whatever the bound.
+    """
+    is_share = bound < 1
+    if bad.total == num_lines:
+        wanted = "not one can be read; is it a Criteo file?"
+    elif is_share and bad.total > bound * num_lines:
+        wanted = f"more than the share {bound:g} that --max-bad-lines lets be left out"
+    elif not is_share and bad.total + others > bound:
+        wanted = f"with {others} of other files more than the {bound:.0f} of --max-bad-lines"
+    else:
+        return
+    raise TooManyBadRowsError(
+        f"{source}: {bad.total} of its {num_lines} lines are bad ({bad}), {wanted}. The first: "
+        f"{bad.shown[0]}"
+    )

@@ -1,0 +1,405 @@
+"""Criteo-shaped click data whose click probabilities are known.
+
+A row has 13 dense values, 26 categorical ids and a click. The generated rows come from a *teacher*,
+a logistic model with one effect per id, low-rank interactions between ids and a curved dense part.
+Because the probability of every click is known, so is the best normalized entropy that any model
+can reach on those rows. Ids follow a Zipf law over tables as large as Criteo's, up to a cap.
+
+Rows are drawn block by block, each from its own seed, so memory stays that of a block and the same
+seed gives the same bytes. `teacher.json` holds what the true probabilities score on the
+very rows written: no model can be expected to do better. The teacher itself: `criteo_teacher`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv as pa_csv
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt
+from rich.console import Console
+from rich.progress import Progress
+
+from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
+from trainer.datasets.criteo.encode import COLUMN_TYPES, SCHEMA, hex_texts
+from trainer.datasets.criteo.reader import (
+    CARDINALITIES,
+    DENSE_NAMES,
+    ID_NAMES,
+    LABEL,
+    MISSING,
+    NUM_DENSE,
+)
+from trainer.datasets.io.staging import staged_folder
+from trainer.errors import StorageError, TooFewRowsError
+from trainer.storage import Location
+
+FloatArray = NDArray[np.float32]
+IntArray = NDArray[np.int64]
+_NUM_FACTORS = 4
+_EFFECT_STD = 0.2
+_FACTOR_STD = 0.08
+_DENSE_STD = 0.18
+_BIAS = -1.5
+
+
+@dataclass(frozen=True)
+class ClickRows:
+    """N rows: dense [N, 13], ids [N, 26] below the table sizes, label [N] of 0 and 1.
+
+    `probability` [N] is that of label 1 where the teacher is known, else None.
+    """
+
+    dense: FloatArray
+    ids: IntArray
+    label: FloatArray
+    probability: FloatArray | None
+
+    def __len__(self) -> int:
+        return len(self.label)
+
+    def slice(self, start: int, stop: int) -> ClickRows:
+        """Rows `start` to `stop`, without copying them."""
+        part = slice(start, stop)
+        probability = None if self.probability is None else self.probability[part]
+        return ClickRows(self.dense[part], self.ids[part], self.label[part], probability)
+
+    def take(self, order: IntArray) -> ClickRows:
+        """The rows numbered `order`, in that order."""
+        probability = None if self.probability is None else self.probability[order]
+        return ClickRows(self.dense[order], self.ids[order], self.label[order], probability)
+
+
+def table_sizes(max_rows: int) -> tuple[int, ...]:
+    """Rows of the 26 tables: Criteo's own numbers, at most `max_rows` each."""
+    return tuple(min(cardinality, max_rows) for cardinality in CARDINALITIES)
+
+
+class Teacher:
+    """The logistic model that decides the clicks; the same seed gives the same model."""
+
+    def __init__(self, sizes: Sequence[int], zipf_exponent: float, seed: int) -> None:
+        rng = np.random.default_rng([seed, 1])
+        self._sizes = tuple(sizes)
+        self._zipf = [_zipf_cdf(size, zipf_exponent) for size in sizes]
+        self._effects = [rng.normal(0, _EFFECT_STD, size) for size in sizes]
+        self._factors = [rng.normal(0, _FACTOR_STD, (size, _NUM_FACTORS)) for size in sizes]
+        self._slopes, self._bends = rng.normal(0, _DENSE_STD, (2, NUM_DENSE))
+
+    def draw(self, num_rows: int, seed: Sequence[int]) -> ClickRows:
+        """`num_rows` independent rows, always the same ones for the same `seed`."""
+        rng = np.random.default_rng(seed)
+        counts = rng.lognormal(1.0, 1.5, (num_rows, NUM_DENSE)).astype(np.int64)
+        dense = log_transform(counts)
+        uniforms = rng.random((len(self._sizes), num_rows))
+        drawn = [
+            np.searchsorted(cdf, uniform, side="right")
+            for cdf, uniform in zip(self._zipf, uniforms, strict=True)
+        ]
+        ids = np.stack(drawn, axis=1)
+        probability = self.probability(dense, ids)
+        label = (rng.random(num_rows) < probability).astype(np.float32)
+        return ClickRows(dense, ids, label, probability)
+
+    def probability(self, dense: FloatArray, ids: IntArray) -> FloatArray:
+        """Probability [N] of a click."""
+        logit = _BIAS + _centered(dense) @ self._slopes + np.cos(dense) @ self._bends
+        total = np.zeros((len(ids), _NUM_FACTORS))
+        own = np.zeros(len(ids))
+        for column, (effects, factors) in enumerate(zip(self._effects, self._factors, strict=True)):
+            rows = factors[ids[:, column]]
+            logit += effects[ids[:, column]]
+            total += rows
+            own += np.square(rows).sum(axis=1)
+        # Half of (square of the sum - sum of the squares) is the sum over all pairs.
+        logit += (np.square(total).sum(axis=1) - own) / 2
+        return (1 / (1 + np.exp(-logit))).astype(np.float32)
+
+
+def log_transform(counts: IntArray) -> FloatArray:
+    """log(1 + count), with missing and negative counts as 0."""
+    return np.log1p(np.maximum(counts, 0)).astype(np.float32)
+
+
+def _centered(dense: FloatArray) -> FloatArray:
+    return dense - np.float32(1.5)
+
+
+def _zipf_cdf(size: int, exponent: float) -> NDArray[np.float64]:
+    weights = np.arange(1, size + 1, dtype=np.float64) ** -exponent
+    cdf = np.cumsum(weights) / weights.sum()
+    cdf[-1] = 1.0
+    return cdf
+
+
+# How well the probabilities behind generated clicks predict them: the best that a model can do.
+
+# Probabilities in one bin count as equal, which moves the AUC by less than one in a million.
+_NUM_BINS = 1 << 20
+
+
+class TeacherScore:
+    """Log loss, normalised entropy and AUC of known probabilities, gathered part by part.
+
+    Normalised entropy is log loss over that of always predicting the mean click rate (He et al.
+    2014, "Practical Lessons from Predicting Clicks on Ads at Facebook").
+    """
+
+    def __init__(self) -> None:
+        self._clicks = np.zeros(_NUM_BINS, dtype=np.int64)
+        self._views = np.zeros(_NUM_BINS, dtype=np.int64)
+        self._loss = 0.0
+
+    def add(self, probability: NDArray[np.float32], label: NDArray[np.float32]) -> None:
+        """Count rows: `probability` [n] of a click in (0, 1), `label` [n] of 0 and 1."""
+        exact = probability.astype(np.float64)
+        self._loss -= float(np.log(np.where(label > 0, exact, 1 - exact)).sum())
+        bins = np.minimum((exact * _NUM_BINS).astype(np.int64), _NUM_BINS - 1)
+        self._views += np.bincount(bins, minlength=_NUM_BINS)
+        self._clicks += np.bincount(bins, label, minlength=_NUM_BINS).astype(np.int64)
+
+    def as_dict(self) -> dict[str, float | None]:
+        """`rows`, `click_rate`, `logloss`, `ne`, `auc`; None where clicks or others are lacking."""
+        rows, clicks = int(self._views.sum()), int(self._clicks.sum())
+        rate = clicks / rows if rows else None
+        logloss = self._loss / rows if rows else None
+        has_both = 0 < clicks < rows
+        return {
+            "rows": rows,
+            "click_rate": rate,
+            "logloss": logloss,
+            "ne": self._loss / rows / entropy(clicks / rows) if has_both else None,
+            "auc": self._auc() if has_both else None,
+        }
+
+    def _auc(self) -> float:
+        others = self._views - self._clicks
+        below = np.cumsum(others) - others
+        won = (self._clicks * (below + others / 2)).sum()
+        return float(won / (float(self._clicks.sum()) * float(others.sum())))
+
+
+def entropy(rate: float) -> float:
+    """Log loss, in nats, of predicting `rate` for clicks that come at that rate."""
+    return float(-(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
+
+
+# Made-up clicks in Criteo's format, of any size, from a teacher whose own scores are written too.
+
+TEACHER_NAME = "teacher.json"
+_BLOCK_ROWS = 65_536
+_VALIDATION_FRACTION = 0.1
+# Of the counts that are 0 to the teacher, these parts are written as empty and as -1, as Criteo
+# has both; in every third categorical column the most frequent id is an empty cell.
+_EMPTY_COUNTS, _NEGATIVE_COUNTS = 0.5, 0.05
+_EMPTY_ID_EVERY = 3
+# Odd factors permute the 32-bit numbers, so that every id of a column has a hexadecimal of its own.
+_ID_FACTOR, _COLUMN_STEP = 2_654_435_761, 0x9E3779B9
+
+
+class CriteoGeneratorOptions(BaseModel):
+    """What to generate. `tsv` writes the raw format, `parquet` a prepared folder to train on.
+
+    `num_days` 1 gives one `train.txt` as on Kaggle, more give `day_0`, `day_1`, ... as Terabyte;
+    `max_ids` caps the 26 columns' numbers of values, which are Criteo's own.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_rows: PositiveInt
+    format: Literal["tsv", "parquet"] = "parquet"
+    seed: Annotated[int, Field(ge=0)] = 0
+    zipf_exponent: PositiveFloat = 1.05
+    max_ids: PositiveInt = 100_000
+    num_days: PositiveInt = 1
+    gzip: bool = False
+    num_partitions: PositiveInt = 32
+    row_group_rows: PositiveInt = 8192
+
+
+def generate_criteo(
+    out: str | Path, options: CriteoGeneratorOptions, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """Write the local folder `out`, all or nothing; gives what `teacher.json` holds.
+
+    Shows progress on stderr where that is a terminal. Raises `OutputExistsError`, `StorageError`
+    for a remote `out`, or `TooFewRowsError` where some file would stay empty.
+    """
+    if options.num_rows < max(10, options.num_days):
+        raise TooFewRowsError(
+            f"{options.num_rows} rows are too few; generate at least 10 and a day"
+        )
+    target = Location.parse(out)
+    if not target.is_local:
+        raise StorageError(f"{target} is remote; generate into a local folder, then copy it there")
+    with (
+        staged_folder(target.local_path, overwrite=overwrite, proof=TEACHER_NAME) as folder,
+        Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress,
+    ):
+        task = progress.add_task("generating", total=options.num_rows)
+        rows = _Rows(options, lambda num_rows: progress.advance(task, num_rows))
+        write = _write_raw if options.format == "tsv" else _write_prepared
+        scores = write(folder, rows, options)
+        document = {
+            "options": options.model_dump(),
+            "parts": {name: score.as_dict() for name, score in scores.items()},
+        }
+        (folder / TEACHER_NAME).write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+    return document
+
+
+def _shares(num_rows: int, num_parts: int) -> list[int]:
+    """Row numbers [parts + 1] at which even parts begin."""
+    return [num_rows * part // num_parts for part in range(num_parts + 1)]
+
+
+class _Rows:
+    """Draws rows block by block; `on_rows` hears how many."""
+
+    def __init__(self, options: CriteoGeneratorOptions, on_rows: Callable[[int], None]) -> None:
+        sizes = table_sizes(options.max_ids)
+        self._teacher = Teacher(sizes, options.zipf_exponent, options.seed)
+        self._on_rows = on_rows
+
+    def draw(self, seed: tuple[int, ...], num_rows: int) -> Iterator[ClickRows]:
+        """`num_rows` rows, always the same ones for the same `seed`."""
+        for block, start in enumerate(range(0, num_rows, _BLOCK_ROWS)):
+            size = min(_BLOCK_ROWS, num_rows - start)
+            yield self._teacher.draw(size, [*seed, block])
+            self._on_rows(size)
+
+
+def _write_raw(
+    folder: Path, source: _Rows, options: CriteoGeneratorOptions
+) -> dict[str, TeacherScore]:
+    """Raw files; scores of all rows, of the last tenth and, where there are several, each file."""
+    last_tenth = options.num_rows - int(options.num_rows * _VALIDATION_FRACTION)
+    scores = {"all": TeacherScore(), "last_tenth": TeacherScore()}
+    starts = _shares(options.num_rows, options.num_days)
+    for day, (start, end) in enumerate(pairwise(starts)):
+        name = f"day_{day}" if options.num_days > 1 else "train.txt"
+        own = scores.setdefault(name, TeacherScore()) if options.num_days > 1 else TeacherScore()
+        with _RawFile(folder / (f"{name}.gz" if options.gzip else name)) as file:
+            row = start
+            for block, rows in enumerate(source.draw((options.seed, 2, day), end - start)):
+                held_out = rows.slice(max(0, last_tenth - row), len(rows))
+                for score, part in ((own, rows), (scores["all"], rows)):
+                    _add(score, part)
+                _add(scores["last_tenth"], held_out)
+                file.write(raw_table(rows, (options.seed, 3, day, block)))
+                row += len(rows)
+    return scores
+
+
+def _add(score: TeacherScore, rows: ClickRows) -> None:
+    assert rows.probability is not None, "generated rows know their teacher"
+    score.add(rows.probability, rows.label)
+
+
+class _RawFile:
+    """A tab-separated file without a header that tables are appended to; nulls are empty cells."""
+
+    def __init__(self, path: Path) -> None:
+        compression = "gzip" if path.suffix == ".gz" else None
+        self._stream = pa.output_stream(str(path), compression=compression)
+        self._options = pa_csv.WriteOptions(
+            include_header=False, delimiter="\t", quoting_style="none"
+        )
+
+    def write(self, table: pa.Table) -> None:
+        pa_csv.write_csv(table, self._stream, self._options)
+
+    def __enter__(self) -> _RawFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stream.close()
+
+
+def raw_table(rows: ClickRows, seed: tuple[int, ...]) -> pa.Table:
+    """Generated rows as Criteo would write them: counts, hexadecimal ids and empty cells."""
+    counts = np.rint(np.expm1(rows.dense.astype(np.float64))).astype(np.int64)
+    luck = np.random.default_rng(seed).random(counts.shape, dtype=np.float32)
+    is_zero = counts == 0
+    counts[is_zero & (luck >= 1 - _NEGATIVE_COUNTS)] = -1
+    is_empty = is_zero & (luck < _EMPTY_COUNTS)
+    columns = [pa.array(rows.label.astype(np.int8))]
+    columns += [
+        pa.array(counts[:, column], mask=is_empty[:, column]) for column in range(len(DENSE_NAMES))
+    ]
+    columns += [hex_texts(raw_ids(rows.ids[:, column], column)) for column in range(len(ID_NAMES))]
+    return pa.table(columns, names=[LABEL, *DENSE_NAMES, *ID_NAMES])
+
+
+def raw_ids(ids: np.ndarray, column: int) -> np.ndarray:
+    """32-bit raw ids [n] of the teacher's ids [n] of a column, `MISSING` for empty cells."""
+    raw = (ids * _ID_FACTOR + (column + 1) * _COLUMN_STEP) & 0xFFFF_FFFF
+    has_empty = column % _EMPTY_ID_EVERY == _EMPTY_ID_EVERY - 1
+    return np.where((ids == 0) & has_empty, MISSING, raw)
+
+
+def _write_prepared(
+    folder: Path, source: _Rows, options: CriteoGeneratorOptions
+) -> dict[str, TeacherScore]:
+    num_validation = int(options.num_rows * _VALIDATION_FRACTION)
+    sizes = {"train": options.num_rows - num_validation, "validation": num_validation}
+    scores = {name: TeacherScore() for name in sizes}
+    splits = {
+        name: _write_split(folder / name, source, options, num_rows, scores[name])
+        for name, num_rows in sizes.items()
+    }
+    teaching = {
+        f"teacher_{key}": value
+        for key, value in scores["validation"].as_dict().items()
+        if key != "rows" and value is not None
+    }
+    vocab_sizes = [size + 1 for size in table_sizes(options.max_ids)]
+    manifest = Manifest(
+        source="criteo",
+        splits=splits,
+        columns=COLUMN_TYPES,
+        vocab_sizes=dict(zip(ID_NAMES, vocab_sizes, strict=True)),
+        options={"generated": True, **options.model_dump()},
+        statistics=teaching,
+    )
+    write_manifest(folder, manifest)
+    return scores
+
+
+def _write_split(
+    folder: Path,
+    source: _Rows,
+    options: CriteoGeneratorOptions,
+    num_rows: int,
+    score: TeacherScore,
+) -> SplitEntry:
+    folder.mkdir()
+    num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
+    starts = _shares(num_rows, num_parts)
+    files = []
+    for part, (start, end) in enumerate(pairwise(starts)):
+        path = folder / f"part-{part:05d}.parquet"
+        seed = (options.seed, 4 if folder.name == "train" else 5, part)
+        with pq.ParquetWriter(path, SCHEMA, compression="zstd") as writer:
+            for rows in source.draw(seed, end - start):
+                _add(score, rows)
+                writer.write_table(prepared_table(rows), row_group_size=options.row_group_rows)
+        files.append(describe_file(path, folder.parent))
+    return SplitEntry(num_rows=num_rows, files=tuple(files))
+
+
+def prepared_table(rows: ClickRows) -> pa.Table:
+    """Generated rows as they would be after preparation; id 0 stays free for the unknown."""
+    columns = [pa.array(rows.label)]
+    columns += [pa.array(np.ascontiguousarray(column)) for column in rows.dense.T]
+    columns += [pa.array(np.ascontiguousarray(column) + 1) for column in rows.ids.T]
+    return pa.table(columns, schema=SCHEMA)

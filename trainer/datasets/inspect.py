@@ -1,0 +1,368 @@
+"""From what columns hold to `features` and `embedding_tables` of a job spec, ready to paste.
+
+A suggestion by simple rules, meant to be read: names and cardinalities say which columns are ids,
+all tables get one dimension (the networks need that), twice the fourth root of the largest
+cardinality, rounded up to a power of two from 8 to 128.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.table import Table
+
+from trainer.data.manifest import Manifest
+from trainer.datasets.criteo.reader import ID_NAMES
+from trainer.datasets.profile import ColumnReport, ColumnSketch, DataSet
+from trainer.errors import CorruptFileError, TooFewRowsError
+from trainer.spec.base import IDENTIFIER_PATTERN
+from trainer.storage import Location
+
+_LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "rating", "stars", "y")
+# What the label is made of in data that we prepare: no inputs.
+_LABEL_PARTS = {"movielens": ("user_mean", "user_scale")}
+_TIME_NAME = re.compile(r"(^|_)(timestamp|time|ts|date|datetime)$")
+_ID_NAME = re.compile(r"(id|ids|_?cat(egory)?_?\d*|code|zip|genres?|tokens?|tags?)$", re.IGNORECASE)
+_DIMS = (8, 16, 32, 64, 128)
+# An integer column with more distinct values than this and no name of an id is taken for a number.
+_MAX_ENUM = 1000
+# Ids that fill their range can be used as they are.
+_MAX_SPARSENESS = 4
+_ROOM = 1.5
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """Parts of a spec as plain values; `notes` says what was left out or guessed."""
+
+    label: str | None
+    loss: str
+    features: tuple[dict[str, Any], ...]
+    embedding_tables: tuple[dict[str, Any], ...]
+    notes: tuple[str, ...]
+
+    def yaml(self) -> str:
+        """The parts as YAML, with the notes as comments."""
+        lines = [f"# {note}" for note in self.notes]
+        if self.label:
+            lines.append(f"# data.label: {{column: {self.label}}}, model.tasks: loss {self.loss}")
+        for name in ("features", "embedding_tables"):
+            lines.append(f"{name}:")
+            lines += [f"  - {_flow(item)}" for item in getattr(self, name)]
+        return "\n".join(lines) + "\n"
+
+
+def suggest(columns: Sequence[ColumnReport], manifest: Manifest | None) -> Suggestion:
+    """Suggest features and tables for columns, which are prepared ids where there is a manifest."""
+    sizes = manifest.vocab_sizes if manifest else {}
+    label = _find_label(columns)
+    left_out = _LABEL_PARTS.get(manifest.source, ()) if manifest else ()
+    features, tables, notes = [], [], []
+    usable = [column for column in columns if column.name not in (label, *left_out)]
+    dim = _embedding_dim(usable, sizes)
+    for column in usable:
+        if reason := _unusable(column):
+            notes.append(f"{column.name}: left out, {reason}")
+            continue
+        if column.num_infinite:
+            notes.append(
+                f"{column.name}: {column.num_infinite} infinite values, which training refuses: "
+                "mend them, or set data.on_bad_rows to quarantine"
+            )
+        feature, num_rows = _feature(column, sizes)
+        features.append(feature)
+        if num_rows is not None:
+            tables.append(
+                {"name": feature["table"], "num_embeddings": num_rows, "embedding_dim": dim}
+            )
+    binary = any(column.name == label and column.is_binary for column in columns)
+    if label is None:
+        notes.append("no label found: set data.label.column")
+    return Suggestion(
+        label, "bce" if binary else "mse", tuple(features), tuple(tables), tuple(notes)
+    )
+
+
+def _find_label(columns: Sequence[ColumnReport]) -> str | None:
+    names = {column.name.lower(): column.name for column in columns}
+    for name in _LABEL_NAMES:
+        if name in names:
+            return names[name]
+    return next((column.name for column in columns if column.is_binary), None)
+
+
+def _unusable(column: ColumnReport) -> str | None:
+    """Why a column is no input; None where it is one."""
+    if not re.match(IDENTIFIER_PATTERN, column.name):
+        return "its name is no identifier: rename it"
+    if _TIME_NAME.search(column.name.lower()):
+        return "a time: derive features from it"
+    if column.kind == "other":
+        return "neither a number nor text"
+    if column.num_nulls == column.num_rows:
+        return "nothing but nulls"
+    if column.num_distinct <= 1 and column.num_nulls == 0 and column.lists is None:
+        return "always the same"
+    if column.kind == "number" and column.lists is not None:
+        return "a list of numbers: use it as weights_column"
+    return None
+
+
+def _is_id(column: ColumnReport, sizes: dict[str, int]) -> bool:
+    if column.name in sizes or column.lists is not None or column.kind == "text":
+        return True
+    if column.kind != "integer" or (column.minimum or 0) < 0:
+        return False
+    if re.search(r"(^|_)int_?\d*$|count|num|age", column.name.lower()):
+        return False
+    return bool(_ID_NAME.search(column.name)) or column.num_distinct <= _MAX_ENUM
+
+
+def _feature(
+    column: ColumnReport, sizes: dict[str, int]
+) -> tuple[dict[str, Any], int | str | None]:
+    """A feature, and the rows of its table if it has one."""
+    if not _is_id(column, sizes):
+        return _dense(column, is_prepared=bool(sizes)), None
+    kind = "id" if column.lists is None else "id_list"
+    feature = {"name": column.name, "type": kind, "table": f"{column.name}_table"}
+    if column.name in sizes:
+        return feature, "auto"
+    if _fills_its_range(column):
+        return feature, int(column.maximum or 0) + 1
+    return feature | {"hashing": {"num_buckets": "auto"}}, _with_room(column.num_distinct)
+
+
+def _dense(column: ColumnReport, *, is_prepared: bool) -> dict[str, Any]:
+    feature: dict[str, Any] = {"name": column.name, "type": "dense"}
+    if is_prepared:
+        return feature
+    missing = 0.0
+    if column.kind == "integer":
+        feature["transform"] = "log1p"
+    elif column.std:
+        # Only prepared data has a manifest that would know mean and deviation.
+        missing, std = _rounded(column.mean), _rounded(column.std)
+        feature |= {"transform": "standardise", "mean": missing, "std": std}
+    return feature | ({"missing": missing} if column.num_nulls else {})
+
+
+def _rounded(value: float | None) -> float:
+    return float(f"{value or 0.0:.6g}")
+
+
+def _fills_its_range(column: ColumnReport) -> bool:
+    if column.kind != "integer" or column.num_nulls or column.minimum is None:
+        return False
+    top = column.maximum or 0
+    return column.minimum >= 0 and top <= _MAX_SPARSENESS * column.num_distinct
+
+
+def _with_room(num_distinct: int) -> int:
+    """Rows for hashed values: half as many again, rounded up to two digits."""
+    wanted = int(num_distinct * _ROOM) + 10
+    unit = 10 ** max(0, len(str(wanted)) - 2)
+    return -(-wanted // unit) * unit
+
+
+def _embedding_dim(columns: Sequence[ColumnReport], sizes: dict[str, int]) -> int:
+    ids = [column for column in columns if _is_id(column, sizes)]
+    largest = max([sizes.get(column.name, column.num_distinct) for column in ids], default=1)
+    wanted = 2 * largest**0.25
+    return next((dim for dim in _DIMS if dim >= wanted), _DIMS[-1])
+
+
+def _flow(item: dict[str, Any]) -> str:
+    text: str = yaml.safe_dump(item, default_flow_style=True, sort_keys=False, width=10_000)
+    return text.strip()
+
+
+# `data inspect`, without its looks: data sets to reports that a table or JSON can show.
+
+_CHUNK_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class DataReport:
+    """What one data set holds."""
+
+    data: DataSet
+    num_rows: int
+    columns: tuple[ColumnReport, ...]
+    suggestion: Suggestion
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values for `--json`; None for numbers that JSON does not know."""
+        document = {
+            "title": self.data.title,
+            "format": self.data.text.text if self.data.text else "parquet",
+            "num_files": len(self.data.files),
+            "size_bytes": self.data.size_bytes,
+            "num_rows": self.num_rows,
+            "columns": [asdict(column) for column in self.columns],
+            "manifest": self.data.manifest.model_dump() if self.data.manifest else None,
+            "suggested": asdict(self.suggestion),
+        }
+        plain: dict[str, Any] = _without_non_finite(document)
+        return plain
+
+
+def _without_non_finite(value: Any) -> Any:
+    """The value with None for infinities and NaN, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_non_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: None) -> DataReport:
+    """Read a data set once; `on_rows` hears of every part's rows. Raises a `DataError`."""
+    texts = ID_NAMES if data.text and data.text.is_criteo else ()
+    sketches = {name: ColumnSketch(name, is_text=name in texts) for name in data.columns}
+    num_rows = 0
+    for batch in data.batches():
+        for name, sketch in sketches.items():
+            sketch.add(batch[name])
+        num_rows += len(batch)
+        on_rows(len(batch))
+    if not num_rows:
+        raise TooFewRowsError(f"{data.title} holds no rows")
+    columns = tuple(sketch.report() for sketch in sketches.values())
+    return DataReport(data, num_rows, columns, suggest(columns, data.manifest))
+
+
+def verify_folder(folder: Location, manifest: Manifest) -> int:
+    """As `manifest.verify_checksums`, for a folder anywhere."""
+    files = (entry for split in manifest.splits.values() for entry in split.files)
+    wanted = {entry.path: entry.sha256 for entry in files}
+    wanted |= {entry.path: entry.sha256 for entry in manifest.vocabularies.values()}
+    for path, sha256 in wanted.items():
+        file = folder / path
+        if (found := _sha256(file)) != sha256:
+            raise CorruptFileError(
+                f"{file} is damaged: its sha256 is {found}, not {sha256} as when it was written; "
+                "copy or prepare the data again"
+            )
+    return len(wanted)
+
+
+def _sha256(file: Location) -> str:
+    digest = hashlib.sha256()
+    with file.open_input() as stream:
+        while chunk := stream.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+# The table of columns that `data inspect` prints, and a narrower one for narrow terminals.
+
+_BAR_WIDTH = 8
+_MANY_NULLS = 0.5
+_RIGHT = ("distinct", "nulls", "range", "Zipf")
+# What a narrow terminal can do without.
+_WIDE_ONLY = ("range", "Zipf", "lists")
+
+
+def columns_table(report: DataReport, console: Console) -> Table:
+    """One row per column; without some of its columns where they would not fit the terminal."""
+    wide = _table(report, is_wide=True)
+    needed = Measurement.get(console, console.options.update(max_width=1000), wide).maximum
+    return wide if needed <= console.width else _table(report, is_wide=False)
+
+
+def _table(report: DataReport, *, is_wide: bool) -> Table:
+    roles = _roles(report, is_wide=is_wide)
+    rows = [_cells(column, is_wide=is_wide) for column in report.columns]
+    has_lists = any(column.lists for column in report.columns)
+    shown = [
+        name
+        for name in rows[0]
+        if (is_wide or name not in _WIDE_ONLY) and (has_lists or name != "lists")
+    ]
+    gap = (0, 2 if is_wide else 1, 0, 0)
+    table = Table(box=None, header_style="bold", pad_edge=False, padding=gap)
+    for name in shown:
+        table.add_column(name, justify="right" if name in _RIGHT else "left", no_wrap=True)
+    table.add_column("suggested", no_wrap=True)
+    for column, cells in zip(report.columns, rows, strict=True):
+        role = roles.get(column.name, "[dim]left out[/]")
+        table.add_row(*(cells[name] for name in shown), role)
+    return table
+
+
+def _cells(column: ColumnReport, *, is_wide: bool) -> dict[str, str]:
+    about = "~" if column.is_estimate else ""
+    is_id = column.kind in ("integer", "text")
+    kind = f"{column.kind} lists" if column.lists else column.kind
+    zipf = "" if column.zipf_exponent is None else f"{column.zipf_exponent:.2f}"
+    return {
+        "column": f"[cyan]{escape(column.name)}[/]",
+        "holds": kind,
+        "distinct": f"{about}{column.num_distinct:,}",
+        "nulls": _nulls(column),
+        "range": _range(column),
+        "top 1%": _share(column.top_share, has_bar=is_wide) if is_id else "",
+        "Zipf": zipf if is_id else "",
+        "lists": _lengths(column),
+    }
+
+
+def _nulls(column: ColumnReport) -> str:
+    if not column.num_nulls:
+        return "[dim]none[/]"
+    share = column.num_nulls / column.num_rows
+    text = f"{share:.1%}" if share >= 0.001 else f"{column.num_nulls:,}"
+    return f"[yellow]{text}[/]" if share > _MANY_NULLS else text
+
+
+def _range(column: ColumnReport) -> str:
+    if column.minimum is None or column.maximum is None:
+        return ""
+    return f"{_number(column.minimum)} … {_number(column.maximum)}"
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+
+
+def _share(share: float | None, *, has_bar: bool) -> str:
+    if share is None:
+        return ""
+    filled = round(share * _BAR_WIDTH)
+    bar = "█" * filled + f"[dim]{'░' * (_BAR_WIDTH - filled)}[/] "
+    return f"{bar if has_bar else ''}{share:4.0%}"
+
+
+def _lengths(column: ColumnReport) -> str:
+    if (lists := column.lists) is None:
+        return ""
+    empty = f", {lists.num_empty:,} empty" if lists.num_empty else ""
+    return f"mean {lists.mean:.1f}, max {lists.longest}{empty}"
+
+
+def _roles(report: DataReport, *, is_wide: bool) -> dict[str, str]:
+    """What each column is suggested as, in a few words."""
+    suggestion = report.suggestion
+    tables = {table["name"]: table for table in suggestion.embedding_tables}
+    vocabularies = report.data.manifest.vocab_sizes if report.data.manifest else {}
+    roles = {suggestion.label: f"[green]label[/] ({suggestion.loss})"} if suggestion.label else {}
+    for feature in suggestion.features:
+        words = [feature["type"]]
+        words += [feature["transform"]] if "transform" in feature else []
+        words += ["hashed"] if "hashing" in feature else []
+        if (table := tables.get(feature.get("table", ""))) is not None:
+            rows = vocabularies.get(feature["name"], table["num_embeddings"])
+            size = f"{rows:,} x {table['embedding_dim']}"
+            words.append(f"table {size}" if is_wide else size)
+        roles[feature["name"]] = ", ".join(words)
+    return roles

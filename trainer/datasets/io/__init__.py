@@ -1,0 +1,1 @@
+"""Reading CSV and writing prepared folders that can be resumed."""

@@ -1,0 +1,416 @@
+"""Columns of numbers in files, to be read back without a copy.
+
+Local: everything is written to `.NAME.partial` beside the folder, which takes its name at the end.
+Remote: finished files are uploaded one by one from a working folder on this machine, and the
+manifest last; a folder without a manifest was never finished. What is not known to be ours, by the
+manifest of an older folder or by the list of what was uploaded, is never deleted.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest, sha256_of, write_manifest
+from trainer.datasets.io.journal import JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, Facts, Journal, Part
+from trainer.errors import DataError, ManifestError, OutputExistsError, StorageError
+from trainer.storage import Location
+
+Columns = dict[str, NDArray]
+
+
+def write_columns(path: Path, columns: Columns) -> None:
+    """Write numpy arrays of one length, without nulls, as an Arrow file."""
+    table = pa.table({name: pa.array(values) for name, values in columns.items()})
+    with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+        writer.write_table(table)
+
+
+def map_columns(path: Path) -> Columns:
+    """The arrays of `write_columns`, read-only and mapped: only what is used is read."""
+    with pa.memory_map(str(path)) as file:
+        table = pa.ipc.open_file(file).read_all()
+    return {
+        name: column.chunk(0).to_numpy() if column.num_chunks else column.to_numpy()
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+
+
+# Which files below a remote folder are ours: the only ones that may be replaced or deleted.
+
+_NAME = "uploads.txt"
+_UNFINISHED_NAME = f".{_NAME}.unfinished"
+UPLOADS_NAMES = (_NAME, _UNFINISHED_NAME)
+
+
+class Uploads:
+    """Paths relative to the remote folder, one a line of `uploads.txt` in the working folder.
+
+    A path is noted before its file is uploaded. The list outlives the journal: work with other
+    options still knows what the work before it left at the same place.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def names(self) -> frozenset[str]:
+        """All paths noted."""
+        path = self._folder / _NAME
+        return frozenset(path.read_text("utf-8").splitlines()) if path.is_file() else frozenset()
+
+    def add(self, names: Iterable[str]) -> None:
+        """Note paths; they are on the disk when this returns, all or none."""
+        unfinished = self._folder / _UNFINISHED_NAME
+        with unfinished.open("w", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in sorted({*self.names(), *names}))
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(self._folder / _NAME)
+
+
+# Writing a folder all or nothing.
+
+
+@contextmanager
+def staged_folder(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME) -> Iterator[Path]:
+    """Yield an empty sibling of `out` that takes its name when the block ends well.
+
+    An existing `out` is replaced only with `overwrite`, and only if it is empty or holds the file
+    `proof`, so that a mistyped path costs nobody their files. Raises `OutputExistsError`.
+    """
+    check_replaceable(out, overwrite=overwrite, proof=proof)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
+    retired = out.with_name(f".{out.name}.old-{os.getpid()}")
+    staging.mkdir()
+    try:
+        yield staging
+        if out.exists():
+            out.rename(retired)
+        staging.rename(out)
+        shutil.rmtree(retired, ignore_errors=True)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_replaceable(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME) -> None:
+    """Raise `OutputExistsError` unless `out` is free, or ours to replace and `overwrite` is set."""
+    if not out.exists():
+        return
+    if not overwrite:
+        raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
+    if not out.is_dir() or (any(out.iterdir()) and not (out / proof).is_file()):
+        raise OutputExistsError(
+            f"{out} holds no {proof}, so it is not ours to overwrite; remove it"
+        )
+
+
+# A prepared folder in the making: resumable, whole or absent, on a local disk or an object store.
+
+# Below the working folder: what the result is made of, and what is only needed on the way.
+_RESULT, _SCRATCH = "result", "scratch"
+_PROBE = ".shardloom-probe"
+
+
+class Staging:
+    """The files of one prepared folder, written part by part.
+
+    `scratch` gives working files that are gone at the end, `result` files of the folder itself.
+    """
+
+    def __init__(self, out: Location, journal: Journal) -> None:
+        self._out = out
+        self._journal = journal
+        self._uploads = Uploads(journal.folder)
+        self._is_begun = False
+        self.is_work_kept = False
+
+    @property
+    def num_resumed(self) -> int:
+        """Number of parts that an earlier run finished."""
+        return self._journal.num_resumed
+
+    def keep_work(self) -> str:
+        """Let finished parts stay though data are bad, for when they are mended; gives where."""
+        self.is_work_kept = True
+        return str(self._journal.folder)
+
+    def scratch(
+        self, name: str, make: Callable[[Path], Facts | None], made_of: str = ""
+    ) -> tuple[Path, Facts]:
+        """A working file by name and the facts found while `make` wrote it."""
+        part = self._journal.part(f"{_SCRATCH}/{name}", make, made_of)
+        return self._journal.folder / part.name, part.facts
+
+    def result(self, name: str, make: Callable[[Path], Facts | None], made_of: str = "") -> Part:
+        """A file of the prepared folder; an object store has it when this returns."""
+        name = f"{_RESULT}/{name}"
+        if self._out.is_local:
+            return self._journal.part(name, make, made_of)
+        if (known := self._journal.find(name, made_of)) and self._is_uploaded(known):
+            return known
+        path = self._journal.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = make(path) or {}
+        part = Part(name, path.stat().st_size, sha256_of(path), facts, made_of)
+        self._begin_upload()
+        self._uploads.add([name.removeprefix(f"{_RESULT}/")])
+        self._uploaded(name).upload(path)
+        self._journal.record(part)
+        path.unlink()
+        return part
+
+    def check_space(self, name: str, num_bytes: int) -> None:
+        """Raise `StorageError` where the disk cannot hold `num_bytes` in the scratch folder `name`.
+
+        What an earlier run wrote there counts as part of them.
+        """
+        folder = self._journal.folder
+        held = sum(path.stat().st_size for path in (folder / _SCRATCH / name).glob("*"))
+        free = shutil.disk_usage(folder).free
+        if held + free < num_bytes:
+            raise StorageError(
+                f"{folder}: working files need {num_bytes / 1e9:.1f} GB, {held / 1e9:.1f} GB are "
+                f"there and {free / 1e9:.1f} GB free; make room or name a folder on another disk "
+                "with --work-dir"
+            )
+
+    def drop_scratch(self, name: str) -> None:
+        """Remove a working file or folder that nothing needs any more."""
+        path = self._journal.folder / _SCRATCH / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+    def publish(self, manifest: Manifest) -> None:
+        """Write the manifest and let the folder take its name."""
+        folder = self._journal.folder / _RESULT
+        write_manifest(folder, manifest)
+        wanted = {part.removeprefix(f"{_RESULT}/") for part in self._journal.used}
+        if self._out.is_local:
+            _drop_others(folder, wanted | {MANIFEST_NAME})
+            _take_name(folder, self._out.local_path)
+            return
+        stale = self._uploads.names() - wanted
+        for file in self._out.list(recursive=True):
+            if file.relative_to(self._out) in stale:
+                file.delete()
+        (self._out / MANIFEST_NAME).upload(folder / MANIFEST_NAME)
+
+    def _begin_upload(self) -> None:
+        """Before the first file of an older folder is replaced, its manifest must go.
+
+        The files that it names are noted first: without it nothing else says that they are ours.
+        """
+        if not self._is_begun:
+            self._uploads.add(_old_files(self._out))
+            (self._out / MANIFEST_NAME).delete()
+            self._is_begun = True
+
+    def _uploaded(self, name: str) -> Location:
+        return self._out / name.removeprefix(f"{_RESULT}/")
+
+    def _is_uploaded(self, part: Part) -> bool:
+        file = self._uploaded(part.name)
+        return file.exists() and file.size_bytes() == part.size_bytes
+
+
+def _drop_others(folder: Path, wanted: Set[str]) -> None:
+    """Remove results of an earlier try, which the input that was mended since has no more."""
+    for path in [path for path in folder.rglob("*") if path.is_file()]:
+        if path.relative_to(folder).as_posix() not in wanted:
+            path.unlink()
+
+
+@contextmanager
+def staged(
+    out: Location,
+    work: Mapping[str, Any],
+    *,
+    overwrite: bool,
+    sources: Sequence[Location] = (),
+    work_folder: Path | None = None,
+) -> Iterator[Staging]:
+    """Yield the `Staging` of the folder `out`; `work` (JSON values) says what it will hold.
+
+    A run that was killed left its finished parts: the same work goes on from there, other work
+    starts anew. Bad data leaves nothing behind, unless `keep_work` was called. An existing `out` is
+    replaced only with `overwrite`, and only if it is ours; it must not hold any of `sources`.
+    Working files lie in a folder of their own, inside `work_folder` if one is named. Raises
+    `OutputExistsError`, also where another process is preparing the same folder.
+    """
+    _check_apart(out, sources)
+    folder = _working_folder(out, work_folder)
+    if out.is_local:
+        _drop_leftovers(folder, out.local_path)
+    _check_free(out, Uploads(folder).names(), overwrite=overwrite)
+    _make_private(folder)
+    with _alone_in(folder):
+        _check_ours(folder)
+        journal = Journal(folder, {"out": str(out), **work}, keep=UPLOADS_NAMES)
+        staging = Staging(out, journal)
+        try:
+            yield staging
+        except StorageError:
+            # The network's fault, not the data's: what is done stays for the next run.
+            raise
+        except DataError:
+            # What was uploaded must still be known as ours.
+            if not staging.is_work_kept and not Uploads(folder).names():
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _working_folder(out: Location, within: Path | None) -> Path:
+    """A folder of our own, the same for every run: what is in it may be removed."""
+    if out.is_local and within is None:
+        return out.local_path.with_name(f".{out.name}.partial")
+    digest = hashlib.sha256(out.text.encode()).hexdigest()[:16]
+    return (within or Path(tempfile.gettempdir())) / f"shardloom-prepare-{digest}"
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder for this user only; where everybody can write it may be another's."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    is_own = not folder.is_symlink() and folder.stat().st_uid == os.getuid()
+    if folder.parent == Path(tempfile.gettempdir()) and not is_own:
+        raise OutputExistsError(
+            f"{folder} belongs to another user; name a folder of your own with --work-dir"
+        )
+
+
+def _drop_leftovers(folder: Path, out: Path) -> None:
+    """Remove what a run left that was killed after its result took its name.
+
+    Its journal tells of results that have moved away; a run that goes on still has its own.
+    """
+    if not out.exists() or not folder.is_dir() or (folder / _RESULT).exists():
+        return
+    journal = folder / JOURNAL_NAME
+    with _alone_in(folder):
+        _check_ours(folder)
+        if not journal.is_file() or f'"name": "{_RESULT}/' in journal.read_text("utf-8"):
+            shutil.rmtree(folder)
+            _drop_retired(out)
+
+
+def _check_apart(out: Location, sources: Sequence[Location]) -> None:
+    """Raise where the folder to write is, or holds, something that is to be read."""
+    for source in sources:
+        if source.root == out.root and f"{source.path}/".startswith(f"{out.path}/"):
+            raise OutputExistsError(f"{out} holds {source}, which is read; choose another folder")
+
+
+def _check_free(out: Location, uploaded: frozenset[str], *, overwrite: bool) -> None:
+    """Raise unless `out` is free or ours; `uploaded` are files below it that we put there."""
+    if out.is_local:
+        check_replaceable(out.local_path, overwrite=overwrite)
+        _old_files(out)
+        return
+    if "/" not in out.path:
+        raise OutputExistsError(
+            f"{out} is a whole bucket; choose a folder in it, such as {out}/mine"
+        )
+    if not (out / MANIFEST_NAME).exists():
+        _check_no_strangers(out, uploaded)
+    elif not overwrite:
+        raise OutputExistsError(f"{out} exists; choose another folder or add --overwrite")
+    else:
+        _old_files(out)
+    # A missing bucket or right to write must not come out after hours of work.
+    probe = out / _PROBE
+    probe.write_bytes(b"")
+    probe.delete()
+
+
+def _check_no_strangers(out: Location, uploaded: frozenset[str]) -> None:
+    for file in out.list(recursive=True):
+        if file.relative_to(out) not in {*uploaded, _PROBE}:
+            raise OutputExistsError(
+                f"{out} holds {file} and no {MANIFEST_NAME}, so it is not ours to write to; choose "
+                "another folder, or delete it if an unfinished preparation from elsewhere left it"
+            )
+
+
+def _old_files(out: Location) -> list[str]:
+    """The files of the prepared folder that is at `out`; raises where its manifest is not ours."""
+    path = out / MANIFEST_NAME
+    if not path.exists():
+        return []
+    try:
+        manifest = parse_manifest(path.read_bytes(), str(path))
+    except ManifestError as error:
+        raise OutputExistsError(
+            f"{path} is no manifest of ours ({error}); choose another folder, or delete this one"
+        ) from None
+    files = [file.path for split in manifest.splits.values() for file in split.files]
+    return files + [vocabulary.path for vocabulary in manifest.vocabularies.values()]
+
+
+def _check_ours(folder: Path) -> None:
+    """Raise where the folder holds anything that is not made here: it must not be emptied.
+
+    The journal itself may be missing: a kill can come while it is first written or removed.
+    """
+    ours = {_RESULT, _SCRATCH, JOURNAL_NAME, UNFINISHED_JOURNAL_NAME, *UPLOADS_NAMES}
+    if strangers := sorted({path.name for path in folder.iterdir()} - ours):
+        raise OutputExistsError(
+            f"{folder} holds '{strangers[0]}', so it is not ours to empty; remove or rename it"
+        )
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Hold a lock on the folder, which the system lets go of whatever ends this process."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise OutputExistsError(
+            f"{folder} is in use by another process that prepares the same folder; "
+            "wait for it or choose another output"
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _take_name(folder: Path, out: Path) -> None:
+    """Put the finished folder in the place of `out`."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    folder = _on_disk_of(out, folder)
+    if out.exists():
+        out.rename(out.with_name(f".{out.name}.old-{os.getpid()}"))
+    folder.rename(out)
+    _drop_retired(out)
+
+
+def _on_disk_of(out: Path, folder: Path) -> Path:
+    """The folder, or a copy beside `out` where it lies on another disk: only then can it move."""
+    if folder.stat().st_dev == out.parent.stat().st_dev:
+        return folder
+    copy = out.with_name(f".{out.name}.copy")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(folder, copy)
+    return copy
+
+
+def _drop_retired(out: Path) -> None:
+    """Remove older folders that were moved aside, those of a killed run included."""
+    for path in out.parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(out.name)}\.old-\d+", path.name):
+            shutil.rmtree(path, ignore_errors=True)

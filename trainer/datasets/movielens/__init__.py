@@ -1,0 +1,1 @@
+"""MovieLens: source, features, rows and a synthetic generator."""

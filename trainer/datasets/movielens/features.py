@@ -1,0 +1,198 @@
+"""What other users thought of a movie, early and late, without a word of the user's own.
+
+Means over the past alone (`past.py`) know little of a movie that was rated early, though by the
+end of training much is known, and a factorisation or an embedding uses all of it. A mean over all
+training ratings would hold the row's own rating. So users are dealt to a few folds, and a row sees
+the training ratings of its movie by users of the other folds (target encoding out of fold, as in
+Pargent et al. 2022). Held-out ratings have no part in it. Unlike all other features this one is not
+limited to what came before: leave it out of a spec to judge a model as of each moment.
+
+Everything here comes from rows with a strictly smaller timestamp, so no rating has a part in its
+own features or in those of an earlier one. A mean over all of a user's ratings would: it holds the
+row itself, and the differences from it sum to 0, so the past would give away the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.ragged import IntArray, Ragged
+from trainer.datasets.io.staging import map_columns
+from trainer.datasets.movielens.statistics import (
+    FloatArray,
+    Moments,
+    Ratings,
+    earlier_ranges,
+    order_by,
+    past_scale,
+    range_sums,
+)
+
+_NUM_FOLDS = 5
+# Ratings that the prior is worth in a mean.
+_PRIOR_ROWS = 5.0
+
+
+def fold_of(user: IntArray) -> NDArray[np.uint8]:
+    """Fold of each user number, shape [n]."""
+    return (user % _NUM_FOLDS).astype(np.uint8)
+
+
+@dataclass(frozen=True)
+class MovieFolds:
+    """Sum of residuals and number of training ratings, [movies, folds] each."""
+
+    total: FloatArray
+    count: IntArray
+
+    @classmethod
+    def empty(cls, num_movies: int) -> MovieFolds:
+        """Nothing known yet."""
+        shape = (num_movies, _NUM_FOLDS)
+        return cls(np.zeros(shape), np.zeros(shape, dtype=np.int64))
+
+    def add(
+        self,
+        movie: IntArray,
+        fold: NDArray[np.uint8],
+        residual: NDArray,
+        is_training: NDArray[np.bool_],
+    ) -> None:
+        """Take in some ratings; those that are not for training count nothing."""
+        place = (movie.astype(np.int64) * _NUM_FOLDS + fold)[is_training]
+        first, last = (int(place.min()), int(place.max()) + 1) if len(place) else (0, 0)
+        counts = np.bincount(place - first, minlength=last - first)
+        sums = np.bincount(place - first, residual[is_training], minlength=last - first)
+        self.count.reshape(-1)[first:last] += counts
+        self.total.reshape(-1)[first:last] += sums
+
+    def dense(self, movie: IntArray, fold: NDArray[np.uint8]) -> dict[str, FloatArray]:
+        """Dense features of some ratings, before they are standardised."""
+        count = self.count.sum(axis=1)[movie] - self.count[movie, fold]
+        total = self.total.sum(axis=1)[movie] - self.total[movie, fold]
+        return {
+            "movie_others_mean": total / (count + _PRIOR_ROWS),
+            "movie_others_count": np.log1p(count),
+        }
+
+
+def gather_folds(
+    by_movie: Sequence[Path], num_movies: int
+) -> tuple[MovieFolds, dict[str, Moments]]:
+    """The folds of all units' rows as `write_by_movie` put them aside, and training moments."""
+    folds = MovieFolds.empty(num_movies)
+    for path in by_movie:
+        rows = map_columns(path)
+        is_training = rows["is_training"].astype(bool)
+        folds.add(rows["movie"], rows["fold"], rows["residual"], is_training)
+    moments: dict[str, Moments] = {}
+    for path in by_movie:
+        rows = map_columns(path)
+        is_training = rows["is_training"].astype(bool)
+        for name, values in folds.dense(rows["movie"], rows["fold"]).items():
+            moments[name] = moments.get(name, Moments()) + Moments.of(values[is_training])
+    return folds, moments
+
+
+# What was known of a user and a movie at the moment of a rating.
+
+
+@dataclass(frozen=True)
+class UserHistory:
+    """What came before each of n ratings by the same user; every array has shape [n].
+
+    The earlier rows of the same user are `[starts, ends)`, and `user_mean` is the mean of their
+    stars, leaning on the global one. `residual` is the rating's own stars minus `user_mean`: a
+    feature of later rows only. `is_seen` marks rows that may be part of a later row's past.
+    """
+
+    starts: IntArray
+    ends: IntArray
+    user_mean: FloatArray
+    residual: FloatArray
+    is_seen: NDArray[np.bool_]
+
+    @property
+    def user_count(self) -> IntArray:
+        """Number of earlier ratings of the same user."""
+        return self.ends - self.starts
+
+
+@dataclass(frozen=True)
+class MovieHistory:
+    """What came before each of n ratings of the same movie; both arrays have shape [n].
+
+    `count` and `mean` are over earlier training ratings by anybody, the latter of their residuals,
+    leaning on 0.
+    """
+
+    count: FloatArray
+    mean: FloatArray
+
+
+def user_history(
+    ratings: Ratings, global_mean: float, *, hide_validation: bool = False
+) -> UserHistory:
+    """Gather what each user did before; `global_mean` (stars) stands in for users without past.
+
+    With `hide_validation` no held-out row is part of a past, as when all of them are predicted at
+    the moment training ends; held-out rows must be the last ones of their users.
+    """
+    starts, ends = earlier_ranges(ratings.user, ratings.timestamp)
+    is_seen = np.ones(len(ends), dtype=bool)
+    if hide_validation:
+        is_seen = ~ratings.is_validation
+        num_seen_before = np.r_[0, np.cumsum(is_seen)]
+        ends = starts + num_seen_before[ends] - num_seen_before[starts]
+    total = range_sums(ratings.stars, starts, ends)
+    user_mean = (total + _PRIOR_ROWS * global_mean) / (ends - starts + _PRIOR_ROWS)
+    return UserHistory(starts, ends, user_mean, ratings.stars - user_mean, is_seen)
+
+
+def scale_of_the_past(ratings: Ratings, past: UserHistory, overall: Moments) -> FloatArray:
+    """Spread of each rating's earlier stars by the same user, leaning on the overall one."""
+    total = range_sums(ratings.stars, past.starts, past.ends)
+    squares = range_sums(ratings.stars**2, past.starts, past.ends)
+    return past_scale(past.user_count, total, squares, past.user_mean, overall)
+
+
+def movie_history(
+    movie: IntArray, timestamp: IntArray, residual: FloatArray, is_training: NDArray[np.bool_]
+) -> MovieHistory:
+    """Gather what came before of each movie; the rows may stand in any order."""
+    order = order_by(movie, timestamp)
+    starts, ends = earlier_ranges(movie[order], timestamp[order])
+    count, mean = np.empty(len(order)), np.empty(len(order))
+    count[order] = range_sums(is_training[order], starts, ends)
+    mean[order] = range_sums(residual[order] * is_training[order], starts, ends)
+    return MovieHistory(count, mean / (count + _PRIOR_ROWS))
+
+
+# How a user liked earlier movies of the same kind as the one that is rated.
+
+
+def genre_affinity(past: UserHistory, timestamp: IntArray, kinds: Ragged) -> FloatArray:
+    """Mean residual of the user's earlier ratings of each row's kinds, leaning on 0; shape [n].
+
+    `kinds` has the kinds (genres, say) of each row's movie, as indices. Each kind of the row counts
+    alike, whatever the number of earlier ratings; a row without kinds gets 0. Rows are those of
+    `past`, sorted by (user, timestamp), and like there only a smaller timestamp is earlier.
+    """
+    rows = np.repeat(np.arange(len(timestamp)), kinds.lengths)
+    kind = kinds.values.astype(np.int64)
+    # `starts` is the user's first row, so it tells users apart. Rows stay in order of time.
+    num_kinds = int(kind.max()) + 1 if len(kind) else 1
+    group = past.starts[rows] * num_kinds + kind
+    order = order_by(group)
+    by_kind = rows[order]
+    starts, ends = earlier_ranges(group[order], timestamp[by_kind])
+    is_seen, mean = past.is_seen[by_kind], np.empty(len(order))
+    total = range_sums(past.residual[by_kind] * is_seen, starts, ends)
+    mean[order] = total / (range_sums(is_seen, starts, ends) + _PRIOR_ROWS)
+    sums = np.bincount(rows, mean, minlength=len(timestamp))
+    return sums / np.maximum(kinds.lengths, 1)

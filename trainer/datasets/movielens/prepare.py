@@ -1,0 +1,471 @@
+"""Rows of units to the Parquet files of a split, each file a part of its own.
+
+Rows of a unit are shuffled, units follow one another, and the whole is cut into files of equal
+size. Memory is that of a unit or two and of one batch of rows, lists included.
+
+One row per rating. The model learns `(rating - user_mean) / user_scale`. Nothing leaks: what is
+fitted (vocabularies, moments, tags) comes from the training part only, and what a row counts or
+averages (histories, popularity, means) from rows with a strictly smaller timestamp, or, where its
+name says `others`, from training rows of other users alone (`movie_folds.py`).
+
+Ratings stream through files in units of whole users (`units.py`), so that memory does not grow
+with their number; only what there is one of per user, movie or tag stays in memory. Every file on
+the way is a recorded part (`staging.py`): a run that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry, read_footer
+from trainer.data.ragged import IntArray
+from trainer.datasets.io.csv_reader import BlockReader
+from trainer.datasets.io.journal import Facts, Part, Progress, shown_progress
+from trainer.datasets.io.staging import Staging, staged
+from trainer.datasets.io.vocabulary import Vocabulary, fit_vocabulary
+from trainer.datasets.movielens.features import gather_folds
+from trainer.datasets.movielens.rows import (
+    COLUMN_TYPES,
+    SCHEMA,
+    Fitted,
+    MovieExchange,
+    SplitName,
+    UnitRows,
+    UserMean,
+    ValidationPast,
+    cut_movies,
+)
+from trainer.datasets.movielens.source import (
+    RATING_COLUMNS,
+    Blocks,
+    DuplicateRating,
+    OnDuplicate,
+    TagWords,
+    cut_users,
+    describe_movies,
+    encode_catalogue,
+    name_duplicate,
+    read_blocks,
+    read_movies,
+    read_tag_words,
+    write_unit,
+)
+from trainer.datasets.movielens.statistics import (
+    Moments,
+    RatingStatistics,
+    Split,
+    Units,
+    compute_statistics,
+)
+from trainer.errors import BadValueError, SourceMissingError, TooFewRowsError
+from trainer.storage import Location
+
+_GROUPS_PER_BATCH = 8
+# Lists of ids hold almost as many values as a row group has rows: packing their differences takes
+# half the time of a dictionary to write, two thirds to read, and is smaller.
+_DICTIONARY_COLUMNS = frozenset({"user_id", "movie_id", "genres", "year", "rating"})
+# Prepared rows of a split: (unit, first row, last row + 1) in the unit's order to tables.
+BuildRows = Callable[[int, int, int], pa.Table]
+
+
+@dataclass(frozen=True)
+class Partition:
+    """One file: rows `[start, end)` of some units, counted in each unit's own order."""
+
+    slices: tuple[tuple[int, int, int], ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows in the file."""
+        return sum(end - start for _, start, end in self.slices)
+
+
+def cut_partitions(
+    rows_of_units: Sequence[int] | IntArray, num_partitions: int, row_group_rows: int
+) -> list[Partition]:
+    """Cut the rows of all units into at most `num_partitions` files of equal size.
+
+    Fewer where a file would not fill one row group.
+    """
+    ends = np.cumsum(rows_of_units)
+    num_rows = int(ends[-1])
+    num_files = min(num_partitions, max(1, num_rows // row_group_rows))
+    cuts = [num_rows * number // num_files for number in range(num_files + 1)]
+    starts = ends - rows_of_units
+    return [
+        Partition(
+            tuple(
+                (unit, max(first - int(start), 0), min(last, int(end)) - int(start))
+                for unit, (start, end) in enumerate(zip(starts, ends, strict=True))
+                if start < last and end > first
+            )
+        )
+        for first, last in pairwise(cuts)
+    ]
+
+
+def write_partition(
+    path: Path, partition: Partition, build: BuildRows, schema: pa.Schema, row_group_rows: int
+) -> None:
+    """Write one Parquet file in full row groups; the next batch is built while one is written."""
+    with (
+        pq.ParquetWriter(path, schema, compression="zstd", **_encodings(schema)) as writer,
+        ThreadPoolExecutor(max_workers=1) as thread,
+    ):
+        pending: Future | None = None
+        for batch in _full_groups(_batches(partition, build, row_group_rows), row_group_rows):
+            if pending:
+                pending.result()
+            pending = thread.submit(writer.write_table, batch, row_group_size=row_group_rows)
+        if pending:
+            pending.result()
+
+
+def _encodings(schema: pa.Schema) -> dict[str, Any]:
+    leaves = {
+        field.name: f"{field.name}.list.element" if pa.types.is_list(field.type) else field.name
+        for field in schema
+    }
+    packed = [
+        leaves[field.name]
+        for field in schema
+        if field.type == pa.list_(pa.int64()) and field.name not in _DICTIONARY_COLUMNS
+    ]
+    return {
+        "use_dictionary": [leaves[name] for name in leaves if name in _DICTIONARY_COLUMNS],
+        "column_encoding": dict.fromkeys(packed, "DELTA_BINARY_PACKED"),
+    }
+
+
+def _batches(partition: Partition, build: BuildRows, row_group_rows: int) -> Iterator[pa.Table]:
+    size = _GROUPS_PER_BATCH * row_group_rows
+    for unit, start, end in partition.slices:
+        for first in range(start, end, size):
+            yield build(unit, first, min(first + size, end))
+
+
+def _full_groups(batches: Iterator[pa.Table], row_group_rows: int) -> Iterator[pa.Table]:
+    """The same rows in tables of whole row groups; only the last table may end in a short one."""
+    rest: pa.Table | None = None
+    for batch in batches:
+        rest = batch if rest is None else pa.concat_tables([rest, batch])
+        full = len(rest) // row_group_rows * row_group_rows
+        if full:
+            yield rest.slice(0, full)
+            rest = rest.slice(full)
+    if rest is not None and len(rest):
+        yield rest
+
+
+# MovieLens csv folders (ml-latest-small, ml-latest, ml-32m) to a prepared Parquet folder.
+
+# Raised whenever the same input would give other bytes: work of an older version is not resumed.
+VERSION = 4
+_SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
+
+
+class MovieLensOptions(BaseModel):
+    """How to prepare. `validation_fraction` is of all ratings, or of each user's, by time.
+
+    `user_mean`: labels are relative to the mean of the user's earlier ratings (`past`), or of all
+    of the user's training ratings (`training`), which holds the rating itself. `validation_past`:
+    held-out rows look back at all of a user's earlier ratings, as one who serves can (`all`), or
+    at those of training only, as static models do that they are compared with. `on_duplicate`: a
+    second rating of a movie by a user is a fault, or replaces earlier ones. `unit_rows`: ratings
+    that are held, sorted and shuffled at a time; memory follows it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    split: Split = "per_user"
+    validation_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    user_mean: UserMean = "past"
+    validation_past: ValidationPast = "all"
+    history_length: PositiveInt = 10
+    min_token_count: PositiveInt = 2
+    max_tokens: PositiveInt = 20_000
+    max_tokens_per_movie: PositiveInt = 24
+    on_duplicate: OnDuplicate = "fail"
+    on_missing_movie: Literal["keep", "fail"] = "keep"
+    delimiter: Annotated[str, Field(min_length=1, max_length=1)] = ","
+    num_partitions: PositiveInt = 32
+    row_group_rows: PositiveInt = 8192
+    unit_rows: PositiveInt = 1 << 20
+
+
+def prepare_movielens(
+    source: Path | str | Location,
+    out: Path | str | Location,
+    *,
+    options: MovieLensOptions | None = None,
+    overwrite: bool = False,
+    work_folder: Path | None = None,
+) -> Manifest:
+    """Read the csv folder `source` and write the prepared folder `out`, all or nothing.
+
+    Both may be local paths or URLs. Run again after a kill, it goes on where it was, and the
+    result has the same bytes. Shows progress on stderr where that is a terminal. Raises a
+    `DataError` that names file, line and column of a bad value.
+    """
+    options = options or MovieLensOptions()
+    source = Location.parse(source)
+    if not source.is_folder():
+        raise SourceMissingError(
+            f"{source} is not a folder; name the folder that holds ratings.csv"
+        )
+    out, work = Location.parse(out), _describe_work(source, options)
+    with (
+        staged(
+            out, work, overwrite=overwrite, sources=[source], work_folder=work_folder
+        ) as staging,
+        shown_progress() as progress,
+    ):
+        manifest = _Preparation(source, options, staging, progress).run()
+        staging.publish(manifest)
+    return manifest
+
+
+def _describe_work(source: Location, options: MovieLensOptions) -> dict[str, Any]:
+    """What the result's bytes depend on; unfinished work is resumed only where all is equal."""
+    return {
+        "kind": "movielens",
+        "version": VERSION,
+        "libraries": [np.__version__, pl.__version__, pa.__version__, platform.machine()],
+        "source": str(source),
+        "files": {name: (source / name).fingerprint() for name in _SOURCE_FILES},
+        "options": options.model_dump(),
+    }
+
+
+class _Preparation:
+    """The steps, in order; each takes what those before it found."""
+
+    def __init__(
+        self, source: Location, options: MovieLensOptions, staging: Staging, progress: Progress
+    ) -> None:
+        self._source = source
+        self._options = options
+        self._staging = staging
+        self._progress = progress
+        self._counts: dict[str, int] = {}
+
+    def run(self) -> Manifest:
+        """Read, sort, fit, look back and write; gives the manifest, which is not yet written."""
+        reader = BlockReader(
+            self._source / "ratings.csv", RATING_COLUMNS, delimiter=self._options.delimiter
+        )
+        movies = read_movies(self._source / "movies.csv", self._options.delimiter)
+        self._counts["ratings_last_line_unfinished"] = int(not reader.has_line_end)
+        blocks = self._read(reader)
+        self._check_movies(movies, blocks.movies)
+        movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
+        units = self._sort(reader, blocks, movie_ids)
+        census = self._take_census(units, len(blocks.users), len(movie_ids))
+        tags = read_tag_words(
+            self._source / "tags.csv",
+            self._options.delimiter,
+            blocks.users,
+            census.begins,
+            self._options.split,
+        )
+        self._counts["training_tags"] = tags.num_tags
+        vocabularies, fitted = self._fit(blocks, movies, movie_ids, tags, units, census)
+        rows = self._look_back(fitted)
+        return self._write(vocabularies, census, rows)
+
+    def _read(self, reader: BlockReader) -> Blocks:
+        with self._progress("reading ratings", reader.size_bytes) as advance:
+            return read_blocks(reader, self._staging, advance)
+
+    def _check_movies(self, movies: pl.DataFrame, rated: IntArray) -> None:
+        missing = np.setdiff1d(rated, movies["movieId"].to_numpy(), assume_unique=True)
+        self._counts["movies_without_metadata"] = len(missing)
+        if len(missing) and self._options.on_missing_movie == "fail":
+            raise BadValueError(
+                str(self._source / "movies.csv"),
+                "no line",
+                "movieId",
+                int(missing[0]),
+                f"described, but rated, like {len(missing) - 1} others; add them or keep them "
+                "without title and genres by --on-missing-movie keep",
+            )
+
+    def _sort(self, reader: BlockReader, blocks: Blocks, movie_ids: IntArray) -> Units:
+        users = cut_users(blocks.rows_per_user, self._options.unit_rows)
+        paths, repeated = [], 0
+        with self._progress("sorting by user and time", float(len(users))) as advance:
+            for number, own in enumerate(users):
+
+                def make(path: Path, own: range = own) -> Facts:
+                    return write_unit(path, blocks, own, movie_ids, self._options.on_duplicate)
+
+                try:
+                    path, facts = self._staging.scratch(f"units/{number:05d}.arrow", make)
+                except DuplicateRating as found:
+                    raise name_duplicate(self._source / "ratings.csv", reader, found) from None
+                paths.append(path)
+                repeated += facts["num_repeated"]
+                advance(1)
+        self._counts |= {"users": len(blocks.users), "duplicates_dropped": repeated}
+        return Units(paths, users, self._options.split, self._options.validation_fraction)
+
+    def _take_census(self, units: Units, num_users: int, num_movies: int) -> RatingStatistics:
+        census = compute_statistics(units, num_users, num_movies)
+        num_rows = int((census.num_training + census.num_held_out).sum())
+        if not census.num_training.sum() or not census.num_held_out.sum():
+            raise TooFewRowsError(
+                f"{self._source / 'ratings.csv'}: {num_rows} ratings leave no validation or no "
+                f"training rows with split {self._options.split!r} at fraction "
+                f"{self._options.validation_fraction:g}; use more ratings, another fraction or "
+                "another split"
+            )
+        self._counts["ratings"] = num_rows
+        return census
+
+    def _fit(
+        self,
+        blocks: Blocks,
+        movies: pl.DataFrame,
+        movie_ids: IntArray,
+        tags: TagWords,
+        units: Units,
+        census: RatingStatistics,
+    ) -> tuple[dict[str, Vocabulary], Fitted]:
+        options = self._options
+        every_id = pl.Series("movieId", movie_ids)
+        described = describe_movies(movies, tags.counts, every_id, options.max_tokens_per_movie)
+        is_known = census.training_rows_of_movie > 0
+        seen = described.filter(pl.Series(is_known))
+        genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())
+        tokens = fit_vocabulary(
+            "tokens",
+            seen["tokens"].explode().drop_nulls(),
+            min_count=options.min_token_count,
+            max_size=options.max_tokens,
+        )
+        users = Vocabulary(
+            "user_id", pl.Series("value", blocks.users[census.training_rows_of_user > 0])
+        )
+        rated = Vocabulary("movie_id", pl.Series("value", movie_ids[is_known]))
+        fitted = Fitted(
+            units=units,
+            census=census,
+            catalogue=encode_catalogue(described, genres, tokens),
+            user_index=users.encode(pl.Series(blocks.users)),
+            movie_index=rated.encode(every_id),
+            user_mean=options.user_mean,
+            history_length=options.history_length,
+            validation_past=options.validation_past,
+        )
+        return {v.name: v for v in (users, rated, genres, tokens)}, fitted
+
+    def _look_back(self, fitted: Fitted) -> UnitRows:
+        moments: dict[str, Moments] = {}
+        paths = []
+        with self._progress("looking back at users", float(len(fitted.units))) as advance:
+            for unit in range(len(fitted.units)):
+
+                def make(path: Path, unit: int = unit) -> Facts:
+                    return fitted.write_by_movie(path, unit)
+
+                path, facts = self._staging.scratch(f"by_movie/{unit:05d}.arrow", make)
+                paths.append(path)
+                for name, own in facts.items():
+                    moments[name] = moments.get(name, Moments()) + Moments(**own)
+                advance(1)
+        bounds = cut_movies(fitted.census.rows_of_movie, self._options.unit_rows)
+        exchange = MovieExchange(paths, bounds)
+        with self._progress("looking back at movies", float(self._counts["ratings"])) as advance:
+            moments |= exchange.answer(self._staging, advance)
+            folds, of_folds = gather_folds(paths, len(fitted.movie_index))
+        return UnitRows(fitted, exchange, folds, moments | of_folds)
+
+    def _write(
+        self, vocabularies: dict[str, Vocabulary], census: RatingStatistics, rows: UnitRows
+    ) -> Manifest:
+        sizes = {name: vocabulary.size for name, vocabulary in vocabularies.items()}
+        histories = ("history_movies", "history_liked", "history_disliked")
+        return Manifest(
+            source="movielens",
+            splits=self._write_splits(census, rows),
+            columns=COLUMN_TYPES,
+            vocab_sizes=sizes | dict.fromkeys(histories, sizes["movie_id"]),
+            options=self._options.model_dump(),
+            statistics={
+                "global_mean": census.overall.mean,
+                "global_std": census.overall.std,
+                "baseline_global_mean_rmse": census.global_mean_rmse,
+                "baseline_user_movie_bias_rmse": census.bias_rmse,
+            },
+            vocabularies={v.name: self._write_vocabulary(v) for v in vocabularies.values()},
+            counts=self._counts,
+        )
+
+    def _write_vocabulary(self, vocabulary: Vocabulary) -> VocabularyEntry:
+        name = f"vocab/{vocabulary.name}.parquet"
+        part = self._staging.result(name, vocabulary.write_file)
+        return VocabularyEntry(
+            path=name,
+            num_values=vocabulary.size - 1,
+            size_bytes=part.size_bytes,
+            sha256=part.sha256,
+        )
+
+    def _write_splits(self, census: RatingStatistics, rows: UnitRows) -> dict[str, SplitEntry]:
+        num_rows: dict[SplitName, IntArray] = {
+            "train": census.num_training,
+            "validation": census.num_held_out,
+        }
+        files: list[tuple[SplitName, int, Partition]] = [
+            (split, number, partition)
+            for split, own in num_rows.items()
+            for number, partition in enumerate(
+                cut_partitions(own, self._options.num_partitions, self._options.row_group_rows)
+            )
+        ]
+        # In the order of units, so that each unit is gathered about once.
+        files.sort(key=lambda file: file[2].slices[0])
+        entries: dict[str, list[FileEntry]] = {split: [] for split in num_rows}
+        with self._progress("writing Parquet", float(self._counts["ratings"])) as advance:
+            for split, number, partition in files:
+                entries[split].append(self._write_file(split, number, partition, rows))
+                advance(partition.num_rows)
+        return {
+            split: SplitEntry(num_rows=int(own.sum()), files=tuple(entries[split]))
+            for split, own in num_rows.items()
+        }
+
+    def _write_file(
+        self, split: SplitName, number: int, partition: Partition, rows: UnitRows
+    ) -> FileEntry:
+        def make(path: Path) -> Facts:
+            def build(unit: int, start: int, end: int) -> pa.Table:
+                return rows.build(split, unit, start, end)
+
+            write_partition(path, partition, build, SCHEMA, self._options.row_group_rows)
+            return {"num_row_groups": read_footer(path).num_row_groups}
+
+        name = f"{split}/part-{number:05d}.parquet"
+        return _file_entry(name, partition.num_rows, self._staging.result(name, make))
+
+
+def _file_entry(name: str, num_rows: int, part: Part) -> FileEntry:
+    return FileEntry(
+        path=name,
+        num_rows=num_rows,
+        num_row_groups=part.facts["num_row_groups"],
+        size_bytes=part.size_bytes,
+        sha256=part.sha256,
+    )

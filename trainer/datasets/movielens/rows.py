@@ -1,0 +1,383 @@
+"""The columns of a prepared rating: numbers for all rows of a unit at once, lists for a few.
+
+An exchange through files: every unit of users puts its rows aside in the order of movies; then
+movies are cut into ranges of about `range_rows` ratings, and for each range the rows of all units
+are brought together, looked at in the order of time, and the answers written in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from trainer.data.ragged import IntArray, Ragged, gather
+from trainer.datasets.io.journal import Advance, Facts
+from trainer.datasets.io.staging import Columns, Staging, map_columns, write_columns
+from trainer.datasets.movielens.features import (
+    MovieFolds,
+    MovieHistory,
+    UserHistory,
+    fold_of,
+    genre_affinity,
+    movie_history,
+    scale_of_the_past,
+    user_history,
+)
+from trainer.datasets.movielens.source import Catalogue
+from trainer.datasets.movielens.statistics import (
+    FloatArray,
+    Moments,
+    Ratings,
+    RatingStatistics,
+    Units,
+    fit_users,
+)
+
+COLUMN_TYPES = {
+    "user_id": "int64",
+    "movie_id": "int64",
+    "genres": "list<int64>",
+    "tokens": "list<int64>",
+    "history_movies": "list<int64>",
+    "history_ratings": "list<float32>",
+    "history_liked": "list<int64>",
+    "history_disliked": "list<int64>",
+    "year": "float32",
+    "movie_age": "float32",
+    "movie_popularity": "float32",
+    "movie_past_mean": "float32",
+    "movie_others_mean": "float32",
+    "movie_others_count": "float32",
+    "user_activity": "float32",
+    "user_past_mean": "float32",
+    "user_genre_past_mean": "float32",
+    "rating": "float32",
+    "user_mean": "float32",
+    "user_scale": "float32",
+    "timestamp": "int64",
+}
+_ARROW_TYPES = {
+    "int64": pa.int64(),
+    "float32": pa.float32(),
+    "list<int64>": pa.list_(pa.int64()),
+    "list<float32>": pa.list_(pa.float32()),
+}
+SCHEMA = pa.schema([(name, _ARROW_TYPES[kind]) for name, kind in COLUMN_TYPES.items()])
+_SECONDS_PER_YEAR = 365.25 * 86400
+_UNIX_EPOCH_YEAR = 1970
+
+
+def dense_of_users(ratings: Ratings, past: UserHistory, catalogue: Catalogue) -> dict[str, NDArray]:
+    """Dense features, before they are standardised, that need a user's ratings only.
+
+    `ratings.movie` holds positions in `catalogue`.
+    """
+    year = catalogue.year[ratings.movie]
+    rated_in = _UNIX_EPOCH_YEAR + ratings.timestamp / _SECONDS_PER_YEAR
+    genres = catalogue.genres.take(ratings.movie)
+    return {
+        "year": year.astype(np.float64),
+        "movie_age": np.log1p(np.maximum(rated_in - year, 0)),
+        "user_activity": np.log1p(past.user_count),
+        "user_past_mean": past.user_mean,
+        "user_genre_past_mean": genre_affinity(past, ratings.timestamp, genres),
+    }
+
+
+def dense_of_movies(past: MovieHistory) -> dict[str, NDArray]:
+    """Dense features, before they are standardised, that need a movie's ratings by anybody."""
+    return {"movie_popularity": np.log1p(past.count), "movie_past_mean": past.mean}
+
+
+@dataclass(frozen=True)
+class RowBuilder:
+    """Builds Arrow tables of the prepared rows of some users.
+
+    `ratings.movie` holds positions in `catalogue`. All arrays have one entry per rating:
+    `user_index`, `movie_index` (of the vocabularies), `offset` and `scale` (of the label, stars)
+    and `dense` (standardised features).
+    """
+
+    ratings: Ratings
+    past: UserHistory
+    user_index: IntArray
+    movie_index: IntArray
+    catalogue: Catalogue
+    offset: NDArray
+    scale: NDArray
+    dense: dict[str, NDArray[np.float32]]
+    history_length: int
+
+    def build(self, rows: IntArray) -> pa.Table:
+        """The prepared columns of `rows`, in that order."""
+        columns = {name: pa.array(values[rows]) for name, values in self._numbers.items()}
+        columns |= {name: _list_array(lists) for name, lists in self._lists(rows).items()}
+        return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+
+    @cached_property
+    def _numbers(self) -> dict[str, NDArray]:
+        return {
+            "user_id": self.user_index,
+            "movie_id": self.movie_index,
+            **self.dense,
+            "rating": self.ratings.stars.astype(np.float32),
+            "user_mean": self.offset.astype(np.float32),
+            "user_scale": self.scale.astype(np.float32),
+            "timestamp": self.ratings.timestamp,
+        }
+
+    @cached_property
+    def _residual(self) -> NDArray[np.float32]:
+        return self.past.residual.astype(np.float32)
+
+    @cached_property
+    def _liked(self) -> _Chosen:
+        return _Chosen.of(self._residual > 0, self.movie_index)
+
+    @cached_property
+    def _disliked(self) -> _Chosen:
+        return _Chosen.of(self._residual < 0, self.movie_index)
+
+    def _lists(self, rows: IntArray) -> dict[str, Ragged]:
+        movies = self.ratings.movie[rows]
+        starts, ends = self.past.starts[rows], self.past.ends[rows]
+        recent = np.maximum(starts, ends - self.history_length)
+        return {
+            "genres": self.catalogue.genres.take(movies),
+            "tokens": self.catalogue.tokens.take(movies),
+            "history_movies": gather(self.movie_index, recent, ends),
+            "history_ratings": gather(self._residual, recent, ends),
+            "history_liked": self._liked.last(starts, ends, self.history_length),
+            "history_disliked": self._disliked.last(starts, ends, self.history_length),
+        }
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The values of some rows, and how many such rows come before each row [n + 1]."""
+
+    values: IntArray
+    before: IntArray
+
+    @classmethod
+    def of(cls, chosen: NDArray[np.bool_], values: IntArray) -> _Chosen:
+        before = np.zeros(len(chosen) + 1, dtype=np.int64)
+        np.cumsum(chosen, out=before[1:])
+        return cls(values[chosen], before)
+
+    def last(self, starts: IntArray, ends: IntArray, limit: int) -> Ragged:
+        """The last `limit` chosen values of each range of rows, oldest first."""
+        first, last = self.before[starts], self.before[ends]
+        return gather(self.values, np.maximum(first, last - limit), last)
+
+
+def _list_array(lists: Ragged) -> pa.Array:
+    return pa.ListArray.from_arrays(
+        pa.array(lists.offsets.astype(np.int32)), pa.array(lists.values)
+    )
+
+
+# What came before each rating of its movie, for ratings that are kept by user.
+
+
+def write_by_movie(path: Path, unit: Ratings, past: UserHistory) -> None:
+    """Put the rows of a unit aside in the order of their movies."""
+    order = np.argsort(unit.movie, kind="stable")
+    write_columns(
+        path,
+        {
+            "order": order.astype(np.int32),
+            "movie": unit.movie[order],
+            "timestamp": unit.timestamp[order],
+            "residual": past.residual[order].astype(np.float32),
+            "is_training": (~unit.is_validation[order]).astype(np.uint8),
+            "fold": fold_of(unit.user[order]),
+        },
+    )
+
+
+def cut_movies(rows_of_movie: IntArray, range_rows: int) -> IntArray:
+    """First movie number of each range of about `range_rows` rows, and the number of movies."""
+    num_ranges = max(1, round(int(rows_of_movie.sum()) / range_rows))
+    before = np.cumsum(rows_of_movie) - rows_of_movie
+    starts = np.searchsorted(before, np.arange(num_ranges) * range_rows)
+    starts[0] = 0
+    return np.unique(np.append(starts, len(rows_of_movie)))
+
+
+class MovieExchange:
+    """The pasts of movies, written once and read unit by unit."""
+
+    def __init__(self, by_movie: Sequence[Path], bounds: IntArray) -> None:
+        """`by_movie` are the files of `write_by_movie`, `bounds` those of `cut_movies`."""
+        self._by_movie = by_movie
+        # Row of unit u where range m begins: [units, ranges + 1].
+        self._cuts = np.array(
+            [np.searchsorted(map_columns(path)["movie"], bounds) for path in by_movie]
+        )
+        self._answers: list[Path] = []
+
+    def answer(self, staging: Staging, advance: Advance) -> dict[str, Moments]:
+        """Look at every range of movies; gives the moments of the dense features of training."""
+        total: dict[str, Moments] = {}
+        for number in range(self._cuts.shape[1] - 1):
+
+            def make(path: Path, number: int = number) -> Facts:
+                return self._answer_range(path, number)
+
+            path, facts = staging.scratch(f"movie_past/{number:05d}.arrow", make)
+            self._answers.append(path)
+            for name, moments in facts.items():
+                total[name] = total.get(name, Moments()) + Moments(**moments)
+            advance(float(np.diff(self._cuts[:, number : number + 2]).sum()))
+        return total
+
+    def past_of(self, unit: int) -> MovieHistory:
+        """The answers for the rows of a unit, in the unit's own order."""
+        order = map_columns(self._by_movie[unit])["order"]
+        count, mean = np.empty(len(order)), np.empty(len(order))
+        for number, path in enumerate(self._answers):
+            begin, end = self._cuts[unit, number : number + 2]
+            answers, place = map_columns(path), self._place(unit, number)
+            count[order[begin:end]] = answers["count"][place : place + end - begin]
+            mean[order[begin:end]] = answers["mean"][place : place + end - begin]
+        return MovieHistory(count, mean)
+
+    def _place(self, unit: int, number: int) -> int:
+        """Where, among the answers of a range, those of a unit begin."""
+        return int((self._cuts[:unit, number + 1] - self._cuts[:unit, number]).sum())
+
+    def _answer_range(self, path: Path, number: int) -> Facts:
+        rows = self._gather(number)
+        is_training = rows["is_training"].astype(bool)
+        past = movie_history(rows["movie"], rows["timestamp"], rows["residual"], is_training)
+        write_columns(
+            path, {"count": past.count.astype(np.int32), "mean": past.mean.astype(np.float32)}
+        )
+        return {
+            name: asdict(Moments.of(values[is_training]))
+            for name, values in dense_of_movies(past).items()
+        }
+
+    def _gather(self, number: int) -> Columns:
+        names = ("movie", "timestamp", "residual", "is_training")
+        pieces: dict[str, list] = {name: [] for name in names}
+        for path, cuts in zip(self._by_movie, self._cuts, strict=True):
+            columns = map_columns(path)
+            for name in names:
+                pieces[name].append(columns[name][cuts[number] : cuts[number + 1]])
+        return {name: np.concatenate(parts) for name, parts in pieces.items()}
+
+
+# Everything that the rows of one unit of users are built from, gathered when it is needed.
+
+UserMean = Literal["past", "training"]
+ValidationPast = Literal["all", "training"]
+SplitName = Literal["train", "validation"]
+_SHUFFLE_SEED = 0
+# A file may begin in one unit and end in the next.
+_UNITS_IN_MEMORY = 2
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What was fitted on the training part.
+
+    `user_index` and `movie_index` map numbers to vocabulary indices; `user_mean` says what the
+    label is taken relative to: the user's earlier ratings, or all of the user's training ratings;
+    `validation_past` which of a user's earlier ratings a held-out row may look back at.
+    """
+
+    units: Units
+    census: RatingStatistics
+    catalogue: Catalogue
+    user_index: IntArray
+    movie_index: IntArray
+    user_mean: UserMean
+    history_length: int
+    validation_past: ValidationPast = "all"
+
+    def look_back(self, ratings: Ratings) -> UserHistory:
+        """What each user did before each rating."""
+        return user_history(
+            ratings, self.census.overall.mean, hide_validation=self.validation_past == "training"
+        )
+
+    def write_by_movie(self, path: Path, unit: int) -> Facts:
+        """Put a unit aside for the exchange; gives moments of its users' dense features."""
+        ratings = self.units.load(unit)
+        past = self.look_back(ratings)
+        write_by_movie(path, ratings, past)
+        dense = dense_of_users(ratings, past, self.catalogue)
+        training = ~ratings.is_validation
+        return {name: vars(Moments.of(values[training])) for name, values in dense.items()}
+
+
+class UnitRows:
+    """Prepared rows of any unit, in the order in which they are written."""
+
+    def __init__(
+        self,
+        fitted: Fitted,
+        exchange: MovieExchange,
+        folds: MovieFolds,
+        moments: Mapping[str, Moments],
+    ) -> None:
+        """`moments` are those of each dense feature over the training rows."""
+        self._fitted = fitted
+        self._exchange = exchange
+        self._folds = folds
+        self._moments = moments
+        self._builder = lru_cache(_UNITS_IN_MEMORY)(self._make_builder)
+        self._order = lru_cache(2 * _UNITS_IN_MEMORY)(self._make_order)
+
+    def build(self, split: SplitName, unit: int, start: int, end: int) -> pa.Table:
+        """Rows `[start, end)` of the part of a unit that is in `split`."""
+        return self._builder(unit).build(self._order(split, unit)[start:end])
+
+    def _make_order(self, split: SplitName, unit: int) -> IntArray:
+        is_validation = self._builder(unit).ratings.is_validation
+        if split == "validation":
+            return np.flatnonzero(is_validation)
+        # Loaders shuffle within windows of neighbouring rows: neighbours must not share a user.
+        random = np.random.default_rng([_SHUFFLE_SEED, unit])
+        return random.permutation(np.flatnonzero(~is_validation))
+
+    def _make_builder(self, unit: int) -> RowBuilder:
+        fitted = self._fitted
+        ratings = fitted.units.load(unit)
+        past = fitted.look_back(ratings)
+        offset, scale = self._label_units(unit, ratings, past)
+        dense = dense_of_users(ratings, past, fitted.catalogue)
+        dense |= dense_of_movies(self._exchange.past_of(unit))
+        dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
+        return RowBuilder(
+            ratings=ratings,
+            past=past,
+            user_index=fitted.user_index[ratings.user],
+            movie_index=fitted.movie_index[ratings.movie],
+            catalogue=fitted.catalogue,
+            offset=offset,
+            scale=scale,
+            dense={name: self._moments[name].standardise(dense[name]) for name in dense},
+            history_length=fitted.history_length,
+        )
+
+    def _label_units(
+        self, unit: int, ratings: Ratings, past: UserHistory
+    ) -> tuple[FloatArray, FloatArray]:
+        """Offset and scale of every row's label, in stars."""
+        overall = self._fitted.census.overall
+        if self._fitted.user_mean == "past":
+            return past.user_mean, scale_of_the_past(ratings, past, overall)
+        users, training = self._fitted.units.users[unit], ~ratings.is_validation
+        user = ratings.user - users.start
+        own = fit_users(user[training], ratings.stars[training], len(users), overall)
+        return own.mean[user], own.scale[user]

@@ -1,0 +1,369 @@
+"""What is known of each movie: genres, release year and description tokens.
+
+The csv file is read in blocks, each of which is sorted by user and put aside. Then users, in
+ascending order of their ids, are cut into units of about `unit_rows` ratings; a unit gathers its
+users' rows from all blocks and puts them in the order of (user, timestamp, movie).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import polars as pl
+from numpy.typing import NDArray
+
+from trainer.data.ragged import IntArray, Ragged, offsets_of
+from trainer.datasets.io.csv_reader import BlockReader, integer, number, read_csv, text, timestamp
+from trainer.datasets.io.journal import Advance, Facts
+from trainer.datasets.io.staging import Columns, Staging, map_columns, write_columns
+from trainer.datasets.io.vocabulary import Vocabulary
+from trainer.datasets.movielens.statistics import NEVER, Split, order_by
+from trainer.errors import BadValueError
+from trainer.storage import Location
+
+_YEAR = r"\((\d{4})\)\s*$"
+# A word keeps its apostrophe: "ocean's" is one token, not "ocean" and "s".
+_WORD = r"[\p{L}\p{N}]+(?:['\u2019]\p{L}+)*"
+_NO_GENRES = "(no genres listed)"
+
+
+@dataclass(frozen=True)
+class Catalogue:
+    """Movies in ascending order of `ids`; every array has one entry per movie.
+
+    `year` is NaN where the title names none.
+    """
+
+    ids: IntArray
+    year: NDArray[np.float32]
+    genres: Ragged
+    tokens: Ragged
+
+
+def describe_movies(
+    movies: pl.DataFrame, tag_words: pl.DataFrame, every_id: pl.Series, max_tokens_per_movie: int
+) -> pl.DataFrame:
+    """One row per movie of `every_id` (distinct, ascending), in that order.
+
+    `tag_words` are those of `count_tag_words`.
+
+    Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the
+    title, then those of its tags, most used first.
+    """
+    described = (
+        every_id.alias("movieId")
+        .to_frame()
+        .join(movies, on="movieId", how="left", maintain_order="left")
+        .select(
+            "movieId",
+            pl.col("title").str.extract(_YEAR).cast(pl.Float32).alias("year"),
+            pl.col("genres")
+            .str.split("|")
+            .list.eval(pl.element().filter(~pl.element().is_in([_NO_GENRES, ""])))
+            .fill_null([]),
+            _words(pl.col("title").str.replace(_YEAR, "")).alias("title_words"),
+        )
+    )
+    return (
+        described.join(_most_used_first(tag_words), on="movieId", how="left", maintain_order="left")
+        .with_columns(
+            pl.concat_list(pl.col("title_words", "tag_words").fill_null([]))
+            .list.unique(maintain_order=True)
+            .list.head(max_tokens_per_movie)
+            .alias("tokens")
+        )
+        .drop("title_words", "tag_words")
+    )
+
+
+def _words(column: pl.Expr) -> pl.Expr:
+    return column.str.to_lowercase().str.extract_all(_WORD)
+
+
+def count_tag_words(tags: pl.DataFrame) -> pl.DataFrame:
+    """Number of tags of each movie that hold each word: `movieId`, `word`, `len`."""
+    words = tags.select("movieId", _words(pl.col("tag")).alias("word"))
+    return words.explode("word").drop_nulls().group_by("movieId", "word").len()
+
+
+def add_tag_words(one: pl.DataFrame, other: pl.DataFrame) -> pl.DataFrame:
+    """The counts of two sets of tags together."""
+    return pl.concat([one, other]).group_by("movieId", "word").agg(pl.col("len").sum())
+
+
+def _most_used_first(tag_words: pl.DataFrame) -> pl.DataFrame:
+    """Words of each movie's tags, those of most tags first: `movieId`, `tag_words`."""
+    return (
+        tag_words.sort(["movieId", "len", "word"], descending=[False, True, False])
+        .group_by("movieId", maintain_order=True)
+        .agg(pl.col("word").alias("tag_words"))
+    )
+
+
+def encode_catalogue(described: pl.DataFrame, genres: Vocabulary, tokens: Vocabulary) -> Catalogue:
+    """Turn the words of `describe_movies` into indices."""
+    return Catalogue(
+        ids=described["movieId"].to_numpy(),
+        year=described["year"].fill_null(float("nan")).to_numpy(),
+        genres=_encode_lists(described["genres"], genres),
+        tokens=_encode_lists(described["tokens"], tokens),
+    )
+
+
+def _encode_lists(lists: pl.Series, vocabulary: Vocabulary) -> Ragged:
+    lengths = lists.list.len().to_numpy().astype(np.int64)
+    # Empty lists would explode to one null each.
+    values = lists.filter(lists.list.len() > 0).explode()
+    return Ragged(vocabulary.encode(values), offsets_of(lengths))
+
+
+# Ratings of any number, in units of whole users that fit into memory.
+
+OnDuplicate = Literal["fail", "last"]
+RATING_COLUMNS = (
+    integer("userId"),
+    integer("movieId"),
+    number("rating", above=0, at_most=5),
+    timestamp("timestamp"),
+)
+_LARGEST_TABLE = 1 << 22
+
+
+class DuplicateRating(Exception):
+    """A user rated a movie twice, and that was not to be; raw ids."""
+
+    def __init__(self, user: int, movie: int) -> None:
+        super().__init__(f"user {user} rated movie {movie} more than once")
+        self.user = user
+        self.movie = movie
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of the csv file, and who and what is in them.
+
+    `users` and `movies` are distinct raw ids in ascending order, `rows_per_user` as long as
+    `users`.
+    """
+
+    paths: tuple[Path, ...]
+    users: IntArray
+    rows_per_user: IntArray
+    movies: IntArray
+
+
+def read_blocks(reader: BlockReader, staging: Staging, advance: Advance) -> Blocks:
+    """Put all rows aside, block by block; `advance` is told the bytes that were read."""
+    paths: list[Path] = []
+    start, line = reader.first, 2
+    while start < reader.size_bytes:
+
+        def make(path: Path, start: int = start, line: int = line) -> Facts:
+            block, frame = reader.read(start, line)
+            write_columns(path, _sorted_by_user(frame))
+            return {"end": block.end, "next_line": block.next_line}
+
+        path, facts = staging.scratch(f"blocks/{len(paths):05d}.arrow", make)
+        advance(facts["end"] - start)
+        start, line = facts["end"], facts["next_line"]
+        paths.append(path)
+    return _index(paths)
+
+
+def _sorted_by_user(frame: pl.DataFrame) -> Columns:
+    user = frame["userId"].to_numpy()
+    if (user[1:] < user[:-1]).any():
+        # Stable: of two ratings at the same second the later one in the file stays the later.
+        frame = frame.sort("userId", maintain_order=True)
+    return {
+        "user": frame["userId"].to_numpy(),
+        "movie": frame["movieId"].to_numpy(),
+        "stars": frame["rating"].cast(pl.Float32).to_numpy(),
+        "timestamp": frame["timestamp"].to_numpy(),
+    }
+
+
+def _index(paths: Sequence[Path]) -> Blocks:
+    users, counts, movies = [], [], []
+    for path in paths:
+        block = map_columns(path)
+        begins = np.flatnonzero(np.r_[True, block["user"][1:] != block["user"][:-1]])
+        users.append(block["user"][begins])
+        counts.append(np.diff(np.r_[begins, len(block["user"])]))
+        movies.append(pl.Series(block["movie"]).unique().to_numpy())
+    distinct, place = np.unique(np.concatenate(users), return_inverse=True)
+    rows = np.bincount(place, np.concatenate(counts)).astype(np.int64)
+    return Blocks(tuple(paths), distinct, rows, np.unique(np.concatenate(movies)))
+
+
+def cut_users(rows_per_user: IntArray, unit_rows: int) -> list[range]:
+    """Cut users, by number, into units of about `unit_rows` rows and at least one user."""
+    num_rows = int(rows_per_user.sum())
+    num_units = max(1, round(num_rows / unit_rows))
+    rows_before = np.cumsum(rows_per_user) - rows_per_user
+    unit_of_user = rows_before * num_units // max(1, num_rows)
+    begins = np.flatnonzero(np.r_[True, unit_of_user[1:] != unit_of_user[:-1]]).tolist()
+    return [range(*ends) for ends in zip(begins, [*begins[1:], len(rows_per_user)], strict=True)]
+
+
+def write_unit(
+    path: Path, blocks: Blocks, users: range, movie_ids: IntArray, on_duplicate: OnDuplicate
+) -> Facts:
+    """Gather and sort the rows of a unit's users, and write them with numbers in place of ids.
+
+    A user's number is that in `blocks.users`, a movie's its place in the ascending `movie_ids`.
+    Raises `DuplicateRating`.
+    """
+    rows = _gather(blocks, users)
+    user = np.searchsorted(blocks.users[users.start : users.stop], rows["user"])
+    movie = _places(rows["movie"], movie_ids)
+    order = order_by(user, rows["timestamp"], movie)
+    user, movie = user[order], movie[order]
+    repeated = _repeated(user, movie, len(movie_ids))
+    if repeated.any() and on_duplicate == "fail":
+        first = int(repeated.argmax())
+        own = int(blocks.users[users.start + user[first]])
+        raise DuplicateRating(own, int(movie_ids[movie[first]]))
+    kept = ~repeated
+    columns = {
+        "user": (user + users.start).astype(np.int32),
+        "movie": movie.astype(np.int32),
+        "stars": rows["stars"][order],
+        "timestamp": rows["timestamp"][order],
+    }
+    if repeated.any():
+        columns = {name: values[kept] for name, values in columns.items()}
+    write_columns(path, columns)
+    return {"num_rows": int(kept.sum()), "num_repeated": int(repeated.sum())}
+
+
+def _gather(blocks: Blocks, users: range) -> Columns:
+    pieces = []
+    first, last = blocks.users[users.start], blocks.users[users.stop - 1]
+    for path in blocks.paths:
+        block = map_columns(path)
+        start = int(np.searchsorted(block["user"], first))
+        end = int(np.searchsorted(block["user"], last, side="right"))
+        if end > start:
+            pieces.append({name: values[start:end] for name, values in block.items()})
+    return {name: np.concatenate([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def _places(values: IntArray, ascending: IntArray) -> IntArray:
+    """Place of each value among `ascending`, in which it must be; by table where ids are small."""
+    largest = int(ascending[-1])
+    if largest > _LARGEST_TABLE:
+        return np.searchsorted(ascending, values)
+    table = np.zeros(largest + 1, dtype=np.int64)
+    table[ascending] = np.arange(len(ascending))
+    return table[values]
+
+
+def _repeated(user: IntArray, movie: IntArray, num_movies: int) -> NDArray[np.bool_]:
+    """Mark rows of a (user, movie) that stands again in a later row."""
+    pair = user * num_movies + movie
+    marked = np.zeros(len(pair), dtype=bool)
+    ascending = np.sort(pair)
+    if (ascending[1:] == ascending[:-1]).any():
+        order = np.argsort(pair, kind="stable")
+        again = pair[order[1:]] == pair[order[:-1]]
+        marked[order[:-1][again]] = True
+    return marked
+
+
+# The files of a MovieLens folder other than the ratings: movies and tags.
+
+# Taken apart, the words of a block need many times its size.
+_TAG_BLOCK_BYTES = 8 * 1024 * 1024
+_TAG_SCHEMA = {"movieId": pl.Int64, "tag": pl.String}
+_TAG_COLUMNS = (integer("userId"), integer("movieId"), text("tag"), timestamp("timestamp"))
+
+
+def read_movies(location: Location, delimiter: str) -> pl.DataFrame:
+    """`movieId`, `title` and `genres` of movies.csv; raises `BadValueError` where an id repeats."""
+    movies = read_csv(
+        location, [integer("movieId"), text("title"), text("genres")], delimiter=delimiter
+    )
+    repeated = movies["movieId"].is_duplicated().arg_true()
+    if len(repeated):
+        last = repeated[-1]
+        movie_id = movies["movieId"][last]
+        raise BadValueError(
+            str(location), f"line {last + 2}", "movieId", movie_id, "unique: it stands twice"
+        )
+    return movies
+
+
+@dataclass(frozen=True)
+class TagWords:
+    """The words of tags from training time.
+
+    `counts` has `movieId`, `word` and `len`, the number of tags that hold it; `num_tags` were read.
+    """
+
+    counts: pl.DataFrame
+    num_tags: int
+
+
+def read_tag_words(
+    location: Location, delimiter: str, users: IntArray, begins: IntArray, split: Split
+) -> TagWords:
+    """Count the words of tags.csv, block by block; none where there is no such file.
+
+    Only tags given before validation began count: for everybody, or for the tag's own user.
+    `begins` is the timestamp of the first held-out row of each of the raw ids `users`.
+    """
+    total, num_tags = count_tag_words(pl.DataFrame(schema=_TAG_SCHEMA)), 0
+    if not location.exists():
+        return TagWords(total, num_tags)
+    reader = BlockReader(
+        location,
+        _TAG_COLUMNS,
+        delimiter=delimiter,
+        block_bytes=_TAG_BLOCK_BYTES,
+        may_lack_rows=True,
+    )
+    start, line = reader.first, 2
+    while start < reader.size_bytes:
+        block, frame = reader.read(start, line)
+        tags = _training_tags(frame, users, begins, split)
+        total = add_tag_words(total, count_tag_words(tags))
+        num_tags += len(tags)
+        start, line = block.end, block.next_line
+    return TagWords(total, num_tags)
+
+
+def _training_tags(
+    tags: pl.DataFrame, users: IntArray, begins: IntArray, split: Split
+) -> pl.DataFrame:
+    if split == "global":
+        return tags.filter(pl.col("timestamp") < int(begins.min()))
+    own = pl.DataFrame({"userId": users, "begin": begins})
+    dated = tags.join(own, on="userId", how="left")
+    return dated.filter(pl.col("timestamp") < pl.col("begin").fill_null(NEVER))
+
+
+def name_duplicate(
+    location: Location, reader: BlockReader, found: DuplicateRating
+) -> BadValueError:
+    """Say on which lines of the ratings a duplicate stands; reads the file again."""
+    lines: list[int] = []
+    start, line = reader.first, 2
+    wanted = (pl.col("userId") == found.user) & (pl.col("movieId") == found.movie)
+    while start < reader.size_bytes and len(lines) < 2:
+        block, frame = reader.read(start, line)
+        rows = frame.with_row_index().filter(wanted)["index"]
+        lines += [line + row for row in rows]
+        start, line = block.end, block.next_line
+    return BadValueError(
+        str(location),
+        f"line {lines[1]}",
+        "movieId",
+        found.movie,
+        f"rated once by user {found.user}: line {lines[0]} rates it too; remove one of them or "
+        "keep the latest with --on-duplicate last",
+    )

@@ -1,0 +1,482 @@
+"""What a column holds, found in one pass and bounded memory: nulls, range, cardinality, skew.
+
+Up to `MAX_VALUES` distinct values are counted exactly. Beyond that a column keeps its most frequent
+values and those whose hash falls into an ever smaller part (distinct sampling, Gibbons 2001): the
+number of the latter, scaled up, estimates the cardinality within about half a percent.
+
+Files with the same columns are one data set; a folder of `ratings.csv` and `movies.csv` is two.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.manifest import MANIFEST_NAME, Manifest, parse_manifest
+from trainer.datasets.criteo.reader import NUM_COLUMNS, SCHEMA, LineBlock, find_sources, read_blocks
+from trainer.errors import CorruptFileError, SourceMissingError
+from trainer.storage import Location
+
+MAX_VALUES = 400_000
+# Share of the most frequent values that `top_share` is about.
+TOP_FRACTION = 0.01
+_FEWEST_FOR_ZIPF = 10
+_MAX_ZIPF_RANK = 1000
+_COUNTS = pl.Schema({"value": pl.UInt64, "count": pl.Int64})
+
+
+@dataclass(frozen=True)
+class ListLengths:
+    """Lengths of the lists of a column; nulls are not counted."""
+
+    mean: float
+    longest: int
+    num_empty: int
+
+
+@dataclass(frozen=True)
+class ColumnReport:
+    """One column. For lists all but `num_nulls` is about their items.
+
+    `kind`: integer, number, text, or other; text that is all integers or numbers counts as such.
+    `top_share` is the share of the values that the most frequent hundredth of the distinct ones
+    make up; `zipf_exponent` is minus the slope of log count over log rank, None for few values.
+    `is_estimate` marks `num_distinct` and both of these. NaN counts as null; infinite numbers are
+    counted in `num_infinite` and left out of range, mean and deviation.
+    """
+
+    name: str
+    kind: str
+    num_rows: int
+    num_nulls: int
+    num_distinct: int
+    is_estimate: bool
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    std: float | None
+    top_share: float | None
+    zipf_exponent: float | None
+    lists: ListLengths | None
+    num_infinite: int = 0
+
+    @property
+    def is_binary(self) -> bool:
+        """Whether it holds 0 and 1 and nothing else."""
+        bounds = (self.minimum, self.maximum, self.num_distinct, self.num_nulls)
+        return self.lists is None and bounds == (0, 1, 2, 0)
+
+
+class ColumnSketch:
+    """Gathers one column part by part."""
+
+    def __init__(self, name: str, *, is_text: bool = False, max_values: int = MAX_VALUES) -> None:
+        """`is_text` says that text is not to be taken for numbers even where all of it could be."""
+        self._name = name
+        self._max_values = max_values
+        self._num_rows = self._num_nulls = self._num_items = self._num_infinite = 0
+        self._lengths: tuple[int, int, int] | None = None  # lists, longest, empty
+        # Sums of differences to the first number, which stay small, and of their squares.
+        self._origin: float | None = None
+        self._sum = self._sum_squares = 0.0
+        self._bounds: tuple[float, float] | None = None
+        # What every value so far was; a column is of the first kind that is left.
+        self._kinds = ["text"] if is_text else ["integer", "number", "text"]
+        self._counts = pl.DataFrame(schema=_COUNTS)
+        self._level = 0
+
+    def add(self, part: pl.Series) -> None:
+        """Count the rows of a part of the column, the same type every time."""
+        self._num_rows += len(part)
+        self._num_nulls += part.null_count()
+        values = part.drop_nulls()
+        if isinstance(part.dtype, pl.List):
+            values = self._unpack(values)
+        if values.dtype.is_float():
+            numbers = values.drop_nans()
+            self._num_nulls += len(values) - len(numbers) if self._lengths is None else 0
+            values = numbers
+        self._num_items += len(values)
+        self._add_numbers(values)
+        self._add_counts(values)
+
+    def report(self) -> ColumnReport:
+        """What was found."""
+        kind = self._kinds[0] if self._kinds else "other"
+        is_number = kind in ("integer", "number") and self._bounds is not None
+        counts = np.sort(self._counts["count"].to_numpy())[::-1]
+        num_distinct = self._num_distinct()
+        moments = self._moments()
+        return ColumnReport(
+            name=self._name,
+            kind=kind,
+            num_rows=self._num_rows,
+            num_nulls=self._num_nulls,
+            num_distinct=num_distinct,
+            is_estimate=self._level > 0,
+            minimum=self._bounds[0] if is_number and self._bounds else None,
+            maximum=self._bounds[1] if is_number and self._bounds else None,
+            mean=moments[0] if is_number else None,
+            std=moments[1] if is_number else None,
+            top_share=_top_share(counts, num_distinct, self._num_items),
+            zipf_exponent=_zipf_exponent(counts),
+            lists=self._list_lengths(),
+            num_infinite=self._num_infinite if is_number else 0,
+        )
+
+    def _unpack(self, lists: pl.Series) -> pl.Series:
+        lengths = lists.list.len()
+        num_lists, longest, num_empty = self._lengths or (0, 0, 0)
+        self._lengths = (
+            num_lists + len(lists),
+            max([longest, *lengths.top_k(1).to_list()]),
+            num_empty + int((lengths == 0).sum()),
+        )
+        return lists.filter(lengths > 0).explode().drop_nulls()
+
+    def _list_lengths(self) -> ListLengths | None:
+        if self._lengths is None:
+            return None
+        num_lists, longest, num_empty = self._lengths
+        return ListLengths(self._num_items / max(1, num_lists), longest, num_empty)
+
+    def _add_numbers(self, values: pl.Series) -> None:
+        if not len(values):
+            return
+        numbers = self._as_numbers(values)
+        if numbers is None:
+            return
+        if "integer" in self._kinds and not _are_whole(numbers):
+            self._kinds.remove("integer")
+        if numbers.dtype.is_float():
+            finite = numbers.filter(numbers.is_finite())
+            self._num_infinite += len(numbers) - len(finite)
+            numbers = finite
+        if not len(numbers):
+            return
+        low, high = numbers.min(), numbers.max()
+        known = self._bounds or (np.inf, -np.inf)
+        self._bounds = (min(known[0], _plain(low)), max(known[1], _plain(high)))
+        self._add_moments(numbers.cast(pl.Float64))
+
+    def _add_moments(self, numbers: pl.Series) -> None:
+        if self._origin is None:
+            self._origin = float(numbers[0])
+        differences = numbers - self._origin
+        self._sum += float(differences.sum())
+        self._sum_squares += float((differences * differences).sum())
+
+    def _moments(self) -> tuple[float, float | None]:
+        """Mean and standard deviation of all items; zeros where there are none."""
+        num_finite = self._num_items - self._num_infinite
+        if self._origin is None or not num_finite:
+            return 0.0, 0.0
+        shift = self._sum / num_finite
+        variance = self._sum_squares / num_finite - shift * shift
+        # Squares of numbers beyond 1e154 are too large to be added up.
+        std = max(0.0, variance) ** 0.5 if math.isfinite(variance) else None
+        return self._origin + shift, std
+
+    def _as_numbers(self, values: pl.Series) -> pl.Series | None:
+        """The values as numbers, or None where they are none; notes what they are instead."""
+        if values.dtype.is_numeric():
+            return values
+        if values.dtype == pl.Boolean:
+            return values.cast(pl.Int64)
+        if values.dtype != pl.String:
+            self._kinds = []
+            return None
+        if "number" not in self._kinds:
+            return None
+        for kind in (pl.Int64, pl.Float64):
+            numbers = values.cast(kind, strict=False)
+            if not numbers.null_count() and not (
+                numbers.dtype.is_float() and numbers.is_nan().any()
+            ):
+                return numbers
+        self._kinds = ["text"]
+        return None
+
+    def _add_counts(self, values: pl.Series) -> None:
+        hashed = values.hash(seed=0).alias("value")
+        fresh = hashed.value_counts(name="count").cast(_COUNTS)
+        merged = pl.concat([self._counts, fresh]).group_by("value").agg(pl.col("count").sum())
+        self._counts = self._pruned(merged)
+
+    def _pruned(self, counts: pl.DataFrame) -> pl.DataFrame:
+        """Keep the most frequent quarter and a sample, which is halved until all fits."""
+        if len(counts) <= self._max_values:
+            return counts
+        counts = counts.sort(["count", "value"], descending=True).with_row_index("rank")
+        while True:
+            is_kept = self._is_sampled() | (pl.col("rank") < self._max_values // 4)
+            counts = counts.filter(is_kept)
+            if len(counts) <= self._max_values * 3 // 4:
+                return counts.drop("rank")
+            self._level += 1
+
+    def _is_sampled(self) -> pl.Expr:
+        return pl.col("value") % (1 << self._level) == 0
+
+    def _num_distinct(self) -> int:
+        return len(self._counts.filter(self._is_sampled())) << self._level
+
+
+def _are_whole(numbers: pl.Series) -> bool:
+    return numbers.dtype.is_integer()
+
+
+def _plain(value: Any) -> float:
+    return value if isinstance(value, int) else float(value)
+
+
+def _top_share(counts: np.ndarray, num_distinct: int, num_values: int) -> float | None:
+    if not num_values:
+        return None
+    num_top = max(1, int(num_distinct * TOP_FRACTION))
+    return float(counts[:num_top].sum() / num_values)
+
+
+def _zipf_exponent(counts: np.ndarray) -> float | None:
+    """By least squares over the first ranks, evenly in their logarithm; `counts` descend."""
+    if len(counts) < _FEWEST_FOR_ZIPF:
+        return None
+    last = min(len(counts), _MAX_ZIPF_RANK)
+    ranks = np.unique(np.geomspace(1, last, 50).astype(np.int64))
+    slope = np.polyfit(np.log(ranks), np.log(counts[ranks - 1]), 1)[0]
+    return abs(float(slope))
+
+
+# Finding and reading data of any kind that `data inspect` knows: prepared folders, Parquet, text.
+
+_BATCH_ROWS = 131_072
+_BLOCK_BYTES = 8 * 1024 * 1024
+_MAX_CELL_BYTES = 4 * _BLOCK_BYTES
+_DELIMITERS = "\t,;|"
+_DELIMITER_NAMES = {"\t": "tabs", ",": "commas", ";": "semicolons", "|": "bars"}
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """How a text file is laid out; `columns` are the header's names or made-up ones."""
+
+    delimiter: str
+    has_header: bool
+    columns: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """In words."""
+        header = "with a header" if self.has_header else "without a header"
+        return f"text separated by {_DELIMITER_NAMES[self.delimiter]}, {header}"
+
+    @property
+    def has_quotes(self) -> bool:
+        """Whether quoted cells may hold delimiters and line feeds."""
+        return self.delimiter == ","
+
+    @property
+    def is_criteo(self) -> bool:
+        """Whether it looks like Criteo's files."""
+        return self.columns == tuple(SCHEMA)
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """Files with the same columns. `text` is None for Parquet, `manifest` for raw files."""
+
+    title: str
+    files: tuple[Location, ...]
+    columns: tuple[str, ...]
+    text: TextFormat | None = None
+    manifest: Manifest | None = None
+    size_bytes: int = 0
+
+    def batches(self) -> Iterator[pl.DataFrame]:
+        """All rows, part by part, in memory of one part; text columns stay text."""
+        for file in self.files:
+            yield from _text_batches(file, self.text) if self.text else _parquet_batches(file)
+
+
+def find_data(texts: Sequence[str]) -> list[DataSet]:
+    """The data sets among the files and folders named.
+
+    Raises `SourceMissingError`, `ManifestError` or `CorruptFileError`.
+    """
+    found: list[DataSet] = []
+    for text in texts:
+        location = Location.parse(text)
+        manifest = find_manifest(location)
+        found += [_prepared(location, manifest)] if manifest else _raw(location)
+    return found
+
+
+def find_manifest(folder: Location) -> Manifest | None:
+    """The manifest of a prepared folder, None for anything else; raises `ManifestError`."""
+    path = folder / MANIFEST_NAME
+    if not folder.is_folder() or not path.exists():
+        return None
+    return parse_manifest(path.read_bytes(), str(path))
+
+
+def _prepared(folder: Location, manifest: Manifest) -> DataSet:
+    """The training part of a prepared folder."""
+    name, split = next(iter(manifest.splits.items()))
+    return DataSet(
+        title=f"{folder}, part {name}",
+        files=tuple(folder / entry.path for entry in split.files),
+        columns=tuple(manifest.columns),
+        manifest=manifest,
+        size_bytes=sum(entry.size_bytes for entry in split.files),
+    )
+
+
+def _raw(location: Location) -> list[DataSet]:
+    groups: dict[tuple[str, ...], list[tuple[Location, TextFormat | None]]] = {}
+    for file in _files(location):
+        text = None if file.name.endswith(".parquet") else sniff_text(file)
+        columns = text.columns if text else tuple(_open_parquet(file).schema_arrow.names)
+        groups.setdefault((str(text and text.delimiter), *columns), []).append((file, text))
+    return [
+        DataSet(
+            title=str(members[0][0] if len(members) == 1 else location),
+            files=tuple(file for file, _ in members),
+            columns=key[1:],
+            text=members[0][1],
+            size_bytes=sum(file.size_bytes() for file, _ in members),
+        )
+        for key, members in groups.items()
+    ]
+
+
+def _files(location: Location) -> Sequence[Location]:
+    """Parquet files anywhere below a folder; if there are none, its text files."""
+    if location.is_folder():
+        nested = [file for file in location.list(recursive=True) if _is_parquet(file, location)]
+        if nested:
+            return nested
+        if not location.list():
+            raise SourceMissingError(f"{location} holds neither {MANIFEST_NAME} nor data files")
+    return find_sources([location.text])
+
+
+def _is_parquet(file: Location, folder: Location) -> bool:
+    parts = file.relative_to(folder).split("/")
+    return file.name.endswith(".parquet") and not any(part.startswith(".") for part in parts)
+
+
+def sniff_text(file: Location) -> TextFormat:
+    """Delimiter and header from the first line; raises `CorruptFileError` where it is no text."""
+    block = next(read_blocks(file, _BLOCK_BYTES)).lines
+    try:
+        first = block.split(b"\n", 1)[0].decode("utf-8").rstrip("\r").removeprefix("\ufeff")
+    except UnicodeDecodeError:
+        raise CorruptFileError(
+            f"{file}, line 1: not UTF-8; name Parquet files or text (csv, tsv)"
+        ) from None
+    delimiter = max(_DELIMITERS, key=first.count)
+    cells = next(csv.reader([first], delimiter=delimiter), [""])
+    if len(cells) == NUM_COLUMNS and delimiter == "\t" and cells[0] in ("0", "1"):
+        return TextFormat(delimiter, False, tuple(SCHEMA))
+    made_up = tuple(f"column_{number}" for number in range(1, len(cells) + 1))
+    # A column without a name, as that of pandas' row numbers, is given one.
+    names = tuple(cell.strip() or own for cell, own in zip(cells, made_up, strict=True))
+    are_names = names != made_up and len(set(names)) == len(names)
+    if are_names and not any(map(_is_number, cells)):
+        return TextFormat(delimiter, True, names)
+    return TextFormat(delimiter, False, made_up)
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _text_batches(file: Location, text: TextFormat) -> Iterator[pl.DataFrame]:
+    blocks = read_blocks(file, _BLOCK_BYTES)
+    for block in _whole_rows(blocks) if text.has_quotes else blocks:
+        lines = block.lines
+        if text.has_header and block.first_line == 1:
+            lines = lines.split(b"\n", 1)[1]
+        if not lines:
+            continue
+        try:
+            yield pl.read_csv(
+                io.BytesIO(lines),
+                separator=text.delimiter,
+                has_header=False,
+                schema=dict.fromkeys(text.columns, pl.String),
+                quote_char='"' if text.has_quotes else None,
+            )
+        except pl.exceptions.PolarsError as error:
+            last = block.first_line + block.num_lines - 1
+            raise CorruptFileError(
+                f"{file}, between lines {block.first_line} and {last}: cannot be read as "
+                f"{text.text}, {len(text.columns)} columns: {str(error).splitlines()[0]}"
+            ) from None
+
+
+def _whole_rows(blocks: Iterable[LineBlock]) -> Iterator[LineBlock]:
+    """The same lines in blocks that end where a row does: after an even number of quotes.
+
+    Where a quote opens and no other follows for long, it is not meant as one: then, as ever, rows
+    end with lines.
+    """
+    rest = LineBlock(b"", 1)
+    for block in blocks:
+        lines = rest.lines + block.lines
+        end = _end_of_rows(lines)
+        if not end and len(lines) > _MAX_CELL_BYTES:
+            end = len(lines)
+        if end:
+            yield LineBlock(lines[:end], rest.first_line)
+        num_lines = lines.count(b"\n", 0, end)
+        rest = LineBlock(lines[end:], rest.first_line + num_lines)
+    if rest.lines:
+        yield rest
+
+
+def _end_of_rows(lines: bytes) -> int:
+    """The end of the last line after which no quote is open; 0 where there is none."""
+    num_quotes = lines.count(b'"')
+    end = len(lines)
+    while num_quotes % 2:
+        before = lines.rfind(b"\n", 0, end - 1) + 1
+        num_quotes -= lines.count(b'"', before, end)
+        end = before
+    return end
+
+
+def _open_parquet(file: Location) -> pq.ParquetFile:
+    try:
+        return pq.ParquetFile(file.open_input())
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(
+            f"{file} is not a whole Parquet file ({error}); was it truncated? Copy it again"
+        ) from None
+
+
+def _parquet_batches(file: Location) -> Iterator[pl.DataFrame]:
+    parquet = _open_parquet(file)
+    try:
+        for batch in parquet.iter_batches(_BATCH_ROWS):
+            categories = pl.col(pl.Categorical, pl.Enum)
+            yield pl.DataFrame(pa.table(batch)).with_columns(categories.cast(pl.String))
+    except (pa.ArrowException, OSError) as error:
+        raise CorruptFileError(
+            f"{file} cannot be read to its end ({error}); was it damaged? Copy it again"
+        ) from None
+    finally:
+        parquet.close()

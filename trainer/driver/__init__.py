@@ -1,0 +1,1 @@
+"""The Ray job that runs an attempt: hosts, worker groups, restarts."""

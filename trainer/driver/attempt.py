@@ -1,0 +1,242 @@
+"""Secrets of a job on their way from the service to the environment of its processes.
+
+The driver fetches them with its attempt's own token and hands them to the workers inside of what
+Ray pickles for them, in an object that never shows its values: not in Ray's dashboard, which shows
+what a Train run is configured with, and not in a log. They are in no file and in no runtime
+environment.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import ssl
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import httpx
+
+from trainer import failures
+from trainer.driver.autoscale import CapacityManager
+from trainer.failures import Failure
+from trainer.protocol import events
+from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.worker_config import NO_SECRETS, GroupConfig, SecretEnv, WorkerConfig
+from trainer.spec.job import JobSpec
+
+logger = logging.getLogger(__name__)
+# As long as a service may take to be restarted somewhere else.
+PATIENCE_S = 600.0
+_RETRY_S = 2.0
+
+
+class SecretsUnavailable(Exception):
+    """The secrets of a job could not be had; `failure` says why the attempt ends."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.failure = Failure(failures.STORAGE_ERROR, message)
+
+
+def secret_names(path: Path) -> list[str]:
+    """Names of the secrets that a job has, from the file that the service left; none without."""
+    try:
+        found = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return []
+    return [str(name) for name in found]
+
+
+def fetch_secrets(
+    http: httpx.Client,
+    url: str,
+    patience_s: float = PATIENCE_S,
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> SecretEnv:
+    """Secrets at a URL of the service; raises `SecretsUnavailable` if refused, or away for long."""
+    give_up_at = clock() + patience_s
+    while True:
+        try:
+            response = http.get(url)
+        except httpx.HTTPError as error:
+            cause = str(error) or type(error).__name__
+        else:
+            if response.is_success:
+                return SecretEnv(dict(response.json()["secrets"]))
+            cause = f"HTTP {response.status_code}"
+            if response.is_client_error and response.status_code != httpx.codes.TOO_MANY_REQUESTS:
+                raise SecretsUnavailable(f"the service refuses the job's secrets ({cause})")
+        if clock() >= give_up_at:
+            raise SecretsUnavailable(f"the service does not give the job's secrets ({cause})")
+        logger.warning("waiting for the job's secrets: %s", cause)
+        wait(_RETRY_S)
+
+
+# What a driver knows of its attempt, and how its workers live and are started again.
+
+# A life this long proves that the workers can live: the next failure is no repetition.
+_LONG_LIFE_S = 120.0
+
+
+@dataclass(frozen=True)
+class DriverContext:
+    """What the control plane tells a driver, by environment variables.
+
+    After one of the reasons in `end_on` the attempt ends, because the next one is another: workers
+    that start again in this one would only run into it again. No worker is placed on a host in
+    `avoided_hosts` before its time (Unix seconds), if there is room elsewhere. `token` lets the
+    driver speak for its attempt, `ca_file` says whose certificates the service may have. A cluster
+    that grows by itself grows to room for `cluster_max_workers`; None for one that does not.
+    """
+
+    job_id: str
+    attempt_id: str
+    run_dir: Path
+    service_url: str | None
+    max_worker_failures: int
+    end_on: frozenset[str] = frozenset()
+    avoided_hosts: tuple[tuple[str, float], ...] = ()
+    token: str = field(default="", repr=False)
+    ca_file: str | None = None
+    cluster_max_workers: int | None = None
+    secrets: SecretEnv = NO_SECRETS
+
+    @classmethod
+    def from_env(cls, env: Mapping[str, str]) -> DriverContext:
+        """Read the SHARDLOOM_* variables; a missing one is a KeyError that names it."""
+        return cls(
+            job_id=env["SHARDLOOM_JOB_ID"],
+            attempt_id=env["SHARDLOOM_ATTEMPT_ID"],
+            run_dir=Path(env["SHARDLOOM_RUN_DIR"]),
+            service_url=env.get("SHARDLOOM_SERVICE_URL"),
+            max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
+            end_on=frozenset(env.get("SHARDLOOM_END_ON", "").split()),
+            avoided_hosts=tuple(_avoided(env.get("SHARDLOOM_AVOIDED_HOSTS", ""))),
+            token=env.get("SHARDLOOM_ATTEMPT_TOKEN", ""),
+            ca_file=env.get("SHARDLOOM_CA_FILE"),
+            cluster_max_workers=int(env.get("SHARDLOOM_CLUSTER_MAX_WORKERS", "0")) or None,
+        )
+
+    def connect(self, timeout_s: float) -> httpx.Client:
+        """A client that speaks to the service for this attempt."""
+        headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        verify = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else True
+        # The service is near; a proxy of the cluster's environment is for the world outside.
+        return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
+
+    @property
+    def files(self) -> AttemptDir:
+        """Files of this attempt."""
+        return RunDir(self.run_dir).attempt(self.attempt_id)
+
+    def read_resolved_spec(self) -> JobSpec:
+        """The spec as `open_attempt` resolved it."""
+        document = json.loads(self.files.resolved_spec_path.read_bytes())
+        return JobSpec.model_validate(document, context={"stored": True})
+
+    @property
+    def is_pause_wanted(self) -> bool:
+        """Whether the attempt shall save and end; storage that is away for a moment says no."""
+        try:
+            return self.files.pause_request_path.exists()
+        except OSError:
+            return False
+
+
+def _avoided(text: str) -> Iterator[tuple[str, float]]:
+    """Hosts and until when, from `HOST=SECONDS HOST=SECONDS`."""
+    for each in text.split():
+        host, _, until = each.rpartition("=")
+        yield host, float(until)
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """An attempt whose spec has its tables and its layout resolved.
+
+    `room` is there where the cluster grows by itself.
+    """
+
+    context: DriverContext
+    spec: JobSpec
+    writer: EventWriter
+    use_gpu: bool = False
+    room: CapacityManager | None = None
+
+    def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
+        """What the workers of life `run_index` are given."""
+        context = self.context
+        return WorkerConfig(
+            self.spec,
+            context.run_dir,
+            context.attempt_id,
+            run_index,
+            group,
+            secrets=context.secrets,
+        )
+
+    def with_workers(self, num_workers: int) -> Attempt:
+        """The same attempt with a fixed number of workers, a multiple of L."""
+        return replace(self, spec=self.spec.with_workers(num_workers))
+
+
+@dataclass(frozen=True)
+class Restart:
+    """The workers ended well and start again at once, with another size or elsewhere."""
+
+
+PAUSED = Failure(failures.PAUSED, "saved and stopped on request")
+PAUSED_EARLY = Failure(failures.PAUSED, "stopped on request while no workers trained")
+Outcome = Failure | Restart | None
+"""How a life of the workers ended; None when training is complete."""
+
+
+def run_with_restarts(
+    attempt: Attempt,
+    live: Callable[[int], Outcome],
+    wait: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> Failure | None:
+    """Let the workers live again and again, while it helps and the budget allows.
+
+    `live` runs the life of the given index; each starts from the newest checkpoint. Returns None
+    when training is complete.
+    """
+    num_paid = num_in_a_row = 0
+    for run_index in itertools.count():
+        began = clock()
+        outcome = live(run_index)
+        if isinstance(outcome, Restart):
+            continue
+        if outcome is None:
+            return None
+        num_paid += failures.is_paid(outcome)
+        num_in_a_row = 1 if clock() - began > _LONG_LIFE_S else num_in_a_row + 1
+        budget = attempt.context.max_worker_failures
+        will_restart = failures.should_restart(outcome, num_paid, budget)
+        will_restart &= outcome.reason not in attempt.context.end_on
+        _tell(attempt.writer, run_index, outcome, will_restart)
+        if not will_restart:
+            return outcome
+        wait(failures.restart_delay_s(num_in_a_row))
+    raise AssertionError("counting does not end")
+
+
+def _tell(writer: EventWriter, run_index: int, failure: Failure, will_restart: bool) -> None:
+    if failure.reason not in failures.RESTARTABLE:
+        return
+    writer.write(
+        events.WorkersLost(
+            time=time.time(),
+            run_index=run_index,
+            reason=failure.reason,
+            message=failure.message,
+            will_restart=will_restart,
+            evidence=dict(failure.evidence),
+        )
+    )

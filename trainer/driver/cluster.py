@@ -1,0 +1,163 @@
+"""What the Ray cluster offers a job: its hosts and the workers that each has room for.
+
+Ray is imported late, so that a faulty spec is reported seconds sooner without it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import time
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.protocol import events
+from trainer.protocol.outbox import EventWriter
+from trainer.spec.job import JobSpec
+
+logger = logging.getLogger(__name__)
+_CONNECT_TIMEOUT_S = 10.0
+_NO_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True)
+class Host:
+    """A live host: `num_slots` workers of the job fit when it is empty, `num_free` more do now.
+
+    `address` is what tells hosts apart; `node_id` is Ray's. `memory_bytes` is what Ray may use.
+    """
+
+    address: str
+    num_slots: int
+    num_free: int
+    node_id: str = ""
+    memory_bytes: int = 0
+    is_draining: bool = False
+
+
+def demand_per_worker(spec: JobSpec, use_gpu: bool) -> dict[str, float]:
+    """Ray resources of one worker."""
+    return {"CPU": spec.resources.cpus_per_worker} | ({"GPU": 1.0} if use_gpu else {})
+
+
+def wants_gpu(spec: JobSpec, *, may_grow: bool = False) -> bool:
+    """Whether to train on GPUs: as asked, or when the cluster has one for every worker.
+
+    Of one that `may_grow` by itself the others are taken to be like those that are there.
+    """
+    import ray
+
+    if spec.resources.device != "auto":
+        return spec.resources.device == "cuda"
+    num_gpus = ray.cluster_resources().get("GPU", 0)
+    return num_gpus >= (1 if may_grow else spec.parallelism.min_workers)
+
+
+def read_hosts(demand: Mapping[str, float]) -> list[Host]:
+    """Live hosts by address, with room for workers of `demand` each."""
+    import ray
+    from ray._private.state import available_resources_per_node, state
+
+    free = available_resources_per_node()
+    return hosts_of(ray.nodes(), free, state.get_draining_nodes(), demand)
+
+
+def hosts_of(
+    nodes: Iterable[Mapping[str, Any]],
+    free: Mapping[str, Mapping[str, float]],
+    draining: Collection[str],
+    demand: Mapping[str, float],
+) -> list[Host]:
+    """`read_hosts` from what Ray says of its nodes; `free` and `draining` go by node id."""
+    live = [node for node in nodes if node["Alive"]]
+    found = (
+        Host(
+            address=node["NodeManagerAddress"],
+            num_slots=num_that_fit(demand, node["Resources"]),
+            num_free=num_that_fit(demand, free.get(node["NodeID"], {})),
+            node_id=node["NodeID"],
+            memory_bytes=int(node["Resources"].get("memory", 0)),
+            is_draining=node["NodeID"] in draining,
+        )
+        for node in live
+    )
+    return sorted(found, key=lambda host: host.address)
+
+
+def num_that_fit(demand: Mapping[str, float], resources: Mapping[str, float]) -> int:
+    """How many workers of `demand` each fit into `resources`."""
+    # Ray counts in ten-thousandths, so a float may lie a hair below the whole number meant.
+    fits = (
+        int(resources.get(name, 0.0) / amount + 1e-6)
+        for name, amount in demand.items()
+        if amount > 0
+    )
+    return min(fits, default=_NO_LIMIT)
+
+
+def shortage(
+    demand_per_worker: Mapping[str, float], num_workers: int, cluster: Mapping[str, float]
+) -> str | None:
+    """What a cluster of that size lacks for the job, in a sentence; None when all fits."""
+    lacks = [
+        f"{num_workers * amount:g} {name} (the cluster has {cluster.get(name, 0):g})"
+        for name, amount in demand_per_worker.items()
+        if num_workers * amount > cluster.get(name, 0)
+    ]
+    if not lacks:
+        return None
+    return (
+        f"{num_workers} workers need {' and '.join(lacks)}: waiting until the cluster grows; "
+        "else cancel, and lower parallelism.workers or resources.cpus_per_worker"
+    )
+
+
+def note_shortage(spec: JobSpec, writer: EventWriter) -> None:
+    """Say so in the timeline when the fewest workers do not fit: they then wait in silence."""
+    import ray
+
+    num_workers = spec.parallelism.min_workers
+    lack = shortage(demand_per_worker(spec, wants_gpu(spec)), num_workers, ray.cluster_resources())
+    if lack:
+        writer.write(events.Note(time=time.time(), level="warning", message=lack))
+
+
+def cluster_answers() -> bool:
+    """Whether somebody listens at the cluster's address (GCS)."""
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S):
+            return True
+    except OSError:
+        return False
+
+
+def kill_on(host: Host, pids: Collection[int]) -> None:
+    """SIGKILL workers of ours on `host`, stopped ones too; does not wait, and may fail silently.
+
+    For workers that nobody waits for any more: a coordinator keeps them out in any case.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    logger.warning("killing processes %s on %s", sorted(pids), host.address)
+    pinned = NodeAffinitySchedulingStrategy(host.node_id, soft=False)
+    task: Any = ray.remote(kill_workers)
+    options = {"num_cpus": 0, "max_retries": 0, "scheduling_strategy": pinned}
+    task.options(**options).remote(sorted(pids))
+
+
+def kill_workers(pids: Iterable[int]) -> None:
+    """SIGKILL those of `pids` that are Ray workers: another process may have the number by now."""
+    for pid in pids:
+        try:
+            if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError):
+            continue

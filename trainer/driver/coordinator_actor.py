@@ -1,0 +1,113 @@
+"""The coordinator as a Ray actor on the driver's node, and the driver's hand on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from trainer.data.inputs import on_this_node
+from trainer.data.reader import lease_windows, open_source
+from trainer.driver.attempt import Attempt
+from trainer.driver.process_log import start_log
+from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
+from trainer.elastic.coordinator.server import CoordinatorActor, CoordinatorConfig, LeasedRows
+from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.worker_config import ACTOR_NAMESPACE
+from trainer.spec.job import JobSpec
+
+logger = logging.getLogger(__name__)
+_ANSWER_S = 2.0
+_START_S = 60.0
+_NODE_ID_LABEL = "ray.io/node-id"
+
+
+def coordinator_config(attempt: Attempt, host: str) -> CoordinatorConfig:
+    """The configuration of a coordinator that listens at `host`; raises a `DataError`."""
+    spec, context = attempt.spec, attempt.context
+    return CoordinatorConfig(
+        policy=MembershipPolicy.of(spec, spec.parallelism.num_replicas),
+        rows=leased_rows(spec),
+        host=host,
+        attempt_dir=context.files.root,
+    )
+
+
+def leased_rows(spec: JobSpec) -> LeasedRows:
+    """The rows of a run, leased by the sync interval of one group; raises a `DataError`."""
+    spec = on_this_node(spec)
+    data, training, parallelism = spec.data, spec.training, spec.parallelism
+    source = open_source(spec, Path(data.path) / data.split.train)
+    rows_per_step = parallelism.world_size * data.batch_size
+    return LeasedRows(
+        num_rows=source.num_rows,
+        epochs=training.epochs,
+        rows_per_lease=parallelism.sync.every_steps * parallelism.group_size * data.batch_size,
+        max_rows=None if training.max_steps is None else training.max_steps * rows_per_step,
+        windows=lease_windows(source, spec),
+    )
+
+
+class LoggedCoordinator(CoordinatorActor):
+    """The coordinator of an actor process, whose log lies with those of the ranks."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        if config.attempt_dir is not None:
+            start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
+        super().__init__(config)
+        logger.info("the coordinator listens at %s", self.address())
+
+
+class RayCoordinator:
+    """A `Coordinator` (`trainer.driver.group_runner`) that ends with the driver."""
+
+    address: str | None = None
+
+    def __init__(self, attempt: Attempt, run_index: int) -> None:
+        """Start it and wait until it listens; raises a Ray error when it does not."""
+        import ray
+        import ray.util
+
+        self.actor_name: str | None = f"coordinator-{attempt.context.attempt_id}-{run_index}"
+        config = coordinator_config(attempt, ray.util.get_node_ip_address())
+        actor_class: Any = ray.remote(LoggedCoordinator)
+        self._actor = actor_class.options(
+            name=self.actor_name,
+            namespace=ACTOR_NAMESPACE,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=8,
+            label_selector={_NODE_ID_LABEL: ray.get_runtime_context().get_node_id()},
+        ).remote(config)
+        ray.get(self._actor.address.remote(), timeout=_START_S)
+
+    def status(self) -> CoordinatorStatus | None:
+        """Everything it knows; None, which means nothing, when it did not answer."""
+        import ray
+        from ray.exceptions import RayError
+
+        try:
+            status: CoordinatorStatus = ray.get(self._actor.status.remote(), timeout=_ANSWER_S)
+        except RayError as error:
+            logger.warning("the coordinator does not answer: %s", error)
+            return None
+        return status
+
+    def expect(self, groups: Collection[int]) -> None:
+        """Begin when these groups are there."""
+        self._actor.expect.remote(list(groups))
+
+    def retire(self, group: int, cause: str) -> None:
+        """Let a group go after the next sync."""
+        self._actor.retire.remote(group, cause)
+
+    def drop(self, group: int, incarnation: int, reason: str) -> None:
+        """This life of a group is lost."""
+        self._actor.drop.remote(group, reason, incarnation)
+
+    def stop(self) -> None:
+        """End the actor for good."""
+        import ray
+
+        ray.kill(self._actor, no_restart=True)

@@ -1,0 +1,557 @@
+"""Losses of groups within one life of a job: backoff, the job's own faults, and bad hosts.
+
+Every group is a TorchTrainer of its own in a thread of the driver; what joins them is a coordinator
+(`trainer.elastic.coordinator.server`), which also says who trains. The supervisor compares what is
+there with what the job wants, starts what is missing and lets go of what is too much; which group
+belongs where is decided in `trainer.driver.group_placement`. A poll that is not answered means
+nothing.
+
+A life of the whole job ends when training is complete, when an error would only come back, or when
+no group is left that holds what was trained since the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent import futures
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from trainer import failures
+from trainer.coordination.detection import Exclusion, HostPolicy, HostRecord
+from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt
+from trainer.driver.cluster import Host
+from trainer.driver.group_placement import (
+    Action,
+    GroupPhase,
+    GroupPolicy,
+    PlacedGroup,
+    Retire,
+    Start,
+    View,
+    decide,
+    need_of,
+)
+from trainer.driver.ray_train import TrainLoop, TrainRun, ray_train_loop
+from trainer.elastic.coordinator.interface import CoordinatorStatus, Departure, GroupStatus
+from trainer.failures import Failure
+from trainer.protocol import events, requests
+from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
+from trainer.protocol.worker_config import GroupConfig
+
+_WINDOW_S = 60.0
+# Where a group ran cannot be to blame for these.
+_NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
+
+
+@dataclass
+class FailureTracker:
+    """What was lost so far. `max_suspicious` errors that may lie in the job itself are let pass.
+
+    `last` is the newest failure; no group starts before `may_start_at`.
+    """
+
+    record: HostRecord
+    max_suspicious: int
+    last: Failure | None = None
+    may_start_at: float = 0.0
+    _num_suspicious: int = 0
+    _times: deque[float] = field(default_factory=deque)
+
+    def add(self, failure: Failure, hosts: Collection[str], now: float) -> list[Exclusion]:
+        """Count a lost group, which ran on `hosts`; those that are left out from now on."""
+        self.last = failure
+        self._times.append(now)
+        while self._times[0] < now - _WINDOW_S:
+            self._times.popleft()
+        delay_s = failures.restart_delay_s(len(self._times))
+        self.may_start_at = max(self.may_start_at, now + delay_s)
+        if failure.reason not in failures.RESTARTABLE - _NOT_OF_HOSTS:
+            return []
+        guilty = failure.evidence.get("host")
+        found = [self.record.fail(each, now) for each in ({guilty} if guilty else set(hosts))]
+        return [exclusion for exclusion in found if exclusion]
+
+    def learn(self, failure: Failure) -> None:
+        """Take the last word of workers that were given up before: it may say more."""
+        self.last = failures.explain([failure, *([self.last] if self.last else [])])
+
+    def is_fatal(self, failure: Failure) -> bool:
+        """Whether a group's own last word ends the job; counts it."""
+        self._num_suspicious += failures.is_suspicious(failure)
+        return not failures.should_replace(failure, self._num_suspicious, self.max_suspicious)
+
+
+# One life of one sharding group as the driver sees it, and the ports that a supervisor needs.
+
+
+class Coordinator(Protocol):
+    """The coordinator of one life of the job's groups; no call raises or waits for long."""
+
+    @property
+    def actor_name(self) -> str | None:
+        """Name of its Ray actor."""
+
+    @property
+    def address(self) -> str | None:
+        """Where it listens (host:port), if it is no Ray actor."""
+
+    def status(self) -> CoordinatorStatus | None:
+        """Everything it knows; None, which means nothing, when it did not answer."""
+
+    def expect(self, groups: Collection[int]) -> None:
+        """Begin when these groups are there."""
+
+    def retire(self, group: int, cause: str) -> None:
+        """Let a group go after the next sync."""
+
+    def drop(self, group: int, incarnation: int, reason: str) -> None:
+        """This life of a group is lost."""
+
+    def stop(self) -> None:
+        """End it."""
+
+
+class Cluster(Protocol):
+    """Hosts, and a hand on their processes."""
+
+    def read_hosts(self) -> list[Host]:
+        """Live hosts by address."""
+
+    def kill_on(self, host: Host, pids: Collection[int]) -> None:
+        """SIGKILL processes of ours on a host, without waiting."""
+
+
+@dataclass
+class GroupRun:
+    """A life of a group: `hosts` has the host of each rank, `future` becomes how it ended.
+
+    `pids` go by host, once the coordinator knows them; it `is_known` then. `was_current` stays true
+    when the group was current once. `leave_cause` is why it was asked to leave, `lost_at` when it
+    was given up.
+    """
+
+    group: int
+    incarnation: int
+    hosts: tuple[str, ...]
+    future: Future[Failure | None]
+    is_known: bool = False
+    was_current: bool = False
+    is_leaving: bool = False
+    leave_cause: str | None = None
+    lost_at: float | None = None
+    is_killed: bool = False
+    pids: dict[str, set[int]] = field(default_factory=dict)
+
+    @property
+    def life(self) -> tuple[int, int]:
+        """(group, incarnation)."""
+        return self.group, self.incarnation
+
+    @property
+    def name(self) -> str:
+        """How people are told of it."""
+        again = f", life {self.incarnation + 1}" if self.incarnation else ""
+        return f"group {self.group} on {', '.join(sorted(set(self.hosts)))}{again}"
+
+    @property
+    def placed(self) -> PlacedGroup:
+        """As the policy wants to see it."""
+        phase: GroupPhase = "training" if self.was_current else "starting"
+        return PlacedGroup(self.group, self.hosts, "leaving" if self.is_leaving else phase)
+
+    def take(self, status: GroupStatus) -> None:
+        """Learn what the coordinator knows of this life."""
+        self.is_known = True
+        self.was_current |= status.standing == "current"
+        self.is_leaving |= status.leave_cause is not None
+        for rank in status.ranks:
+            self.pids.setdefault(rank.host, set()).add(rank.pid)
+
+
+def with_unseen_taken(hosts: Sequence[Host], runs: Iterable[GroupRun]) -> list[Host]:
+    """The hosts without the room of groups that start, which the cluster may still call free."""
+    taken = Counter(host for run in runs if not run.is_known for host in run.hosts)
+    return [replace(host, num_free=max(0, host.num_free - taken[host.address])) for host in hosts]
+
+
+# How long something has been lacking.
+
+
+@dataclass
+class ShortageTimer:
+    """Whether something has been lacking for `grace_s`; says so once."""
+
+    grace_s: float
+    _since: float | None = None
+    _is_told: bool = False
+
+    def lasts(self, is_short: bool, now: float) -> bool:
+        """Whether the time has come to tell."""
+        if not is_short:
+            self._since, self._is_told = None, False
+            return False
+        self._since = now if self._since is None else self._since
+        is_due = not self._is_told and now - self._since >= self.grace_s
+        self._is_told |= is_due
+        return is_due
+
+
+# The failure domain `replica_group`: keeps the sharding groups of a job alive, each by itself.
+
+logger = logging.getLogger(__name__)
+_KILL_AFTER_S = 2.0
+_LAST_WORDS_S = 10.0
+
+
+@dataclass(frozen=True)
+class RunnerConfig:
+    """What stays the same over all lives of an attempt's groups. Times are in seconds.
+
+    `launch` starts the workers of one group, each of which runs `loop`; its result is their end.
+    """
+
+    attempt: Attempt
+    cluster: Cluster
+    launch: Callable[[TrainRun], futures.Future[Failure | None]]
+    loop: TrainLoop = ray_train_loop
+    poll_s: float = 0.5
+    end_grace_s: float = 60.0
+    kill_grace_s: float = 5.0
+    clock: Callable[[], float] = time.time
+    wait: Callable[[float], None] = time.sleep
+
+
+@dataclass
+class GroupRunner:
+    """All lives of the groups of one attempt; what is known of hosts outlives each of them."""
+
+    setting: RunnerConfig
+    start_coordinator: Callable[[int], Coordinator]
+
+    def __post_init__(self) -> None:
+        recovery = self.setting.attempt.spec.recovery
+        self._record = HostRecord(
+            HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s),
+            self.setting.attempt.context.avoided_hosts,
+        )
+
+    def live(self, run_index: int) -> Failure | None:
+        """One life of all groups, with a coordinator of its own."""
+        coordinator = self.start_coordinator(run_index)
+        life = GroupRunLoop(self.setting, coordinator, self._record, run_index)
+        try:
+            while (ended := life.tick()) is None:
+                self.setting.wait(self.setting.poll_s)
+            life.close(ended)
+        finally:
+            coordinator.stop()
+        return ended.failure
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A life of the job is over; without `failure` training is complete."""
+
+    failure: Failure | None = None
+
+
+@dataclass
+class GroupRunLoop:
+    """One life of all groups: from the seed or a checkpoint until none is left, or all is done."""
+
+    setting: RunnerConfig
+    coordinator: Coordinator
+    record: HostRecord
+    run_index: int
+    runs: dict[int, GroupRun] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        attempt = self.setting.attempt
+        parallelism, recovery = attempt.spec.parallelism, attempt.spec.recovery
+        size = parallelism.group_size
+        self._policy = GroupPolicy(
+            group_size=size,
+            least=max(parallelism.min_workers // size, 1),
+            most=parallelism.num_replicas,
+            must_spread=parallelism.survive is not None,
+        )
+        self._requests = ResizeRequests(attempt.context.files)
+        self._casualties = FailureTracker(self.record, attempt.context.max_worker_failures)
+        self._zombies: list[GroupRun] = []
+        self._next_incarnations: dict[int, int] = defaultdict(int)
+        self._has_trained = self._has_finished = self._is_pausing = False
+        self._shortage = ShortageTimer(recovery.start_grace_s)
+        self._emptiness = ShortageTimer(recovery.start_grace_s)
+        self._size: int | None = None
+        self._resize_cause = ""
+
+    def tick(self) -> Ended | None:
+        """Look once and act; how the life ended, if it did. Raises `Evicted`."""
+        status = self.coordinator.status()
+        if status:
+            self._take_status(status)
+            if status.failure:
+                return Ended(Failure(status.failure.reason, status.failure.message))
+        failure = self._take_ends()
+        if self._has_finished:
+            return Ended()
+        if failure:
+            return Ended(failure)
+        if self._is_nobody_left():
+            return self._last_words()
+        # A pause once seen ends the attempt: nobody tells the leader that it need not save.
+        if self._is_pausing or self.setting.attempt.context.is_pause_wanted:
+            return self._pause()
+        return self._keep_up()
+
+    def _pause(self) -> Ended | None:
+        """Let the leader save for all; the life ends when it has. Nobody starts meanwhile."""
+        if self.setting.attempt.room:
+            # Whom the job makes way for may wait for that very room, and a save takes its time.
+            self.setting.attempt.room.close()
+        if not self._has_trained:
+            return Ended(PAUSED_EARLY)
+        files = self.setting.attempt.context.files
+        if not self._is_pausing:
+            self._is_pausing = True
+            request = StopRequest(run_index=self.run_index, cause=failures.PAUSED)
+            requests.ask(files, request)
+        return Ended(PAUSED) if requests.has_stopped(files, self.run_index) else None
+
+    def _take_status(self, status: CoordinatorStatus) -> None:
+        """Learn from the coordinator who is there, and whom it lost or let go."""
+        self._has_finished = status.has_finished
+        for group in status.groups:
+            run = self._run_of(group.group, group.incarnation)
+            if run:
+                run.take(group)
+                self._has_trained |= run.was_current
+                if run.leave_cause and group.leave_cause is None:
+                    # A coordinator that was started again does not know of the wish.
+                    self.coordinator.retire(run.group, run.leave_cause)
+        for departure in status.departures:
+            run = self._run_of(departure.group, departure.incarnation)
+            if run and departure.is_lost:
+                self._lose(run, failure_of(departure, run.hosts))
+            elif run:
+                run.is_leaving = True
+
+    def _run_of(self, group: int, incarnation: int) -> GroupRun | None:
+        run = self.runs.get(group)
+        return run if run and run.incarnation == incarnation else None
+
+    def _take_ends(self) -> Failure | None:
+        """Bury the groups whose workers have ended; a failure among theirs that ends the job."""
+        fatal = None
+        for run in [*self.runs.values(), *self._zombies]:
+            if run.future.done():
+                fatal = self._bury(run, run.future.result()) or fatal
+            elif run.lost_at and self.setting.clock() - run.lost_at > _KILL_AFTER_S:
+                self._kill(run)
+        return fatal
+
+    def _bury(self, run: GroupRun, failure: Failure | None) -> Failure | None:
+        """Take the last word of a group's workers; the failure if it ends the job."""
+        if failure and not run.lost_at and not self._has_finished:
+            self._lose(run, failure)
+        elif failure and run.lost_at:
+            self._casualties.learn(failure)
+        self._zombies = [zombie for zombie in self._zombies if zombie is not run]
+        if self.runs.get(run.group) is run:
+            del self.runs[run.group]
+        if failure is None or run.is_killed or self._has_finished:
+            return None
+        self._note("warning", f"{run.name} ended: {failure.reason}: {failure.message}")
+        return failure if self._casualties.is_fatal(failure) else None
+
+    def _lose(self, run: GroupRun, failure: Failure) -> None:
+        """Give a life of a group up. Workers that are still there are fenced, and killed soon."""
+        run.lost_at = self.setting.clock()
+        del self.runs[run.group]
+        self._zombies.append(run)
+        self._resize_cause = failure.reason
+        self.coordinator.drop(run.group, run.incarnation, failure.reason)
+        for exclusion in self._casualties.add(failure, run.hosts, run.lost_at):
+            self._write(
+                events.HostExcluded(
+                    time=time.time(),
+                    host=exclusion.host,
+                    num_failures=exclusion.num_failures,
+                    until=exclusion.until,
+                )
+            )
+
+    def _kill(self, run: GroupRun) -> None:
+        """SIGKILL the workers of a life that does not count any more, once."""
+        if run.is_killed:
+            return
+        run.is_killed = True
+        hosts = {host.address: host for host in self.setting.cluster.read_hosts()}
+        for address, pids in run.pids.items():
+            if address in hosts:
+                self.setting.cluster.kill_on(hosts[address], pids)
+
+    def _is_nobody_left(self) -> bool:
+        """Whether no group is left to go on from.
+
+        Either all those are gone that held what was trained, or none of the first ones came up.
+        """
+        if self._has_trained:
+            return not any(run.was_current for run in self.runs.values())
+        last = self._casualties.last
+        return last is not None and not self.runs and last.reason != failures.NO_ROOM
+
+    def _last_words(self) -> Ended | None:
+        """The end of a life with nobody left, once it is known what they died of, or not soon."""
+        now = self.setting.clock()
+        if any(now - (run.lost_at or now) < _LAST_WORDS_S for run in self._zombies):
+            return None
+        last = self._casualties.last
+        last = last or Failure(failures.WORKERS_LOST, "all groups ended before the training")
+        live_hosts = {host.address for host in self.setting.cluster.read_hosts()}
+        return Ended(failures.with_lost_host(last, live_hosts))
+
+    def _keep_up(self) -> Ended | None:
+        """Start and retire groups, as the policy says; ends a life that has no room for any."""
+        request = self._requests.poll()
+        actions = decide(self._policy, self._view(request, self.setting.cluster.read_hosts()))
+        starts = [action for action in actions if isinstance(action, Start)]
+        is_first = not self._next_incarnations
+        if is_first and len(starts) < self._policy.least:
+            actions = []
+        elif is_first:
+            self.coordinator.expect([start.group for start in starts])
+        self._act(actions, request)
+        self._seek_room(request)
+        self._tell_size(request, is_steady=not actions)
+        return self._mind_shortage()
+
+    def _seek_room(self, request: ResizeRequest) -> None:
+        """Ask the autoscaler for what is missing; after a loss once it is known what is left."""
+        room = self.setting.attempt.room
+        if room and self.setting.clock() >= self._casualties.may_start_at:
+            hosts = room.read_free_hosts()
+            room.seek(need_of(self._policy, self._view(request, hosts)), hosts)
+
+    def _view(self, request: ResizeRequest, hosts: Sequence[Host]) -> View:
+        now = self.setting.clock()
+        num_groups = sum(not run.is_leaving for run in self.runs.values())
+        wanted = request.wanted_beside(num_groups * self._policy.group_size)
+        return View(
+            hosts=with_unseen_taken(hosts, self.runs.values()),
+            groups=[run.placed for run in self.runs.values()],
+            target=self._policy.target(wanted),
+            drained=request.drain_hosts,
+            excluded=self.record.excluded(now),
+            may_start=now >= self._casualties.may_start_at,
+        )
+
+    def _act(self, actions: list[Action], request: ResizeRequest) -> None:
+        for action in actions:
+            if isinstance(action, Start):
+                self._start(action)
+            elif self.runs[action.group].is_known:
+                self._retire(action, request)
+            # One that the coordinator does not know yet is told as soon as it does.
+
+    def _start(self, start: Start) -> None:
+        incarnation = self._next_incarnations[start.group]
+        self._next_incarnations[start.group] += 1
+        attempt, coordinator = self.setting.attempt, self.coordinator
+        group = GroupConfig(start.group, incarnation, coordinator.actor_name, coordinator.address)
+        node_ids = {host.address: host.node_id for host in self.setting.cluster.read_hosts()}
+        run = TrainRun(
+            attempt.config(self.run_index, group),
+            len(start.hosts),
+            use_gpu=attempt.use_gpu,
+            node_ids=tuple(node_ids.get(address, "") for address in start.hosts),
+            waits_for_room=False,
+            loop=self.setting.loop,
+        )
+        if attempt.room:
+            attempt.room.give(run.node_ids)
+        future = self.setting.launch(run)
+        self.runs[start.group] = GroupRun(start.group, incarnation, start.hosts, future)
+        logger.info("starting %s", self.runs[start.group].name)
+
+    def _retire(self, action: Retire, request: ResizeRequest) -> None:
+        run = self.runs[action.group]
+        run.is_leaving, run.leave_cause = True, action.cause
+        self.coordinator.retire(action.group, action.cause)
+        is_wish = action.cause == "resize" and request.workers is not None
+        self._resize_cause = "request" if is_wish else action.cause
+        logger.info("%s shall leave: %s", run.name, action.cause)
+
+    def _tell_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
+        """Tell of another number of workers once it holds: no group comes or goes."""
+        runs = self.runs.values()
+        is_steady &= all(run.was_current and not run.is_leaving for run in runs)
+        if not runs or not is_steady:
+            return
+        size = len(runs) * self._policy.group_size
+        before, self._size = self._size, size
+        if before is None or size == before:
+            return
+        if size > before:
+            self._resize_cause = "room" if request.workers is None else "request"
+        self._write(
+            events.Resized(
+                time=time.time(),
+                world_size_before=before,
+                world_size=size,
+                cause=self._resize_cause,
+                restarted=False,
+            )
+        )
+
+    def _mind_shortage(self) -> Ended | None:
+        now, size = self.setting.clock(), self._policy.group_size
+        num_groups = sum(not run.is_leaving for run in self.runs.values())
+        is_short = self._shortage.lasts(num_groups < self._policy.least, now)
+        message = (
+            f"the cluster has room for {num_groups} groups of {size} workers each, outside the "
+            f"hosts that are drained or excluded, and the job needs {self._policy.least}"
+        )
+        if self._emptiness.lasts(not self.runs and self.setting.attempt.room is None, now):
+            return Ended(Failure(failures.NO_ROOM, f"{message}; add hosts"))
+        if is_short and self.runs:
+            self._note("warning", f"{message}; training goes on with fewer")
+        elif is_short and self.setting.attempt.room:
+            self._note(
+                "warning",
+                f"there is no room for {self._policy.least} groups of {size} workers each outside "
+                "the hosts that are drained or excluded; the job waits for the autoscaler",
+            )
+        return None
+
+    def close(self, ended: Ended) -> None:
+        """Wait for the workers' own end after a complete training; else, and then, kill them."""
+        runs = [*self.runs.values(), *self._zombies]
+        ends = [run.future for run in runs]
+        if ended.failure is None:
+            futures.wait(ends, self.setting.end_grace_s)
+        for run in runs:
+            if not run.future.done():
+                self._kill(run)
+        futures.wait(ends, self.setting.kill_grace_s)
+
+    def _note(self, level: Literal["info", "warning"], message: str) -> None:
+        logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", message)
+        self._write(events.Note(time=time.time(), level=level, message=message))
+
+    def _write(self, event: events.Event) -> None:
+        self.setting.attempt.writer.write(event)
+
+
+def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
+    """What the coordinator says of a group that it lost, in the words of `trainer.failures`."""
+    reason = failures.HANG if departure.reason == "hang" else failures.WORKERS_LOST
+    evidence = {"coordinator": departure.reason}
+    if len(set(hosts)) == 1:
+        evidence["host"] = hosts[0]
+    return Failure(reason, departure.message, evidence=evidence)

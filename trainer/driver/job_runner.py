@@ -1,0 +1,552 @@
+"""Goodput of the domain `job`, which the driver reckons from what the workers tell.
+
+All workers are one group, and a commit is a checkpoint: what was trained since the newest one is
+lost with the workers. Metrics as in `trainer.elastic.coordinator.goodput`.
+
+All T workers are one group here, which never meets another: of the coordinator only the ears are
+used. A collective that hangs ends by its time-out; this is for what has none, such as a reader on
+storage that does not answer, or a worker that was stopped.
+
+Every life takes as many workers as the bounds and the cluster allow, a multiple of L, and resumes
+from the newest checkpoint, resharded. While it runs the driver looks once a second whether another
+size, or other hosts, would be better; if so it asks the workers to save and stop.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from trainer import failures
+from trainer.coordination.detection import HostPolicy, HostRecord
+from trainer.coordination.messages import WATCH_SILENCE_S
+from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
+from trainer.driver.autoscale import CapacityDemand, CapacityRequest
+from trainer.driver.cluster import Host, kill_on
+from trainer.driver.ray_train import TrainRun
+from trainer.elastic.coordinator.goodput import GoodputMeter, steps_undurable
+from trainer.elastic.coordinator.interface import Departure, MembershipPolicy
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
+from trainer.failures import Failure
+from trainer.protocol import events, requests
+from trainer.protocol.events import (
+    CheckpointCommitted,
+    Event,
+    Metrics,
+    Progress,
+    WorkersStarted,
+    read_record,
+)
+from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
+
+_ALL = 0  # the one group
+_EVERY_S = 10.0
+
+
+@dataclass
+class StreamTail:
+    """The records of a growing stream, as they come."""
+
+    path: Path
+    _offset: int = 0
+
+    def read(self, now: float) -> list[Event]:
+        """Records that were completed since the last call; none while storage is away."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                found = file.read()
+        except OSError:
+            return []
+        complete = found[: found.rfind(b"\n") + 1]
+        self._offset += len(complete)
+        return [read_record(line, now) for line in complete.splitlines()]
+
+
+@dataclass
+class JobGoodput:
+    """Goodput over all lives of an attempt's workers; `now` is Unix time in seconds."""
+
+    write: Callable[[Event], None]
+    step: int = 0
+    durable_step: int = 0
+    _meter: GoodputMeter = field(default_factory=GoodputMeter)
+    _tail: StreamTail | None = None
+    _told_at: float = 0.0
+
+    def begin(self, stream: Path, now: float) -> None:
+        """Workers that write to `stream` are started."""
+        self._meter.start(_ALL, now)
+        self._tail = StreamTail(stream)
+        self._told_at = now
+
+    def look(self, now: float) -> None:
+        """Take in what the workers have told, and tell of it now and then."""
+        for record in self._tail.read(now) if self._tail else []:
+            self._take(record)
+        if now - self._told_at >= _EVERY_S:
+            self._tell(now)
+
+    def end(self, now: float, *, is_lost: bool) -> None:
+        """The workers ended: with a checkpoint, or lost with what they trained since."""
+        self.look(now)
+        if is_lost:
+            self._meter.lose(_ALL, now)
+            self.step = self.durable_step
+        else:
+            self._meter.commit(now)
+        self._tell(now)
+
+    def _take(self, record: Event) -> None:
+        if isinstance(record, WorkersStarted):
+            self.step = self.durable_step = record.resumed_step
+            self._meter.train(_ALL, record.time)
+        elif isinstance(record, Progress):
+            self.step = record.step
+        elif isinstance(record, CheckpointCommitted):
+            self.durable_step = record.step
+            self.step = max(self.step, record.step)
+            self._meter.commit(record.time)
+
+    def _tell(self, now: float) -> None:
+        self._told_at = now
+        values = self._meter.read(now).metrics() | {
+            "risk/steps_undurable": float(steps_undurable(self.step, self.durable_step)),
+            "elastic/groups": float(self._meter.num_training),
+        }
+        self.write(Metrics(time=now, step=self.step, values=values))
+
+
+# The driver hears the heartbeats of workers in the domain `job`: hangs and stragglers.
+
+_REASONS = {"hang": failures.HANG, "silent": failures.HANG}
+
+
+class HangMonitor:
+    """Ears of a driver, for one attempt."""
+
+    def __init__(self, attempt: Attempt, host: str) -> None:
+        """Listen at `host`, under which the workers reach the driver. Raises OSError."""
+        policy = MembershipPolicy.of(attempt.spec, num_groups=1)
+        silence_s = max(WATCH_SILENCE_S, attempt.spec.recovery.heartbeat_timeout_s)
+        self._coordinator = Coordinator(
+            CoordinatorConfig(
+                policy=replace(policy, heartbeat_timeout_s=silence_s),
+                rows=LeasedRows(num_rows=1, epochs=1, rows_per_lease=1),
+                host=host,
+                attempt_dir=attempt.context.files.root,
+                only_watches=True,
+            )
+        )
+        self._pids: dict[str, set[int]] = {}
+        self._run_index = -1
+
+    @property
+    def address(self) -> str:
+        """Where workers send their heartbeats (host:port)."""
+        return self._coordinator.address
+
+    def look(self, run_index: int) -> Failure | None:
+        """What ended life `run_index` although its processes may still be there, if it did."""
+        status = self._coordinator.status()
+        if run_index != self._run_index:
+            self._run_index, self._pids = run_index, {}
+        for group in status.groups:
+            if group.incarnation == run_index:
+                for rank in group.ranks:
+                    self._pids.setdefault(rank.host, set()).add(rank.pid)
+        found = [
+            each
+            for each in status.departures
+            if each.incarnation == run_index and each.reason in _REASONS
+        ]
+        return _failure(found[-1]) if found else None
+
+    def processes(self) -> dict[str, Collection[int]]:
+        """Process ids of the life that was looked at last, by host."""
+        return dict(self._pids)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._coordinator.stop()
+
+
+def _failure(departure: Departure) -> Failure:
+    evidence = {"watch": departure.message}
+    return Failure(_REASONS[departure.reason], departure.message, evidence=evidence)
+
+
+# The failure domain `job`: all workers are one TorchTrainer, which a loss or a resize restarts.
+
+logger = logging.getLogger(__name__)
+_MAX_STARTS_WITHOUT_ROOM = 3
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Legal numbers of workers: multiples of `group_size` from `least` to `most`."""
+
+    group_size: int
+    least: int
+    most: int
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether there is more than one."""
+        return self.least < self.most
+
+    def best(self, room: int, wanted: int | None = None) -> int | None:
+        """The most workers that fit into `room` and are `wanted`; None where too few fit."""
+        limit = self.most if wanted is None else min(max(wanted, self.least), self.most)
+        size = min(limit, room) // self.group_size * self.group_size
+        return size if size >= self.least else None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How many workers to start, and the host of each; Ray places them where that is empty."""
+
+    num_workers: int
+    hosts: tuple[Host, ...] = ()
+
+    @property
+    def addresses(self) -> frozenset[str]:
+        """The hosts in use, as far as they are known."""
+        return frozenset(host.address for host in self.hosts)
+
+
+def plan(
+    bounds: Bounds, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str]
+) -> Plan:
+    """The largest size that fits outside the `avoided` hosts, else the least, for Ray to place.
+
+    A fixed size that nothing constrains is left to Ray, too, which waits for room.
+    """
+    usable = _usable(hosts, avoided)
+    size = bounds.best(sum(host.num_free for host in usable), wanted)
+    if size is None:
+        return Plan(bounds.least)
+    if not bounds.is_elastic and len(usable) == len(hosts):
+        return Plan(size)
+    return Plan(size, _filled(usable, size))
+
+
+def _usable(hosts: Sequence[Host], avoided: Collection[str]) -> list[Host]:
+    return [host for host in hosts if not host.is_draining and host.address not in avoided]
+
+
+def need_of(
+    bounds: Bounds,
+    now: Plan,
+    hosts: Sequence[Host],
+    wanted: int | None,
+    avoided: Collection[str] = (),
+) -> CapacityDemand:
+    """What workers that run as `now` says (0: none) lack, for an autoscaler.
+
+    `hosts` have no room that it holds already.
+    """
+    usable, size = _usable(hosts, avoided), bounds.group_size
+    kept_away = frozenset(host.address for host in hosts if host not in usable)
+    staying = [each for each in now.hosts if each.address not in kept_away]
+    room = len(staying) if now.hosts else now.num_workers
+    room += sum(host.num_free for host in usable)
+    least = -(-bounds.least // size) * size
+    target = max(bounds.best(bounds.most, wanted) or 0, least)
+    has = min(room // size * size, target)
+    num_missing = (target - has) // size
+    return CapacityDemand(
+        has, target, least, (CapacityRequest(size, avoided=kept_away),) * num_missing
+    )
+
+
+def _filled(hosts: Sequence[Host], num_workers: int) -> tuple[Host, ...]:
+    """A host for each worker, on as few hosts as possible."""
+    by_room = sorted(hosts, key=lambda host: (-host.num_free, host.address))
+    places = [host for host in by_room for _ in range(host.num_free)]
+    return tuple(places[:num_workers])
+
+
+def cause_to_stop(
+    bounds: Bounds, now: Plan, hosts: Sequence[Host], request: ResizeRequest
+) -> str | None:
+    """Why the running workers should start again, one of `Resized.cause`; None to let them run.
+
+    They leave a host that Ray drains in any case, as they would lose it, and one that people drain
+    where there is room elsewhere.
+    """
+    leaving = {host.address for host in hosts if host.is_draining}
+    avoided = leaving | request.drain_hosts
+    staying = [each for each in now.hosts if each.address not in avoided]
+    num_staying = len(staying) if now.hosts else now.num_workers
+    free = sum(host.num_free for host in hosts if host.address not in avoided)
+    best = bounds.best(num_staying + free, request.wanted_beside(now.num_workers))
+    if leaving & now.addresses or (avoided & now.addresses and best is not None):
+        return "drain"
+    if best is None or best == now.num_workers:
+        return None
+    return "request" if request.workers is not None else "room"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times in seconds: between looks, for a size to prove better, after a start, after a loss.
+
+    A restart costs seconds of training, so growing waits until room has stayed for `steady_s` and
+    the workers have run for `min_life_s`. Where the cluster grows by itself, excluded hosts are
+    taken again when no others have come for `others_s`.
+    """
+
+    poll_s: float = 0.5
+    steady_s: float = 10.0
+    min_life_s: float = 60.0
+    settle_s: float = 5.0
+    others_s: float = 180.0
+
+
+@dataclass
+class JobRunner:
+    """The lives of one attempt's workers. `read_hosts` and `launch` are the cluster."""
+
+    attempt: Attempt
+    read_hosts: Callable[[], list[Host]]
+    launch: Callable[[TrainRun], Future[Failure | None]]
+    pace: Timing = field(default_factory=Timing)
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[float], None] = time.sleep
+    watch: HangMonitor | None = None
+    kill_on: Callable[[Host, Collection[int]], None] = kill_on
+
+    def __post_init__(self) -> None:
+        parallelism, recovery = self.attempt.spec.parallelism, self.attempt.spec.recovery
+        self._bounds = Bounds(
+            parallelism.group_size, parallelism.min_workers, parallelism.world_size
+        )
+        self._requests = ResizeRequests(self.attempt.context.files)
+        self._record = HostRecord(
+            HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s),
+            self.attempt.context.avoided_hosts,
+        )
+        self._goodput = JobGoodput(self.attempt.writer.write)
+        self._size: int | None = None
+        self._cause = ""
+        self._num_without_room = 0
+
+    def live(self, run_index: int) -> Outcome:
+        """One life of the workers."""
+        if self.attempt.context.is_pause_wanted:
+            return PAUSED_EARLY
+        current = self._plan()
+        if current is None:
+            return PAUSED_EARLY
+        self._announce(current.num_workers)
+        run = self._run(run_index, current)
+        self._goodput.begin(self.attempt.context.files.stream_path(run.config.stream), time.time())
+        if self.attempt.room:
+            self.attempt.room.give(run.node_ids)
+        future = self.launch(run)
+        given_up = self._attend(run_index, current, future)
+        failure = future.result()
+        failure = given_up if failure and given_up else failure
+        self._goodput.end(time.time(), is_lost=failure is not None)
+        return self._judge(run_index, failure)
+
+    def _plan(self) -> Plan | None:
+        """Decide on the size, as soon as what the last life held is free again or known lost.
+
+        Where the cluster grows by itself it waits until the fewest workers fit; None if the job is
+        to pause before that.
+        """
+        began = self.clock()
+        until = began + (self.pace.settle_s if self._size is not None else 0.0)
+        is_told = False
+        while True:
+            request, hosts = self._requests.poll(), self.read_hosts()
+            wanted = request.wanted_beside(self._size or 0)
+            avoided = request.drain_hosts | self._record.excluded(time.time())
+            found = plan(self._bounds, hosts, wanted, avoided)
+            is_settled = found.num_workers >= (self._size or 0) or self.clock() >= until
+            if is_settled and not self._must_wait(hosts, wanted, avoided):
+                break
+            if is_settled and self._fits(hosts, wanted):
+                # There would be room, so that nobody may add any.
+                is_told = is_told or self._tell_left_out(hosts, avoided)
+                may_take_all = self.clock() - began >= self.pace.others_s
+                if may_take_all and self._fits(hosts, wanted, request.drain_hosts):
+                    found = plan(self._bounds, hosts, wanted, request.drain_hosts)
+                    break
+            if self.attempt.context.is_pause_wanted:
+                return None
+            self.wait(self.pace.poll_s)
+        if self._num_without_room >= _MAX_STARTS_WITHOUT_ROOM:
+            return Plan(self._bounds.least)
+        return found
+
+    def _must_wait(
+        self, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str]
+    ) -> bool:
+        """Whether the autoscaler has to add room first, for which it is asked."""
+        room = self.attempt.room
+        if room is None:
+            return False
+        free_hosts = room.read_free_hosts()
+        room.seek(need_of(self._bounds, Plan(0), free_hosts, wanted, avoided), free_hosts)
+        return not self._fits(hosts, wanted, avoided)
+
+    def _fits(
+        self, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str] = ()
+    ) -> bool:
+        num_free = sum(host.num_free for host in _usable(hosts, avoided))
+        return self._bounds.best(num_free, wanted) is not None
+
+    def _tell_left_out(self, hosts: Sequence[Host], avoided: Collection[str]) -> bool:
+        left_out = ", ".join(host.address for host in hosts if host.address in avoided)
+        message = (
+            f"the job waits for other hosts than {left_out}: drained, or failed too often; the "
+            f"latter are taken again if none has come in {self.pace.others_s:.0f} s"
+        )
+        self.attempt.writer.write(events.Note(time=time.time(), level="warning", message=message))
+        return True
+
+    def _announce(self, num_workers: int) -> None:
+        if self._size is not None and num_workers != self._size:
+            self.attempt.writer.write(
+                events.Resized(
+                    time=time.time(),
+                    world_size_before=self._size,
+                    world_size=num_workers,
+                    cause=self._cause,
+                    restarted=True,
+                )
+            )
+        self._size = num_workers
+
+    def _run(self, run_index: int, current: Plan) -> TrainRun:
+        attempt = self.attempt
+        if self._bounds.is_elastic:
+            attempt = attempt.with_workers(current.num_workers)
+        config = attempt.config(run_index)
+        if self.watch:
+            config = replace(config, watch_address=self.watch.address)
+        return TrainRun(
+            config,
+            current.num_workers,
+            use_gpu=attempt.use_gpu,
+            node_ids=tuple(host.node_id for host in current.hosts),
+            waits_for_room=not current.hosts,
+        )
+
+    def _attend(
+        self, run_index: int, current: Plan, future: Future[Failure | None]
+    ) -> Failure | None:
+        """Wait for the end of a life; ask the workers to stop when that is better.
+
+        Returns why they were given up, if they were.
+        """
+        given_up: Failure | None = None
+        began = self.clock()
+        better_since: float | None = None
+        is_asked = False
+        while not future.done():
+            self.wait(self.pace.poll_s)
+            self._goodput.look(time.time())
+            given_up = given_up or self._give_up(run_index)
+            is_pausing = self.attempt.context.is_pause_wanted
+            if is_pausing and self.attempt.room:
+                # Whom the job makes way for may wait for that very room, and a save takes time.
+                self.attempt.room.close()
+            if is_asked or future.done():
+                continue
+            if is_pausing:
+                self._stop(run_index, failures.PAUSED)
+                is_asked = True
+                continue
+            self._seek_room(current, is_new=self.clock() - began < self.pace.min_life_s)
+            cause = cause_to_stop(self._bounds, current, self.read_hosts(), self._requests.poll())
+            if cause is None:
+                better_since = None
+                continue
+            better_since = self.clock() if better_since is None else better_since
+            if cause != "room" or self._is_worth_it(began, better_since):
+                self._stop(run_index, cause)
+                is_asked = True
+        return given_up
+
+    def _seek_room(self, current: Plan, *, is_new: bool) -> None:
+        """Ask the autoscaler for what the running workers would grow into."""
+        room = self.attempt.room
+        if room is None:
+            return
+        request = self._requests.poll()
+        hosts = room.read_free_hosts()
+        if is_new:
+            # The workers may not have taken their room yet, and left none there.
+            own = current.addresses
+            hosts = [replace(h, num_free=0) if h.address in own else h for h in hosts]
+        wanted = request.wanted_beside(current.num_workers)
+        # Excluded hosts that the workers are on were taken as there were no others.
+        excluded = self._record.excluded(time.time()) - current.addresses
+        avoided = request.drain_hosts | excluded
+        room.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
+
+    def _give_up(self, run_index: int) -> Failure | None:
+        """Why the workers are lost although nobody else noticed; they are killed then."""
+        failure = self.watch.look(run_index) if self.watch else None
+        if self.watch and failure:
+            hosts = {host.address: host for host in self.read_hosts()}
+            for address, pids in self.watch.processes().items():
+                if address in hosts:
+                    self.kill_on(hosts[address], pids)
+        return failure
+
+    def _is_worth_it(self, began: float, better_since: float) -> bool:
+        now = self.clock()
+        is_steady = now - better_since >= self.pace.steady_s
+        return is_steady and now - began >= self.pace.min_life_s
+
+    def _stop(self, run_index: int, cause: str) -> None:
+        logger.info("asking the workers to save and stop: %s", cause)
+        requests.ask(self.attempt.context.files, StopRequest(run_index=run_index, cause=cause))
+        self._cause = cause
+
+    def _judge(self, run_index: int, failure: Failure | None) -> Outcome:
+        if failure is None:
+            self._num_without_room = 0
+            if not requests.has_stopped(self.attempt.context.files, run_index):
+                return None
+            return PAUSED if self._cause == failures.PAUSED else Restart()
+        if failure.reason == failures.NO_ROOM:
+            self._cause = failure.reason
+            self._num_without_room += 1
+            return Restart()
+        self._num_without_room = 0
+        failure = self._look_after(failure)
+        self._cause = failure.reason
+        self._blame(failure.evidence.get("host"))
+        return failure
+
+    def _look_after(self, failure: Failure) -> Failure:
+        """The failure, as a lost host if the cluster notices soon that it is one."""
+        until = self.clock() + self.pace.settle_s
+        while failure.is_death and failure.reason == failures.WORKERS_LOST:
+            failure = failures.with_lost_host(failure, {h.address for h in self.read_hosts()})
+            if self.clock() >= until:
+                break
+            self.wait(self.pace.poll_s)
+        return failure
+
+    def _blame(self, host: str | None) -> None:
+        exclusion = self._record.fail(host, time.time()) if host else None
+        if exclusion:
+            self.attempt.writer.write(
+                events.HostExcluded(
+                    time=time.time(),
+                    host=exclusion.host,
+                    num_failures=exclusion.num_failures,
+                    until=exclusion.until,
+                )
+            )

@@ -1,0 +1,482 @@
+"""From the spec as it was submitted to what an attempt trains: table sizes, layout, room for it.
+
+    python -m trainer.driver      with the SHARDLOOM_* variables that `DriverContext` reads
+
+It checks versions and data, chooses the layout, and keeps the workers alive: all of them as one
+(`trainer.driver.job_runner`) or each sharding group by itself (`trainer.driver.group_runner`), as
+the layout's failure domain says. It posts the outbox to the service. Its last record says why the
+attempt ended; its exit code is 0 only when training completed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from trainer import failures
+from trainer.data.inputs import resolve_inputs
+from trainer.driver.attempt import (
+    PAUSED_EARLY,
+    Attempt,
+    DriverContext,
+    Outcome,
+    SecretsUnavailable,
+    fetch_secrets,
+    run_with_restarts,
+    secret_names,
+)
+from trainer.driver.autoscale import (
+    CapacityDemand,
+    CapacityManager,
+    CapacityRequest,
+    RayAutoscaler,
+    hosts_to_come,
+)
+from trainer.driver.cluster import (
+    Host,
+    demand_per_worker,
+    kill_on,
+    note_shortage,
+    read_hosts,
+    wants_gpu,
+)
+from trainer.driver.preload import share_environment
+from trainer.driver.process_log import start_log
+from trainer.driver.ray_train import Evicted, launch
+from trainer.driver.run_lock import hold_run
+from trainer.errors import DataError, StorageError, StorageRefusedError
+from trainer.export.requests import export_on_success
+from trainer.failures import Failure
+from trainer.layout.choice import Choice, choose, need_of
+from trainer.layout.layout import LayoutError
+from trainer.protocol import events
+from trainer.protocol.outbox import EventWriter, OutboxPoster
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.versions import check_versions, installed_versions
+from trainer.sinks.manager import NO_SINKS, Sinks, open_sinks
+from trainer.spec import load_spec
+from trainer.spec.base import SpecError
+from trainer.spec.job import JobSpec
+
+_POLL_S = 1.0
+
+
+def prepare_spec(context: DriverContext, warn: Callable[[str], None]) -> JobSpec:
+    """The attempt's spec with table sizes taken from the data; raises SpecError or DataError.
+
+    `warn` is told what the data lacks, though the attempt can do without.
+    """
+    spec = load_spec(context.files.spec_path.read_text())
+    return resolve_inputs(spec, warn)
+
+
+class NoLayout(Exception):
+    """No layout that the job asks for can be had; `failure` says why."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+def choose_layout(
+    spec: JobSpec,
+    read_hosts: Callable[[], Sequence[Host]],
+    tell: Callable[[str], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> Choice | None:
+    """The layout for the hosts that there are; None where it is given and waits for room itself.
+
+    A layout that only lacks room is waited for (`tell` says so once) as long as groups wait for
+    each other at the start. Raises `NoLayout`.
+    """
+    needs_choice = not spec.parallelism.is_resolved or spec.parallelism.survive is not None
+    grace_s = spec.recovery.start_grace_s
+    waited_s = 0.0
+    while True:
+        hosts = read_hosts()
+        try:
+            return choose_on(spec, hosts)
+        except LayoutError as error:
+            if not needs_choice:
+                return None
+            reason = failures.NO_ROOM if is_possible(spec, hosts) else failures.BAD_SPEC
+            if reason == failures.BAD_SPEC or waited_s >= grace_s:
+                raise NoLayout(Failure(reason, str(error))) from None
+            if not waited_s:
+                tell(f"{error}; waiting up to {grace_s:.0f} s for more")
+        wait(_POLL_S)
+        waited_s += _POLL_S
+
+
+def await_host(
+    spec: JobSpec,
+    context: DriverContext,
+    room: CapacityManager,
+    wait: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait until there is a host for a worker, where layout or device depend on the hosts.
+
+    The autoscaler is asked for one; those that follow are taken to be like it. Raises `NoLayout`
+    where the job is to pause first.
+    """
+    parallelism = spec.parallelism
+    is_layout_given = parallelism.is_resolved and parallelism.survive is None
+    if is_layout_given and spec.resources.device != "auto":
+        return
+    while not any(host.num_slots for host in room.read_hosts()):
+        room.seek(CapacityDemand(0, 1, 1, (CapacityRequest(1),)), room.read_free_hosts())
+        if context.is_pause_wanted:
+            raise NoLayout(PAUSED_EARLY)
+        wait(_POLL_S)
+
+
+def choose_on(spec: JobSpec, hosts: Sequence[Host]) -> Choice:
+    """The best layout on these hosts, were they empty; raises `LayoutError`."""
+    usable = [host for host in hosts if host.num_slots and not host.is_draining]
+    return choose(need_of(spec, [host.num_slots for host in usable], _worker_bytes(spec, usable)))
+
+
+def _worker_bytes(spec: JobSpec, hosts: Sequence[Host]) -> int | None:
+    """Memory of the poorest worker, where tables are kept in the memory of hosts."""
+    if spec.resources.device == "cuda":
+        return None
+    most = spec.parallelism.world_size
+    shares = [host.memory_bytes // min(host.num_slots, most) for host in hosts if host.memory_bytes]
+    return min(shares, default=None)
+
+
+def is_possible(spec: JobSpec, hosts: Sequence[Host]) -> bool:
+    """Whether more hosts would help, each as large as the largest of these or the whole job."""
+    survived = spec.parallelism.survive.hosts if spec.parallelism.survive else 0
+    num_workers = spec.parallelism.world_size
+    roomy = [num_workers] * (survived + num_workers)
+    usable = [host for host in hosts if host.num_slots]
+    try:
+        choose(need_of(spec, roomy, _worker_bytes(spec, usable)))
+    except LayoutError:
+        return False
+    return True
+
+
+def layout_chosen(choice: Choice) -> events.LayoutChosen:
+    """The event of a choice."""
+    layout = choice.layout
+    return events.LayoutChosen(
+        time=time.time(),
+        world_size=layout.world_size,
+        shard_group_size=layout.shard_group_size,
+        num_replicas=layout.num_replicas,
+        placement=layout.placement,
+        failure_domain=choice.failure_domain,
+        num_hosts=choice.num_hosts,
+        num_hosts_survived=choice.num_hosts_survived,
+        memory_overhead_bytes=choice.memory_overhead_bytes or 0,
+        sync_latency_s=choice.sync_latency_s,
+        reason=choice.reason,
+    )
+
+
+# The driver of an attempt: one Ray job that runs workers until the training ends.
+
+logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
+POST_TIMEOUT_S = 10.0
+# The service knows the end by then; an attempt that follows would take what is left.
+SINK_TIMEOUT_S = 10.0
+EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
+EXIT_EVICTED = 143
+# Ray Train's helpers, for every TorchTrainer: look at the workers once a second.
+TRAIN_SETTINGS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
+# Where every group has a TorchTrainer of its own: no helpers that nobody asks, quick despair of a
+# host that has gone, and the drain notices of Ray are the supervisor's business.
+GROUP_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+}
+
+
+def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
+    """Train to the end, restarting workers within the budget where it helps; None if completed."""
+    try:
+        attempt = open_attempt(context, writer)
+        failure = run_with_restarts(attempt, runner_for(attempt))
+        if attempt.room:
+            attempt.room.close()
+        if failure is None:
+            export_on_success(attempt.spec, RunDir(context.run_dir), writer.write)
+        return failure
+    except SpecError as error:
+        return Failure(failures.BAD_SPEC, str(error))
+    except StorageRefusedError as error:
+        return Failure(failures.DATA_ERROR, str(error))
+    except StorageError as error:
+        return Failure(failures.STORAGE_ERROR, str(error))
+    except DataError as error:
+        return Failure(failures.DATA_ERROR, str(error))
+    except NoLayout as error:
+        return error.failure
+
+
+def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
+    """Check and resolve the spec, and say that the attempt has started.
+
+    Raises SpecError, DataError or NoLayout.
+    """
+    spec = prepare_spec(context, partial(_warn, writer))
+    use_gpu, room = wants_gpu(spec), None
+    if context.cluster_max_workers is not None:
+        use_gpu, room = open_capacity(context, spec, writer)
+    choice = choose_layout(spec, hosts_to_use(context, spec, use_gpu), partial(_warn, writer))
+    if choice:
+        spec = spec.with_layout(choice.layout)
+    # An export years later must not depend on what the data says by then.
+    context.files.resolved_spec_path.write_text(spec.model_dump_json(), encoding="utf-8")
+    writer.write(
+        events.AttemptStarted(
+            time=time.time(),
+            world_size=choice.layout.world_size if choice else spec.parallelism.world_size,
+            versions=installed_versions(),
+        )
+    )
+    if choice:
+        writer.write(layout_chosen(choice))
+    return Attempt(context, spec, writer, use_gpu, room)
+
+
+def _warn(writer: EventWriter, message: str) -> None:
+    writer.write(events.Note(time=time.time(), level="warning", message=message))
+
+
+def open_capacity(
+    context: DriverContext, spec: JobSpec, writer: EventWriter
+) -> tuple[bool, CapacityManager]:
+    """Whether to train on GPUs, and what asks the autoscaler of the cluster for room.
+
+    Waits for a first host where it depends on what hosts are like. Raises `NoLayout`.
+    """
+
+    def room_with(use_gpu: bool) -> CapacityManager:
+        demand = demand_per_worker(spec, use_gpu)
+        return CapacityManager(
+            RayAutoscaler(demand), partial(read_hosts, demand), demand, writer.write
+        )
+
+    use_gpu = wants_gpu(spec, may_grow=True)
+    room = room_with(use_gpu)
+    await_host(spec, context, room)
+    if use_gpu == wants_gpu(spec, may_grow=True):
+        return use_gpu, room
+    room.close()
+    return not use_gpu, room_with(not use_gpu)
+
+
+def hosts_to_use(
+    context: DriverContext, spec: JobSpec, use_gpu: bool
+) -> Callable[[], Sequence[Host]]:
+    """What gives the hosts to choose a layout for: those that there are, or will be."""
+    most = context.cluster_max_workers
+    if most is None:
+        return partial(hosts_for, spec, use_gpu)
+    return lambda: hosts_to_come(hosts_for(spec, use_gpu), most)
+
+
+def hosts_for(spec: JobSpec, use_gpu: bool) -> list[Host]:
+    """The hosts of the cluster, by room for workers of `spec`."""
+    return read_hosts(demand_per_worker(spec, use_gpu))
+
+
+def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
+    """What runs one life of the workers, as the failure domain has it."""
+    # Imported late: what they need takes seconds, and a faulty spec is reported without.
+    if attempt.spec.parallelism.failure_domain == "replica_group":
+        from trainer.driver.coordinator_actor import RayCoordinator
+        from trainer.driver.group_runner import GroupRunner, RunnerConfig
+
+        _set_unless_given(GROUP_SETTINGS)
+        setting = RunnerConfig(attempt, RayCluster(attempt), launch)
+        return GroupRunner(setting, partial(RayCoordinator, attempt)).live
+
+    import ray.util
+
+    from trainer.driver.job_runner import HangMonitor, JobRunner
+
+    _set_unless_given(TRAIN_SETTINGS)
+    if attempt.room is None:
+        note_shortage(attempt.spec, attempt.writer)
+    watch = HangMonitor(attempt, ray.util.get_node_ip_address())
+    return JobRunner(attempt, RayCluster(attempt).read_hosts, launch, watch=watch).live
+
+
+def _set_unless_given(settings: dict[str, str]) -> None:
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+class RayCluster:
+    """The cluster that Ray connects this process to, as one attempt sees it."""
+
+    def __init__(self, attempt: Attempt) -> None:
+        self._attempt = attempt
+
+    def read_hosts(self) -> list[Host]:
+        """Live hosts by address, by what is free for this job."""
+        if self._attempt.room:
+            return self._attempt.room.read_hosts()
+        return hosts_for(self._attempt.spec, self._attempt.use_gpu)
+
+    kill_on = staticmethod(kill_on)
+
+
+class Stopped(Exception):
+    """The attempt was asked to stop: SIGINT, by Ctrl-C or by a cancel through Ray Jobs."""
+
+
+def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | None:
+    """`run_attempt` in a thread, so that a signal ends it at once; raises `Stopped`, `Evicted`.
+
+    Ray Train would otherwise take SIGINT for itself and wait for the workers to abort.
+    """
+    import ray
+
+    def _stop(signum: int, frame: object) -> None:
+        raise Stopped
+
+    def _evict(signum: int, frame: object) -> None:
+        raise Evicted("SIGTERM")
+
+    outcome: queue.Queue[Failure | BaseException | None] = queue.Queue()
+
+    def _run() -> None:
+        try:
+            outcome.put(run_attempt(context, writer))
+        except BaseException as error:  # handed to the main thread, which raises it
+            outcome.put(error)
+
+    share_environment(os.environ)
+    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    # After ray.init, which takes SIGTERM for itself.
+    signal.signal(signal.SIGINT, _stop)
+    signal.signal(signal.SIGTERM, _evict)
+    threading.Thread(target=_run, name="attempt", daemon=True).start()
+    result = outcome.get()
+    if isinstance(result, BaseException):
+        raise result
+    return result
+
+
+def end_attempt(
+    context: DriverContext, writer: EventWriter, sinks: Sinks = NO_SINKS
+) -> events.AttemptEnded:
+    """Run the attempt and say how it ended; raises `Evicted` when that is not for us to say."""
+    mismatches = check_versions()
+    if mismatches:
+        message = "; ".join(mismatch.message for mismatch in mismatches)
+        return _ended(context, Failure(failures.VERSION_MISMATCH, message))
+    try:
+        context = with_secrets(context)
+        # Not before: some of the secrets may be for them.
+        sinks.start()
+        with hold_run(context.run_dir, context.attempt_id, on_lost=_evict_this_process):
+            return _ended(context, run_until_stopped(context, writer))
+    except SecretsUnavailable as error:
+        return _ended(context, error.failure)
+    except failures.WorkerFailure as error:  # the folder is another attempt's
+        return _ended(context, Failure(error.reason, error.message))
+    except Stopped:
+        return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
+    except Evicted:
+        raise
+    except Exception as error:  # whatever it is, the control plane must learn of it
+        logger.exception("the driver failed")
+        evidence = failures.evidence_of(error)
+        message = f"{type(error).__name__}: {error}"
+        return _ended(context, Failure(failures.TRAINING_ERROR, message, evidence=evidence))
+
+
+def with_secrets(context: DriverContext) -> DriverContext:
+    """The context with the secrets of its job, which this process has in its environment then.
+
+    Raises `SecretsUnavailable`.
+    """
+    if not context.service_url or not secret_names(RunDir(context.run_dir).secret_names_path):
+        return context
+    url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
+    with context.connect(POST_TIMEOUT_S) as http:
+        secrets = fetch_secrets(http, url)
+    secrets.set_in(os.environ)
+    return replace(context, secrets=secrets)
+
+
+def _evict_this_process() -> None:
+    """After another attempt has taken the run folder, this one only does harm."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnded:
+    try:
+        return _completed(context) if failure is None else _failed(failure)
+    except StorageError as error:
+        # Of what is trained nothing is lost: the next attempt finds it complete.
+        return _failed(Failure(failures.STORAGE_ERROR, str(error)))
+
+
+def _failed(failure: Failure) -> events.AttemptEnded:
+    return events.AttemptEnded(
+        time=time.time(),
+        reason=failure.reason,
+        message=failure.message,
+        evidence=dict(failure.evidence),
+    )
+
+
+def _completed(context: DriverContext) -> events.AttemptEnded:
+    """How training ended, by its last checkpoint; raises `StorageError` where that is away."""
+    from trainer.checkpoint.files import checkpoints_of
+    from trainer.checkpoint.save_load import list_committed
+    from trainer.protocol.requests import read_rewind
+
+    rewind = read_rewind(RunDir(context.run_dir).rewind_path)
+    is_left_out = rewind.supersedes if rewind else lambda name: False
+    spec = context.read_resolved_spec()
+    newest = list_committed(checkpoints_of(context.run_dir, spec.checkpoint.path), is_left_out)[-1]
+    return events.AttemptEnded(
+        time=time.time(),
+        reason=failures.COMPLETED,
+        message=f"training completed after {newest.commit.step} steps",
+        final_metrics=newest.commit.metrics,
+    )
+
+
+def main() -> int:
+    """Run the attempt that the environment names; the exit code of the Ray job."""
+    context = DriverContext.from_env(os.environ)
+    start_log(context.files.log_path("driver"))
+    logger.info("driver of %s is process %d", context.attempt_id, os.getpid())
+    writer = EventWriter(context.files.stream_path("driver"))
+    poster = None
+    if context.service_url:
+        url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
+        poster = OutboxPoster(context.files, context.connect(POST_TIMEOUT_S), url)
+        poster.start()
+    sinks = open_sinks(context, writer)
+    try:
+        ended = end_attempt(context, writer, sinks)
+    except Evicted as eviction:
+        logger.warning("the driver is evicted: %s", eviction)
+        return EXIT_EVICTED
+    logger.info("attempt ended: %s: %s", ended.reason, ended.message)
+    writer.write(ended)
+    if poster:
+        poster.close(POST_TIMEOUT_S)
+    sinks.close(SINK_TIMEOUT_S)
+    return EXIT_CODES.get(ended.reason, 1)

@@ -1,0 +1,264 @@
+"""What an error of Ray or Ray Train says about a job's end: classification with evidence.
+
+Ray names no exit code and no signal of an actor's process. What it knows for certain: whether the
+node is gone, whether its memory monitor ended the worker, and whether the node was preempted.
+
+The engine behind it (torch, TorchRec) is imported inside the worker only, so that the driver
+starts workers a few seconds earlier.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from trainer import failures
+from trainer.driver.cluster import cluster_answers, demand_per_worker
+from trainer.driver.preload import WORKER_ENVIRONMENT
+from trainer.driver.process_log import start_log
+from trainer.failures import Failure
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.worker_config import WorkerConfig
+
+# Ray's own words: where a node died, and the end of a process that nobody asked for.
+_NODE_DIED_SIGNS = ("its node has died", "the node is dead", "node died")
+_NODE_IP = re.compile(r"(?:node_ip='|\bip: )(?P<host>[^'\s]+)")
+_PID = re.compile(r"\bpid[=:] ?(?P<pid>\d+)")
+_EXIT = re.compile(r"Worker exit type: (?P<type>\w+) Worker exit detail: (?P<detail>[^.\n]*)")
+
+
+def classify(error: Exception) -> Failure:
+    """The cause behind an error that `TorchTrainer.fit` raised."""
+    from ray.train.v2.api.exceptions import ControllerError, PreemptionError
+
+    if isinstance(error, PreemptionError):
+        ranks = ", ".join(str(rank) for rank in error.preemption_info.preempted_ranks)
+        return Failure(failures.PREEMPTED, f"the host of rank {ranks} was preempted", is_death=True)
+    if isinstance(error, ControllerError):
+        return _classify_start(error.controller_failure)
+    by_rank: Mapping[int, Exception] = getattr(error, "worker_failures", {})
+    if not by_rank:
+        return Failure(failures.WORKERS_LOST, first_line(error))
+    return failures.explain([_classify_rank(rank, by_rank[rank]) for rank in sorted(by_rank)])
+
+
+def _classify_start(error: Exception) -> Failure:
+    """The cause of workers that did not come up."""
+    from ray.train.v2._internal.exceptions import (
+        InsufficientClusterResourcesError,
+        WorkerGroupStartupTimeoutError,
+    )
+
+    if isinstance(error, WorkerGroupStartupTimeoutError | InsufficientClusterResourcesError):
+        return Failure(failures.NO_ROOM, f"no room for the workers: {first_line(error)}")
+    reason = _reason_of_death(error)
+    message = f"the workers did not start: {first_line(error)}"
+    return Failure(reason, message, is_death=True, evidence=_evidence_of_death(error))
+
+
+def _classify_rank(rank: int, error: Exception) -> Failure:
+    from ray.exceptions import RayError
+    from ray.train.v2._internal.exceptions import RayTrainError
+
+    place = {"rank": str(rank)}
+    if isinstance(error, failures.WorkerFailure):
+        evidence = place | error.evidence
+        return Failure(error.reason, f"rank {rank}: {error.message}", evidence=evidence)
+    if isinstance(error, RayError | RayTrainError):
+        reason = _reason_of_death(getattr(error, "health_check_failure", error))
+        message = f"rank {rank} was lost: {first_line(error)}"
+        evidence = place | _evidence_of_death(error)
+        return Failure(reason, message, is_death=True, evidence=evidence)
+    evidence = place | failures.evidence_of(error)
+    message = f"rank {rank}: {type(error).__name__}: {error}"
+    return Failure(failures.reason_of(error), message, evidence=evidence)
+
+
+def _reason_of_death(error: BaseException) -> str:
+    from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
+
+    text = _without_guesses(str(error)).lower()
+    if isinstance(error, RayActorError) and error.preempted:
+        return failures.PREEMPTED
+    if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
+        return failures.HOST_OOM
+    if isinstance(error, NodeDiedError) or any(sign in text for sign in _NODE_DIED_SIGNS):
+        return failures.HOST_LOST
+    return failures.WORKERS_LOST
+
+
+def _without_guesses(text: str) -> str:
+    """The text without Ray's list of common causes, which names all of them for any death."""
+    return text.partition("Some common causes include")[0]
+
+
+def _evidence_of_death(error: BaseException) -> dict[str, str]:
+    text = str(error)
+    evidence = {"error": type(getattr(error, "health_check_failure", error)).__name__}
+    if found := _NODE_IP.search(text):
+        evidence["host"] = found["host"]
+    if found := _PID.search(text):
+        evidence["pid"] = found["pid"]
+    if found := _EXIT.search(text):
+        evidence["exit"] = f"{found['type']}: {found['detail'].strip()}"
+    return evidence
+
+
+def first_line(error: BaseException) -> str:
+    """The first words of an error's text, on one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines[:3]) or type(error).__name__
+
+
+# Where Ray Train enters a worker. Light to import: the driver pickles this by reference.
+
+logger = logging.getLogger(__name__)
+
+
+def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
+    """Entry point of a Ray Train worker; raises `WorkerFailure`."""
+    import ray.train
+    import ray.util
+
+    # A client of a TCPStore looks its peer's name up; where no name server answers, that would
+    # stall it for 5 s, and with it every group that waits for this one.
+    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+    worker = config["worker"]
+    worker.secrets.set_in(os.environ)
+    rank = ray.train.get_context().get_world_rank()
+    start_log(RunDir(worker.run_dir).attempt(worker.attempt_id).log_path(worker.log_source(rank)))
+    logger.info(
+        "rank %d of worker group run %d is process %d on %s",
+        rank,
+        worker.run_index,
+        os.getpid(),
+        socket.gethostname(),
+    )
+
+    # An address, not Ray's node id: what counts for a placement is which ranks share a machine.
+    host = ray.util.get_node_ip_address()
+    if worker.group:
+        from trainer.elastic.group_session import run_group_worker
+
+        run_group_worker(worker, worker.group, host)
+    else:
+        from trainer.training.worker import run_worker
+
+        run_worker(worker, host=host)
+
+
+# One life of workers: a TorchTrainer from its start to its end, and why it ended.
+
+CLUSTER_LOSS_GRACE_S = 3.0
+_NODE_ID_LABEL = "ray.io/node-id"
+TrainLoop = Callable[[dict[str, Any]], Any]
+
+
+class Evicted(Exception):
+    """Driver or cluster is being shut down, which nobody asked of the job.
+
+    It ends without a report, so that the control plane counts it as lost and starts another.
+    """
+
+
+@dataclass(frozen=True)
+class TrainRun:
+    """Workers to start: `num_workers` of them, one on each of `node_ids` where that is given.
+
+    With `waits_for_room` Ray waits for room as long as it takes (and asks an autoscaler for it),
+    else the run ends with `no_room`. `loop` is what each worker runs.
+    """
+
+    config: WorkerConfig
+    num_workers: int
+    use_gpu: bool = False
+    node_ids: tuple[str, ...] = ()
+    waits_for_room: bool = True
+    loop: TrainLoop = ray_train_loop
+
+    @property
+    def name(self) -> str:
+        """Name of the run in Ray, unique within the attempt."""
+        config = self.config
+        return f"{config.attempt_id}-{config.run_label.partition('-')[2]}"
+
+
+def launch(run: TrainRun) -> Future[Failure | None]:
+    """`train` in a daemon thread, which a driver that is stopped leaves behind."""
+    future: Future[Failure | None] = Future()
+
+    def _run() -> None:
+        try:
+            future.set_result(train(run))
+        except BaseException as error:  # handed to whoever asks for the result
+            future.set_exception(error)
+
+    threading.Thread(target=_run, name=run.name, daemon=True).start()
+    return future
+
+
+def train(run: TrainRun) -> Failure | None:
+    """Run the workers to their end; None when they ended well. Raises `Evicted`."""
+    from ray.exceptions import RayError
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    try:
+        _trainer(run).fit()
+    except TrainingFailedError as error:
+        logger.error("%s: %s", run.name, error)
+        return classify(error)
+    except RayError as error:  # the controller itself is gone, alone or with the cluster
+        # When the whole cluster goes, its parts go one by one, and this driver is among them.
+        time.sleep(CLUSTER_LOSS_GRACE_S)
+        if not cluster_answers():
+            raise Evicted(f"the cluster is gone: {first_line(error)}") from error
+        return Failure(failures.WORKERS_LOST, f"Ray Train was lost: {first_line(error)}")
+    return None
+
+
+def _trainer(run: TrainRun) -> Any:
+    from ray.train import RunConfig
+    from ray.train.v2.api.config import FailureConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    from trainer.driver.torch_backend import ProcessGroupConfig
+
+    spec = run.config.spec
+    return DataParallelTrainer(
+        run.loop,
+        train_loop_config={"worker": run.config},
+        backend_config=ProcessGroupConfig(
+            backend="nccl" if run.use_gpu else "gloo",
+            timeout_s=int(max(spec.resources.collective_timeout_s, 1)),
+        ),
+        scaling_config=ScalingConfig(
+            num_workers=run.num_workers,
+            use_gpu=run.use_gpu,
+            resources_per_worker=demand_per_worker(spec, run.use_gpu),
+            label_selector=_pinned(run.node_ids),
+        ),
+        run_config=RunConfig(
+            name=run.name,
+            storage_path=str(run.config.run_dir / "ray"),
+            worker_runtime_env={} if run.use_gpu else WORKER_ENVIRONMENT,  # type: ignore[call-arg]
+            # Restarts are ours to count, preempted workers' too.
+            failure_config=FailureConfig(
+                max_failures=0,
+                max_preemption_failures=0,
+                controller_failure_limit=-1 if run.waits_for_room else 0,
+            ),
+        ),
+    )
+
+
+def _pinned(node_ids: Sequence[str]) -> list[dict[str, str]] | None:
+    """A label selector for each worker."""
+    return [{_NODE_ID_LABEL: each} for each in node_ids] or None

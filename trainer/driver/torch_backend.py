@@ -1,0 +1,114 @@
+"""torch's process group for Ray Train's workers; driver and controller load no torch for it.
+
+Ray's own `TorchConfig` imports torch wherever it is named, which takes seconds in the driver and in
+the controller of every TorchTrainer, while the workers wait for both. This one leaves what it does
+in a worker to Ray's functions, and imports them there.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError
+from ray.train._internal.base_worker_group import BaseWorkerGroup
+from ray.train._internal.utils import get_address_and_port
+from ray.train.backend import Backend, BackendConfig
+from ray.train.v2._internal.util import TrainingFramework
+
+# As Ray's TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S.
+_LEAVE_TIMEOUT_S = 30
+
+
+@dataclass
+class ProcessGroupConfig(BackendConfig):
+    """The default process group of the workers: `backend` is nccl or gloo."""
+
+    backend: str
+    timeout_s: int
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What starts and ends the group."""
+        return _ProcessGroup
+
+    @property
+    def train_func_context(self) -> type[AbstractContextManager]:
+        """What the loop of a worker runs in."""
+        return _OwnDevice
+
+    @property
+    def framework(self) -> TrainingFramework:
+        """For Ray's records of the run."""
+        return TrainingFramework.TORCH
+
+    def to_dict(self) -> dict[str, Any]:
+        """For Ray's records of the run."""
+        return {"backend": self.backend, "timeout_s": self.timeout_s}
+
+
+class _OwnDevice(AbstractContextManager):
+    """Makes the GPU of a worker torch's current one."""
+
+    def __enter__(self) -> None:
+        from ray.train.torch.config import TorchConfigContextManager
+
+        TorchConfigContextManager().__enter__()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        pass
+
+
+class _ProcessGroup(Backend):
+    """Runs in the controller."""
+
+    share_cuda_visible_devices = True
+
+    def on_start(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+        """Make the group over all workers."""
+        assert isinstance(backend_config, ProcessGroupConfig)
+        address, port = worker_group.execute_single(0, get_address_and_port)
+        size = len(worker_group)
+        joins = [
+            worker_group.execute_single_async(
+                rank, _join, backend_config, rank, size, address, port
+            )
+            for rank in range(size)
+        ]
+        ray.get(joins)  # type: ignore[arg-type]
+
+    def on_shutdown(self, worker_group: BaseWorkerGroup, backend_config: BackendConfig) -> None:
+        """Let the workers leave it."""
+        leaves = worker_group.execute_async(_leave, destroy_process_group=len(worker_group) > 1)
+        # One that does not leave in time is ended all the same.
+        try:
+            ray.get(leaves, timeout=_LEAVE_TIMEOUT_S)  # type: ignore[arg-type]
+        except GetTimeoutError:
+            return
+
+
+def _join(config: ProcessGroupConfig, rank: int, size: int, address: str, port: int) -> None:
+    import os
+
+    from ray.train.torch.config import (
+        _set_torch_distributed_env_vars,
+        _setup_torch_process_group,
+    )
+
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+    _set_torch_distributed_env_vars()
+    _setup_torch_process_group(config.backend, rank, size, "env://", config.timeout_s)
+
+
+def _leave(destroy_process_group: bool) -> None:
+    from ray.train.torch.config import _shutdown_torch
+
+    _shutdown_torch(destroy_process_group=destroy_process_group)

@@ -1,0 +1,1 @@
+"""The coordinator of replica groups: membership, sync rounds, leases."""

@@ -1,0 +1,260 @@
+"""Goodput: which share of the groups' time trained rows that count, and what the rest was lost to.
+
+Pure arithmetic over what happened when, in seconds of any steady clock; times of several groups add
+up (two groups for a second are two group-seconds). Where the whole job is one failure domain it is
+one group, and a commit is a checkpoint.
+
+Metrics: `goodput/share`; `goodput/lost_s/CAUSE`, group-seconds; `risk/steps_undurable`, nominal
+steps that are in no durable checkpoint yet; `elastic/groups`, groups that train now;
+`elastic/generation`; `elastic/commit_interval_s`, median time between the newest commits.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal, get_args
+
+from trainer.coordination.messages import Heartbeat, Ledger
+from trainer.protocol.events import Metrics, Recovered
+
+Cause = Literal["start", "recovery", "hang", "checkpoint", "validation", "redo"]
+"""Why a group trained nothing that counts: it started (with its copy from a peer); it was gone, or
+waited for others to recover; it hung; it saved; it validated; its work was lost with it."""
+CAUSES: tuple[Cause, ...] = get_args(Cause)
+_NUM_INTERVALS = 50
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Group-seconds so far: `useful_s` trained rows that count, or may still come to count."""
+
+    useful_s: float
+    lost_s: Mapping[Cause, float]
+
+    @property
+    def share(self) -> float:
+        """Useful time over all; 1 before there is any."""
+        total_s = self.useful_s + sum(self.lost_s.values())
+        return self.useful_s / total_s if total_s else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """As metrics of the job; causes that cost nothing yet are there too."""
+        lost = {f"goodput/lost_s/{cause}": self.lost_s.get(cause, 0.0) for cause in CAUSES}
+        return {"goodput/share": self.share} | lost
+
+
+@dataclass
+class _Slot:
+    """The place of one group; `is_training` time since `since` counts with the next commit."""
+
+    cause: Cause
+    since: float
+    is_training: bool = False
+    spent: dict[Cause, float] = field(default_factory=lambda: defaultdict(float))
+
+
+class GoodputMeter:
+    """Adds up the time of all groups that the job wants to have."""
+
+    def __init__(self) -> None:
+        self._slots: dict[int, _Slot] = {}
+        self._useful_s = 0.0
+        self._lost_s: dict[Cause, float] = defaultdict(float)
+        self._commits: deque[float] = deque(maxlen=_NUM_INTERVALS + 1)
+
+    @property
+    def num_training(self) -> int:
+        """Groups that train now."""
+        return sum(slot.is_training for slot in self._slots.values())
+
+    @property
+    def commit_interval_s(self) -> float:
+        """Median time between the newest commits, 0 before the second."""
+        between = [later - earlier for earlier, later in pairwise(self._commits)]
+        return statistics.median(between) if between else 0.0
+
+    def start(self, group: int, now: float) -> None:
+        """The job wants this group, or a new life of it is there: its time is lost to `start`."""
+        self._close(group, now)
+        self._slots[group] = _Slot("start", now)
+
+    def train(self, group: int, now: float) -> None:
+        """The group is current from here on; has no effect on one that is already."""
+        slot = self._slots.get(group)
+        if slot and slot.is_training:
+            return
+        self._close(group, now)
+        self._slots[group] = _Slot("redo", now, is_training=True)
+
+    def spend(self, group: int, cause: Cause, seconds: float) -> None:
+        """A group that trains spent some of the time since the newest commit on something else."""
+        slot = self._slots.get(group)
+        if slot and slot.is_training:
+            slot.spent[cause] += seconds
+
+    def commit(self, now: float) -> None:
+        """What all groups trained until now counts."""
+        self._commits.append(now)
+        for slot in self._slots.values():
+            if slot.is_training:
+                self._useful_s += self._settle(slot, now)
+
+    def lose(self, group: int, now: float, hung_s: float = 0.0) -> None:
+        """The group is gone, with what it trained since the newest commit; the job wants it back.
+
+        For the last `hung_s` it did nothing at all.
+        """
+        if hung_s:
+            self.spend(group, "hang", hung_s)
+        self._close(group, now)
+        self._slots[group] = _Slot("recovery", now)
+
+    def leave(self, group: int, now: float) -> None:
+        """The job does not want the group any more. It left after a commit, so nothing is lost."""
+        self._close(group, now)
+        self._slots.pop(group, None)
+
+    def read(self, now: float) -> Goodput:
+        """Everything until now; what is not committed yet counts as if it were going to be."""
+        useful_s, lost_s = self._useful_s, self._lost_s.copy()
+        for slot in self._slots.values():
+            rest_s = _book(slot, now, lost_s)
+            if slot.is_training:
+                useful_s += rest_s
+            else:
+                lost_s[slot.cause] += rest_s
+        return Goodput(useful_s, dict(lost_s))
+
+    def _close(self, group: int, now: float) -> None:
+        """End what the group is at; nothing of it is useful."""
+        slot = self._slots.get(group)
+        if slot:
+            self._lost_s[slot.cause] += self._settle(slot, now)
+
+    def _settle(self, slot: _Slot, now: float) -> float:
+        """Book what was spent in this period, start the next one; the seconds that are left."""
+        rest_s = _book(slot, now, self._lost_s)
+        slot.since = now
+        slot.spent.clear()
+        return rest_s
+
+
+def _book(slot: _Slot, now: float, lost_s: dict[Cause, float]) -> float:
+    """Add what was spent in this period to `lost_s`; the seconds that are left.
+
+    Scaled down where it comes to more than all the time there was.
+    """
+    period_s, spent_s = now - slot.since, sum(slot.spent.values())
+    scale = min(period_s / spent_s, 1.0) if spent_s else 0.0
+    for cause, each_s in slot.spent.items():
+        lost_s[cause] += each_s * scale
+    return period_s - spent_s * scale
+
+
+def steps_undurable(step: int, durable_step: int) -> int:
+    """Nominal steps that the loss of every copy would take away now."""
+    return max(step - durable_step, 0)
+
+
+# What a run went through, as numbers and events: commits, recoveries, goodput. Pure.
+
+_NUM_SYNC_INTERVALS = 21
+_NOT_TRAINING: dict[str, Cause] = {"validation": "validation", "checkpoint": "checkpoint"}
+
+
+@dataclass
+class _Incident:
+    """What went wrong first since the newest commit, and what it cost so far."""
+
+    cause: str
+    since: float
+    syncs_lost: int = 0
+
+
+class RunMetrics:
+    """Keeps the times of commits and troubles. `now` is Unix time in seconds."""
+
+    def __init__(self, rows_per_step: int) -> None:
+        self.goodput = GoodputMeter()
+        self._rows_per_step = rows_per_step
+        self._intervals: deque[float] = deque(maxlen=_NUM_SYNC_INTERVALS)
+        self._committed_at: float | None = None
+        self._trouble: _Incident | None = None
+        self._num_tries = 0
+        self._beaten_at: dict[int, float] = {}
+        self._durable_steps: dict[int, int] = {}
+
+    def try_round(self) -> None:
+        """A round begins."""
+        self._num_tries += 1
+
+    def trouble(self, cause: str, now: float, syncs_lost: int = 0) -> None:
+        """Something keeps the next commit away; of several causes the first is told."""
+        if self._trouble is None:
+            self._trouble = _Incident(cause, now)
+        self._trouble.syncs_lost += syncs_lost
+
+    def beat(self, group: int, heartbeat: Heartbeat, now: float) -> None:
+        """Book the time that a group spends on what is no training."""
+        since = self._beaten_at.get(group, now)
+        self._beaten_at[group] = now
+        cause = _NOT_TRAINING.get(heartbeat.phase)
+        if cause:
+            self.goodput.spend(group, cause, now - since)
+
+    def commit(self, generation: int, commit: int, now: float) -> Recovered | None:
+        """A sync counts; what it recovered from, if anything."""
+        trouble, self._trouble = self._trouble, None
+        num_tries, self._num_tries = self._num_tries, 0
+        since, self._committed_at = self._committed_at, now
+        self.goodput.commit(now)
+        if trouble is None:
+            if since is not None:
+                self._intervals.append(now - since)
+            return None
+        usual_s = statistics.median(self._intervals) if self._intervals else 0.0
+        begun = trouble.since if since is None else since
+        return Recovered(
+            time=now,
+            generation=generation,
+            commit=commit,
+            cause=trouble.cause,
+            pause_s=max(0.0, now - begun - usual_s),
+            syncs_lost=trouble.syncs_lost,
+            num_tries=num_tries,
+        )
+
+    def metrics(self, ledger: Ledger, generation: int, now: float) -> dict[str, float]:
+        """The job's goodput, the nominal steps at risk, and its groups."""
+        return self.goodput.read(now).metrics() | {
+            "risk/steps_undurable": float(self._steps_undurable(ledger)),
+            "elastic/groups": float(self.goodput.num_training),
+            "elastic/generation": float(generation),
+            "elastic/commit_interval_s": self.goodput.commit_interval_s,
+        }
+
+    def _steps_undurable(self, ledger: Ledger) -> int:
+        step = self.step(ledger)
+        if ledger.checkpoint_commit == ledger.commit:
+            return 0
+        return steps_undurable(step, self._durable_steps.get(ledger.checkpoint_commit, 0))
+
+    def step(self, ledger: Ledger) -> int:
+        """The nominal step: one for as many rows as the whole job takes at once."""
+        return (ledger.rows_trained + ledger.rows_skipped) // self._rows_per_step
+
+    def remember(self, ledger: Ledger) -> None:
+        """Note the step of a commit, in case that a checkpoint of it becomes durable."""
+        self._durable_steps[ledger.commit] = self.step(ledger)
+        old = [commit for commit in self._durable_steps if commit < ledger.checkpoint_commit]
+        for commit in old:
+            del self._durable_steps[commit]
+
+    def as_event(self, ledger: Ledger, generation: int, now: float) -> Metrics:
+        """The metrics, as an event."""
+        values = self.metrics(ledger, generation, now)
+        return Metrics(time=now, step=self.step(ledger), values=values)

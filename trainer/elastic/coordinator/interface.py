@@ -1,0 +1,178 @@
+"""What the coordinator is to do after a message: answers, events, and the record of a commit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import Field
+
+from trainer.coordination.detection import RankId
+from trainer.coordination.messages import (
+    Answer,
+    Count,
+    GroupState,
+    Lease,
+    Ledger,
+    Message,
+    RoundMember,
+)
+from trainer.protocol.events import Event
+from trainer.spec.job import JobSpec
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Send `body` to a rank, as the answer to its request `id`; 0 where it asked nothing."""
+
+    to: RankId
+    id: int
+    body: Answer
+
+
+@dataclass(frozen=True)
+class EmitEvent:
+    """Tell the control plane."""
+
+    event: Event
+
+
+class CommitRecord(Message):
+    """One committed sync, as a line of the journal.
+
+    `leases` are those that it covers, by group, and `skipped` the leases left out since the last
+    one. A coordinator that ends between writing this and telling the groups has not committed:
+    of several records with the same `commit` the last one counts.
+    """
+
+    commit: Count
+    round: Count
+    generation: Count
+    members: tuple[RoundMember, ...]
+    leases: dict[int, tuple[Lease, ...]] = Field(default={})
+    skipped: tuple[Lease, ...] = ()
+
+
+Effect = Reply | EmitEvent | CommitRecord
+
+# How patient the coordinator is, and what it does about what it finds.
+
+
+@dataclass(frozen=True)
+class MembershipPolicy:
+    """Times are in seconds.
+
+    The job starts once `num_groups` groups have arrived, or `start_grace_s` after the first one. A
+    rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
+    voted `vote_timeout_s` after the first vote of its round, or that stands still for longer than
+    `hang_factor` median steps and `min_hang_s` (ten times that outside of training). A coordinator
+    that was restarted waits `recovery_grace_s` for the groups of the one before. A group that
+    refused `max_refusals` rounds since the last commit is lost, as the fault is likely to be its
+    own. `rows_per_step` are those that the whole job takes at once.
+    """
+
+    num_groups: int
+    rows_per_step: int = 1
+    start_grace_s: float = 120.0
+    heartbeat_timeout_s: float = 1.0
+    vote_timeout_s: float = 10.0
+    recovery_grace_s: float = 3.0
+    hang_factor: float = 20.0
+    min_hang_s: float = 60.0
+    straggler_factor: float = 1.5
+    straggler_window_s: float = 10.0
+    replace_stragglers: bool = False
+    on_non_finite: Literal["fail", "skip"] = "fail"
+    max_refusals: int = 5
+    leases_held: int = 2
+    metrics_every_s: float = 10.0
+
+    @classmethod
+    def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:
+        """What a job asks for."""
+        recovery = spec.recovery
+        return cls(
+            num_groups=num_groups,
+            rows_per_step=spec.parallelism.world_size * spec.data.batch_size,
+            start_grace_s=recovery.start_grace_s,
+            heartbeat_timeout_s=recovery.heartbeat_timeout_s,
+            vote_timeout_s=2 * recovery.exchange_timeout_s,
+            recovery_grace_s=max(3.0, 2 * recovery.heartbeat_timeout_s),
+            hang_factor=recovery.hang_factor,
+            min_hang_s=recovery.min_hang_s,
+            straggler_factor=recovery.straggler_factor,
+            replace_stragglers=recovery.replace_stragglers,
+            on_non_finite=spec.training.on_non_finite,
+        )
+
+
+# What the coordinator says of the run when asked: plain data that travels between processes.
+
+RunPhase = Literal["starting", "recovering", "running", "finished", "failed"]
+"""`starting`: no group is current; `recovering`: this coordinator was restarted and waits for the
+groups of the one before."""
+
+
+class RankStatus(Message):
+    """One rank; `idle_s` is the time since it got something done, as far as it said."""
+
+    rank: Count
+    host: str
+    pid: Count
+    phase: str = ""
+    step: Count = 0
+    step_time_s: float = 0.0
+    idle_s: float = 0.0
+
+
+class GroupStatus(Message):
+    """One group that is there. `rows_leased` are the rows it holds."""
+
+    group: Count
+    incarnation: Count
+    standing: GroupState
+    is_complete: bool
+    leave_cause: str | None = None
+    rows_leased: Count = 0
+    ranks: tuple[RankStatus, ...] = ()
+
+
+class Departure(Message):
+    """A life of a group that is over: lost (`is_lost`), or left as asked. `at` is Unix time."""
+
+    group: Count
+    incarnation: Count
+    reason: str
+    message: str
+    is_lost: bool
+    at: float
+
+
+class RunFailure(Message):
+    """Why the run cannot go on; `reason` is one of `trainer.failures`."""
+
+    reason: str
+    message: str
+
+
+class CoordinatorStatus(Message):
+    """Everything at one moment. `departures` are the newest ones, oldest first."""
+
+    phase: RunPhase
+    generation: Count
+    ledger: Ledger
+    leader: Count | None
+    groups: tuple[GroupStatus, ...]
+    departures: tuple[Departure, ...] = ()
+    failure: RunFailure | None = None
+    metrics: dict[str, float] = Field(default={})
+
+    @property
+    def commit(self) -> int:
+        """Syncs committed."""
+        return self.ledger.commit
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the run is done."""
+        return self.phase == "finished"

@@ -1,0 +1,300 @@
+"""The rows of an epoch that has begun: done, taken or free, and which group is in which window.
+
+Pure bookkeeping over spans. A row is free, leased to one group, or done: trained by a committed
+sync, or skipped on purpose. A lease never spans epochs. What a lost group held becomes free again.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
+
+from trainer.coordination.messages import EpochRows, Lease, Ledger
+from trainer.data.position import Span, Spans
+
+
+class OpenEpoch:
+    """An epoch's rows, by their place in its order. Rows that are leased or done are *taken*.
+
+    A group is *in* the window in which the newest rows that it took end.
+    """
+
+    def __init__(self, bounds: Sequence[int], done: Iterable[Span] = ()) -> None:
+        """`bounds` are the row bounds of the windows: 0, ..., number of rows."""
+        self.done = Spans(done)
+        self._taken = Spans(self.done.spans)
+        self._bounds = tuple(int(bound) for bound in bounds)
+        self._window_of: dict[int, int] = {}
+
+    @property
+    def _num_rows(self) -> int:
+        return self._bounds[-1]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every row is done."""
+        return self.done.spans == ((0, self._num_rows),)
+
+    def is_free(self, start: int, stop: int) -> bool:
+        """Whether rows [start, stop) are of this epoch, and none of them is taken."""
+        return stop <= self._num_rows and self._taken.gap(start, stop) == (start, stop)
+
+    def take(self, group: int, num_rows: int) -> Span | None:
+        """Up to `num_rows` neighbouring rows for `group`; None where none are free."""
+        if self._taken.gap(0, self._num_rows) is None:
+            return None
+        window = self._choose_window(group)
+        start, _ = self._gap_in(window)
+        wanted = start + num_rows
+        while self._bounds[window + 1] < wanted and self._is_open(window + 1):
+            window += 1
+        _, stop = self._taken.gap(start, min(wanted, self._bounds[window + 1])) or (0, start)
+        self.claim(group, start, stop)
+        return start, stop
+
+    def claim(self, group: int, start: int, stop: int) -> None:
+        """Give free rows [start, stop) to `group`."""
+        self._taken.add(start, stop)
+        self._window_of[group] = bisect_right(self._bounds, stop - 1) - 1
+
+    def release(self, start: int, stop: int) -> None:
+        """Free rows that were taken."""
+        self._taken.remove(start, stop)
+
+    def leave(self, group: int) -> None:
+        """`group` is in no window any more."""
+        self._window_of.pop(group, None)
+
+    def _choose_window(self, group: int) -> int:
+        """A window with free rows, of which there must be one."""
+        own = self._window_of.get(group, -1)
+        if own >= 0 and self._has_free_rows(own):
+            return own
+        if own >= 0 and self._is_open(own + 1):
+            return own + 1
+        if runs := self._open_runs():
+            return self._entry(max(runs, key=len))
+        return max(range(len(self._bounds) - 1), key=self._num_free)
+
+    def _open_runs(self) -> list[list[int]]:
+        """Windows with free rows in which nobody is, as runs of neighbours."""
+        runs: list[list[int]] = []
+        for window in filter(self._is_open, range(len(self._bounds) - 1)):
+            if runs and runs[-1][-1] == window - 1:
+                runs[-1].append(window)
+            else:
+                runs.append([window])
+        return runs
+
+    def _entry(self, run: list[int]) -> int:
+        # Whoever is in the window before the run goes on into it: leave that group the first half.
+        is_approached = run[0] - 1 in self._window_of.values()
+        return run[len(run) // 2] if is_approached else run[0]
+
+    def _is_open(self, window: int) -> bool:
+        exists = window < len(self._bounds) - 1
+        return exists and window not in self._window_of.values() and self._has_free_rows(window)
+
+    def _has_free_rows(self, window: int) -> bool:
+        start, stop = self._gap_in(window)
+        return start < stop
+
+    def _gap_in(self, window: int) -> Span:
+        """The first free rows of a window, an empty span where it has none."""
+        start, stop = self._bounds[window : window + 2]
+        return self._taken.gap(start, stop) or (stop, stop)
+
+    def _num_free(self, window: int) -> int:
+        start, stop = self._bounds[window : window + 2]
+        return sum(last - first for first, last in self._taken.gaps(start, stop))
+
+
+# Which rows of which epoch each group may train, so that every row is trained exactly once.
+
+WindowBounds = Callable[[int], Sequence[int]]
+"""Row bounds of the windows of an epoch's order: 0, ..., number of rows of the epoch."""
+
+
+class LeaseError(Exception):
+    """A lease that nobody holds, or a ledger about other data than the book's."""
+
+
+class LeaseBook:
+    """The leases of a run, and which rows are done.
+
+    A group keeps to its own window of the epoch's order and goes on into the next one while that
+    is nobody's; then it takes a free window, and at last shares one. A split that is too large to
+    be kept decoded is so decoded about once over all groups, not once by each.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        epochs: int,
+        rows_per_lease: int,
+        max_rows: int | None = None,
+        windows: Sequence[int] | WindowBounds = (),
+        ledger: Ledger | None = None,
+        strict_epochs: bool = True,
+    ) -> None:
+        """`num_rows` are the rows of one epoch; the run has `epochs`, or ends at `max_rows`.
+
+        Skipped rows count towards `max_rows` as trained ones do. `windows` are row bounds for all
+        epochs, or give those of an epoch; none stand for one window. With `strict_epochs` an epoch
+        begins when all rows of the last are done, otherwise as soon as all of them are leased.
+        Raises `LeaseError` where `ledger` is about other data.
+        """
+        self._num_rows = num_rows
+        self._epochs = epochs
+        self._rows_per_lease = rows_per_lease
+        whole_run = epochs * num_rows
+        self._max_rows = whole_run if max_rows is None else min(whole_run, max_rows)
+        self._windows = windows if callable(windows) else _for_all_epochs(windows, num_rows)
+        self._strict_epochs = strict_epochs
+        self._next_id = 0
+        self.restore(ledger or Ledger())
+
+    def restore(self, ledger: Ledger) -> None:
+        """Start over from `ledger`, with nothing leased; raises `LeaseError`. See `adopt`."""
+        self._leases: dict[int, tuple[int, Lease]] = {}
+        self._epoch = ledger.epoch
+        self._rows_trained, self._rows_skipped = ledger.rows_trained, ledger.rows_skipped
+        self._open = {each.epoch: self._begin(each.epoch, each.done) for each in ledger.open_epochs}
+        self._close_epochs()
+
+    def _begin(self, epoch: int, done: Iterable[Span] = ()) -> OpenEpoch:
+        opened = OpenEpoch(self._windows(epoch), done)
+        last_row = max((stop for _, stop in opened.done.spans), default=0)
+        if last_row > self._num_rows:
+            raise LeaseError(
+                f"rows up to {last_row} of epoch {epoch} are done, but the training split has "
+                f"{self._num_rows}: the data has changed; bring it back, or start a new job"
+            )
+        return opened
+
+    @property
+    def epoch(self) -> int:
+        """The first epoch that is not complete."""
+        return self._epoch
+
+    @property
+    def open_epochs(self) -> tuple[EpochRows, ...]:
+        """Rows done of the epochs that have any, from `epoch` on."""
+        begun = (EpochRows(epoch=n, done=self._open[n].done.spans) for n in sorted(self._open))
+        return tuple(rows for rows in begun if rows.done)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to train."""
+        return not self.num_rows_left
+
+    @property
+    def num_rows_left(self) -> int:
+        """Rows that the run has still to train, those leased out included."""
+        done = sum(len(each.done) for each in self._open.values())
+        return max(0, self._max_rows - self._epoch * self._num_rows - done)
+
+    def entered_in(self, ledger: Ledger) -> Ledger:
+        """`ledger` with the rows as they are in this book, otherwise unchanged."""
+        rows = {
+            "epoch": self.epoch,
+            "open_epochs": self.open_epochs,
+            "rows_trained": self._rows_trained,
+            "rows_skipped": self._rows_skipped,
+        }
+        return ledger.model_copy(update=rows)
+
+    def lease(self, group: int) -> Lease | None:
+        """Lease the next rows to `group`; None where none are free, now or for good."""
+        leased = sum(lease.num_rows for _, lease in self._leases.values())
+        num_rows = min(self._rows_per_lease, self.num_rows_left - leased)
+        newest = self._epoch if self._strict_epochs else self._epoch + 1
+        for epoch in range(self._epoch, min(newest + 1, self._epochs)):
+            if num_rows > 0 and (span := self._opened(epoch).take(group, num_rows)):
+                start, stop = span
+                return self._enter(
+                    group, Lease(id=self._next_id, epoch=epoch, start=start, stop=stop)
+                )
+        return None
+
+    def _opened(self, epoch: int) -> OpenEpoch:
+        if epoch not in self._open:
+            self._open[epoch] = self._begin(epoch)
+        return self._open[epoch]
+
+    def _enter(self, group: int, lease: Lease) -> Lease:
+        self._leases[lease.id] = group, lease
+        self._next_id = max(self._next_id, lease.id + 1)
+        return lease
+
+    def held(self, group: int) -> tuple[Lease, ...]:
+        """What `group` holds, in the order to train it."""
+        return tuple(lease for holder, lease in self._leases.values() if holder == group)
+
+    def adopt(self, leases: Iterable[Lease], group: int) -> tuple[Lease, ...]:
+        """Take over leases that `group` holds since before this book; returns those it may train.
+
+        Left out is a lease with a row that is done, another's, or not of this run. No new lease
+        will have the id of one given here. Harmless when repeated, as every rank tells the same.
+        """
+        accepted = []
+        for lease in leases:
+            self._next_id = max(self._next_id, lease.id + 1)
+            if lease.id not in self._leases and self._is_free(lease):
+                self._opened(lease.epoch).claim(group, lease.start, lease.stop)
+                self._enter(group, lease)
+            if self._leases.get(lease.id) == (group, lease):
+                accepted.append(lease)
+        return tuple(accepted)
+
+    def _is_free(self, lease: Lease) -> bool:
+        is_in_run = self._epoch <= lease.epoch < self._epochs
+        return is_in_run and self._opened(lease.epoch).is_free(lease.start, lease.stop)
+
+    def commit(self, ids: Iterable[int]) -> int:
+        """The rows of these leases were trained; returns how many. Raises `LeaseError`."""
+        num_rows = sum(self._finish(lease_id) for lease_id in ids)
+        self._rows_trained += num_rows
+        self._close_epochs()
+        return num_rows
+
+    def skip(self, lease_id: int) -> Lease:
+        """Leave a lease's rows out for good, since they spoil the model. Raises `LeaseError`."""
+        lease = self._find(lease_id)
+        self._rows_skipped += self._finish(lease_id)
+        self._close_epochs()
+        return lease
+
+    def _finish(self, lease_id: int) -> int:
+        lease = self._find(lease_id)
+        del self._leases[lease_id]
+        self._open[lease.epoch].done.add(lease.start, lease.stop)
+        return lease.num_rows
+
+    def _find(self, lease_id: int) -> Lease:
+        if lease_id not in self._leases:
+            raise LeaseError(
+                f"nobody holds lease {lease_id}: it was done or taken back before; a group that "
+                "still trains it has missed a verdict and must ask for its leases"
+            )
+        return self._leases[lease_id][1]
+
+    def _close_epochs(self) -> None:
+        while self._epoch in self._open and self._open[self._epoch].is_complete:
+            del self._open[self._epoch]
+            self._epoch += 1
+
+    def give_back(self, group: int) -> int:
+        """Free all that `group` holds, since it is lost or leaves; returns how many rows."""
+        returned = self.held(group)
+        for lease in returned:
+            del self._leases[lease.id]
+            self._open[lease.epoch].release(lease.start, lease.stop)
+        for each in self._open.values():
+            each.leave(group)
+        return sum(lease.num_rows for lease in returned)
+
+
+def _for_all_epochs(bounds: Sequence[int], num_rows: int) -> WindowBounds:
+    whole = tuple(bounds) or (0, num_rows)
+    return lambda _: whole

@@ -1,0 +1,436 @@
+"""One try at a sync: who is in it, with what, and how they voted."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from trainer.coordination.detection import LossPolicy, LossWatch, RankId
+from trainer.coordination.messages import (
+    Arrive,
+    GroupState,
+    Lease,
+    Ledger,
+    Report,
+    Round,
+    RoundMember,
+    RoundResult,
+    Vote,
+)
+from trainer.elastic.coordinator.groups import (
+    Group,
+    GroupRegistry,
+    choose_donor,
+    choose_start,
+    disagreement,
+)
+from trainer.elastic.coordinator.interface import CommitRecord, MembershipPolicy
+from trainer.elastic.coordinator.leases import LeaseBook
+from trainer.protocol import events
+
+
+@dataclass
+class OpenRound:
+    """A round that its members were told of.
+
+    `leases` are the trained ones by group; `starts` and `promoted` are the groups that become
+    current when it commits: those that begin the run, and those whose copy is then exact. `sums`
+    are over all ranks that count.
+    """
+
+    number: int
+    generation: int
+    commit: int
+    members: tuple[RoundMember, ...]
+    voters: frozenset[RankId]
+    leases: Mapping[int, tuple[int, ...]]
+    sums: Mapping[str, float]
+    starts: frozenset[int]
+    promoted: frozenset[int]
+    yes: set[RankId] = field(default_factory=set)
+
+    @property
+    def groups(self) -> frozenset[int]:
+        """Numbers of the groups in it."""
+        return frozenset(member.group for member in self.members)
+
+    @property
+    def weight(self) -> float:
+        """Of all copies: the rows that those which count were trained on, by their weights."""
+        return sum(member.weight for member in self.members)
+
+    @property
+    def is_unanimous(self) -> bool:
+        """Whether every rank of every group holds the averages."""
+        return self.yes == self.voters
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The sums, per row by its weight."""
+        if not self.weight:
+            return {}
+        return {name: total / self.weight for name, total in self.sums.items()}
+
+
+def form_round(
+    number: int, generation: int, commit: int, groups: Sequence[Group], starts: Collection[int]
+) -> OpenRound:
+    """A round of `groups`, which are all ready, in the order of their numbers."""
+    return OpenRound(
+        number=number,
+        generation=generation,
+        commit=commit,
+        members=tuple(group.as_member() for group in groups),
+        voters=frozenset(group.rank_id(rank) for group in groups for rank in group.ranks),
+        leases={g.group: g.arrivals[0].leases for g in groups if g.is_current},
+        sums=_sums([arrival for g in groups if g.is_current for arrival in g.arrivals]),
+        starts=frozenset(starts),
+        promoted=frozenset(group.group for group in groups if _is_copied(group)),
+    )
+
+
+def _is_copied(group: Group) -> bool:
+    has_heard_all = group.has_begun and not group.must_restart
+    return (
+        not group.is_current
+        and has_heard_all
+        and all(arrival.has_copied for arrival in group.arrivals)
+    )
+
+
+def _sums(arrivals: Sequence[Arrive]) -> dict[str, float]:
+    names = {name for arrival in arrivals for name in arrival.sums}
+    return {name: sum(arrival.sums.get(name, 0.0) for arrival in arrivals) for name in names}
+
+
+# How rounds open, end and count: the part of the membership that decides on syncs.
+
+_DEADLINES_KEPT = 16
+
+
+class SyncRounds(GroupRegistry):
+    """The open round, if there is one, and what it takes to open the next."""
+
+    def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
+        super().__init__(policy, book)
+        self._losses = LossWatch(LossPolicy(on_non_finite=policy.on_non_finite))
+        self._start_since: float | None = None
+        self._round: OpenRound | None = None
+        self._number = 0
+        self._has_opened = False
+        self._formed: tuple[tuple[int, int], ...] | None = None
+        self._deadlines: dict[int, float] = {}
+        self._refusals: Counter[int] = Counter()
+        self._report = Report()
+        self._skipped: list[Lease] = []
+        self._skipped_untold: list[Lease] = []
+
+    def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
+        """A group is lost, and the round that it was in with it.
+
+        After the end of the run that is how groups go: ranks that still clean up are left alone.
+        """
+        self._dismiss(group, message, only_waiting=self._phase == "finished")
+        self._strike(group, reason, message, now)
+        self._refusals.pop(group.group, None)
+        if self._round and group.group in self._round.groups:
+            self._end_round(f"group {group.group} was lost", now)
+
+    # --- opening
+
+    def _open_if_ready(self, now: float) -> None:
+        """Open the next round if all who are needed wait for it. Raises `LeaseError`."""
+        for group in self._present:
+            if group.is_ready and self._phase != "failed":
+                self._inspect(group, now)
+        if self._phase == "running" and not self._current:
+            self._phase, self._start_since = "starting", None
+        if self._phase != "failed":
+            groups, starts = self._quorum(now)
+            if groups:
+                self._open_round(groups, starts, now)
+
+    def _inspect(self, group: Group, now: float) -> None:
+        """Look at what a group that is ready arrived with."""
+        if any(arrival.is_leaving for arrival in group.arrivals):
+            group.leave_cause = group.leave_cause or "drain"
+        if not group.is_current:
+            return
+        arrival = group.arrivals[0]
+        held = {lease.id for lease in self._book.held(group.group)}
+        trouble = disagreement(group)
+        if arrival.commit != self._ledger.commit:
+            trouble = f"it holds commit {arrival.commit}, the others {self._ledger.commit}"
+        elif not held.issuperset(arrival.leases):
+            trouble = f"it trained leases {arrival.leases}, but holds {sorted(held)}"
+        if trouble:
+            self._lose(group, "stale", trouble, now)
+        elif any(each.is_poisoned for each in group.arrivals):
+            self._skip(group, now)
+
+    def _skip(self, group: Group, now: float) -> None:
+        """What a group trained made its loss NaN: leave those rows out, and its state too."""
+        decision = self._losses.judge_loss(math.nan)
+        if decision.action == "fail":
+            why = f"group {group.group}: {decision.cause}; lower the learning rate, or look for"
+            self._fail("non_finite", f"{why} outliers in the rows that it trained", now)
+            return
+        for lease_id in group.arrivals[0].leases:
+            self._leave_out(self._book.skip(lease_id), now)
+        self._ledger = self._book.entered_in(self._ledger)
+        self._book.give_back(group.group)
+        group.demote()
+        if not self._current:
+            self._dismiss(group, "its loss became NaN and no other group holds the state")
+            self._release(group, "poisoned", now)
+
+    def _leave_out(self, lease: Lease, now: float) -> None:
+        self._skipped.append(lease)
+        self._skipped_untold.append(lease)
+        event = events.RowsSkipped(
+            time=now,
+            epoch=lease.epoch,
+            start=lease.start,
+            stop=lease.stop,
+            reason="the training loss became NaN or infinite on them",
+        )
+        self._announce(event)
+
+    def _quorum(self, now: float) -> tuple[list[Group], list[Group]]:
+        """The groups of the next round, if it may open, and those of them that begin the run."""
+        ready = [group for group in self._present if group.is_ready]
+        if self._phase == "starting":
+            return self._starters(ready, now)
+        may_open = self._phase == "finished" or all(group.is_ready for group in self._current)
+        return (ready, []) if may_open else ([], [])
+
+    def _starters(self, ready: list[Group], now: float) -> tuple[list[Group], list[Group]]:
+        for group in [group for group in ready if not group.is_pristine]:
+            self._lose(group, "no_donor", "no group is left that it could copy from", now)
+        able = [group for group in ready if group.is_pristine]
+        if not able:
+            return [], []
+        if self._start_since is None:
+            self._start_since = now
+        is_late = now >= self._start_since + self._policy.start_grace_s
+        if not is_late and not self._expected <= {group.group for group in able}:
+            return [], []
+        starts = choose_start(able)
+        self._begin_from(starts[0].ranks[0].hello.ledger, starts[0].group)
+        return able, starts
+
+    def _begin_from(self, ledger: Ledger, group: int) -> None:
+        """Take over the ledger of a checkpoint; raises `LeaseError`. Rows once skipped stay so."""
+        self._report = Report()  # one about a state that is gone
+        self._book.restore(ledger)
+        self._number = max(self._number, ledger.round)
+        for lease in self._book.adopt(self._skipped, group):
+            self._book.skip(lease.id)
+        self._ledger = self._book.entered_in(ledger)
+        self._chronicle.remember(self._ledger)
+
+    def _open_round(self, groups: list[Group], starts: list[Group], now: float) -> None:
+        donors = starts or [group for group in groups if group.is_current]
+        listeners = [g for g in groups if not g.is_current and g not in starts]
+        for group in listeners:
+            group.standing, group.is_pristine = "listening", False
+            if donors:
+                group.donor = choose_donor(group, donors, self._groups).group
+        formed = tuple((group.group, group.incarnation) for group in groups)
+        if formed != self._formed:
+            self._formed = formed
+            self._generation += 1
+        self._number += 1
+        self._has_opened = True
+        opened = form_round(
+            self._number,
+            self._generation,
+            self._ledger.commit + 1,
+            groups,
+            [group.group for group in starts],
+        )
+        for group in listeners:
+            group.has_begun = not group.must_restart
+            group.copied_bytes = sum(arrival.copied_bytes for arrival in group.arrivals)
+        self._round = opened
+        self._chronicle.try_round()
+        for group in groups:
+            for rank in sorted(group.ranks):
+                self._answer(group, rank, self._as_told(opened, group, rank))
+                group.ranks[rank].round = opened.number
+        self._tell_membership(now)
+
+    def _as_told(self, opened: OpenRound, group: Group, rank: int) -> Round:
+        """A round, as one rank hears of it."""
+        donor = self._groups.get(group.donor) if group.donor is not None else None
+        return Round(
+            round=opened.number,
+            generation=opened.generation,
+            members=opened.members,
+            commit=opened.commit,
+            is_idle=not opened.weight,
+            donor=donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None,
+        )
+
+    # --- ending rounds
+
+    def _judge(self, group: Group, rank: int, vote: Vote, now: float) -> None:
+        state = group.ranks[rank]
+        if state.round == vote.round:
+            state.round = None
+        opened = self._round
+        if opened is None or vote.round != opened.number:
+            self._answer_late(group, rank, vote, now)
+            return
+        self._set_deadline(vote.round, now)
+        if not vote.ok:
+            self._refuse_round(group, rank, vote, now)
+            return
+        opened.yes.add(group.rank_id(rank))
+        if opened.is_unanimous:
+            self._commit(opened, now)
+
+    def _set_deadline(self, number: int, now: float) -> None:
+        self._deadlines.setdefault(number, now + self._policy.vote_timeout_s)
+        self._deadlines.pop(number - _DEADLINES_KEPT, None)
+
+    def _answer_late(self, group: Group, rank: int, vote: Vote, now: float) -> None:
+        """Answer a vote on a round that is over, perhaps since before this coordinator's time."""
+        newest = self._ledger
+        is_newest = (vote.round, vote.commit) == (newest.round, newest.commit)
+        if group.is_current and not is_newest and vote.commit <= newest.commit:
+            message = f"the others have committed sync {newest.commit} without it"
+            self._lose(group, "stale", message, now)
+            return
+        verdict = self._verdict(group, vote.round, committed=is_newest)
+        self._answer(group, rank, verdict)
+
+    def _refuse_round(self, group: Group, rank: int, vote: Vote, now: float) -> None:
+        self._refusals[group.group] += 1
+        self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
+        if self._refusals[group.group] >= self._policy.max_refusals:
+            message = f"it refused {self._policy.max_refusals} rounds in a row: {vote.error}"
+            self._lose(group, "exchange", message, now)
+
+    def _end_round(self, why: str, now: float) -> None:
+        """A round has failed: answer who voted, and tell who may still wait for its peers."""
+        ended, self._round, self._formed = self._round, None, None
+        assert ended, "a round is open"
+        self._set_deadline(ended.number, now)
+        self._chronicle.trouble(why, now)
+        for voter in sorted(ended.voters):
+            group, state = self._group(voter), self._rank(voter)
+            if group is None or state is None:
+                continue
+            verdict = self._verdict(group, ended.number, committed=False)
+            if isinstance(state.request, Vote):
+                self._answer(group, voter.rank, verdict)
+            elif state.round == ended.number:
+                self._tell(voter, 0, verdict)
+
+    # --- counting
+
+    def _commit(self, ended: OpenRound, now: float) -> None:
+        """Every rank holds the averages: the sync counts."""
+        self._round = None
+        self._refusals.clear()
+        voters = [self._groups[group] for group in sorted(ended.groups)]
+        self._record(self._count(ended))
+        standings = {group.group: self._stand(group, ended, now) for group in voters}
+        for group in self._present:
+            if group.group not in ended.groups:
+                group.miss_round()
+        has_finished = self._report.has_finished or self._phase == "finished"
+        self._phase = "finished" if has_finished else "running"
+        self._report = Report()
+        leavers = [group for group in voters if self._may_leave(group)]
+        for group in leavers:
+            self._release(group, group.leave_cause or "resize", now)
+        self._hand_out()
+        for group in voters:
+            verdict = self._verdict(group, ended.number, committed=True)
+            told = {"standing": standings[group.group], "should_leave": group in leavers}
+            for rank in group.ranks:
+                self._answer(group, rank, verdict.model_copy(update=told))
+        self._tell_commit(now)
+
+    def _count(self, ended: OpenRound) -> CommitRecord:
+        """Enter a sync in the book and in the ledger."""
+        covered = {
+            group: tuple(lease for lease in self._book.held(group) if lease.id in ids)
+            for group, ids in ended.leases.items()
+        }
+        for ids in ended.leases.values():
+            self._book.commit(ids)
+        if ended.weight:
+            self._losses.judge_loss(0.0)
+        self._ledger = self._book.entered_in(self._next_ledger(ended))
+        skipped, self._skipped_untold = self._skipped_untold, []
+        return CommitRecord(
+            commit=ended.commit,
+            round=ended.number,
+            generation=ended.generation,
+            members=ended.members,
+            leases=covered,
+            skipped=tuple(skipped),
+        )
+
+    def _next_ledger(self, ended: OpenRound) -> Ledger:
+        known, report = self._ledger, self._report
+        durable = report.checkpoint_commit
+        news = {
+            "commit": ended.commit,
+            "round": ended.number,
+            "best": known.best if report.best is None else report.best,
+            "plateau": report.plateau or known.plateau,
+            "metrics": known.metrics | report.metrics | ended.means,
+            "checkpoint_commit": known.checkpoint_commit if durable is None else durable,
+            "led": report.led or known.led,
+        }
+        return known.model_copy(update=news)
+
+    def _stand(self, group: Group, ended: OpenRound, now: float) -> GroupState:
+        """What a group is after a sync that it heard."""
+        if group.group in ended.starts:
+            self._become_current(group, "start", now)
+        elif group.group in ended.promoted:
+            self._become_current(group, "peer_copy", now)
+        elif group.must_restart:
+            group.must_restart = group.has_begun = False
+            return "initial"
+        return group.standing
+
+    def _may_leave(self, group: Group) -> bool:
+        others = [each for each in self._current if each is not group and not each.leave_cause]
+        return group.leave_cause is not None and (not group.is_current or bool(others))
+
+    def _hand_out(self) -> None:
+        """Lease rows to the groups that are current: to each its first before any its second."""
+        for num_held in range(self._policy.leases_held):
+            for group in self._current:
+                if len(self._book.held(group.group)) <= num_held:
+                    self._book.lease(group.group)
+
+    def _tell_commit(self, now: float) -> None:
+        ledger = self._ledger
+        recovered = self._chronicle.commit(self._generation, ledger.commit, now)
+        self._chronicle.remember(ledger)
+        self._tell_membership(now)
+        if recovered:
+            self._announce(recovered)
+        if self._phase == "finished":
+            self._tell_metrics(now)
+
+    def _verdict(self, group: Group, number: int, committed: bool) -> RoundResult:
+        """What a group hears of a round that has ended."""
+        return RoundResult(
+            committed=committed,
+            round=number,
+            ledger=self._ledger,
+            leases=self._book.held(group.group),
+            leader=self._choose_leader() or 0,
+            standing="initial" if group.must_restart else group.standing,
+            has_finished=committed and self._phase == "finished",
+        )

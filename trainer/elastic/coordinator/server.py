@@ -1,0 +1,364 @@
+"""The coordinator's server: `Membership` behind a TCP port, with the store of the process groups.
+
+It runs on a thread of its own in any process; under Ray in the process of an actor, which Ray
+restarts. It keeps nothing on disk: see `trainer.elastic.coordinator.membership`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from pydantic import ValidationError
+
+from trainer.coordination.detection import RankId
+from trainer.coordination.messages import Answered, Arrive, Heartbeat, Hello, Numbered, Vote
+from trainer.elastic.coordinator.interface import (
+    CommitRecord,
+    CoordinatorStatus,
+    Effect,
+    EmitEvent,
+    MembershipPolicy,
+    Reply,
+)
+from trainer.elastic.coordinator.leases import LeaseBook, WindowBounds
+from trainer.elastic.coordinator.membership import Membership
+from trainer.protocol.events import Event
+from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import AttemptDir
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore
+
+logger = logging.getLogger(__name__)
+Result = TypeVar("Result")
+_MAX_LINE_BYTES = 64 << 20
+_TICKS_PER_TIMEOUT = 10
+_TURNS_TO_READ = 3
+_WATCHED_KINDS = frozenset({"hang_found", "straggler_found"})
+_STORE_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class LeasedRows:
+    """What the lease book is opened with; see `LeaseBook`."""
+
+    num_rows: int
+    epochs: int
+    rows_per_lease: int
+    max_rows: int | None = None
+    windows: Sequence[int] | WindowBounds = ()
+
+    def open(self) -> LeaseBook:
+        """The book of a fresh run."""
+        return LeaseBook(
+            self.num_rows, self.epochs, self.rows_per_lease, self.max_rows, self.windows
+        )
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """A coordinator for one attempt of one job.
+
+    It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
+    Its events go to the attempt's files, and every commit to a line of `journal_path`, if given.
+    With `only_watches` there is one group that meets no other: only hangs and stragglers are news,
+    a rank that ends does not end the others, and there is no store.
+    """
+
+    policy: MembershipPolicy
+    rows: LeasedRows
+    host: str = "127.0.0.1"
+    port: int = 0
+    attempt_dir: Path | None = None
+    journal_path: Path | None = None
+    only_watches: bool = False
+
+
+@dataclass
+class Journal:
+    """Lines about commits, each written before anybody hears of the commit."""
+
+    path: Path | None
+
+    def write(self, record: CommitRecord) -> None:
+        """Append a line."""
+        if self.path:
+            with self.path.open("a") as file:
+                file.write(record.model_dump_json() + "\n")
+
+
+class EventThread:
+    """Writes events beside the event loop, which slow storage must not hold up."""
+
+    def __init__(self, writer: EventWriter | None) -> None:
+        self._writer = writer
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="coordinator-events", daemon=True)
+        self._thread.start()
+
+    def put(self, event: Event) -> None:
+        """Write `event` soon."""
+        self._events.put(event)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._events.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            logger.info("%s", event)
+            if self._writer:
+                self._writer.write(event)
+
+
+def open_stream(attempt_dir: Path | None) -> EventWriter | None:
+    """The stream `coordinator-N` with the first free N: each life of the actor has its own."""
+    if attempt_dir is None:
+        return None
+    files = AttemptDir(attempt_dir)
+    number = 0
+    while files.stream_path(f"coordinator-{number}").exists():
+        number += 1
+    path = files.stream_path(f"coordinator-{number}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return EventWriter(path)
+
+
+@dataclass
+class _Connection:
+    writer: asyncio.StreamWriter
+    rank: RankId | None = None
+
+
+@dataclass
+class _Wires:
+    """Which connection leads to which rank."""
+
+    by_rank: dict[RankId, _Connection] = field(default_factory=dict)
+
+    def attach(self, connection: _Connection, rank: RankId) -> None:
+        connection.rank = rank
+        self.by_rank[rank] = connection
+
+    def detach(self, connection: _Connection) -> bool:
+        """Forget a connection; whether it was the newest one of its rank."""
+        rank = connection.rank
+        if rank is None or self.by_rank.get(rank) is not connection:
+            return False
+        del self.by_rank[rank]
+        return True
+
+    def send(self, reply: Reply) -> None:
+        connection = self.by_rank.get(reply.to)
+        if connection and not connection.writer.is_closing():
+            line = Answered(id=reply.id, body=reply.body).model_dump_json()
+            connection.writer.write(line.encode() + b"\n")
+
+
+class Coordinator:
+    """A running server; its methods may be called from any thread but its own."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        """Start it. Raises OSError where the port cannot be had."""
+        self._config = config
+        self._store = None if config.only_watches else _open_store(config.host)
+        store_address = f"{config.host}:{self._store.port}" if self._store else ""
+        self._membership = Membership(config.policy, config.rows.open(), store_address)
+        self._wires = _Wires()
+        self._journal = Journal(config.journal_path)
+        self._events = EventThread(open_stream(config.attempt_dir))
+        # Time that never runs backwards, near to Unix time.
+        self._epoch_s = time.time() - time.monotonic()
+        self._loop = asyncio.new_event_loop()
+        self._is_stopping = asyncio.Event()
+        self._started: queue.SimpleQueue[str | OSError] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="coordinator", daemon=True)
+        self._thread.start()
+        address = self._started.get()
+        if isinstance(address, OSError):
+            self._events.close()
+            raise address
+        self.address = address
+        """Where it listens (host:port)."""
+
+    # --- for other threads
+
+    def status(self) -> CoordinatorStatus:
+        """Everything at this moment."""
+        return self._call(lambda: self._membership.status(self._now()))
+
+    def expect(self, groups: Collection[int]) -> None:
+        """See `Membership.expect`."""
+        self._call(lambda: self._act(self._membership.expect(groups, self._now())))
+
+    def retire(self, group: int, cause: str) -> None:
+        """See `Membership.retire`."""
+        self._call(lambda: self._act(self._membership.retire(group, cause, self._now())))
+
+    def drop(self, group: int, reason: str, incarnation: int | None = None) -> None:
+        """See `Membership.drop`."""
+        self._call(
+            lambda: self._act(self._membership.drop(group, reason, self._now(), incarnation))
+        )
+
+    def stop(self) -> None:
+        """End the server. Ranks that are still there look for another one."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._is_stopping.set)
+            self._thread.join()
+            self._events.close()
+
+    def _call(self, function: Callable[[], Result]) -> Result:
+        async def call() -> Result:
+            return function()
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
+
+    # --- on the loop
+
+    def _now(self) -> float:
+        return self._epoch_s + time.monotonic()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        config = self._config
+        try:
+            server = await asyncio.start_server(
+                self._converse, config.host, config.port, limit=_MAX_LINE_BYTES
+            )
+        except OSError as error:
+            self._started.put(error)
+            return
+        port = server.sockets[0].getsockname()[1]
+        ticking = asyncio.create_task(self._tick())
+        self._started.put(f"{config.host}:{port}")
+        stopping = asyncio.create_task(self._is_stopping.wait())
+        await asyncio.wait({stopping, ticking}, return_when=asyncio.FIRST_COMPLETED)
+        self._is_stopping.set()
+        server.close()
+        has_failed = ticking.done()
+        await _end_tasks()
+        if has_failed:
+            ticking.result()  # raises: without a clock nobody's loss would be noticed
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(self._config.policy.heartbeat_timeout_s / _TICKS_PER_TIMEOUT)
+            for _ in range(_TURNS_TO_READ):  # what has come counts before silence does
+                await asyncio.sleep(0)
+            self._act(self._membership.tick(self._now()))
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connection = _Connection(writer)
+        try:
+            while line := await reader.readline():
+                self._hear(connection, Numbered.model_validate_json(line))
+        except ConnectionError as error:
+            logger.info("%s: %s", connection.rank, error)
+        except ValidationError:
+            logger.exception("%s sent what is no message", connection.rank)
+        finally:
+            if self._wires.detach(connection) and connection.rank and not self._has_stopped():
+                self._hear_end(connection.rank)
+            writer.close()
+
+    def _hear_end(self, rank: RankId) -> None:
+        if self._config.only_watches:
+            self._membership.on_farewell(rank)
+        else:
+            self._act(self._membership.on_disconnect(rank, self._now()))
+
+    def _has_stopped(self) -> bool:
+        return self._is_stopping.is_set()
+
+    def _hear(self, connection: _Connection, line: Numbered) -> None:
+        body, now = line.body, self._now()
+        if isinstance(body, Hello):
+            rank = RankId(body.group, body.incarnation, body.rank)
+            self._wires.attach(connection, rank)
+            self._act(self._membership.on_hello(body, line.id, now))
+        elif connection.rank is None:
+            logger.warning("a connection began with %s and not with a hello", body.kind)
+        elif isinstance(body, Heartbeat):
+            self._act(self._membership.on_heartbeat(connection.rank, body, now))
+        elif isinstance(body, Arrive):
+            self._act(self._membership.on_arrive(connection.rank, line.id, body, now))
+        elif isinstance(body, Vote):
+            self._act(self._membership.on_vote(connection.rank, line.id, body, now))
+
+    def _act(self, effects: Iterable[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Reply):
+                self._wires.send(effect)
+            elif isinstance(effect, EmitEvent):
+                if not self._config.only_watches or effect.event.kind in _WATCHED_KINDS:
+                    self._events.put(effect.event)
+            else:
+                self._journal.write(effect)
+
+
+async def _end_tasks() -> None:
+    """End what else runs on this loop, which closes all connections."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+
+
+def _open_store(host: str) -> TCPStore:
+    from torch.distributed import TCPStore
+
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
+
+
+def start_in_thread(config: CoordinatorConfig) -> Coordinator:
+    """A coordinator in this process."""
+    return Coordinator(config)
+
+
+class CoordinatorActor:
+    """What `ray.remote` makes an actor of, with `max_restarts=-1`: a coordinator at its node."""
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._coordinator = Coordinator(config)
+
+    def address(self) -> str:
+        """Where the ranks reach it (host:port)."""
+        return self._coordinator.address
+
+    def status(self) -> CoordinatorStatus:
+        """Everything at this moment."""
+        return self._coordinator.status()
+
+    def expect(self, groups: Collection[int]) -> None:
+        """See `Membership.expect`."""
+        self._coordinator.expect(groups)
+
+    def retire(self, group: int, cause: str) -> None:
+        """See `Membership.retire`."""
+        self._coordinator.retire(group, cause)
+
+    def drop(self, group: int, reason: str, incarnation: int | None = None) -> None:
+        """See `Membership.drop`."""
+        self._coordinator.drop(group, reason, incarnation)
+
+    def stop(self) -> None:
+        """End the server."""
+        self._coordinator.stop()

@@ -1,0 +1,366 @@
+"""What an export says of itself: `features.json` for programs, `README.md` for people."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+from torch import nn
+
+from trainer.checkpoint.files import folder_at
+from trainer.checkpoint.save_load import CommittedCheckpoint
+from trainer.data.decode import InputColumn, RowLayout
+from trainer.data.inputs import on_this_node, resolve_inputs
+from trainer.data.parquet import read_schema
+from trainer.data.transforms import IdEncoder, vocabulary_path
+from trainer.errors import DataError
+from trainer.export import artifact
+from trainer.export.artifact import ArtifactError, Manifest, NotExportable, write_manifest
+from trainer.export.load import (
+    available_bytes,
+    check_memory,
+    checkpoint_at,
+    find_checkpoint,
+    load_model,
+    read_run_spec,
+    stored_weights,
+    with_table_sizes,
+)
+from trainer.export.predict import (
+    FLOAT32,
+    Predictor,
+    input_columns,
+    raw_kind,
+    scoring_layout,
+    wanted_kind,
+)
+from trainer.export.program import quantized, write_program
+from trainer.export.report import DEFAULT_ROWS, Report, measure
+from trainer.protocol.code_archive import CodeError, unpack
+from trainer.protocol.run_dir import RunDir
+from trainer.protocol.versions import installed_versions
+from trainer.spec.data import FeatureSpec
+from trainer.spec.job import JobSpec
+from trainer.spec.training import Quantization
+
+
+def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """Inputs by column with their kinds and bounds, the features that read them, and the tasks.
+
+    `kinds` are those of the training data's columns (`trainer.export.predict.raw_kind`).
+    """
+    columns = input_columns(layout).items()
+    inputs = [_input(name, column, kinds.get(name)) for name, column in columns]
+    return {
+        "inputs": inputs,
+        "features": [feature.model_dump(exclude_defaults=True) for feature in spec.features],
+        "tables": {
+            table.name: {"num_embeddings": table.num_embeddings, "dim": table.embedding_dim}
+            for table in spec.embedding_tables
+        },
+        "tasks": [
+            {
+                "name": task.name,
+                "loss": task.loss,
+                "prediction": "a probability"
+                if task.loss == "bce"
+                else f"in the unit of column '{(task.label or spec.data.label).column}'",
+            }
+            for task in spec.model.tasks
+        ],
+        "example": example_row(layout, kinds),
+    }
+
+
+def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
+    bounds = {"num_ids": column.num_ids} if column.num_ids else {}
+    stated = kind if column.encoder else "integer" if column.num_ids else "number"
+    if stated == FLOAT32:
+        stated, bounds["precision"] = "number", FLOAT32  # type: ignore[assignment]
+    if column.max_length:
+        bounds["max_length"] = column.max_length
+    if column.weights:
+        bounds["weights"] = column.weights.name  # type: ignore[assignment]
+    return {
+        "name": name,
+        "kind": stated,
+        "wanted": wanted_kind(column, kind),
+        "is_required": not may_be_missing(column),
+        "read_by": column.field,
+        **bounds,
+    }
+
+
+def may_be_missing(column: InputColumn) -> bool:
+    """Whether a row without the column can be scored: an empty list, id 0, a replacement."""
+    return column.is_list or column.encoder is not None or column.rule.missing is not None
+
+
+def example_row(layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
+    """A row that can be scored."""
+    scales = {label.scale.name for label in layout.labels if label.scale}
+    row: dict[str, Any] = {}
+    for name, column in input_columns(layout).items():
+        value: Any = min(1, column.num_ids - 1) if column.num_ids else 0.5
+        if column.encoder is not None and _takes_text(column.encoder, kinds.get(name)):
+            value = "text"
+        row[name] = [value] if column.is_list else 1.0 if name in scales else value
+    return row
+
+
+def _takes_text(encoder: IdEncoder, kind: str | None) -> bool:
+    return kind == "string" or not encoder.accepts(pa.int64())
+
+
+def readme(report: Report, example: Mapping[str, Any]) -> str:
+    """How to score with the export, and what was measured."""
+    row = json.dumps(example)
+    return f"""# {report.job}, step {report.step}
+
+Exported by Shardloom from checkpoint `{report.checkpoint}`; tables: {report.quantize}.
+`features.json` says what a row to score holds; predictions come in the unit of the label.
+
+Serve it:
+
+    shardloom serve . --port 8800
+    curl -s localhost:8800/v1/predict -H 'Content-Type: application/json' \\
+      -d '{{"rows": [{row}]}}'
+
+Or from Python:
+
+    from pathlib import Path
+    from trainer.export.predict import Predictor
+
+    predictor = Predictor(Path("."))
+    predictor.predict([{row}])  # or a pyarrow Table
+
+`model.pt2` is a `torch.export` program over flat arrays; `torch.export.load` reads it anywhere,
+after `import fbgemm_gpu`. Its inputs are described in `trainer/export/program.py`.
+
+## Measured
+
+{report.text}
+"""
+
+
+# One export from beginning to end: checkpoint -> folder with the marker.
+
+logger = logging.getLogger(__name__)
+NUM_BYTES_FLOAT = 4
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export where: a checkpoint of the job in `run_dir`, into the new folder `to`.
+
+    `checkpoint` is `newest`, `best`, a step, or the path of a checkpoint's folder. Without
+    `may_run_code` a model that is a module of the user's own is refused.
+    """
+
+    run_dir: Path
+    to: Path
+    checkpoint: str = "newest"
+    quantize: Quantization = "int8"
+    max_report_rows: int = DEFAULT_ROWS
+    may_run_code: bool = True
+
+
+def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
+    """Write the export; `tell` hears what it does. Raises `ExportError`.
+
+    Everything is written beside `request.to` and moved there whole, marker included.
+    """
+    if request.to.exists():
+        raise ArtifactError(f"{request.to} exists already; name a folder that does not")
+    found = _checkpoint(request)
+    written = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
+    refuse_what_cannot_be_exported(written)
+    if written.model.module is not None and not request.may_run_code:
+        raise NotExportable(
+            f"the model is the user's own module {written.model.module}, and no user code may run "
+            "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
+        )
+    spec, notes = with_data(written)
+    source = _Source(spec, found, tuple(notes))
+    check_memory(spec, request.quantize, available_bytes())
+    with _users_code(RunDir(request.run_dir), spec.model.code):
+        tell(f"loading checkpoint {found.path.name}")
+        trained = load_model(spec, found.path)
+        return _write_whole(request, source, trained, tell)
+
+
+def refuse_what_cannot_be_exported(spec: JobSpec) -> None:
+    """Raise `NotExportable` for what has no form outside of the trainer."""
+    dynamic = [table.name for table in spec.embedding_tables if table.dynamic]
+    if dynamic:
+        raise NotExportable(
+            f"embedding_tables '{dynamic[0]}' is dynamic: which id has which row is kept in "
+            "TorchRec's managed collision modules, which torch.export cannot trace; export needs "
+            "tables of a fixed vocabulary"
+        )
+
+
+def _checkpoint(request: ExportRequest) -> CommittedCheckpoint:
+    if "/" in request.checkpoint:
+        return checkpoint_at(folder_at(request.checkpoint))
+    return find_checkpoint(RunDir(request.run_dir), request.checkpoint)
+
+
+@contextmanager
+def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
+    """The user's own code on the module path, where the job came with some.
+
+    Unpacked, as in training: it may read files that lie beside it.
+    """
+    if code is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="shardloom-code-") as folder:
+        try:
+            path = unpack(run_dir.code_path(code).read_bytes(), code, Path(folder) / "unpacked")
+        except (CodeError, OSError) as error:
+            raise NotExportable(f"the code of the job cannot be had: {error}") from None
+        sys.path.insert(0, str(path))
+        try:
+            yield
+        finally:
+            sys.path.remove(str(path))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What is exported: the spec with all sizes, its data where that can be had, the checkpoint."""
+
+    spec: JobSpec
+    found: CommittedCheckpoint
+    notes: tuple[str, ...]
+
+
+def _write_whole(request: ExportRequest, source: _Source, trained: nn.Module, tell: Tell) -> Report:
+    staging = request.to.with_name(f".{request.to.name}.partial")
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(parents=True)
+    try:
+        report = _write(request, source, trained, staging, tell)
+        staging.rename(request.to)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+    return report
+
+
+def _write(
+    request: ExportRequest, source: _Source, trained: nn.Module, folder: Path, tell: Tell
+) -> Report:
+    spec = source.spec
+    tell(f"quantising the tables: {request.quantize}")
+    traced = quantized(trained, request.quantize)
+    tell("tracing the model with torch.export")
+    write_program(traced, spec, folder / artifact.PROGRAM)
+    _write_json(folder / artifact.SPEC, spec.model_dump(mode="json"))
+    copy_vocabularies(spec, folder / artifact.VOCABULARIES)
+    layout = scoring_layout(spec, folder / artifact.VOCABULARIES)
+    features = features_document(spec, layout, _kinds(spec))
+    _write_json(folder / artifact.FEATURES, features)
+    _mark(request, source, folder)
+    tell("comparing with the trainer's predictions")
+    report = measure(Predictor(folder), trained, traced, spec, request.max_report_rows)
+    report = report.model_copy(
+        update={
+            "notes": list(source.notes),
+            "recorded_metrics": dict(source.found.commit.metrics),
+            "program_bytes": (folder / artifact.PROGRAM).stat().st_size,
+            "table_bytes": float_table_bytes(spec),
+        }
+    )
+    (folder / artifact.REPORT).write_text(report.model_dump_json(indent=1), encoding="utf-8")
+    (folder / artifact.README).write_text(readme(report, features["example"]), encoding="utf-8")
+    _mark(request, source, folder)
+    return report
+
+
+def _mark(request: ExportRequest, source: _Source, folder: Path) -> Manifest:
+    return write_manifest(
+        folder,
+        job=source.spec.name,
+        checkpoint=source.found.path.name,
+        step=source.found.commit.step,
+        quantize=request.quantize,
+        versions=installed_versions(),
+    )
+
+
+def _kinds(spec: JobSpec) -> dict[str, str]:
+    """Kinds of the training data's columns; none where it is not there any more."""
+    split = spec.data.split
+    for part in (split.train, split.validation):
+        with contextlib.suppress(DataError):
+            schema = read_schema(Path(spec.data.path) / part) if part is not None else []
+            if schema:
+                return {field.name: raw_kind(field.type) for field in schema}
+    return {}
+
+
+def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
+    """`spec` with its data on this host and what that tells; what to note where it is gone.
+
+    Raises `DataError` where rows could not be scored without it.
+    """
+    try:
+        return _fetched(resolve_inputs(spec)), []
+    except DataError as error:
+        if [each for each in spec.features if each.vocabulary or _lacks_statistics(each)]:
+            raise
+        return spec, [f"the job's data is not there: {error}"]
+
+
+def _fetched(spec: JobSpec) -> JobSpec:
+    """`spec` with the path of its data on this host: of what is remote, only what is needed.
+
+    An export compares validation rows; of training rows it wants the types, which both share.
+    """
+    split = spec.data.split
+    compared = split.model_copy(update={"train": split.validation or split.train})
+    data = spec.data.model_copy(update={"split": compared})
+    here = on_this_node(spec.model_copy(update={"data": data}))
+    found = spec.data.model_copy(update={"path": here.data.path})
+    return spec.model_copy(update={"data": found})
+
+
+def _lacks_statistics(feature: FeatureSpec) -> bool:
+    return feature.transform == "standardise" and None in (feature.mean, feature.std)
+
+
+def float_table_bytes(spec: JobSpec) -> int:
+    """Size of one float32 copy of the tables, whose sizes are known."""
+    sizes = [int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables]
+    return NUM_BYTES_FLOAT * sum(sizes)
+
+
+def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
+    """Copy what makes ids of raw values, as it lies below `data.path`.
+
+    Those of the prepared data come along even where the spec uses none: somebody made the ids by
+    them. Raises OSError, or `DataError` where one that is used is missing.
+    """
+    source = Path(spec.data.path)
+    used = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]
+    folder.mkdir()
+    for path in {*used, *source.glob("vocab/*.parquet")}:
+        target = folder / path.relative_to(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+
+
+def _write_json(path: Path, document: object) -> None:
+    path.write_text(json.dumps(document, indent=1), encoding="utf-8")

@@ -1,0 +1,322 @@
+"""What is exported: the spec of a run folder, and one of its checkpoints, checked file by file."""
+
+from __future__ import annotations
+
+import enum
+import io
+import json
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from trainer.checkpoint.files import Folder, checkpoints_of, read_commit, read_file
+from trainer.checkpoint.remote_io import RemoteReader
+from trainer.checkpoint.save_load import CommittedCheckpoint, list_committed, matches
+from trainer.checkpoint.state_dict import table_of
+from trainer.export.artifact import NoCheckpoint, NotEnoughMemory, NotExportable
+from trainer.models.networks import build_model
+from trainer.protocol.run_dir import RunDir
+from trainer.spec.job import JobSpec
+from trainer.spec.training import Quantization
+
+_WEIGHTS = "model."
+_UNREADABLE = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    KeyError,
+    TypeError,
+    ValueError,
+)
+_METADATA = ".metadata"
+# What the description of a checkpoint is made of, by module.
+_DESCRIBING = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"PosixPath"},
+    "collections": {"OrderedDict"},
+}
+
+
+def read_run_spec(run_dir: RunDir) -> JobSpec:
+    """The spec of the newest attempt in a run folder; raises `NoCheckpoint` where there is none."""
+    # As the driver resolved it, rather than as it was submitted.
+    paths = list(run_dir.root.glob("attempts/*/resolved-spec.json"))
+    paths = paths or list(run_dir.root.glob("attempts/*/spec.json"))
+    if not paths:
+        raise NoCheckpoint(
+            f"{run_dir.root} is no folder of a job: there is no attempts/*/spec.json in it; name "
+            "the folder that holds the job's 'checkpoints' and 'attempts'"
+        )
+    newest = max(paths, key=lambda path: path.stat().st_mtime)
+    document = json.loads(newest.read_text(encoding="utf-8"))
+    return JobSpec.model_validate(document, context={"stored": True})
+
+
+def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
+    """The checkpoint `wanted`: `newest`, `best`, a step, or the name of one; whole or refused.
+
+    `newest` is the newest whole one, and `best` the newest where none was ever best. Raises
+    `NoCheckpoint`, and `StorageError` where remote storage is away.
+    """
+    folder = _checkpoints_in(run_dir)
+    committed = list_committed(folder)
+    if not committed:
+        raise NoCheckpoint(f"{folder} holds no checkpoint yet; let the job save")
+    best = [each for each in committed if each.commit.is_best]
+    if wanted == "best" and best:
+        return _whole(best[-1])
+    if wanted in ("newest", "best"):
+        return _newest_whole(committed)
+    named = [each for each in committed if wanted in (each.path.name, str(each.commit.step))]
+    if not named:
+        steps = ", ".join(str(each.commit.step) for each in committed)
+        raise NoCheckpoint(f"there is no checkpoint '{wanted}'; those of steps {steps} are there")
+    return _whole(named[-1])
+
+
+def _checkpoints_in(run_dir: RunDir) -> Folder:
+    """Where the job of a run folder keeps its checkpoints."""
+    if run_dir.checkpoints_dir.is_dir() or not (run_dir.root / "attempts").is_dir():
+        return run_dir.checkpoints_dir
+    return checkpoints_of(run_dir.root, read_run_spec(run_dir).checkpoint.path)
+
+
+def checkpoint_at(path: Folder) -> CommittedCheckpoint:
+    """The checkpoint in the folder `path`; raises `NoCheckpoint`."""
+    commit = read_commit(path)
+    if commit is None:
+        raise NoCheckpoint(f"{path} is no whole checkpoint: it has no readable COMMIT.json")
+    return _whole(CommittedCheckpoint(path, commit))
+
+
+def _newest_whole(committed: Sequence[CommittedCheckpoint]) -> CommittedCheckpoint:
+    for each in reversed(committed):
+        if damaged_file(each) is None:
+            return each
+    raise NoCheckpoint(
+        f"all {len(committed)} checkpoints in {committed[-1].path.parent} are damaged"
+    )
+
+
+def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
+    if (damaged := damaged_file(found)) is not None:
+        raise NoCheckpoint(
+            f"checkpoint {found.path.name} is damaged: {damaged} is not as it was written; name "
+            "another one, or `newest` for the newest that is whole"
+        )
+    return found
+
+
+def damaged_file(found: CommittedCheckpoint) -> str | None:
+    """Name of a file that is missing, or has another size or checksum than was recorded."""
+    for name, record in found.commit.files.items():
+        if not matches(found.path, name, record):
+            return name
+    return None
+
+
+class _TensorsAlone:
+    """Mixed into a reader of checkpoints: it reads the tensors and nothing else.
+
+    PyTorch unpickles a checkpoint's description, and its objects that are no tensors, without a
+    look, which runs whatever somebody wrote there: here user code may have, and the host may not
+    be its own.
+    """
+
+    path: Any
+    load_id: str
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The checkpoint's description, without what is no tensor; raises `NoCheckpoint`."""
+        try:
+            found = _Unpickler(io.BytesIO(read_file(self.path, _METADATA) or b"")).load()
+            tensors = {
+                key: value
+                for key, value in found.state_dict_metadata.items()
+                if isinstance(value, TensorStorageMetadata)
+            }
+        except _UNREADABLE as error:
+            raise NoCheckpoint(
+                f"{self.path / _METADATA} is no description of a checkpoint: {error}; name another "
+                "checkpoint"
+            ) from error
+        found.state_dict_metadata = tensors
+        found.storage_meta = found.storage_meta or StorageMeta()
+        found.storage_meta.load_id = self.load_id
+        return found
+
+
+class TensorReader(_TensorsAlone, FileSystemReader):
+    """Reads the tensors of a checkpoint on a disk."""
+
+
+class RemoteTensorReader(_TensorsAlone, RemoteReader):
+    """Reads the tensors of a checkpoint on an object store."""
+
+
+def tensor_reader(folder: Folder) -> TensorReader | RemoteTensorReader:
+    """What reads the tensors of a checkpoint there."""
+    return TensorReader(folder) if isinstance(folder, Path) else RemoteTensorReader(folder)
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _DESCRIBING.get(module, ()):
+            return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member_of
+        raise pickle.UnpicklingError(f"it holds {module}.{name}")
+
+
+def _member_of(kind: Any, name: str) -> enum.Enum:
+    """What Pythons before 3.11.4 write `getattr` for: a member of an enumeration, nothing else."""
+    if not isinstance(kind, enum.EnumMeta):
+        raise pickle.UnpicklingError(f"it asks for {name} of what is no enumeration")
+    member: enum.Enum = kind[name]
+    return member
+
+
+def stored_weights(folder: Folder) -> dict[str, tuple[int, ...]]:
+    """Shape of every weight of the model in a checkpoint, by its name in the model."""
+    stored = tensor_reader(folder).read_metadata().state_dict_metadata
+    return {
+        key.removeprefix(_WEIGHTS): tuple(value.size)
+        for key, value in stored.items()
+        if key.startswith(_WEIGHTS) and isinstance(value, TensorStorageMetadata)
+    }
+
+
+def with_table_sizes(spec: JobSpec, weights: Mapping[str, Sequence[int]]) -> JobSpec:
+    """`spec` with the number of rows that each table has in a checkpoint.
+
+    Raises `NotExportable` where a table of the spec is not in it.
+    """
+    rows = {table: shape[0] for key, shape in weights.items() if (table := table_of(key))}
+    if missing := [t.name for t in spec.embedding_tables if t.name not in rows]:
+        raise NotExportable(
+            f"the checkpoint has no table '{missing[0]}'; it holds {', '.join(sorted(rows))}. Was "
+            "the spec changed since?"
+        )
+    sized = tuple(
+        table.model_copy(update={"num_embeddings": rows[table.name]})
+        for table in spec.embedding_tables
+    )
+    return spec.model_copy(update={"embedding_tables": sized})
+
+
+# The whole model of a checkpoint in one process, without a process group.
+
+_CPU = torch.device("cpu")
+# Peak of a whole export for each element of a table, measured (2 tables of 1M x 64, above what the
+# libraries take): the float32 copy, one table more while it is read, the quantised one, and that
+# again while the program is written, or loaded to be compared.
+_BYTES_PER_ELEMENT = {"int8": 9, "fp16": 11, "none": 9}
+
+
+def load_model(spec: JobSpec, folder: Folder) -> nn.Module:
+    """The job's model on the CPU with the weights of the checkpoint in `folder`, in eval mode.
+
+    Whatever T, L, placement and sharding wrote it. Raises `NotExportable` where the checkpoint is
+    of another model.
+    """
+    model = build_model(spec, _CPU)
+    materialize(model)
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    _check_shapes(folder, model)
+    try:
+        dcp.load(state, storage_reader=tensor_reader(folder), no_dist=True)
+    except (CheckpointException, OSError) as error:
+        raise NotExportable(f"checkpoint {folder.name} cannot be loaded: {error}") from error
+    return model.eval()
+
+
+def materialize(model: nn.Module) -> None:
+    """Give every parameter on the meta device memory, unset."""
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.is_meta:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                setattr(module, name, nn.Parameter(empty, requires_grad=False))
+
+
+def _check_shapes(folder: Folder, model: nn.Module) -> None:
+    stored = stored_weights(folder)
+    for name, tensor in model.state_dict().items():
+        if stored.get(name) != tuple(tensor.shape):
+            found = list(stored[name]) if name in stored else "not there"
+            raise NotExportable(
+                f"checkpoint {folder.name} is of another model: {name} is {found} in it and "
+                f"{list(tensor.shape)} by the spec; export with the spec of the job that wrote it"
+            )
+
+
+def bytes_needed(spec: JobSpec, quantize: Quantization) -> int:
+    """Memory that an export takes at its peak for the tables of `spec`, whose sizes are known."""
+    sizes = [int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables]
+    return _BYTES_PER_ELEMENT[quantize] * sum(sizes)
+
+
+def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) -> None:
+    """Raise `NotEnoughMemory` where the unsharded tables do not fit."""
+    needed = bytes_needed(spec, quantize)
+    if needed > available_bytes:
+        raise NotEnoughMemory(
+            f"exporting needs about {needed / 1e9:.1f} GB for an unsharded copy of the tables and "
+            f"its {quantize} form, and {available_bytes / 1e9:.1f} GB are free here; export on a "
+            "host with more memory (`shardloom export --run-dir DIR`)"
+        )
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: the host's free part, within its cgroup's limit."""
+    limits = [_free_on_host()]
+    group = Path("/sys/fs/cgroup")
+    limit, used = _number(group / "memory.max"), _number(group / "memory.current")
+    if limit is not None and used is not None:
+        limits.append(limit - used + _cached_bytes(group / "memory.stat"))
+    return min(limits)
+
+
+def _cached_bytes(path: Path) -> int:
+    """Memory of the cgroup that holds files which can be read again."""
+    try:
+        pairs = [line.split() for line in path.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(value) for name, value in pairs if name == "inactive_file"), 0)
+
+
+def _free_on_host() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("/proc/meminfo has no MemAvailable")
+
+
+def _number(path: Path) -> int | None:
+    """The number in a file; None where there is none, as in `max`."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None

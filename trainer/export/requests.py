@@ -1,0 +1,338 @@
+"""Exports on run storage: asked for, under way, done or failed. Files alone say which.
+
+RUN_DIR/exports/x-ID/
+  request.json     what was asked for; written first
+  lock             held (flock) by the process that works on it
+  progress.txt     what that process does, a line each
+  failure.json     why there is none: {"message"}
+  artifact/        the export, moved here whole (`trainer.export.artifact`)
+  export.log       output of the process
+  deleting         it is to be deleted: no longer told of, its process ends, then its files go
+
+Whoever runs `python -m trainer.export --request DIR` takes the lock first and does nothing where
+the export is done: a service that was restarted may run it again without knowing how far it came.
+Whoever deletes marks first, and removes with the lock in hand: renamed to `.x-ID.gone`, then file
+by file. What is cut off between these steps is found again by its name (`remove_deleted`).
+Jobs write to run storage: no link is followed out of the job's folder, lest a service shows files
+of its host, or writes to them. No torch here: the service imports it.
+
+The job has succeeded by then, and an export that fails changes nothing of that: the timeline says
+why there is none, and `shardloom export JOB` may try again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import IO, Any, Literal, get_args
+
+from trainer.export.artifact import MARKER, REPORT
+from trainer.protocol import events
+from trainer.protocol.events import Event
+from trainer.protocol.run_dir import RunDir
+from trainer.spec.job import JobSpec
+from trainer.spec.training import Quantization
+
+ExportStatus = Literal["queued", "running", "succeeded", "failed"]
+_ID = re.compile(r"x-[0-9a-f]{8}")
+_CHECKPOINT = re.compile(r"newest|best|[0-9]{1,18}")
+_MAX_BYTES = 2**22
+_DELETING = "deleting"
+_SEAL = re.compile(r"[0-9a-f]*")
+
+
+@dataclass(frozen=True)
+class RequestedExport:
+    """What was asked for: `checkpoint` is `newest`, `best` or a step; `created` Unix seconds.
+
+    `seal` is by whom: a service's, over `text_of`, or none where a driver asked.
+    """
+
+    checkpoint: str
+    quantize: Quantization
+    created: float
+    seal: str = ""
+
+    def text_of(self, folder: ExportFolder) -> str:
+        """What a seal is over: all that was asked for, and where."""
+        place = f"{folder.run_dir.name}/{folder.id}"
+        return f"{place} {self.checkpoint} {self.quantize} {self.created!r}"
+
+
+@dataclass(frozen=True)
+class ExportFolder:
+    """One export of a job, wherever it stands."""
+
+    root: Path
+
+    @property
+    def id(self) -> str:
+        """Its id, unique within the job."""
+        return self.root.name
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder of the job."""
+        return self.root.parent.parent
+
+    @property
+    def artifact(self) -> Path:
+        """The export itself; there once it is whole."""
+        return self.root / "artifact"
+
+    @property
+    def wanted(self) -> RequestedExport:
+        """What was asked for; raises OSError or ValueError where that cannot be read."""
+        document = json.loads(self._read("request.json"))
+        try:
+            return _checked(RequestedExport(**document))
+        except TypeError as error:
+            raise ValueError(f"{self.root}/request.json is none: {error}") from error
+
+    @property
+    def status(self) -> ExportStatus:
+        """Where it stands now."""
+        if (self.artifact / MARKER).is_file() and self._is_own(self.artifact / MARKER):
+            return "succeeded"
+        if self._failure_path.is_file():
+            return "failed"
+        return "running" if self._is_locked() else "queued"
+
+    @property
+    def message(self) -> str:
+        """Why it failed, or what was done last."""
+        try:
+            return str(json.loads(self._read("failure.json"))["message"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return self._last_line("progress.txt")
+
+    @property
+    def last_output(self) -> str:
+        """The last line that the process said, empty if there is none."""
+        return self._last_line("export.log")
+
+    def _last_line(self, name: str) -> str:
+        try:
+            lines = self._read(name).splitlines()
+        except OSError:
+            lines = []
+        return lines[-1] if lines else ""
+
+    def read_report(self) -> dict[str, Any] | None:
+        """What was measured; None until the export is done."""
+        try:
+            report = json.loads(self._read(f"{self.artifact.name}/{REPORT}"))
+        except (OSError, ValueError):
+            return None
+        return report if isinstance(report, dict) else None
+
+    def open_log(self) -> IO[bytes]:
+        """The file for the output of the process, to append to; raises OSError."""
+        return self._open("export.log", "ab")
+
+    def tell(self, line: str) -> None:
+        """Say what is done now."""
+        with self._open("progress.txt", "ab") as file:
+            file.write(f"{line}\n".encode())
+
+    def fail(self, message: str) -> None:
+        """Say why there is no export; nothing runs it again."""
+        self._write("failure.json", {"message": message})
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[bool]:
+        """Wait until nobody else works on it; whether there is still something to do."""
+        with self._open("lock", "ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield not self.is_deleted and self.status in ("running", "queued")
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether it was deleted, its files gone or not."""
+        return (self.root / _DELETING).exists() or not self.root.exists()
+
+    def mark_deleted(self) -> None:
+        """Let nobody have it any more, whatever happens next; raises OSError."""
+        self._open(_DELETING, "ab").close()
+        descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self) -> bool:
+        """Remove the files of one that was marked; False while somebody works on it.
+
+        Raises OSError; what is left then is found by `remove_deleted`.
+        """
+        gone = self.root.with_name(f".{self.id}.gone")
+        try:
+            with self._open("lock", "ab") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                self.root.rename(gone)
+        except BlockingIOError:
+            return False
+        except FileNotFoundError:
+            return True  # somebody else was faster
+        _remove_tree(gone)
+        return True
+
+    def _is_locked(self) -> bool:
+        try:
+            descriptor = _no_link(str(self.root / "lock"), os.O_RDONLY)
+        except OSError:
+            return False
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    @property
+    def _failure_path(self) -> Path:
+        return self.root / "failure.json"
+
+    def _read(self, name: str) -> str:
+        with self._open(name, "rb") as file:
+            return file.read(_MAX_BYTES).decode(errors="replace")
+
+    def _write(self, name: str, document: object) -> None:
+        """Put a JSON file in place, whole or not at all."""
+        partial = f".{name}.partial"
+        (self.root / partial).unlink(missing_ok=True)
+        with self._open(partial, "xb") as file:
+            file.write(json.dumps(document).encode())
+        (self.root / partial).replace(self.root / name)
+
+    def _open(self, name: str, mode: str) -> IO[bytes]:
+        path = self.root / name
+        if not self._is_own(path):
+            raise PermissionError(f"{path} leads out of the job's folder")
+        return open(path, mode, opener=_no_link)
+
+    def _is_own(self, path: Path) -> bool:
+        """Whether a path, all links resolved, lies in the job's folder."""
+        return os.path.realpath(path).startswith(os.path.realpath(self.run_dir) + os.sep)
+
+
+def _no_link(path: str, flags: int) -> int:
+    # Without waiting: a pipe would hold up whoever reads it.
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+
+def _checked(wanted: RequestedExport) -> RequestedExport:
+    """Others than those who ask may have written the file."""
+    texts = ((_CHECKPOINT, wanted.checkpoint), (_SEAL, wanted.seal))
+    is_known = all(pattern.fullmatch(text) for pattern, text in texts)
+    is_known = is_known and wanted.quantize in get_args(Quantization)
+    if not is_known or not isinstance(wanted.created, float):
+        raise ValueError(f"there is no export of {wanted}")
+    return wanted
+
+
+def ask_for(
+    run_dir: RunDir,
+    checkpoint: str,
+    quantize: Quantization,
+    seal: Callable[[str], str] | None = None,
+) -> ExportFolder:
+    """A new export of a job, that nobody works on yet, sealed if asked to be; raises OSError."""
+    folder = ExportFolder(run_dir.exports_dir / f"x-{secrets.token_hex(4)}")
+    run_dir.root.mkdir(parents=True, exist_ok=True)
+    if not folder._is_own(folder.root):
+        raise PermissionError(f"{run_dir.exports_dir} leads out of the job's folder")
+    folder.root.mkdir(parents=True)
+    wanted = RequestedExport(checkpoint, quantize, time.time())
+    if seal is not None:
+        wanted = replace(wanted, seal=seal(wanted.text_of(folder)))
+    folder._write("request.json", asdict(wanted))
+    return folder
+
+
+def list_exports(run_dir: RunDir) -> list[ExportFolder]:
+    """Exports of a job that were asked for, oldest first."""
+    paths = run_dir.exports_dir.glob("x-*/request.json")
+    known = [ExportFolder(path.parent) for path in paths if _ID.fullmatch(path.parent.name)]
+    dated = []
+    for folder in known:
+        # What is damaged, or being deleted, is not there.
+        with contextlib.suppress(OSError, ValueError):
+            if not folder.is_deleted:
+                dated.append((folder.wanted.created, folder.id, folder))
+    return [folder for *_, folder in sorted(dated)]
+
+
+def remove_deleted(run_dir: RunDir) -> int:
+    """Remove what a job still has of deleted exports, but for those that somebody works on.
+
+    How many were removed; raises OSError.
+    """
+    marked = [path.parent for path in run_dir.exports_dir.glob(f"x-*/{_DELETING}")]
+    removed = [ExportFolder(path).remove() for path in marked if _ID.fullmatch(path.name)]
+    halves = list(run_dir.exports_dir.glob(".x-*.gone"))
+    for path in halves:
+        _remove_tree(path)
+    return sum(removed) + len(halves)
+
+
+def _remove_tree(path: Path) -> None:
+    """Remove a folder; others may do the same in this moment."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(path)
+
+
+def find_export(run_dir: RunDir, export_id: str) -> ExportFolder | None:
+    """The export of that id, if the job has it."""
+    return next((each for each in list_exports(run_dir) if each.id == export_id), None)
+
+
+# `export.on_success`: the driver's last work, in a process of its own.
+
+logger = logging.getLogger(__name__)
+
+
+def export_on_success(spec: JobSpec, run_dir: RunDir, write: Callable[[Event], None]) -> None:
+    """Export what `spec.export` asks for, if it does, and tell how that went."""
+    wanted = spec.export
+    if wanted is None or not wanted.on_success:
+        return
+    try:
+        folder = ask_for(run_dir, wanted.checkpoint, wanted.quantize)
+        _tell(write, "info", f"export {folder.id} begins")
+        _run(folder)
+    except OSError as error:
+        _tell(write, "error", f"the model was not exported: {error}")
+        return
+    if folder.is_deleted:
+        _tell(write, "info", f"export {folder.id} was deleted before it was done")
+    elif folder.status == "succeeded":
+        _tell(write, "info", f"export {folder.id}: {folder.message}")
+    else:
+        _tell(write, "error", f"export {folder.id} {folder.status}: {folder.message}")
+
+
+def _run(folder: ExportFolder) -> None:
+    command = [sys.executable, "-m", "trainer.export", "--request", str(folder.root)]
+    with folder.open_log() as log:
+        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
+    if not folder.is_deleted and folder.status in ("queued", "running"):
+        folder.fail(f"the process that made it ended with code {code}; export.log says more")
+
+
+def _tell(write: Callable[[Event], None], level: str, message: str) -> None:
+    logger.info("%s", message)
+    write(events.Note(time=time.time(), level=level, message=message))  # type: ignore[arg-type]

@@ -1,0 +1,279 @@
+"""Entry point `python -m trainer.export.server`.
+
+The scorer: one export over HTTP, without Shardloom's service.
+
+POST /v1/predict   {"rows": [{column: value, ...}, ...]} -> a prediction for each row and task
+GET  /v1/model     what is served, and what a row holds
+GET  /healthz      200 as long as it can score
+GET  /metrics      for Prometheus
+
+Errors are RFC 9457 problems with a machine `code`; a row that cannot be scored refuses the whole
+request and is named in `fields`.
+
+Serves the export in DIR until SIGINT or SIGTERM; exits with 1 where it cannot start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import uvicorn
+from fastapi import Body, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
+
+from trainer.export.artifact import BadRow, ExportError
+from trainer.export.predict import Predictions, Predictor
+
+MAX_ROWS = 4096
+MAX_BODY_BYTES = 16 * 2**20
+PROBLEM_TYPE = "application/problem+json"
+
+
+class PredictRequest(BaseModel):
+    """Rows to score, each a value by column as `/v1/model` names them.
+
+    `raw` says which columns hold values of the raw data, and which vocabulary makes them ids.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    rows: Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_ROWS)]
+    raw: Annotated[dict[str, str], Field(examples=[{"movie_id": "movie_id"}])] = {}
+
+
+class Served(BaseModel):
+    """The model that answered."""
+
+    job: str
+    checkpoint: str
+    step: int
+    quantize: str
+
+
+class PredictAnswer(BaseModel):
+    """One prediction by task for each row, in order; in the label's own unit."""
+
+    predictions: list[dict[str, float]]
+    model: Served
+
+
+class FieldProblem(BaseModel):
+    """One value that is wrong, as in `rows[3].movie_id`."""
+
+    path: str
+    code: str
+    message: str
+
+
+class Problem(BaseModel):
+    """An RFC 9457 problem."""
+
+    type: str = "about:blank"
+    title: str
+    status: int
+    code: str
+    detail: str
+    fields: list[FieldProblem] = []
+
+
+class ScorerMetrics:
+    """What `/metrics` shows."""
+
+    def __init__(self, served: Served) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "scorer_requests", "Requests to predict by status", ["status"], registry=self.registry
+        )
+        self.rows = Counter("scorer_rows", "Rows scored", registry=self.registry)
+        self.seconds = Histogram(
+            "scorer_predict_seconds",
+            "Time to answer a request to predict",
+            registry=self.registry,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
+        )
+        labels = ["job", "checkpoint", "quantize"]
+        info = Gauge("scorer_model", "The export that is served", labels, registry=self.registry)
+        info.labels(served.job, served.checkpoint, served.quantize).set(served.step)
+
+
+class BodyTooLarge(Exception):
+    """A request is larger than `MAX_BODY_BYTES`."""
+
+
+def create_scorer(folder: Path) -> FastAPI:
+    """The app that serves the export in `folder`; raises `ArtifactError`."""
+    predictor = Predictor(folder)
+    manifest = predictor.manifest
+    served = Served.model_validate(manifest.model_dump(include=set(Served.model_fields)))
+    metrics = ScorerMetrics(served)
+    app = FastAPI(
+        title=f"Scorer of {manifest.job}",
+        summary="Predictions of a model exported by Shardloom.",
+        version=f"{manifest.step}",
+    )
+    _add_error_handlers(app)
+    _add_measuring(app, metrics)
+    _add_predict(app, predictor, served, metrics)
+    _add_facts(app, predictor, served, metrics)
+    return app
+
+
+def _add_predict(
+    app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics
+) -> None:
+    example = {"rows": [predictor.features["example"]]}
+    body = Body(openapi_examples={"a row": {"summary": "One row", "value": example}})
+    answers: dict[int | str, dict[str, Any]] = {
+        code: {"model": Problem, "content": {PROBLEM_TYPE: {}}} for code in (413, 422)
+    }
+
+    # Not async: scoring takes the CPU, and would hold up every other request.
+    @app.post("/v1/predict", summary="Score rows", responses=answers)
+    def predict(request: PredictRequest = body) -> PredictAnswer:
+        found = predictor.predict(request.rows, request.raw)
+        _refuse_overflow(found)
+        metrics.rows.inc(len(request.rows))
+        columns = [values.tolist() for values in found.values()]
+        rows = [dict(zip(found, row, strict=True)) for row in zip(*columns, strict=True)]
+        return PredictAnswer(predictions=rows, model=served)
+
+
+def _refuse_overflow(found: Predictions) -> None:
+    """Raise `BadRow` for the first prediction that is no number, which JSON could not say."""
+    for task, values in found.items():
+        if not (is_finite := np.isfinite(values)).all():
+            row = int(is_finite.argmin())
+            raise BadRow(row, task, f"the prediction is {values[row]}; values are too large")
+
+
+def _add_facts(app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics) -> None:
+    @app.get("/v1/model", summary="What is served, and what a row holds")
+    def model() -> dict[str, Any]:
+        return {"model": served.model_dump(), **predictor.features}
+
+    @app.get("/healthz", summary="Whether it can score")
+    def healthz() -> dict[str, str]:
+        predictor.predict([predictor.features["example"]])
+        return {"status": "ok"}
+
+    @app.get("/metrics", summary="Metrics for Prometheus", response_class=Response)
+    def prometheus() -> Response:
+        return Response(generate_latest(metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_measuring(app: FastAPI, metrics: ScorerMetrics) -> None:
+    @app.middleware("http")
+    async def measure(
+        request: Request, call_next: Callable[[Request], Awaitable[Response]]
+    ) -> Response:
+        if request.url.path != "/v1/predict":
+            return await call_next(request)
+        started = time.perf_counter()
+        length = request.headers.get("content-length", "")
+        # Without a length the body is chunked, and nobody knows how much comes.
+        if request.method == "POST" and not length.isdecimal():
+            response: Response = _refuse(411, "length_required", "send a Content-Length")
+        elif request.method == "POST" and int(length) > MAX_BODY_BYTES:
+            detail = f"the body has {length} bytes, {MAX_BODY_BYTES} are allowed; send fewer rows"
+            response = _refuse(413, "body_too_large", detail)
+        else:
+            response = await call_next(request)
+        metrics.requests.labels(str(response.status_code)).inc()
+        metrics.seconds.observe(time.perf_counter() - started)
+        return response
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    @app.exception_handler(BadRow)
+    async def bad_row(request: Request, error: BadRow) -> Response:
+        fault = FieldProblem(
+            path=f"rows[{error.row}].{error.column}", code="bad_value", message=error.problem
+        )
+        return _refuse(422, "bad_row", str(error), [fault])
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        faults = [
+            FieldProblem(path=_path_of(fault["loc"]), code=fault["type"], message=fault["msg"])
+            for fault in error.errors()
+        ]
+        detail = "; ".join(f"{fault.path}: {fault.message}" for fault in faults)
+        return _refuse(422, "invalid_request", detail, faults)
+
+    @app.exception_handler(HTTPException)
+    async def refused(request: Request, error: HTTPException) -> Response:
+        return _refuse(error.status_code, "http_error", str(error.detail))
+
+
+def _path_of(location: tuple[int | str, ...]) -> str:
+    """`rows[3].x` from ("body", "rows", 3, "x")."""
+    # A number right behind "body" is where the JSON breaks off.
+    named = [] if len(location) == 2 and isinstance(location[1], int) else location[1:]
+    parts = [f"[{part}]" if isinstance(part, int) else f".{part}" for part in named]
+    return "".join(parts).removeprefix(".") or "body"
+
+
+_TITLES = {404: "Not found", 405: "Method not allowed", 411: "Length required", 413: "Too large"}
+
+
+def _refuse(
+    status: int, code: str, detail: str, fields: list[FieldProblem] | None = None
+) -> Response:
+    title = _TITLES.get(status, "Rows cannot be scored" if status == 422 else "Refused")
+    problem = Problem(title=title, status=status, code=code, detail=detail, fields=fields or [])
+    # A name in the request may hold half a character, which UTF-8 has no bytes for.
+    text = json.dumps(problem.model_dump(), ensure_ascii=True)
+    return Response(text, status_code=status, media_type=PROBLEM_TYPE)
+
+
+# python -m trainer.export.server DIR [--host 127.0.0.1] [--port 8800] [--threads 1]
+
+DEFAULT_PORT = 8800
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve; the exit code."""
+    options = _parser().parse_args(arguments)
+    for name in ("torch", "torch._export"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    torch.set_num_threads(options.threads)
+    try:
+        app = create_scorer(options.folder)
+    except ExportError as error:
+        print(f"cannot serve: {error}", file=sys.stderr, flush=True)
+        return 1
+    uvicorn.run(app, host=options.host, port=options.port, log_level="info")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m trainer.export.server", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder of the export")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--threads", type=int, default=1, help="threads of one prediction")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Arithmetic of the 2D layout: T, L, M, placement. Loads no torch."""

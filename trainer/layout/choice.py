@@ -1,0 +1,454 @@
+"""Which host each shard of each sharding group sits on: pure packing, no torch.
+
+`GroupHosts[g][s]` is the index of the host that holds shard s of sharding group g.
+
+Pure arithmetic, no torch. `candidates` lists every legal layout with its price, `choose` takes the
+best one that survives what it must, with the reason in a sentence, or says what would be needed.
+
+What `auto` means:
+
+* Without `survive` a lost host restarts the job, so speed decides: the smallest L that holds the
+  tables, because 2D exists to keep L small (a large L makes every lookup slow), as long as the
+  M = T / L copies of each shard fit on one host (`intra_host`), so that no sync crosses hosts.
+  Where no two copies can share a host, groups that each sit inside one (`inter_host`).
+* With `survive`, or `inter_host` given, every group is a failure domain of its own, and what fails
+  is a host. More copies than one a host add memory and syncs but no safety, so the fewest copies
+  win (at least two), among layouts whose groups each sit inside one host: lookups stay there.
+* More workers win over fewer, and a second copy over none.
+* Where the size of the tables or the memory of a worker is not known, the fewest copies win too:
+  the largest groups that still leave two.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from trainer.layout.layout import Layout, LayoutError, copies_by_host, num_hosts_survived
+from trainer.spec.job import JobSpec
+
+GroupHosts = tuple[tuple[int, ...], ...]
+
+
+def fill_hosts(hosts: Sequence[int], layout: Layout) -> GroupHosts:
+    """The groups of a layout whose positions fill the hosts one after the other.
+
+    `hosts` are the workers that each has room for, at least `layout.world_size` in all.
+    """
+    positions = _places(hosts, layout.world_size)
+    return tuple(tuple(positions[p] for p in group) for group in layout.sharding_groups)
+
+
+def packings(hosts: Sequence[int], group_size: int, most_groups: int) -> tuple[GroupHosts, ...]:
+    """Ways to place independent groups, each a different one; none where no group fits.
+
+    All put groups inside single hosts first, spread over as many hosts as there are. The others
+    add groups that span hosts, from what is left: with no host in common, and one after the other,
+    which makes more of them.
+    """
+    left = list(hosts)
+    inside = _inside_hosts(left, group_size, most_groups)
+    missing = most_groups - len(inside)
+    ways = [
+        inside,
+        inside + _apart(left, group_size, missing),
+        inside + _in_a_row(left, group_size, missing),
+    ]
+    return tuple(dict.fromkeys(tuple(sorted(groups)) for groups in ways if groups))
+
+
+def _inside_hosts(left: list[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
+    """Groups on one host each, taken from `left`: hosts with fewest groups, then most room."""
+    groups: list[tuple[int, ...]] = []
+    order = [(0, -room, host) for host, room in enumerate(left) if room >= size]
+    heapq.heapify(order)
+    while order and len(groups) < most_groups:
+        num_groups, _, host = heapq.heappop(order)
+        groups.append((host,) * size)
+        left[host] -= size
+        if left[host] >= size:
+            heapq.heappush(order, (num_groups + 1, -left[host], host))
+    return groups
+
+
+def _apart(left: Sequence[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
+    """Groups that span hosts of which each belongs to one of them."""
+    groups: list[tuple[int, ...]] = []
+    group: tuple[int, ...] = ()
+    for host, room in enumerate(left):
+        if len(groups) == most_groups:
+            break
+        group += (host,) * min(room, size)
+        if len(group) >= size:
+            groups.append(group[:size])
+            group = ()
+    return groups
+
+
+def _in_a_row(left: Sequence[int], size: int, most_groups: int) -> list[tuple[int, ...]]:
+    """Groups that take one free place after the other."""
+    places = _places(left, size * most_groups)
+    return [places[start : start + size] for start in range(0, len(places) - size + 1, size)]
+
+
+def _places(hosts: Sequence[int], most: int) -> tuple[int, ...]:
+    """The host of each free place, host by host."""
+    places = (host for host, room in enumerate(hosts) for _ in range(room))
+    return tuple(itertools.islice(places, most))
+
+
+# Choosing the layout: from a job's needs and the cluster's hosts to L, M and the placement.
+
+# Every L up to here is tried.
+_NUM_SMALL = 64
+FailureDomain = Literal["job", "replica_group"]
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job asks for, and what there is. None stands for auto, or for not known.
+
+    `hosts` are the workers that each host has room for. `table_bytes` is S: one whole copy of the
+    tables with optimizer state. `worker_table_bytes` is how much of S one worker can hold, and
+    `whole_table_bytes` lists the tables that cannot be split. `bandwidth_bytes_per_s` is what one
+    worker gets between the members of a replica group (B). `are_groups_independent` is False
+    where settings tie the sharding groups together between syncs.
+    """
+
+    hosts: tuple[int, ...]
+    min_workers: int
+    max_workers: int
+    shard_group_size: int | None = None
+    placement: str | None = None
+    survive_hosts: int = 0
+    table_bytes: int | None = None
+    worker_table_bytes: int | None = None
+    whole_table_bytes: tuple[int, ...] = ()
+    bandwidth_bytes_per_s: float | None = None
+    are_groups_independent: bool = True
+
+    @property
+    def is_size_known(self) -> bool:
+        """Whether it can be told which groups hold the tables."""
+        return self.table_bytes is not None and self.worker_table_bytes is not None
+
+    def holds_tables(self, shard_group_size: int) -> bool:
+        """Whether a group of that size has room for one copy; True where that is not known.
+
+        Tables that cannot be split are laid largest first on the emptiest worker.
+        """
+        if self.table_bytes is None or self.worker_table_bytes is None:
+            return True
+        loads = [0] * min(shard_group_size, max(len(self.whole_table_bytes), 1))
+        for size in sorted(self.whole_table_bytes, reverse=True):
+            heapq.heapreplace(loads, loads[0] + size)
+        room = shard_group_size * self.worker_table_bytes
+        return max(loads) <= self.worker_table_bytes and self.table_bytes <= room
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout on the cluster's hosts, and its price (2D sparse parallelism paper, eq. 1).
+
+    `group_hosts[g][s]` is the host, an index into `Need.hosts`, of shard s of sharding group g.
+    `num_hosts_survived` hosts, any of them, may be lost at once while a whole group trains on; 0
+    in the domain `job`, whose workers restart together. `memory_overhead_bytes` is what the other
+    copies cost each worker, S (M - 1) / T, and `sync_latency_s` a full sync, 2 S (M - 1) / (T B);
+    None where S or B is not known.
+    """
+
+    layout: Layout
+    failure_domain: FailureDomain
+    group_hosts: GroupHosts
+    num_hosts_survived: int
+    memory_overhead_bytes: int | None
+    sync_latency_s: float | None
+    reason: str = ""
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts that the workers run on."""
+        return len({host for hosts in self.group_hosts for host in hosts})
+
+    @property
+    def copies_by_host(self) -> tuple[dict[int, int], ...]:
+        """For each shard: host -> how many of the M copies it holds."""
+        return copies_by_host(self.group_hosts)
+
+    @property
+    def most_groups_per_host(self) -> int:
+        """How many sharding groups the loss of one host takes down, at worst."""
+        hosts = [host for group in self.group_hosts for host in set(group)]
+        return max(hosts.count(host) for host in hosts)
+
+    @property
+    def are_lookups_local(self) -> bool:
+        """Whether each sharding group sits inside one host."""
+        return all(len(set(hosts)) == 1 for hosts in self.group_hosts)
+
+    @property
+    def are_syncs_local(self) -> bool:
+        """Whether the copies of each shard sit inside one host."""
+        return all(len(holders) == 1 for holders in self.copies_by_host)
+
+
+def need_of(
+    spec: JobSpec,
+    hosts: Sequence[int],
+    worker_bytes: int | None = None,
+    bandwidth_bytes_per_s: float | None = None,
+) -> Need:
+    """The need of a spec on hosts with room for so many workers each.
+
+    `worker_bytes` is the memory of the poorest worker; the spec's own limit comes first.
+    """
+    parallelism = spec.parallelism
+    group, placement = parallelism.shard_group_size, parallelism.placement
+    memory_bytes = spec.resources.memory_bytes_per_worker or worker_bytes
+    usable = 1 - parallelism.planner.storage_reservation
+    return Need(
+        hosts=tuple(hosts),
+        min_workers=parallelism.min_workers,
+        max_workers=parallelism.world_size,
+        shard_group_size=None if group == "auto" else group,
+        placement=None if placement == "auto" else placement,
+        survive_hosts=parallelism.survive.hosts if parallelism.survive else 0,
+        table_bytes=spec.table_bytes,
+        # A sync may keep whole copies of what a worker holds beside it.
+        worker_table_bytes=(
+            None
+            if memory_bytes is None
+            else int(memory_bytes * usable) // (1 + spec.num_sync_copies)
+        ),
+        whole_table_bytes=spec.whole_table_bytes,
+        bandwidth_bytes_per_s=bandwidth_bytes_per_s,
+        are_groups_independent=not parallelism.independence_obstacles,
+    )
+
+
+def choose(need: Need) -> Choice:
+    """The best layout that survives what it must; raises `LayoutError` with what would be needed.
+
+    The rule is in the module's docstring.
+    """
+    possible = candidates(need)
+    if not possible or possible[0].num_hosts_survived < need.survive_hosts:
+        raise LayoutError(_why_none(need, possible))
+    return replace(possible[0], reason=_reason(need, possible[0]))
+
+
+def candidates(need: Need) -> tuple[Choice, ...]:
+    """Every layout that the cluster can hold with at least the fewest workers, best first."""
+    found = [
+        _priced(need, layout, hosts)
+        for size in _group_sizes(need)
+        for placement in _placements(need, size)
+        for layout, hosts in _laid_out(need, size, placement)
+        if layout.world_size >= need.min_workers
+    ]
+    return tuple(sorted(found, key=lambda choice: _preference(need, choice)))
+
+
+def _placements(need: Need, size: int) -> tuple[str, ...]:
+    """The placements to try; where there is one copy they are the same."""
+    if need.placement is not None:
+        return (need.placement,)
+    return ("intra_host", "inter_host") if need.max_workers // size > 1 else ("intra_host",)
+
+
+def _group_sizes(need: Need) -> list[int]:
+    """Each L that holds the tables and divides a number of workers within the bounds.
+
+    Of large ones only those that divide a bound: the others leave workers out for nothing.
+    """
+    least, most, given = need.min_workers, need.max_workers, need.shard_group_size
+    sizes = range(1, most + 1) if given is None else (given,)
+    return [
+        size
+        for size in sizes
+        if (size == given or size <= _NUM_SMALL or not most % size or not least % size)
+        and most // size * size >= least
+        and need.holds_tables(size)
+    ]
+
+
+def _laid_out(need: Need, size: int, placement: str) -> Iterator[tuple[Layout, GroupHosts]]:
+    """The layouts of groups of `size` with as many workers as there are, or may be."""
+    most_groups = need.max_workers // size
+    if _domain(need, size, placement) == "replica_group":
+        for hosts in packings(need.hosts, size, most_groups):
+            yield Layout(size * len(hosts), size, placement), hosts
+        return
+    num_workers = min(most_groups, sum(need.hosts) // size) * size
+    if num_workers:
+        layout = Layout(num_workers, size, placement)
+        yield layout, fill_hosts(need.hosts, layout)
+
+
+def _domain(need: Need, size: int, placement: str) -> FailureDomain:
+    """What a lost host takes down; the same as `ParallelismSpec.failure_domain`."""
+    is_group = (
+        placement == "inter_host" and need.max_workers // size > 1 and need.are_groups_independent
+    )
+    return "replica_group" if is_group else "job"
+
+
+def _priced(need: Need, layout: Layout, hosts: GroupHosts) -> Choice:
+    domain = _domain(need, layout.shard_group_size, layout.placement)
+    extra_copies, size_bytes = layout.num_replicas - 1, need.table_bytes
+    bandwidth = need.bandwidth_bytes_per_s
+    overhead = None if size_bytes is None else size_bytes * extra_copies // layout.world_size
+    latency_s = None
+    if size_bytes is not None and bandwidth is not None:
+        latency_s = 2 * size_bytes * extra_copies / (layout.world_size * bandwidth)
+    return Choice(
+        layout=layout,
+        failure_domain=domain,
+        group_hosts=hosts,
+        num_hosts_survived=num_hosts_survived(hosts) if domain == "replica_group" else 0,
+        memory_overhead_bytes=overhead,
+        sync_latency_s=latency_s,
+    )
+
+
+def _preference(need: Need, choice: Choice) -> tuple[int, ...]:
+    """Sorts the best first; see the module's docstring."""
+    layout = choice.layout
+    is_intra = layout.placement == "intra_host"
+    fewest_copies_win = not is_intra or not need.is_size_known
+    return (
+        -min(choice.num_hosts_survived, need.survive_hosts),
+        -layout.world_size,
+        layout.num_replicas == 1,
+        not (choice.are_syncs_local if is_intra else choice.are_lookups_local),
+        not is_intra,
+        layout.num_replicas if fewest_copies_win else layout.shard_group_size,
+    )
+
+
+def _reason(need: Need, choice: Choice) -> str:
+    """Why this layout, in one sentence with its numbers."""
+    layout = choice.layout
+    groups = _counted(layout.num_replicas, "group")
+    workers, hosts = _counted(layout.shard_group_size, "worker"), _counted(choice.num_hosts, "host")
+    why = f"{_size_reason(need, choice)}; {_placement_reason(need, choice)}"
+    return f"{groups} of {workers} on {hosts}: {why}"
+
+
+def _size_reason(need: Need, choice: Choice) -> str:
+    size = choice.layout.shard_group_size
+    if need.shard_group_size is not None:
+        return f"L={size} was given"
+    if choice.layout.num_replicas == 1:
+        return "fewer workers than these hold no whole copy of the tables, or leave some out"
+    if choice.layout.placement == "inter_host":
+        where = "each inside one host" if choice.are_lookups_local else "no host holds a whole one"
+        return f"the fewest copies with {_counted(size, 'worker')} a group, {where}"
+    if not need.is_size_known:
+        return "the fewest copies, as the size of the tables or a worker's memory is not known"
+    assert need.table_bytes is not None and need.worker_table_bytes is not None
+    return (
+        f"the smallest group that holds the tables ({_size(need.table_bytes)} on workers with room "
+        f"for {_size(need.worker_table_bytes)}) and keeps the copies of a shard on one host"
+    )
+
+
+def _placement_reason(need: Need, choice: Choice) -> str:
+    layout = choice.layout
+    if layout.num_replicas == 1:
+        return "there is one copy, so nothing is synced"
+    if choice.failure_domain == "replica_group" and choice.num_hosts_survived:
+        number = choice.num_hosts_survived
+        lost = "any host is" if number == 1 else f"any {number} hosts are"
+        return f"{layout.placement}, so a whole copy trains on when {lost} lost"
+    if need.placement is not None:
+        return f"{layout.placement} was given"
+    if choice.are_syncs_local:
+        return f"{layout.placement}, so a sync stays inside a host"
+    if choice.are_lookups_local:
+        return f"{layout.placement}, so lookups stay inside a host"
+    return f"{layout.placement}, though no placement keeps lookups or syncs inside a host"
+
+
+def _why_none(need: Need, possible: Sequence[Choice]) -> str:
+    """What is missing for any layout, or for one that survives enough; and what would help."""
+    if need.survive_hosts and need.placement == "intra_host":
+        return (
+            "placement intra_host keeps every copy of a shard on one host, so no lost host can be "
+            "survived: use inter_host or auto"
+        )
+    if need.survive_hosts and not need.are_groups_independent:
+        return (
+            "survive needs groups that are independent between syncs, which other settings of "
+            "parallelism rule out"
+        )
+    sizes = _group_sizes(need)
+    if not sizes:
+        return _why_no_size(need)
+    if possible:
+        return _why_not_survived(need, min(sizes), possible)
+    return _why_no_room(need, min(sizes))
+
+
+def _why_no_size(need: Need) -> str:
+    given, most = need.shard_group_size, need.max_workers
+    if given is not None and need.holds_tables(given):
+        return f"workers ({most}) must be a multiple of shard_group_size ({given})"
+    assert need.table_bytes is not None and need.worker_table_bytes is not None
+    whole, room = max(need.whole_table_bytes, default=0), need.worker_table_bytes
+    if whole > room or not room:
+        return (
+            f"a table that must stay whole takes {_size(whole)}, but a worker has room for "
+            f"{_size(room)}: allow row_wise for it, or give workers more memory"
+        )
+    least = math.ceil(need.table_bytes / room)
+    fitting = next(size for size in itertools.count(least) if need.holds_tables(size))
+    field = "workers" if given is None else "shard_group_size"
+    return (
+        f"one copy of the tables takes {_size(need.table_bytes)} and a worker has room for "
+        f"{_size(room)}, so a sharding group needs {fitting} workers, but it has at most "
+        f"{given or most}: raise parallelism.{field}, or give workers more memory"
+    )
+
+
+def _why_not_survived(need: Need, size: int, possible: Sequence[Choice]) -> str:
+    lost, best = need.survive_hosts, max(choice.num_hosts_survived for choice in possible)
+    instead = f"lower survive.hosts to {best}" if best else "remove survive"
+    if need.max_workers // size <= lost:
+        return (
+            f"survive {{hosts: {lost}}} needs {lost + 1} groups of {size} workers, but at most "
+            f"{need.max_workers} workers make {need.max_workers // size}: raise "
+            f"parallelism.workers to {(lost + 1) * size}, or {instead}"
+        )
+    able = sum(room >= size for room in need.hosts)
+    return (
+        f"survive {{hosts: {lost}}} needs {lost + 1} hosts with room for L={size} workers each; "
+        f"the cluster has {able}: add {_counted(max(lost + 1 - able, 1), 'host')}, or {instead}"
+    )
+
+
+def _why_no_room(need: Need, size: int) -> str:
+    free = sum(need.hosts)
+    fewest = math.ceil(need.min_workers / size) * size
+    rooms = " + ".join(str(room) for room in need.hosts) or "none"
+    return (
+        f"the job needs at least {_counted(fewest, 'worker')} in groups of {size}; the cluster has "
+        f"room for {free} ({rooms} on {_counted(len(need.hosts), 'host')}): add hosts, or lower "
+        "parallelism.workers"
+    )
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _size(num_bytes: int) -> str:
+    """A size in binary units, as the planner's own messages have it."""
+    for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:.3g} {name}"
+    return f"{num_bytes} bytes"

@@ -1,0 +1,263 @@
+"""A network of the user's own: found, built, held to its contract, and its errors told apart.
+
+The class that `model.module` names is built as `Class(spec, device)`, with the resolved `JobSpec`.
+It holds the tables of the spec in TorchRec collections (`trainer.models.sparse.SparseArch` builds
+them; collections of its own belong on the meta device, as sharding fills them) and whatever else
+on `device`. Its `forward(batch)` takes a `trainer.data.batches.Batch` of B rows and gives
+
+    losses        a scalar, or a dict of scalars by name; those named like a task count
+                  `tasks[].weight` times, others once
+    predictions   [B, K] for the K tasks in order (or [B] where K is 1), in the unit that the model
+                  learns: the normalised label for `mse`, the logit for `bce`
+
+Rows with `batch.weight` 0 only fill up a batch: they must not count in a loss.
+
+What goes wrong inside the user's code is a `UserCodeError` with the user's own lines; what only
+passes through it (a lost peer, too little memory) stays what it is.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
+
+from trainer import failures
+from trainer.data.batches import Batch
+from trainer.failures import UserCodeError, user_lines
+from trainer.models.managed_collision import BucketedIds
+from trainer.spec.job import JobSpec
+from trainer.spec.model import TaskSpec, split_path
+
+_TORCH = Path(torch.__file__).parent
+# Who speaks in an error of a collective.
+_COLLECTIVES = ("gloo", "nccl", "c10d")
+
+
+class UserRecommender(nn.Module):
+    """A user's network in the place of ours: `forward(batch)` gives (loss, outputs [B, K])."""
+
+    def __init__(self, network: nn.Module, module: str, tasks: tuple[TaskSpec, ...]) -> None:
+        super().__init__()
+        self.network = network
+        self._module = module
+        self._tasks = tasks
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and outputs of one batch; raises `UserCodeError` for what breaks the contract."""
+        with users_code(self._module):
+            answer = self.network(batch)
+        losses, predictions = self._parts(answer)
+        loss = self._total(losses)
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise self._broken("the loss depends on no parameter: it was detached on its way")
+        return loss, self._outputs(predictions, batch.num_rows).detach()
+
+    def _parts(self, answer: Any) -> tuple[Any, Any]:
+        if isinstance(answer, tuple) and len(answer) == 2:
+            return answer
+        raise self._broken(f"forward must return (losses, predictions), not {_kind(answer)}")
+
+    def _total(self, losses: Any) -> torch.Tensor:
+        named = losses if isinstance(losses, Mapping) else {"": losses}
+        weights = {task.name: task.weight for task in self._tasks}
+        terms = []
+        for name, loss in named.items():
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                spoken = f"loss {name!r}" if name else "the loss"
+                raise self._broken(f"{spoken} must be a tensor with one number, not {_kind(loss)}")
+            terms.append(weights.get(name, 1.0) * loss.reshape(()))
+        if not terms:
+            raise self._broken("losses is empty; give at least one")
+        return torch.stack(terms).sum()
+
+    def _outputs(self, predictions: Any, num_rows: int) -> torch.Tensor:
+        wanted = (num_rows, len(self._tasks))
+        if isinstance(predictions, torch.Tensor):
+            if predictions.shape == wanted:
+                return predictions
+            if predictions.shape == (num_rows,) and len(self._tasks) == 1:
+                return predictions.unsqueeze(1)
+        raise self._broken(
+            f"predictions must be a tensor [B, K] = {list(wanted)}, one column for each of "
+            f"model.tasks; got {_kind(predictions)}"
+        )
+
+    def _broken(self, message: str) -> UserCodeError:
+        return UserCodeError(f"model.module '{self._module}': {message}")
+
+
+def build_user_model(spec: JobSpec, device: torch.device) -> UserRecommender:
+    """The user's model of `spec`; raises `UserCodeError`."""
+    module = spec.model.module
+    assert module is not None, "the spec names no module"
+    kind = load_class(module, is_shipped=spec.model.code is not None)
+    with users_code(module):
+        network = kind(spec, device)
+    if not isinstance(network, nn.Module):
+        raise UserCodeError(f"model.module '{module}' must give a torch.nn.Module")
+    _check_tables(network, spec, module)
+    return UserRecommender(network, module, spec.model.tasks)
+
+
+def load_class(module: str, *, is_shipped: bool = False) -> Any:
+    """What `module` names; raises `UserCodeError`."""
+    name, kind = split_path(module)
+    with users_code(module):
+        try:
+            found = importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+                raise
+            mend = (
+                "the folder given with --code must hold it, as a package or a file"
+                if is_shipped
+                else "ship it with --code DIR, or install it on every host of the cluster"
+            )
+            raise UserCodeError(
+                f"model.module '{module}': there is no module '{error.name}'; {mend}"
+            ) from None
+    if not hasattr(found, kind):
+        raise UserCodeError(f"model.module '{module}': module '{name}' has no '{kind}'")
+    return getattr(found, kind)
+
+
+@contextmanager
+def users_code(module: str) -> Iterator[None]:
+    """Raise what goes wrong inside as `UserCodeError`, with the user's own lines as evidence."""
+    try:
+        yield
+    except UserCodeError:
+        raise
+    except (Exception, SystemExit) as error:
+        if _only_passes(error):
+            raise
+        raise _told(error, module) from error
+
+
+def users_error(error: Exception, module: str) -> UserCodeError | None:
+    """`error` as the fault of the code of `module`; None where it did not come through that code.
+
+    For what runs without `users_code`: the user's part of a backward pass, or of a hook.
+    """
+    root = _code_of(module)[0]
+    is_theirs = root and any(Path(file).is_relative_to(root) for file in _files_of(error))
+    return _told(error, module) if is_theirs and not _only_passes(error) else None
+
+
+def _only_passes(error: BaseException) -> bool:
+    """A lost peer, or no memory: not for the user's code to answer, though it lies on the way.
+
+    What a collective says comes from PyTorch; the user's own connections may fail in like words.
+    """
+    reason = failures.reason_of(error)
+    if reason != failures.WORKERS_LOST:
+        return reason != failures.TRAINING_ERROR
+    if not isinstance(error, RuntimeError):
+        return False
+    is_named = any(each in str(error).lower() for each in _COLLECTIVES)
+    return is_named or isinstance(error, dist.DistError) or _is_of_torch(error)
+
+
+def _is_of_torch(error: BaseException) -> bool:
+    """Whether PyTorch or TorchRec raised it, and not who called them."""
+    deepest = Path(_files_of(error)[-1])
+    return any(deepest.is_relative_to(_TORCH.with_name(name)) for name in ("torch", "torchrec"))
+
+
+def _told(error: BaseException, module: str) -> UserCodeError:
+    lines = user_lines(error, *_code_of(module))
+    return UserCodeError(f"model.module '{module}': {failures.described(error)}{_at(lines)}", lines)
+
+
+def _files_of(error: BaseException) -> list[str]:
+    """Files that the traceback of an error goes through, the deepest one last."""
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def _at(lines: list[str]) -> str:
+    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+    return f" ({places[-1].replace('File ', 'at ', 1)})" if places else ""
+
+
+def _code_of(module: str) -> tuple[Path | None, Path | None]:
+    """(what counts as the user's code, the folder that holds it).
+
+    The first is the top-level package of `module`, or where that is a file by itself, all beside
+    it: what was shipped together. A file among the installed packages is alone.
+    """
+    top = split_path(module)[0].partition(".")[0]
+    spec = getattr(sys.modules.get(top), "__spec__", None) or _find(top)
+    if spec is None or not spec.origin:
+        return None, None
+    if spec.submodule_search_locations:
+        package = Path(next(iter(spec.submodule_search_locations)))
+        return package, package.parent
+    file = Path(spec.origin)
+    return (file if _TORCH.is_relative_to(file.parent) else file.parent), file.parent
+
+
+def _find(top: str) -> Any:
+    try:
+        return importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        return None
+
+
+def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
+    """The tables that the network holds are those of the spec, which sharding is planned for."""
+    held = Counter(
+        (config.name, config.num_embeddings, config.embedding_dim)
+        for each in network.modules()
+        for config in _configs(each)
+    )
+    wanted = Counter((t.name, t.num_embeddings, t.embedding_dim) for t in spec.embedding_tables)
+    if held != wanted:
+        missing, unknown = sorted(wanted - held, key=str), sorted(held - wanted, key=str)
+        raise UserCodeError(
+            f"model.module '{module}': the tables of the network must be embedding_tables of the "
+            f"spec, each once (name, rows, dimension); missing: {missing or 'none'}, unknown: "
+            f"{unknown or 'none'}. trainer.models.sparse.SparseArch(spec, device) holds them all"
+        )
+    if plain := sorted(spec.dynamic_tables.keys() - _dynamic_names(network)):
+        raise UserCodeError(
+            f"model.module '{module}': the tables {', '.join(map(repr, plain))} (dynamic) must lie "
+            "in a collection of trainer.models.managed_collision: a plain one takes raw ids. "
+            "trainer.models.sparse.SparseArch(spec, device) holds them all"
+        )
+
+
+def _dynamic_names(network: nn.Module) -> set[str]:
+    """Tables of the network whose ids get rows as they turn up."""
+    return {
+        table
+        for each in network.modules()
+        if isinstance(each, BaseManagedCollisionEmbeddingCollection)
+        for table, ids in each._managed_collision_collection._managed_collision_modules.items()
+        if isinstance(ids, BucketedIds)
+    }
+
+
+def _configs(module: nn.Module) -> list[Any]:
+    if isinstance(module, EmbeddingBagCollection):
+        return list(module.embedding_bag_configs())
+    if isinstance(module, EmbeddingCollection):
+        return list(module.embedding_configs())
+    return []
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)}"
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

@@ -1,0 +1,172 @@
+"""Process groups of the 2D mesh, built from where the workers really run.
+
+Every worker reports its host; the layout is laid over those sites and a DeviceMesh with the
+dimensions ("replicate", "shard") is made of it. Its groups are formed here and not by DeviceMesh,
+which would sort their ranks, though TorchRec needs them in shard order, and which leaves their
+time-out at 30 minutes: a hung peer must never cost that long.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from trainer.layout.layout import Layout, LayoutError, MeshLayout, WorkerSite, placement_warning
+
+
+@dataclass(frozen=True)
+class MeshGroups:
+    """The groups that this rank is a member of.
+
+    `sharding_group` holds one copy of the tables over L ranks; `replica_group` joins the M ranks
+    that hold the same shard; `global_group` is everybody.
+    """
+
+    rank: int
+    mesh: MeshLayout
+    sites: tuple[WorkerSite, ...]
+    warning: str | None
+    device: torch.device
+    timeout: timedelta
+    device_mesh: DeviceMesh
+    sharding_group: dist.ProcessGroup
+    replica_group: dist.ProcessGroup
+    global_group: dist.ProcessGroup
+
+    @property
+    def layout(self) -> Layout:
+        """The layout in positions."""
+        return self.mesh.layout
+
+    @property
+    def sharding_ranks(self) -> tuple[int, ...]:
+        """Global ranks of this rank's sharding group, in shard order."""
+        return self.mesh.sharding_group_of(self.rank)
+
+    @property
+    def sharding_placements(self) -> tuple[str, ...]:
+        """Rank and device of each shard of this rank's copy, as torch writes them."""
+        if self.device.type == "cpu":
+            return tuple(f"rank:{rank}/cpu" for rank in self.sharding_ranks)
+        return tuple(
+            f"rank:{rank}/{self.device.type}:{self.sites[rank].device_index}"
+            for rank in self.sharding_ranks
+        )
+
+    @property
+    def ranks_per_host(self) -> int | None:
+        """Ranks of a sharding group on each host it spans; None unless equal on all, in all."""
+        hosts = [[self.sites[rank].host for rank in group] for group in self.mesh.sharding_groups]
+        return ranks_per_host(hosts)
+
+    @property
+    def shard_index(self) -> int:
+        """Which shard this rank holds, from 0 to L - 1."""
+        return self.mesh.shard_index_of(self.rank)
+
+
+@dataclass(frozen=True)
+class NodeGroups:
+    """Groups inside this rank's sharding group that table-row-wise and grid sharding talk in.
+
+    `intra_host` joins its ranks on one host, `cross_host` those with the same place on each host.
+    """
+
+    intra_host: dist.ProcessGroup
+    cross_host: dist.ProcessGroup
+
+
+def ranks_per_host(hosts: Sequence[Sequence[str]]) -> int | None:
+    """How many ranks of a sharding group share a host, or None when that is not one number.
+
+    `hosts[g][s]` is the host of shard s of group g. Layouts number positions host by host, so a
+    host's ranks of one group stand together.
+    """
+    sizes = {count for group in hosts for count in Counter(group).values()}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def form_node_groups(groups: MeshGroups) -> NodeGroups:
+    """Form the node groups of every sharding group. Collective over the global group.
+
+    Raises `LayoutError` where hosts hold unequal numbers of a sharding group's ranks.
+    """
+    size = groups.ranks_per_host
+    if size is None:
+        raise LayoutError(
+            "table_row_wise and grid_shard need equally many ranks of a sharding group on each "
+            "host; use other sharding types, or workers and shard_group_size that fill hosts alike"
+        )
+    blocks = [
+        [group[start : start + size] for start in range(0, len(group), size)]
+        for group in groups.mesh.sharding_groups
+    ]
+    intra = [block for of_group in blocks for block in of_group]
+    cross = [ranks for of_group in blocks for ranks in zip(*of_group, strict=True)]
+    return NodeGroups(
+        intra_host=_form(intra, groups.rank, groups.timeout),
+        cross_host=_form(cross, groups.rank, groups.timeout),
+    )
+
+
+def local_site(rank: int, device: torch.device, host: str | None = None) -> WorkerSite:
+    """This worker's site; `host` is its host name unless the cluster knows it by another one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    return WorkerSite(rank, host or socket.gethostname(), local_rank, device.index or 0)
+
+
+def gather_sites(site: WorkerSite) -> tuple[WorkerSite, ...]:
+    """Sites of all ranks, indexed by rank. Collective over the default group."""
+    sites: list[WorkerSite | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(sites, site)
+    return tuple(site for site in sites if site is not None)
+
+
+def build_groups(
+    layout: Layout, device: torch.device, timeout_s: float, host: str | None = None
+) -> MeshGroups:
+    """Form the groups of `layout` over the default process group. Collective.
+
+    Raises `LayoutError` when the number of workers is not T.
+    """
+    rank, world = dist.get_rank(), dist.group.WORLD
+    assert world is not None, "init_process_group comes first"
+    sites = gather_sites(local_site(rank, device, host))
+    mesh = MeshLayout.build(layout, sites)
+    timeout = timedelta(seconds=timeout_s)
+    _set_pg_timeout(timeout, world)
+    sharding_group = _form(mesh.sharding_groups, rank, timeout)
+    replica_group = _form(mesh.replica_groups, rank, timeout)
+    device_mesh = DeviceMesh.from_group(
+        [replica_group, sharding_group],
+        device.type,
+        mesh=torch.tensor(mesh.sharding_groups),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    return MeshGroups(
+        rank=rank,
+        mesh=mesh,
+        sites=sites,
+        timeout=timeout,
+        warning=placement_warning(mesh, sites),
+        device=device,
+        device_mesh=device_mesh,
+        sharding_group=sharding_group,
+        replica_group=replica_group,
+        global_group=world,
+    )
+
+
+def _form(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
+    """Form all `groups`, each in the order of its ranks; the one that `rank` is in. Collective."""
+    formed = [dist.new_group(list(ranks), timeout=timeout, sort_ranks=False) for ranks in groups]
+    return next(pg for ranks, pg in zip(groups, formed, strict=True) if rank in ranks)

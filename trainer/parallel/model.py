@@ -1,0 +1,253 @@
+"""`parallelism.dense: at_sync`: the dense part, data parallel in each sharding group on its own.
+
+With `every_step` DDP averages dense gradients over all T ranks, so no group can be a step ahead of
+another. With `at_sync` it averages them over the L ranks of the sharding group, and the M copies of
+the dense part drift apart until a sync averages them as it does the tables (local SGD). Between
+two syncs no collective then crosses the sharding groups. The gradient is a mean over L ranks
+instead of T: its expectation stays, its variance is M times as high.
+
+Collectives: one broadcast of the dense part over the *global group* when the model is built;
+afterwards DDP's on the *sharding group* only. The averaging itself is the sync's business
+(`trainer.parallel.sync`).
+
+    sharding group 0:  rank a [shard 0]   rank b [shard 1]  ...   lookups: all-to-all inside
+    sharding group 1:  rank c [shard 0]   rank d [shard 1]  ...   lookups: all-to-all inside
+                            |                  |
+                     replica group 0     replica group 1          sync: averages the copies
+
+TorchRec's own DMPCollection refuses CPU; this wrapper is device-neutral. It builds the mesh from
+the true topology, places a copy of the plan on this rank's sharding group and leaves the rest to
+TorchRec. Averaging the copies is the business of `trainer.parallel.sync`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from torch import nn
+from torchrec.distributed import comm
+from torchrec.distributed.batched_embedding_kernel import (
+    BatchedFusedEmbedding,
+    BatchedFusedEmbeddingBag,
+)
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ShardedModule,
+    ShardingEnv,
+    ShardingEnv2D,
+    ShardingPlan,
+    ShardingType,
+)
+
+from trainer.parallel.mesh import MeshGroups, form_node_groups
+from trainer.parallel.planner import place_plan, uses_node_groups
+
+
+class GroupDataParallelWrapper(DefaultDataParallelWrapper):
+    """Wraps the dense part by DDP over this rank's sharding group instead of over all ranks."""
+
+    def __init__(self, groups: MeshGroups) -> None:
+        super().__init__()
+        self._groups = groups
+
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        """Start all copies equal, then wrap. Collective over the global group.
+
+        DDP itself only makes the ranks of its own group equal, and there are M of those.
+        """
+        group = self._groups.global_group
+        source = dist.get_process_group_ranks(group)[0]
+        with torch.no_grad():
+            for _, tensor in dense_part(dmp.module):
+                dist.broadcast(tensor, source, group=group)
+        group_env = ShardingEnv.from_process_group(self._groups.sharding_group)
+        super().wrap(dmp, group_env, device)
+
+
+def dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers by name, without those of sharded embedding modules.
+
+    `module` is the bare one (`DistributedModelParallel.module`), not wrapped by DDP.
+    """
+    if isinstance(module, ShardedModule):
+        return
+    yield from module.named_parameters(prefix, recurse=False)
+    yield from module.named_buffers(prefix, recurse=False)
+    for name, child in module.named_children():
+        yield from dense_part(child, f"{prefix}.{name}" if prefix else name)
+
+
+# 2D sparse parallelism: DistributedModelParallel over a ("replicate", "shard") mesh.
+
+
+class MeshShardingEnv(ShardingEnv2D):
+    """ShardingEnv2D that finds a rank's shard in the mesh instead of computing it.
+
+    The stock class derives it from the rank number, which only holds when ranks are numbered
+    host by host; a cluster promises no such thing.
+    """
+
+    def __init__(self, groups: MeshGroups) -> None:
+        super().__init__(
+            sharding_pg=groups.sharding_group,
+            replica_pg=groups.replica_group,
+            global_pg=groups.global_group,
+            device_mesh=groups.device_mesh,
+            node_group_size=groups.ranks_per_host,
+            use_inter_host_allreduce=groups.layout.placement == "inter_host",
+        )
+        self._shard_of = {
+            rank: shard for group in groups.mesh.sharding_groups for shard, rank in enumerate(group)
+        }
+
+    def remap_rank(self, rank: int, sharding_type: ShardingType) -> int:
+        """Position of global `rank` in its sharding group, from 0 to L - 1."""
+        return self._shard_of[rank]
+
+
+@dataclass(frozen=True)
+class TableShard:
+    """One shard of one table on this rank.
+
+    `weight` is a view [local_rows, local_cols] of table number `kernel_index` inside an FBGEMM
+    kernel; `states` are views of its optimizer state, [local_rows] or [local_rows, local_cols],
+    by name. `row_offset` and `column_offset` place the shard in the whole table.
+    """
+
+    table: str
+    kernel: SplitTableBatchedEmbeddingBagsCodegen
+    kernel_index: int
+    weight: torch.Tensor
+    states: dict[str, torch.Tensor]
+    row_offset: int
+    column_offset: int
+
+
+class TwoDParallel(DistributedModelParallel):
+    """A TorchRec model whose tables are sharded inside L ranks and replicated over M groups.
+
+    Collective: every rank builds it with the same `plan` (made for one sharding group). Copies
+    start equal: the tables of each replica group are broadcast from its first rank, the dense
+    parameters by DDP. With `dense` "every_step" DDP spans all ranks, with "at_sync" one sharding
+    group, so that groups are independent between syncs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: MeshGroups,
+        plan: ShardingPlan,
+        sharders: list[ModuleSharder[nn.Module]],
+        dense: Literal["every_step", "at_sync"] = "every_step",
+    ) -> None:
+        self.groups = groups
+        if uses_node_groups(plan):
+            _provide_node_groups(groups)
+        super().__init__(
+            module,
+            env=MeshShardingEnv(groups),
+            device=groups.device,
+            plan=place_plan(plan, groups.sharding_placements),
+            sharders=sharders,
+            data_parallel_wrapper=GroupDataParallelWrapper(groups) if dense == "at_sync" else None,
+        )
+        self.broadcast_tables()
+
+    @torch.no_grad()
+    def broadcast_tables(self) -> None:
+        """Make all copies of every shard equal to that of the replica group's first rank.
+
+        Data-parallel tables have no shards: all ranks take the first rank's. Collective.
+        """
+        source = dist.get_process_group_ranks(self.groups.replica_group)[0]
+        for kernel in self.embedding_kernels():
+            for weight in kernel.split_embedding_weights():
+                dist.broadcast(weight, source, group=self.groups.replica_group)
+        first = dist.get_process_group_ranks(self.groups.global_group)[0]
+        for table in self.data_parallel_tables().values():
+            dist.broadcast(table.detach(), first, group=self.groups.global_group)
+
+    def embedding_kernels(self) -> list[SplitTableBatchedEmbeddingBagsCodegen]:
+        """FBGEMM kernels that hold this rank's shards, in module order."""
+        return [lookup._emb_module for lookup in _lookups(self._dmp_wrapped_module)]
+
+    def table_shards(self) -> list[TableShard]:
+        """This rank's shards in kernel order, the same on every rank of a replica group."""
+        return [
+            shard
+            for lookup in _lookups(self._dmp_wrapped_module)
+            for shard in _shards_of(lookup._emb_module, lookup._config.embedding_tables)
+        ]
+
+    def data_parallel_tables(self) -> dict[str, nn.Parameter]:
+        """Tables sharded data_parallel, [num_embeddings, embedding_dim] each, by table name.
+
+        They are whole on every rank, have ordinary gradients (averaged over the sharding group)
+        and no kernel that updates them inside backward.
+        """
+        return {
+            name: module.embedding_bags[name].weight
+            for module in self._dmp_wrapped_module.modules()
+            if isinstance(module, ShardedEmbeddingBagCollection)
+            for name, sharding in module.module_sharding_plan.items()
+            if sharding.sharding_type == ShardingType.DATA_PARALLEL.value
+        }
+
+    def shard_weights(self) -> list[torch.Tensor]:
+        """This rank's shards: one [local_rows, embedding_dim] view for each local table."""
+        return [w for kernel in self.embedding_kernels() for w in kernel.split_embedding_weights()]
+
+    def shard_moments(self) -> list[torch.Tensor]:
+        """Optimizer state of this rank's shards (row-wise AdaGrad: one float a row), as views."""
+        return [
+            state
+            for kernel in self.embedding_kernels()
+            for states in kernel.get_optimizer_state()
+            for state in states.values()
+        ]
+
+
+def _provide_node_groups(groups: MeshGroups) -> None:
+    """Form the groups of table-row-wise and grid sharding where TorchRec looks for them.
+
+    It keeps one pair for the whole process and forms it, if there is none, from rank arithmetic
+    that only holds when ranks are numbered host by host. Collective over the global group.
+    """
+    node_groups = form_node_groups(groups)
+    comm._INTRA_PG_2D, comm._CROSS_PG_2D = node_groups.intra_host, node_groups.cross_host
+
+
+_FUSED_LOOKUPS = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
+
+
+def _lookups(module: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
+    if isinstance(module, _FUSED_LOOKUPS):
+        yield module
+        return
+    # TorchRec keeps its lookups in plain lists, which nn.Module.children does not see.
+    for lookup in getattr(module, "_lookups", ()):
+        yield from _lookups(lookup)
+    for child in module.children():
+        yield from _lookups(child)
+
+
+def _shards_of(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, tables: Sequence[ShardedEmbeddingTable]
+) -> Iterator[TableShard]:
+    weights, states = kernel.split_embedding_weights(), kernel.get_optimizer_state()
+    for index, (table, weight) in enumerate(zip(tables, weights, strict=True)):
+        assert table.local_metadata is not None, "TorchRec places every shard that it makes"
+        row, column = (*table.local_metadata.shard_offsets, 0)[:2]
+        # SGD has no state at all, not even an empty entry for each table.
+        state = dict(states[index]) if states else {}
+        yield TableShard(table.name, kernel, index, weight, state, row, column)

@@ -1,0 +1,335 @@
+"""Dynamic tables sharded: TorchRec's collections over `trainer.models.managed_collision`.
+
+Collectives: TorchRec's input and output distribution over the *sharding group* at each lookup;
+`read_metrics` makes one all-reduce over all ranks. The others make none.
+
+The stock sharders hide row-wise, table-row-wise and grid sharding from the planner on CPU, though
+they work there; and they average the gradients of data-parallel tables over all T ranks, also in
+2D. Here each sharding group averages its own, as it does for every other table, and the copies
+meet at syncs: groups stay independent in between and the optimizer sees the same gradients
+however a table is sharded.
+
+Collectives: one all-reduce (AVG) of the gradients of data-parallel tables over the *sharding
+group* in each backward pass. The rest is TorchRec's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import astuple
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.fbgemm_qcomm_codec import (
+    CommType,
+    QCommsConfig,
+    get_qcomm_codecs_registry,
+)
+from torchrec.distributed.mc_embedding import (
+    ManagedCollisionEmbeddingCollectionSharder,
+    ShardedManagedCollisionEmbeddingCollection,
+)
+from torchrec.distributed.mc_embedding_modules import BaseShardedManagedCollisionEmbeddingCollection
+from torchrec.distributed.mc_embeddingbag import (
+    ManagedCollisionEmbeddingBagCollectionSharder,
+    ShardedManagedCollisionEmbeddingBagCollection,
+)
+from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
+from torchrec.distributed.sharding.dp_sharding import DpPooledEmbeddingSharding
+from torchrec.distributed.types import (
+    ModuleSharder,
+    ParameterSharding,
+    QuantizedCommCodecs,
+    ShardingEnv,
+    ShardingEnv2D,
+)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.mc_embedding_modules import (
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+
+from trainer.models.managed_collision import BucketedIds, Tally, mix
+from trainer.models.networks import build_model
+from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.model import TwoDParallel
+from trainer.parallel.optimizer import fused_optimizer_params
+from trainer.parallel.planner import make_plan, table_plans
+from trainer.protocol import events
+from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import AllToAllSpec
+
+
+class _FreshRows(BaseShardedManagedCollisionEmbeddingCollection):
+    """TorchRec's sharded collections, with admitted rows that start anew on any device.
+
+    TorchRec resets them by a CUDA kernel, and draws their weights from the generator of the
+    process, whose state no checkpoint has.
+    """
+
+    @torch.no_grad()
+    def _evict(self, evictions_per_table: dict[str, torch.Tensor | None]) -> None:
+        for table, rows in evictions_per_table.items():
+            if rows is not None:
+                self._start_anew(table, rows)
+
+    def _start_anew(self, table: str, rows: torch.Tensor) -> None:
+        kernel, index = self._table_to_tbe_and_index[table]
+        weight = kernel.split_embedding_weights()[int(index)]
+        ids = self.ids_of(table)
+        config = self._embedding_module._table_name_to_config[table]
+        first = self._managed_collision_collection._table_to_offset[table]
+        bound = config.num_embeddings**-0.5
+        shares = uniform(rows + first, weight.shape[1], int(ids._current_iter_tensor.item()))
+        weight[rows] = ((2 * shares - 1) * bound).to(weight.dtype)
+        states = kernel.get_optimizer_state()
+        for state in states[int(index)].values() if states else ():
+            state[rows] = 0
+
+    def ids_of(self, table: str) -> BucketedIds:
+        """The ids of this rank's shard of a table."""
+        found = self._managed_collision_collection._managed_collision_modules[table]
+        assert isinstance(found, BucketedIds)
+        return found
+
+    def settle(self) -> None:
+        """Admit what was seen since the last admission."""
+        modules = self._managed_collision_collection._managed_collision_modules
+        for module in modules.values():
+            assert isinstance(module, BucketedIds)
+            module.admit()
+        self._evict(self._managed_collision_collection.evict())
+
+
+def uniform(rows: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+    """float32 [n, dim] in [0, 1), a function of (step, row, column) alone: int64 [n] rows."""
+    columns = torch.arange(dim, device=rows.device)
+    places = mix((rows[:, None] * dim + columns) ^ mix(torch.tensor(step, device=rows.device)))
+    return (places >> 38).float() / 2**24
+
+
+class ShardedDynamicBags(_FreshRows, ShardedManagedCollisionEmbeddingBagCollection):
+    """Dynamic tables of pooled features."""
+
+
+class ShardedDynamicLists(_FreshRows, ShardedManagedCollisionEmbeddingCollection):
+    """Dynamic tables of sequences."""
+
+
+class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
+    """Sharder of dynamic tables of pooled features: row-wise, which is all that TorchRec has."""
+
+    def __init__(self, bags: EmbeddingBagCollectionSharder) -> None:
+        super().__init__(bags, ManagedCollisionCollectionSharder())
+
+    def shard(
+        self,
+        module: ManagedCollisionEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedDynamicBags:
+        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
+        on = device or torch.device("cuda")
+        return ShardedDynamicBags(module, params, self._e_sharder, self._mc_sharder, env, on)
+
+
+class DynamicListSharder(ManagedCollisionEmbeddingCollectionSharder):
+    """Sharder of dynamic tables of sequences: row-wise."""
+
+    def __init__(self, lists: EmbeddingCollectionSharder) -> None:
+        super().__init__(lists, ManagedCollisionCollectionSharder())
+
+    def shard(
+        self,
+        module: ManagedCollisionEmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedDynamicLists:
+        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
+        on = device or torch.device("cuda")
+        return ShardedDynamicLists(module, params, self._e_sharder, self._mc_sharder, env, on)
+
+
+def sharded_tables(model: nn.Module) -> Iterator[_FreshRows]:
+    """Collections of dynamic tables in `model`."""
+    return (each for each in model.modules() if isinstance(each, _FreshRows))
+
+
+def ids_by_table(model: nn.Module) -> Iterator[tuple[str, BucketedIds]]:
+    """(table, ids of this rank's shard) of every dynamic table."""
+    for collection in sharded_tables(model):
+        modules = collection._managed_collision_collection._managed_collision_modules
+        yield from ((table, collection.ids_of(table)) for table in modules)
+
+
+def settle(model: nn.Module) -> None:
+    """Let every dynamic table admit what it has seen: before its ids are saved."""
+    for each in sharded_tables(model):
+        each.settle()
+
+
+def misfits(model: nn.Module) -> list[str]:
+    """What keeps the ids that this rank has loaded from being used, in words."""
+    return [
+        f"the ids of table {table} were written with another dynamic.num_buckets than "
+        f"{ids.buckets()}, or are damaged"
+        for table, ids in ids_by_table(model)
+        if not ids.has_sound_places()
+    ]
+
+
+def reload(model: nn.Module) -> None:
+    """Take the ids of every dynamic table as they are: after they were loaded."""
+    for each in model.modules():
+        if isinstance(each, BucketedIds):
+            each.reload()
+
+
+def read_metrics(model: nn.Module, device: torch.device) -> dict[str, float]:
+    """How full each dynamic table is, and what happened since the last call, by metric name.
+
+    `fill` is the share of the rows that belong to an id, `shared` that of the lookups by ids
+    without a row; `admitted` and `evicted` count ids. All-reduces over all ranks; none without
+    dynamic tables.
+    """
+    found = list(ids_by_table(model))
+    if not found:
+        return {}
+    rows = [
+        [*map(int, astuple(ids.tally)), ids.num_own_rows, int(ids.open_slots())] for _, ids in found
+    ]
+    totals = torch.tensor(rows, dtype=torch.int64, device=device)
+    dist.all_reduce(totals)
+    values = {}
+    for (table, ids), total in zip(found, totals.tolist(), strict=True):
+        num_lookups, num_shared, num_admitted, num_evicted, num_rows, num_free = total
+        values[f"dynamic/{table}/fill"] = 1 - num_free / num_rows
+        values[f"dynamic/{table}/shared"] = num_shared / max(1, num_lookups)
+        values[f"dynamic/{table}/admitted"] = float(num_admitted)
+        values[f"dynamic/{table}/evicted"] = float(num_evicted)
+        ids.tally = Tally()
+    return values
+
+
+# TorchRec's sharders, offering on every device what trains exactly there.
+
+POOLED_SHARDING_TYPES = (
+    "data_parallel",
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "grid_shard",
+)
+SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
+_COMM_TYPES = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
+
+
+class GroupShardedBags(ShardedEmbeddingBagCollection):
+    """Sharded EmbeddingBagCollection whose data-parallel tables are averaged over its group."""
+
+    def init_data_parallel(self) -> None:
+        """Wrap the data-parallel lookups by DDP. Collective over the sharding group."""
+        assert isinstance(self._env, ShardingEnv2D)
+        for index, sharding in enumerate(self._embedding_shardings):
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                self._lookups[index] = DistributedDataParallel(
+                    self._lookups[index],
+                    device_ids=[self._device] if self._device.type == "cuda" else None,
+                    process_group=self._env.sharding_pg,
+                    gradient_as_bucket_view=True,
+                    static_graph=True,
+                )
+
+
+class BagSharder(EmbeddingBagCollectionSharder):
+    """Sharder of pooled tables."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Sharding types that train exactly, whatever the device."""
+        return list(POOLED_SHARDING_TYPES)
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> GroupShardedBags:
+        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
+        return GroupShardedBags(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+
+class SequenceSharder(EmbeddingCollectionSharder):
+    """Sharder of tables whose vectors stay apart."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Sharding types that train exactly, whatever the device."""
+        return list(SEQUENCE_SHARDING_TYPES)
+
+
+def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
+    """Sharders of every embedding module that a model may hold.
+
+    `fused_params` are FBGEMM's, the optimizer of the tables among them.
+    """
+    codecs = _codecs(spec.parallelism.all_to_all)
+    bags = BagSharder(fused_params, codecs)
+    lists = SequenceSharder(fused_params, codecs)
+    return [bags, lists, DynamicBagSharder(bags), DynamicListSharder(lists)]
+
+
+def _codecs(precision: AllToAllSpec) -> dict[str, QuantizedCommCodecs] | None:
+    """How embeddings and their gradients are packed on their way; None where both are fp32.
+
+    Row-wise reduce-scatters add up in this precision too.
+    """
+    config = QCommsConfig(
+        forward_precision=_COMM_TYPES[precision.forward],
+        backward_precision=_COMM_TYPES[precision.backward],
+    )
+    # For CPU TorchRec takes fp16 where bf16 is asked for, as if gloo had no bf16. It has.
+    return get_qcomm_codecs_registry(config, device=torch.device("cuda"))
+
+
+# The sharded model of a job, built alike on every rank.
+
+
+def build_parallel_model(
+    spec: JobSpec, groups: MeshGroups
+) -> tuple[TwoDParallel, list[events.TablePlan]]:
+    """The sharded model and how each table is sharded. Collective over all ranks.
+
+    Dense parameters start from the seed alone; each shard from the seed and its own index, and
+    the copies of a shard are made equal.
+    """
+    torch.manual_seed(spec.training.seed)
+    model = build_model(spec, groups.device)
+    table_sharders = sharders(
+        spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    )
+    plan = make_plan(model, spec, groups, table_sharders)
+    torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
+    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense_policy)
+    return parallel, table_plans(plan, spec)

@@ -1,0 +1,1 @@
+"""What service, driver and workers exchange: events, files of a run folder, configuration."""

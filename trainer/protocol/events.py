@@ -1,0 +1,410 @@
+"""Typed records that a running attempt sends to the control plane.
+
+Each writer (the driver, rank 0 of a worker group run) owns one *stream*: a file of JSON lines in
+the attempt's outbox. The position of a line in its file is its sequence number, so a record
+is known by (attempt, stream, seq) and the control plane can take each exactly once, however
+often a batch is sent. Pydantic only: both sides import this.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+STREAM_PATTERN = r"^[a-z0-9][a-z0-9-]{0,62}$"
+# What a 64-bit column can hold.
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+
+
+class EventModel(BaseModel):
+    """Base of every record. `time` is Unix time in seconds."""
+
+    # A NaN loss is news worth sending: JSON has no word for it, so it travels as the string "NaN".
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="strings")
+
+    time: Annotated[float, Field(allow_inf_nan=False)]
+
+
+class Note(EventModel):
+    """Something a person should read, without other consequence."""
+
+    kind: Literal["note"] = "note"
+    level: Literal["info", "warning", "error"] = "info"
+    message: str
+
+
+class AttemptStarted(EventModel):
+    """The driver is up and about to start workers."""
+
+    kind: Literal["attempt_started"] = "attempt_started"
+    world_size: Count
+    versions: dict[str, str] = {}
+
+
+class TablePlan(BaseModel):
+    """How the planner sharded one table inside each sharding group.
+
+    `shards` has, for each shard, the position in the sharding group (0 to L - 1), the first row
+    and column that it holds and their number.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    class Shard(BaseModel):
+        """A rectangle of the table."""
+
+        model_config = ConfigDict(extra="forbid", frozen=True)
+
+        position: Count
+        row_offset: Count
+        column_offset: Count
+        num_rows: Count
+        num_columns: Count
+
+    name: str
+    sharding_type: str
+    data_type: str
+    num_embeddings: Count
+    embedding_dim: Count
+    size_bytes: Count = Field(description="Weights and optimizer state of one whole copy.")
+    shards: list[Shard]
+
+
+class WorkersStarted(EventModel):
+    """A worker group run has built its process groups; `resumed_step` is 0 on a fresh start."""
+
+    kind: Literal["workers_started"] = "workers_started"
+    run_index: Count
+    world_size: Count
+    shard_group_size: Count
+    num_replicas: Count
+    placement: str
+    backend: str
+    sharding_groups: list[list[int]]
+    replica_groups: list[list[int]]
+    hosts: list[str] = Field(description="Host of each rank, indexed by rank.")
+    table_shards: dict[str, str] = Field(description="Sharding type chosen for each table.")
+    tables: list[TablePlan] = []
+    total_steps: Count
+    resumed_step: Count
+
+
+class Metrics(EventModel):
+    """Values at a step. Names are `train/loss`, `validation/rmse`, `speed/rows_per_s`, ..."""
+
+    kind: Literal["metrics"] = "metrics"
+    step: Count
+    values: dict[str, float]
+
+
+class Progress(EventModel):
+    """How far training has come. `rows` counts rows trained by all ranks, repeats excluded."""
+
+    kind: Literal["progress"] = "progress"
+    step: Count
+    total_steps: Count
+    epoch: Count
+    rows: Count
+    rows_per_s: float
+    eta_s: float
+
+
+class CheckpointCommitted(EventModel):
+    """A checkpoint whose commit marker is on storage: from now on it exists."""
+
+    kind: Literal["checkpoint_committed"] = "checkpoint_committed"
+    step: Count
+    path: str
+    size_bytes: Count
+    duration_s: float
+    is_best: bool = False
+    metrics: dict[str, float] = {}
+
+
+class CheckpointDeleted(EventModel):
+    """A checkpoint that retention removed."""
+
+    kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
+    step: Count
+    path: str
+
+
+class Divergence(EventModel):
+    """Copies of a shard that should be equal are not.
+
+    `ranks` hold `shard` (0 to L - 1) of `table` with contents that differ from the other copies
+    of their replica group; `action` is what follows.
+    """
+
+    kind: Literal["divergence"] = "divergence"
+    step: Count
+    table: str
+    shard: Count
+    ranks: list[int]
+    action: Literal["fail", "rebroadcast"]
+
+
+class LayoutChosen(EventModel):
+    """The layout that the attempt trains with, why, and its price.
+
+    `num_hosts_survived` hosts may be lost at once with a full copy left. `memory_overhead_bytes`
+    is what the other copies cost each rank, S (M - 1) / T, and `sync_latency_s` the time of a full
+    sync, 2 S (M - 1) / (T B) (2D sparse parallelism paper, eq. 1); None where B is not known.
+    """
+
+    kind: Literal["layout_chosen"] = "layout_chosen"
+    world_size: Count
+    shard_group_size: Count
+    num_replicas: Count
+    placement: str
+    failure_domain: Literal["job", "replica_group"]
+    num_hosts: Count
+    num_hosts_survived: Count
+    memory_overhead_bytes: Count
+    sync_latency_s: float | None = None
+    reason: str
+
+
+class GroupMember(BaseModel):
+    """One sharding group of a membership."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    group: Count
+    incarnation: Count
+    hosts: list[str]
+    standing: Literal["initial", "listening", "current"]
+
+
+class MembershipChanged(EventModel):
+    """Who is there from this generation on.
+
+    `copies_alive` counts, for the shard with the fewest, the copies held by groups that are
+    current; `host_copies_alive` the hosts that those are on.
+    """
+
+    kind: Literal["membership_changed"] = "membership_changed"
+    generation: Count
+    commit: Count
+    groups: list[GroupMember]
+    copies_alive: Count
+    host_copies_alive: Count
+
+
+class GroupLost(EventModel):
+    """A sharding group ended that should have gone on; the others train on."""
+
+    kind: Literal["group_lost"] = "group_lost"
+    group: Count
+    incarnation: Count
+    reason: str
+    message: str
+    hosts: list[str]
+    rows_returned: Count = Field(description="Rows of its leases, which others will train.")
+
+
+class GroupJoined(EventModel):
+    """A group is current now: from the start, or after copying from a live peer."""
+
+    kind: Literal["group_joined"] = "group_joined"
+    group: Count
+    incarnation: Count
+    hosts: list[str]
+    how: Literal["start", "peer_copy"]
+    copied_bytes: Count = 0
+    duration_s: float = Field(default=0.0, description="From its first word to its first lease.")
+
+
+class GroupLeft(EventModel):
+    """A group left as asked: its leases went back and nothing was lost."""
+
+    kind: Literal["group_left"] = "group_left"
+    group: Count
+    incarnation: Count
+    cause: Literal["resize", "drain", "straggler", "poisoned"]
+    hosts: list[str]
+
+
+class Recovered(EventModel):
+    """The first sync that counted after a group was lost or a round failed.
+
+    `pause_s` is how much longer than usual the other groups were between two commits, `syncs_lost`
+    the intervals of work that have to be done again.
+    """
+
+    kind: Literal["recovered"] = "recovered"
+    generation: Count
+    commit: Count
+    cause: str
+    pause_s: float
+    syncs_lost: Count
+    num_tries: Count
+
+
+class CapacityRequested(EventModel):
+    """The autoscaler of the cluster was asked for room beside that for `num_workers`.
+
+    With fewer than `num_needed` the job waits; with more it trains meanwhile.
+    """
+
+    kind: Literal["room_asked"] = "room_asked"
+    num_workers: Count
+    num_wanted: Count
+    num_needed: Count
+    resources_per_worker: dict[str, float] = {}
+
+
+class Resized(EventModel):
+    """The job trains with another number of workers from here on."""
+
+    kind: Literal["resized"] = "resized"
+    world_size_before: Count
+    world_size: Count
+    cause: str
+    restarted: bool
+
+
+class StragglerFound(EventModel):
+    """A rank is persistently slower than the others."""
+
+    kind: Literal["straggler_found"] = "straggler_found"
+    group: Count
+    rank: Count
+    host: str
+    slowdown: float = Field(description="Its median step over the median of all.")
+    action: Literal["none", "replace"]
+
+
+class HangFound(EventModel):
+    """A rank got nothing done for too long although its process lives."""
+
+    kind: Literal["hang_found"] = "hang_found"
+    group: Count
+    rank: Count
+    host: str
+    phase: str
+    idle_s: float
+
+
+class HostExcluded(EventModel):
+    """A host failed so often that no worker is placed on it for a while."""
+
+    kind: Literal["host_excluded"] = "host_excluded"
+    host: str
+    num_failures: Count
+    until: float
+
+
+class RowsSkipped(EventModel):
+    """Rows left out because the loss became NaN or infinite on them."""
+
+    kind: Literal["rows_skipped"] = "rows_skipped"
+    epoch: Count
+    start: Count
+    stop: Count
+    reason: str
+
+
+class RowsQuarantined(EventModel):
+    """Rows left out since the last such event because they cannot be used."""
+
+    kind: Literal["rows_quarantined"] = "rows_quarantined"
+    file: str
+    reason: str
+    count: Count
+
+
+class TraceWritten(EventModel):
+    """A profiler trace of some steps of one rank lies on run storage (Chrome trace format)."""
+
+    kind: Literal["trace_written"] = "trace_written"
+    step: Count = Field(description="The last step in the trace.")
+    num_steps: Count
+    rank: Count
+    path: str
+    size_bytes: Count
+
+
+class WorkersLost(EventModel):
+    """A worker group run ended early; the driver restarts it if its budget allows."""
+
+    kind: Literal["workers_lost"] = "workers_lost"
+    run_index: Count
+    reason: str
+    message: str
+    will_restart: bool
+    evidence: dict[str, str] = {}
+
+
+class AttemptEnded(EventModel):
+    """Last record of an attempt that ended on its own; `reason` is an EndReason value."""
+
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    reason: str
+    message: str
+    final_metrics: dict[str, float] = {}
+    evidence: dict[str, str] = {}
+
+
+Event = Annotated[
+    Note
+    | AttemptStarted
+    | WorkersStarted
+    | Metrics
+    | Progress
+    | CheckpointCommitted
+    | CheckpointDeleted
+    | Divergence
+    | LayoutChosen
+    | MembershipChanged
+    | GroupLost
+    | GroupJoined
+    | GroupLeft
+    | Recovered
+    | CapacityRequested
+    | Resized
+    | StragglerFound
+    | HangFound
+    | HostExcluded
+    | RowsSkipped
+    | RowsQuarantined
+    | TraceWritten
+    | WorkersLost
+    | AttemptEnded,
+    Field(discriminator="kind"),
+]
+EVENT_ADAPTER: TypeAdapter[Event] = TypeAdapter(Event)
+
+
+def read_record(line: bytes, now: float) -> Event:
+    """The record on one line of a stream; a damaged line becomes a note, so that numbering holds.
+
+    `now` (Unix seconds) dates that note.
+    """
+    try:
+        return EVENT_ADAPTER.validate_json(line)
+    except ValidationError:
+        return damaged_record(now)
+
+
+def damaged_record(now: float) -> Note:
+    """What takes the place of a record that cannot be read or stored."""
+    return Note(time=now, level="warning", message="an event record was damaged on storage")
+
+
+class EventBatch(BaseModel):
+    """Consecutive records of one stream; `events[i]` has sequence number `first_seq + i`."""
+
+    model_config = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+    stream: Annotated[str, Field(pattern=STREAM_PATTERN)]
+    first_seq: Count
+    events: Annotated[list[Event], Field(max_length=1000)]
+
+
+class EventAck(BaseModel):
+    """Answer to a batch: everything below `next_seq` of the stream is durable."""
+
+    stream: str
+    next_seq: int

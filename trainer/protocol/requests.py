@@ -1,0 +1,166 @@
+"""Request files: resize, growth limit, rewind, stop.
+
+What people ask of a running job's size, and how far the queue lets it grow.
+
+    service ──► resize-request.json {"id", "workers", "drain_hosts"}    read by the driver
+    service ──► growth-limit.json {"max_workers"}
+
+The newest request says all of it: hosts that it does not name may be used again. The limit is
+there while a job waits for room that this one would grow into.
+
+    service ──► RUN_DIR/rewind.json {"checkpoint", "attempt_index"}    read by the workers
+
+What earlier attempts saved after the chosen checkpoint is *superseded*: it is not resumed from any
+more, and is removed once an attempt of the new line has committed a checkpoint of its own. Until
+then nothing is lost: without the file the newest checkpoint counts again.
+
+    driver ──► stop-request.json {"run_index", "cause"}     read by rank 0 at every report
+    rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
+
+Both are files of the attempt. Workers that end well have completed the training, or left that mark.
+
+Before a pause the domain `replica_group` is asked in the same way: its leader saves for all and
+leaves the mark once the checkpoint is on storage; the driver then ends all groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from trainer.protocol.run_dir import AttemptDir
+
+logger = logging.getLogger(__name__)
+
+
+class ResizeRequest(BaseModel):
+    """`workers` is the wanted T, None for as many as the spec and the cluster allow.
+
+    `growth_limit` is the T beyond which the job shall not grow by itself, None for any.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    id: str = ""
+    workers: PositiveInt | None = None
+    drain_hosts: frozenset[str] = Field(default=frozenset())
+    growth_limit: PositiveInt | None = Field(default=None, exclude=True)
+
+    def wanted_beside(self, num_workers: int) -> int | None:
+        """The wanted T of a job that has `num_workers`: a limit to growth takes none away."""
+        if self.growth_limit is None:
+            return self.workers
+        limit = max(self.growth_limit, num_workers)
+        return limit if self.workers is None else min(self.workers, limit)
+
+
+class _GrowthLimit(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    max_workers: PositiveInt
+
+
+class ResizeRequests:
+    """The newest request in the files of an attempt."""
+
+    def __init__(self, files: AttemptDir) -> None:
+        self._path = files.resize_request_path
+        self._limit_path = files.growth_limit_path
+        self._refused: bytes | None = None
+        self._newest = ResizeRequest()
+
+    def poll(self) -> ResizeRequest:
+        """The newest request that could be read; one without wishes when there was none."""
+        return self._poll_request().model_copy(update={"growth_limit": self._poll_limit()})
+
+    def _poll_limit(self) -> int | None:
+        try:
+            return _GrowthLimit.model_validate_json(self._limit_path.read_bytes()).max_workers
+        except (OSError, ValidationError):
+            return None  # the queue asks for nothing; what cannot be read limits nothing either
+
+    def _poll_request(self) -> ResizeRequest:
+        try:
+            text = self._path.read_bytes()
+        except OSError:
+            return self._newest  # nobody asks, or storage is away for a moment
+        try:
+            self._newest = ResizeRequest.model_validate_json(text)
+        except ValidationError as error:
+            if text != self._refused:
+                logger.warning("the request in %s is refused: %s", self._path.name, error)
+            self._refused = text
+        return self._newest
+
+
+# Going on from an older checkpoint than the newest, because somebody chose one.
+
+
+class Rewind(BaseModel):
+    """Attempts from number `attempt_index` on go on from the folder named `checkpoint`."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    checkpoint: str
+    attempt_index: int = Field(ge=0)
+
+    def supersedes(self, name: str) -> bool:
+        """Whether the checkpoint in folder `name` is of the line that was left."""
+        chosen, saved = _step_and_attempt(self.checkpoint), _step_and_attempt(name)
+        if chosen is None or saved is None or name == self.checkpoint:
+            return False
+        return saved[0] >= chosen[0] and saved[1] < self.attempt_index
+
+
+def read_rewind(path: Path) -> Rewind | None:
+    """The choice in a file; None where nobody made one. One that cannot be read is none."""
+    try:
+        return Rewind.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValidationError) as error:
+        logger.warning("%s is ignored: %s", path, error)
+        return None
+
+
+def _step_and_attempt(name: str) -> tuple[int, int] | None:
+    """Step and attempt index in the name of a checkpoint's folder."""
+    found = re.match(r"step-(\d+)-a(\d+)-", name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+# Asking the workers of the domain `job` to save and stop, so that they start again elsewhere.
+
+
+class StopRequest(BaseModel):
+    """Worker group run `run_index` shall save and end; `cause` is one of `Resized`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_index: int = Field(ge=0)
+    cause: str
+
+
+def ask(files: AttemptDir, request: StopRequest) -> None:
+    """Write the request; the file appears whole."""
+    path = files.stop_request_path
+    partial = path.with_name(f".partial-{path.name}")
+    partial.write_text(request.model_dump_json())
+    partial.replace(path)
+
+
+def is_wanted(files: AttemptDir, run_index: int) -> bool:
+    """Whether a request for this run lies there; one that cannot be read is none."""
+    try:
+        request = StopRequest.model_validate_json(files.stop_request_path.read_bytes())
+    except (OSError, ValidationError):
+        return False
+    return request.run_index == run_index
+
+
+def has_stopped(files: AttemptDir, run_index: int) -> bool:
+    """Whether workers that ended well did so because they were asked to."""
+    return files.stopping_path(run_index).exists()

@@ -1,0 +1,93 @@
+"""The coordinator as a Ray actor on the driver's node, and the driver's hand on it.
+
+The driver fetches them with its attempt's own token and hands them to the workers inside of what
+Ray pickles for them, in an object that never shows its values: not in Ray's dashboard, which shows
+what a Train run is configured with, and not in a log. They are in no file and in no runtime
+environment.
+
+The engine behind it (torch, TorchRec) is imported inside the worker only, so that the driver
+starts workers a few seconds earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.spec.job import JobSpec
+
+ACTOR_NAMESPACE = "shardloom"
+
+# Secrets of a job on their way from the service to the environment of its processes.
+
+
+@dataclass(frozen=True, repr=False)
+class SecretEnv:
+    """Environment variables whose values nobody sees by accident."""
+
+    values: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        return f"SecretEnv({', '.join(sorted(self.values))})"
+
+    def set_in(self, environment: MutableMapping[str, str]) -> None:
+        """Set the variables."""
+        environment.update(self.values)
+
+
+NO_SECRETS = SecretEnv()
+
+# Where Ray Train enters a worker. Light to import: the driver pickles this by reference.
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Which sharding group a worker belongs to where each is a failure domain of its own.
+
+    `incarnation` counts the lives of the group. The coordinator is the Ray actor `actor_name` in
+    the namespace `shardloom`, or listens at `address` (host:port).
+    """
+
+    group: int
+    incarnation: int
+    actor_name: str | None = None
+    address: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """What the driver gives every worker. `spec` has its tables and its layout resolved.
+
+    `watch_address` (host:port) is where the driver hears the workers that have no `group`.
+    """
+
+    spec: JobSpec
+    run_dir: Path
+    attempt_id: str
+    run_index: int
+    group: GroupConfig | None = None
+    watch_address: str | None = None
+    secrets: SecretEnv = NO_SECRETS
+
+    @property
+    def run_label(self) -> str:
+        """Short name of this life of workers, unique within the job: `a0-r1`, or `a0-r0-g2i1`."""
+        return f"{self.attempt_id.rpartition('-')[2]}-r{self.run_index}{self._group_label}"
+
+    @property
+    def stream(self) -> str:
+        """Event stream of these workers' rank 0."""
+        return f"{'group' if self.group else 'workers'}{self._group_label}-{self.run_index}"
+
+    def rank_stream(self, rank: int) -> str:
+        """Event stream of what one rank alone knows."""
+        return f"rank{rank}{self._group_label}-{self.run_index}"
+
+    def log_source(self, rank: int) -> str:
+        """Name of the log file of one rank of these workers."""
+        return f"group-{self.group.group}-rank-{rank}" if self.group else f"rank-{rank}"
+
+    @property
+    def _group_label(self) -> str:
+        return f"-g{self.group.group}i{self.group.incarnation}" if self.group else ""

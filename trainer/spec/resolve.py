@@ -1,0 +1,149 @@
+"""Filling in what a spec leaves to the data: table sizes, and statistics of dense columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from trainer.errors import ManifestError, TableTooSmallError
+from trainer.spec.data import FeatureSpec
+from trainer.spec.job import JobSpec
+from trainer.spec.tables import EmbeddingTableSpec
+
+if TYPE_CHECKING:
+    from trainer.data.manifest import Manifest
+
+
+def resolve_tables(spec: JobSpec, manifest: Manifest) -> JobSpec:
+    """As `size_tables`, with the vocabularies of prepared data."""
+    return size_tables(spec, manifest.vocab_sizes)
+
+
+def size_tables(
+    spec: JobSpec, vocab_sizes: Mapping[str, int], read_sizes: Mapping[str, int] | None = None
+) -> JobSpec:
+    """Replace `num_embeddings: auto` by the most ids that any of the table's features makes.
+
+    `vocab_sizes` maps id columns to numbers of ids, `read_sizes` does so for features whose
+    vocabulary was read. Raises `ManifestError` where a number is missing.
+    """
+    tables = tuple(
+        table.model_copy(
+            update={"num_embeddings": _largest_vocabulary(spec, table, vocab_sizes, read_sizes)}
+        )
+        if table.num_embeddings == "auto"
+        else table
+        for table in spec.embedding_tables
+    )
+    return spec.model_copy(update={"embedding_tables": tables})
+
+
+def _largest_vocabulary(
+    spec: JobSpec,
+    table: EmbeddingTableSpec,
+    vocab_sizes: Mapping[str, int],
+    read_sizes: Mapping[str, int] | None,
+) -> int:
+    sizes = []
+    for index, feature in enumerate(spec.features):
+        if feature.table != table.name or (
+            feature.hashing and feature.hashing.num_buckets == "auto"
+        ):
+            continue
+        size = _num_ids(feature, vocab_sizes, read_sizes or {})
+        if size is None:
+            raise ManifestError(
+                f"features[{index}].column: the manifest has no vocabulary size for "
+                f"'{feature.source_column}' (it has {', '.join(vocab_sizes)}); set "
+                f"num_embeddings of table '{table.name}' or name another column"
+            )
+        sizes.append(size)
+    if not sizes:
+        raise ManifestError(
+            f"nothing says how large table '{table.name}' is: its features are hashed to as many "
+            "ids as it has rows; set its num_embeddings, or hashing.num_buckets of a feature"
+        )
+    return max(sizes)
+
+
+def _num_ids(
+    feature: FeatureSpec, vocab_sizes: Mapping[str, int], read_sizes: Mapping[str, int]
+) -> int | None:
+    """How many ids a feature makes; None where nothing tells."""
+    if feature.bucketize:
+        return feature.bucketize.num_ids
+    if feature.hashing:
+        return None if feature.hashing.num_buckets == "auto" else feature.hashing.num_buckets
+    if feature.name in read_sizes:
+        return read_sizes[feature.name]
+    if feature.vocabulary is None:
+        return vocab_sizes.get(feature.source_column)
+    if feature.vocabulary.path or feature.vocabulary.min_count > 1:
+        return None
+    return vocab_sizes.get(feature.vocabulary.column or feature.source_column)
+
+
+def check_sizes(
+    spec: JobSpec, vocab_sizes: Mapping[str, int], read_sizes: Mapping[str, int]
+) -> None:
+    """Raise `TableTooSmallError` for a table with fewer rows than its features make ids."""
+    rows = {table.name: table.num_ids for table in spec.embedding_tables}
+    for index, feature in enumerate(spec.features):
+        num_rows = rows[feature.table] if feature.table else None
+        size = _num_ids(feature, vocab_sizes, read_sizes) if feature.table else None
+        if num_rows is not None and size is not None and size > num_rows:
+            raise TableTooSmallError(
+                f"features[{index}].column: '{feature.source_column}' holds ids 0 to {size - 1}, "
+                f"but table '{feature.table}' has {num_rows} rows; set its num_embeddings to "
+                f"'auto' or at least {size}, or hash the feature (features[{index}].hashing)"
+            )
+
+
+def short_histories(spec: JobSpec, options: Mapping[str, object]) -> list[str]:
+    """Warnings of sequences that may be longer than the histories that prepare kept.
+
+    `options` are those of the manifest; only MovieLens folders have a `history_length`.
+    """
+    kept = options.get("history_length")
+    return [
+        f"features[{index}].max_length is {feature.max_length}, but '{feature.source_column}' was "
+        f"prepared with at most {kept} movies; prepare with --history-length {feature.max_length} "
+        "or lower max_length"
+        for index, feature in enumerate(spec.features)
+        if isinstance(kept, int)
+        and feature.type == "sequence"
+        and feature.source_column.startswith("history_")
+        and (feature.max_length or 0) > kept
+    ]
+
+
+def fill_statistics(spec: JobSpec, statistics: Mapping[str, float]) -> JobSpec:
+    """Give features to be standardised the mean and deviation of their column.
+
+    `statistics` holds them as `COLUMN_mean` and `COLUMN_std`. Raises `ManifestError` where they are
+    neither there nor in the spec.
+    """
+    features = tuple(
+        _standardised(feature, index, statistics) if feature.transform == "standardise" else feature
+        for index, feature in enumerate(spec.features)
+    )
+    return spec.model_copy(update={"features": features})
+
+
+def _standardised(feature: FeatureSpec, index: int, statistics: Mapping[str, float]) -> FeatureSpec:
+    mean, std = (
+        given if given is not None else statistics.get(f"{feature.source_column}_{name}")
+        for name, given in (("mean", feature.mean), ("std", feature.std))
+    )
+    if std == 0:
+        raise ManifestError(
+            f"features[{index}].transform: column '{feature.source_column}' is {mean} everywhere, "
+            "so that it cannot be standardised and tells a model nothing; remove the feature, or "
+            f"set features[{index}].std"
+        )
+    if mean is None or std is None or std <= 0:
+        raise ManifestError(
+            f"features[{index}].transform: nothing tells a mean and a deviation above 0 of column "
+            f"'{feature.source_column}'; set features[{index}].mean and std"
+        )
+    return feature.model_copy(update={"mean": mean, "std": std})

@@ -1,0 +1,289 @@
+"""Training, optimizer, checkpoint, retry, recovery, resources, sinks, export.
+
+`export`: what becomes of the model when the job has succeeded.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from trainer.spec.base import Identifier, PathText, SpecModel, problem
+
+Quantization = Literal["int8", "fp16", "none"]
+CheckpointChoice = Literal["newest", "best"]
+
+
+def _one_shard(shards: int) -> int:
+    if shards > 1:
+        raise problem(
+            "not_exportable",
+            "exports are not sharded: TorchRec's inference sharding spreads tables over the GPUs "
+            "of one process; on the CPU its shards share one memory, and torch.export cannot trace "
+            "its kernels. Use 1, and quantize: int8 where memory is short",
+        )
+    return shards
+
+
+class ExportSpec(SpecModel):
+    """With `on_success` the job ends by exporting the model of one of its checkpoints.
+
+    `quantize` is the precision of the tables in the export, row-wise scaled for `int8`; the dense
+    part stays float32.
+    """
+
+    on_success: bool = False
+    checkpoint: Annotated[
+        CheckpointChoice, Field(description="`best` falls back on the newest where none is best.")
+    ] = "newest"
+    quantize: Quantization = "int8"
+    shards: Annotated[PositiveInt, AfterValidator(_one_shard)] = 1
+
+
+# `optimizer`: what updates the tables, what updates the rest, and the learning-rate schedule.
+
+
+class SparseOptimizerSpec(SpecModel):
+    """Optimizer of the embedding tables, fused into their backward pass.
+
+    `weight_decay` shrinks *every* row at each step (w *= 1 - lr * weight_decay), also those that
+    the step did not look up, so it costs a pass over the whole tables.
+
+    `max_gradient` clamps each number of the gradient of a looked-up vector to +-max_gradient,
+    before the gradients of the same row are added up (FBGEMM's gradient clipping).
+    """
+
+    name: Literal["row_wise_adagrad", "adagrad", "sgd"] = "row_wise_adagrad"
+    lr: PositiveFloat = 0.05
+    eps: PositiveFloat = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_gradient: PositiveFloat | None = None
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether the optimizer keeps second moments, which moment scaling is about."""
+        return self.name != "sgd"
+
+    @property
+    def changes_untouched_rows(self) -> bool:
+        """Whether a step also changes rows that it did not look up."""
+        return self.weight_decay > 0
+
+    def state_bytes_per_row(self, embedding_dim: int) -> int:
+        """Bytes of optimizer state that a row of `embedding_dim` columns has."""
+        return {"row_wise_adagrad": 4, "adagrad": 4 * embedding_dim, "sgd": 0}[self.name]
+
+
+class DenseOptimizerSpec(SpecModel):
+    """Optimizer of everything that is not an embedding table."""
+
+    name: Literal["adam", "adagrad", "sgd"] = "adam"
+    lr: PositiveFloat = 1e-3
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+
+
+class ScheduleSpec(SpecModel):
+    """Learning rates over the run, the same factor for tables and dense part.
+
+    They rise linearly over `warmup_steps`, then fall to `min_ratio` of their value at the last
+    step along a line or half a cosine, or stay (`constant`).
+    """
+
+    warmup_steps: NonNegativeInt = 0
+    decay: Literal["constant", "linear", "cosine"] = "constant"
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class OptimizerSpec(SpecModel):
+    """Sparse and dense optimizers; without a schedule their learning rates stay."""
+
+    sparse: SparseOptimizerSpec = SparseOptimizerSpec()
+    dense: DenseOptimizerSpec = DenseOptimizerSpec()
+    schedule: ScheduleSpec | None = None
+
+
+# `training`, `checkpoint`, `retry` and `resources`: how a run goes and what it may use.
+
+# As Kubernetes names what has a name in a namespace.
+QUEUE_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
+
+
+class TraceSpec(SpecModel):
+    """Steps to record with torch.profiler, on the given ranks.
+
+    A trace ends early where a checkpoint or a validation begins.
+    """
+
+    first_step: PositiveInt
+    num_steps: Annotated[PositiveInt, Field(le=100)] = 3
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)] = (0,)
+
+
+class EarlyStoppingSpec(SpecModel):
+    """End the run when validation stands still; the job succeeds.
+
+    That is `patience` validations in a row of which none beat the best before by more than
+    `min_delta`, in the first metric of the first task.
+    """
+
+    patience: PositiveInt
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+
+
+class TrainingSpec(SpecModel):
+    """Length of the run and what it reports on the way.
+
+    When the loss becomes NaN or infinite the job fails, or with `skip` goes back to the newest good
+    state and leaves out the rows that did it.
+
+    The dense part takes a step of its own every `accumulate_steps` steps (one batch a worker each),
+    by their mean gradient over all rows, weighted as rows are; tables learn from each batch in its
+    backward pass. `clip_norm` bounds the Euclidean norm of the whole dense gradient;
+    optimizer.sparse.max_gradient is what tables have in its place.
+    """
+
+    epochs: PositiveInt = 1
+    max_steps: PositiveInt | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    report_every_steps: PositiveInt = 10
+    validate_every_steps: PositiveInt | None = None
+    accumulate_steps: PositiveInt = 1
+    clip_norm: PositiveFloat | None = None
+    early_stopping: EarlyStoppingSpec | None = None
+    on_non_finite: Literal["fail", "skip"] = "fail"
+    trace: TraceSpec | None = None
+
+
+class WarmStartSpec(SpecModel):
+    """Start from the newest checkpoint in folder `path`, or from that checkpoint itself.
+
+    `tables` limits it to the named tables (with their optimizer state); `dense` says whether the
+    dense part comes along. Step, data position and schedule start anew.
+    """
+
+    path: PathText
+    tables: Annotated[tuple[Identifier, ...], Field(min_length=1)] | None = None
+    dense: bool = True
+
+
+class CheckpointSpec(SpecModel):
+    """A checkpoint every `every_steps` and at the end.
+
+    They lie in the job's run folder or, where `path` names a folder or a URL (`s3://`, `gs://`),
+    there in a folder named by the job's id.
+    The newest `keep_last`, the best and the first at or after each multiple of `keep_every_steps`
+    stay. With `asynchronous` they are written beside the training, from a copy in memory.
+    """
+
+    path: PathText | None = None
+    every_steps: PositiveInt = 100
+    keep_last: PositiveInt = 2
+    keep_best: bool = True
+    keep_every_steps: PositiveInt | None = None
+    asynchronous: bool = True
+    warm_start: WarmStartSpec | None = None
+
+
+class RetrySpec(SpecModel):
+    """How many failures (lost workers or a lost driver) the job survives."""
+
+    max_failures: Annotated[int, Field(ge=0)] = 3
+
+
+class RecoverySpec(SpecModel):
+    """How fast trouble is noticed, and what follows.
+
+    A group silent for `heartbeat_timeout_s` is lost. One operation of a sync takes at most
+    `exchange_timeout_s`. Workers that get nothing done for `hang_factor` times the median step, and
+    at least `min_hang_s`, hang. A rank slower than `straggler_factor` times the median is a
+    straggler. A start waits `start_grace_s` for hosts and groups that are missing. A host with
+    `exclude_host_after` failures is left out for `exclude_host_s`.
+    """
+
+    heartbeat_timeout_s: PositiveFloat = 1.0
+    exchange_timeout_s: PositiveFloat = 5.0
+    hang_factor: Annotated[float, Field(gt=1)] = 20.0
+    min_hang_s: PositiveFloat = 60.0
+    straggler_factor: Annotated[float, Field(gt=1)] = 1.5
+    replace_stragglers: bool = False
+    start_grace_s: PositiveFloat = 120.0
+    exclude_host_after: PositiveInt = 3
+    exclude_host_s: PositiveFloat = 600.0
+
+
+class ResourcesSpec(SpecModel):
+    """What each worker asks of the Ray cluster, and which cluster that is.
+
+    `memory_bytes_per_worker` is what the planner may fill; by default the memory of the GPU, or
+    an equal share of the host's. With `cluster: own` every attempt gets a cluster for itself
+    (KubeRay only), admitted by Kueue's LocalQueue `queue` if given, and is ended once its cluster
+    is `deadline_s` old: that counts as a failure, and the next one goes on from the newest
+    checkpoint.
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    cpus_per_worker: PositiveFloat = 1.0
+    threads_per_worker: PositiveInt = 1
+    collective_timeout_s: PositiveFloat = 60.0
+    memory_bytes_per_worker: PositiveInt | None = None
+    cluster: Literal["shared", "own"] = "shared"
+    queue: Annotated[str, Field(pattern=QUEUE_PATTERN)] | None = None
+    deadline_s: Annotated[PositiveInt, Field(lt=2**31)] | None = None
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> Self:
+        for name in ("queue", "deadline_s"):
+            if self.cluster == "shared" and getattr(self, name) is not None:
+                message = f"the shared cluster has no {name}; set resources.cluster to own"
+                raise problem("shared_cluster", message, name)
+        return self
+
+
+# `sinks`: where a job's metrics go beside the service.
+
+
+def _absolute(path: str) -> str:
+    if PurePath(path).is_absolute() or "://" in path:
+        return path
+    message = f"'{path}' is relative, but the driver has another working folder; give an absolute"
+    raise problem("relative_path", f"{message} path")
+
+
+def _uri(text: str) -> str:
+    try:
+        urlsplit(text)
+    except ValueError as error:
+        raise problem("bad_uri", f"is not a URI: {error}") from None
+    return text
+
+
+class TensorBoardSpec(SpecModel):
+    """Event files for TensorBoard in `dir`, by default `tensorboard` in the job's run folder."""
+
+    dir: Annotated[PathText, AfterValidator(_absolute)] | None = None
+
+
+class MlflowSpec(SpecModel):
+    """A run in an MLflow experiment; every attempt of the job goes on in the same run."""
+
+    tracking_uri: Annotated[
+        PathText, Field(examples=["http://mlflow.example:5000"]), AfterValidator(_uri)
+    ]
+    experiment: Annotated[PathText, Field(max_length=250)] = "shardloom"
+
+
+class SinksSpec(SpecModel):
+    """Each is optional; one that fails is told in the timeline, and training goes on."""
+
+    tensorboard: TensorBoardSpec | None = None
+    mlflow: MlflowSpec | None = None

@@ -1,0 +1,536 @@
+"""Tables whose rows are given to ids as they turn up, and taken back from those that went away.
+
+Without `dynamic` the id in the data *is* the row. With it the data may hold any id (hashes, ids
+of a growing catalogue): TorchRec's managed collision gives each id that it admits a row of its
+own, so that no two ids share one, and evicts ids when a table is full. See
+`trainer.models.managed_collision` for how, and for what is exact.
+
+Id 0 stands for what is missing (null) or unknown, whichever way ids are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from pydantic_core import PydanticCustomError
+
+from trainer.spec.base import problem
+from trainer.spec.parallelism import AllToAllSpec
+from trainer.spec.tables import (
+    MODULE_ATTRIBUTES,
+    SEQUENCE_SHARDING_TYPES,
+    DynamicSpec,
+    EmbeddingTableSpec,
+)
+from trainer.spec.training import RecoverySpec
+
+if TYPE_CHECKING:
+    from trainer.spec.job import JobSpec
+
+
+def check_dynamic_tables(spec: JobSpec) -> None:
+    """What a dynamic table can be, whatever the layout."""
+    for index, table in enumerate(spec.embedding_tables):
+        if table.dynamic is not None:
+            at = f"embedding_tables[{index}]"
+            _check_rows(table, table.dynamic, at)
+            _check_sharding(table, at)
+            _check_lookups(spec, table)
+
+
+def _check_rows(table: EmbeddingTableSpec, dynamic: DynamicSpec, at: str) -> None:
+    if table.num_embeddings == "auto":
+        raise problem(
+            "dynamic_size",
+            f"table '{table.name}' is dynamic: its rows are given to ids as they come, so that the "
+            "data does not say how many there should be; give a number",
+            f"{at}.num_embeddings",
+        )
+    if table.num_embeddings % dynamic.num_buckets:
+        raise problem(
+            "dynamic_size",
+            f"must be a multiple of dynamic.num_buckets ({dynamic.num_buckets}), so that each "
+            f"bucket of table '{table.name}' has equally many rows",
+            f"{at}.num_embeddings",
+        )
+    if table.num_embeddings < 2 * dynamic.num_buckets:
+        raise problem(
+            "dynamic_size",
+            f"each of the {dynamic.num_buckets} buckets of table '{table.name}' needs a row for "
+            "ids that have none and at least one more; raise it, or lower dynamic.num_buckets",
+            f"{at}.num_embeddings",
+        )
+
+
+def _check_sharding(table: EmbeddingTableSpec, at: str) -> None:
+    if "row_wise" not in table.constraints.sharding_types:
+        raise problem(
+            "unsupported_sharding",
+            f"table '{table.name}' is dynamic, and TorchRec shards managed collision row_wise "
+            "only; allow that",
+            f"{at}.constraints.sharding_types",
+        )
+
+
+def _check_lookups(spec: JobSpec, table: EmbeddingTableSpec) -> None:
+    for index, feature in enumerate(spec.features):
+        if feature.table != table.name:
+            continue
+        # The weights of a sequence never travel: they meet its vectors where the rows are.
+        if feature.weights_column and not feature.is_sequence:
+            raise problem(
+                "dynamic_weights",
+                "TorchRec's managed collision drops the weights of ids on their way to the shards "
+                f"(table '{table.name}'); remove it, or dynamic",
+                f"features[{index}].weights_column",
+            )
+
+
+def check_dynamic_layout(spec: JobSpec) -> None:
+    """Dynamic tables are in one copy, whose shards hold whole buckets."""
+    tables = [table for table in spec.embedding_tables if table.dynamic is not None]
+    if not tables:
+        return
+    parallelism = spec.parallelism
+    largest = parallelism.world_size
+    if parallelism.shard_group_size != largest or parallelism.is_elastic:
+        raise problem(
+            "dynamic_copies",
+            f"table '{tables[0].name}' is dynamic, which is possible with one copy of the tables "
+            "only: each copy would give rows to ids by what its own workers see, so that row r "
+            "would be another id in each, and their mean nothing. TorchRec syncs the ids of its "
+            "HashZch modules alone, whose kernel trains on CUDA only. Set workers to one number "
+            "and shard_group_size to the same",
+            "parallelism.shard_group_size",
+        )
+    for table in tables:
+        assert table.dynamic is not None
+        if table.dynamic.num_buckets % largest:
+            raise problem(
+                "dynamic_buckets",
+                f"must divide dynamic.num_buckets ({table.dynamic.num_buckets}) of table "
+                f"'{table.name}', so that each shard holds whole buckets",
+                "parallelism.shard_group_size",
+            )
+
+
+# How a feature's raw values become ids of its table, or numbers that a network can take.
+
+
+def check_encoded_sizes(spec: JobSpec) -> None:
+    """No feature makes more ids than its table has rows."""
+    tables = {table.name: table for table in spec.embedding_tables}
+    for index, feature in enumerate(spec.features):
+        table = tables[feature.table] if feature.table else None
+        if table is None or table.dynamic is not None or table.num_embeddings == "auto":
+            continue
+        if feature.hashing and feature.hashing.num_buckets != "auto":
+            field, num_ids = "hashing.num_buckets", feature.hashing.num_buckets
+        elif feature.bucketize:
+            field, num_ids = "bucketize.boundaries", feature.bucketize.num_ids
+        else:
+            continue
+        if num_ids > table.num_embeddings:
+            raise problem(
+                "vocabulary_too_large",
+                f"makes ids 0 to {num_ids - 1}, but table '{table.name}' has "
+                f"{table.num_embeddings} rows; lower it or raise num_embeddings",
+                f"features[{index}].{field}",
+            )
+
+
+# `export`: what becomes of the model when the job has succeeded.
+
+
+def check_export(spec: JobSpec) -> None:
+    """What has no exported form is refused with the spec where the job shall export at its end."""
+    if not (spec.export and spec.export.on_success):
+        return
+    for index, table in enumerate(spec.embedding_tables):
+        if table.dynamic:
+            raise problem(
+                "not_exportable",
+                f"table '{table.name}' is dynamic, and torch.export cannot trace the module that "
+                "knows which id has which row; set export.on_success: false",
+                f"embedding_tables[{index}].dynamic",
+            )
+
+
+# Checks across sections of a spec: names that refer to others, shapes that must fit, memory.
+
+
+def check_references(spec: JobSpec) -> None:
+    """Names are unique, every table that a feature names exists, and every table is used."""
+    _check_unique("features", [feature.name for feature in spec.features])
+    _check_unique("embedding_tables", [table.name for table in spec.embedding_tables])
+    names = [table.name for table in spec.embedding_tables]
+    for index, feature in enumerate(spec.features):
+        if feature.is_sparse and feature.table not in names:
+            raise problem(
+                "unknown_table",
+                f"'{feature.table}' is not in embedding_tables ({', '.join(names)})",
+                f"features[{index}].table",
+            )
+    used = {feature.table for feature in spec.sparse_features}
+    for index, name in enumerate(names):
+        if name not in used:
+            raise problem(
+                "unused_table",
+                f"no feature looks up table '{name}'",
+                f"embedding_tables[{index}].name",
+            )
+
+
+def _check_unique(section: str, names: Sequence[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise problem(
+                "duplicate_name", f"'{name}' is defined more than once", f"{section}[{index}].name"
+            )
+
+
+def check_table_names(spec: JobSpec) -> None:
+    """No table is named like something that the module which holds it has already."""
+    for index, table in enumerate(spec.embedding_tables):
+        if table.name in MODULE_ATTRIBUTES or table.name.startswith("_"):
+            raise problem(
+                "reserved_name",
+                f"torch has a use of its own for the name '{table.name}'; call the table "
+                f"'{table.name.strip('_') or 'ids'}_table', say",
+                f"embedding_tables[{index}].name",
+            )
+
+
+def check_data_types(spec: JobSpec) -> None:
+    """FBGEMM trains tables in fp32 and fp16 only."""
+    for index, table in enumerate(spec.embedding_tables):
+        if table.data_type == "bf16":
+            raise problem(
+                "unsupported_data_type",
+                f"FBGEMM 1.8 has no kernels that train a bf16 table (table '{table.name}'); "
+                "use fp16 or fp32",
+                f"embedding_tables[{index}].data_type",
+            )
+
+
+def check_weight_decay(spec: JobSpec) -> None:
+    """A half-precision weight times (1 - lr * weight_decay) would round back to itself."""
+    for index, table in enumerate(spec.embedding_tables):
+        if spec.optimizer.sparse.weight_decay and table.data_type != "fp32":
+            raise problem(
+                "weight_decay",
+                f"optimizer.sparse.weight_decay would have no effect on table '{table.name}': its "
+                f"steps are smaller than {table.data_type} can tell apart; use fp32 or no decay",
+                f"embedding_tables[{index}].data_type",
+            )
+
+
+def check_sequences(spec: JobSpec) -> None:
+    """A list is pooled or a sequence, with a table of its own; sequences shard in fewer ways.
+
+    An id may share the table of a sequence.
+    """
+    pooled = {f.table for f in spec.sparse_features if f.type in ("id_list", "tokens")}
+    for index, feature in enumerate(spec.features):
+        if feature.is_sequence and feature.table in pooled:
+            raise problem(
+                "shared_table",
+                f"table '{feature.table}' is looked up by pooled lists and by the sequence "
+                f"'{feature.name}', which TorchRec keeps in different collections; give the "
+                "sequence a table of its own, or one that only ids share",
+                f"features[{index}].table",
+            )
+    for index, table in enumerate(spec.embedding_tables):
+        if table.name in spec.sequence_tables:
+            _check_sequence_sharding(table, f"embedding_tables[{index}].constraints.sharding_types")
+
+
+def _check_sequence_sharding(table: EmbeddingTableSpec, path: str) -> None:
+    for sharding_type in table.constraints.sharding_types:
+        if sharding_type not in SEQUENCE_SHARDING_TYPES:
+            raise problem(
+                "unsupported_sharding",
+                f"'{sharding_type}' is not possible for table '{table.name}': it is looked up by a "
+                "sequence feature, and TorchRec shards an EmbeddingCollection only "
+                f"{', '.join(SEQUENCE_SHARDING_TYPES)}",
+                path,
+            )
+
+
+def check_column_shards(spec: JobSpec) -> None:
+    """Column shards of a table are equally wide."""
+    for index, table in enumerate(spec.embedding_tables):
+        fewest = table.constraints.min_partition
+        if fewest and table.embedding_dim % fewest:
+            raise problem(
+                "min_partition",
+                f"must divide embedding_dim ({table.embedding_dim}), so that column shards of "
+                f"table '{table.name}' are equally wide",
+                f"embedding_tables[{index}].constraints.min_partition",
+            )
+
+
+def check_moment_scale(spec: JobSpec) -> None:
+    """Only an optimizer with second moments has them scaled."""
+    if spec.parallelism.moment_scale != "auto" and not spec.optimizer.sparse.has_moments:
+        raise problem(
+            "moment_scale",
+            f"optimizer.sparse.name '{spec.optimizer.sparse.name}' keeps no second moments to "
+            "scale; remove it or use row_wise_adagrad or adagrad",
+            "parallelism.moment_scale",
+        )
+
+
+def check_shapes(spec: JobSpec) -> None:
+    """Layer sizes fit the embeddings that they meet; a user's module has layers of its own."""
+    if spec.model.module is not None:
+        return
+    model, dims = spec.model, {table.embedding_dim for table in spec.embedding_tables}
+    if not spec.dense_features:
+        raise problem(
+            "no_dense_feature", f"arch '{model.arch}' needs at least one dense one", "features"
+        )
+    if len(dims) > 1:
+        raise problem(
+            "mixed_dims",
+            f"arch '{model.arch}' needs one embedding_dim for all, got {sorted(dims)}",
+            "embedding_tables",
+        )
+    if model.dense_arch.layer_sizes[-1] not in dims:
+        raise problem(
+            "dense_arch_width",
+            f"the last ({model.dense_arch.layer_sizes[-1]}) must equal embedding_dim "
+            f"({dims.pop()})",
+            "model.dense_arch.layer_sizes",
+        )
+    num_tasks = len(model.tasks)
+    if model.over_arch.layer_sizes[-1] != num_tasks:
+        raise problem(
+            "over_arch_width",
+            f"the last must be {num_tasks}, one output for each task",
+            "model.over_arch.layer_sizes",
+        )
+
+
+def check_transformer(spec: JobSpec) -> None:
+    """The history and the candidate of arch `movielens` exist, and heads share the dimension."""
+    transformer = spec.model.transformer
+    if transformer is None:
+        return
+    for field, wanted in (("sequence", "sequence"), ("candidate", "id")):
+        name = getattr(transformer, field)
+        names = [feature.name for feature in spec.features if feature.type == wanted]
+        if name not in names:
+            raise problem(
+                "unknown_feature",
+                f"'{name}' is no feature of type {wanted} ({', '.join(names) or 'there is none'})",
+                f"model.transformer.{field}",
+            )
+    dim = spec.embedding_tables[0].embedding_dim
+    if dim % transformer.num_heads:
+        raise problem(
+            "num_heads",
+            f"must divide embedding_dim ({dim}), which the heads share",
+            "model.transformer.num_heads",
+        )
+
+
+def check_accumulation(spec: JobSpec) -> None:
+    """What looks at the dense part comes where its accumulated gradients are used up."""
+    every = spec.training.accumulate_steps
+    fields = {
+        "training.report_every_steps": spec.training.report_every_steps,
+        "training.validate_every_steps": spec.training.validate_every_steps or every,
+        "checkpoint.every_steps": spec.checkpoint.every_steps,
+    }
+    if spec.parallelism.is_resolved and spec.parallelism.dense_policy == "at_sync":
+        fields["parallelism.sync.every_steps"] = spec.parallelism.sync.every_steps
+    for path, steps in fields.items():
+        if steps % every:
+            raise problem(
+                "accumulate_steps",
+                f"must be a multiple of training.accumulate_steps ({every}), which is how often "
+                "the dense part takes a step",
+                path,
+            )
+
+
+def check_early_stopping(spec: JobSpec) -> None:
+    """Early stopping has validations to look at."""
+    if spec.training.early_stopping and spec.data.split.validation is None:
+        raise problem(
+            "no_validation",
+            "it looks at validations, but data.split.validation is null; name that part or "
+            "remove it",
+            "training.early_stopping",
+        )
+
+
+def check_max_gradient(spec: JobSpec) -> None:
+    """FBGEMM clips the tables that it updates, which data-parallel ones are not among."""
+    if spec.optimizer.sparse.max_gradient is None:
+        return
+    for index, table in enumerate(spec.embedding_tables):
+        if "data_parallel" in table.constraints.sharding_types:
+            raise problem(
+                "max_gradient",
+                f"optimizer.sparse.max_gradient does not reach table '{table.name}' where it is "
+                "sharded data_parallel; allow other types only",
+                f"embedding_tables[{index}].constraints.sharding_types",
+            )
+
+
+def check_trace_ranks(spec: JobSpec) -> None:
+    """A trace is taken on ranks that exist."""
+    trace, world_size = spec.training.trace, spec.parallelism.world_size
+    if trace and max(trace.ranks) >= world_size:
+        raise problem(
+            "trace_ranks",
+            f"rank {max(trace.ranks)} does not exist: workers are numbered 0 to {world_size - 1}",
+            "training.trace.ranks",
+        )
+
+
+def check_warm_start(spec: JobSpec) -> None:
+    """The tables to take from another job exist in this one."""
+    warm_start = spec.checkpoint.warm_start
+    names = [table.name for table in spec.embedding_tables]
+    for index, name in enumerate((warm_start and warm_start.tables) or ()):
+        if name not in names:
+            raise problem(
+                "unknown_table",
+                f"'{name}' is not in embedding_tables ({', '.join(names)})",
+                f"checkpoint.warm_start.tables[{index}]",
+            )
+
+
+def check_recovery(spec: JobSpec) -> None:
+    """What concerns independent groups only is not set for a job that restarts as a whole."""
+    parallelism = spec.parallelism
+    if not parallelism.is_resolved or parallelism.failure_domain == "replica_group":
+        return
+    if spec.recovery.exchange_timeout_s != RecoverySpec().exchange_timeout_s:
+        raise problem(
+            "no_effect",
+            "only independent sharding groups exchange what they learned this way, but all workers "
+            "of this job restart together (placement intra_host, one copy, or dense every_step); "
+            "remove it, or use placement inter_host",
+            "recovery.exchange_timeout_s",
+        )
+
+
+def check_fields_have_effect(spec: JobSpec) -> None:
+    """What a user sets must do something; what cannot is refused rather than ignored."""
+    sync, schedule = spec.parallelism.sync, spec.optimizer.schedule
+    if sync.optimizer_state != "every" and not spec.optimizer.sparse.has_moments:
+        raise problem(
+            "no_effect",
+            f"optimizer.sparse.name '{spec.optimizer.sparse.name}' has no state to sync; remove it",
+            "parallelism.sync.optimizer_state",
+        )
+    if schedule and schedule.decay == "constant" and schedule.min_ratio:
+        raise problem(
+            "no_effect",
+            "a constant rate never falls; set decay to linear or cosine, or remove it",
+            "optimizer.schedule.min_ratio",
+        )
+    parallelism = spec.parallelism
+    if parallelism.shard_group_size == 1 and parallelism.all_to_all != AllToAllSpec():
+        raise problem(
+            "no_effect",
+            "a sharding group of one worker sends no embeddings; remove it",
+            "parallelism.all_to_all",
+        )
+    trace, max_steps = spec.training.trace, spec.training.max_steps
+    if trace and max_steps and trace.first_step > max_steps:
+        raise problem(
+            "no_effect",
+            f"training ends at step {max_steps} (training.max_steps), before the trace",
+            "training.trace.first_step",
+        )
+    for index, table in enumerate(spec.embedding_tables):
+        if table.name in spec.sequence_tables and table.pooling == "mean":
+            raise problem(
+                "no_effect",
+                f"table '{table.name}' is looked up by a sequence, whose vectors are not pooled; "
+                "remove it",
+                f"embedding_tables[{index}].pooling",
+            )
+
+
+def check_memory(spec: JobSpec) -> None:
+    """Tables fit into what the workers have; where sizes and memory are known.
+
+    The same is checked by the planner at the start for sizes that only the data tells. While L is
+    `auto`, all workers may be one group.
+    """
+    memory_bytes, parallelism = spec.resources.memory_bytes_per_worker, spec.parallelism
+    if memory_bytes is None:
+        return
+    is_auto = parallelism.shard_group_size == "auto"
+    size = parallelism.world_size if is_auto else parallelism.group_size
+    worker_bytes = int(memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
+    sizes_bytes = [_size_bytes(spec, table) for table in spec.embedding_tables]
+    for index, table in enumerate(spec.embedding_tables):
+        is_whole = table.constraints.is_whole
+        room_bytes = worker_bytes if is_whole else worker_bytes * size
+        holder = "one worker" if is_whole else f"a sharding group of {size} workers"
+        if sizes_bytes[index] > room_bytes:
+            raise _too_large(f"table '{table.name}'", sizes_bytes[index], room_bytes, holder, index)
+    if sum(sizes_bytes) > worker_bytes * size:
+        largest = max(range(len(sizes_bytes)), key=sizes_bytes.__getitem__)
+        holder = f"a sharding group of {size} workers"
+        raise _too_large(
+            f"the {len(sizes_bytes)} tables together",
+            sum(sizes_bytes),
+            worker_bytes * size,
+            holder,
+            largest,
+        )
+
+
+def _size_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> int:
+    return (spec.size_bytes(table) or 0) * (1 + spec.num_sync_copies)
+
+
+def _too_large(
+    what: str, needed_bytes: int, room_bytes: int, holder: str, index: int
+) -> PydanticCustomError:
+    return problem(
+        "table_too_large",
+        f"{what} with optimizer state and sync copies: {needed_bytes / 2**30:.3g} GiB, but "
+        f"{holder} holds {room_bytes / 2**30:.3g} GiB (resources.memory_bytes_per_worker less "
+        "parallelism.planner.storage_reservation); raise parallelism.shard_group_size (or workers, "
+        "where it is auto), or allow row_wise where a table must be whole",
+        f"embedding_tables[{index}].num_embeddings",
+    )
+
+
+# What a layout that was chosen later must be checked for again.
+OF_LAYOUT: tuple[Callable[[JobSpec], None], ...] = (
+    check_trace_ranks,
+    check_accumulation,
+    check_memory,
+    check_dynamic_layout,
+)
+ALL: tuple[Callable[[JobSpec], None], ...] = (
+    check_references,
+    check_table_names,
+    check_data_types,
+    check_weight_decay,
+    check_encoded_sizes,
+    check_sequences,
+    check_column_shards,
+    check_dynamic_tables,
+    check_moment_scale,
+    check_shapes,
+    check_transformer,
+    check_early_stopping,
+    check_max_gradient,
+    check_warm_start,
+    check_export,
+    check_recovery,
+    check_fields_have_effect,
+    *OF_LAYOUT,
+)

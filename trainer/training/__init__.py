@@ -1,0 +1,1 @@
+"""One rank that trains: session, loop, loss, metrics, profiling."""

@@ -1,0 +1,155 @@
+"""Loss weighting over ranks, NaN guard.
+
+Notices a loss that became NaN or infinite, on whichever rank, or that explodes.
+
+From a NaN no later step comes back, so none is saved. The job fails, or goes back to its newest
+checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`).
+
+Every rank takes the weighted mean over its own rows, and the gradients of all ranks are averaged
+alike. With `data.weight_column`, or with rows left out as quarantined, the ranks of a step hold
+unequal sums of weights: a row would count by whom it shares a rank with. Rank r's loss is therefore
+scaled by w_r T / sum(w), which makes the average over T ranks the mean over all rows of the step.
+Where gradients accumulate, sum(w) is also what the step counts in its window, of which an epoch's
+last step may be a small part.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping
+
+import torch
+import torch.distributed as dist
+
+from trainer.coordination.detection import LossPolicy, LossWatch
+from trainer.data.batches import Batch
+from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_between
+from trainer.failures import NonFiniteLoss, NonFiniteRows
+from trainer.protocol import events
+from trainer.protocol.run_dir import RunDir
+from trainer.spec.job import JobSpec
+from trainer.training.metrics import gather_across_ranks
+
+_REASON = "the loss became NaN or infinite"
+_TRAIN_NE = re.compile(r"train/(\w+/)?ne")
+
+
+class NonFiniteLossGuard:
+    """Sums the losses of one rank and looks at all ranks' sums when asked to."""
+
+    def __init__(
+        self,
+        spec: JobSpec,
+        run_dir: RunDir,
+        rows_per_epoch: int,
+        device: torch.device,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        """`emit` writes events; it does so on one rank only, which also keeps the file."""
+        self._policy = spec.training.on_non_finite
+        self._path = run_dir.skipped_rows_path
+        self._rows_per_epoch = rows_per_epoch
+        self._emit = emit
+        self._sum = torch.zeros((), dtype=torch.float64, device=device)
+        self._finite_at = DataPosition()
+        self._watch = LossWatch(LossPolicy())
+
+    def judge(self, values: Mapping[str, float]) -> None:
+        """Raise `NonFiniteLoss` where the reported entropy, equal on all ranks, explodes."""
+        # Of several tasks, the worst: `train/TASK/ne`.
+        found = [value for name, value in values.items() if _TRAIN_NE.fullmatch(name)]
+        decision = self._watch.judge_ne(max(found, default=math.nan))
+        if decision.action == "fail":
+            raise NonFiniteLoss(
+                f"{decision.cause}: the model unlearns; lower optimizer.sparse.lr or "
+                "optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
+            )
+
+    def begin_at(self, position: DataPosition) -> None:
+        """Training starts from a good state at `position`."""
+        self._sum.zero_()
+        self._finite_at = position
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Count the loss of a step, a scalar."""
+        self._sum += loss
+
+    def check(self, position: DataPosition, step: int, is_first_rank: bool) -> None:
+        """Raise on every rank when a loss since the last call was not finite. Collective.
+
+        Raises `NonFiniteRows`, the rows since then being noted, or `NonFiniteLoss`.
+        """
+        sums = gather_across_ranks([self._sum.item()], self._sum.device)
+        if bool(sums.isfinite().all()):
+            self.begin_at(position)
+            return
+        message = f"the training loss became {sums.sum().item()} by step {step}; "
+        if self._policy == "skip":
+            rows = rows_between(self._finite_at, position, self._rows_per_epoch)
+            if is_first_rank:
+                self._note(rows)
+            num_rows = sum(stop - start for _, spans in rows for start, stop in spans)
+            message += f"its {num_rows} rows are left out, from the newest checkpoint on"
+            raise NonFiniteRows(message)
+        raise NonFiniteLoss(
+            message + "lower optimizer.sparse.lr or optimizer.dense.lr, look for outliers in the "
+            "data, or leave such rows out with training.on_non_finite: skip"
+        )
+
+    def _note(self, rows: list[EpochSpans]) -> None:
+        SkippedRows.read(self._path).with_rows(rows).write(self._path)
+        for epoch, spans in rows:
+            for start, stop in spans:
+                self._emit(
+                    events.RowsSkipped(
+                        time=time.time(), epoch=epoch, start=start, stop=stop, reason=_REASON
+                    )
+                )
+
+
+# What each rank's rows are of a step's mean, where rows do not all count alike.
+
+# Keeps the shares of ranks whose rows all have weight 0 from being NaN.
+_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
+
+
+class LossWeighting:
+    """Sums the weights of a step over the ranks of `group` beside the forward pass."""
+
+    def __init__(self, spec: JobSpec, group: dist.ProcessGroup) -> None:
+        self._is_accumulating = spec.training.accumulate_steps > 1
+        has_weights = spec.data.weight_column is not None or spec.data.on_bad_rows == "quarantine"
+        self.is_on = has_weights or self._is_accumulating
+        self._group = group
+        self._num_ranks = dist.get_world_size(group)
+        self._work: dist.Work | None = None
+
+    def begin(self, batch: Batch) -> None:
+        """Start summing the weights of a step's rows. Collective where `is_on`."""
+        if not self.is_on:
+            return
+        self._own = batch.weight.sum()
+        self._total = self._own.clone()
+        self._work = dist.all_reduce(self._total, group=self._group, async_op=True)
+
+    def scaled(
+        self, loss: torch.Tensor, weigh: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
+        """`loss`, the mean over this rank's rows of the step begun, as it counts in the average.
+
+        `weigh` is told what the step counts in its window, if gradients accumulate.
+        """
+        if self._work is None:
+            return loss
+        self._work.wait()
+        self._work = None
+        if weigh is not None and self._is_accumulating:
+            weigh(self._total)
+        return loss * (self._own * self._num_ranks / self._total.clamp(min=_LEAST_WEIGHT))
+
+    @property
+    def total(self) -> torch.Tensor:
+        """Sum of the weights of the newest step's rows over all ranks, float32 []."""
+        return self._total

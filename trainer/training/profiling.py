@@ -1,0 +1,511 @@
+"""Where the time of a step goes: phases that follow each other without gap or overlap.
+
+    data_wait    waiting for the reader's next batch
+    input_dist   from the entry of a sharded module to its first lookup: the all-to-all of the ids
+    lookup       reading and pooling rows, until the output all-to-all starts
+    output_dist  from there until its result was waited for, dense work in between included
+    dense        the rest of the forward pass
+    backward     gradients, their all-to-all and all-reduce, and the fused update of the tables
+    optimizer    updates outside backward: dense part, data-parallel tables, weight decay
+    sync         averaging the copies
+    other        everything else between two steps: batch to device, metrics, bookkeeping
+
+A phase lasts until the next one begins, so the phases of a step add up to its time exactly. The
+boundaries inside the forward pass are hooks on TorchRec's sharded modules and their parts; waiting
+for the ids of other ranks happens inside the sharded module, so it counts as input_dist. On CUDA
+boundaries are events on the current stream, and phases are what the device did; nothing waits for
+them but the report.
+
+Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of several tasks
+`train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
+`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `data/wait_s`, `phase/NAME_s` (the
+phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`, `balance/step`. Times
+are seconds per step, except `sync/time_s`, which is seconds per sync; phases are means over the
+ranks.
+
+    service ──► trace-request.json {"id", "num_steps", "ranks"}     read by each rank at its reports
+    rank r  ──► traces/ID-rankR.json.gz, then the event TraceWritten
+
+No collective is needed: every rank looks for the request itself and writes its own file and its
+own event, so ranks may trace steps a report apart. The file appears whole or not at all, and a
+trace that lies there already is never made again, so a request stays where it is: workers that
+start anew find it answered. A trace shows training only: a validation or a checkpoint ends it.
+Steps show as `ProfilerStep#N`, phases as `shardloom/NAME`; shapes and stacks are left out, which
+keeps a file small enough to be opened in Perfetto at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Generic, Literal, Protocol, TypeVar, get_args
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.types import LazyAwaitable
+
+from trainer.parallel.sync import SyncReport
+from trainer.protocol import events
+from trainer.protocol.run_dir import AttemptDir
+from trainer.spec.training import TraceSpec
+
+Phase = Literal[
+    "data_wait",
+    "input_dist",
+    "lookup",
+    "output_dist",
+    "dense",
+    "backward",
+    "optimizer",
+    "sync",
+    "other",
+]
+PHASES: tuple[Phase, ...] = get_args(Phase)
+# In these a rank waits for no other, so that they show which rank has more to do.
+LOCAL_PHASES: tuple[Phase, ...] = ("lookup", "dense", "optimizer")
+# Reading holds others up too, but has no part in how a plan divides the work.
+_OWN_PHASES: tuple[Phase, ...] = ("data_wait", *LOCAL_PHASES)
+# Marks kept before the older half is added up: on CUDA each is an event.
+_MAX_MARKS = 2048
+Mark = TypeVar("Mark")
+Item = TypeVar("Item")
+
+
+class Clock(Protocol[Mark]):
+    """Marks points in time and tells how far two of them are apart."""
+
+    def mark(self) -> Mark:
+        """The present."""
+        ...
+
+    def elapsed_s(self, start: Mark, end: Mark) -> float:
+        """Seconds from `start` to `end`; may wait until the device has passed `end`."""
+        ...
+
+
+class HostClock:
+    """Wall time of this process."""
+
+    def mark(self) -> float:
+        """Seconds of the monotonic clock."""
+        return time.perf_counter()
+
+    def elapsed_s(self, start: float, end: float) -> float:
+        """Difference of two marks."""
+        return end - start
+
+
+class CudaClock:
+    """Time of the device's current stream."""
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind all work that was launched so far."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds between two events; waits for the later one."""
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+
+def clock_of(device: torch.device) -> Clock[Any]:
+    """The clock that shows what `device` does."""
+    return CudaClock() if device.type == "cuda" else HostClock()
+
+
+def local_s(seconds: Mapping[Phase, float]) -> float:
+    """Seconds of those by phase in which a rank waits for no other, reading included."""
+    return sum(seconds[phase] for phase in _OWN_PHASES)
+
+
+class PhaseTimes(Generic[Mark]):
+    """Seconds that each phase took since the last report, on this rank.
+
+    While `annotate` is set, phases also show as `shardloom/NAME` ranges in a torch profiler.
+    """
+
+    def __init__(self, clock: Clock[Mark]) -> None:
+        self.annotate = False
+        self._clock = clock
+        self._is_paused = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a new window in phase `other`, forgetting what was measured."""
+        self._seconds: dict[Phase, float] = dict.fromkeys(PHASES, 0.0)
+        self._num_steps = 0
+        self._current: Phase = "other"
+        self._ended: list[Phase] = []  # phases between consecutive marks
+        self._marks = [self._clock.mark()]
+
+    def enter(self, phase: Phase) -> None:
+        """End the current phase and begin `phase`; does nothing while paused."""
+        if self._is_paused or phase == self._current:
+            return
+        self._mark_end()
+        self._current = phase
+        if len(self._ended) > _MAX_MARKS:
+            self._add_up(_MAX_MARKS // 2)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """`phase` inside the block, and what came before after it."""
+        before = self._current
+        self.enter(phase)
+        # Hooks divide the forward pass further, so its range is not only the dense part.
+        with self.shown("forward" if phase == "dense" else phase):
+            yield
+        self.enter(before)
+
+    def around_each(self, phase: Phase, items: Iterable[Item]) -> Iterator[Item]:
+        """`items`, with `phase` while each is waited for."""
+        iterator = iter(items)
+        while True:
+            with self.during(phase):
+                found = next(iterator, None)
+            if found is None:
+                return
+            yield found
+
+    def shown(self, name: str) -> AbstractContextManager[Any]:
+        """A range in the profiler's trace, if there is one to annotate."""
+        if not self.annotate:
+            return nullcontext()
+        return torch.profiler.record_function(f"shardloom/{name}")
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the block out: validation, checkpoints and traces are no part of a step."""
+        if self._is_paused:
+            yield
+            return
+        self._mark_end()
+        self._add_up(len(self._ended))
+        self._is_paused = True
+        yield
+        self._is_paused = False
+        self._marks = [self._clock.mark()]
+
+    def step(self) -> None:
+        """Count one step."""
+        self._num_steps += 1
+
+    def read(self) -> dict[Phase, float]:
+        """Mean seconds per step by phase in this window; starts the next one."""
+        self._mark_end()
+        self._add_up(len(self._ended))
+        num_steps = max(self._num_steps, 1)
+        means = {phase: seconds / num_steps for phase, seconds in self._seconds.items()}
+        self.restart()
+        return means
+
+    def _mark_end(self) -> None:
+        self._ended.append(self._current)
+        self._marks.append(self._clock.mark())
+
+    def _add_up(self, count: int) -> None:
+        """Turn the oldest `count` marks into seconds."""
+        for phase, (start, end) in zip(self._ended[:count], pairwise(self._marks), strict=False):
+            self._seconds[phase] += self._clock.elapsed_s(start, end)
+        del self._ended[:count], self._marks[:count]
+
+
+class ForwardPhases:
+    """Hooks that mark the phases inside a model's forward pass."""
+
+    def __init__(self, model: nn.Module, times: PhaseTimes[Any]) -> None:
+        self._times = times
+        self._num_awaited = 0
+        self._range: AbstractContextManager[Any] = nullcontext()
+        model.register_forward_pre_hook(self._begin_forward)
+        for module in model.modules():
+            if isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection):
+                self._watch(module)
+
+    def _watch(self, module: ShardedEmbeddingBagCollection | ShardedEmbeddingCollection) -> None:
+        module.register_forward_pre_hook(self._begins("input_dist"))
+        # TorchRec keeps these parts in plain lists.
+        for lookup in module._lookups:
+            lookup.register_forward_pre_hook(self._begins("lookup"))
+        for dist in module._output_dists:
+            dist.register_forward_pre_hook(self._begins("output_dist"))
+        module.register_forward_hook(self._end_module)
+
+    def _begin_forward(self, _module: nn.Module, _args: Any) -> None:
+        self._num_awaited = 0
+
+    def _begins(self, phase: Phase) -> Callable[[nn.Module, Any], None]:
+        def hook(_module: nn.Module, _args: Any) -> None:
+            self._times.enter(phase)
+            if self._times.annotate:
+                self._close_range()
+                self._range = self._times.shown(phase)
+                self._range.__enter__()
+
+        return hook
+
+    def _close_range(self) -> None:
+        self._range.__exit__(None, None, None)
+        self._range = nullcontext()
+
+    def _end_module(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        # The wait comes later and has a range of its own by TorchRec.
+        self._close_range()
+        if isinstance(output, LazyAwaitable):
+            self._num_awaited += 1
+            output.callbacks.append(self._end_wait)
+        else:
+            self._times.enter("dense")
+
+    def _end_wait(self, output: Any) -> Any:
+        self._num_awaited -= 1
+        if self._num_awaited <= 0:
+            self._times.enter("dense")
+        return output
+
+
+# What a run measures: task metrics (torchrec.metrics) and speed; `trainer.training.metrics` has the
+# rest.
+
+
+class Speedometer:
+    """Rows and steps per second between reports. Sums what each step spent on sync and waiting.
+
+    It starts, stops and counts `phases` along with itself.
+    """
+
+    def __init__(
+        self,
+        rows_per_step: int,
+        phases: PhaseTimes[Any],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.phases = phases
+        self._rows_per_step = rows_per_step
+        self._clock = clock
+        self._is_paused = False
+        self.restart()
+
+    def restart(self) -> None:
+        """Start a new window now, forgetting what was measured."""
+        self.phases.restart()
+        self._started = self._clock()
+        self._paused_s = 0.0
+        self._num_steps = self._num_syncs = self._sync_bytes = 0
+        self._sync_s = self._sync_density = self._wait_s = 0.0
+
+    def step(self, wait_s: float) -> None:
+        """Count one step that waited `wait_s` for its batch."""
+        self._num_steps += 1
+        self._wait_s += wait_s
+        self.phases.step()
+
+    def sync(self, report: SyncReport) -> None:
+        """Count one sync."""
+        self._num_syncs += 1
+        self._sync_s += report.time_s
+        self._sync_bytes += report.num_bytes
+        self._sync_density += report.density
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out time that is not training (validation, checkpoints, traces); may be nested."""
+        started, is_outermost = self._clock(), not self._is_paused
+        self._is_paused = True
+        with self.phases.paused():
+            yield
+        if is_outermost:
+            self._is_paused = False
+            self._paused_s += self._clock() - started
+
+    def read(self) -> dict[str, float]:
+        """Values of this window; starts the next one."""
+        elapsed_s = max(self._clock() - self._started - self._paused_s, 1e-9)
+        steps_per_s = self._num_steps / elapsed_s
+        values = {
+            "speed/steps_per_s": steps_per_s,
+            "speed/rows_per_s": steps_per_s * self._rows_per_step,
+            "data/wait_s": self._wait_s / max(self._num_steps, 1),
+        }
+        if self._num_syncs:
+            values["sync/time_s"] = self._sync_s / self._num_syncs
+            values["sync/bytes"] = self._sync_bytes / self._num_syncs
+            values["sync/density"] = self._sync_density / self._num_syncs
+        self.restart()
+        return values
+
+
+# Traces of some training steps by torch.profiler, as the spec says or asked for while running.
+
+logger = logging.getLogger(__name__)
+SPEC_TRACE = "spec"
+
+
+class TraceRequest(BaseModel):
+    """Steps that somebody wants traced, from the next one on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    # The id becomes part of a path.
+    id: Annotated[str, Field(pattern=r"^t-[0-9a-f]{8}$")]
+    num_steps: Annotated[int, Field(ge=1, le=100)]
+    ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """A trace that this rank makes once those before it are made."""
+
+    id: str
+    num_steps: int
+
+
+@dataclass
+class _Recording:
+    """A trace in the making."""
+
+    wanted: _Wanted
+    profiler: profile
+    num_steps: int = 0
+    step: int = 0
+    step_range: record_function | None = None
+
+
+class Tracer:
+    """Records traces on one rank; `emit` writes an event of this rank."""
+
+    def __init__(
+        self,
+        files: AttemptDir,
+        rank: int,
+        spec: TraceSpec | None,
+        speed: Speedometer,
+        emit: Callable[[events.Event], None],
+    ) -> None:
+        self._files = files
+        self._rank = rank
+        self._spec = spec
+        self._speed = speed
+        self._emit = emit
+        self._recording: _Recording | None = None
+        self._waiting: deque[_Wanted] = deque()
+        self._seen_version: tuple[int, int] | None = None
+
+    def poll(self) -> None:
+        """Look for a request that this rank has not seen; it begins with the next step."""
+        path = self._files.trace_request_path
+        try:
+            found = path.stat()
+            if (version := (found.st_mtime_ns, found.st_ino)) == self._seen_version:
+                return
+            text = path.read_bytes()
+        except OSError:
+            return  # nobody asks, or storage is away and the next report looks again
+        self._seen_version = version
+        try:
+            request = TraceRequest.model_validate_json(text)
+        except ValidationError as error:
+            self._refuse(path, error)
+            return
+        self._want(_Wanted(request.id, request.num_steps), request.ranks)
+
+    def begin_step(self, step: int) -> None:
+        """Start a recording if one is due at `step` (counted from 1)."""
+        spec = self._spec
+        if spec and step == spec.first_step:
+            self._want(_Wanted(SPEC_TRACE, spec.num_steps), spec.ranks)
+        if self._recording is None and self._waiting:
+            with self._speed.paused():
+                self._recording = _start(self._waiting.popleft())
+            self._speed.phases.annotate = True
+        if self._recording:
+            self._recording.step_range = record_function(f"ProfilerStep#{step}")
+            self._recording.step_range.__enter__()
+
+    def end_step(self, step: int) -> None:
+        """Count a step that is over, its sync included; the last one wanted ends the recording."""
+        recording = self._recording
+        if recording is None:
+            return
+        assert recording.step_range is not None, "begin_step comes first"
+        recording.step_range.__exit__(None, None, None)
+        recording.step = step
+        recording.num_steps += 1
+        if recording.num_steps == recording.wanted.num_steps:
+            self.stop()
+
+    def stop(self) -> None:
+        """End the recording, if any, and write what it has; a full disk costs only the trace."""
+        recording, self._recording = self._recording, None
+        if recording is None:
+            return
+        self._speed.phases.annotate = False
+        path = self._files.trace_path(recording.wanted.id, self._rank)
+        with self._speed.paused():
+            recording.profiler.stop()
+            try:
+                _write(recording.profiler, path)
+            except OSError as error:
+                self._note("error", f"trace {path.name} cannot be written: {error}")
+                return
+        self._emit(
+            events.TraceWritten(
+                time=time.time(),
+                step=recording.step,
+                num_steps=recording.num_steps,
+                rank=self._rank,
+                path=str(path),
+                size_bytes=path.stat().st_size,
+            )
+        )
+
+    def _want(self, wanted: _Wanted, ranks: Collection[int]) -> None:
+        is_written = self._files.trace_path(wanted.id, self._rank).exists()
+        if self._rank in ranks and not is_written:
+            self._waiting.append(wanted)
+
+    def _refuse(self, path: Path, error: ValidationError) -> None:
+        if self._rank != 0:
+            return
+        path.unlink(missing_ok=True)
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
+            for fault in error.errors(include_url=False)
+        )
+        self._note("warning", f"the request for a trace is refused and removed: {faults}")
+
+    def _note(self, level: Literal["warning", "error"], message: str) -> None:
+        logger.warning("%s", message)
+        self._emit(events.Note(time=time.time(), level=level, message=message))
+
+
+def _start(wanted: _Wanted) -> _Recording:
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    recording = _Recording(wanted, profile(activities=activities))
+    recording.profiler.start()
+    return recording
+
+
+def _write(profiler: profile, path: Path) -> None:
+    """Export to a name of its own, then move into place."""
+    partial = path.with_name(f".partial-{path.name}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(partial))
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,560 @@
+"""What a session tells the control plane when its workers are there.
+
+The generator is seeded anew at each step from (seed, rows done at the last sync of groups, step,
+rank of the job): a resumed run draws what one without a break does, and no two ranks drop the same
+units.
+
+The session owns the model, its optimizers, the sync, the meters and the checkpoints of one life
+of one rank; each method is one step of the loop and says which collectives it runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from trainer import fault_injection
+from trainer.checkpoint.files import RowOrder
+from trainer.checkpoint.manager import CheckpointManager, TrainState
+from trainer.checkpoint.resume import restore
+from trainer.checkpoint.state_dict import METERS, pack, state_to_save
+from trainer.coordination.client import HeartbeatReporter
+from trainer.data.batches import Batch, TrainBatches, validation_batches
+from trainer.data.inputs import on_this_node
+from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
+from trainer.data.reader import open_source, order_digest
+from trainer.errors import TooFewRowsError
+from trainer.layout.layout import Layout
+from trainer.parallel import sharding
+from trainer.parallel.divergence import DivergenceError, DivergenceGuard
+from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.optimizer import Optimizers
+from trainer.parallel.sharding import build_parallel_model
+from trainer.parallel.sync import build_sync
+from trainer.protocol import events
+from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec.job import JobSpec
+from trainer.training.loss import LossWeighting, NonFiniteLossGuard
+from trainer.training.metrics import (
+    LookupCounter,
+    QuarantineReporter,
+    TaskMeter,
+    after_validation,
+    is_better,
+    is_over,
+    phase_metrics,
+)
+from trainer.training.profiling import (
+    ForwardPhases,
+    PhaseTimes,
+    Speedometer,
+    Tracer,
+    clock_of,
+    local_s,
+)
+
+
+def workers_started(
+    session: Session, layout: Layout, sharding_groups: Sequence[Sequence[int]], hosts: list[str]
+) -> events.WorkersStarted:
+    """How workers are grouped and where they start: groups in ranks, `hosts` by rank."""
+    return events.WorkersStarted(
+        time=time.time(),
+        run_index=session.config.run_index,
+        world_size=layout.world_size,
+        shard_group_size=layout.shard_group_size,
+        num_replicas=layout.num_replicas,
+        placement=layout.placement,
+        backend=dist.get_backend(),
+        sharding_groups=[list(group) for group in sharding_groups],
+        replica_groups=[list(group) for group in zip(*sharding_groups, strict=True)],
+        hosts=hosts,
+        table_shards={plan.name: plan.sharding_type for plan in session.table_plans},
+        tables=session.table_plans,
+        total_steps=session.total_steps,
+        resumed_step=session.state.step,
+    )
+
+
+def progress(session: Session, rows_per_s: float) -> events.Progress:
+    """How far training has come, and when it will be through at this speed.
+
+    A run that has ended early ends at its last step.
+    """
+    step = session.state.step
+    total_steps = step if session.is_finished else session.total_steps
+    rows_left = (total_steps - step) * session.shape.rows_per_step
+    return events.Progress(
+        time=time.time(),
+        step=step,
+        total_steps=total_steps,
+        epoch=session.state.position.epoch,
+        rows=session.state.rows_trained,
+        rows_per_s=rows_per_s,
+        eta_s=rows_left / rows_per_s if rows_per_s else 0.0,
+    )
+
+
+# The divergence guard of a session: whether there is one, and what follows from what it finds.
+
+
+def open_guard(session: Session) -> DivergenceGuard | None:
+    """The guard that the spec asks for, if any."""
+    parallelism = session.spec.parallelism
+    if parallelism.divergence_check is None:
+        return None
+    return DivergenceGuard(
+        session.model,
+        parallelism.divergence_check,
+        session.optimizers.combined,
+        compare_state=parallelism.sync.optimizer_state == "every",
+    )
+
+
+def check_copies(session: Session, guard: DivergenceGuard) -> None:
+    """Compare what a sync has made equal. Collective over all ranks.
+
+    Raises `DivergenceError` where the copies have come apart and the job is to fail then.
+    """
+    found = guard.check()
+    for each in found:
+        session.emit(
+            events.Divergence(
+                time=time.time(),
+                step=session.state.step,
+                table=each.table,
+                shard=each.shard,
+                ranks=list(each.ranks),
+                action=guard.action,
+            )
+        )
+    if found and guard.action == "fail":
+        raise DivergenceError(found)
+    if found:
+        session.sync.renew()
+
+
+# The random numbers that a training step draws (dropout): told by the step, not by the past.
+
+
+def uses_randomness(spec: JobSpec) -> bool:
+    """Whether the model of `spec` may draw in its forward pass; one of the user's own may."""
+    transformer = spec.model.transformer
+    has_dropout = transformer is not None and transformer.dropout > 0
+    return has_dropout or spec.model.module is not None
+
+
+def step_seed(seed: int, rows_agreed: int, step: int, rank: int) -> int:
+    """Seed of one step of one rank, from 0 to 2^64 - 1: unlike for any two of them.
+
+    `rows_agreed` tells steps of one number apart where groups train between committed syncs; the
+    number of the commit would not do, as a run that goes on begins with one that trains nothing.
+    """
+    sequence = np.random.SeedSequence((seed, rows_agreed, step, rank))
+    return int(sequence.generate_state(1, np.uint64)[0])
+
+
+def seed_step(seed: int, rows_agreed: int, step: int, rank: int) -> None:
+    """Seed the generators of this process for one step."""
+    torch.manual_seed(step_seed(seed, rows_agreed, step, rank))
+
+
+# Validation of a session: the metrics of all held-out rows, and what they say about going on.
+
+
+def measure(session: Session) -> dict[str, float]:
+    """Metrics over every validation row once. Collective over all ranks.
+
+    The copies are averaged first, as at any sync, so that all ranks measure one model.
+    """
+    assert session.validation_source is not None
+    session.synchronise()
+    session.sync.finish()
+    session.model.eval()
+    for batch in validation_batches(
+        session.validation_source,
+        session.spec,
+        rank=session.groups.rank,
+        world_size=session.groups.layout.world_size,
+    ):
+        session.pulse.enter("validation", session.state.step)
+        on_device = session.on_device(batch)
+        session.left_out.add_held_out(batch.quarantined)
+        session.validation_meter.update(on_device, *session.model(on_device))
+    session.left_out.end_validation()
+    session.model.train()
+    return session.validation_meter.compute("validation")
+
+
+def watch_plateau(session: Session, value: float) -> None:
+    """Early stopping: count a validation that found `value`; say so where it ends the run."""
+    spec, state = session.spec.training.early_stopping, session.state
+    if spec is None:
+        return
+    plateau = after_validation(state.plateau, session.watched_metric, value, spec)
+    state.plateau = plateau
+    if is_over(plateau, spec) and state.step < session.total_steps:
+        best = "any number" if plateau.best is None else f"{plateau.best:.5g}"
+        session.note(
+            "info",
+            f"early stopping at step {state.step}: {plateau.num_validations} validations in a row "
+            f"without a better validation/{session.watched_metric} than {best}",
+        )
+        session.emit(progress(session, session.rows_per_s))
+
+
+# One rank's training session: everything `trainer.training.worker` needs for its loop, built once.
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One life of one rank."""
+
+    def __init__(
+        self, config: WorkerConfig, groups: MeshGroups, pulse: HeartbeatReporter | None = None
+    ) -> None:
+        spec = on_this_node(config.spec)
+        self.spec = spec
+        self.config = config
+        self.groups = groups
+        self.pulse = pulse or HeartbeatReporter()
+        self.state = TrainState()
+        self.origin = f"seed-{spec.training.seed}"  # what the state came from
+        self.model, self.table_plans = build_parallel_model(spec, groups)
+        self.optimizers = Optimizers(
+            self.model, spec.optimizer, spec.moment_scale, spec.training.clip_norm
+        )
+        self._open_data()
+        self._open_meters()
+        self.final_metrics: dict[str, float] = {}
+        self.rows_per_s = 0.0  # as last reported
+        self._writer = self._open_writer()
+        self._rank_writer = self._writer or EventWriter(self._rank_stream)
+        trace = spec.training.trace
+        self.tracer = Tracer(self._files, self.rank, trace, self.speed, self._rank_writer.write)
+        self.checkpoints = CheckpointManager(config, groups, self.emit, self.row_order)
+        run_dir, num_rows = RunDir(config.run_dir), self.shape.num_rows
+        self.finite = NonFiniteLossGuard(spec, run_dir, num_rows, groups.device, self.emit)
+        self.sync = build_sync(
+            self.model,
+            spec,
+            extra=lambda: self.optimizers.synced_whole(
+                dense=spec.parallelism.dense_policy == "at_sync"
+            ),
+            warn=self._warn_of_sync,
+        )
+        self.guard = open_guard(self)
+        self.shares = LossWeighting(spec, groups.global_group)
+        self._draws_at_random = uses_randomness(spec)
+
+    def _warn_of_sync(self, message: str) -> None:
+        logger.warning("%s", message)
+        self._rank_writer.write(events.Note(time=time.time(), level="warning", message=message))
+
+    def _open_data(self) -> None:
+        data, world_size = self.spec.data, self.world_size
+        root = Path(data.path)
+        self.train_source = open_source(self.spec, root / data.split.train)
+        validation = data.split.validation
+        self.validation_source = open_source(self.spec, root / validation) if validation else None
+        self.shape = BatchShape(self.train_source.num_rows, world_size, data.batch_size)
+        if not self.shape.fills_a_step:
+            raise TooFewRowsError(
+                f"{self.train_source.folder} has {self.shape.num_rows} rows, fewer than one step "
+                f"takes ({world_size} workers x data.batch_size {data.batch_size}); lower either"
+            )
+        self.row_order = RowOrder(self.shape.num_rows, order_digest(self.train_source, self.spec))
+        self.total_steps = self.planned_steps()
+
+    def planned_steps(self) -> int:
+        """Steps of the whole run, those already done included."""
+        training = self.spec.training
+        left = remaining_steps(self.state.position, self.shape, training.epochs)
+        planned = self.state.step + left
+        return min(planned, training.max_steps or planned)
+
+    def _open_meters(self) -> None:
+        tasks, batch_size = self.spec.model.tasks, self.spec.data.batch_size
+        window = self.spec.training.report_every_steps * self.shape.rows_per_step
+        device = self.groups.device
+        self.train_meter = TaskMeter(tasks, batch_size, window).to(device)
+        if self.validation_source:
+            # AUC's window must hold all rows, padding included.
+            window = self.validation_source.num_rows + self.shape.rows_per_step
+            self.validation_meter = TaskMeter(tasks, batch_size, window).to(device)
+        self.left_out = QuarantineReporter(
+            self.spec, device, lambda event: self._rank_writer.write(event)
+        )
+        self.lookups = LookupCounter(self.model)
+        self.phases = PhaseTimes(clock_of(device))
+        ForwardPhases(self.model, self.phases)
+        self.speed = Speedometer(self.shape.rows_per_step, self.phases)
+
+    @property
+    def _files(self) -> AttemptDir:
+        return RunDir(self.config.run_dir).attempt(self.config.attempt_id)
+
+    def _open_writer(self) -> EventWriter | None:
+        if self.groups.rank != 0:
+            return None
+        return EventWriter(self._files.stream_path(self.config.stream))
+
+    @property
+    def world_size(self) -> int:
+        """T, the number of workers that share the rows."""
+        return self.groups.layout.world_size
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank among all workers of the job."""
+        return self.groups.rank
+
+    @property
+    def site(self) -> tuple[int, int]:
+        """(group that is a failure domain, rank in it), as the fault injector counts."""
+        return 0, self.groups.rank
+
+    @property
+    def rows_agreed(self) -> int:
+        """Rows behind the last sync with groups that go their own ways between syncs."""
+        return 0
+
+    @property
+    def _rank_stream(self) -> Path:
+        # What only one rank knows (its traces, its replica group's sync); begins with the first.
+        return self._files.stream_path(self.config.rank_stream(self.groups.rank))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every planned step is done, or validation stands still."""
+        stopped_early = is_over(self.state.plateau, self.spec.training.early_stopping)
+        return self.state.step >= self.total_steps or stopped_early
+
+    @property
+    def watched_metric(self) -> str:
+        """The validation metric that decides which checkpoint is best."""
+        return self.spec.model.watched_metric
+
+    def emit(self, event: events.Event) -> None:
+        """Write an event record; only rank 0 writes."""
+        if self._writer:
+            self._writer.write(event)
+
+    def note(self, level: Literal["info", "warning", "error"], message: str) -> None:
+        """Tell a person something, in the job's timeline and in this rank's log."""
+        logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", message)
+        self.emit(events.Note(time=time.time(), level=level, message=message))
+
+    def announce(self) -> None:
+        """Tell the control plane how the workers are grouped and where they start."""
+        mesh = self.groups.mesh
+        if self.groups.warning:
+            self.note("warning", self.groups.warning)
+        hosts = [site.host for site in self.groups.sites]
+        self.emit(workers_started(self, self.groups.layout, mesh.sharding_groups, hosts))
+
+    def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
+        """(batch on the device, position after it, seconds waited), equally many on each rank."""
+        with TrainBatches(
+            self.train_source,
+            self.spec,
+            rank=self.groups.rank,
+            world_size=self.groups.layout.world_size,
+            position=self.state.position,
+            pin=self._copies_batches,
+        ) as loader:
+            waited_s = 0.0
+            for batch, position in self.phases.around_each("data_wait", loader):
+                yield self.on_device(batch), position, loader.wait_s - waited_s
+                waited_s = loader.wait_s
+
+    @property
+    def _copies_batches(self) -> bool:
+        """Whether batches have to be copied to a device, best from page-locked memory."""
+        return self.groups.device.type == "cuda"
+
+    def on_device(self, batch: Batch) -> Batch:
+        """The batch where it is trained, copied while the device computes."""
+        return batch.to(self.groups.device, non_blocking=self._copies_batches)
+
+    def train_step(self, batch: Batch, position: DataPosition, wait_s: float) -> None:
+        """Forward, backward (tables updated inside), dense step. Collective (TorchRec, DDP)."""
+        step = self.state.step + 1
+        self.run_step(batch, step, wait_s, self._is_dense_step(step, position))
+        rows_before = self.state.position.rows_done(self.shape.num_rows)
+        self.state.rows_trained += position.rows_done(self.shape.num_rows) - rows_before
+        self.state.step = step
+        self.state.position = position
+
+    def _is_dense_step(self, step: int, position: DataPosition) -> bool:
+        """Whether accumulated gradients are used up at `step`: when due, and as an epoch ends."""
+        every = self.spec.training.accumulate_steps
+        ends_epoch = step_start(position, self.shape).epoch > position.epoch
+        return step % every == 0 or step == self.total_steps or ends_epoch
+
+    def run_step(
+        self, batch: Batch, step: int, wait_s: float, is_dense_step: bool = True
+    ) -> torch.Tensor:
+        """What step number `step` does to the model; its loss, a scalar. Collective."""
+        self.pulse.begin_step()
+        self.tracer.begin_step(step)
+        self.lookups.sampling = self.is_report_step(step)
+        self.optimizers.begin_step(step, self.total_steps)
+        if self._draws_at_random:
+            seed_step(self.spec.training.seed, self.rows_agreed, step, self.rank)
+        self.shares.begin(batch)
+        fault_injection.inject("lookup", *self.site, step)
+        with self.phases.during("dense"):
+            loss, outputs = self.model(batch)
+        loss = fault_injection.poison(loss, *self.site, step)
+        fault_injection.inject("backward", *self.site, step)
+        with self.phases.during("backward"):
+            self.shares.scaled(loss, self.optimizers.weigh).backward()
+        with self.phases.during("optimizer"):
+            self.optimizers.step(is_dense_step)
+        with self.phases.during("sync"):
+            self.sync.finish()
+        self.train_meter.update(batch, loss, outputs)
+        self.finite.add(loss.detach())
+        self.left_out.add(batch.quarantined)
+        self.speed.step(wait_s)
+        self.pulse.end_step(step)
+        return loss.detach()
+
+    def synchronise(self) -> None:
+        """Average the copies, then compare them if that is due.
+
+        Collective over the replica group; a comparison over all ranks, where it raises
+        `DivergenceError` on each.
+        """
+        with self.phases.during("sync"):
+            self.speed.sync(self.sync())
+        if self.guard and self.guard.is_due_after_sync():
+            with self.speed.paused():
+                if self.spec.parallelism.sync.overlap:
+                    self.sync.flush()
+                check_copies(self, self.guard)
+
+    @contextmanager
+    def off_the_clock(self) -> Iterator[None]:
+        """Leave the block out of speed, phases and traces, which are about training steps."""
+        self.tracer.stop()
+        with self.speed.paused():
+            yield
+
+    def close(self) -> None:
+        """End what runs beside the training."""
+        self.tracer.stop()
+        self.checkpoints.close()
+        self.sync.close()
+
+    def is_report_step(self, step: int) -> bool:
+        """Whether metrics go out after `step`."""
+        return step % self.spec.training.report_every_steps == 0 or step == self.total_steps
+
+    def report(self) -> None:
+        """Send metrics and progress. Collective over all ranks.
+
+        Raises `NonFiniteLoss`: from a NaN no later step comes back.
+        """
+        values = self.read_metrics()
+        self.publish(values)
+        self.tracer.poll()
+        self.finite.judge(values)
+        self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
+
+    def read_metrics(self) -> dict[str, float]:
+        """Metrics since the last call. Collective over all ranks."""
+        values = self.train_meter.compute("train")
+        values |= self.lookups.imbalance(self.groups.device)
+        values |= self.left_out.report()
+        values |= sharding.read_metrics(self.model, self.groups.device)
+        values |= self.optimizers.metrics()
+        phases = self.phases.read()
+        self.pulse.local_s = local_s(phases)
+        values |= phase_metrics(phases, self.groups.device)
+        return values | self.speed.read()
+
+    def publish(self, values: dict[str, float]) -> None:
+        """Send `values` as the metrics of the current step, and how far training has come."""
+        step = self.state.step
+        self.emit(events.Metrics(time=time.time(), step=step, values=values))
+        self.rows_per_s = values["speed/rows_per_s"]
+        self.emit(progress(self, self.rows_per_s))
+        self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
+        logger.info("step %d/%d %s", step, self.total_steps, _format(values))
+
+    def is_validation_step(self) -> bool:
+        """Whether a validation follows the current step: as asked, else at each epoch's end."""
+        if self.validation_source is None:
+            return False
+        every = self.spec.training.validate_every_steps
+        if self.state.step == self.total_steps:
+            return True
+        if every:
+            return self.state.step % every == 0
+        return step_start(self.state.position, self.shape).epoch > self.state.position.epoch
+
+    @torch.no_grad()
+    def validate(self) -> bool:
+        """Measure all validation rows; True when the result is the best so far. Collective."""
+        with self.off_the_clock():
+            values = measure(self)
+        self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
+        logger.info("validation at step %d %s", self.state.step, _format(values))
+        self.final_metrics |= values
+        value = values.get(f"validation/{self.watched_metric}", math.nan)
+        watch_plateau(self, value)
+        if not is_better(self.watched_metric, value, self.state.best):
+            return False
+        self.state.best = value
+        return True
+
+    def is_checkpoint_step(self) -> bool:
+        """Whether the current step is followed by a checkpoint whatever validation says."""
+        return self.state.step % self.spec.checkpoint.every_steps == 0 or self.is_finished
+
+    def save_checkpoint(self, is_best: bool) -> None:
+        """Save model and optimizers. Collective over all ranks.
+
+        Copies are averaged first: an unsynced save would mix the groups; and compared, where the
+        job asks for that, so that no checkpoint holds a copy that has come apart. A failed save
+        in the middle of a run is an error in the timeline, because training can go on and the next
+        may succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
+        """
+        started_s = time.perf_counter()
+        self.pulse.enter("checkpoint", self.state.step)
+        with self.off_the_clock():
+            self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
+            self.sync.flush()
+            if self.guard:
+                check_copies(self, self.guard)
+            self.checkpoints.save(
+                state_to_save(self.model, self.optimizers.combined)
+                | {METERS: pack(self.train_meter.state())},
+                self.state,
+                self.final_metrics,
+                is_best=is_best,
+                is_last=self.is_finished,
+                started_s=started_s,
+            )
+
+    def restore(self) -> None:
+        """Start from the newest checkpoint, if there is one. Collective over all ranks."""
+        restore(self)
+
+
+def _format(values: dict[str, float]) -> str:
+    return " ".join(f"{name}={value:.5g}" for name, value in sorted(values.items()))

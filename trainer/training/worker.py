@@ -1,0 +1,204 @@
+"""Asking the workers of the domain `job` to save and stop, so that they start again elsewhere.
+
+    driver ──► stop-request.json {"run_index", "cause"}     read by rank 0 at every report
+    rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
+
+Both are files of the attempt. Workers that end well have completed the training, or left that mark.
+
+Before a pause the domain `replica_group` is asked in the same way: its leader saves for all and
+leaves the mark once the checkpoint is on storage; the driver then ends all groups.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trainer import failures, fault_injection
+from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
+from trainer.coordination.client import CoordinatorLost, Refused, report_heartbeats
+from trainer.errors import DataError, StorageError, StorageRefusedError
+from trainer.layout.layout import Layout, LayoutError
+from trainer.models.user_module import users_error
+from trainer.parallel.divergence import DivergenceError
+from trainer.parallel.mesh import MeshGroups, build_groups
+from trainer.parallel.planner import PlanError
+from trainer.parallel.sync import is_sync_step
+from trainer.protocol.requests import is_wanted
+from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.worker_config import WorkerConfig
+from trainer.spec.job import JobSpec
+from trainer.training.session import Session
+
+
+def is_due(config: WorkerConfig, is_report_step: bool) -> bool:
+    """Whether these workers shall save and stop now. Collective over all ranks on report steps."""
+    is_due_now = is_asked(config, is_report_step)
+    if is_due_now:
+        mark_stopping(config)
+    return is_due_now
+
+
+def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
+    """Whether a request for these workers lies there. Collective over all ranks on report steps."""
+    import torch.distributed as dist
+
+    if not is_report_step:
+        return False
+    answer = [is_wanted(_files_of(config), config.run_index) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
+
+
+def mark_stopping(config: WorkerConfig) -> None:
+    """Rank 0 leaves the mark by which the driver knows that these workers did as asked."""
+    import torch.distributed as dist
+
+    if dist.get_rank() == 0:
+        _files_of(config).stopping_path(config.run_index).touch()
+
+
+def _files_of(config: WorkerConfig) -> AttemptDir:
+    return RunDir(config.run_dir).attempt(config.attempt_id)
+
+
+# The per-rank loop, on one screen: build groups, restore, then step, sync, report, save.
+
+logger = logging.getLogger(__name__)
+# What a worker can say of its own end; the message tells the rest.
+_REASONS: dict[type[Exception], str] = {
+    # Before its kin: storage that is away comes back, bad data and credentials do not get better.
+    StorageRefusedError: failures.DATA_ERROR,
+    StorageError: failures.STORAGE_ERROR,
+    DataError: failures.DATA_ERROR,
+    CheckpointMismatch: failures.BAD_SPEC,
+    CheckpointRefused: failures.BAD_SPEC,
+    CheckpointError: failures.STORAGE_ERROR,
+    LayoutError: failures.BAD_SPEC,
+    PlanError: failures.BAD_SPEC,
+    DivergenceError: failures.DIVERGED,
+    failures.NonFiniteRows: failures.ROWS_SKIPPED,
+    failures.NonFiniteLoss: failures.NON_FINITE,
+    failures.UserCodeError: failures.USER_CODE,
+    Refused: failures.WORKERS_LOST,
+    CoordinatorLost: failures.WORKERS_LOST,
+}
+
+
+def train(session: Session) -> dict[str, float]:
+    """Run the session to its end; returns the final metrics. Every rank takes equal steps."""
+    try:
+        take_steps(session)
+    finally:
+        session.close()
+    return session.final_metrics
+
+
+def take_steps(session: Session) -> None:
+    """The loop itself, from the newest checkpoint on."""
+    session.restore()
+    session.announce()
+    session.speed.restart()
+    if session.is_finished:
+        return
+    sync_spec = session.spec.parallelism.sync
+    for batch, position, wait_s in session.batches():
+        session.train_step(batch, position, wait_s)
+        if is_sync_step(session.state.step, sync_spec):
+            session.synchronise()
+        session.tracer.end_step(session.state.step)
+        session.checkpoints.poll()
+        if session.is_report_step(session.state.step):
+            session.report()
+        is_best = session.validate() if session.is_validation_step() else False
+        if session.is_finished and not session.is_report_step(session.state.step):
+            session.report()  # validation ended the run between two reports
+        must_stop = is_due(session.config, session.is_report_step(session.state.step))
+        is_worth_keeping = is_best and session.spec.checkpoint.keep_best
+        if session.is_checkpoint_step() or is_worth_keeping or must_stop:
+            session.save_checkpoint(is_best)
+        if session.is_finished or must_stop:
+            break
+
+
+def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float]:
+    """One life of one rank inside an initialised default process group.
+
+    Raises `WorkerFailure` with a reason that the control plane knows.
+    """
+    with named_failures(config.spec.model.module), report_heartbeats(config, host) as pulse:
+        prepare_process(config)
+        return train(Session(config, groups_of(config, layout_of(config.spec), host), pulse))
+
+
+def prepare_process(config: WorkerConfig) -> None:
+    """Settings of this process, whatever it trains."""
+    torch.set_num_threads(config.spec.resources.threads_per_worker)
+    fault_injection.arm(config.group.incarnation if config.group else config.run_index)
+
+
+def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGroups:
+    """The process groups of `layout` over the default one. Collective."""
+    timeout_s = config.spec.resources.collective_timeout_s
+    return build_groups(layout, worker_device(), timeout_s, host)
+
+
+@contextmanager
+def named_failures(module: str | None = None) -> Iterator[None]:
+    """Raise whatever goes wrong inside as a `WorkerFailure` with its reason.
+
+    What comes out of the code of the user's own `module` is the user's.
+    """
+    try:
+        with _users_named(module):
+            yield
+    except tuple(_REASONS) as error:
+        logger.error("%s", error)
+        raise _worker_failure(_reason(error), error) from None
+    except OSError as error:
+        logger.exception("storage fails")
+        raise _worker_failure(failures.STORAGE_ERROR, error) from error
+    except (RuntimeError, MemoryError) as error:
+        logger.exception("the worker fails")
+        raise _worker_failure(failures.reason_of(error), error) from error
+
+
+@contextmanager
+def _users_named(module: str | None) -> Iterator[None]:
+    try:
+        yield
+    except tuple(_REASONS):
+        raise
+    except Exception as error:
+        found = users_error(error, module) if module else None
+        if found is None:
+            raise
+        raise found from error
+
+
+def _reason(error: Exception) -> str:
+    return next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+
+
+def _worker_failure(reason: str, error: Exception) -> failures.WorkerFailure:
+    # What an error came from does not survive the way to the driver by itself.
+    return failures.WorkerFailure(reason, str(error), failures.evidence_of(error))
+
+
+def layout_of(spec: JobSpec) -> Layout:
+    """The 2D layout that a spec asks for."""
+    parallelism = spec.parallelism
+    return Layout(parallelism.world_size, parallelism.group_size, parallelism.placement)
+
+
+def worker_device() -> torch.device:
+    """Device of this worker, which the driver chose with the backend.
+
+    Seeing a GPU is not enough: on a host with fewer GPUs than workers all would take the same one.
+    """
+    if torch.distributed.get_backend() == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -50,8 +50,9 @@ chaos: setup-dev ## strike elastic jobs with 200 faults; takes ten minutes
 fuzz: setup-dev ## ask the REST API 10 000 made-up questions; takes some minutes
 	@SHARDLOOM_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/integration/service/test_openapi.py $(PYTEST_ARGS)
 
-lint: setup-dev ## check style and types
+lint: setup-dev ## check style, types, layers and generated files
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+	@$(BIN)/lint-imports
 	@$(BIN)/python -m deploy.observability.build --check
 
 format: setup-dev ## mend what ruff can mend

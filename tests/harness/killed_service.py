@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from service import app
-from service.db import webhooks
 
 
 @dataclass
@@ -76,8 +75,8 @@ class Stepping:
 def wrap(point: KillPoint) -> None:
     """Have the service composed over a wrapped store, backend or webhook outbox."""
     if point.target == "webhooks":
-        made = webhooks.WebhookStore
-        webhooks.WebhookStore = lambda engine: Stepping(made(engine), point)  # type: ignore[misc,assignment]
+        made = app.WebhookStore
+        app.WebhookStore = lambda engine: Stepping(made(engine), point)  # type: ignore[misc,assignment]
         return
     create_app = app.create_app
 

@@ -188,13 +188,13 @@ def die_in_the_middle(environment: Mapping[str, str], run_dir: Path, path: str) 
     """A whole save, then one in which this process ends by SIGKILL once objects are written."""
     import signal
 
-    from trainer.checkpoint import files
+    from trainer.checkpoint import save_load
 
     os.environ.update(environment)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     saver = Saver.open(run_dir, path=path)
     saver.save(1)
     saver.checkpoints.wait()
-    files.write_marker = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    save_load.write_marker = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     saver.save(2)
     saver.checkpoints.wait()

@@ -238,7 +238,7 @@ def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
         use_gpu, room = open_capacity(context, spec, writer)
     choice = choose_layout(spec, hosts_to_use(context, spec, use_gpu), partial(_warn, writer))
     if choice:
-        spec = spec.with_layout(choice.layout)
+        spec = spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
     # An export years later must not depend on what the data says by then.
     context.files.resolved_spec_path.write_text(spec.model_dump_json(), encoding="utf-8")
     writer.write(

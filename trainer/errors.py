@@ -79,7 +79,7 @@ class StorageRefusedError(StorageError):
 
 
 def is_storage_fault(error: Exception) -> bool:
-    """Whether reading failed in the system; Arrow reports corrupt files by OSErrors without errno."""
+    """Whether reading failed in the system: for corrupt files Arrow's OSErrors have no errno."""
     return isinstance(error, OSError) and error.errno is not None
 
 

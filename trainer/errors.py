@@ -1,4 +1,4 @@
-"""What can be wrong with data. Every message names the file, the likely cause and the mend.
+"""Errors of data and storage; every message names the file, the likely cause and a remedy.
 
 DataError
 ├── SourceMissingError      a folder or file that was named is not there
@@ -79,10 +79,7 @@ class StorageRefusedError(StorageError):
 
 
 def is_storage_fault(error: Exception) -> bool:
-    """Whether reading failed by the system's refusal and not by what a file holds.
-
-    Arrow says "corrupt" by an OSError too, but by one without a number.
-    """
+    """Whether reading failed in the system: for corrupt files Arrow's OSErrors have no errno."""
     return isinstance(error, OSError) and error.errno is not None
 
 

@@ -1,15 +1,9 @@
-"""What is wrong: pure policies for hangs, stragglers, losses that leave the rails, bad hosts, OOM.
+"""Why a run ended: reasons that the control plane knows, and which failures lead to a restart.
 
-Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
-none reads a clock or acts. What they know belongs to one attempt and, for ranks, to one life of
-their group (its incarnation): make new ones for an attempt, and what an earlier life did is dropped
-by the first word of a later one.
-
-A reason decides what happens next. Another life of the workers, from the newest checkpoint, may do
-better after a loss, a hang, a shortage or a divergence; bad data, a bad spec, a loss that became
-NaN or an error in training would only come back. What nobody of the job is to blame for (a lost
-host, a preemption) never spends the user's budget. Without room, or while another attempt holds
-the run folder, the attempt ends, and the control plane tries again later.
+Losses, hangs, out of memory and divergence may not recur after a restart from the newest
+checkpoint; bad data, a bad spec, a NaN loss or an error in training would. Failures that are not
+the job's own (a lost host, a preemption) never spend the user's retry budget. Without room, or
+while another attempt holds the run folder, the attempt ends and the control plane tries later.
 """
 
 from __future__ import annotations
@@ -44,8 +38,6 @@ def memory_shortage(message: str, type_names: Iterable[str] = ()) -> MemoryShort
     return None
 
 
-# Why a run ended, in words that the control plane knows: pure classification.
-
 COMPLETED = "completed"
 CANCELLED = "cancelled"
 PAUSED = "paused"
@@ -66,12 +58,11 @@ TRAINING_ERROR = "training_error"
 USER_CODE = "user_code"
 VERSION_MISMATCH = "version_mismatch"
 RUN_IN_USE = "run_in_use"
-# What another life of the workers may not run into again, and whether the user's budget pays.
+# Restarting may help; PAID spends the user's retry budget.
 PAID = frozenset({WORKERS_LOST, DIVERGED, ROWS_SKIPPED, HANG, DEVICE_OOM, HOST_OOM})
 FREE = frozenset({HOST_LOST, PREEMPTED})
 RESTARTABLE = PAID | FREE
-# One sharding group may end by these while the others train on, and is started again; the budget
-# of the job bounds how often.
+# A sharding group that ended by these is restarted at most as often as the budget allows.
 _SUSPICIOUS = frozenset({TRAINING_ERROR, STORAGE_ERROR})
 _FIRST_DELAY_S, _MAX_DELAY_S = 1.0, 60.0
 _MAX_CHAIN = 4
@@ -94,7 +85,7 @@ _PEER_LOST_SIGNS = (
 
 
 class WorkerFailure(Exception):
-    """A worker's end, in a form that survives the way to the driver."""
+    """How a worker ended; can be pickled on its way to the driver."""
 
     def __init__(
         self, reason: str, message: str, evidence: Mapping[str, str] | None = None
@@ -121,7 +112,7 @@ class NonFiniteLoss(Exception):
 
 
 class NonFiniteRows(NonFiniteLoss):
-    """It did, and the rows that did it are noted: another life of the workers leaves them out."""
+    """The loss became NaN or infinite on known rows, which are left out after a restart."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +136,7 @@ def is_peer_loss(message: str) -> bool:
 
 
 def reason_of(error: BaseException) -> str:
-    """What an error that no code of ours raised on purpose stands for, by its type and text."""
+    """The reason behind an unexpected error, by its type and text."""
     type_names = [f"{kind.__module__}.{kind.__name__}" for kind in type(error).__mro__]
     short_of = memory_shortage(str(error), type_names)
     if short_of:
@@ -168,7 +159,6 @@ def evidence_of(error: BaseException) -> dict[str, str]:
         file = code.co_filename.rpartition("/")[2]
         evidence["where"] = f"{file}:{trace.tb_lineno} in {code.co_name}"
     if isinstance(error, UserCodeError) and error.lines:
-        # Where we raised it is nothing to the user; where their code did is.
         evidence.pop("where", None)
         evidence["traceback"] = "\n".join(error.lines)
     return evidence
@@ -197,15 +187,13 @@ def user_lines(error: BaseException, root: Path | None, base: Path | None = None
 def _chain(error: BaseException) -> list[BaseException]:
     """The error and its causes; the first ones and the root where there are many."""
     chain = [error]
-    while following := _origin(chain[-1]):
-        if following in chain:
+    while True:
+        last = chain[-1]
+        origin = last.__cause__ or (None if last.__suppress_context__ else last.__context__)
+        if origin is None or origin in chain:
             break
-        chain.append(following)
+        chain.append(origin)
     return chain if len(chain) <= _MAX_CHAIN else [*chain[: _MAX_CHAIN - 1], chain[-1]]
-
-
-def _origin(error: BaseException) -> BaseException | None:
-    return error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def described(error: BaseException) -> str:
@@ -220,16 +208,14 @@ def explain(failures: Collection[Failure]) -> Failure:
     A fault that a rank named itself comes first. A dead rank explains whatever its peers ran into,
     best where it is known what killed it, and a lost peer explains nothing.
     """
+
+    def _order(failure: Failure) -> int:
+        if failure.is_death:
+            return 2 if failure.reason == WORKERS_LOST else 1
+        return {TRAINING_ERROR: 3, WORKERS_LOST: 4}.get(failure.reason, 0)
+
     unexplained = Failure(WORKERS_LOST, "the workers ended without a word")
-    return min(failures, key=_rank_of_cause, default=unexplained)
-
-
-def _rank_of_cause(failure: Failure) -> int:
-    if failure.is_death:
-        return 2 if failure.reason == WORKERS_LOST else 1
-    if failure.reason not in (WORKERS_LOST, TRAINING_ERROR):
-        return 0
-    return 3 if failure.reason == TRAINING_ERROR else 4
+    return min(failures, key=_order, default=unexplained)
 
 
 def is_paid(failure: Failure) -> bool:

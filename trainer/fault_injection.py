@@ -1,6 +1,6 @@
-"""Fault injector: lets tests end, stop, slow or poison one rank at one point of the training.
+"""Fault injection for tests: end, stop, slow or poison one rank at one point of the training.
 
-The engine passes `point` at each phase of its work, which costs nothing until `arm` found faults in
+The engine calls `inject` at each phase of its work, which does nothing until `arm` found faults in
 the environment variable SHARDLOOM_FAULTS: a JSON list of `Fault`. Nothing but tests sets it.
 """
 

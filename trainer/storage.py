@@ -1,17 +1,13 @@
-"""Local and remote files, with retries.
-
-Random reading of a remote file that outlives broken connections: what fails is read again.
-
-What the SDKs of object stores try again by themselves is over in seconds. Here is the patience of a
-job on top of it: delays that double, drawn between half and all, until a budget is spent. What no
-patience mends (credentials, a bucket that is not there) is said at once.
+"""Files and folders by path or URL: local disks, S3 (`s3://`) and Google Cloud Storage (`gs://`).
 
 A thin layer over `pyarrow.fs`. Credentials come from the environment: AWS_ACCESS_KEY_ID,
 AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL for S3, GOOGLE_APPLICATION_CREDENTIALS for Google. Other
 endpoints and regions can stand in the URL: `s3://bucket/key?endpoint_override=http://host:9000`.
 
-Whatever may be done twice is tried again while remote storage is busy or away (`data.retry`); a
-request that nothing answers fails after SHARDLOOM_STORAGE_TIMEOUT_S (15) and is sent again.
+Operations that are safe to repeat are retried with exponential backoff and jitter while remote
+storage is busy or unreachable, for SHARDLOOM_STORAGE_RETRY_S seconds (60) in all; a request fails
+after SHARDLOOM_STORAGE_TIMEOUT_S (15). Wrong credentials and missing buckets are reported at once.
+Everything raises `SourceMissingError` or a `StorageError` that names the location and the cause.
 """
 
 from __future__ import annotations
@@ -24,15 +20,15 @@ import random
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import IO, Any, Literal, Protocol, TypeVar
+from typing import IO, Any, Literal, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import pyarrow as pa
-from pyarrow import ArrowException, NativeFile, fs
+from pyarrow import fs
 
 from trainer.errors import (
     DataError,
@@ -42,144 +38,47 @@ from trainer.errors import (
     StorageRefusedError,
 )
 
-Result = TypeVar("Result")
-
-
-class Persist(Protocol):
-    """Runs an operation until it works, or gives up with the error that says why."""
-
-    def __call__(self, operation: Callable[[], Result], /) -> Result:
-        """What the operation returns."""
-
-
-class RemoteInput(io.RawIOBase):
-    """A file that `open_file` opens, as often as it must. One thread at a time."""
-
-    def __init__(self, open_file: Callable[[], NativeFile], persist: Persist) -> None:
-        self._open_file = open_file
-        self._persist = persist
-        self._file: NativeFile | None = None
-        self._position = 0
-        self._size_bytes = persist(lambda: self._opened().size())
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def seekable(self) -> bool:
-        """True."""
-        return True
-
-    def tell(self) -> int:
-        """Where the next byte is read."""
-        return self._position
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, as files do."""
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}
-        self._position = max(0, start[whence] + offset)
-        return self._position
-
-    def size(self) -> int:
-        """Size in bytes."""
-        return self._size_bytes
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        """Up to `size` bytes, all that are left by default; raises a `DataError`."""
-        left = max(0, self._size_bytes - self._position)
-        wanted = left if size is None or size < 0 else min(size, left)
-        content = self._persist(lambda: self._read(wanted)) if wanted else b""
-        self._position += len(content)
-        return content
-
-    def readinto(self, buffer: Any, /) -> int:
-        """Fill `buffer`; how many bytes there were."""
-        content = self.read(len(buffer))
-        buffer[: len(content)] = content
-        return len(content)
-
-    def close(self) -> None:
-        """Let the file go."""
-        self._forget()
-        super().close()
-
-    def _read(self, size: int) -> bytes:
-        try:
-            content = self._opened().read_at(size, self._position)
-        except (OSError, ArrowException):
-            self._forget()
-            raise
-        if len(content) < size:
-            self._forget()
-            # As the SDK says it of a body that ends before its announced length.
-            message = f"NETWORK_CONNECTION: {len(content)} of {size} bytes came"
-            raise OSError(message)
-        return bytes(content)
-
-    def _opened(self) -> NativeFile:
-        if self._file is None:
-            self._file = self._open_file()
-        return self._file
-
-    def _forget(self) -> None:
-        if self._file is not None:
-            with suppress(OSError, ArrowException):
-                self._file.close()
-            self._file = None
-
-
-# Trying again when remote storage is busy or away: what helps by itself, how often and how long.
-
 logger = logging.getLogger(__name__)
-RETRY_VARIABLE = "SHARDLOOM_STORAGE_RETRY_S"
+Result = TypeVar("Result")
 DEFAULT_RETRY_S = 60.0
+_S3_OPTIONS = {"endpoint_override", "region", "scheme"}
+_GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous"}
+_CREDENTIALS = {
+    "s3://": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL",
+    "gs://": "GOOGLE_APPLICATION_CREDENTIALS",
+}
+_CONNECT_TIMEOUT_S = 10.0
+# The SDK's own retries (attempts x timeout) must end well within `DEFAULT_RETRY_S`: nothing is
+# retried after that.
+_REQUEST_TIMEOUT_S = 15.0
+_MAX_ATTEMPTS = 3
+_COPY_CHUNK_BYTES = 8 * 1024 * 1024
+
 Kind = Literal["away", "refused", "no_bucket", "other"]
-_NO_BUCKET = ("NO_SUCH_BUCKET", "bucket does not exist")
-_REFUSED = (
-    "ACCESS_DENIED",
-    "INVALID_ACCESS_KEY",
-    "SIGNATURE",
-    "EXPIRED_TOKEN",
-    "INVALID_CLIENT_TOKEN",
-    "MISSING_AUTHENTICATION",
-    "HTTP status 401",
-    "HTTP status 403",
-    "PERMISSION_DENIED",
-    "UNAUTHENTICATED",
-)
-_AWAY = (
-    "NETWORK_CONNECTION",
-    "SLOW_DOWN",
-    "THROTTLING",
-    "TOO_MANY_REQUESTS",
-    "REQUEST_TIMEOUT",
-    "SERVICE_UNAVAILABLE",
-    "INTERNAL_FAILURE",
-    "INTERNAL_ERROR",
-    "UNAVAILABLE",
-    "DEADLINE_EXCEEDED",
-    "RESOURCE_EXHAUSTED",
-    "resolve host",
-)
-_AWAY_STATUS = re.compile(r"HTTP status (408|429|5\d\d)")
+_SIGNS: dict[Kind, re.Pattern[str]] = {
+    "no_bucket": re.compile("NO_SUCH_BUCKET|bucket does not exist"),
+    "refused": re.compile(
+        "ACCESS_DENIED|INVALID_ACCESS_KEY|SIGNATURE|EXPIRED_TOKEN|INVALID_CLIENT_TOKEN"
+        "|MISSING_AUTHENTICATION|HTTP status 40[13]|PERMISSION_DENIED|UNAUTHENTICATED"
+    ),
+    "away": re.compile(
+        "NETWORK_CONNECTION|SLOW_DOWN|THROTTLING|TOO_MANY_REQUESTS|REQUEST_TIMEOUT|UNAVAILABLE"
+        "|INTERNAL_FAILURE|INTERNAL_ERROR|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|resolve host"
+        r"|HTTP status (408|429|5\d\d)"
+    ),
+}
 
 
-def kind_of(said: str) -> Kind:
-    """What a message of an object store's SDK (AWS or Google, as Arrow words it) comes down to."""
-    if any(word in said for word in _NO_BUCKET):
-        return "no_bucket"
-    if any(word in said for word in _REFUSED):
-        return "refused"
-    if any(word in said for word in _AWAY) or _AWAY_STATUS.search(said):
-        return "away"
+def kind_of(message: str) -> Kind:
+    """Classify an error message of an object store's SDK (AWS or Google, as worded by Arrow)."""
+    for kind, pattern in _SIGNS.items():
+        if pattern.search(message):
+            return kind
     return "other"
 
 
 def seconds_from_environment(variable: str, default_s: float) -> float:
-    """Seconds that a variable names, `default_s` where it is unset or empty.
-
-    Raises `StorageError` for what is no such number.
-    """
+    """Seconds from a variable, `default_s` where it is unset or empty; raises `StorageError`."""
     text = os.environ.get(variable, "").strip()
     try:
         seconds = float(text) if text else default_s
@@ -192,7 +91,7 @@ def seconds_from_environment(variable: str, default_s: float) -> float:
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long to try: delays from `first_s` to `longest_s`, `budget_s` seconds in all."""
+    """Exponential backoff with jitter: delays of `first_s` to `longest_s`, `budget_s` in all."""
 
     budget_s: float = DEFAULT_RETRY_S
     first_s: float = 0.5
@@ -201,12 +100,12 @@ class Backoff:
     @classmethod
     def from_environment(cls) -> Backoff:
         """With the budget of SHARDLOOM_STORAGE_RETRY_S (seconds), if that is set."""
-        return cls(budget_s=seconds_from_environment(RETRY_VARIABLE, DEFAULT_RETRY_S))
+        return cls(seconds_from_environment("SHARDLOOM_STORAGE_RETRY_S", DEFAULT_RETRY_S))
 
     def delay_s(self, num_failures: int, elapsed_s: float, draw: float) -> float | None:
-        """Seconds to wait after `num_failures` in a row, the last `elapsed_s` after the first try.
+        """Seconds to wait after `num_failures` in `elapsed_s`; None to give up.
 
-        `draw` (0 to 1) spreads clients that failed together. None: give up.
+        `draw` (0 to 1) is the jitter, which spreads clients that failed together.
         """
         longest = min(self.longest_s, self.first_s * 2.0 ** min(num_failures - 1, 30))
         delay = longest * (0.5 + 0.5 * draw)
@@ -221,9 +120,9 @@ def retry(
     sleep: Callable[[float], None] = time.sleep,
     draw: Callable[[], float] = random.random,
 ) -> Result:
-    """Run `operation`, again while it raises `StorageAwayError` and the budget lasts.
+    """Run `operation`, which must be safe to repeat, until it raises no `StorageAwayError`.
 
-    It must do no harm when it is run twice. By default the budget is that of the environment.
+    Raises the last one when the backoff (default: of the environment) is exhausted.
     """
     backoff = backoff or Backoff.from_environment()
     began, num_failures = clock(), 0
@@ -237,19 +136,6 @@ def retry(
                 raise
             logger.warning("%s; trying again in %.1f s", error, delay_s)
         sleep(delay_s)
-
-
-# Files and folders by path or URL: local disks, S3 (`s3://`) and Google Cloud Storage (`gs://`).
-
-TIMEOUT_VARIABLE = "SHARDLOOM_STORAGE_TIMEOUT_S"
-_S3_OPTIONS = {"endpoint_override", "region", "scheme"}
-_GCS_OPTIONS = {"endpoint_override", "scheme", "anonymous"}
-_CONNECT_TIMEOUT_S = 10.0
-# What the SDK tries by itself (attempts x time-out) must end well within `retry.DEFAULT_RETRY_S`:
-# nothing is tried again after that.
-_REQUEST_TIMEOUT_S = 15.0
-_MAX_ATTEMPTS = 3
-_COPY_CHUNK_BYTES = 8 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -267,7 +153,7 @@ class Location:
 
     @classmethod
     def parse(cls, text: str | Path | Location) -> Location:
-        """Understand a local path, `file://`, `s3://` or `gs://`; touches no network.
+        """Parse a local path, `file://`, `s3://` or `gs://` URL, without network access.
 
         Raises `StorageError` for another scheme, a missing bucket or an unknown option.
         """
@@ -283,10 +169,13 @@ class Location:
             )
         if not url.netloc:
             raise StorageError(f"{text} names no bucket; write {url.scheme}://BUCKET/FOLDER")
-        options = _options(str(text), url.scheme, url.query)
+        known, make_file_system = _FILE_SYSTEMS[url.scheme]
+        options = dict(parse_qsl(url.query))
+        if unknown := [name for name in options if name not in known]:
+            raise StorageError(f"{text}: unknown option '{unknown[0]}'; there are {sorted(known)}")
         path = f"{url.netloc}{unquote(url.path)}".rstrip("/")
-        file_system = _FILE_SYSTEMS[url.scheme](options)
-        return cls(file_system, path, f"{url.scheme}://", f"?{url.query}" if url.query else "")
+        query = f"?{url.query}" if url.query else ""
+        return cls(make_file_system(options), path, f"{url.scheme}://", query)
 
     @property
     def text(self) -> str:
@@ -320,7 +209,7 @@ class Location:
         return replace(self, path=self.path.rsplit("/", 1)[0] or "/")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A file system would take its credentials along; whoever unpickles it has his own.
+        # Without the credentials of the file system: whoever unpickles it has its own.
         return type(self).parse, (self.text,)
 
     def __truediv__(self, name: str) -> Location:
@@ -349,7 +238,7 @@ class Location:
     def list(self, *, recursive: bool = False) -> tuple[Location, ...]:
         """The files in the folder, in name order; none where there is no folder."""
         wanted = fs.FileSelector(self.path, allow_not_found=True, recursive=recursive)
-        infos = self._persist("listed", lambda: self.fs.get_file_info(wanted))
+        infos = self.retried("listed", lambda: self.fs.get_file_info(wanted))
         paths = sorted(info.path for info in infos if info.type == fs.FileType.File)
         return tuple(replace(self, path=path) for path in paths)
 
@@ -358,39 +247,32 @@ class Location:
         return self.path.removeprefix(f"{folder.path.rstrip('/')}/")
 
     def open_input(self) -> pa.NativeFile:
-        """Open for random reading; raises `SourceMissingError` or `StorageError`.
-
-        What is read is read again where a connection breaks off.
-        """
+        """Open for random reading; remote reads are retried when a connection breaks."""
         if self.is_local:
-            with _faults_named(self, "read"):
+            with self.errors_as("read"):
                 return self.fs.open_input_file(self.path)
-        opened = RemoteInput(lambda: self.fs.open_input_file(self.path), self._reading)
-        return pa.PythonFile(opened, mode="r")
+        return pa.PythonFile(_RemoteInput(self), mode="r")
 
-    def _reading(self, operation: Callable[[], Result]) -> Result:
-        return self._persist("read", operation)
+    def retried(self, action: str, operation: Callable[[], Result]) -> Result:
+        """Run an operation that is safe to repeat, with retries where storage is remote."""
 
-    def _persist(self, action: str, operation: Callable[[], Result]) -> Result:
-        """Do what can be done twice; raises `SourceMissingError` or `StorageError`."""
-
-        def once() -> Result:
-            with _faults_named(self, action):
+        def attempt() -> Result:
+            with self.errors_as(action):
                 return operation()
 
-        return once() if self.is_local else retry(once)
+        return attempt() if self.is_local else retry(attempt)
 
     def open_output(self) -> pa.NativeFile:
-        """Open for writing from the start; folders are made. Remote: seen once it is closed."""
-        with _faults_named(self, "written"):
+        """Open for writing, making folders; a remote file appears when it is closed."""
+        with self.errors_as("written"):
             if self.is_local:
                 self.fs.create_dir(self.parent.path, recursive=True)
-            # Left to itself pyarrow would compress what is named `.gz` once more.
+            # By default pyarrow would compress what is named `.gz` once more.
             return self.fs.open_output_stream(self.path, compression=None)
 
     def read_bytes(self) -> bytes:
         """The whole file."""
-        with _faults_named(self, "read"), self.open_input() as file:
+        with self.errors_as("read"), self.open_input() as file:
             return file.read()
 
     def write_bytes(self, content: bytes) -> None:
@@ -400,25 +282,25 @@ class Location:
             with self.open_output() as file:
                 file.write(content)
 
-        self._persist("written", write)
+        self.retried("written", write)
 
     def download(self, target: Path) -> None:
         """Copy the file to a local path, whose folder must exist.
 
-        Raises OSError where `target` cannot be written, which is no fault of what is read.
+        Raises OSError where `target` cannot be written.
         """
         with target.open("wb") as file, self.open_input() as source:
-            while chunk := self._read(source):
+            while True:
+                with self.errors_as("read"):
+                    chunk = source.read(_COPY_CHUNK_BYTES)
+                if not chunk:
+                    return
                 file.write(chunk)
 
-    def _read(self, source: pa.NativeFile) -> bytes:
-        with _faults_named(self, "read"):
-            return source.read(_COPY_CHUNK_BYTES)
-
     def upload(self, source: Path) -> None:
-        """Copy a local file here: whole, or nothing is left of it.
+        """Copy a local file here; a failed copy is deleted.
 
-        Raises OSError where `source` cannot be read, which is no fault of what is written.
+        Raises OSError where `source` cannot be read.
         """
 
         def write() -> None:
@@ -426,9 +308,9 @@ class Location:
                 out = self.open_output()
                 try:
                     while chunk := file.read(_COPY_CHUNK_BYTES):
-                        with self.faults_named("written"):
+                        with self.errors_as("written"):
                             out.write(chunk)
-                    with self.faults_named("written"):
+                    with self.errors_as("written"):
                         out.close()
                 except BaseException:
                     self.discard(out)
@@ -437,47 +319,140 @@ class Location:
         write() if self.is_local else retry(write)
 
     def discard(self, output: IO[bytes] | pa.NativeFile) -> None:
-        """End the writing of what cannot be written whole, and delete what appears.
+        """Close the stream of a failed write and delete what it wrote; ignores errors.
 
-        Once, and whatever comes of it. Left to itself pyarrow would end an upload whenever its
-        stream is collected, and half an object would be there.
+        Otherwise pyarrow would complete the upload when the stream is garbage-collected.
         """
         for end in (output.close, self._delete):
             with suppress(OSError, pa.ArrowException, DataError):
                 end()
 
     def delete(self) -> None:
-        """Delete the file, or the folder with all that is in it; nothing there is no fault."""
-
-        self._persist("deleted", self._delete)
+        """Delete the file, or the folder with its contents, if there is one."""
+        self.retried("deleted", self._delete)
 
     def _delete(self) -> None:
         kind = self.fs.get_file_info(self.path).type
-        with suppress(FileNotFoundError):  # somebody else may have deleted it since that look
+        with suppress(FileNotFoundError):  # deleted by another process meanwhile
             if kind == fs.FileType.File:
                 self.fs.delete_file(self.path)
             elif kind == fs.FileType.Directory:
                 self.fs.delete_dir(self.path)
 
-    def faults_named(self, action: str) -> AbstractContextManager[None]:
-        """Raise what goes wrong with an open file as a `DataError` that says where and why."""
-        return _faults_named(self, action)
+    @contextmanager
+    def errors_as(self, action: str) -> Iterator[None]:
+        """Turn errors of the file system into `DataError`s: "LOCATION cannot be ACTION: ..."."""
+        try:
+            yield
+        except FileNotFoundError:
+            what = "path" if self.is_local else "bucket and key"
+            raise SourceMissingError(f"{self} is missing; check the {what}") from None
+        except (OSError, pa.ArrowException) as error:
+            raise self._storage_error(action, str(error)) from None
+
+    def _storage_error(self, action: str, message: str) -> StorageError:
+        failed = f"{self} cannot be {action}"
+        if self.is_local:
+            return StorageError(f"{failed}: {message}")
+        bucket, variables = self.path.split("/", 1)[0], _CREDENTIALS[self.root]
+        match kind_of(message):
+            case "no_bucket":
+                return StorageRefusedError(
+                    f"{failed}: there is no bucket '{bucket}'; make it or name another"
+                )
+            case "refused":
+                return StorageRefusedError(
+                    f"{failed}: access was denied; set {variables} to credentials that may use "
+                    f"'{bucket}' ({message})"
+                )
+            case "away":
+                return StorageAwayError(
+                    f"{failed}: the endpoint does not answer, or is busy; check {variables} and "
+                    f"the network ({message})"
+                )
+        return StorageError(
+            f"{failed}: {message}; check {variables} and that the bucket '{bucket}' exists"
+        )
 
     def _info(self) -> fs.FileInfo:
-        return self._persist("looked up", lambda: self.fs.get_file_info(self.path))
+        return self.retried("looked up", lambda: self.fs.get_file_info(self.path))
 
 
-def _options(text: str, scheme: str, query: str) -> dict[str, str]:
-    known = _S3_OPTIONS if scheme == "s3" else _GCS_OPTIONS
-    options = dict(parse_qsl(query))
-    for name in options:
-        if name not in known:
-            raise StorageError(f"{text}: unknown option '{name}'; there are {sorted(known)}")
-    return options
+class _RemoteInput(io.RawIOBase):
+    """A remote file for one thread, opened again after an error."""
+
+    def __init__(self, location: Location) -> None:
+        self._location = location
+        self._file: pa.NativeFile | None = None
+        self._position = 0
+        self._size_bytes = location.retried("read", lambda: self._opened().size())
+
+    def readable(self) -> bool:
+        """True."""
+        return True
+
+    def seekable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """Position of the next read."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """As of any file."""
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size_bytes}
+        self._position = max(0, start[whence] + offset)
+        return self._position
+
+    def size(self) -> int:
+        """Size in bytes."""
+        return self._size_bytes
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Up to `size` bytes, by default all that are left; raises a `DataError`."""
+        left = max(0, self._size_bytes - self._position)
+        wanted = left if size is None or size < 0 else min(size, left)
+        content = self._location.retried("read", lambda: self._read(wanted)) if wanted else b""
+        self._position += len(content)
+        return content
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill `buffer`; the number of bytes read."""
+        content = self.read(len(buffer))
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._close_file()
+        super().close()
+
+    def _read(self, size: int) -> bytes:
+        try:
+            content = self._opened().read_at(size, self._position)
+            if len(content) < size:
+                # As the SDK reports a body that ends before its announced length.
+                raise OSError(f"NETWORK_CONNECTION: {len(content)} of {size} bytes came")
+        except (OSError, pa.ArrowException):
+            self._close_file()
+            raise
+        return bytes(content)
+
+    def _opened(self) -> pa.NativeFile:
+        if self._file is None:
+            self._file = self._location.fs.open_input_file(self._location.path)
+        return self._file
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            with suppress(OSError, pa.ArrowException):
+                file.close()
 
 
 def _endpoint(options: dict[str, str], default: str | None = None) -> dict[str, str]:
-    """Endpoint and scheme as `pyarrow.fs` wants them: `host:port` and `http` apart."""
+    """Endpoint as `pyarrow.fs` wants it: `host:port` and the scheme apart."""
     found = options.get("endpoint_override", default)
     named = {"scheme": options["scheme"]} if "scheme" in options else {}
     if not found:
@@ -493,7 +468,7 @@ def _s3(options: dict[str, str]) -> fs.FileSystem:
         **region,
         connect_timeout=_CONNECT_TIMEOUT_S,
         request_timeout=_request_timeout_s(),
-        # What fits into one part is one request then, instead of three.
+        # A file of one part is then one request instead of three.
         allow_delayed_open=True,
         retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=_MAX_ATTEMPTS),
     )
@@ -508,43 +483,7 @@ def _gcs(options: dict[str, str]) -> fs.FileSystem:
 
 
 def _request_timeout_s() -> float:
-    return seconds_from_environment(TIMEOUT_VARIABLE, _REQUEST_TIMEOUT_S)
+    return seconds_from_environment("SHARDLOOM_STORAGE_TIMEOUT_S", _REQUEST_TIMEOUT_S)
 
 
-_FILE_SYSTEMS = {"s3": _s3, "gs": _gcs}
-_CREDENTIALS = {
-    "s3://": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL",
-    "gs://": "GOOGLE_APPLICATION_CREDENTIALS",
-}
-
-
-@contextmanager
-def _faults_named(location: Location, action: str) -> Iterator[None]:
-    """Turn what the file system raises into errors that say where and why."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise SourceMissingError(
-            f"{location} is missing; check the {'path' if location.is_local else 'bucket and key'}"
-        ) from None
-    except (OSError, pa.ArrowException) as error:
-        raise _named(location, action, str(error)) from None
-
-
-def _named(location: Location, action: str, said: str) -> StorageError:
-    what = f"{location} cannot be {action}"
-    if location.is_local:
-        return StorageError(f"{what}: {said}")
-    bucket = location.path.split("/", 1)[0]
-    variables = _CREDENTIALS[location.root]
-    match kind_of(said):
-        case "no_bucket":
-            cause = f"there is no bucket '{bucket}'; make it or name another"
-            return StorageRefusedError(f"{what}: {cause}")
-        case "refused":
-            mend = f"set {variables} to credentials that may use '{bucket}'"
-            return StorageRefusedError(f"{what}: access was denied; {mend} ({said})")
-        case "away":
-            cause = f"the endpoint does not answer, or is busy; check {variables} and the network"
-            return StorageAwayError(f"{what}: {cause} ({said})")
-    return StorageError(f"{what}: {said}; check {variables} and that the bucket '{bucket}' exists")
+_FILE_SYSTEMS = {"s3": (_S3_OPTIONS, _s3), "gs": (_GCS_OPTIONS, _gcs)}

@@ -144,7 +144,11 @@ def after_loss(choice: Choice) -> str:
 
 
 def _sizes(spec: JobSpec, choice: Choice | None) -> dict[str, Any]:
-    resolved = spec.with_layout(choice.layout) if choice else spec
+    resolved = (
+        spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
+        if choice
+        else spec
+    )
     sizes, layout = sizes_of_spec(resolved), choice.layout if choice else None
     return {
         "spec": spec,

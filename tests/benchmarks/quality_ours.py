@@ -30,7 +30,7 @@ from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document
-from trainer.spec.resolve import resolve_tables
+from trainer.spec.resolve import size_tables
 from trainer.training.session import Session
 from trainer.training.worker import layout_of, train
 
@@ -56,7 +56,7 @@ def job_spec(path: Path, prepared: Path, overrides: Sequence[str]) -> JobSpec:
         parse_document(path.read_text()),
         [*_SINGLE_PROCESS, f"data.path={prepared}", *overrides],
     )
-    return resolve_tables(validate_spec(document), load_manifest(prepared))
+    return size_tables(validate_spec(document), load_manifest(prepared).vocab_sizes)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from trainer.datasets.movielens.synthetic import generate_movielens
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import apply_overrides, parse_document
-from trainer.spec.resolve import resolve_tables
+from trainer.spec.resolve import size_tables
 
 EXAMPLE_SPEC = Path(__file__).parents[2] / "examples" / "movielens.yaml"
 NUM_RATINGS = 100_000
@@ -70,4 +70,4 @@ def job_document(name: str, data: Path, overrides: list[str]) -> dict[str, Any]:
 def resolved_spec(document: dict[str, Any]) -> JobSpec:
     """The checked spec of a document with its table sizes taken from the data."""
     spec = validate_spec(document)
-    return resolve_tables(spec, load_manifest(Path(spec.data.path)))
+    return size_tables(spec, load_manifest(Path(spec.data.path)).vocab_sizes)

@@ -14,7 +14,7 @@ from trainer.data.manifest import load_manifest
 from trainer.parallel.mesh import build_groups
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
-from trainer.spec.resolve import resolve_tables
+from trainer.spec.resolve import size_tables
 from trainer.training.session import Session
 from trainer.training.worker import layout_of, run_worker, train
 
@@ -25,7 +25,7 @@ def make_config(data: Path, run_dir: Path, *overrides: str, run_index: int = 0) 
         EXAMPLE_SPEC.read_text(),
         [f"data.path={data}", "data.batch_size=32", "training.report_every_steps=5", *overrides],
     )
-    resolved = resolve_tables(spec, load_manifest(data))
+    resolved = size_tables(spec, load_manifest(data).vocab_sizes)
     return WorkerConfig(resolved, run_dir, "job-test-a0", run_index)
 
 

@@ -51,7 +51,7 @@ class _HashedOutput(io.RawIOBase):
         """Write all of `content`; raises a `StorageError`."""
         view = memoryview(content).cast("B")
         try:
-            with self._file.faults_named("written"):
+            with self._file.errors_as("written"):
                 self._stream.write(view)
         except StorageError as error:
             self.fault = self.fault or error
@@ -64,7 +64,7 @@ class _HashedOutput(io.RawIOBase):
         """End the upload: from now on the object is there."""
         if not self.closed:
             super().close()
-            with self._file.faults_named("written"):
+            with self._file.errors_as("written"):
                 self._stream.close()
 
     @property

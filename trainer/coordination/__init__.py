@@ -1,1 +1,1 @@
-"""Messages between ranks and the coordinator of replica groups, and failure detection."""
+"""Ranks and their coordinator: messages, client, failure detection."""

@@ -1,6 +1,7 @@
-"""Coordinator client, heartbeats.
+"""A rank's side of the coordinator: requests, heartbeats, reconnection; loads no torch by itself.
 
-A rank's side of the coordinator: asks, waits, beats, and finds a coordinator that moved.
+`CoordinatorClient` connects a rank; `HeartbeatReporter` times its steps and reports them;
+`report_heartbeats` connects a worker of the domain `job`, for hang detection only.
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Protocol
-
-import torch.distributed as dist
 
 from trainer.coordination.messages import (
     WATCH_SILENCE_S,
@@ -49,6 +48,8 @@ _BEATS_PER_TIMEOUT = 10
 _RETRY_S = 0.1
 _UNCONFIRMED_FACTOR = 5
 _RECV_BYTES = 1 << 16
+_NUM_STEP_TIMES = 50
+_EXIT_DROPPED = 70
 
 
 class Refused(Exception):
@@ -79,10 +80,10 @@ class Identity:
 
 
 class CoordinatorClient:
-    """The connection of one rank, kept up by a thread, and its heartbeats, sent by another one.
+    """The connection of one rank, kept up by a thread; another one sends heartbeats.
 
-    What is asked while the coordinator is away is asked again once it is back. Not for several
-    threads to ask at once; `progress` and `is_aborted` may be called from any thread.
+    Requests are repeated after a reconnection. One thread may send requests; `progress` and
+    `is_aborted` may be called from any.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class CoordinatorClient:
         self._is_welcome = False
         self._away_since = time.monotonic()
         self._aborted_round = -1
-        self._pulse = Heartbeat(progress=0, phase="start", step=0)
+        self._heartbeat = Heartbeat(progress=0, phase="start", step=0)
         self._store_address = ""
         self._store: tuple[str, Store] | None = None
         self._threads: list[threading.Thread] = []
@@ -121,8 +122,6 @@ class CoordinatorClient:
         """Called on another thread with the number of a round that failed without this rank."""
         self.on_refusal: Callable[[str], None] | None = None
         """Called on another thread when this life of the group is over, even if the rank hangs."""
-
-    # --- what the rank's main thread does
 
     def join(self, standing: GroupState, origin: str, ledger: Ledger, donor: str) -> Welcome:
         """Say who this rank is and what it holds; may be said again before the first `arrive`.
@@ -146,28 +145,28 @@ class CoordinatorClient:
             self._hello = hello
         if not self._threads:
             self._start()
-        answer = self._ask(hello)
+        answer = self._request_answer(hello)
         assert isinstance(answer, Welcome), f"a hello was answered by {answer.kind}"
         return answer
 
     def arrive(self, arrive: Arrive) -> Round:
         """Wait until the next round opens. Raises as `join`."""
-        answer = self._ask(arrive)
+        answer = self._request_answer(arrive)
         assert isinstance(answer, Round), f"an arrival was answered by {answer.kind}"
         return answer
 
     def vote(self, vote: Vote) -> RoundResult:
         """Wait until the round has ended. Raises as `join`."""
-        answer = self._ask(vote)
+        answer = self._request_answer(vote)
         assert isinstance(answer, RoundResult), f"a vote was answered by {answer.kind}"
         return answer
 
     def progress(
         self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
     ) -> None:
-        """Note that something got done; it travels with the next heartbeat."""
-        self._pulse = Heartbeat(
-            progress=self._pulse.progress + 1,
+        """Note that something got done, for the next heartbeat."""
+        self._heartbeat = Heartbeat(
+            progress=self._heartbeat.progress + 1,
             phase=phase,
             step=step,
             step_time_s=step_time_s,
@@ -175,11 +174,11 @@ class CoordinatorClient:
         )
 
     def is_aborted(self, number: int) -> bool:
-        """Whether this round is known to have failed, so that waiting for peers is in vain."""
+        """Whether this round is known to have failed."""
         return number <= self._aborted_round
 
     def store(self) -> Store:
-        """The store in which process groups meet: one client for as long as it is the same one."""
+        """A client of the store in which process groups meet, kept while its address is."""
         from torch.distributed import TCPStore
 
         address = self._store_address
@@ -191,7 +190,7 @@ class CoordinatorClient:
         return self._store[1]
 
     def close(self) -> None:
-        """Leave; the coordinator takes it for the end of this rank."""
+        """Disconnect, which the coordinator takes for the end of this rank."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -199,9 +198,7 @@ class CoordinatorClient:
         for thread in self._threads:
             thread.join(timeout=2 * self._connect_timeout_s)
 
-    # --- asking
-
-    def _ask(self, body: Request) -> Answer:
+    def _request_answer(self, body: Request) -> Answer:
         with self._changed:
             request = Numbered(id=self._next_id, body=body)
             self._next_id += 1
@@ -217,7 +214,7 @@ class CoordinatorClient:
             return answer
 
     def _check(self) -> None:
-        """Raise what keeps an answer from ever coming."""
+        """Raise if no answer can come any more."""
         if self._refusal:
             failed = self._refusal.reason == "failed"
             raise (RunFailed if failed else Fenced)(self._refusal.message)
@@ -231,21 +228,19 @@ class CoordinatorClient:
             )
 
     def _send(self, line: Numbered) -> None:
-        """Send if there is a connection; where it breaks, the other thread asks again."""
+        """Send if there is a connection; if it breaks, the other thread repeats the request."""
         data = line.model_dump_json().encode() + b"\n"
         with self._sending:
             if self._socket:
                 with contextlib.suppress(OSError):
                     self._socket.sendall(data)
 
-    # --- the connection
-
     def _start(self) -> None:
         self._away_since = time.monotonic()
         name = f"member-{self.identity.group}-{self.identity.rank}"
         self._threads = [
             threading.Thread(target=self._keep_connected, name=name, daemon=True),
-            threading.Thread(target=self._beat, name=f"{name}-beat", daemon=True),
+            threading.Thread(target=self._send_heartbeats, name=f"{name}-beat", daemon=True),
         ]
         for thread in self._threads:
             thread.start()
@@ -283,7 +278,7 @@ class CoordinatorClient:
         while data := connection.recv(_RECV_BYTES):
             *lines, buffer = (buffer + data).split(b"\n")
             for line in lines:
-                self._hear(Answered.model_validate_json(line))
+                self._take_answer(Answered.model_validate_json(line))
 
     def _introduce(self) -> None:
         with self._changed:
@@ -296,16 +291,16 @@ class CoordinatorClient:
             hello = Numbered(id=self._welcome_id, body=self._hello)
         self._send(hello)
 
-    def _hear(self, line: Answered) -> None:
+    def _take_answer(self, line: Answered) -> None:
         if isinstance(line.body, Rejection):
-            self._hear_refusal(line.body)
+            self._take_rejection(line.body)
             return
         if line.id == 0:
-            self._hear_abort(line.body)
+            self._take_abort(line.body)
             return
         again = None
         with self._changed:
-            self._note(line.body)
+            self._remember(line.body)
             if line.id == self._welcome_id and not self._is_welcome:
                 self._is_welcome = True
                 again = self._request if self._request and self._request.id != line.id else None
@@ -315,21 +310,21 @@ class CoordinatorClient:
         if again:
             self._send(again)
 
-    def _hear_refusal(self, refusal: Rejection) -> None:
+    def _take_rejection(self, refusal: Rejection) -> None:
         with self._changed:
             self._refusal = refusal
             self._changed.notify_all()
         if self.on_refusal and refusal.reason == "fenced":
             self.on_refusal(refusal.message)
 
-    def _hear_abort(self, body: Answer) -> None:
+    def _take_abort(self, body: Answer) -> None:
         if isinstance(body, RoundResult):
             self._aborted_round = max(self._aborted_round, body.round)
             if self.on_abort:
                 self.on_abort(body.round)
 
-    def _note(self, body: Answer) -> None:
-        """Keep what a coordinator that is restarted will want to know."""
+    def _remember(self, body: Answer) -> None:
+        """Keep what a restarted coordinator will need."""
         assert self._hello
         if isinstance(body, Welcome):
             self._store_address = body.store
@@ -356,79 +351,69 @@ class CoordinatorClient:
                 connection.shutdown(socket.SHUT_RDWR)
             connection.close()
 
-    # --- the heartbeat
-
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while True:
             with self._changed:
                 if self._changed.wait_for(self._has_ended, timeout=self._beat_every_s):
                     return
                 is_welcome = self._is_welcome
             if is_welcome:
-                self._send(Numbered(id=0, body=self._pulse))
+                self._send(Numbered(id=0, body=self._heartbeat))
 
     def _has_ended(self) -> bool:
         return self._is_closed or self._refusal is not None
 
 
-# How a rank gets on, told with its heartbeats: what it does, and how long its steps take.
-
-_NUM_STEP_TIMES = 50
-
-
 class HeartbeatSink(Protocol):
-    """What carries a pulse: `trainer.coordination.client.CoordinatorClient`."""
+    """Where progress is reported: a `CoordinatorClient`, or a recorder in tests."""
 
     def progress(
         self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
     ) -> None:
-        """Something got done."""
+        """Report that something got done."""
 
 
 class HeartbeatReporter:
-    """Times steps for a heart; without one it does nothing."""
+    """Times steps and reports progress to a sink; without one it does nothing."""
 
     def __init__(
-        self, heart: HeartbeatSink | None = None, clock: Callable[[], float] = time.perf_counter
+        self, sink: HeartbeatSink | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self._heart = heart
+        self._sink = sink
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._began_at = 0.0
-        # Seconds of a step, reading included, in which this rank waits for no other.
+        # Seconds of a step, reading included, without waiting for other ranks.
         self.local_s = 0.0
 
     def begin_step(self) -> None:
-        """A training step begins: its batch is there, and it waits for no other group."""
+        """A training step begins: its batch is there."""
         self._began_at = self._clock()
 
     def end_step(self, step: int) -> None:
-        """It is done."""
-        if self._heart is None:
+        """The step is done."""
+        if self._sink is None:
             return
         self._times_s.append(self._clock() - self._began_at)
-        self._heart.progress("train", step, median(self._times_s), self.local_s)
+        self._sink.progress("train", step, median(self._times_s), self.local_s)
 
     def enter(self, phase: str, step: int) -> None:
-        """Something other than training begins, or gets on."""
-        if self._heart is None:
+        """Another phase than training begins, or makes progress."""
+        if self._sink is None:
             return
         step_time_s = median(self._times_s) if self._times_s else 0.0
-        self._heart.progress(phase, step, step_time_s, self.local_s)
-
-
-# A worker of the domain `job`: its heartbeats to the driver, which looks for hangs.
-
-_EXIT_DROPPED = 70
+        self._sink.progress(phase, step, step_time_s, self.local_s)
 
 
 @contextmanager
 def report_heartbeats(config: WorkerConfig, host: str | None) -> Iterator[HeartbeatReporter]:
-    """The pulse of this rank, heard by the driver where that listens."""
+    """Send this rank's heartbeats to the driver, if that listens."""
     if config.watch_address is None:
         yield HeartbeatReporter()
         return
     address: str = config.watch_address
+    import torch.distributed as dist
+
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     identity = Identity(0, config.run_index, rank, num_ranks, host or "localhost")
     member = CoordinatorClient(identity, lambda: address, WATCH_SILENCE_S / 6)
@@ -442,8 +427,8 @@ def report_heartbeats(config: WorkerConfig, host: str | None) -> Iterator[Heartb
 
 
 def end_process(message: str) -> None:
-    """End this worker at once, since it does not count any more; for `Member.on_refusal`."""
-    # The main thread may hang for good; without this process its peers get an error at once.
+    """End this worker, which was given up; for `CoordinatorClient.on_refusal`."""
+    # The main thread may hang for good; when the process ends its peers get an error at once.
     logger.error("this worker is given up: %s", message)
     sys.stderr.flush()
     os._exit(_EXIT_DROPPED)

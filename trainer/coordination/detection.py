@@ -1,11 +1,8 @@
-"""Hangs, stragglers, diverging losses, bad hosts; pure.
-
-What is wrong: pure policies for hangs, stragglers, losses that leave the rails, bad hosts, OOM.
+"""Failure detection: hangs, stragglers, diverging losses, bad hosts; pure policies.
 
 Each policy takes observations and the time, in seconds of any steady clock, and returns decisions;
-none reads a clock or acts. What they know belongs to one attempt and, for ranks, to one life of
-their group (its incarnation): make new ones for an attempt, and what an earlier life did is dropped
-by the first word of a later one.
+none reads a clock or acts. State belongs to one attempt and, for ranks, to one incarnation of their
+group: the first observation of a later incarnation drops what is known of earlier ones.
 """
 
 from __future__ import annotations
@@ -19,6 +16,8 @@ from typing import Literal, NamedTuple
 
 from trainer.coordination.messages import Heartbeat
 
+_UNTIMED_FACTOR = 10
+
 
 class RankId(NamedTuple):
     """One rank in one life of its group; in the job domain all ranks are group 0."""
@@ -30,7 +29,7 @@ class RankId(NamedTuple):
 
 @dataclass(frozen=True)
 class HeartbeatSample:
-    """What a rank says of itself in a heartbeat.
+    """The progress of a rank, from a heartbeat.
 
     `progress` counts what its main thread got done; `step_time_s` is the median time of its newest
     steps without waiting for peers, 0 where it is not known.
@@ -78,10 +77,15 @@ class HangDetector:
         self._watched: dict[RankId, _Watched] = {}
 
     def observe(self, rank: RankId, pulse: HeartbeatSample, now: float) -> None:
-        """Take in a heartbeat. A later life of a group makes all of its earlier ones forgotten."""
-        if _is_outlived(rank, self._watched):
+        """Apply a heartbeat; a later incarnation of a group drops earlier ones."""
+        incarnations = {
+            each: each.incarnation for each in self._watched if each.group == rank.group
+        }
+        if any(incarnation > rank.incarnation for incarnation in incarnations.values()):
             return
-        _forget_earlier(rank, self._watched)
+        for each, incarnation in incarnations.items():
+            if incarnation < rank.incarnation:
+                del self._watched[each]
         known = self._watched.get(rank)
         stands_still = known is not None and known.pulse.progress == pulse.progress
         since = known.since if known and stands_still else now
@@ -108,13 +112,10 @@ class HangDetector:
         first: dict[int, Hang] = {}
         for rank, watched in self._watched.items():
             hang = Hang(rank, watched.pulse.phase, now - watched.since)
-            if hang.idle_s > limit_s and hang.idle_s > _idle_s(first.get(rank.group)):
+            other = first.get(rank.group)
+            if hang.idle_s > limit_s and (other is None or hang.idle_s > other.idle_s):
                 first[rank.group] = hang
         return list(first.values())
-
-
-def _idle_s(hang: Hang | None) -> float:
-    return hang.idle_s if hang else 0.0
 
 
 @dataclass(frozen=True)
@@ -190,18 +191,14 @@ class StragglerDetector:
         self._slow_windows = {rank: self._slow_windows.get(rank, 0) + 1 for rank in slow}
         told = [r for r, count in self._slow_windows.items() if count == self._policy.num_windows]
         return [
-            Straggler(rank, hosts[rank], slowdown[rank], _is_whole_host(rank, slow, known, hosts))
+            Straggler(
+                rank,
+                hosts[rank],
+                slowdown[rank],
+                is_whole_host=all(each in slow for each in known if hosts[each] == hosts[rank]),
+            )
             for rank in sorted(told)
         ]
-
-
-def _is_whole_host(
-    rank: RankId,
-    slow: Collection[RankId],
-    known: Iterable[RankId],
-    hosts: Mapping[RankId, str],
-) -> bool:
-    return all(other in slow for other in known if hosts[other] == hosts[rank])
 
 
 LossAction = Literal["go_on", "skip", "fail"]
@@ -317,21 +314,6 @@ class HostRecord:
         return frozenset(host for host, until in self._until.items() if now < until)
 
 
-def _is_outlived(rank: RankId, known: Iterable[RankId]) -> bool:
-    return any(k.group == rank.group and k.incarnation > rank.incarnation for k in known)
-
-
-def _forget_earlier(rank: RankId, known: dict[RankId, _Watched]) -> None:
-    earlier = [k for k in known if k.group == rank.group and k.incarnation < rank.incarnation]
-    for each in earlier:
-        del known[each]
-
-
-# Which ranks are silent, stand still or are slow, by what they say of themselves.
-
-_UNTIMED_FACTOR = 10
-
-
 class HeartbeatMonitor:
     """Heartbeats of all ranks. Times are seconds of the clock of `now`."""
 
@@ -349,11 +331,11 @@ class HeartbeatMonitor:
         self._looked_at: float | None = None
 
     def hear(self, rank: RankId, now: float) -> None:
-        """A rank said something."""
+        """Note a message of a rank."""
         self._heard_at[rank] = now
 
     def beat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
-        """A rank said how it gets on."""
+        """Apply a heartbeat of a rank."""
         self.hear(rank, now)
         known = self._pulses.get(rank)
         if known is None or known.progress != heartbeat.progress:
@@ -376,7 +358,7 @@ class HeartbeatMonitor:
             known.pop(rank, None)
 
     def pulse(self, rank: RankId) -> Heartbeat | None:
-        """What a rank said last."""
+        """The newest heartbeat of a rank."""
         return self._pulses.get(rank)
 
     def idle_s(self, rank: RankId, now: float) -> float:
@@ -384,7 +366,7 @@ class HeartbeatMonitor:
         return now - self._moved_at.get(rank, now)
 
     def wake(self, now: float) -> float:
-        """Look at the clock; the time that this process slept, which is nobody's silence."""
+        """Correct for a pause of this process itself, and return its seconds."""
         slept_s = now - self._looked_at if self._looked_at is not None else 0.0
         self._looked_at = now
         if slept_s <= self._silence_s / 2:
@@ -394,7 +376,7 @@ class HeartbeatMonitor:
         return slept_s
 
     def silent(self, now: float) -> list[RankId]:
-        """Ranks that said nothing for too long."""
+        """Ranks without a message for too long."""
         return [rank for rank, at in self._heard_at.items() if now - at > self._silence_s]
 
     def hangs(self, now: float, waiting: Collection[RankId]) -> list[Hang]:
@@ -406,7 +388,7 @@ class HeartbeatMonitor:
         return [hang for hang in found if hang.phase == "train" or hang.idle_s > self._untimed_s]
 
     def stragglers(self, hosts: Mapping[RankId, str], now: float) -> list[Straggler]:
-        """Ranks among those in `hosts` that are persistently slow; looked for once per window."""
+        """Ranks among those in `hosts` that are persistently slow; checked once per window."""
         if self._window_ends is None:
             self._window_ends = now + self._window_s
         if now < self._window_ends:

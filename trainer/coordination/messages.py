@@ -1,10 +1,9 @@
-"""How patient the coordinator is, and what it does about what it finds.
+"""Messages between ranks and the coordinator: JSON lines over TCP, as pure data.
 
 A *round* is one try at a sync: the coordinator answers every rank's `Arrive` with the same `Round`
-once each live group has arrived, the ranks average in buffers and `Vote`, and the `Verdict` says
-whether all of them did. Only then is anything applied; the `Ledger` that comes with it is what all
-committed syncs add up to, and every rank keeps the newest one, so that a coordinator which was
-restarted can be told.
+once each live group has arrived, the ranks average in buffers and `Vote`, and the `RoundResult`
+says whether all of them did. Only then is anything applied. The `Ledger` that comes with it sums
+up all committed syncs; every rank keeps the newest, for a coordinator that was restarted.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 WATCH_SILENCE_S = 30.0
-"""In the domain `job` only its peers wait for a silent worker, so a busy machine gets time."""
-
-# What ranks and the coordinator tell each other: JSON lines over TCP, as pure data.
+"""Longest silence of a worker in the domain `job`, where only its peers wait for it."""
 
 Count = Annotated[int, Field(ge=0)]
 # Copies trained on rows of weight 0 alone must become equal again: decay and moments moved them.

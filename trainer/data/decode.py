@@ -89,7 +89,7 @@ class RowLayout:
 
 
 def layout_of(spec: JobSpec) -> RowLayout:
-    """Columns that a spec reads; its tables must have been through `resolve_tables`.
+    """Columns that a spec reads; its tables must have been through `size_tables`.
 
     Raises a `DataError` for a vocabulary that cannot be read, or is larger than its table.
     """

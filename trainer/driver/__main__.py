@@ -9,7 +9,7 @@ from trainer.driver.main import main
 
 if __name__ == "__main__":
     code = main()
-    # Threads of Ray and of libraries must not keep an ended driver alive.
+    # Non-daemon threads of Ray and of libraries must not keep the process alive.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

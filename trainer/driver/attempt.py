@@ -1,9 +1,7 @@
-"""Secrets of a job on their way from the service to the environment of its processes.
+"""An attempt as its driver knows it: context, secrets, and restarts of the workers.
 
-The driver fetches them with its attempt's own token and hands them to the workers inside of what
-Ray pickles for them, in an object that never shows its values: not in Ray's dashboard, which shows
-what a Train run is configured with, and not in a log. They are in no file and in no runtime
-environment.
+Secrets are fetched with the attempt's own token and handed to the workers within what Ray pickles,
+in an object that never shows its values. They are in no file, no log and no runtime environment.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import json
 import logging
 import ssl
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -32,10 +30,12 @@ logger = logging.getLogger(__name__)
 # As long as a service may take to be restarted somewhere else.
 PATIENCE_S = 600.0
 _RETRY_S = 2.0
+# After a run this long the next failure counts as the first in a row.
+_LONG_RUN_S = 120.0
 
 
 class SecretsUnavailable(Exception):
-    """The secrets of a job could not be had; `failure` says why the attempt ends."""
+    """The secrets of a job are not available; `failure` ends the attempt."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -43,7 +43,7 @@ class SecretsUnavailable(Exception):
 
 
 def secret_names(path: Path) -> list[str]:
-    """Names of the secrets that a job has, from the file that the service left; none without."""
+    """Names of the job's secrets, from the file that the service wrote; none without a file."""
     try:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -58,7 +58,7 @@ def fetch_secrets(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> SecretEnv:
-    """Secrets at a URL of the service; raises `SecretsUnavailable` if refused, or away for long."""
+    """Fetch secrets from a URL of the service; raises `SecretsUnavailable`."""
     give_up_at = clock() + patience_s
     while True:
         try:
@@ -77,21 +77,14 @@ def fetch_secrets(
         wait(_RETRY_S)
 
 
-# What a driver knows of its attempt, and how its workers live and are started again.
-
-# A life this long proves that the workers can live: the next failure is no repetition.
-_LONG_LIFE_S = 120.0
-
-
 @dataclass(frozen=True)
 class DriverContext:
     """What the control plane tells a driver, by environment variables.
 
-    After one of the reasons in `end_on` the attempt ends, because the next one is another: workers
-    that start again in this one would only run into it again. No worker is placed on a host in
-    `avoided_hosts` before its time (Unix seconds), if there is room elsewhere. `token` lets the
-    driver speak for its attempt, `ca_file` says whose certificates the service may have. A cluster
-    that grows by itself grows to room for `cluster_max_workers`; None for one that does not.
+    A failure in `end_on` ends the attempt without restarts, as the next attempt will differ. No
+    worker is placed on a host in `avoided_hosts` before its time (Unix seconds), if there is room
+    elsewhere. `token` authenticates the attempt to the service, `ca_file` verifies the service. An
+    autoscaling cluster has room for `cluster_max_workers` at most; None for a fixed cluster.
     """
 
     job_id: str
@@ -116,17 +109,21 @@ class DriverContext:
             service_url=env.get("SHARDLOOM_SERVICE_URL"),
             max_worker_failures=int(env.get("SHARDLOOM_MAX_WORKER_FAILURES", "0")),
             end_on=frozenset(env.get("SHARDLOOM_END_ON", "").split()),
-            avoided_hosts=tuple(_avoided(env.get("SHARDLOOM_AVOIDED_HOSTS", ""))),
+            avoided_hosts=tuple(
+                (host, float(until))
+                for each in env.get("SHARDLOOM_AVOIDED_HOSTS", "").split()
+                for host, _, until in [each.rpartition("=")]
+            ),
             token=env.get("SHARDLOOM_ATTEMPT_TOKEN", ""),
             ca_file=env.get("SHARDLOOM_CA_FILE"),
             cluster_max_workers=int(env.get("SHARDLOOM_CLUSTER_MAX_WORKERS", "0")) or None,
         )
 
     def connect(self, timeout_s: float) -> httpx.Client:
-        """A client that speaks to the service for this attempt."""
+        """An HTTP client of the service with the attempt's token."""
         headers = {"Authorization": f"Bearer {self.token}"} if self.token else {}
         verify = ssl.create_default_context(cafile=self.ca_file) if self.ca_file else True
-        # The service is near; a proxy of the cluster's environment is for the world outside.
+        # No proxy of the environment: the service is in the same network.
         return httpx.Client(headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
 
     @property
@@ -141,25 +138,18 @@ class DriverContext:
 
     @property
     def is_pause_wanted(self) -> bool:
-        """Whether the attempt shall save and end; storage that is away for a moment says no."""
+        """Whether the attempt shall save and end; False while storage fails."""
         try:
             return self.files.pause_request_path.exists()
         except OSError:
             return False
 
 
-def _avoided(text: str) -> Iterator[tuple[str, float]]:
-    """Hosts and until when, from `HOST=SECONDS HOST=SECONDS`."""
-    for each in text.split():
-        host, _, until = each.rpartition("=")
-        yield host, float(until)
-
-
 @dataclass(frozen=True)
 class Attempt:
     """An attempt whose spec has its tables and its layout resolved.
 
-    `room` is there where the cluster grows by itself.
+    `room` manages capacity requests where the cluster is autoscaled.
     """
 
     context: DriverContext
@@ -169,16 +159,9 @@ class Attempt:
     room: CapacityManager | None = None
 
     def config(self, run_index: int, group: GroupConfig | None = None) -> WorkerConfig:
-        """What the workers of life `run_index` are given."""
-        context = self.context
-        return WorkerConfig(
-            self.spec,
-            context.run_dir,
-            context.attempt_id,
-            run_index,
-            group,
-            secrets=context.secrets,
-        )
+        """Configuration of the workers of run `run_index`."""
+        c = self.context
+        return WorkerConfig(self.spec, c.run_dir, c.attempt_id, run_index, group, secrets=c.secrets)
 
     def with_workers(self, num_workers: int) -> Attempt:
         """The same attempt with a fixed number of workers, a multiple of L."""
@@ -193,7 +176,7 @@ class Restart:
 PAUSED = Failure(failures.PAUSED, "saved and stopped on request")
 PAUSED_EARLY = Failure(failures.PAUSED, "stopped on request while no workers trained")
 Outcome = Failure | Restart | None
-"""How a life of the workers ended; None when training is complete."""
+"""How a run of the workers ended; None when training is complete."""
 
 
 def run_with_restarts(
@@ -202,10 +185,10 @@ def run_with_restarts(
     wait: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Failure | None:
-    """Let the workers live again and again, while it helps and the budget allows.
+    """Run the workers again and again, while it helps and the retry budget allows.
 
-    `live` runs the life of the given index; each starts from the newest checkpoint. Returns None
-    when training is complete.
+    `live` runs the workers with the given run index, from the newest checkpoint. Returns None when
+    training is complete.
     """
     num_paid = num_in_a_row = 0
     for run_index in itertools.count():
@@ -216,27 +199,22 @@ def run_with_restarts(
         if outcome is None:
             return None
         num_paid += failures.is_paid(outcome)
-        num_in_a_row = 1 if clock() - began > _LONG_LIFE_S else num_in_a_row + 1
+        num_in_a_row = 1 if clock() - began > _LONG_RUN_S else num_in_a_row + 1
         budget = attempt.context.max_worker_failures
         will_restart = failures.should_restart(outcome, num_paid, budget)
         will_restart &= outcome.reason not in attempt.context.end_on
-        _tell(attempt.writer, run_index, outcome, will_restart)
+        if outcome.reason in failures.RESTARTABLE:
+            attempt.writer.write(
+                events.WorkersLost(
+                    time=time.time(),
+                    run_index=run_index,
+                    reason=outcome.reason,
+                    message=outcome.message,
+                    will_restart=will_restart,
+                    evidence=dict(outcome.evidence),
+                )
+            )
         if not will_restart:
             return outcome
         wait(failures.restart_delay_s(num_in_a_row))
     raise AssertionError("counting does not end")
-
-
-def _tell(writer: EventWriter, run_index: int, failure: Failure, will_restart: bool) -> None:
-    if failure.reason not in failures.RESTARTABLE:
-        return
-    writer.write(
-        events.WorkersLost(
-            time=time.time(),
-            run_index=run_index,
-            reason=failure.reason,
-            message=failure.message,
-            will_restart=will_restart,
-            evidence=dict(failure.evidence),
-        )
-    )

@@ -1,15 +1,14 @@
-"""What a job asks Ray's autoscaler for: pure decisions over what it wants and what it has asked.
+"""Capacity requests to Ray's autoscaler, as placement groups, and the room that they reserve.
 
-A *wish* is room for one gang of workers that start together: a sharding group, so that the cluster
-grows by as many groups as it can and not by all or none. An *ask* is a wish that the autoscaler
-has, and that holds the room once there is some, so that a host which was added for this job
-neither leaves as idle nor goes to another job before the workers are started on it. Room that is
-held counts as free for the job, and is let go just before its workers take it.
+A `CapacityRequest` is room for one gang of workers that start together: a sharding group, so that
+the cluster grows by as many groups as it can and not by all or none. A `PendingCapacity` is a
+request that was sent; it reserves the room once there is some, so that a new host neither leaves as
+idle nor goes to another job before the workers are started on it. Reserved room counts as free for
+the job, and is released just before its workers take it.
 
 A placement group that waits is demand which every autoscaler of Ray knows (v1, v2, KubeRay's), and
 each job has its own: `ray.autoscaler.sdk.request_resources` keeps one list for the whole cluster,
-which the next caller overwrites, and Ray Train is one. A group that was placed holds the room. Ray
-removes the groups of a driver that ends, however it ends.
+which the next caller (Ray Train is one) overwrites. Ray removes the groups of a driver that ends.
 """
 
 from __future__ import annotations
@@ -25,8 +24,18 @@ from typing import Any, Protocol
 from trainer.driver.cluster import Host
 from trainer.protocol import events
 
-# The autoscaler goes through all that is asked at each look; what is more follows when this came.
+logger = logging.getLogger(__name__)
+# The autoscaler goes through all requests at each update; further ones follow later.
 MAX_ASKS = 64
+_NODE_ID_LABEL = "ray.io/node-id"
+_PLACED = "CREATED"
+# GCS answers one driver after another, and each polls several times a second.
+_FRESH_S = 2.0
+# A minimal reservation, of what every node has.
+_FOOTHOLD = {"memory": 2.0**20}
+# Far above what workers need until they have their room.
+_KEEP_S = 300.0
+_SETTLE_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class CapacityRequest:
 
 @dataclass(frozen=True)
 class PendingCapacity:
-    """A wish that was asked for; `node_ids` has the node of each worker once there is room."""
+    """A request that was sent; `node_ids` has the node of each worker once there is room."""
 
     id: str
     wish: CapacityRequest
@@ -57,7 +66,7 @@ class PendingCapacity:
 
 @dataclass(frozen=True)
 class CapacityChange:
-    """How the asks change: those with an id in `withdrawn` go, each of `wishes` is asked for."""
+    """Changes of the pending requests: ids to withdraw, and new requests."""
 
     withdrawn: tuple[str, ...] = ()
     wishes: tuple[CapacityRequest, ...] = ()
@@ -65,10 +74,7 @@ class CapacityChange:
 
 @dataclass(frozen=True)
 class CapacityDemand:
-    """What a job wants beyond what it has room for: `wishes`, to get from `has` to `wants` workers.
-
-    With fewer than `least` it waits.
-    """
+    """What a job lacks: `wishes`, to get from `has` to `wants` workers; it waits below `least`."""
 
     has: int
     wants: int
@@ -84,14 +90,13 @@ class CapacityDemand:
 def revise(
     wanted: Sequence[CapacityRequest], asks: Iterable[PendingCapacity], addresses: dict[str, str]
 ) -> CapacityChange:
-    """From what was asked to what is wanted; `addresses` are those of the live nodes, by id.
+    """The change from pending to wanted requests; `addresses` are those of the live nodes, by id.
 
-    An ask that holds room stays while it is of use: one for the same gang whose hosts are not to
-    be avoided. One that waits must be for the very same.
+    One that reserves room stays while a wanted gang of that size may use its hosts; one that waits
+    must be for the very same.
     """
     missing = Counter(wanted[:MAX_ASKS])
     withdrawn: list[str] = []
-    # What holds room already is worth more than what waits.
     for ask in sorted(asks, key=lambda ask: not ask.holds_room):
         match = next((wish for wish in missing if _serves(ask, wish, addresses)), None)
         if match is None:
@@ -111,7 +116,7 @@ def _serves(ask: PendingCapacity, wish: CapacityRequest, addresses: dict[str, st
 
 
 def with_held(hosts: Sequence[Host], asks: Iterable[PendingCapacity]) -> list[Host]:
-    """The hosts with the room that is held for this job counted as free."""
+    """The hosts with the room that is reserved for this job counted as free."""
     held = Counter(node_id for ask in asks for node_id in ask.node_ids)
     return [
         replace(host, num_free=min(host.num_free + held[host.node_id], host.num_slots))
@@ -120,7 +125,7 @@ def with_held(hosts: Sequence[Host], asks: Iterable[PendingCapacity]) -> list[Ho
 
 
 def holding_on(asks: Iterable[PendingCapacity], node_ids: Iterable[str]) -> tuple[str, ...]:
-    """Ids of the asks that hold room on one of these nodes."""
+    """Ids of the pending requests that reserve room on one of these nodes."""
     wanted = set(node_ids)
     return tuple(ask.id for ask in asks if wanted & set(ask.node_ids))
 
@@ -141,20 +146,10 @@ def hosts_to_come(hosts: Sequence[Host], max_workers: int) -> list[Host]:
     return [*hosts, *more]
 
 
-# Asks Ray's autoscaler for room, by placement groups.
-
-_NODE_ID_LABEL = "ray.io/node-id"
-_PLACED = "CREATED"
-# GCS answers one driver after another, and each looks several times a second.
-_FRESH_S = 2.0
-# Next to nothing of what every node has.
-_FOOTHOLD = {"memory": 2.0**20}
-
-
 class RayAutoscaler:
-    """The autoscaler of the cluster that this process is connected to (an `Autoscaler`).
+    """The autoscaler of the cluster that this process is connected to.
 
-    `demand` are the Ray resources of one worker. What became of an ask is known within seconds.
+    `demand` are the Ray resources of one worker. No call waits for room.
     """
 
     def __init__(
@@ -168,8 +163,8 @@ class RayAutoscaler:
         self._footholds: dict[str, Any] = {}
 
     def asks(self) -> list[PendingCapacity]:
-        """What was asked for and not withdrawn."""
-        groups = self.items()
+        """Requests that were sent and not withdrawn; their state is some seconds old at most."""
+        groups = list(self._groups.items())
         if groups and self._clock() - self._read_at >= _FRESH_S:
             from ray.util.placement_group import placement_group_table
 
@@ -178,12 +173,8 @@ class RayAutoscaler:
             self._read_at = self._clock()
         return [ask_of(each, wish, self._table.get(each, {})) for each, (wish, _) in groups]
 
-    def items(self) -> list[tuple[str, tuple[CapacityRequest, Any]]]:
-        """Id, wish and handle of each placement group."""
-        return list(self._groups.items())
-
     def ask(self, wish: CapacityRequest, node_ids: Collection[str]) -> None:
-        """Ask for a wish outside the nodes in `node_ids`; does not wait."""
+        """Send a request for room outside the nodes in `node_ids`."""
         from ray.util.placement_group import placement_group
 
         bundles = bundles_of(wish, self._demand)
@@ -196,7 +187,7 @@ class RayAutoscaler:
         self._groups[group.id.hex()] = wish, group
 
     def keep(self, node_id: str) -> str:
-        """Take next to nothing on a node, so that it is not idle; the id to withdraw."""
+        """Reserve next to nothing on a node, so that it is not idle; the id to withdraw."""
         from ray.util.placement_group import placement_group
 
         there = [{_NODE_ID_LABEL: node_id}]
@@ -205,7 +196,7 @@ class RayAutoscaler:
         return str(group.id.hex())
 
     def withdraw(self, ask_id: str) -> None:
-        """Remove a placement group, known or not; does not wait."""
+        """Remove a placement group, known or not."""
         from ray.util.placement_group import remove_placement_group
 
         _, group = self._groups.pop(ask_id, (None, self._footholds.pop(ask_id, None)))
@@ -214,14 +205,14 @@ class RayAutoscaler:
 
 
 def bundles_of(wish: CapacityRequest, demand: Mapping[str, float]) -> list[dict[str, float]]:
-    """The bundles of a wish: one for each worker, or a single one that no two hosts can share."""
+    """The bundles of a request: one for each worker, or a single one that needs one host."""
     if wish.on_one_host:
         return [{name: amount * wish.num_workers for name, amount in demand.items()}]
     return [dict(demand) for _ in range(wish.num_workers)]
 
 
 def ask_of(ask_id: str, wish: CapacityRequest, row: Mapping[str, Any]) -> PendingCapacity:
-    """An ask as Ray's table of placement groups has it."""
+    """The state of a request in Ray's table of placement groups."""
     if row.get("state") != _PLACED:
         return PendingCapacity(ask_id, wish)
     placed = row["bundles_to_node_id"]
@@ -231,35 +222,27 @@ def ask_of(ask_id: str, wish: CapacityRequest, row: Mapping[str, Any]) -> Pendin
     )
 
 
-# What one job has asked the autoscaler of its cluster for, kept in step with what it wants.
-
-logger = logging.getLogger(__name__)
-# Far above what workers need until they have their room.
-_KEEP_S = 300.0
-_SETTLE_S = 10.0
-
-
 class Autoscaler(Protocol):
-    """Takes wishes and holds the room that comes; no call waits for room."""
+    """Port of `CapacityManager`: `RayAutoscaler`, or a scripted one in tests."""
 
     def asks(self) -> list[PendingCapacity]:
-        """What it was asked for and not told to forget."""
+        """Requests that were not withdrawn."""
 
     def ask(self, wish: CapacityRequest, node_ids: Collection[str]) -> None:
-        """Ask for a wish, which none of the nodes in `node_ids` can fulfil."""
+        """Request room outside the nodes in `node_ids`."""
 
     def withdraw(self, ask_id: str) -> None:
-        """Forget an ask, and let go of the room that it holds; or let a kept node go."""
+        """Drop a request with the room that it reserves, or a kept node."""
 
     def keep(self, node_id: str) -> str:
-        """Keep a node from leaving as idle, without taking room on it; the id to withdraw."""
+        """Keep a node from leaving as idle; the id to withdraw."""
 
 
 @dataclass
 class CapacityManager:
-    """The asks of one job. `read_free_hosts` gives live hosts by what is free for anybody.
+    """The capacity requests of one job, kept in step with its demand; thread-safe.
 
-    The lives of a job may ask from several threads.
+    `read_free_hosts` gives live hosts with the room that is free for any job.
     """
 
     autoscaler: Autoscaler
@@ -272,16 +255,13 @@ class CapacityManager:
     _lock: threading.RLock = field(default_factory=threading.RLock, init=False)
 
     def read_hosts(self) -> list[Host]:
-        """Live hosts by what is free for this job: what is held for it, too."""
-        # In this order: what is placed between the two looks is seen by neither, not by both.
+        """Live hosts with what is free for this job, its reservations included."""
+        # In this order, so that what is placed in between is not counted twice.
         asks = self.autoscaler.asks()
         return with_held(self.read_free_hosts(), asks)
 
     def seek(self, need: CapacityDemand, hosts: Sequence[Host]) -> None:
-        """Ask for what is needed, and for nothing else any more.
-
-        `need` counts no room that is held already; `hosts` are the live ones.
-        """
+        """Request exactly what is needed; `need` counts no reserved room, `hosts` are live."""
         with self._lock:
             self._let_go(hosts)
             addresses = {host.node_id: host.address for host in hosts}
@@ -296,40 +276,37 @@ class CapacityManager:
             self._tell(need, sum(len(ask.node_ids) for ask in kept))
 
     def give(self, node_ids: Sequence[str]) -> None:
-        """Let go of what is held on these nodes, or anywhere if there are none: it is taken now.
+        """Release reservations on these nodes, by default on all, for workers that start now.
 
-        The workers may need longer than an idle node stays, so the nodes are kept meanwhile.
+        They may need longer than an idle node stays, so the nodes are kept meanwhile.
         """
         with self._lock:
             held = [ask for ask in self.autoscaler.asks() if ask.holds_room]
             ids = holding_on(held, node_ids or [each for ask in held for each in ask.node_ids])
             for ask in held:
                 if ask.id in ids:
-                    self._keep(ask.node_ids)
+                    for node_id in set(ask.node_ids) - set(self._kept):
+                        self._kept[node_id] = self.autoscaler.keep(node_id), self.clock()
                     self.autoscaler.withdraw(ask.id)
 
-    def _keep(self, node_ids: Sequence[str]) -> None:
-        for node_id in set(node_ids) - set(self._kept):
-            self._kept[node_id] = self.autoscaler.keep(node_id), self.clock()
-
     def _let_go(self, hosts: Sequence[Host]) -> None:
-        """Keep those nodes no longer that are in use or gone, or that nobody came to."""
+        """Stop keeping nodes that are in use or gone, or that were kept for too long."""
         live = {host.node_id for host in hosts}
         used = {host.node_id for host in hosts if host.num_free < host.num_slots}
         for node_id, (ask_id, since) in list(self._kept.items()):
             age_s = self.clock() - since
-            # For a moment the cluster counts room as used that was just let go of.
+            # Room that was just released counts as used for a moment.
             is_used = node_id in used and age_s > _SETTLE_S
             if is_used or node_id not in live or age_s > _KEEP_S:
                 del self._kept[node_id]
                 self.autoscaler.withdraw(ask_id)
 
     def close(self) -> None:
-        """Ask for nothing any more."""
+        """Withdraw all requests."""
         self.seek(CapacityDemand(0, 0), ())
 
     def _tell(self, need: CapacityDemand, num_held: int) -> None:
-        """Say so when more is wanted, or more of it is missing, than was said last."""
+        """Report when more is wanted, or missing, than was reported last."""
         wants, num_missing = need.wants, max(0, need.wants - need.has - num_held)
         told_wants, told_missing = self._told
         if num_missing and (wants > told_wants or num_missing > told_missing):
@@ -341,5 +318,5 @@ class CapacityManager:
                 resources_per_worker=dict(self.demand),
             )
             self.write(told)
-            logger.info("asked the autoscaler for room: %s", told)
+            logger.info("requested capacity of the autoscaler: %s", told)
         self._told = wants, num_missing

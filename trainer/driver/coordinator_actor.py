@@ -1,4 +1,4 @@
-"""The coordinator as a Ray actor on the driver's node, and the driver's hand on it."""
+"""The coordinator as a Ray actor on the driver's node, and the driver's handle of it."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class RayCoordinator:
         ray.get(self._actor.address.remote(), timeout=_START_S)
 
     def status(self) -> CoordinatorStatus | None:
-        """Everything it knows; None, which means nothing, when it did not answer."""
+        """Everything it knows; None when it did not answer."""
         import ray
         from ray.exceptions import RayError
 
@@ -103,7 +103,7 @@ class RayCoordinator:
         self._actor.retire.remote(group, cause)
 
     def drop(self, group: int, incarnation: int, reason: str) -> None:
-        """This life of a group is lost."""
+        """Report that this incarnation of a group is lost."""
         self._actor.drop.remote(group, reason, incarnation)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Which sharding group belongs on which host, and when to start or retire one: pure decisions.
+"""Placement of sharding groups on hosts, and when to start or retire one: pure decisions.
 
 Groups are kept on hosts of their own, because a lost host then takes one copy of the tables with it
 and not two. A group that must move is started elsewhere under another number first, and retired

@@ -1,13 +1,12 @@
-"""Losses of groups within one life of a job: backoff, the job's own faults, and bad hosts.
+"""The failure domain `replica_group`: keeps the sharding groups of a job alive, each by itself.
 
-Every group is a TorchTrainer of its own in a thread of the driver; what joins them is a coordinator
-(`trainer.elastic.coordinator.server`), which also says who trains. The supervisor compares what is
-there with what the job wants, starts what is missing and lets go of what is too much; which group
-belongs where is decided in `trainer.driver.group_placement`. A poll that is not answered means
-nothing.
+Every group is a TorchTrainer of its own in a thread of the driver; the groups meet at a coordinator
+(`trainer.elastic.coordinator.server`), which also knows who trains. The loop compares what is there
+with what the job wants, starts what is missing and retires what is too much; placement is decided
+in `trainer.driver.group_placement`. A poll without an answer means nothing.
 
-A life of the whole job ends when training is complete, when an error would only come back, or when
-no group is left that holds what was trained since the newest checkpoint.
+A run of all groups ends when training is complete, when an error would only recur, or when no group
+is left that holds what was trained since the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -43,16 +42,20 @@ from trainer.protocol import events, requests
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 from trainer.protocol.worker_config import GroupConfig
 
+logger = logging.getLogger(__name__)
+_KILL_AFTER_S = 2.0
+_LAST_WORDS_S = 10.0
 _WINDOW_S = 60.0
-# Where a group ran cannot be to blame for these.
+# Reasons that are never the host's fault.
 _NOT_OF_HOSTS = frozenset({failures.DIVERGED, failures.PREEMPTED})
 
 
 @dataclass
 class FailureTracker:
-    """What was lost so far. `max_suspicious` errors that may lie in the job itself are let pass.
+    """Failures of groups: backoff, excluded hosts, and errors of the job itself.
 
-    `last` is the newest failure; no group starts before `may_start_at`.
+    `max_suspicious` errors that may lie in the job itself are tolerated. `last` is the newest
+    failure; no group starts before `may_start_at`.
     """
 
     record: HostRecord
@@ -63,7 +66,7 @@ class FailureTracker:
     _times: deque[float] = field(default_factory=deque)
 
     def add(self, failure: Failure, hosts: Collection[str], now: float) -> list[Exclusion]:
-        """Count a lost group, which ran on `hosts`; those that are left out from now on."""
+        """Count a lost group, which ran on `hosts`; the hosts excluded from now on."""
         self.last = failure
         self._times.append(now)
         while self._times[0] < now - _WINDOW_S:
@@ -77,16 +80,13 @@ class FailureTracker:
         return [exclusion for exclusion in found if exclusion]
 
     def learn(self, failure: Failure) -> None:
-        """Take the last word of workers that were given up before: it may say more."""
+        """Combine with the failure of workers that were given up before."""
         self.last = failures.explain([failure, *([self.last] if self.last else [])])
 
     def is_fatal(self, failure: Failure) -> bool:
-        """Whether a group's own last word ends the job; counts it."""
+        """Count how a group's workers ended; whether that ends the job."""
         self._num_suspicious += failures.is_suspicious(failure)
         return not failures.should_replace(failure, self._num_suspicious, self.max_suspicious)
-
-
-# One life of one sharding group as the driver sees it, and the ports that a supervisor needs.
 
 
 class Coordinator(Protocol):
@@ -117,7 +117,7 @@ class Coordinator(Protocol):
 
 
 class Cluster(Protocol):
-    """Hosts, and a hand on their processes."""
+    """Hosts, and their processes."""
 
     def read_hosts(self) -> list[Host]:
         """Live hosts by address."""
@@ -128,7 +128,7 @@ class Cluster(Protocol):
 
 @dataclass
 class GroupRun:
-    """A life of a group: `hosts` has the host of each rank, `future` becomes how it ended.
+    """One incarnation of a group: `hosts` has the host of each rank, `future` how it ended.
 
     `pids` go by host, once the coordinator knows them; it `is_known` then. `was_current` stays true
     when the group was current once. `leave_cause` is why it was asked to leave, `lost_at` when it
@@ -154,18 +154,18 @@ class GroupRun:
 
     @property
     def name(self) -> str:
-        """How people are told of it."""
+        """Name in messages."""
         again = f", life {self.incarnation + 1}" if self.incarnation else ""
         return f"group {self.group} on {', '.join(sorted(set(self.hosts)))}{again}"
 
     @property
     def placed(self) -> PlacedGroup:
-        """As the policy wants to see it."""
+        """For the placement policy."""
         phase: GroupPhase = "training" if self.was_current else "starting"
         return PlacedGroup(self.group, self.hosts, "leaving" if self.is_leaving else phase)
 
     def take(self, status: GroupStatus) -> None:
-        """Learn what the coordinator knows of this life."""
+        """Apply what the coordinator knows of this incarnation."""
         self.is_known = True
         self.was_current |= status.standing == "current"
         self.is_leaving |= status.leave_cause is not None
@@ -179,19 +179,16 @@ def with_unseen_taken(hosts: Sequence[Host], runs: Iterable[GroupRun]) -> list[H
     return [replace(host, num_free=max(0, host.num_free - taken[host.address])) for host in hosts]
 
 
-# How long something has been lacking.
-
-
 @dataclass
 class ShortageTimer:
-    """Whether something has been lacking for `grace_s`; says so once."""
+    """Reports once that something has been lacking for `grace_s`."""
 
     grace_s: float
     _since: float | None = None
     _is_told: bool = False
 
     def lasts(self, is_short: bool, now: float) -> bool:
-        """Whether the time has come to tell."""
+        """Whether to report now."""
         if not is_short:
             self._since, self._is_told = None, False
             return False
@@ -201,16 +198,9 @@ class ShortageTimer:
         return is_due
 
 
-# The failure domain `replica_group`: keeps the sharding groups of a job alive, each by itself.
-
-logger = logging.getLogger(__name__)
-_KILL_AFTER_S = 2.0
-_LAST_WORDS_S = 10.0
-
-
 @dataclass(frozen=True)
 class RunnerConfig:
-    """What stays the same over all lives of an attempt's groups. Times are in seconds.
+    """What stays the same over all runs of an attempt's groups. Times are in seconds.
 
     `launch` starts the workers of one group, each of which runs `loop`; its result is their end.
     """
@@ -228,7 +218,7 @@ class RunnerConfig:
 
 @dataclass
 class GroupRunner:
-    """All lives of the groups of one attempt; what is known of hosts outlives each of them."""
+    """All runs of the groups of one attempt, with one record of hosts."""
 
     setting: RunnerConfig
     start_coordinator: Callable[[int], Coordinator]
@@ -241,7 +231,7 @@ class GroupRunner:
         )
 
     def live(self, run_index: int) -> Failure | None:
-        """One life of all groups, with a coordinator of its own."""
+        """Run all groups once, with a coordinator of its own."""
         coordinator = self.start_coordinator(run_index)
         life = GroupRunLoop(self.setting, coordinator, self._record, run_index)
         try:
@@ -255,14 +245,14 @@ class GroupRunner:
 
 @dataclass(frozen=True)
 class Ended:
-    """A life of the job is over; without `failure` training is complete."""
+    """The end of a run; without `failure` training is complete."""
 
     failure: Failure | None = None
 
 
 @dataclass
 class GroupRunLoop:
-    """One life of all groups: from the seed or a checkpoint until none is left, or all is done."""
+    """One run of all groups: from the seed or a checkpoint until none is left, or all is done."""
 
     setting: RunnerConfig
     coordinator: Coordinator
@@ -281,7 +271,7 @@ class GroupRunLoop:
             must_spread=parallelism.survive is not None,
         )
         self._requests = ResizeRequests(attempt.context.files)
-        self._casualties = FailureTracker(self.record, attempt.context.max_worker_failures)
+        self._failures = FailureTracker(self.record, attempt.context.max_worker_failures)
         self._zombies: list[GroupRun] = []
         self._next_incarnations: dict[int, int] = defaultdict(int)
         self._has_trained = self._has_finished = self._is_pausing = False
@@ -291,7 +281,7 @@ class GroupRunLoop:
         self._resize_cause = ""
 
     def tick(self) -> Ended | None:
-        """Look once and act; how the life ended, if it did. Raises `Evicted`."""
+        """Poll once and act; how the run ended, if it did. Raises `Evicted`."""
         status = self.coordinator.status()
         if status:
             self._take_status(status)
@@ -303,16 +293,16 @@ class GroupRunLoop:
         if failure:
             return Ended(failure)
         if self._is_nobody_left():
-            return self._last_words()
-        # A pause once seen ends the attempt: nobody tells the leader that it need not save.
+            return self._end_without_groups()
+        # A pause cannot be taken back: the leader may be saving already.
         if self._is_pausing or self.setting.attempt.context.is_pause_wanted:
             return self._pause()
-        return self._keep_up()
+        return self._reconcile()
 
     def _pause(self) -> Ended | None:
-        """Let the leader save for all; the life ends when it has. Nobody starts meanwhile."""
+        """Let the leader save for all, without new groups; the run ends when it has."""
         if self.setting.attempt.room:
-            # Whom the job makes way for may wait for that very room, and a save takes its time.
+            # The job that preempts this one may need that room; saving takes time.
             self.setting.attempt.room.close()
         if not self._has_trained:
             return Ended(PAUSED_EARLY)
@@ -324,7 +314,7 @@ class GroupRunLoop:
         return Ended(PAUSED) if requests.has_stopped(files, self.run_index) else None
 
     def _take_status(self, status: CoordinatorStatus) -> None:
-        """Learn from the coordinator who is there, and whom it lost or let go."""
+        """Apply which groups the coordinator has, lost or let go."""
         self._has_finished = status.has_finished
         for group in status.groups:
             run = self._run_of(group.group, group.incarnation)
@@ -332,7 +322,7 @@ class GroupRunLoop:
                 run.take(group)
                 self._has_trained |= run.was_current
                 if run.leave_cause and group.leave_cause is None:
-                    # A coordinator that was started again does not know of the wish.
+                    # A restarted coordinator does not know of it.
                     self.coordinator.retire(run.group, run.leave_cause)
         for departure in status.departures:
             run = self._run_of(departure.group, departure.incarnation)
@@ -346,37 +336,37 @@ class GroupRunLoop:
         return run if run and run.incarnation == incarnation else None
 
     def _take_ends(self) -> Failure | None:
-        """Bury the groups whose workers have ended; a failure among theirs that ends the job."""
+        """Remove groups whose workers have ended; a failure among them that ends the job."""
         fatal = None
         for run in [*self.runs.values(), *self._zombies]:
             if run.future.done():
-                fatal = self._bury(run, run.future.result()) or fatal
+                fatal = self._remove(run, run.future.result()) or fatal
             elif run.lost_at and self.setting.clock() - run.lost_at > _KILL_AFTER_S:
                 self._kill(run)
         return fatal
 
-    def _bury(self, run: GroupRun, failure: Failure | None) -> Failure | None:
-        """Take the last word of a group's workers; the failure if it ends the job."""
+    def _remove(self, run: GroupRun, failure: Failure | None) -> Failure | None:
+        """Remove a group whose workers have ended; the failure if it ends the job."""
         if failure and not run.lost_at and not self._has_finished:
             self._lose(run, failure)
         elif failure and run.lost_at:
-            self._casualties.learn(failure)
+            self._failures.learn(failure)
         self._zombies = [zombie for zombie in self._zombies if zombie is not run]
         if self.runs.get(run.group) is run:
             del self.runs[run.group]
         if failure is None or run.is_killed or self._has_finished:
             return None
         self._note("warning", f"{run.name} ended: {failure.reason}: {failure.message}")
-        return failure if self._casualties.is_fatal(failure) else None
+        return failure if self._failures.is_fatal(failure) else None
 
     def _lose(self, run: GroupRun, failure: Failure) -> None:
-        """Give a life of a group up. Workers that are still there are fenced, and killed soon."""
+        """Give up a group. Workers that are still there are fenced, and killed soon."""
         run.lost_at = self.setting.clock()
         del self.runs[run.group]
         self._zombies.append(run)
         self._resize_cause = failure.reason
         self.coordinator.drop(run.group, run.incarnation, failure.reason)
-        for exclusion in self._casualties.add(failure, run.hosts, run.lost_at):
+        for exclusion in self._failures.add(failure, run.hosts, run.lost_at):
             self._write(
                 events.HostExcluded(
                     time=time.time(),
@@ -387,7 +377,7 @@ class GroupRunLoop:
             )
 
     def _kill(self, run: GroupRun) -> None:
-        """SIGKILL the workers of a life that does not count any more, once."""
+        """SIGKILL the workers of a lost group, once."""
         if run.is_killed:
             return
         run.is_killed = True
@@ -403,21 +393,21 @@ class GroupRunLoop:
         """
         if self._has_trained:
             return not any(run.was_current for run in self.runs.values())
-        last = self._casualties.last
+        last = self._failures.last
         return last is not None and not self.runs and last.reason != failures.NO_ROOM
 
-    def _last_words(self) -> Ended | None:
-        """The end of a life with nobody left, once it is known what they died of, or not soon."""
+    def _end_without_groups(self) -> Ended | None:
+        """The end of a run without groups, once its cause is known or after `_LAST_WORDS_S`."""
         now = self.setting.clock()
         if any(now - (run.lost_at or now) < _LAST_WORDS_S for run in self._zombies):
             return None
-        last = self._casualties.last
+        last = self._failures.last
         last = last or Failure(failures.WORKERS_LOST, "all groups ended before the training")
         live_hosts = {host.address for host in self.setting.cluster.read_hosts()}
         return Ended(failures.with_lost_host(last, live_hosts))
 
-    def _keep_up(self) -> Ended | None:
-        """Start and retire groups, as the policy says; ends a life that has no room for any."""
+    def _reconcile(self) -> Ended | None:
+        """Start and retire groups by the policy; ends a run that has room for none."""
         request = self._requests.poll()
         actions = decide(self._policy, self._view(request, self.setting.cluster.read_hosts()))
         starts = [action for action in actions if isinstance(action, Start)]
@@ -428,13 +418,13 @@ class GroupRunLoop:
             self.coordinator.expect([start.group for start in starts])
         self._act(actions, request)
         self._seek_room(request)
-        self._tell_size(request, is_steady=not actions)
-        return self._mind_shortage()
+        self._report_size(request, is_steady=not actions)
+        return self._check_shortage()
 
     def _seek_room(self, request: ResizeRequest) -> None:
-        """Ask the autoscaler for what is missing; after a loss once it is known what is left."""
+        """Request missing room of the autoscaler; not directly after a loss."""
         room = self.setting.attempt.room
-        if room and self.setting.clock() >= self._casualties.may_start_at:
+        if room and self.setting.clock() >= self._failures.may_start_at:
             hosts = room.read_free_hosts()
             room.seek(need_of(self._policy, self._view(request, hosts)), hosts)
 
@@ -448,7 +438,7 @@ class GroupRunLoop:
             target=self._policy.target(wanted),
             drained=request.drain_hosts,
             excluded=self.record.excluded(now),
-            may_start=now >= self._casualties.may_start_at,
+            may_start=now >= self._failures.may_start_at,
         )
 
     def _act(self, actions: list[Action], request: ResizeRequest) -> None:
@@ -457,7 +447,7 @@ class GroupRunLoop:
                 self._start(action)
             elif self.runs[action.group].is_known:
                 self._retire(action, request)
-            # One that the coordinator does not know yet is told as soon as it does.
+            # A group that the coordinator does not know yet is retired later.
 
     def _start(self, start: Start) -> None:
         incarnation = self._next_incarnations[start.group]
@@ -487,8 +477,8 @@ class GroupRunLoop:
         self._resize_cause = "request" if is_wish else action.cause
         logger.info("%s shall leave: %s", run.name, action.cause)
 
-    def _tell_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
-        """Tell of another number of workers once it holds: no group comes or goes."""
+    def _report_size(self, request: ResizeRequest, *, is_steady: bool) -> None:
+        """Report another number of workers once no group comes or goes."""
         runs = self.runs.values()
         is_steady &= all(run.was_current and not run.is_leaving for run in runs)
         if not runs or not is_steady:
@@ -509,7 +499,7 @@ class GroupRunLoop:
             )
         )
 
-    def _mind_shortage(self) -> Ended | None:
+    def _check_shortage(self) -> Ended | None:
         now, size = self.setting.clock(), self._policy.group_size
         num_groups = sum(not run.is_leaving for run in self.runs.values())
         is_short = self._shortage.lasts(num_groups < self._policy.least, now)
@@ -530,7 +520,7 @@ class GroupRunLoop:
         return None
 
     def close(self, ended: Ended) -> None:
-        """Wait for the workers' own end after a complete training; else, and then, kill them."""
+        """Wait for the workers to end after a complete training; kill those that are left."""
         runs = [*self.runs.values(), *self._zombies]
         ends = [run.future for run in runs]
         if ended.failure is None:
@@ -549,7 +539,7 @@ class GroupRunLoop:
 
 
 def failure_of(departure: Departure, hosts: Sequence[str]) -> Failure:
-    """What the coordinator says of a group that it lost, in the words of `trainer.failures`."""
+    """The failure of a group that the coordinator lost."""
     reason = failures.HANG if departure.reason == "hang" else failures.WORKERS_LOST
     evidence = {"coordinator": departure.reason}
     if len(set(hosts)) == 1:

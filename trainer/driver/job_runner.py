@@ -1,15 +1,11 @@
-"""Goodput of the domain `job`, which the driver reckons from what the workers tell.
+"""The failure domain `job`: all workers are one TorchTrainer, which a loss or a resize restarts.
 
-All workers are one group, and a commit is a checkpoint: what was trained since the newest one is
-lost with the workers. Metrics as in `trainer.elastic.coordinator.goodput`.
-
-All T workers are one group here, which never meets another: of the coordinator only the ears are
-used. A collective that hangs ends by its time-out; this is for what has none, such as a reader on
-storage that does not answer, or a worker that was stopped.
-
-Every life takes as many workers as the bounds and the cluster allow, a multiple of L, and resumes
-from the newest checkpoint, resharded. While it runs the driver looks once a second whether another
-size, or other hosts, would be better; if so it asks the workers to save and stop.
+Every run takes as many workers as the bounds and the cluster allow, a multiple of L, and resumes
+from the newest checkpoint, resharded. Meanwhile the driver polls whether another size, or other
+hosts, would be better; if so it asks the workers to save and stop. What was trained since the
+newest checkpoint is lost with the workers; goodput is computed from their events, with metrics as
+in `trainer.elastic.coordinator.goodput`. Hangs are found by heartbeats: collectives that hang end
+by their timeout, a stopped process or a reader on dead storage does not.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from trainer.driver.autoscale import CapacityDemand, CapacityRequest
 from trainer.driver.cluster import Host, kill_on
 from trainer.driver.ray_train import TrainRun
 from trainer.elastic.coordinator.goodput import GoodputMeter, steps_undurable
-from trainer.elastic.coordinator.interface import Departure, MembershipPolicy
+from trainer.elastic.coordinator.interface import MembershipPolicy
 from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
 from trainer.failures import Failure
 from trainer.protocol import events, requests
@@ -43,8 +39,11 @@ from trainer.protocol.events import (
 )
 from trainer.protocol.requests import ResizeRequest, ResizeRequests, StopRequest
 
+logger = logging.getLogger(__name__)
 _ALL = 0  # the one group
 _EVERY_S = 10.0
+_HANGS = frozenset({"hang", "silent"})
+_MAX_STARTS_WITHOUT_ROOM = 3
 
 
 @dataclass
@@ -69,7 +68,7 @@ class StreamTail:
 
 @dataclass
 class JobGoodput:
-    """Goodput over all lives of an attempt's workers; `now` is Unix time in seconds."""
+    """Goodput over all runs of an attempt's workers; `now` is Unix time in seconds."""
 
     write: Callable[[Event], None]
     step: int = 0
@@ -85,7 +84,7 @@ class JobGoodput:
         self._told_at = now
 
     def look(self, now: float) -> None:
-        """Take in what the workers have told, and tell of it now and then."""
+        """Apply new events of the workers, and report every `_EVERY_S` seconds."""
         for record in self._tail.read(now) if self._tail else []:
             self._take(record)
         if now - self._told_at >= _EVERY_S:
@@ -121,13 +120,8 @@ class JobGoodput:
         self.write(Metrics(time=now, step=self.step, values=values))
 
 
-# The driver hears the heartbeats of workers in the domain `job`: hangs and stragglers.
-
-_REASONS = {"hang": failures.HANG, "silent": failures.HANG}
-
-
 class HangMonitor:
-    """Ears of a driver, for one attempt."""
+    """Receives the heartbeats of the workers, in a coordinator that only watches."""
 
     def __init__(self, attempt: Attempt, host: str) -> None:
         """Listen at `host`, under which the workers reach the driver. Raises OSError."""
@@ -151,7 +145,7 @@ class HangMonitor:
         return self._coordinator.address
 
     def look(self, run_index: int) -> Failure | None:
-        """What ended life `run_index` although its processes may still be there, if it did."""
+        """Why run `run_index` is lost although its processes may still be there, if it is."""
         status = self._coordinator.status()
         if run_index != self._run_index:
             self._run_index, self._pids = run_index, {}
@@ -162,28 +156,20 @@ class HangMonitor:
         found = [
             each
             for each in status.departures
-            if each.incarnation == run_index and each.reason in _REASONS
+            if each.incarnation == run_index and each.reason in _HANGS
         ]
-        return _failure(found[-1]) if found else None
+        if not found:
+            return None
+        message = found[-1].message
+        return Failure(failures.HANG, message, evidence={"watch": message})
 
     def processes(self) -> dict[str, Collection[int]]:
-        """Process ids of the life that was looked at last, by host."""
+        """Process ids of the run that was checked last, by host."""
         return dict(self._pids)
 
     def close(self) -> None:
         """Stop listening."""
         self._coordinator.stop()
-
-
-def _failure(departure: Departure) -> Failure:
-    evidence = {"watch": departure.message}
-    return Failure(_REASONS[departure.reason], departure.message, evidence=evidence)
-
-
-# The failure domain `job`: all workers are one TorchTrainer, which a loss or a resize restarts.
-
-logger = logging.getLogger(__name__)
-_MAX_STARTS_WITHOUT_ROOM = 3
 
 
 @dataclass(frozen=True)
@@ -294,11 +280,11 @@ def cause_to_stop(
 
 @dataclass(frozen=True)
 class Timing:
-    """Times in seconds: between looks, for a size to prove better, after a start, after a loss.
+    """Times in seconds.
 
     A restart costs seconds of training, so growing waits until room has stayed for `steady_s` and
-    the workers have run for `min_life_s`. Where the cluster grows by itself, excluded hosts are
-    taken again when no others have come for `others_s`.
+    the workers have run for `min_life_s`. After a loss room is awaited for `settle_s`. Where the
+    cluster is autoscaled, excluded hosts are used again when no others came for `others_s`.
     """
 
     poll_s: float = 0.5
@@ -310,7 +296,7 @@ class Timing:
 
 @dataclass
 class JobRunner:
-    """The lives of one attempt's workers. `read_hosts` and `launch` are the cluster."""
+    """All runs of one attempt's workers. `read_hosts` and `launch` are the cluster."""
 
     attempt: Attempt
     read_hosts: Callable[[], list[Host]]
@@ -337,7 +323,7 @@ class JobRunner:
         self._num_without_room = 0
 
     def live(self, run_index: int) -> Outcome:
-        """One life of the workers."""
+        """Run the workers once."""
         if self.attempt.context.is_pause_wanted:
             return PAUSED_EARLY
         current = self._plan()
@@ -356,10 +342,9 @@ class JobRunner:
         return self._judge(run_index, failure)
 
     def _plan(self) -> Plan | None:
-        """Decide on the size, as soon as what the last life held is free again or known lost.
+        """Decide on the size, once the room of the last run is free again or known lost.
 
-        Where the cluster grows by itself it waits until the fewest workers fit; None if the job is
-        to pause before that.
+        With an autoscaler waits until the fewest workers fit; None if the job is paused before.
         """
         began = self.clock()
         until = began + (self.pace.settle_s if self._size is not None else 0.0)
@@ -373,7 +358,7 @@ class JobRunner:
             if is_settled and not self._must_wait(hosts, wanted, avoided):
                 break
             if is_settled and self._fits(hosts, wanted):
-                # There would be room, so that nobody may add any.
+                # With the excluded hosts there is room, so the autoscaler may add none.
                 is_told = is_told or self._tell_left_out(hosts, avoided)
                 may_take_all = self.clock() - began >= self.pace.others_s
                 if may_take_all and self._fits(hosts, wanted, request.drain_hosts):
@@ -389,7 +374,7 @@ class JobRunner:
     def _must_wait(
         self, hosts: Sequence[Host], wanted: int | None, avoided: Collection[str]
     ) -> bool:
-        """Whether the autoscaler has to add room first, for which it is asked."""
+        """Request what is missing of the autoscaler; whether that must come first."""
         room = self.attempt.room
         if room is None:
             return False
@@ -443,7 +428,7 @@ class JobRunner:
     def _attend(
         self, run_index: int, current: Plan, future: Future[Failure | None]
     ) -> Failure | None:
-        """Wait for the end of a life; ask the workers to stop when that is better.
+        """Wait for the end of a run; ask the workers to stop when that is better.
 
         Returns why they were given up, if they were.
         """
@@ -457,7 +442,7 @@ class JobRunner:
             given_up = given_up or self._give_up(run_index)
             is_pausing = self.attempt.context.is_pause_wanted
             if is_pausing and self.attempt.room:
-                # Whom the job makes way for may wait for that very room, and a save takes time.
+                # The job that preempts this one may need that room; saving takes time.
                 self.attempt.room.close()
             if is_asked or future.done():
                 continue
@@ -477,7 +462,7 @@ class JobRunner:
         return given_up
 
     def _seek_room(self, current: Plan, *, is_new: bool) -> None:
-        """Ask the autoscaler for what the running workers would grow into."""
+        """Request the room that the running workers would grow into."""
         room = self.attempt.room
         if room is None:
             return
@@ -488,13 +473,13 @@ class JobRunner:
             own = current.addresses
             hosts = [replace(h, num_free=0) if h.address in own else h for h in hosts]
         wanted = request.wanted_beside(current.num_workers)
-        # Excluded hosts that the workers are on were taken as there were no others.
+        # Excluded hosts in use were taken as there were no others.
         excluded = self._record.excluded(time.time()) - current.addresses
         avoided = request.drain_hosts | excluded
         room.seek(need_of(self._bounds, current, hosts, wanted, avoided), hosts)
 
     def _give_up(self, run_index: int) -> Failure | None:
-        """Why the workers are lost although nobody else noticed; they are killed then."""
+        """Kill workers that hang; why they did."""
         failure = self.watch.look(run_index) if self.watch else None
         if self.watch and failure:
             hosts = {host.address: host for host in self.read_hosts()}
@@ -530,7 +515,7 @@ class JobRunner:
         return failure
 
     def _look_after(self, failure: Failure) -> Failure:
-        """The failure, as a lost host if the cluster notices soon that it is one."""
+        """The failure, as a lost host if the cluster reports that within `settle_s`."""
         until = self.clock() + self.pace.settle_s
         while failure.is_death and failure.reason == failures.WORKERS_LOST:
             failure = failures.with_lost_host(failure, {h.address for h in self.read_hosts()})

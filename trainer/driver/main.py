@@ -1,4 +1,4 @@
-"""From the spec as it was submitted to what an attempt trains: table sizes, layout, room for it.
+"""The driver of an attempt: one Ray job that runs workers until training ends.
 
     python -m trainer.driver      with the SHARDLOOM_* variables that `DriverContext` reads
 
@@ -65,16 +65,25 @@ from trainer.spec import load_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 
+logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
+POST_TIMEOUT_S = 10.0
+# The service knows the end by then; the next attempt sends what is left.
+SINK_TIMEOUT_S = 10.0
+EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
+EXIT_EVICTED = 143
 _POLL_S = 1.0
-
-
-def prepare_spec(context: DriverContext, warn: Callable[[str], None]) -> JobSpec:
-    """The attempt's spec with table sizes taken from the data; raises SpecError or DataError.
-
-    `warn` is told what the data lacks, though the attempt can do without.
-    """
-    spec = load_spec(context.files.spec_path.read_text())
-    return resolve_inputs(spec, warn)
+# Ray Train, in the domain `job`: check the workers once a second.
+TRAIN_SETTINGS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
+# With a TorchTrainer for each group: no optional helpers, short timeouts for hosts that are gone;
+# Ray's drain notices are handled by `GroupRunner`.
+GROUP_SETTINGS = {
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+}
 
 
 class NoLayout(Exception):
@@ -91,10 +100,10 @@ def choose_layout(
     tell: Callable[[str], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> Choice | None:
-    """The layout for the hosts that there are; None where it is given and waits for room itself.
+    """The best layout on the hosts; None where the layout is given and hosts are missing.
 
-    A layout that only lacks room is waited for (`tell` says so once) as long as groups wait for
-    each other at the start. Raises `NoLayout`.
+    Where more hosts would help it waits for them, up to `recovery.start_grace_s`; `tell` reports
+    that once. Raises `NoLayout`.
     """
     needs_choice = not spec.parallelism.is_resolved or spec.parallelism.survive is not None
     grace_s = spec.recovery.start_grace_s
@@ -121,10 +130,10 @@ def await_host(
     room: CapacityManager,
     wait: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Wait until there is a host for a worker, where layout or device depend on the hosts.
+    """Wait for a first host for a worker, where layout or device depend on the hosts.
 
-    The autoscaler is asked for one; those that follow are taken to be like it. Raises `NoLayout`
-    where the job is to pause first.
+    Requests one from the autoscaler; later ones are assumed to be like it. Raises `NoLayout` when
+    the job is paused first.
     """
     parallelism = spec.parallelism
     is_layout_given = parallelism.is_resolved and parallelism.survive is None
@@ -138,13 +147,13 @@ def await_host(
 
 
 def choose_on(spec: JobSpec, hosts: Sequence[Host]) -> Choice:
-    """The best layout on these hosts, were they empty; raises `LayoutError`."""
+    """The best layout on these hosts when they are empty; raises `LayoutError`."""
     usable = [host for host in hosts if host.num_slots and not host.is_draining]
     return choose(need_of(spec, [host.num_slots for host in usable], _worker_bytes(spec, usable)))
 
 
 def _worker_bytes(spec: JobSpec, hosts: Sequence[Host]) -> int | None:
-    """Memory of the poorest worker, where tables are kept in the memory of hosts."""
+    """The least memory of a worker, where tables are kept in the memory of hosts."""
     if spec.resources.device == "cuda":
         return None
     most = spec.parallelism.world_size
@@ -183,30 +192,8 @@ def layout_chosen(choice: Choice) -> events.LayoutChosen:
     )
 
 
-# The driver of an attempt: one Ray job that runs workers until the training ends.
-
-logger = logging.getLogger("trainer.driver")  # __name__ is __main__ here
-POST_TIMEOUT_S = 10.0
-# The service knows the end by then; an attempt that follows would take what is left.
-SINK_TIMEOUT_S = 10.0
-EXIT_CODES = {failures.COMPLETED: 0, failures.CANCELLED: 130, failures.PAUSED: 75}
-EXIT_EVICTED = 143
-# Ray Train's helpers, for every TorchTrainer: look at the workers once a second.
-TRAIN_SETTINGS = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1"}
-# Where every group has a TorchTrainer of its own: no helpers that nobody asks, quick despair of a
-# host that has gone, and the drain notices of Ray are the supervisor's business.
-GROUP_SETTINGS = {
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "15",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-}
-
-
 def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
-    """Train to the end, restarting workers within the budget where it helps; None if completed."""
+    """Train to the end with restarts within the retry budget; None if completed."""
     try:
         attempt = open_attempt(context, writer)
         failure = run_with_restarts(attempt, runner_for(attempt))
@@ -228,17 +215,17 @@ def run_attempt(context: DriverContext, writer: EventWriter) -> Failure | None:
 
 
 def open_attempt(context: DriverContext, writer: EventWriter) -> Attempt:
-    """Check and resolve the spec, and say that the attempt has started.
+    """Check and resolve the spec, and report that the attempt has started.
 
     Raises SpecError, DataError or NoLayout.
     """
-    spec = prepare_spec(context, partial(_warn, writer))
+    spec = resolve_inputs(load_spec(context.files.spec_path.read_text()), partial(_warn, writer))
     use_gpu, room = wants_gpu(spec), None
     if context.cluster_max_workers is not None:
         use_gpu, room = open_capacity(context, spec, writer)
     choice = choose_layout(spec, hosts_to_use(context, spec, use_gpu), partial(_warn, writer))
     if choice:
-        spec = spec.with_layout(choice.layout)
+        spec = spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
     # An export years later must not depend on what the data says by then.
     context.files.resolved_spec_path.write_text(spec.model_dump_json(), encoding="utf-8")
     writer.write(
@@ -260,9 +247,9 @@ def _warn(writer: EventWriter, message: str) -> None:
 def open_capacity(
     context: DriverContext, spec: JobSpec, writer: EventWriter
 ) -> tuple[bool, CapacityManager]:
-    """Whether to train on GPUs, and what asks the autoscaler of the cluster for room.
+    """Whether to train on GPUs, and the capacity requests of an autoscaling cluster.
 
-    Waits for a first host where it depends on what hosts are like. Raises `NoLayout`.
+    Waits for a first host where that depends on the kind of hosts. Raises `NoLayout`.
     """
 
     def room_with(use_gpu: bool) -> CapacityManager:
@@ -283,7 +270,7 @@ def open_capacity(
 def hosts_to_use(
     context: DriverContext, spec: JobSpec, use_gpu: bool
 ) -> Callable[[], Sequence[Host]]:
-    """What gives the hosts to choose a layout for: those that there are, or will be."""
+    """Reads the hosts to choose a layout for: those present, and those to be added."""
     most = context.cluster_max_workers
     if most is None:
         return partial(hosts_for, spec, use_gpu)
@@ -291,13 +278,13 @@ def hosts_to_use(
 
 
 def hosts_for(spec: JobSpec, use_gpu: bool) -> list[Host]:
-    """The hosts of the cluster, by room for workers of `spec`."""
+    """The hosts of the cluster, with room for workers of `spec`."""
     return read_hosts(demand_per_worker(spec, use_gpu))
 
 
 def runner_for(attempt: Attempt) -> Callable[[int], Outcome]:
-    """What runs one life of the workers, as the failure domain has it."""
-    # Imported late: what they need takes seconds, and a faulty spec is reported without.
+    """Runs the workers of one run index, as the failure domain requires."""
+    # Imported late, as that takes seconds and a faulty spec is reported without.
     if attempt.spec.parallelism.failure_domain == "replica_group":
         from trainer.driver.coordinator_actor import RayCoordinator
         from trainer.driver.group_runner import GroupRunner, RunnerConfig
@@ -323,13 +310,13 @@ def _set_unless_given(settings: dict[str, str]) -> None:
 
 
 class RayCluster:
-    """The cluster that Ray connects this process to, as one attempt sees it."""
+    """The Ray cluster of this process, seen by one attempt."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._attempt = attempt
 
     def read_hosts(self) -> list[Host]:
-        """Live hosts by address, by what is free for this job."""
+        """Live hosts by address, with the room that is free for this job."""
         if self._attempt.room:
             return self._attempt.room.read_hosts()
         return hosts_for(self._attempt.spec, self._attempt.use_gpu)
@@ -377,14 +364,14 @@ def run_until_stopped(context: DriverContext, writer: EventWriter) -> Failure | 
 def end_attempt(
     context: DriverContext, writer: EventWriter, sinks: Sinks = NO_SINKS
 ) -> events.AttemptEnded:
-    """Run the attempt and say how it ended; raises `Evicted` when that is not for us to say."""
+    """Run the attempt; how it ended. Raises `Evicted`."""
     mismatches = check_versions()
     if mismatches:
         message = "; ".join(mismatch.message for mismatch in mismatches)
         return _ended(context, Failure(failures.VERSION_MISMATCH, message))
     try:
         context = with_secrets(context)
-        # Not before: some of the secrets may be for them.
+        # Only now: some of the secrets may be for them.
         sinks.start()
         with hold_run(context.run_dir, context.attempt_id, on_lost=_evict_this_process):
             return _ended(context, run_until_stopped(context, writer))
@@ -396,7 +383,7 @@ def end_attempt(
         return _ended(context, Failure(failures.CANCELLED, "stopped on request"))
     except Evicted:
         raise
-    except Exception as error:  # whatever it is, the control plane must learn of it
+    except Exception as error:  # reported to the control plane, whatever it is
         logger.exception("the driver failed")
         evidence = failures.evidence_of(error)
         message = f"{type(error).__name__}: {error}"
@@ -404,10 +391,7 @@ def end_attempt(
 
 
 def with_secrets(context: DriverContext) -> DriverContext:
-    """The context with the secrets of its job, which this process has in its environment then.
-
-    Raises `SecretsUnavailable`.
-    """
+    """Fetch the job's secrets into the context and the environment; raises `SecretsUnavailable`."""
     if not context.service_url or not secret_names(RunDir(context.run_dir).secret_names_path):
         return context
     url = f"{context.service_url}/v1/attempts/{context.attempt_id}/secrets"
@@ -418,7 +402,7 @@ def with_secrets(context: DriverContext) -> DriverContext:
 
 
 def _evict_this_process() -> None:
-    """After another attempt has taken the run folder, this one only does harm."""
+    """End this attempt: another one has taken the run folder."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -426,7 +410,7 @@ def _ended(context: DriverContext, failure: Failure | None) -> events.AttemptEnd
     try:
         return _completed(context) if failure is None else _failed(failure)
     except StorageError as error:
-        # Of what is trained nothing is lost: the next attempt finds it complete.
+        # Nothing that was trained is lost: the next attempt finds it complete.
         return _failed(Failure(failures.STORAGE_ERROR, str(error)))
 
 
@@ -440,7 +424,7 @@ def _failed(failure: Failure) -> events.AttemptEnded:
 
 
 def _completed(context: DriverContext) -> events.AttemptEnded:
-    """How training ended, by its last checkpoint; raises `StorageError` where that is away."""
+    """The end of a completed training, by its last checkpoint; raises `StorageError`."""
     from trainer.checkpoint.files import checkpoints_of
     from trainer.checkpoint.save_load import list_committed
     from trainer.protocol.requests import read_rewind

@@ -1,19 +1,17 @@
-"""What Ray imports in each process that it starts (`RAY_preload_python_modules`).
+"""Preloading of the engine in Ray's processes (`RAY_preload_python_modules`).
 
-To import torch, TorchRec and the engine takes a worker most of the time between its start and its
-first step. Only processes that are to be workers import them; so that Ray may give a worker any of
-these, the driver leaves out of their environment what belongs to one attempt.
+Importing torch, TorchRec and the engine takes most of the time between a worker's start and its
+first step, so processes that are to be workers do it before they are needed. The driver removes
+what belongs to one attempt from their environment, so that any of them can be used.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import logging
 import os
 from collections.abc import MutableMapping
 
-logger = logging.getLogger(__name__)
 # In the environment of workers only: Ray's other processes must not import the engine.
 _MARK = "TRAINER_WORKER"
 WORKER_ENVIRONMENT = {"env_vars": {_MARK: "1"}}
@@ -51,7 +49,5 @@ def share_environment(environment: MutableMapping[str, str]) -> None:
             variables.pop(name, None)
         environment[_JOB_CONFIG] = json.dumps(config)
 
-
-# What Ray imports in each process that it starts (`RAY_preload_python_modules`).
 
 preload()

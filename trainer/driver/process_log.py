@@ -19,15 +19,15 @@ _PUMP = Path(log_pump.__file__)
 
 
 def start_log(path: Path) -> None:
-    """Copy everything this process writes to `path`, so that logs outlive the cluster.
+    """Copy standard output and error, of native code too, to `path` on run storage.
 
-    Also what native code says while it aborts. SHARDLOOM_LOG_MAX_BYTES bounds what is kept.
+    SHARDLOOM_LOG_MAX_BYTES bounds what is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         _divert(path, int(os.environ.get("SHARDLOOM_LOG_MAX_BYTES", DEFAULT_MAX_BYTES)))
     except (OSError, subprocess.SubprocessError) as error:
-        # Ray's own log goes on; to train without this one is better than not to train.
+        # Ray's own log goes on, so training does, too.
         print(f"{path} is not written: {error}", file=sys.stderr)
     faulthandler.enable(all_threads=True)
     logging.basicConfig(
@@ -38,7 +38,6 @@ def start_log(path: Path) -> None:
     for handler in logging.getLogger().handlers:
         handler.setFormatter(line_formatter())
     logging.getLogger("trainer").setLevel(logging.INFO)
-    # Deprecations inside torch and TorchRec are nothing that a user could mend.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")
 
 
@@ -53,18 +52,18 @@ def line_formatter() -> logging.Formatter:
 
 @cache
 def _outside() -> int:
-    """A copy of file descriptor 2 as it was first: logs of a process do not go into each other."""
+    """A copy of the original file descriptor 2, for logs that follow one another."""
     return os.dup(2)
 
 
 def _divert(path: Path, max_bytes: int) -> None:
-    """Lead file descriptors 1 and 2 into a pump, which copies to `path` and to where 2 led."""
+    """Redirect file descriptors 1 and 2 to a pump, which copies to `path` and the original 2."""
     outside = _outside()
     sys.stdout.flush()
     sys.stderr.flush()
     reading, writing = os.pipe()
     command = [sys.executable, "-I", "-S", str(_PUMP), str(path), str(max_bytes)]
-    # It returns as soon as the pump has left this process's family: Ray ends its children.
+    # Returns once the pump has detached itself: Ray would end a child.
     subprocess.run(command, stdin=reading, stdout=subprocess.DEVNULL, stderr=outside, check=True)
     os.close(reading)
     for number in (1, 2):

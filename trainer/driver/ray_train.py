@@ -1,10 +1,8 @@
-"""What an error of Ray or Ray Train says about a job's end: classification with evidence.
+"""Ray Train: start the workers of one run, enter the engine in each, and classify how they ended.
 
-Ray names no exit code and no signal of an actor's process. What it knows for certain: whether the
-node is gone, whether its memory monitor ended the worker, and whether the node was preempted.
-
-The engine behind it (torch, TorchRec) is imported inside the worker only, so that the driver
-starts workers a few seconds earlier.
+Ray reports no exit code and no signal of an actor's process; it knows whether the node is gone,
+whether its memory monitor ended the worker, and whether the node was preempted. The engine (torch,
+TorchRec) is imported within the workers only, so that the driver starts them seconds earlier.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +26,11 @@ from trainer.failures import Failure
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 
-# Ray's own words: where a node died, and the end of a process that nobody asked for.
+logger = logging.getLogger(__name__)
+TrainLoop = Callable[[dict[str, Any]], Any]
+CLUSTER_LOSS_GRACE_S = 3.0
+_NODE_ID_LABEL = "ray.io/node-id"
+# Ray's messages of dead nodes and of processes that ended unexpectedly.
 _NODE_DIED_SIGNS = ("its node has died", "the node is dead", "node died")
 _NODE_IP = re.compile(r"(?:node_ip='|\bip: )(?P<host>[^'\s]+)")
 _PID = re.compile(r"\bpid[=:] ?(?P<pid>\d+)")
@@ -85,7 +87,8 @@ def _classify_rank(rank: int, error: Exception) -> Failure:
 def _reason_of_death(error: BaseException) -> str:
     from ray.exceptions import NodeDiedError, OutOfMemoryError, RayActorError
 
-    text = _without_guesses(str(error)).lower()
+    # Without Ray's list of common causes, which names all of them for any death.
+    text = str(error).partition("Some common causes include")[0].lower()
     if isinstance(error, RayActorError) and error.preempted:
         return failures.PREEMPTED
     if isinstance(error, OutOfMemoryError) or "running low on memory" in text:
@@ -93,11 +96,6 @@ def _reason_of_death(error: BaseException) -> str:
     if isinstance(error, NodeDiedError) or any(sign in text for sign in _NODE_DIED_SIGNS):
         return failures.HOST_LOST
     return failures.WORKERS_LOST
-
-
-def _without_guesses(text: str) -> str:
-    """The text without Ray's list of common causes, which names all of them for any death."""
-    return text.partition("Some common causes include")[0]
 
 
 def _evidence_of_death(error: BaseException) -> dict[str, str]:
@@ -118,18 +116,12 @@ def first_line(error: BaseException) -> str:
     return " ".join(lines[:3]) or type(error).__name__
 
 
-# Where Ray Train enters a worker. Light to import: the driver pickles this by reference.
-
-logger = logging.getLogger(__name__)
-
-
 def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
     """Entry point of a Ray Train worker; raises `WorkerFailure`."""
     import ray.train
     import ray.util
 
-    # A client of a TCPStore looks its peer's name up; where no name server answers, that would
-    # stall it for 5 s, and with it every group that waits for this one.
+    # A TCPStore client resolves its peer's name; without a name server that would stall for 5 s.
     os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     worker = config["worker"]
     worker.secrets.set_in(os.environ)
@@ -155,17 +147,10 @@ def ray_train_loop(config: dict[str, WorkerConfig]) -> None:
         run_worker(worker, host=host)
 
 
-# One life of workers: a TorchTrainer from its start to its end, and why it ended.
-
-CLUSTER_LOSS_GRACE_S = 3.0
-_NODE_ID_LABEL = "ray.io/node-id"
-TrainLoop = Callable[[dict[str, Any]], Any]
-
-
 class Evicted(Exception):
-    """Driver or cluster is being shut down, which nobody asked of the job.
+    """Driver or cluster is being shut down: the attempt ends without a report.
 
-    It ends without a report, so that the control plane counts it as lost and starts another.
+    The control plane counts it as lost and starts another.
     """
 
 
@@ -243,7 +228,7 @@ def _trainer(run: TrainRun) -> Any:
             num_workers=run.num_workers,
             use_gpu=run.use_gpu,
             resources_per_worker=demand_per_worker(spec, run.use_gpu),
-            label_selector=_pinned(run.node_ids),
+            label_selector=[{_NODE_ID_LABEL: each} for each in run.node_ids] or None,
         ),
         run_config=RunConfig(
             name=run.name,
@@ -257,8 +242,3 @@ def _trainer(run: TrainRun) -> Any:
             ),
         ),
     )
-
-
-def _pinned(node_ids: Sequence[str]) -> list[dict[str, str]] | None:
-    """A label selector for each worker."""
-    return [{_NODE_ID_LABEL: each} for each in node_ids] or None

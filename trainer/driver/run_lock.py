@@ -7,9 +7,9 @@ taken over. The file needs nothing of the storage but that a host which opens a 
 another one has written and closed: that holds on NFS, where flock depends on a lock service that
 many clusters do not run, and where a renamed file may hide in a cache for a minute.
 
-Two that take over at the same moment both write and look again a little later; the one whose name
-stayed has it. An owner that slept so long that it was given up finds another's name at its next
-beat, and learns that it has lost the folder.
+Two that take over at the same moment both write and read again a little later; the one whose name
+stayed has it. An owner that was suspended so long that it was given up finds another's name at its
+next heartbeat, and knows that it has lost the folder.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Owner(BaseModel):
         )
 
     @property
-    def spoken(self) -> str:
-        """Who that is, for a person."""
+    def description(self) -> str:
+        """The owner, for messages."""
         since = datetime.fromtimestamp(self.since, UTC).isoformat(timespec="seconds")
         return f"{self.name} (process {self.pid} on {self.host}, since {since})"
 
@@ -179,15 +179,15 @@ class RunLock:
         logger.warning(
             "run folder %s was left by %s and is taken over",
             self._path.parent,
-            before.spoken if before else "an owner without a name",
+            before.description if before else "an owner without a name",
         )
         return True
 
     def _refusal(self, owner: Owner | None) -> str:
         return (
             f"run folder {self._path.parent} is in use by "
-            f"{owner.spoken if owner else 'another attempt'}; two would overwrite each other's "
-            "checkpoints. Stop that one, or give this job a run folder of its own"
+            f"{owner.description if owner else 'another attempt'}; two would overwrite each "
+            "other's checkpoints. Stop that one, or give this job a run folder of its own"
         )
 
     def _write(self) -> None:

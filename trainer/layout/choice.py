@@ -1,21 +1,20 @@
-"""Which host each shard of each sharding group sits on: pure packing, no torch.
+"""The layout for a job: legal candidates with their prices, and the best one for spec and hosts.
 
+Pure arithmetic, no torch. `candidates` lists every legal layout, `choose` takes the best one that
+survives what it must, with the reason in a sentence, or says what would be needed.
 `GroupHosts[g][s]` is the index of the host that holds shard s of sharding group g.
-
-Pure arithmetic, no torch. `candidates` lists every legal layout with its price, `choose` takes the
-best one that survives what it must, with the reason in a sentence, or says what would be needed.
 
 What `auto` means:
 
 * Without `survive` a lost host restarts the job, so speed decides: the smallest L that holds the
-  tables, because 2D exists to keep L small (a large L makes every lookup slow), as long as the
-  M = T / L copies of each shard fit on one host (`intra_host`), so that no sync crosses hosts.
-  Where no two copies can share a host, groups that each sit inside one (`inter_host`).
+  tables, because a large L makes every lookup slow, as long as the M = T / L copies of each shard
+  fit on one host (`intra_host`), so that no sync crosses hosts. Where no two copies can share a
+  host, groups that each sit inside one (`inter_host`).
 * With `survive`, or `inter_host` given, every group is a failure domain of its own, and what fails
   is a host. More copies than one a host add memory and syncs but no safety, so the fewest copies
   win (at least two), among layouts whose groups each sit inside one host: lookups stay there.
 * More workers win over fewer, and a second copy over none.
-* Where the size of the tables or the memory of a worker is not known, the fewest copies win too:
+* Where the size of the tables or the memory of a worker is not known, the fewest copies win, too:
   the largest groups that still leave two.
 """
 
@@ -32,6 +31,9 @@ from trainer.layout.layout import Layout, LayoutError, copies_by_host, num_hosts
 from trainer.spec.job import JobSpec
 
 GroupHosts = tuple[tuple[int, ...], ...]
+FailureDomain = Literal["job", "replica_group"]
+# Every L up to here is tried.
+_NUM_SMALL = 64
 
 
 def fill_hosts(hosts: Sequence[int], layout: Layout) -> GroupHosts:
@@ -99,13 +101,6 @@ def _places(hosts: Sequence[int], most: int) -> tuple[int, ...]:
     """The host of each free place, host by host."""
     places = (host for host, room in enumerate(hosts) for _ in range(room))
     return tuple(itertools.islice(places, most))
-
-
-# Choosing the layout: from a job's needs and the cluster's hosts to L, M and the placement.
-
-# Every L up to here is tried.
-_NUM_SMALL = 64
-FailureDomain = Literal["job", "replica_group"]
 
 
 @dataclass(frozen=True)
@@ -204,7 +199,7 @@ def need_of(
 ) -> Need:
     """The need of a spec on hosts with room for so many workers each.
 
-    `worker_bytes` is the memory of the poorest worker; the spec's own limit comes first.
+    `worker_bytes` is the least memory of a worker; the spec's own limit takes precedence.
     """
     parallelism = spec.parallelism
     group, placement = parallelism.shard_group_size, parallelism.placement

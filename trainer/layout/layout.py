@@ -1,4 +1,4 @@
-"""Which rank holds what: pure arithmetic of the 2D layout (no torch).
+"""The 2D layout: which rank holds which shard of which copy (pure, no torch).
 
 T ranks form M = T / L *sharding groups* of L ranks, each holding one full copy of the tables,
 sharded. Ranks that hold the same shard form a *replica group*. `intra_host` puts a replica group

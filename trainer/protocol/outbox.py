@@ -75,7 +75,7 @@ class _StreamReader:
         return [read_record(line, time.time()) for line in lines], offset
 
     def rewind(self, next_seq: int) -> None:
-        """Go to record `next_seq`, as the service asks when it holds more or less than we knew."""
+        """Go to record `next_seq`, when the service holds more or fewer than expected."""
         with self.path.open("rb") as file:
             for _ in range(next_seq):
                 file.readline()
@@ -84,7 +84,7 @@ class _StreamReader:
 
 
 class OutboxPoster:
-    """Posts an attempt's streams to the service from a thread of the driver."""
+    """Posts an attempt's streams to the service, from a thread of the driver."""
 
     def __init__(
         self, files: AttemptDir, client: httpx.Client, url: str, interval_s: float = 0.5
@@ -144,7 +144,7 @@ class OutboxPoster:
     def _take_answer(
         self, reader: _StreamReader, batch: EventBatch, offset: int, response: httpx.Response
     ) -> bool:
-        """Go where the service wants; `offset` is behind the batch. True when more may follow."""
+        """Move to the record that the service wants next; True when more may follow at once."""
         is_conflict = response.status_code == httpx.codes.CONFLICT
         if not (response.is_success or is_conflict):
             self._note_unreachable(f"answered {response.status_code}")
@@ -155,20 +155,19 @@ class OutboxPoster:
             self._note_unreachable(f"answered {response.status_code} without `next_seq`")
             return False
         if is_conflict:
-            return self._resume_at(reader, next_seq)
-        self._note_reachable()
+            if next_seq < reader.next_seq:
+                reader.rewind(next_seq)
+                return True
+            self._note_unreachable(f"refused record {reader.next_seq}, though it wants {next_seq}")
+            return False
+        if not self._is_reachable:
+            logger.info("the service answers again; events go out")
+        self._is_reachable = True
         if next_seq == batch.first_seq + len(batch.events):
             reader.next_seq, reader.offset = next_seq, offset
         else:
             reader.rewind(next_seq)
         return next_seq > batch.first_seq
-
-    def _resume_at(self, reader: _StreamReader, next_seq: int) -> bool:
-        if next_seq >= reader.next_seq:
-            self._note_unreachable(f"refused record {reader.next_seq}, though it wants {next_seq}")
-            return False
-        reader.rewind(next_seq)
-        return True
 
     def _send(self, batch: EventBatch) -> httpx.Response | None:
         try:
@@ -180,11 +179,6 @@ class OutboxPoster:
         except httpx.HTTPError as error:
             self._note_unreachable(str(error))
             return None
-
-    def _note_reachable(self) -> None:
-        if not self._is_reachable:
-            logger.info("the service answers again; events go out")
-        self._is_reachable = True
 
     def _note_unreachable(self, why: str) -> None:
         if self._is_reachable:

@@ -1,26 +1,21 @@
-"""Request files: resize, growth limit, rewind, stop.
+"""Request files of a run: resize, growth limit, rewind, stop.
 
-What people ask of a running job's size, and how far the queue lets it grow.
+    service -> resize-request.json {"id", "workers", "drain_hosts"}    read by the driver
+    service -> growth-limit.json {"max_workers"}                       read by the driver
+    service -> RUN_DIR/rewind.json {"checkpoint", "attempt_index"}     read by the workers
+    driver  -> stop-request.json {"run_index", "cause"}                read by rank 0 at reports
+    rank 0  -> stopping-RUN_INDEX                                      when all ranks know of it
 
-    service ──► resize-request.json {"id", "workers", "drain_hosts"}    read by the driver
-    service ──► growth-limit.json {"max_workers"}
+The newest resize request replaces earlier ones: hosts that it does not name may be used again. The
+growth limit exists while another job waits for room that this one would grow into.
 
-The newest request says all of it: hosts that it does not name may be used again. The limit is
-there while a job waits for room that this one would grow into.
+After a rewind, what earlier attempts saved after the chosen checkpoint is *superseded*: it is not
+resumed from, and is removed once an attempt of the new line has committed a checkpoint. Until then
+nothing is lost: without the file the newest checkpoint counts again.
 
-    service ──► RUN_DIR/rewind.json {"checkpoint", "attempt_index"}    read by the workers
-
-What earlier attempts saved after the chosen checkpoint is *superseded*: it is not resumed from any
-more, and is removed once an attempt of the new line has committed a checkpoint of its own. Until
-then nothing is lost: without the file the newest checkpoint counts again.
-
-    driver ──► stop-request.json {"run_index", "cause"}     read by rank 0 at every report
-    rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
-
-Both are files of the attempt. Workers that end well have completed the training, or left that mark.
-
-Before a pause the domain `replica_group` is asked in the same way: its leader saves for all and
-leaves the mark once the checkpoint is on storage; the driver then ends all groups.
+Workers that end well have completed the training, or left the mark `stopping-RUN_INDEX`. Before a
+pause in the domain `replica_group` the leader saves for all groups and leaves the mark once the
+checkpoint is on storage; the driver then ends all groups.
 """
 
 from __future__ import annotations
@@ -73,20 +68,18 @@ class ResizeRequests:
         self._newest = ResizeRequest()
 
     def poll(self) -> ResizeRequest:
-        """The newest request that could be read; one without wishes when there was none."""
-        return self._poll_request().model_copy(update={"growth_limit": self._poll_limit()})
-
-    def _poll_limit(self) -> int | None:
+        """The newest request that could be read; an empty one when there was none."""
         try:
-            return _GrowthLimit.model_validate_json(self._limit_path.read_bytes()).max_workers
+            limit = _GrowthLimit.model_validate_json(self._limit_path.read_bytes()).max_workers
         except (OSError, ValidationError):
-            return None  # the queue asks for nothing; what cannot be read limits nothing either
+            limit = None
+        return self._poll_request().model_copy(update={"growth_limit": limit})
 
     def _poll_request(self) -> ResizeRequest:
         try:
             text = self._path.read_bytes()
         except OSError:
-            return self._newest  # nobody asks, or storage is away for a moment
+            return self._newest  # no request, or storage fails for a moment
         try:
             self._newest = ResizeRequest.model_validate_json(text)
         except ValidationError as error:
@@ -94,9 +87,6 @@ class ResizeRequests:
                 logger.warning("the request in %s is refused: %s", self._path.name, error)
             self._refused = text
         return self._newest
-
-
-# Going on from an older checkpoint than the newest, because somebody chose one.
 
 
 class Rewind(BaseModel):
@@ -130,9 +120,6 @@ def _step_and_attempt(name: str) -> tuple[int, int] | None:
     """Step and attempt index in the name of a checkpoint's folder."""
     found = re.match(r"step-(\d+)-a(\d+)-", name)
     return (int(found[1]), int(found[2])) if found else None
-
-
-# Asking the workers of the domain `job` to save and stop, so that they start again elsewhere.
 
 
 class StopRequest(BaseModel):

@@ -1,4 +1,4 @@
-"""Where one job keeps its files on run storage: pure path arithmetic, shared with the service.
+"""Paths of one job's files on run storage, for service, driver and workers.
 
 RUN_DIR/                         one per job
   checkpoints/step-00000100/     DCP files, and COMMIT.json written last
@@ -74,7 +74,7 @@ class AttemptDir:
 
     @property
     def resize_request_path(self) -> Path:
-        """The newest wish for a size or for leaving hosts, as JSON; the driver reads it."""
+        """The newest request for a size or for leaving hosts, as JSON; the driver reads it."""
         return self.root / "resize-request.json"
 
     @property

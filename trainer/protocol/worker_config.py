@@ -1,12 +1,7 @@
-"""The coordinator as a Ray actor on the driver's node, and the driver's hand on it.
+"""What the driver gives every worker: configuration, its sharding group, secrets.
 
-The driver fetches them with its attempt's own token and hands them to the workers inside of what
-Ray pickles for them, in an object that never shows its values: not in Ray's dashboard, which shows
-what a Train run is configured with, and not in a log. They are in no file and in no runtime
-environment.
-
-The engine behind it (torch, TorchRec) is imported inside the worker only, so that the driver
-starts workers a few seconds earlier.
+Ray pickles it, so it loads no engine. Secrets travel in an object that never shows its values: not
+in Ray's dashboard, which shows the configuration of a Train run, and not in a log.
 """
 
 from __future__ import annotations
@@ -19,12 +14,10 @@ from trainer.spec.job import JobSpec
 
 ACTOR_NAMESPACE = "shardloom"
 
-# Secrets of a job on their way from the service to the environment of its processes.
-
 
 @dataclass(frozen=True, repr=False)
 class SecretEnv:
-    """Environment variables whose values nobody sees by accident."""
+    """Environment variables with secret values, which `repr` leaves out."""
 
     values: dict[str, str] = field(default_factory=dict)
 
@@ -37,8 +30,6 @@ class SecretEnv:
 
 
 NO_SECRETS = SecretEnv()
-
-# Where Ray Train enters a worker. Light to import: the driver pickles this by reference.
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,7 @@
-"""What is wrong with a spec, in the user's words: problems that name the path of a field."""
+"""What all sections of a spec share: strict models, name patterns, and `SpecError`.
+
+Problems name the path of the field as users write it, a stable code and a message.
+"""
 
 from __future__ import annotations
 
@@ -98,8 +101,6 @@ def _merge(found: list[FieldProblem]) -> FieldProblem:
     messages = dict.fromkeys(fault.message for fault in found)
     return FieldProblem(found[0].path, found[0].code, ", or: ".join(messages))
 
-
-# What every section of the spec shares: strict models and name patterns.
 
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$"
 LABEL_PATTERN = r"^[A-Za-z0-9]([A-Za-z0-9_./-]{0,61}[A-Za-z0-9])?$"

@@ -1,4 +1,4 @@
-"""How a feature's raw values become ids of its table, or numbers that a network can take.
+"""`data` and `features`: where rows are, which columns a model reads, how values become ids.
 
 Id 0 stands for what is missing (null) or unknown, whichever way ids are made.
 """
@@ -73,7 +73,7 @@ class BucketizeSpec(SpecModel):
 Encoding = HashingSpec | VocabularySpec | BucketizeSpec
 
 
-def check_encoding(feature: FeatureSpec) -> None:
+def _check_encoding(feature: FeatureSpec) -> None:
     """A feature is encoded in at most one way, and only in one that fits its type."""
     named = {
         "hashing": feature.hashing,
@@ -92,7 +92,7 @@ def check_encoding(feature: FeatureSpec) -> None:
         raise problem("several_vocabularies", "give path or column, not both", "vocabulary.column")
 
 
-def check_dense(feature: FeatureSpec) -> None:
+def _check_dense(feature: FeatureSpec) -> None:
     """What makes dense numbers is set for dense features only, mean and std with their use."""
     fields = {
         "transform": feature.transform != "none",
@@ -106,8 +106,6 @@ def check_dense(feature: FeatureSpec) -> None:
         if is_set and name in ("mean", "std") and feature.transform != "standardise":
             raise problem("no_effect", "only transform 'standardise' uses it; remove it", name)
 
-
-# `data` and `features`: where the rows are and which columns the model reads.
 
 DEFAULT_MAX_LENGTH = 50
 
@@ -229,8 +227,8 @@ class FeatureSpec(SpecModel):
 
     @model_validator(mode="after")
     def _check_values(self) -> Self:
-        check_encoding(self)
-        check_dense(self)
+        _check_encoding(self)
+        _check_dense(self)
         return self
 
     @model_validator(mode="after")

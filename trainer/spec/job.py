@@ -1,174 +1,30 @@
-"""The whole job spec: its sections put together."""
+"""The whole job spec: its sections, checked together."""
 
 from __future__ import annotations
 
-from math import ceil
-from typing import TYPE_CHECKING, Annotated, Self
+from typing import Self
 
-from pydantic import Field, ValidationError, ValidationInfo, model_validator
+from pydantic import ValidationError, ValidationInfo, model_validator
 
 from trainer.spec import validation
-from trainer.spec.base import NAME_PATTERN, Label, SpecError, SpecModel, problems_of
-from trainer.spec.data import DataSpec, FeatureSpec
-from trainer.spec.model import ModelSpec
+from trainer.spec.base import SpecError, problems_of
 from trainer.spec.parallelism import ParallelismSpec
-from trainer.spec.sections import DEFAULT_PROJECT, MAX_PRIORITY
-from trainer.spec.tables import DynamicSpec, EmbeddingTableSpec
-from trainer.spec.training import (
-    CheckpointSpec,
-    ExportSpec,
-    OptimizerSpec,
-    RecoverySpec,
-    ResourcesSpec,
-    RetrySpec,
-    SinksSpec,
-    TrainingSpec,
-)
-
-if TYPE_CHECKING:
-    from trainer.layout.layout import Layout
+from trainer.spec.sections import JobSections
 
 
-class JobSpec(SpecModel):
+class JobSpec(JobSections):
     """A whole training job.
 
     Jobs of a higher `priority` start first, within the quotas of their `project`; a `preemptible`
     one may be paused for them.
     """
 
-    name: Annotated[str, Field(pattern=NAME_PATTERN)]
-    project: Annotated[str, Field(pattern=NAME_PATTERN)] = DEFAULT_PROJECT
-    priority: Annotated[int, Field(ge=0, le=MAX_PRIORITY)] = 0
-    preemptible: bool = True
-    labels: Annotated[dict[Label, Label], Field(default_factory=dict)]
-    data: DataSpec
-    features: Annotated[tuple[FeatureSpec, ...], Field(min_length=1)]
-    embedding_tables: Annotated[tuple[EmbeddingTableSpec, ...], Field(min_length=1)]
-    model: ModelSpec
-    optimizer: OptimizerSpec = OptimizerSpec()
-    parallelism: ParallelismSpec
-    training: TrainingSpec = TrainingSpec()
-    checkpoint: CheckpointSpec = CheckpointSpec()
-    retry: RetrySpec = RetrySpec()
-    recovery: RecoverySpec = RecoverySpec()
-    resources: ResourcesSpec = ResourcesSpec()
-    sinks: SinksSpec = SinksSpec()
-    export: ExportSpec | None = None
-
-    @property
-    def dense_features(self) -> tuple[FeatureSpec, ...]:
-        """Dense features in spec order."""
-        return tuple(feature for feature in self.features if not feature.is_sparse)
-
-    @property
-    def pooled_features(self) -> tuple[FeatureSpec, ...]:
-        """Sparse features whose vectors are pooled, in spec order: the keys of `Batch.sparse`."""
-        return tuple(f for f in self.sparse_features if f.table not in self.sequence_tables)
-
-    @property
-    def sequence_features(self) -> tuple[FeatureSpec, ...]:
-        """Features whose vectors stay apart, in spec order: the keys of `Batch.sequences`.
-
-        An `id` feature is one of them, a sequence of one, where its table is also that of a
-        sequence: TorchRec cannot have one table in two collections.
-        """
-        return tuple(f for f in self.sparse_features if f.table in self.sequence_tables)
-
-    @property
-    def is_weighted(self) -> bool:
-        """Whether any pooled feature has weights; the others then weigh 1."""
-        return any(feature.weights_column for feature in self.pooled_features)
-
-    @property
-    def has_weighted_sequences(self) -> bool:
-        """Whether any sequence has weights; the others then weigh 1."""
-        return any(feature.weights_column for feature in self.sequence_features)
-
-    @property
-    def sequence_tables(self) -> frozenset[str]:
-        """Names of the tables that sequences look up."""
-        return frozenset(f.table for f in self.features if f.is_sequence and f.table)
-
-    @property
-    def dynamic_tables(self) -> dict[str, DynamicSpec]:
-        """How the tables with ids of their own give them rows, by table name."""
-        return {t.name: t.dynamic for t in self.embedding_tables if t.dynamic is not None}
-
-    @property
-    def moment_scale(self) -> float:
-        """c of the paper's algorithm 1 for the sparse optimizer; 1 where it has no moments."""
-        has_moments = self.optimizer.sparse.has_moments
-        return self.parallelism.moment_scale_value if has_moments else 1.0
-
-    @property
-    def num_sync_copies(self) -> int:
-        """How many more times a sync holds whole tables.
-
-        Averaging all rows keeps what the copies last agreed on where changes travel in half
-        precision, and a snapshot and its means where it overlaps with training.
-        """
-        sync = self.parallelism.sync
-        if sync.mode != "full" and not self.optimizer.sparse.changes_untouched_rows:
-            return 0
-        return (sync.dtype != "fp32") + 2 * sync.overlap
-
-    @property
-    def table_bytes(self) -> int | None:
-        """S: one whole copy of the tables with optimizer state; None while a size is `auto`."""
-        sizes = [self.size_bytes(table) for table in self.embedding_tables]
-        known = [size for size in sizes if size is not None]
-        return sum(known) if len(known) == len(sizes) else None
-
-    @property
-    def whole_table_bytes(self) -> tuple[int, ...]:
-        """Sizes of the tables that may not be split, as far as they are known."""
-        sizes = [self.size_bytes(t) for t in self.embedding_tables if t.constraints.is_whole]
-        return tuple(size for size in sizes if size is not None)
-
-    def size_bytes(self, table: EmbeddingTableSpec) -> int | None:
-        """Bytes of one table with optimizer state; None while its number of rows is `auto`.
-
-        Of a dynamic table with the ids that wait for their admission.
-        """
-        state_bytes = self.optimizer.sparse.state_bytes_per_row(table.embedding_dim)
-        rows_bytes = table.size_bytes(state_bytes)
-        if rows_bytes is None or table.dynamic is None or table.num_embeddings == "auto":
-            return rows_bytes
-        waiting_bytes = table.dynamic.waiting_bytes(
-            self._lookups_per_step(table), table.num_embeddings, self.parallelism.world_size
-        )
-        return rows_bytes + waiting_bytes
-
-    def _lookups_per_step(self, table: EmbeddingTableSpec) -> int:
-        """Ids that a step looks up in a table over all workers, as far as the spec can tell.
-
-        Sequences count in full, pooled lists with the table's `pooling_factor`.
-        """
-        features = [feature for feature in self.sparse_features if feature.table == table.name]
-        factor = table.constraints.pooling_factor or 1.0
-        per_row = sum(
-            feature.length_limit if feature.type in ("id", "sequence") else factor
-            for feature in features
-        )
-        return ceil(self.data.batch_size * self.parallelism.world_size * per_row)
-
-    @property
-    def dynamic_features(self) -> frozenset[str]:
-        """Names of the features whose tables give rows to ids as they turn up."""
-        dynamic = {table.name for table in self.embedding_tables if table.dynamic is not None}
-        return frozenset(each.name for each in self.sparse_features if each.table in dynamic)
-
-    @property
-    def sparse_features(self) -> tuple[FeatureSpec, ...]:
-        """Every feature that looks up a table, in spec order."""
-        return tuple(feature for feature in self.features if feature.is_sparse)
-
-    def with_layout(self, layout: Layout) -> JobSpec:
-        """This spec with L and the placement of `layout`; bounds of workers stay bounds.
+    def with_layout(self, shard_group_size: int, placement: str) -> JobSpec:
+        """This spec with L and the placement; bounds of workers stay bounds.
 
         What could not be checked while L was `auto` is checked now: raises `SpecError`.
         """
-        return self._with_parallelism(self.parallelism.resolved(layout))
+        return self._with_parallelism(self.parallelism.resolved(shard_group_size, placement))
 
     def with_workers(self, num_workers: int) -> JobSpec:
         """This spec with a fixed number of workers, a multiple of L; raises `SpecError`."""

@@ -1,7 +1,7 @@
-"""A user's own network in `model`: the class, the code that holds it, and where that comes from.
+"""`model`: the network, its layers, and what it learns.
 
-`model.module` names a class `package.mod:Class`. Its code is installed on every host of the
-cluster, or travels with the job: `model.code` is the id of an archive that
+`model.module` names a class `package.mod:Class` of the user's own. Its code is installed on every
+host of the cluster, or travels with the job: `model.code` is the id of an archive that
 `shardloom submit --code DIR` (or `POST /v1/code`) has uploaded.
 """
 
@@ -36,9 +36,6 @@ def split_path(module: str) -> tuple[str, str]:
     """(module to import, name of the class in it) of a `ModulePath`."""
     name, _, kind = module.partition(":")
     return name, kind
-
-
-# `model`: the network, its layers, and what it learns.
 
 
 class LayersSpec(SpecModel):

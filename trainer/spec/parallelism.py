@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BeforeValidator,
@@ -16,9 +16,6 @@ from pydantic import (
 
 from trainer.spec.base import SpecModel, problem
 from trainer.spec.tables import Precision
-
-if TYPE_CHECKING:
-    from trainer.layout.layout import Layout
 
 FailureDomain = Literal["job", "replica_group"]
 
@@ -291,18 +288,15 @@ class ParallelismSpec(SpecModel):
         below = num_workers // group * group
         return " or ".join(str(size) for size in (below, below + group) if size)
 
-    def resolved(self, layout: Layout) -> ParallelismSpec:
-        """This section with L and the placement of `layout`, unchecked.
-
-        Bounds of workers stay bounds; they become multiples of L.
-        """
-        size = layout.shard_group_size
+    def resolved(self, shard_group_size: int, placement: str) -> ParallelismSpec:
+        """This section with L and the placement, unchecked; bounds become multiples of L."""
+        size = shard_group_size
         most = self.world_size // size * size
         workers: int | WorkersSpec = most
         if isinstance(self.workers, WorkersSpec):
             workers = WorkersSpec(min=math.ceil(self.workers.min / size) * size, max=most)
         return self.model_copy(
-            update={"shard_group_size": size, "placement": layout.placement, "workers": workers}
+            update={"shard_group_size": size, "placement": placement, "workers": workers}
         )
 
     @property

@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from trainer.errors import ManifestError, TableTooSmallError
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.tables import EmbeddingTableSpec
-
-if TYPE_CHECKING:
-    from trainer.data.manifest import Manifest
-
-
-def resolve_tables(spec: JobSpec, manifest: Manifest) -> JobSpec:
-    """As `size_tables`, with the vocabularies of prepared data."""
-    return size_tables(spec, manifest.vocab_sizes)
 
 
 def size_tables(

@@ -1,9 +1,8 @@
-"""Tables whose rows are given to ids as they turn up, and taken back from those that went away.
+"""`embedding_tables`: sizes, data types, sharding limits, and dynamic tables.
 
-Without `dynamic` the id in the data *is* the row. With it the data may hold any id (hashes, ids
-of a growing catalogue): TorchRec's managed collision gives each id that it admits a row of its
-own, so that no two ids share one, and evicts ids when a table is full. See
-`trainer.models.managed_collision` for how, and for what is exact.
+Without `dynamic` the id in the data *is* the row. With it the data may hold any id (hashes, ids of
+a growing catalogue): TorchRec's managed collision gives each admitted id a row of its own and
+evicts ids when the table is full. See `trainer.models.managed_collision`.
 """
 
 from __future__ import annotations
@@ -56,10 +55,8 @@ class DynamicSpec(SpecModel):
         return _WAITING_BYTES * min(num_lookups, num_held)
 
 
-# Names that no embedding table can have: torch keeps tables as attributes of a module.
-
-# Public attributes of torch.nn.ModuleDict; a unit test holds them equal to the installed torch's.
-# Those that begin with "_" are refused as a whole.
+# Reserved table names, as torch keeps tables as attributes of a module: the public attributes of
+# torch.nn.ModuleDict (a unit test compares them to the installed torch's). "_..." is refused, too.
 MODULE_ATTRIBUTES = frozenset(
     [
         "T_destination",
@@ -124,8 +121,6 @@ MODULE_ATTRIBUTES = frozenset(
         "zero_grad",
     ]
 )
-
-# `embedding_tables`: sizes, data types, and limits on how the planner may shard each one.
 
 ShardingTypeName = Literal[
     "data_parallel",

@@ -1,7 +1,4 @@
-"""Training, optimizer, checkpoint, retry, recovery, resources, sinks, export.
-
-`export`: what becomes of the model when the job has succeeded.
-"""
+"""`training`, `optimizer`, `checkpoint`, `retry`, `recovery`, `resources`, `sinks` and `export`."""
 
 from __future__ import annotations
 
@@ -48,9 +45,6 @@ class ExportSpec(SpecModel):
     ] = "newest"
     quantize: Quantization = "int8"
     shards: Annotated[PositiveInt, AfterValidator(_one_shard)] = 1
-
-
-# `optimizer`: what updates the tables, what updates the rest, and the learning-rate schedule.
 
 
 class SparseOptimizerSpec(SpecModel):
@@ -111,8 +105,6 @@ class OptimizerSpec(SpecModel):
     dense: DenseOptimizerSpec = DenseOptimizerSpec()
     schedule: ScheduleSpec | None = None
 
-
-# `training`, `checkpoint`, `retry` and `resources`: how a run goes and what it may use.
 
 # As Kubernetes names what has a name in a namespace.
 QUEUE_PATTERN = r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$"
@@ -247,9 +239,6 @@ class ResourcesSpec(SpecModel):
                 message = f"the shared cluster has no {name}; set resources.cluster to own"
                 raise problem("shared_cluster", message, name)
         return self
-
-
-# `sinks`: where a job's metrics go beside the service.
 
 
 def _absolute(path: str) -> str:

@@ -1,22 +1,17 @@
-"""Tables whose rows are given to ids as they turn up, and taken back from those that went away.
+"""Checks across sections of a spec: references, shapes, sharding, dynamic tables, memory.
 
-Without `dynamic` the id in the data *is* the row. With it the data may hold any id (hashes, ids
-of a growing catalogue): TorchRec's managed collision gives each id that it admits a row of its
-own, so that no two ids share one, and evicts ids when a table is full. See
-`trainer.models.managed_collision` for how, and for what is exact.
-
-Id 0 stands for what is missing (null) or unknown, whichever way ids are made.
+Each check takes the sections and raises a `problem` that names the faulty field.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from pydantic_core import PydanticCustomError
 
 from trainer.spec.base import problem
 from trainer.spec.parallelism import AllToAllSpec
+from trainer.spec.sections import JobSections
 from trainer.spec.tables import (
     MODULE_ATTRIBUTES,
     SEQUENCE_SHARDING_TYPES,
@@ -25,11 +20,8 @@ from trainer.spec.tables import (
 )
 from trainer.spec.training import RecoverySpec
 
-if TYPE_CHECKING:
-    from trainer.spec.job import JobSpec
 
-
-def check_dynamic_tables(spec: JobSpec) -> None:
+def check_dynamic_tables(spec: JobSections) -> None:
     """What a dynamic table can be, whatever the layout."""
     for index, table in enumerate(spec.embedding_tables):
         if table.dynamic is not None:
@@ -73,7 +65,7 @@ def _check_sharding(table: EmbeddingTableSpec, at: str) -> None:
         )
 
 
-def _check_lookups(spec: JobSpec, table: EmbeddingTableSpec) -> None:
+def _check_lookups(spec: JobSections, table: EmbeddingTableSpec) -> None:
     for index, feature in enumerate(spec.features):
         if feature.table != table.name:
             continue
@@ -87,7 +79,7 @@ def _check_lookups(spec: JobSpec, table: EmbeddingTableSpec) -> None:
             )
 
 
-def check_dynamic_layout(spec: JobSpec) -> None:
+def check_dynamic_layout(spec: JobSections) -> None:
     """Dynamic tables are in one copy, whose shards hold whole buckets."""
     tables = [table for table in spec.embedding_tables if table.dynamic is not None]
     if not tables:
@@ -115,10 +107,7 @@ def check_dynamic_layout(spec: JobSpec) -> None:
             )
 
 
-# How a feature's raw values become ids of its table, or numbers that a network can take.
-
-
-def check_encoded_sizes(spec: JobSpec) -> None:
+def check_encoded_sizes(spec: JobSections) -> None:
     """No feature makes more ids than its table has rows."""
     tables = {table.name: table for table in spec.embedding_tables}
     for index, feature in enumerate(spec.features):
@@ -140,10 +129,7 @@ def check_encoded_sizes(spec: JobSpec) -> None:
             )
 
 
-# `export`: what becomes of the model when the job has succeeded.
-
-
-def check_export(spec: JobSpec) -> None:
+def check_export(spec: JobSections) -> None:
     """What has no exported form is refused with the spec where the job shall export at its end."""
     if not (spec.export and spec.export.on_success):
         return
@@ -157,10 +143,7 @@ def check_export(spec: JobSpec) -> None:
             )
 
 
-# Checks across sections of a spec: names that refer to others, shapes that must fit, memory.
-
-
-def check_references(spec: JobSpec) -> None:
+def check_references(spec: JobSections) -> None:
     """Names are unique, every table that a feature names exists, and every table is used."""
     _check_unique("features", [feature.name for feature in spec.features])
     _check_unique("embedding_tables", [table.name for table in spec.embedding_tables])
@@ -190,7 +173,7 @@ def _check_unique(section: str, names: Sequence[str]) -> None:
             )
 
 
-def check_table_names(spec: JobSpec) -> None:
+def check_table_names(spec: JobSections) -> None:
     """No table is named like something that the module which holds it has already."""
     for index, table in enumerate(spec.embedding_tables):
         if table.name in MODULE_ATTRIBUTES or table.name.startswith("_"):
@@ -202,7 +185,7 @@ def check_table_names(spec: JobSpec) -> None:
             )
 
 
-def check_data_types(spec: JobSpec) -> None:
+def check_data_types(spec: JobSections) -> None:
     """FBGEMM trains tables in fp32 and fp16 only."""
     for index, table in enumerate(spec.embedding_tables):
         if table.data_type == "bf16":
@@ -214,7 +197,7 @@ def check_data_types(spec: JobSpec) -> None:
             )
 
 
-def check_weight_decay(spec: JobSpec) -> None:
+def check_weight_decay(spec: JobSections) -> None:
     """A half-precision weight times (1 - lr * weight_decay) would round back to itself."""
     for index, table in enumerate(spec.embedding_tables):
         if spec.optimizer.sparse.weight_decay and table.data_type != "fp32":
@@ -226,7 +209,7 @@ def check_weight_decay(spec: JobSpec) -> None:
             )
 
 
-def check_sequences(spec: JobSpec) -> None:
+def check_sequences(spec: JobSections) -> None:
     """A list is pooled or a sequence, with a table of its own; sequences shard in fewer ways.
 
     An id may share the table of a sequence.
@@ -258,7 +241,7 @@ def _check_sequence_sharding(table: EmbeddingTableSpec, path: str) -> None:
             )
 
 
-def check_column_shards(spec: JobSpec) -> None:
+def check_column_shards(spec: JobSections) -> None:
     """Column shards of a table are equally wide."""
     for index, table in enumerate(spec.embedding_tables):
         fewest = table.constraints.min_partition
@@ -271,7 +254,7 @@ def check_column_shards(spec: JobSpec) -> None:
             )
 
 
-def check_moment_scale(spec: JobSpec) -> None:
+def check_moment_scale(spec: JobSections) -> None:
     """Only an optimizer with second moments has them scaled."""
     if spec.parallelism.moment_scale != "auto" and not spec.optimizer.sparse.has_moments:
         raise problem(
@@ -282,7 +265,7 @@ def check_moment_scale(spec: JobSpec) -> None:
         )
 
 
-def check_shapes(spec: JobSpec) -> None:
+def check_shapes(spec: JobSections) -> None:
     """Layer sizes fit the embeddings that they meet; a user's module has layers of its own."""
     if spec.model.module is not None:
         return
@@ -313,7 +296,7 @@ def check_shapes(spec: JobSpec) -> None:
         )
 
 
-def check_transformer(spec: JobSpec) -> None:
+def check_transformer(spec: JobSections) -> None:
     """The history and the candidate of arch `movielens` exist, and heads share the dimension."""
     transformer = spec.model.transformer
     if transformer is None:
@@ -336,7 +319,7 @@ def check_transformer(spec: JobSpec) -> None:
         )
 
 
-def check_accumulation(spec: JobSpec) -> None:
+def check_accumulation(spec: JobSections) -> None:
     """What looks at the dense part comes where its accumulated gradients are used up."""
     every = spec.training.accumulate_steps
     fields = {
@@ -356,7 +339,7 @@ def check_accumulation(spec: JobSpec) -> None:
             )
 
 
-def check_early_stopping(spec: JobSpec) -> None:
+def check_early_stopping(spec: JobSections) -> None:
     """Early stopping has validations to look at."""
     if spec.training.early_stopping and spec.data.split.validation is None:
         raise problem(
@@ -367,7 +350,7 @@ def check_early_stopping(spec: JobSpec) -> None:
         )
 
 
-def check_max_gradient(spec: JobSpec) -> None:
+def check_max_gradient(spec: JobSections) -> None:
     """FBGEMM clips the tables that it updates, which data-parallel ones are not among."""
     if spec.optimizer.sparse.max_gradient is None:
         return
@@ -381,7 +364,7 @@ def check_max_gradient(spec: JobSpec) -> None:
             )
 
 
-def check_trace_ranks(spec: JobSpec) -> None:
+def check_trace_ranks(spec: JobSections) -> None:
     """A trace is taken on ranks that exist."""
     trace, world_size = spec.training.trace, spec.parallelism.world_size
     if trace and max(trace.ranks) >= world_size:
@@ -392,7 +375,7 @@ def check_trace_ranks(spec: JobSpec) -> None:
         )
 
 
-def check_warm_start(spec: JobSpec) -> None:
+def check_warm_start(spec: JobSections) -> None:
     """The tables to take from another job exist in this one."""
     warm_start = spec.checkpoint.warm_start
     names = [table.name for table in spec.embedding_tables]
@@ -405,7 +388,7 @@ def check_warm_start(spec: JobSpec) -> None:
             )
 
 
-def check_recovery(spec: JobSpec) -> None:
+def check_recovery(spec: JobSections) -> None:
     """What concerns independent groups only is not set for a job that restarts as a whole."""
     parallelism = spec.parallelism
     if not parallelism.is_resolved or parallelism.failure_domain == "replica_group":
@@ -420,7 +403,7 @@ def check_recovery(spec: JobSpec) -> None:
         )
 
 
-def check_fields_have_effect(spec: JobSpec) -> None:
+def check_fields_have_effect(spec: JobSections) -> None:
     """What a user sets must do something; what cannot is refused rather than ignored."""
     sync, schedule = spec.parallelism.sync, spec.optimizer.schedule
     if sync.optimizer_state != "every" and not spec.optimizer.sparse.has_moments:
@@ -459,7 +442,7 @@ def check_fields_have_effect(spec: JobSpec) -> None:
             )
 
 
-def check_memory(spec: JobSpec) -> None:
+def check_memory(spec: JobSections) -> None:
     """Tables fit into what the workers have; where sizes and memory are known.
 
     The same is checked by the planner at the start for sizes that only the data tells. While L is
@@ -490,7 +473,7 @@ def check_memory(spec: JobSpec) -> None:
         )
 
 
-def _size_bytes(spec: JobSpec, table: EmbeddingTableSpec) -> int:
+def _size_bytes(spec: JobSections, table: EmbeddingTableSpec) -> int:
     return (spec.size_bytes(table) or 0) * (1 + spec.num_sync_copies)
 
 
@@ -508,13 +491,13 @@ def _too_large(
 
 
 # What a layout that was chosen later must be checked for again.
-OF_LAYOUT: tuple[Callable[[JobSpec], None], ...] = (
+OF_LAYOUT: tuple[Callable[[JobSections], None], ...] = (
     check_trace_ranks,
     check_accumulation,
     check_memory,
     check_dynamic_layout,
 )
-ALL: tuple[Callable[[JobSpec], None], ...] = (
+ALL: tuple[Callable[[JobSections], None], ...] = (
     check_references,
     check_table_names,
     check_data_types,

@@ -25,7 +25,7 @@ from trainer.errors import SourceMissingError
 from trainer.parallel.mesh import build_groups
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec
-from trainer.spec.resolve import resolve_tables
+from trainer.spec.resolve import size_tables
 from trainer.storage import Location
 from trainer.training.session import Session
 from trainer.training.worker import layout_of, train
@@ -84,7 +84,9 @@ def train_example(name: str, data: Path, run_dir: Path) -> dict[str, float]:
     """Train a whole example on one rank of a session; its final metrics."""
     torch.set_num_threads(1)
     text = (EXAMPLES / f"{name}.yaml").read_text()
-    spec = resolve_tables(load_spec(text, [f"data.path={data}", *SHORT]), load_manifest(data))
+    spec = size_tables(
+        load_spec(text, [f"data.path={data}", *SHORT]), load_manifest(data).vocab_sizes
+    )
     groups = build_groups(layout_of(spec), torch.device("cpu"), timeout_s=60)
     return train(Session(WorkerConfig(spec, run_dir, "job-test-a0", 0), groups))
 

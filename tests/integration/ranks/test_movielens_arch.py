@@ -21,7 +21,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import validate_spec
 from trainer.spec.parse import apply_overrides, parse_document
-from trainer.spec.resolve import resolve_tables
+from trainer.spec.resolve import size_tables
 
 pytestmark = pytest.mark.slow
 
@@ -44,7 +44,9 @@ def example_config(data: Path, run_dir: Path, *overrides: str) -> WorkerConfig:
     (history,) = (f for f in document["features"] if f["type"] == "sequence")
     history["max_length"] = 5
     spec = validate_spec(apply_overrides(document, overrides))
-    return WorkerConfig(resolve_tables(spec, load_manifest(data)), run_dir, "job-test-a0", 0)
+    return WorkerConfig(
+        size_tables(spec, load_manifest(data).vocab_sizes), run_dir, "job-test-a0", 0
+    )
 
 
 def train_whole(data: Path, run_dir: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec import load_spec, validate_spec
 from trainer.spec.job import JobSpec
-from trainer.spec.resolve import resolve_tables
+from trainer.spec.resolve import size_tables
 
 pytestmark = pytest.mark.slow
 
@@ -46,7 +46,9 @@ SHORT = (
 def example_config(data: Path, run_dir: Path) -> WorkerConfig:
     """The example with weights, on small data."""
     spec = load_spec(EXAMPLE.read_text(), [f"data.path={data}", *SHORT, *WEIGHTED])
-    return WorkerConfig(resolve_tables(spec, load_manifest(data)), run_dir, "job-test-a0", 0)
+    return WorkerConfig(
+        size_tables(spec, load_manifest(data).vocab_sizes), run_dir, "job-test-a0", 0
+    )
 
 
 def test_the_sequence_example_with_weights_resumes_to_the_same_result(

@@ -16,7 +16,7 @@ from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_moviele
 from trainer.datasets.movielens.synthetic import generate_movielens
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
-from trainer.spec.resolve import resolve_tables
+from trainer.spec.resolve import size_tables
 
 SPARSE = {
     "user_id": "id",
@@ -75,7 +75,7 @@ def make_spec(prepared) -> Callable[..., JobSpec]:
             "parallelism": {"shard_group_size": 1},
             "training": {"epochs": epochs, "seed": 3},
         }
-        return resolve_tables(validate_spec(base | document), load_manifest(prepared))
+        return size_tables(validate_spec(base | document), load_manifest(prepared).vocab_sizes)
 
     return make
 

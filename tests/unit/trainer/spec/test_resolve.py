@@ -23,7 +23,7 @@ from trainer.errors import (
 from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.data import FeatureSpec
-from trainer.spec.resolve import fill_statistics, resolve_tables
+from trainer.spec.resolve import fill_statistics, size_tables
 
 
 def sizes(spec) -> dict[str, int]:
@@ -44,7 +44,7 @@ def test_auto_becomes_the_vocabulary_size_and_a_number_of_the_user_stays(make_sp
     assert resolved["user_id_table"] == vocabularies["user_id"]
     assert resolved["tokens_table"] == vocabularies["tokens"]
     spec = with_table(make_spec(), "user_id_table", 12345)
-    assert sizes(resolve_tables(spec, load_manifest(prepared)))["user_id_table"] == 12345
+    assert sizes(size_tables(spec, load_manifest(prepared).vocab_sizes))["user_id_table"] == 12345
 
 
 def test_a_shared_table_takes_the_largest_vocabulary(make_spec, prepared):
@@ -57,7 +57,7 @@ def test_a_shared_table_takes_the_largest_vocabulary(make_spec, prepared):
     )
     shared = with_table(spec, "genres_table", "auto").model_copy(update={"features": features})
     manifest = load_manifest(prepared)
-    found = sizes(resolve_tables(shared, manifest))["genres_table"]
+    found = sizes(size_tables(shared, manifest.vocab_sizes))["genres_table"]
     assert found == manifest.vocab_sizes["movie_id"]
 
 
@@ -66,7 +66,7 @@ def test_a_column_without_vocabulary_is_named(make_spec, prepared):
     smaller = {name: size for name, size in manifest.vocab_sizes.items() if name != "genres"}
     spec = with_table(make_spec(), "genres_table", "auto")
     with pytest.raises(ManifestError, match=r"features\[2\]\.column.*'genres'"):
-        resolve_tables(spec, manifest.model_copy(update={"vocab_sizes": smaller}))
+        size_tables(spec, smaller)
 
 
 def test_reading_rows_with_an_unresolved_table_is_refused(make_spec):

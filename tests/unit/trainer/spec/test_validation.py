@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from tests.unit.trainer.spec.test_spec import minimal, refusal
-from trainer.layout.layout import Layout
 from trainer.spec import load_spec, validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
@@ -126,9 +125,7 @@ def test_tables_that_all_workers_together_cannot_hold_are_refused_before_a_choic
 
 
 def test_a_chosen_layout_puts_numbers_in_the_place_of_auto() -> None:
-    spec = changed(*_AUTO, "parallelism.workers={min: 3, max: 7}").with_layout(
-        Layout(6, 2, "inter_host")
-    )
+    spec = changed(*_AUTO, "parallelism.workers={min: 3, max: 7}").with_layout(2, "inter_host")
     sizes = spec.parallelism
     assert sizes.is_resolved
     assert (sizes.min_workers, sizes.world_size, sizes.group_size) == (4, 6, 2)
@@ -138,22 +135,22 @@ def test_a_chosen_layout_puts_numbers_in_the_place_of_auto() -> None:
 
 def test_a_given_layout_stays_as_it_was_written() -> None:
     spec = changed("parallelism.workers={min: 2, max: 6}", "training.trace={first_step: 1}")
-    assert spec.with_layout(Layout(2, 2, "intra_host")) == spec
+    assert spec.with_layout(2, "intra_host") == spec
 
 
 def test_a_chosen_layout_is_checked_as_a_written_one_would_be() -> None:
     spec = changed(*_AUTO, "parallelism.moment_scale=3")
     with pytest.raises(SpecError) as caught:
-        spec.with_layout(Layout(4, 2, "intra_host"))
+        spec.with_layout(2, "intra_host")
     assert [p.path for p in caught.value.problems] == ["parallelism.moment_scale"]
     memory = ["embedding_tables[0].num_embeddings=1000", "resources.memory_bytes_per_worker=20000"]
     with pytest.raises(SpecError, match=r"embedding_tables\[0\].num_embeddings"):
-        changed(*_AUTO, *memory).with_layout(Layout(4, 1, "intra_host"))
+        changed(*_AUTO, *memory).with_layout(1, "intra_host")
 
 
 def test_what_was_asked_of_copies_is_no_fault_where_the_choice_left_one() -> None:
     spec = changed(*_AUTO, "parallelism.sync.every_steps=4", "recovery.exchange_timeout_s=7")
-    assert spec.with_layout(Layout(4, 4, "intra_host")).parallelism.num_replicas == 1
+    assert spec.with_layout(4, "intra_host").parallelism.num_replicas == 1
 
 
 def test_a_job_that_was_resized_has_that_many_workers() -> None:

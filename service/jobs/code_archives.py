@@ -16,7 +16,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.errors import CodeStoreFull, InvalidRequest
-from service.schemas.common import FieldError
 from service.settings import Settings
 from trainer.protocol.code_archive import CodeError, CodeSummary, check, id_of
 from trainer.protocol.run_dir import RunDir
@@ -36,7 +35,7 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
     try:
         summary = check(data)
     except CodeError as error:
-        raise InvalidRequest([FieldError(path="body", code="code", message=str(error))]) from None
+        raise InvalidRequest([FieldProblem(path="body", code="code", message=str(error))]) from None
     path = _upload_path(settings, summary.id)
     if _read(path, summary.id) is None:
         _check_room(settings, len(data))

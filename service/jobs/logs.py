@@ -24,9 +24,9 @@ from pydantic import Field, TypeAdapter
 
 from service.errors import InvalidRequest, LogNotFound
 from service.files import is_below
-from service.schemas.common import FieldError
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.spec.base import FieldProblem
 
 _SOURCE_PATTERN = re.compile(
     r"(?P<single>driver|coordinator)|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
@@ -359,7 +359,7 @@ class LogPosition:
         except ValueError:
             message = "not a cursor that this service gave out; leave it away to start over"
             raise InvalidRequest(
-                [FieldError(path="after", code="cursor", message=message)]
+                [FieldProblem(path="after", code="cursor", message=message)]
             ) from None
 
 

@@ -48,8 +48,8 @@ class LayoutPlan:
     shard_group_size: int | None
     num_replicas: int | None
     placement: str | None
-    sharding_groups: Sequence[Sequence[int]]
-    replica_groups: Sequence[Sequence[int]]
+    sharding_groups: tuple[tuple[int, ...], ...]
+    replica_groups: tuple[tuple[int, ...], ...]
     moment_scale: float | None
     cluster: str
     obstacle: str
@@ -86,8 +86,8 @@ def plan_of(
         shard_group_size=sizes.shard_group_size,
         num_replicas=sizes.num_replicas,
         placement=sizes.placement,
-        sharding_groups=layout.sharding_groups if layout else [],
-        replica_groups=layout.replica_groups if layout else [],
+        sharding_groups=layout.sharding_groups if layout else (),
+        replica_groups=layout.replica_groups if layout else (),
         moment_scale=resolved.moment_scale if layout else None,
         cluster=_cluster_text(spec, room, num_there),
         obstacle=obstacle,

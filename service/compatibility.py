@@ -1,4 +1,4 @@
-"""What machines of one cluster must have in common: versions, and one run storage. Light.
+"""What the machines of one cluster must have in common: versions, and one run storage.
 
 A machine that joins asks the head's service for `HeadFacts`, and compares. The run storage is known
 by an id in a file of its own, RUNS_DIR/.storage-id, so that an empty folder of the same name on

@@ -1,80 +1,16 @@
-"""One exception hierarchy; takes trainer.spec.FieldProblem instead of api FieldError.
+"""Errors of the control plane: one hierarchy, of which the API makes problems (RFC 9457).
 
-What the control plane raises, and how each error reads as an RFC 9457 problem.
-
-    ServiceError                      status  code
-    ├── InvalidRequest                422     invalid_request   (`fields` say where)
-    ├── who may call, and how much: `service.errors`
-    ├── jobs and what they report: `service.errors`
-    ├── what they read and leave: `service.errors`
-    ├── NotFound                      404
-    │   ├── ProjectNotFound                   project_not_found
-    │   ├── NotAHead                          not_a_head
-    │   ├── WebhookNotFound                   webhook_not_found
-    │   └── DeliveryNotFound                  delivery_not_found
-    ├── Conflict                      409
-    │   ├── IdempotencyConflict               idempotency_conflict
-    │   └── RequestInProgress                   request_under_way (`Retry-After`)
-    ├── PreconditionFailed            412
-    ├── BackendError                  502
-    │   ├── SubmissionRefused                 submission_refused
-    │   └── BackendUnreachable        503     backend_unreachable
-    ├── StoreUnavailable              503     store_unavailable
-    ├── StorageUnavailable            503     storage_unavailable
-    ├── ReconcilerDied                503     reconciler_died
-    └── PortInUse                     (start) port_in_use
-
-`trainer.spec.SpecError` maps to 422 `invalid_spec`.
-
-NotFound            LogNotFound              log_not_found
-                    CheckpointNotFound       checkpoint_not_found
-                    TraceNotFound            trace_not_found
-                    ExportNotFound           export_not_found
-Conflict            TracePending             trace_pending
-                    ExportPending            export_pending
-                    ExportNotReady           export_not_ready
-                    ExportRefused            export_refused
-                    ExportUnavailable        export_unavailable
-ServiceError        CodeStoreFull       507  code_store_full
-
-InvalidRequest      RanksUnknown, SizeRefused, HostUnknown
-NotFound            JobNotFound          job_not_found
-                    AttemptNotFound      attempt_not_found
-Conflict            JobEnded             job_ended
-                    JobNotEnded          job_not_ended
-                    JobNotRunning        job_not_running
-                    JobNotPaused         job_not_paused
-                    JobActive            job_at_work
-                    LayoutUnknown        layout_unknown
-                    SequenceGap          sequence_gap      (`next_seq` is wanted)
-                    StaleVersion         stale_version
-PreconditionFailed  VersionChanged       version_changed
-                    VersionUnknown       version_unknown
-ServiceError        RecordRefused   422  record_refused
-                    JobUnreadable   500  job_unreadable
-
-ServiceError                      status  code
-├── NotSignedIn                   401     not_signed_in
-├── Forbidden                     403     forbidden
-│   ├── ForeignOrigin                     foreign_origin
-│   └── CsrfRefused                       csrf_token
-├── NotFound                      404
-│   └── KeyNotFound                       key_not_found
-├── BodyTooLarge                  413     body_too_large
-├── ForeignHost                   421     foreign_host
-├── BehindProxy                   421     behind_proxy
-├── TooManyRequests               429     too_many_requests (`Retry-After`)
-│   └── TooManyOpen               429     too_many_open
-├── SecretKeyUnusable             500     secret_key_unusable
-├── IdentityProviderAway          503     identity_provider_away
-└── UnsafeAddress                 (start) unsafe_address
+Each class has its HTTP `status` and a stable `code`; its text is the `detail` of the problem.
+`fields`, `extensions` and `headers` are what a problem says beside them. The groups below are:
+base classes, cluster and storage, requests, jobs, what jobs leave behind, access. `SpecError` of
+the trainer is no part of it; the API answers it with 422 `invalid_spec`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.schemas.common import FieldError
+from trainer.spec.base import FieldProblem
 
 
 class ServiceError(Exception):
@@ -85,7 +21,7 @@ class ServiceError(Exception):
     title = "Internal error"
 
     @property
-    def fields(self) -> Sequence[FieldError]:
+    def fields(self) -> Sequence[FieldProblem]:
         """Faulty fields of the request, where the error is about fields."""
         return ()
 
@@ -107,12 +43,12 @@ class InvalidRequest(ServiceError):
     code = "invalid_request"
     title = "Invalid request"
 
-    def __init__(self, faults: Sequence[FieldError]) -> None:
+    def __init__(self, faults: Sequence[FieldProblem]) -> None:
         self._faults = tuple(faults)
         super().__init__("; ".join(f"{fault.path}: {fault.message}" for fault in faults))
 
     @property
-    def fields(self) -> Sequence[FieldError]:
+    def fields(self) -> Sequence[FieldProblem]:
         """Every fault found."""
         return self._faults
 
@@ -156,7 +92,7 @@ class DeliveryNotFound(NotFound):
 
 
 class NotAHead(NotFound):
-    """The Ray of this service is not one that machines can join."""
+    """Machines cannot join the Ray cluster of this service."""
 
     code = "not_a_head"
     title = "Not a head"
@@ -252,7 +188,7 @@ class StorageUnavailable(ServiceError):
 
 
 class ReconcilerDied(ServiceError):
-    """Requests are answered, but no job goes on."""
+    """The reconciler thread has ended: requests are answered, but no job goes on."""
 
     status = 503
     code = "reconciler_died"
@@ -278,7 +214,7 @@ class PortInUse(ServiceError):
         )
 
 
-# Errors about what jobs read and leave (`service.errors` has the whole picture).
+# ---- logs, checkpoints, traces, exports, code
 
 
 class LogNotFound(NotFound):
@@ -370,7 +306,7 @@ class ExportRefused(Conflict):
 
 
 class ExportUnavailable(Conflict):
-    """The Python that would make exports beside the service has not what they need."""
+    """`trainer_python` lacks packages that exports need."""
 
     code = "export_unavailable"
 
@@ -392,7 +328,7 @@ class CodeStoreFull(ServiceError):
     title = "Code store full"
 
 
-# Errors about jobs, their attempts and what they report (`service.errors` has the whole picture).
+# ---- jobs, their attempts and what they report
 
 
 class RanksUnknown(InvalidRequest):
@@ -402,7 +338,10 @@ class RanksUnknown(InvalidRequest):
         message = f"no such rank: workers are numbered 0 to {world_size - 1}"
         unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
         super().__init__(
-            [FieldError(path=f"ranks[{index}]", code="rank", message=message) for index in unknown]
+            [
+                FieldProblem(path=f"ranks[{index}]", code="rank", message=message)
+                for index in unknown
+            ]
         )
 
 
@@ -410,7 +349,7 @@ class SizeRefused(InvalidRequest):
     """A job cannot train with the number of workers that a request names."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__([FieldError(path="workers", code=code, message=message)])
+        super().__init__([FieldProblem(path="workers", code=code, message=message)])
 
 
 class HostUnknown(InvalidRequest):
@@ -419,7 +358,7 @@ class HostUnknown(InvalidRequest):
     def __init__(self, host: str, known: Sequence[str]) -> None:
         hosts = ", ".join(known) or "none yet"
         message = f"no worker of the job is on '{host}'; its hosts: {hosts}"
-        super().__init__([FieldError(path="host", code="host", message=message)])
+        super().__init__([FieldProblem(path="host", code="host", message=message)])
 
 
 class JobNotFound(NotFound):
@@ -450,7 +389,7 @@ class JobEnded(Conflict):
 
 
 class JobNotEnded(Conflict):
-    """The job still lives, so what it holds cannot be deleted."""
+    """The job has not ended, so it cannot be deleted."""
 
     code = "job_not_ended"
 
@@ -461,7 +400,7 @@ class JobNotEnded(Conflict):
 
 
 class JobNotRunning(Conflict):
-    """The job has no workers at work."""
+    """The job has no running workers."""
 
     code = "job_not_running"
 
@@ -479,7 +418,7 @@ class JobNotPaused(Conflict):
 
 
 class JobActive(Conflict):
-    """The job has an attempt under way, which must end first."""
+    """The job has an attempt in progress, which must end first."""
 
     code = "job_at_work"
 
@@ -571,11 +510,11 @@ class JobUnreadable(ServiceError):
         )
 
 
-# What is raised where somebody may not come in, or not so; see `service.errors` for the rest.
+# ---- access
 
 
 class NotSignedIn(ServiceError):
-    """A request without credentials, or with some that do not count."""
+    """A request without credentials, or with invalid ones."""
 
     status = 401
     code = "not_signed_in"
@@ -594,7 +533,7 @@ class NotSignedIn(ServiceError):
 
 
 class Forbidden(ServiceError):
-    """Credentials that count, but not for this."""
+    """Valid credentials without the right to do this."""
 
     status = 403
     code = "forbidden"
@@ -602,7 +541,7 @@ class Forbidden(ServiceError):
 
 
 class ForeignOrigin(Forbidden):
-    """A page of another site tries to change something with the rights of a reader of ours."""
+    """A page of another site tries to change something with the rights of a user of this one."""
 
     code = "foreign_origin"
 
@@ -640,7 +579,7 @@ class ForeignHost(ServiceError):
 
 
 class BehindProxy(ServiceError):
-    """A proxy passes requests on to a service that lets everybody in."""
+    """A proxy passes requests on to a service without authentication."""
 
     status = 421
     code = "behind_proxy"
@@ -697,7 +636,7 @@ class TooManyOpen(TooManyRequests):
 
 
 class IdentityProviderAway(ServiceError):
-    """The keys of the identity provider cannot be had, so that no token can be checked."""
+    """The keys of the identity provider cannot be read, so no token can be checked."""
 
     status = 503
     code = "identity_provider_away"
@@ -718,7 +657,7 @@ class SecretKeyUnusable(ServiceError):
 
 
 class UnsafeAddress(ServiceError):
-    """The service would listen on a network without asking who calls."""
+    """The service would listen on a network without authentication."""
 
     code = "unsafe_address"
     title = "Unsafe address"

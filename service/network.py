@@ -1,6 +1,6 @@
-"""Addresses to listen on, and the addresses of this machine.
+"""Addresses and ports of this machine, and URLs of what listens on them. IPv4 interfaces; Linux.
 
-Addresses to listen on: which of them only this machine reaches, and the URL to connect to.
+Functions that look for an address raise `NoAddress`, whose message says why there is none.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ def is_loopback(host: str) -> bool:
     except ValueError:
         return False
 
-
-# Addresses of this machine: which there are, which one leads to another machine. IPv4; Linux.
 
 # Of <linux/sockios.h> and struct ifconf and ifreq of <net/if.h>, on 64-bit Linux.
 _SIOCGIFCONF = 0x8912

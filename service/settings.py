@@ -1,4 +1,4 @@
-"""Typed settings of the service: built once in `main`, then passed down, never read elsewhere.
+"""Settings of the service: built once in `main`, then passed down, never read elsewhere.
 
 Every field is set by an environment variable with the prefix `SHARDLOOM_`, as in
 `SHARDLOOM_PORT=8701`.
@@ -24,6 +24,7 @@ from pydantic import (
 )
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from service.files import DEFAULT_HOME
 from service.network import is_loopback, local_url
 
 
@@ -70,7 +71,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="SHARDLOOM_", frozen=True, extra="ignore")
 
     home: AbsolutePath = Field(
-        default=Path("~/.shardloom"),
+        default=Path(DEFAULT_HOME),
         validate_default=True,
         description="Folder of everything that the service keeps.",
     )
@@ -144,7 +145,7 @@ class Settings(BaseSettings):
     )
     lease_s: PositiveFloat = Field(
         default=15.0,
-        description="How long after a replica has died others take over the jobs it looked at.",
+        description="How long after a replica has died others take over its jobs.",
     )
     metric_retention_days: float = Field(
         default=0.0, ge=0, description="Age at which metric points are deleted; 0 keeps them."
@@ -155,7 +156,7 @@ class Settings(BaseSettings):
         description="Points of one metric of a job; older ones are thinned beyond that.",
     )
     reconcile_interval_s: PositiveFloat = Field(
-        default=1.0, description="Seconds between two looks at every live job."
+        default=1.0, description="Seconds between two polls of every live job."
     )
     queue_capacity: Literal["observed", "unlimited"] = Field(
         default="observed",
@@ -171,7 +172,7 @@ class Settings(BaseSettings):
         default=120.0, description="Longest wait for the workers of a pausing job to save."
     )
     reconcile_threads: int = Field(
-        default=8, ge=1, description="Jobs looked at in parallel, so that a slow one delays few."
+        default=8, ge=1, description="Jobs reconciled in parallel, so that a slow one delays few."
     )
     backend_timeout_s: PositiveFloat = Field(
         default=5.0, description="Longest wait for one answer of the backend."
@@ -180,7 +181,7 @@ class Settings(BaseSettings):
         default=20.0, description="Longest wait for the backend to take a submission."
     )
     stream_poll_s: PositiveFloat = Field(
-        default=0.5, description="Seconds between two looks for news of a followed stream."
+        default=0.5, description="Seconds between two polls for new items of a followed stream."
     )
     stream_heartbeat_s: PositiveFloat = Field(
         default=15.0, description="Longest silence of a followed stream before a comment is sent."
@@ -304,7 +305,7 @@ class Settings(BaseSettings):
         default=10.0, description="Longest that one try of a webhook takes, all in all."
     )
     webhook_poll_s: PositiveFloat = Field(
-        default=1.0, description="Seconds between two looks for webhooks to send."
+        default=1.0, description="Seconds between two polls for webhooks to send."
     )
     webhook_keep_days: PositiveFloat = Field(
         default=14.0, description="Days after which deliveries of webhooks are forgotten."

@@ -42,8 +42,8 @@ from service.errors import (
     TooManyRequests,
 )
 from service.observability.logging_setup import request_id
-from service.schemas.common import FieldError
 from service.settings import Settings
+from trainer.spec.base import FieldProblem
 
 _MAX_BUCKETS = 10_000
 
@@ -215,7 +215,7 @@ class AuthenticationMiddleware:
         state = scope.setdefault("state", {})
         if "\x00" in scope["path"] or b"%00" in scope["query_string"]:
             # No database keeps it, and none can be asked for it.
-            fault = FieldError(path="url", code="nul", message="holds a NUL character")
+            fault = FieldProblem(path="url", code="nul", message="holds a NUL character")
             raise InvalidRequest([fault])
         is_public = _is_public(scope)
         if is_public and scope["method"] in SAFE_METHODS:

@@ -28,6 +28,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -39,7 +40,7 @@ from starlette.exceptions import HTTPException
 from service.errors import InvalidRequest, ServiceError
 from service.observability.logging_setup import request_id
 from service.schemas.common import FieldError, Problem
-from trainer.spec.base import SpecError
+from trainer.spec.base import FieldProblem, SpecError
 
 
 def problem_of(error: ServiceError) -> dict[str, object]:
@@ -49,17 +50,24 @@ def problem_of(error: ServiceError) -> dict[str, object]:
         status=error.status,
         detail=str(error),
         code=error.code,
-        fields=list(error.fields),
+        fields=_field_errors(error.fields),
     )
     return {**problem.model_dump(), **error.extensions}
 
 
 def problem_of_spec(error: SpecError) -> dict[str, object]:
     """The problem document of a faulty spec: one field per fault, by its path in the spec."""
-    faults = [FieldError(path=p.path, code=p.code, message=p.message) for p in error.problems]
     return Problem(
-        title="Invalid spec", status=422, detail=str(error), code="invalid_spec", fields=faults
+        title="Invalid spec",
+        status=422,
+        detail=str(error),
+        code="invalid_spec",
+        fields=_field_errors(error.problems),
     ).model_dump()
+
+
+def _field_errors(problems: Sequence[FieldProblem]) -> list[FieldError]:
+    return [FieldError.model_validate(problem) for problem in problems]
 
 
 # Every error of the API as `application/problem+json` (RFC 9457).
@@ -109,7 +117,7 @@ def _on_spec_error(request: Request, error: Exception) -> ProblemResponse:
 def _on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, RequestValidationError)
     faults = [
-        FieldError(path=_path(fault), code=fault["type"], message=fault["msg"])
+        FieldProblem(path=_path(fault), code=fault["type"], message=fault["msg"])
         for fault in error.errors()
     ]
     return _answer(request, problem_of(InvalidRequest(faults)))

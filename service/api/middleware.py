@@ -38,8 +38,8 @@ from service.errors import (
 from service.network import is_loopback
 from service.observability.logging_setup import about
 from service.observability.metrics import ServiceMetrics
-from service.schemas.common import FieldError
 from service.settings import Settings
+from trainer.spec.base import FieldProblem
 
 access_log = logging.getLogger("service.access")
 _NOT_FOUND = "(no route)"
@@ -448,7 +448,7 @@ class _Collected:
 def _check_key(key: str) -> None:
     if not (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
         message = f"has 1 to {MAX_KEY_CHARS} printable ASCII characters"
-        raise InvalidRequest([FieldError(path="Idempotency-Key", code="key", message=message)])
+        raise InvalidRequest([FieldProblem(path="Idempotency-Key", code="key", message=message)])
 
 
 async def _read(receive: Receive) -> bytes:

@@ -1,7 +1,4 @@
-"""Backend protocol, ClusterNeed and how it follows from a spec.
-
-The Backend protocol: a place that runs attempts.
-"""
+"""The `Backend` protocol: a place that runs attempts; and what a cluster must hold for a job."""
 
 from __future__ import annotations
 
@@ -109,11 +106,6 @@ class Backend(Protocol):
         """Release connections."""
 
 
-# Which cluster a job runs on: the shared one, or one of its own where the backend makes such.
-
-_FIELD = "resources.cluster"
-
-
 def has_own_cluster(job: Job) -> bool:
     """Whether a job takes nothing of the shared cluster."""
     return job.spec.resources.cluster == "own"
@@ -158,7 +150,7 @@ def check_cluster(backend: Backend, spec: JobSpec) -> None:
             f"the backend {backend.name} has one cluster for all jobs; set it to shared, or run "
             "the service with SHARDLOOM_BACKEND=kuberay"
         )
-        raise SpecError([FieldProblem(_FIELD, "no_own_clusters", message)])
+        raise SpecError([FieldProblem("resources.cluster", "no_own_clusters", message)])
     try:
         backend.own_hosts(need_of(spec))
     except SubmissionRefused as error:

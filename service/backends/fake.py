@@ -22,7 +22,7 @@ from service.errors import BackendUnreachable, SubmissionRefused
 
 @dataclass(frozen=True)
 class Script:
-    """What an attempt does: one observation per look, the last one for ever after.
+    """What an attempt does: one observation per poll, the last one for ever after.
 
     `refusal` is the text of a refused submission. The first `num_lost_answers` submissions raise
     `BackendUnreachable`; they arrive all the same if `arrives_unanswered`. An attempt that
@@ -46,7 +46,7 @@ class Record:
     env: dict[str, str]
     has_arrived: bool = False
     num_submits: int = 0
-    num_looks: int = 0
+    num_polls: int = 0
     num_stops: int = 0
 
 
@@ -68,7 +68,7 @@ class FakeBackend:
     # ---- the test's side
 
     def play(self, key: str, script: Script) -> None:
-        """Let `key` (a job or an attempt id) follow a script, from its next look on."""
+        """Let `key` (a job or an attempt id) follow a script, from its next poll on."""
         _write(self._scripts / f"{key}.json", asdict(script))
 
     def set_down(self, is_down: bool) -> None:
@@ -124,14 +124,14 @@ class FakeBackend:
         if record is None or not record.has_arrived:
             return Observation(ObservedState.NOT_FOUND)
         script = self._script_of(attempt_id, record.job_id)
-        self._keep(replace(record, num_looks=record.num_looks + 1))
+        self._keep(replace(record, num_polls=record.num_polls + 1))
         if record.num_stops and not script.ignores_stop:
             return Observation(ObservedState.STOPPED)
-        turn = min(record.num_looks, len(script.observations) - 1)
+        turn = min(record.num_polls, len(script.observations) - 1)
         return Observation(ObservedState(script.observations[turn]))
 
     def stop(self, attempt_id: str) -> None:
-        """From the next look on the attempt is stopped, unless its script ignores it."""
+        """From the next poll on the attempt is stopped, unless its script ignores it."""
         self._check_up()
         record = self.record(attempt_id)
         if record is not None:

@@ -16,8 +16,7 @@ from pathlib import Path
 import httpx
 
 from service.client.errors import CredentialsUnusable
-from service.files import write_private
-from service.local.state import StackHome
+from service.files import home_dir, write_private
 
 API_KEY_VARIABLE = "SHARDLOOM_API_KEY"
 CA_FILE_VARIABLE = "SHARDLOOM_CA_FILE"
@@ -50,7 +49,7 @@ def forget_key(url: str) -> bool:
 
 def credentials_path() -> Path:
     """File of the keys."""
-    return StackHome.from_environment().root / FILE_NAME
+    return home_dir() / FILE_NAME
 
 
 def origin_of(url: str) -> str:

@@ -1,20 +1,13 @@
-"""Cancel, pause, resume, restart, clone, delete, resize, drain.
+"""Actions on existing jobs: cancel, pause, resume, restart, clone, delete, resize, drain.
 
-Checkpoints that a job keeps outside of its run folder, and what its deletion does about them.
-
-Folders are deleted. Objects are not: the service may have no credentials for them, and those of
-the job have gone with it; whoever deletes the job is told where they lie.
-
-The reconciler and the queue carry out what is asked here; whoever asks learns of it at once.
-
-What is wanted is told in the timeline, where the newest line holds all of it: the number of
-workers and every host to leave. A file of the attempt says the same to its driver, and a new
-attempt is given it again. To ask twice for the same thing changes nothing.
+Each action writes the job, or a line of its timeline, and returns; the reconciler and the scheduler
+carry it out. The newest resize request of the timeline holds all that is wanted: the number of
+workers and every host to leave. A file of the attempt says the same to its driver, and each new
+attempt gets a copy. Repeating an action changes nothing.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
 import shutil
@@ -54,21 +47,22 @@ from service.errors import (
     JobUnreadable,
     LayoutUnknown,
     SizeRefused,
-    StaleVersion,
     StorageUnavailable,
     VersionChanged,
 )
 from service.jobs.run_storage import (
-    buried_places,
     empty_trash,
     move_to_trash,
     remove_job_file,
     restore_from_trash,
     run_dir_of,
+    trashed_checkpoint_paths,
     trashed_jobs,
     update_job_file,
     withdraw_pause,
+    write_json,
 )
+from service.jobs.updates import MAX_TRIES, read_timeline, retry_if_stale
 from service.settings import Settings
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
@@ -114,11 +108,6 @@ def remove_checkpoints(place: str | None) -> list[RemainingPath]:
     return []
 
 
-# What a user can do to a job that exists: cancel, pause, resume, clone, restart, delete.
-
-_MAX_TRIES = 5
-
-
 def cancel_job(
     store: JobStore,
     settings: Settings,
@@ -133,7 +122,7 @@ def cancel_job(
     """
 
     def change(job: Job) -> Decision:
-        _check_lives(job)
+        _check_not_ended(job)
         return request_cancel(job, time.time(), actor)
 
     cancelled = _change(store, job_id, change, version)
@@ -155,7 +144,7 @@ def pause_job(
     """
 
     def change(job: Job) -> Decision:
-        _check_lives(job)
+        _check_not_ended(job)
         if job.cancel_requested:
             raise JobEnded(job.id, job.status)
         return request_pause(job, time.time(), settings.pause_grace_s, actor)
@@ -208,20 +197,18 @@ def restart_job(
         if not (job.status.is_terminal or is_at_rest):
             raise JobActive(job.id, job.status, "pause or cancel it, and wait until it has stopped")
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
-        _recall_files(settings, job.id)
+        try:
+            # A deletion which was cut off may have taken them.
+            restore_from_trash(settings, job_id)
+        except OSError as error:
+            raise StorageUnavailable(
+                f"cannot restore the files of job {job_id}: {error}"
+            ) from error
         return request_restart(job, chosen.path, chosen.step, time.time(), actor)
 
     restarted = _change(store, job_id, change, version)
     update_job_file(restarted, settings)
     return restarted
-
-
-def _recall_files(settings: Settings, job_id: str) -> None:
-    """Give a job back the files that a deletion which was cut off took from it."""
-    try:
-        restore_from_trash(settings, job_id)
-    except OSError as error:
-        raise StorageUnavailable(f"cannot restore the files of job {job_id}: {error}") from error
 
 
 def _chosen(
@@ -305,22 +292,29 @@ def delete_job(
 
 
 def finish_deletions(store: JobStore, settings: Settings) -> None:
-    """Mend what deletions that were cut off left behind.
+    """Finish or undo deletions that were cut off.
 
     A job whose rows had gone loses its files, too; one that is still there gets its folder back,
     as its checkpoints are still listed. Where it has a folder again, the old one is left to its
-    next restart or deletion: a job that runs is not given other files under its feet.
+    next restart or deletion: a running job is not given other files.
     """
     for job_id in trashed_jobs(settings):
         try:
-            _mend(store, settings, job_id)
+            _finish_deletion(store, settings, job_id)
         except OSError as error:
-            logger.warning("the buried files of job %s stay for now: %s", job_id, error)
+            logger.warning("the trashed files of job %s stay for now: %s", job_id, error)
 
 
-def _mend(store: JobStore, settings: Settings, job_id: str) -> None:
-    if not _is_stored(store, job_id):
-        for place in buried_places(settings, job_id):
+def _finish_deletion(store: JobStore, settings: Settings, job_id: str) -> None:
+    is_stored = True
+    try:
+        store.get_job(job_id)
+    except JobNotFound:
+        is_stored = False
+    except JobUnreadable:
+        pass
+    if not is_stored:
+        for place in trashed_checkpoint_paths(settings, job_id):
             for left in remove_checkpoints(place_of(place, job_id)):
                 logger.warning("job %s is deleted, but not %s: %s", job_id, left.path, left.why)
         empty_trash(settings, job_id)
@@ -329,22 +323,12 @@ def _mend(store: JobStore, settings: Settings, job_id: str) -> None:
         logger.info("job %s was not deleted after all: it has its files again", job_id)
 
 
-def _is_stored(store: JobStore, job_id: str) -> bool:
-    try:
-        store.get_job(job_id)
-    except JobNotFound:
-        return False
-    except JobUnreadable:
-        return True
-    return True
-
-
 def _check_version(job: Job, wanted: int | None) -> None:
     if wanted is not None and job.version != wanted:
         raise VersionChanged(job.id, wanted, job.version)
 
 
-def _check_lives(job: Job) -> None:
+def _check_not_ended(job: Job) -> None:
     if job.status.is_terminal:
         raise JobEnded(job.id, job.status)
 
@@ -352,31 +336,27 @@ def _check_lives(job: Job) -> None:
 def _change(
     store: JobStore, job_id: str, change: Callable[[Job], Decision], version: int | None
 ) -> Job:
-    """Store what a request makes of a job; read it again while others write it."""
-    for tries_left in reversed(range(_MAX_TRIES)):
+    """Store what a request makes of a job."""
+
+    def attempt() -> Job:
         job = store.get_job(job_id)
         _check_version(job, version)
         decision = change(job)
         if decision.job == job:
             return job
-        try:
-            return store.update_job(decision.job, timeline=decision.timeline)
-        except StaleVersion:
-            if not tries_left:
-                raise
-    raise AssertionError("the last try returns or raises")
+        return store.update_job(decision.job, timeline=decision.timeline)
+
+    return retry_if_stale(attempt)
 
 
-# Another size of a running job, or hosts that it should leave: asked for by people.
-
-_PAGE = 1000
+# ---- resize and drain
 
 
 @dataclass(frozen=True)
 class Change:
-    """A wish as a request leaves it, and the line that tells of it."""
+    """A changed resize request, and the timeline line that tells of it."""
 
-    wish: ResizeRequest
+    request: ResizeRequest
     kind: str
     message: str
 
@@ -392,8 +372,8 @@ def request_resize(
 
     def change(job: Job, known: ResizeRequest) -> Change:
         check_size(job, num_workers)
-        wish = replace(known, num_workers=num_workers)
-        return Change(wish, RESIZE, f"resize to {num_workers} workers requested")
+        request = replace(known, num_workers=num_workers)
+        return Change(request, RESIZE, f"resize to {num_workers} workers requested")
 
     return _ask(store, run_dir, job_id, change, actor)
 
@@ -415,12 +395,14 @@ def request_drain(
     def change(job: Job, known: ResizeRequest) -> Change:
         others = tuple(each for each in known.drain_hosts if each != host)
         if undo:
-            wish = replace(known, drain_hosts=others)
-            return Change(wish, DRAIN, f"host {host} may be used again")
+            request = replace(known, drain_hosts=others)
+            return Change(request, DRAIN, f"host {host} may be used again")
         if host not in known.drain_hosts:
-            check_host(host, known_hosts(job, _read_lines(store, job.id, (STARTED,))))
-        wish = replace(known, drain_hosts=tuple(sorted({*others, host})))
-        return Change(wish, DRAIN, f"drain of host {host} requested")
+            hosts = known_hosts(job, read_timeline(store, job.id, (STARTED,)))
+            if host not in hosts:
+                raise HostUnknown(host, hosts)
+        request = replace(known, drain_hosts=tuple(sorted({*others, host})))
+        return Change(request, DRAIN, f"drain of host {host} requested")
 
     return _ask(store, run_dir, job_id, change, actor)
 
@@ -473,18 +455,11 @@ def known_hosts(job: Job, lines: Iterable[TimelineEvent]) -> list[str]:
     return sorted(hosts)
 
 
-def check_host(host: str, known: Iterable[str]) -> None:
-    """Raise `HostUnknown` if no worker is on a host."""
-    hosts = list(known)
-    if host not in hosts:
-        raise HostUnknown(host, hosts)
-
-
 def copy_resize_request(store: JobStore, run_dir: RunDir, job_id: str, attempt_id: str) -> None:
     """Tell a new attempt what is wanted of the job already; raises OSError."""
-    wish = _read_wish(store, job_id)
-    if wish.id:
-        _write(run_dir.attempt(attempt_id).resize_request_path, wish)
+    request = _requested(store, job_id)
+    if request.id:
+        write_json(run_dir.attempt(attempt_id).resize_request_path, _document(request))
 
 
 def _ask(
@@ -494,75 +469,53 @@ def _ask(
     change: Callable[[Job, ResizeRequest], Change],
     actor: str,
 ) -> ResizeRequest:
-    for tries_left in reversed(range(_MAX_TRIES)):
+    def attempt() -> ResizeRequest:
         job = store.get_job(job_id)
         if job.status is not JobStatus.RUNNING or job.current_attempt_id is None:
             raise JobNotRunning(job.id, job.status, "to place anew")
-        known = _read_wish(store, job_id)
+        known = _requested(store, job_id)
         changed = change(job, known)
-        try:
-            if changed.wish != known:
-                # The version of the job lets one of two requests through, and a stopping job none.
-                store.update_job(job, timeline=[_line(job, changed, actor)])
-            return _place(store, run_dir, job)
-        except StaleVersion:
-            if not tries_left:
-                raise
-    raise AssertionError("the last try returns or raises")
+        if changed.request != known:
+            line = TimelineEvent(
+                id=0,
+                job_id=job.id,
+                attempt_id=job.current_attempt_id,
+                time=time.time(),
+                kind=changed.kind,
+                message=changed.message,
+                actor=actor,
+                data=_document(replace(changed.request, id=f"r-{secrets.token_hex(4)}")),
+            )
+            # The version of the job lets one of two requests through, and a stopping job none.
+            store.update_job(job, timeline=[line])
+        return _place(store, run_dir, job)
 
-
-def _line(job: Job, changed: Change, actor: str) -> TimelineEvent:
-    wish = replace(changed.wish, id=f"r-{secrets.token_hex(4)}")
-    return TimelineEvent(
-        id=0,
-        job_id=job.id,
-        attempt_id=job.current_attempt_id,
-        time=time.time(),
-        kind=changed.kind,
-        message=changed.message,
-        actor=actor,
-        data=_document(wish),
-    )
+    return retry_if_stale(attempt)
 
 
 def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
     """Show the driver what the timeline wants, until nobody has changed it meanwhile."""
     assert job.current_attempt_id is not None
     path = run_dir.attempt(job.current_attempt_id).resize_request_path
-    wish = _read_wish(store, job.id)
-    for _ in range(_MAX_TRIES if wish.id else 0):
+    request = _requested(store, job.id)
+    for _ in range(MAX_TRIES if request.id else 0):
         try:
-            _write(path, wish)
+            write_json(path, _document(request))
         except OSError as error:
             raise StorageUnavailable(str(error)) from error
-        placed, wish = wish, _read_wish(store, job.id)
-        if placed == wish:
+        placed, request = request, _requested(store, job.id)
+        if placed == request:
             break
-    return wish
+    return request
 
 
-def _write(path: Path, wish: ResizeRequest) -> None:
-    partial = path.with_suffix(f".{secrets.token_hex(4)}.partial")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        partial.write_text(json.dumps(_document(wish)), encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+def _document(request: ResizeRequest) -> dict[str, object]:
+    return {
+        "id": request.id,
+        "workers": request.num_workers,
+        "drain_hosts": list(request.drain_hosts),
+    }
 
 
-def _document(wish: ResizeRequest) -> dict[str, object]:
-    return {"id": wish.id, "workers": wish.num_workers, "drain_hosts": list(wish.drain_hosts)}
-
-
-def _read_wish(store: JobStore, job_id: str) -> ResizeRequest:
-    return latest_resize_request(_read_lines(store, job_id, RESIZE_KINDS))
-
-
-def _read_lines(store: JobStore, job_id: str, kinds: tuple[str, ...]) -> list[TimelineEvent]:
-    lines: list[TimelineEvent] = []
-    after = 0
-    while page := store.list_timeline(job_id, after=after, limit=_PAGE, kinds=kinds):
-        lines += page
-        after = page[-1].id
-    return lines
+def _requested(store: JobStore, job_id: str) -> ResizeRequest:
+    return latest_resize_request(read_timeline(store, job_id, RESIZE_KINDS))

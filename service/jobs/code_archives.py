@@ -1,22 +1,21 @@
-"""Archives of user code: kept by their content, given to the jobs that name them.
+"""Archives of user code: uploads kept by their content, and the copies of jobs that name them.
 
-    RUNS_DIR/.code/ID.zip          what was uploaded; ID is the SHA-256 of its bytes
+    RUNS_DIR/.code/ID.zip          an upload; ID is the SHA-256 of its bytes
     RUNS_DIR/JOB_ID/code/ID.zip    the copy of a job, from which its attempts run
 
 A job has a copy of its own, so that its run folder is complete (an export years later needs the
-class) and nothing that happens to the uploads concerns it. Nothing in an archive is ever imported
-here, and every copy is held against its id.
+class) and does not depend on the uploads. Nothing in an archive is ever imported here, and every
+copy is checked against its id.
 """
 
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable
 from pathlib import Path
 
 from service.errors import CodeStoreFull, InvalidRequest
-from service.schemas.common import FieldError
+from service.jobs.run_storage import replace_file
 from service.settings import Settings
 from trainer.protocol.code_archive import CodeError, CodeSummary, check, id_of
 from trainer.protocol.run_dir import RunDir
@@ -36,22 +35,19 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
     try:
         summary = check(data)
     except CodeError as error:
-        raise InvalidRequest([FieldError(path="body", code="code", message=str(error))]) from None
+        raise InvalidRequest([FieldProblem(path="body", code="code", message=str(error))]) from None
     path = _upload_path(settings, summary.id)
     if _read(path, summary.id) is None:
-        _check_room(settings, len(data))
+        kept = sum(path.stat().st_size for path in _uploads(settings))
+        if kept + len(data) > settings.code_max_bytes:
+            raise CodeStoreFull(
+                f"uploads of code take {kept} bytes, and {settings.code_max_bytes} is the most "
+                "that is kept; raise SHARDLOOM_CODE_MAX_BYTES, or lower "
+                "SHARDLOOM_CODE_RETENTION_DAYS"
+            )
         _write(path, data)
     _renewed(path)
     return summary
-
-
-def _check_room(settings: Settings, num_bytes: int) -> None:
-    kept = sum(path.stat().st_size for path in _uploads(settings))
-    if kept + num_bytes > settings.code_max_bytes:
-        raise CodeStoreFull(
-            f"uploads of code take {kept} bytes, and {settings.code_max_bytes} is the most that "
-            "is kept; raise SHARDLOOM_CODE_MAX_BYTES, or lower SHARDLOOM_CODE_RETENTION_DAYS"
-        )
 
 
 def remove_old_code(settings: Settings, now: float, read_named: Callable[[], set[str]]) -> int:
@@ -89,15 +85,12 @@ def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) 
         return
     data = _read(source.code_path(code), code) if source else None
     if data is None:
-        raise SpecError([FieldProblem("model.code", "unknown_code", _unknown(code))])
+        message = (
+            f"no code {code[:12]}... was uploaded here; submit with `shardloom submit --code DIR`, "
+            "or POST the archive to /v1/code"
+        )
+        raise SpecError([FieldProblem("model.code", "unknown_code", message)])
     _write(_upload_path(settings, code), data)
-
-
-def _unknown(code: str) -> str:
-    return (
-        f"no code {code[:12]}... was uploaded here; submit with `shardloom submit --code DIR`, or "
-        "POST the archive to /v1/code"
-    )
 
 
 def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None:
@@ -144,12 +137,4 @@ def _read(path: Path, code: str) -> bytes | None:
 
 def _write(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    replace_file(path, data)

@@ -1,14 +1,13 @@
-"""Exports of jobs: asked for over REST, made one at a time by a process of the trainer's Python.
+"""Makes the exports that were requested, one at a time, in a process of the trainer's Python.
 
-What was asked for lies on run storage (`trainer.export.requests`), and is made there: a service
-that is restarted goes on with what is not done, and the store knows nothing of it. Jobs write to
-run storage, too: what a service asked for bears its seal, and nothing else is made here. The
-process imports torch, which this one never does, and gets none of this one's secrets.
+The requests lie on run storage, so that a service that is restarted goes on with what is not done.
+The process imports torch, which the service never does, and gets none of the service's secrets.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import queue
 import signal
@@ -22,9 +21,8 @@ from service.db.jobs import JobStore
 from service.errors import ServiceError
 from service.jobs.exports import (
     PYTHON_VARIABLES,
-    _may_run_code,
-    logger,
     may_be_made,
+    may_run_code,
     remove_all_deleted,
     unfinished,
 )
@@ -32,6 +30,7 @@ from service.settings import Settings
 from trainer.export.requests import ExportFolder, remove_deleted
 from trainer.protocol.run_dir import RunDir
 
+logger = logging.getLogger(__name__)
 # What the process may see of our environment: secrets of the service are not among it, but the
 # credentials of the storage that jobs read, without which vocabularies cannot be had.
 _PASSED = (
@@ -71,7 +70,7 @@ StartProcess = Callable[..., "subprocess.Popen[Any]"]
 
 
 class ExportRunner:
-    """Makes what is asked for, one after another: an export takes a copy of all tables."""
+    """Makes requested exports one after another, as each takes a copy of all tables."""
 
     def __init__(
         self,
@@ -136,7 +135,7 @@ class ExportRunner:
             logger.warning("%s was not asked for here, or may not run here", folder.root)
             return
         command = [self._settings.trainer_python, "-m", "trainer.export"]
-        if not _may_run_code(self._settings):
+        if not may_run_code(self._settings):
             # The process reads the spec from run storage, where it may be another one.
             command.append("--no-user-code")
         with folder.open_log() as log:
@@ -169,7 +168,7 @@ class ExportRunner:
     def _environment_for(self, job_id: str) -> dict[str, str]:
         secrets = self._secrets_of(job_id)
         ours = environment(os.environ)
-        return with_keys_of_job(ours, secrets, may_choose_endpoint=_may_run_code(self._settings))
+        return with_keys_of_job(ours, secrets, may_choose_endpoint=may_run_code(self._settings))
 
     def _wait(self, process: subprocess.Popen[Any], folder: ExportFolder) -> _End:
         """How the process ended: by itself, too slow, with the service, or with its export."""

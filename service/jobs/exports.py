@@ -1,20 +1,12 @@
-"""Export requests, deletion, download.
+"""Exports of jobs: request, list, delete, download.
 
-An export as one tar stream: its size is known before it begins, nothing is written to disk.
+Requests lie on run storage (`trainer.export.requests`); the database knows nothing of them. Jobs
+write there, too: only requests with the service's seal are carried out (`export_runner`). A deleted
+export is marked first, which hides it and ends its process; then its files go. What a crash cuts
+off is removed when a service starts, and once a minute.
 
-All files are open before the first byte is sent: an export that is deleted meanwhile still comes
-whole.
-
-The service's own image has not: it is small because of that (`deploy/Dockerfile.service`).
-
-An export is marked first, and from then on nobody is told of it; its process, on whichever host,
-sees that and ends; then its files go. What a crash cuts off is removed when a service starts, and
-once a minute. A download that has begun goes on to its end (`service.jobs.exports`).
-
-What was asked for lies on run storage (`trainer.export.requests`), and is made there: a service
-that is restarted goes on with what is not done, and the store knows nothing of it. Jobs write to
-run storage, too: what a service asked for bears its seal, and nothing else is made here. The
-process imports torch, which this one never does, and gets none of this one's secrets.
+A download is one tar stream of known size, and nothing is written to disk for it. All files are
+open before the first byte is sent, so that an export that is deleted meanwhile still comes whole.
 """
 
 from __future__ import annotations
@@ -50,6 +42,8 @@ from trainer.export.requests import ExportFolder, ask_for, find_export, list_exp
 from trainer.protocol.run_dir import RunDir
 from trainer.spec.training import Quantization
 
+logger = logging.getLogger(__name__)
+_DAY_S = 86400.0
 _CHUNK_BYTES = 2**18
 _BLOCK = tarfile.BLOCKSIZE
 
@@ -108,13 +102,13 @@ def _stream(
         yield bytes(2 * _BLOCK)
 
 
-# Whether the Python that makes exports beside this service has what they need.
+# ---- packages that exports need
 
 # What decides which packages a Python finds, and nothing else of our environment.
 PYTHON_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
 _NEEDED = ("torch", "torchrec", "fbgemm_gpu")
 # Looks packages up without importing them.
-_LOOK = (
+_FIND_MISSING = (
     "import importlib.util as u, sys; "
     "print(*[name for name in sys.argv[1:] if u.find_spec(name) is None])"
 )
@@ -125,7 +119,7 @@ def missing_for_exports(settings: Settings) -> str:
     """What `trainer_python` lacks here, in words; empty if it can export."""
     try:
         done = subprocess.run(
-            [settings.trainer_python, "-c", _LOOK, *_NEEDED],
+            [settings.trainer_python, "-c", _FIND_MISSING, *_NEEDED],
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
@@ -145,10 +139,7 @@ def missing_for_exports(settings: Settings) -> str:
     return f"it has no {', '.join(names)}" if names else ""
 
 
-# Exports that are deleted: by somebody, or by age. Files alone say so, as with all of exports.
-
-logger = logging.getLogger(__name__)
-_DAY_S = 86400.0
+# ---- deletion
 
 
 def delete_export(folder: ExportFolder) -> None:
@@ -183,8 +174,13 @@ def remove_old_exports(settings: Settings, now: float) -> int:
     num_deleted = 0
     for run_dir in _run_dirs(settings):
         for folder in _exports_of(run_dir):
-            if _is_older(folder, before):
-                num_deleted += _try_to_delete(folder)
+            if not _is_older(folder, before):
+                continue
+            try:
+                delete_export(folder)
+                num_deleted += 1
+            except StorageUnavailable as error:
+                logger.warning("cannot delete export %s, trying again: %s", folder.root, error)
     return num_deleted
 
 
@@ -194,15 +190,6 @@ def _exports_of(run_dir: RunDir) -> list[ExportFolder]:
     except OSError as error:
         logger.warning("cannot look for old exports in %s: %s", run_dir.root, error)
         return []
-
-
-def _try_to_delete(folder: ExportFolder) -> bool:
-    try:
-        delete_export(folder)
-    except StorageUnavailable as error:
-        logger.warning("cannot delete the old export %s, trying again: %s", folder.root, error)
-        return False
-    return True
 
 
 def _is_older(folder: ExportFolder, before: float) -> bool:
@@ -226,7 +213,7 @@ def _run_dirs(settings: Settings) -> Iterator[RunDir]:
         yield RunDir(path.parent)
 
 
-# Exports of jobs: asked for over REST, made one at a time by a process of the trainer's Python.
+# ---- requests
 
 
 def request_export(
@@ -241,7 +228,7 @@ def request_export(
     steps = [found.step for found in store.list_checkpoints(job.id)]
     if not steps or (checkpoint.isdecimal() and int(checkpoint) not in steps):
         raise CheckpointNotFound(job.id, checkpoint, steps)
-    if job.spec.model.module is not None and not _may_run_code(settings):
+    if job.spec.model.module is not None and not may_run_code(settings):
         raise ExportRefused(job.id)
     if missing := missing_for_exports(settings):
         raise ExportUnavailable(settings.trainer_python, missing)
@@ -255,7 +242,7 @@ def request_export(
         raise StorageUnavailable(str(error)) from error
 
 
-def _may_run_code(settings: Settings) -> bool:
+def may_run_code(settings: Settings) -> bool:
     """Whether code of jobs may run on this host: where all who submit are its own user."""
     return settings.auth == "local"
 
@@ -282,7 +269,7 @@ def may_be_made(store: JobStore, settings: Settings, folder: ExportFolder) -> bo
         is_ours = is_sealed(settings, folder)
     except (JobNotFound, JobUnreadable, OSError, ValueError):
         return False
-    return is_ours and (job.spec.model.module is None or _may_run_code(settings))
+    return is_ours and (job.spec.model.module is None or may_run_code(settings))
 
 
 def get_export(settings: Settings, job_id: str, export_id: str) -> ExportFolder:
@@ -303,9 +290,9 @@ def get_finished_export(settings: Settings, job_id: str, export_id: str) -> Expo
 
 def unfinished(settings: Settings) -> list[ExportFolder]:
     """Exports that a service asked for and that are neither done nor failed."""
-    found = []
-    for path in settings.runs_dir.glob("*/exports"):
-        for folder in list_exports(RunDir(path.parent)):
-            if folder.status in ("queued", "running") and is_sealed(settings, folder):
-                found.append(folder)
-    return found
+    return [
+        folder
+        for run_dir in _run_dirs(settings)
+        for folder in list_exports(run_dir)
+        if folder.status in ("queued", "running") and is_sealed(settings, folder)
+    ]

@@ -1,6 +1,8 @@
-"""Parsing, reading, tailing, filtering, downloading logs.
+"""Logs of an attempt on run storage: parse, read, tail, filter, download.
 
-What a line of a log says about itself: level and time; and which lines somebody wants. Pure.
+Log files outlive the cluster. Each process writes one, `trainer.protocol.log_pump` in several parts
+that are read here as one text by byte offset. Times are Unix seconds; levels are those of Python's
+logging.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from pydantic import Field, TypeAdapter
 
 from service.errors import InvalidRequest, LogNotFound
 from service.files import is_below
-from service.schemas.common import FieldError
 from trainer.protocol.log_pump import parts_of
 from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.spec.base import FieldProblem
 
 _SOURCE_PATTERN = re.compile(
     r"(?P<single>driver|coordinator)|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
@@ -141,11 +143,6 @@ class LogFilter:
     since: float | None = None
     until: float | None = None
 
-    @property
-    def takes_all(self) -> bool:
-        """Whether no line can be refused."""
-        return self == LogFilter()
-
     def takes_source(self, source: str) -> bool:
         """Whether lines of a log are wanted at all."""
         return not self.ranks or rank_of(source) in self.ranks
@@ -192,7 +189,7 @@ def with_heads(before: Head, lines: Sequence[str]) -> Iterator[tuple[str, Head]]
         yield text, before
 
 
-# The files of one log as one text that is read by byte offset: see `trainer.protocol.log_pump`.
+# ---- one log by byte offset
 
 _BLOCK_BYTES = 1 << 16
 # A tail is for people: nobody reads more, and looking for its beginning must end soon.
@@ -317,11 +314,11 @@ def _read(part: _Part, at: int, max_bytes: int) -> bytes:
         return b""
 
 
-# Log files on run storage: they outlive the cluster, and are read in pieces of whole lines.
+# ---- lines of all logs of an attempt
 
-# Most that one look reads: of one log, and of all of them together.
+# Most that one poll reads: of one log, and of all of them together.
 MAX_READ_BYTES = 1 << 20
-_MAX_LOOK_BYTES = 1 << 23
+_MAX_POLL_BYTES = 1 << 23
 _MIN_READ_BYTES = 1 << 16
 # A file offset has 63 bits.
 _Offset = Annotated[int, Field(ge=0, lt=2**63)]
@@ -359,7 +356,7 @@ class LogPosition:
         except ValueError:
             message = "not a cursor that this service gave out; leave it away to start over"
             raise InvalidRequest(
-                [FieldError(path="after", code="cursor", message=message)]
+                [FieldProblem(path="after", code="cursor", message=message)]
             ) from None
 
 
@@ -418,7 +415,7 @@ def read_new(
     grew too long and lines were removed, a line says so.
     """
     names = _names(files, source)
-    share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_LOOK_BYTES // max(1, len(names))))
+    share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_POLL_BYTES // max(1, len(names))))
     for name in names:
         for text, head, offset in _read_lines(
             files.log_path(name), position.offsets.get(name, 0), share, is_final=is_final
@@ -480,7 +477,7 @@ def tail_position(
     return position
 
 
-# All logs of some attempts as one file, made piece by piece while it is sent.
+# ---- download: all logs of some attempts as one file, made while it is sent
 
 _CHUNK_BYTES = 1 << 18
 

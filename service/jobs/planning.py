@@ -1,19 +1,17 @@
-"""What a job would look like: its layout on the cluster's hosts, why, and what a loss would cost.
+"""Dry run: the layout of a job on the cluster's hosts, why, and what the loss of a host would cost.
 
 Pure arithmetic over the spec and what the backend knows of the cluster; the driver chooses for
 good when an attempt starts. Where the hosts are not known, each independent group is taken to have
-one of its own, and each job to fit on one.
+one of its own, and each job to fit on one. Sizes are in bytes, latencies in seconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 from service.backends.base import HostFacts, cluster_text
 from service.domain.membership import sizes_of_spec
-from service.schemas.jobs import JobPlan, LayoutOption
 from trainer.layout.choice import Choice, candidates, choose, need_of
 from trainer.layout.layout import LayoutError
 from trainer.spec.job import JobSpec
@@ -22,9 +20,50 @@ _MAX_OPTIONS = 8
 _OPEN = "decided when an attempt starts, from the size of the tables and the hosts of the cluster"
 
 
+@dataclass(frozen=True)
+class LayoutCandidate:
+    """A layout and its price. Of a full sync, `sync_bytes` travel from and to each worker."""
+
+    world_size: int
+    shard_group_size: int
+    num_replicas: int
+    placement: str
+    failure_domain: str
+    num_hosts: int
+    num_hosts_survived: int
+    num_hosts_per_shard: int
+    memory_overhead_bytes: int | None
+    sync_bytes: int | None
+    sync_latency_s: float | None
+    is_chosen: bool
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """What a dry run finds for a spec; the fields are explained at `schemas.jobs.JobPlan`."""
+
+    spec: JobSpec
+    min_workers: int
+    world_size: int
+    shard_group_size: int | None
+    num_replicas: int | None
+    placement: str | None
+    sharding_groups: tuple[tuple[int, ...], ...]
+    replica_groups: tuple[tuple[int, ...], ...]
+    moment_scale: float | None
+    cluster: str
+    obstacle: str
+    reason: str
+    after_loss: str
+    table_bytes: int | None
+    num_hosts_needed: int | None
+    layout: LayoutCandidate | None
+    options: Sequence[LayoutCandidate]
+
+
 def plan_of(
     spec: JobSpec, hosts: Sequence[HostFacts] = (), max_workers: int | None = None
-) -> JobPlan:
+) -> LayoutPlan:
     """What a dry run answers, for a spec whose table sizes are known as far as they can be.
 
     A cluster that grows by itself does so to room for `max_workers`.
@@ -37,9 +76,19 @@ def plan_of(
     is_stated = choice is None and bool(stated)
     if is_stated:
         choice, _ = _chosen(spec, stated)
-    survive = spec.parallelism.survive
-    return JobPlan(
-        **_sizes(spec, choice),
+    layout, survive = choice.layout if choice else None, spec.parallelism.survive
+    resolved = spec.with_layout(layout) if layout else spec
+    sizes = sizes_of_spec(resolved)
+    return LayoutPlan(
+        spec=spec,
+        min_workers=sizes.min_workers,
+        world_size=sizes.world_size,
+        shard_group_size=sizes.shard_group_size,
+        num_replicas=sizes.num_replicas,
+        placement=sizes.placement,
+        sharding_groups=layout.sharding_groups if layout else (),
+        replica_groups=layout.replica_groups if layout else (),
+        moment_scale=resolved.moment_scale if layout else None,
         cluster=_cluster_text(spec, room, num_there),
         obstacle=obstacle,
         reason=_reason(choice, is_stated=is_stated),
@@ -143,43 +192,20 @@ def after_loss(choice: Choice) -> str:
     return f"a lost host takes down {lost} of {num_groups} groups; {rest}"
 
 
-def _sizes(spec: JobSpec, choice: Choice | None) -> dict[str, Any]:
-    resolved = (
-        spec.with_layout(choice.layout.shard_group_size, choice.layout.placement)
-        if choice
-        else spec
-    )
-    sizes, layout = sizes_of_spec(resolved), choice.layout if choice else None
-    return {
-        "spec": spec,
-        "min_workers": sizes.min_workers,
-        "world_size": sizes.world_size,
-        "shard_group_size": sizes.shard_group_size,
-        "num_replicas": sizes.num_replicas,
-        "placement": sizes.placement,
-        "sharding_groups": layout.sharding_groups if layout else [],
-        "replica_groups": layout.replica_groups if layout else [],
-        "moment_scale": resolved.moment_scale if layout else None,
-    }
-
-
 def _cluster_text(spec: JobSpec, room: Sequence[int], num_there: int) -> str:
-    if spec.resources.cluster == "own":
-        return f"{cluster_text(spec)}: {_room_text(room, len(room))}"
-    return _room_text(room, num_there)
-
-
-def _room_text(room: Sequence[int], num_there: int) -> str:
+    is_own = spec.resources.cluster == "own"
+    prefix = f"{cluster_text(spec)}: " if is_own else ""
     if not room:
-        return "hosts not known"
+        return f"{prefix}hosts not known"
+    num_new = 0 if is_own else len(room) - num_there
     workers = " + ".join(str(number) for number in room)
-    to_come = f", {len(room) - num_there} of them to be added" if len(room) > num_there else ""
-    return f"{len(room)} host(s) with room for {workers} worker(s){to_come}"
+    to_come = f", {num_new} of them to be added" if num_new > 0 else ""
+    return f"{prefix}{len(room)} host(s) with room for {workers} worker(s){to_come}"
 
 
-def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
+def _option(choice: Choice, chosen: Choice | None) -> LayoutCandidate:
     layout, overhead = choice.layout, choice.memory_overhead_bytes
-    return LayoutOption(
+    return LayoutCandidate(
         world_size=layout.world_size,
         shard_group_size=layout.shard_group_size,
         num_replicas=layout.num_replicas,

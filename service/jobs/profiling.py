@@ -1,7 +1,7 @@
-"""Profiler traces of a job: asked for while it runs, listed, and found on run storage.
+"""Profiler traces of a job: request them while it runs, list them, find their files.
 
 A request is a file of the attempt that its workers look for at every report, and a line of the
-timeline, which makes it known to everybody who asks after it.
+timeline, which tells everybody else of it.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from service.errors import (
     TracePending,
 )
 from service.files import is_below
+from service.jobs.updates import read_timeline, retry_if_stale
 from trainer.protocol.run_dir import RunDir, trace_name
 
 # A request that brought nothing for so long does not stand in the way of another.
 PATIENCE_S = 600.0
-_MAX_TRIES = 5
-_PAGE = 1000
 
 
 @dataclass(frozen=True)
@@ -52,34 +51,30 @@ def request_trace(
     Raises `JobNotFound`, `RanksUnknown`, and as conflicts `JobNotRunning` and `TracePending`;
     `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
     """
-    for tries_left in reversed(range(_MAX_TRIES)):
+
+    def attempt() -> TraceRequest:
         job = store.get_job(job_id)
         request = _new_request(job, num_steps, ranks)
         now = time.time()
         _check_nothing_pending(_read_lines(store, job_id), request.attempt_id, now)
         path = run_dir.attempt(request.attempt_id).trace_request_path
         partial = _write_partial(path, request)
+        shown = ", ".join(str(rank) for rank in request.ranks)
+        message = f"trace of {num_steps} step(s) on rank(s) {shown} requested"
+        line = replace(_line(job, request, now, REQUESTED, message), actor="user")
         try:
             # The version of the job lets one of two requests through, and a stopping job none.
-            store.update_job(job, timeline=[_requested_line(job, request, now)])
-            _place(store, job_id, request, partial, path)
-        except StaleVersion:
-            if not tries_left:
-                raise
-        else:
-            return request
+            store.update_job(job, timeline=[line])
+            try:
+                partial.replace(path)
+            except OSError as error:
+                _withdraw(store, job_id, request, str(error))
+                raise StorageUnavailable(str(error)) from error
         finally:
             _discard(partial)
-    raise AssertionError("the last try returns or raises")
+        return request
 
-
-def _place(store: JobStore, job_id: str, request: TraceRequest, partial: Path, path: Path) -> None:
-    """Show the workers a request that is told already; raises `StorageUnavailable`."""
-    try:
-        partial.replace(path)
-    except OSError as error:
-        _withdraw(store, job_id, request, str(error))
-        raise StorageUnavailable(str(error)) from error
+    return retry_if_stale(attempt)
 
 
 def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -> None:
@@ -87,13 +82,14 @@ def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -
 
     Where others keep writing the job it is left to `PATIENCE_S`.
     """
-    for _ in range(_MAX_TRIES):
+    message = f"the trace {request.id} is withdrawn: its request cannot be written ({cause})"
+
+    def attempt() -> None:
         job = store.get_job(job_id)
-        message = f"the trace {request.id} is withdrawn: its request cannot be written ({cause})"
-        line = _line(job, request, time.time(), WITHDRAWN, message)
-        with contextlib.suppress(StaleVersion):
-            store.update_job(job, timeline=[line])
-            return
+        store.update_job(job, timeline=[_line(job, request, time.time(), WITHDRAWN, message)])
+
+    with contextlib.suppress(StaleVersion):
+        retry_if_stale(attempt)
 
 
 def _discard(partial: Path) -> None:
@@ -125,12 +121,6 @@ def _write_partial(path: Path, request: TraceRequest) -> Path:
     return partial
 
 
-def _requested_line(job: Job, request: TraceRequest, now: float) -> TimelineEvent:
-    ranks = ", ".join(str(rank) for rank in request.ranks)
-    message = f"trace of {request.num_steps} step(s) on rank(s) {ranks} requested"
-    return replace(_line(job, request, now, REQUESTED, message), actor="user")
-
-
 def _line(job: Job, request: TraceRequest, now: float, kind: str, message: str) -> TimelineEvent:
     return TimelineEvent(
         id=0,
@@ -152,15 +142,12 @@ def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now:
         return
     if any(line.kind == WITHDRAWN and line.data["id"] == request.data["id"] for line in own):
         return
-    missing = _names_of(request) - {trace.name for trace in traces_of(own)}
-    if missing:
-        raise TracePending(str(request.data["id"]), sorted(missing))
-
-
-def _names_of(request: TimelineEvent) -> set[str]:
     ranks = request.data["ranks"]
     assert isinstance(ranks, list)
-    return {trace_name(str(request.data["id"]), rank) for rank in ranks}
+    names = {trace_name(str(request.data["id"]), rank) for rank in ranks}
+    missing = names - {trace.name for trace in traces_of(own)}
+    if missing:
+        raise TracePending(str(request.data["id"]), sorted(missing))
 
 
 def list_traces(store: JobStore, job_id: str) -> list[Trace]:
@@ -186,10 +173,4 @@ def find_trace(
 
 
 def _read_lines(store: JobStore, job_id: str) -> list[TimelineEvent]:
-    lines: list[TimelineEvent] = []
-    after = 0
-    kinds = (REQUESTED, WRITTEN, WITHDRAWN)
-    while page := store.list_timeline(job_id, after=after, limit=_PAGE, kinds=kinds):
-        lines += page
-        after = page[-1].id
-    return lines
+    return read_timeline(store, job_id, (REQUESTED, WRITTEN, WITHDRAWN))

@@ -1,11 +1,10 @@
-"""What the service writes to the folder of a job: each file appears whole or not at all.
+"""Files that the service writes to the folder of a job, and the trash of deleted folders.
 
-A *pause request*, a *rewind* and a *growth limit* are for the driver and its workers; `job.json` is
-for the service itself, should its store be lost (`service.reconciler.recover`). All functions but
-`note_course` raise OSError.
-
-A folder that is to be deleted is *buried* first: renamed, so that no job has it any more. There
-may be several of one job, where a deletion was cut off and its folder was made anew.
+Each file appears whole or not at all. Pause requests, rewinds and growth limits are for the driver
+and its workers; `job.json` is for the service itself, should its database be lost
+(`service.reconciler.recover`). A folder that is to be deleted is renamed first, so that no job has
+it any more; there may be several of one job, where a deletion was cut off and its folder was made
+anew. All functions but `update_job_file` raise OSError.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from service.settings import Settings
 from trainer.protocol.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
-_TOMBSTONE = ".deleted-"
+_TRASH_PREFIX = ".deleted-"
 
 
 def run_dir_of(settings: Settings, job_id: str) -> RunDir:
@@ -36,14 +35,20 @@ def run_dir_of(settings: Settings, job_id: str) -> RunDir:
 def write_text(path: Path, text: str) -> Path:
     """Replace a file in one step, on the disk when this returns; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return _replace_text(path, text)
+    return replace_file(path, text.encode())
 
 
-def _replace_text(path: Path, text: str) -> Path:
+def write_json(path: Path, document: dict[str, Any]) -> Path:
+    """The same with a JSON object."""
+    return write_text(path, json.dumps(document))
+
+
+def replace_file(path: Path, data: bytes) -> Path:
+    """Replace a file in one step, on the disk when this returns; its folder must be there."""
     partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
+        with partial.open("wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         return partial.replace(path)
@@ -66,7 +71,7 @@ def update_job_file(job: Job, settings: Settings) -> None:
     try:
         if path.exists():
             # Its folder is not made: somebody may delete it in this moment.
-            _replace_text(path, _text_of(job))
+            replace_file(path, _text_of(job).encode())
     except OSError as error:
         logger.warning(
             "job %s: run storage does not say that it is %s: %s", job.id, job.status, error
@@ -74,27 +79,22 @@ def update_job_file(job: Job, settings: Settings) -> None:
 
 
 def _text_of(job: Job) -> str:
+    ended = {
+        "status": job.status,
+        "reason": job.reason,
+        "message": job.message,
+        "ended_at": job.ended_at,
+    }
     document = {
         "id": job.id,
         "project": job.project,
         "created_at": job.created_at,
         "queued_at": job.waits_since,
         "num_failures": job.num_failures,
-        "ended": _end_of(job),
+        "ended": ended if job.status.is_terminal else None,
         "spec": job.spec.model_dump(mode="json"),
     }
     return json.dumps(document, indent=2)
-
-
-def _end_of(job: Job) -> dict[str, Any] | None:
-    if not job.status.is_terminal:
-        return None
-    return {
-        "status": job.status,
-        "reason": job.reason,
-        "message": job.message,
-        "ended_at": job.ended_at,
-    }
 
 
 def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
@@ -111,14 +111,14 @@ def note_rewind(job: Job, attempt: Attempt, settings: Settings) -> None:
     """Tell the workers which checkpoint an attempt goes back to, if it does."""
     if job.resume_from is not None:
         document = {"checkpoint": Path(job.resume_from).name, "attempt_index": attempt.index}
-        write_text(run_dir_of(settings, job.id).rewind_path, json.dumps(document))
+        write_json(run_dir_of(settings, job.id).rewind_path, document)
 
 
 def ask_to_pause(settings: Settings, attempt: Attempt) -> None:
     """Show a driver that its attempt shall save and end."""
     path = run_dir_of(settings, attempt.job_id).attempt(attempt.id).pause_request_path
     if not path.exists():
-        write_text(path, json.dumps({"id": f"p-{secrets.token_hex(4)}"}))
+        write_json(path, {"id": f"p-{secrets.token_hex(4)}"})
 
 
 def withdraw_pause(settings: Settings, job_id: str, attempt_id: str) -> None:
@@ -144,15 +144,15 @@ def remove_job_file(settings: Settings, job_id: str) -> None:
 
 
 def move_to_trash(settings: Settings, job_id: str) -> None:
-    """Rename the folder of a job, so that it is nobody's; harmless where that was done before."""
-    tombstone = settings.runs_dir / f"{_TOMBSTONE}{job_id}.{secrets.token_hex(4)}"
+    """Rename the folder of a job, so that no job has it; harmless where that was done before."""
+    trashed = settings.runs_dir / f"{_TRASH_PREFIX}{job_id}.{secrets.token_hex(4)}"
     with contextlib.suppress(FileNotFoundError):
-        run_dir_of(settings, job_id).root.rename(tombstone)
+        run_dir_of(settings, job_id).root.rename(trashed)
 
 
 def restore_from_trash(settings: Settings, job_id: str) -> None:
-    """Give the job back what was buried; where it has a folder again, the files there stand."""
-    for folder in _tombstones(settings, job_id):
+    """Undo `move_to_trash`; where the job has a folder again, the files there stay."""
+    for folder in _trashed_folders(settings, job_id):
         _merge(folder, run_dir_of(settings, job_id).root)
 
 
@@ -170,14 +170,14 @@ def _merge(source: Path, target: Path) -> None:
 
 
 def empty_trash(settings: Settings, job_id: str) -> None:
-    """Delete what was buried of a job, if anything was."""
-    for folder in _tombstones(settings, job_id):
+    """Delete the trashed folders of a job, if there are any."""
+    for folder in _trashed_folders(settings, job_id):
         shutil.rmtree(folder)
 
 
-def buried_places(settings: Settings, job_id: str) -> set[str]:
-    """Each `checkpoint.path` that the buried folders of a job tell of."""
-    found = (_checkpoint_path(RunDir(each).job_path) for each in _tombstones(settings, job_id))
+def trashed_checkpoint_paths(settings: Settings, job_id: str) -> set[str]:
+    """Each `checkpoint.path` in the `job.json` of a job's trashed folders."""
+    found = (_checkpoint_path(RunDir(each).job_path) for each in _trashed_folders(settings, job_id))
     return {path for path in found if path is not None}
 
 
@@ -190,15 +190,15 @@ def _checkpoint_path(job_path: Path) -> str | None:
 
 
 def trashed_jobs(settings: Settings) -> list[str]:
-    """Ids of the jobs of which something was buried and not yet deleted."""
-    return sorted({_job_in(path) for path in settings.runs_dir.glob(f"{_TOMBSTONE}*")})
+    """Ids of the jobs that have folders in the trash."""
+    return sorted({_job_in(path) for path in settings.runs_dir.glob(f"{_TRASH_PREFIX}*")})
 
 
-def _tombstones(settings: Settings, job_id: str) -> list[Path]:
-    found = settings.runs_dir.glob(f"{_TOMBSTONE}{job_id}*")
+def _trashed_folders(settings: Settings, job_id: str) -> list[Path]:
+    found = settings.runs_dir.glob(f"{_TRASH_PREFIX}{job_id}*")
     return [path for path in found if _job_in(path) == job_id]
 
 
-def _job_in(tombstone: Path) -> str:
-    """The job that something was buried of; earlier versions gave the name no ending."""
-    return tombstone.name.removeprefix(_TOMBSTONE).partition(".")[0]
+def _job_in(trashed: Path) -> str:
+    """The job whose folder this was; earlier versions gave the name no ending."""
+    return trashed.name.removeprefix(_TRASH_PREFIX).partition(".")[0]

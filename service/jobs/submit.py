@@ -1,6 +1,6 @@
-"""What a user can do to jobs, whatever the door (REST, dashboard): submit and find them.
+"""Submit a job and find one; checks of the data that its spec names.
 
-What can be done to a job that exists is in `service.jobs.actions`.
+What can be done with a job that exists is in `service.jobs.actions`.
 """
 
 from __future__ import annotations
@@ -46,25 +46,19 @@ def _data_problem(spec: JobSpec) -> FieldProblem | None:
     if "://" in path:
         return _url_problem(path, "data.path")
     problem = _folder_problem(path, "data.path", "prepare one with `shardloom data prepare`")
-    if problem or not _is_plain_parquet(spec):
-        return problem or _manifest_problem(Path(path) / _MANIFEST_NAME)
-    return _unknown_size(spec)
+    if problem:
+        return problem
+    manifest = Path(path) / _MANIFEST_NAME
+    has_rows = any((Path(path) / spec.data.split.train).glob("*.parquet"))
+    # A folder of Parquet files that `shardloom data prepare` did not make has no manifest.
+    if has_rows and not manifest.exists():
+        return _unknown_size(spec)
+    return _manifest_problem(manifest)
 
 
 def _place_problem(path: str, field: str, mend: str) -> FieldProblem | None:
     """What is wrong with a folder or URL, as far as one can tell from here."""
     return _url_problem(path, field) if "://" in path else _folder_problem(path, field, mend)
-
-
-def with_checkpoint_root(spec: JobSpec, root: Path | str | None) -> JobSpec:
-    """The spec with the service's place for checkpoints, where it names none.
-
-    From then on it is the job's: another setting later does not part it from its checkpoints.
-    """
-    if root is None or spec.checkpoint.path is not None:
-        return spec
-    checkpoint = spec.checkpoint.model_copy(update={"path": str(root)})
-    return spec.model_copy(update={"checkpoint": checkpoint})
 
 
 def _url_problem(path: str, field: str) -> FieldProblem | None:
@@ -73,13 +67,6 @@ def _url_problem(path: str, field: str) -> FieldProblem | None:
         return None
     message = f"{path[:_MAX_SHOWN_CHARS]}: give a local folder or a URL with s3:// or gs://"
     return FieldProblem(field, "unknown_scheme", message)
-
-
-def _is_plain_parquet(spec: JobSpec) -> bool:
-    """Whether the folder has rows but was not made by `shardloom data prepare`."""
-    folder = Path(spec.data.path)
-    has_rows = any((folder / spec.data.split.train).glob("*.parquet"))
-    return has_rows and not (folder / _MANIFEST_NAME).exists()
 
 
 def _unknown_size(spec: JobSpec) -> FieldProblem | None:
@@ -155,12 +142,16 @@ def submit_job(
     `IdempotencyConflict`, or `SpecError` if the data is not there. A repeated submit is answered
     as the first one was, whatever happened to the data since.
     """
-    request_hash = _hash_of(spec)
+    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
+    request_hash = hashlib.sha256(canonical.encode()).hexdigest()
     if idempotency_key is not None:
         known = store.find_submitted(idempotency_key, request_hash, spec.project)
         if known is not None:
             return known
-    spec = with_checkpoint_root(spec, checkpoint_root)
+    if checkpoint_root is not None and spec.checkpoint.path is None:
+        # From now on it is the job's: another setting later does not part it from its checkpoints.
+        checkpoint = spec.checkpoint.model_copy(update={"path": str(checkpoint_root)})
+        spec = spec.model_copy(update={"checkpoint": checkpoint})
     check_data(spec)
     # To the microsecond, which is as fine as filters by time can name it.
     now = round(time.time(), 6)
@@ -178,11 +169,6 @@ def submit_job(
     return store.create_job(
         job, idempotency_key=idempotency_key, request_hash=request_hash, actor=actor
     )
-
-
-def _hash_of(spec: JobSpec) -> str:
-    canonical = json.dumps(spec.model_dump(mode="json"), sort_keys=True)
-    return hashlib.sha256(canonical.encode()).hexdigest()
 
 
 def find_job(store: JobStore, reference: str, projects: Collection[str] | None = None) -> Job:

@@ -11,7 +11,8 @@ from service.api.deps import ContextDep, PrincipalDep
 from service.domain.auth import ApiKey, AuditFilter, hash_of, new_key_text, parse_roles, role_names
 from service.errors import InvalidRequest
 from service.schemas.admin import AuditOut, CreateKey, KeyOut, NewKey, WhoAmI
-from service.schemas.common import FieldError, Page
+from service.schemas.common import Page
+from trainer.spec.base import FieldProblem
 
 router = APIRouter(prefix="/v1", tags=["access"])
 
@@ -44,7 +45,7 @@ def list_audit(
 
 def _line_id(after: str) -> int:
     if not (after.isascii() and after.isdecimal() and len(after) <= _MAX_DIGITS):
-        fault = FieldError(path="after", code="cursor", message="not the `next` of a page")
+        fault = FieldProblem(path="after", code="cursor", message="not the `next` of a page")
         raise InvalidRequest([fault])
     return int(after)
 

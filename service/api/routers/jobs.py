@@ -100,7 +100,8 @@ def submit(
         response.status_code = status.HTTP_200_OK
         is_shared = spec.resources.cluster == "shared"
         most = context.settings.cluster_max_workers if is_shared else None
-        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
+        plan = plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
+        return JobPlan.model_validate(plan)
     began_at = time.time()
     job = submit_job(
         context.store,

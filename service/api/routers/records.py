@@ -17,7 +17,7 @@ from service.api.sse import LogFollower, TimelineFollower, stream
 from service.errors import InvalidRequest
 from service.jobs.logs import Level, LogFilter, LogPiece, LogPosition, as_gzip, as_zip, logs_of
 from service.jobs.run_storage import run_dir_of
-from service.schemas.common import FieldError, Page
+from service.schemas.common import Page
 from service.schemas.jobs import (
     CheckpointOut,
     LogLine,
@@ -27,6 +27,7 @@ from service.schemas.jobs import (
     MetricsOut,
     TimelineEventOut,
 )
+from trainer.spec.base import FieldProblem
 
 router = APIRouter(prefix="/v1", tags=["records"])
 _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -139,7 +140,7 @@ def download_logs(
     """Made while it is sent, so that its size does not matter."""
     attempts = [found.id for found in context.store.list_attempts(job.id)]
     if attempt is not None and attempt not in attempts:
-        fault = FieldError(path="attempt", code="attempt", message="no attempt of this job")
+        fault = FieldProblem(path="attempt", code="attempt", message="no attempt of this job")
         raise InvalidRequest([fault])
     logs = logs_of(run_dir_of(context.settings, job.id), [attempt] if attempt else attempts)
     chunks: Iterator[bytes] = as_zip(logs) if form == "zip" else as_gzip(logs)
@@ -199,7 +200,9 @@ def _line_id(last_event_id: str) -> int:
     # The length first: Python refuses to read a number of thousands of digits.
     is_number = last_event_id.isdecimal() and len(last_event_id) <= len(str(MAX_INTEGER))
     if not is_number or int(last_event_id) > MAX_INTEGER:
-        fault = FieldError(path="Last-Event-ID", code="cursor", message="not an id of this stream")
+        fault = FieldProblem(
+            path="Last-Event-ID", code="cursor", message="not an id of this stream"
+        )
         raise InvalidRequest([fault])
     return int(last_event_id)
 

@@ -19,9 +19,10 @@ from service.schemas.admin import (
     WebhookCreated,
     WebhookOut,
 )
-from service.schemas.common import FieldError, Page
+from service.schemas.common import Page
 from service.settings import Settings
 from service.webhooks.safe_http import AddressRefused, check_url
+from trainer.spec.base import FieldProblem
 
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 _MAX_ID = 2**63 - 1
@@ -150,5 +151,5 @@ def _check_url(url: str, settings: Settings) -> None:
     try:
         check_url(url, settings.webhook_allowed_networks)
     except AddressRefused as error:
-        fault = FieldError(path="url", code="address_refused", message=str(error))
+        fault = FieldProblem(path="url", code="address_refused", message=str(error))
         raise InvalidRequest([fault]) from None

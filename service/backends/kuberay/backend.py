@@ -1,20 +1,10 @@
-"""KubeRayBackend, cluster template, submit backoff, garbage collection.
-
-When a submission that Kubernetes could not take is worth another try.
-
-The reconciler looks every second; a quota or a right is mended in minutes. A hundred jobs that wait
-for it must not be hundreds of requests a second to the API server, nor as many writes of ours:
-`Backend.may_submit` is asked before anything is prepared.
-
-KubeRay takes the cluster of a job that has ended down and leaves the RayJob: it goes later, so that
-its end is seen even by a service that was away for long.
-
-The live one has what kustomize made of it (images by digest, patches of overlays), so that there is
-one place for it.
+"""Runs attempts on Kubernetes: on the shared Ray cluster, or on clusters of their own (KubeRay).
 
 Shared jobs go through Ray's Jobs API (`service.backends.ray_jobs`). A job with `cluster: own` is a
 RayJob, whose operator makes the cluster, starts the driver and takes the cluster down. Nothing is
-remembered here that cannot be found again: a RayJob by its name, the rest by asking Ray.
+remembered here that cannot be found again: a RayJob by its name, the rest by asking Ray. KubeRay
+leaves the RayJob of a job that has ended; it is deleted later, so that its end is seen even by a
+service that was away for long.
 """
 
 from __future__ import annotations
@@ -63,13 +53,14 @@ from service.backends.ray_jobs import RayJobsBackend
 from service.domain.models import Observation, ObservedState
 from service.errors import BackendUnreachable, SubmissionRefused
 
+logger = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 2.0
 _MAX_PAUSE_S = 30.0
 _MAX_REMEMBERED = 10_000
 
 
 @dataclass(frozen=True)
-class _Trouble:
+class _Failure:
     message: str
     num_times: int
     until: float
@@ -78,22 +69,24 @@ class _Trouble:
 class SubmitBackoff:
     """Pauses that grow with the failures in a row of each attempt; `clock` gives seconds.
 
-    The second try follows at once: the first may have been bad luck.
+    The reconciler polls every second, and a quota or a right is mended in minutes: without pauses a
+    hundred waiting jobs would be hundreds of requests a second to the API server. The second try
+    follows at once, as the first may have failed by chance.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._troubles: dict[str, _Trouble] = {}
+        self._failures: dict[str, _Failure] = {}
 
     def is_over(self, attempt_id: str) -> bool:
         """Whether the pause after the last try has passed."""
-        before = self._troubles.get(attempt_id)
+        before = self._failures.get(attempt_id)
         return before is None or self._clock() >= before.until
 
     @contextmanager
     def trying(self, attempt_id: str) -> Iterator[None]:
         """Around a try; raises the `BackendUnreachable` of the one before while it is too early."""
-        before = self._troubles.get(attempt_id)
+        before = self._failures.get(attempt_id)
         if before is not None and not self.is_over(attempt_id):
             raise BackendUnreachable(before.message)
         try:
@@ -101,17 +94,17 @@ class SubmitBackoff:
         except BackendUnreachable as error:
             self._note(attempt_id, str(error), before.num_times + 1 if before else 1)
             raise
-        self._troubles.pop(attempt_id, None)
+        self._failures.pop(attempt_id, None)
 
     def _note(self, attempt_id: str, message: str, num_times: int) -> None:
-        if len(self._troubles) > _MAX_REMEMBERED:
-            self._troubles.clear()
+        if len(self._failures) > _MAX_REMEMBERED:
+            self._failures.clear()
         doublings = min(num_times - 2, 10)
         pause_s = 0.0 if num_times == 1 else min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0**doublings)
-        self._troubles[attempt_id] = _Trouble(message, num_times, self._clock() + pause_s)
+        self._failures[attempt_id] = _Failure(message, num_times, self._clock() + pause_s)
 
 
-# Which RayJobs nobody needs any more. Pure.
+# ---- garbage collection
 
 KEEP_ENDED_S = 24 * 3600.0
 # A submission is tried again within half a minute; one that is not has no job any more. One that
@@ -130,7 +123,7 @@ def is_garbage(rayjob: Mapping[str, Any], now: float) -> bool:
     return is_cut_off(rayjob) and now - created_at > KEEP_CUT_OFF_S
 
 
-# The RayCluster from which clusters of jobs' own are made: the live shared one, or a file.
+# ---- cluster template
 
 _MAX_AGE_S = 30.0
 
@@ -164,7 +157,7 @@ class FileTemplate:
 
 
 class LiveTemplate:
-    """A RayCluster of the namespace, looked at every half minute."""
+    """A RayCluster of the namespace, read at most every half minute."""
 
     def __init__(
         self, api: KubeApi, name: str, clock: Callable[[], float] = time.monotonic
@@ -191,9 +184,8 @@ class LiveTemplate:
             ) from error
 
 
-# Runs attempts on Kubernetes: on the shared Ray cluster, or on clusters of their own (KubeRay).
+# ---- the backend
 
-logger = logging.getLogger(__name__)
 STOP_FAILED_AT = "shardloom.io/stop-failed-at"
 # A head that cannot be asked to stop its driver for this long goes with its cluster.
 STOP_GRACE_S = 30.0
@@ -226,16 +218,16 @@ class KubeRayBackend:
         self._options = options
         self._open_head = open_head
         self._clock = clock
-        self._patience = SubmitBackoff(clock)
-        self._obstacles = PodProblems(api, clock)
+        self._backoff = SubmitBackoff(clock)
+        self._pod_problems = PodProblems(api, clock)
         self._watch = RayJobWatch(_RayJobs(api), self._sweep)
         # Where attempts are, so that one cluster is asked and not two: a cache, never the truth.
         self._is_own: dict[str, bool] = {}
-        # How attempts ended whose RayJobs we deleted, for the look that finds them gone.
+        # How attempts ended whose RayJobs we deleted, for the poll that finds them gone.
         self._endings: dict[str, Observation] = {}
 
     def start(self) -> None:
-        """Begin to watch RayJobs; without, every look asks for its own."""
+        """Begin to watch RayJobs; without, every poll asks for its own."""
         self._watch.start()
 
     def close(self) -> None:
@@ -253,12 +245,12 @@ class KubeRayBackend:
         if not submission.cluster.is_own:
             self._shared_or_refuse().submit(submission)
             return
-        with self._patience.trying(submission.attempt_id):
+        with self._backoff.trying(submission.attempt_id):
             self._submit_own(submission)
 
     def may_submit(self, attempt_id: str) -> bool:
         """Whether it is time to try again what Kubernetes could not take."""
-        return self._patience.is_over(attempt_id)
+        return self._backoff.is_over(attempt_id)
 
     def _submit_own(self, submission: Submission) -> None:
         rayjob = self._create_rayjob(submission)
@@ -374,7 +366,7 @@ class KubeRayBackend:
             return Observation(ObservedState.PENDING, message)
         self._note_let_go(rayjob)
         if is_pending(rayjob):
-            return observation_of(rayjob, self._obstacles.of(rayjob))
+            return observation_of(rayjob, self._pod_problems.of(rayjob))
         return observation_of(rayjob)
 
     def _taken_down(self, rayjob: Manifest) -> Observation:
@@ -396,7 +388,7 @@ class KubeRayBackend:
         """Note that Kueue admitted a RayJob: suspended again, it has been evicted."""
         if is_suspended(rayjob) or was_let_go(rayjob) or is_over(rayjob):
             return
-        # The next look comes soon.
+        # The next poll comes soon.
         with suppress(BackendUnreachable, KubeRefused):
             self._api.patch(RAYJOBS, rayjob["metadata"]["name"], note_let_go())
 

@@ -1,9 +1,8 @@
-"""Requests to the API server of Kubernetes, and what is wrong with its answers, in words.
+"""Requests to the API server of Kubernetes, in one namespace; objects are plain dicts.
 
-Objects are plain dicts, as the manifests are. Whatever an administrator or time mends (no answer,
-5xx, 429, 401, missing rights, a used-up quota, a missing CRD) raises `BackendUnreachable`: nothing
-is concluded from it, and the request is sent again later. `KubeRefused` is a clear no to the
-request itself.
+Whatever an administrator or time mends (no answer, 5xx, 429, 401, missing rights, a used-up quota,
+a missing CRD) raises `BackendUnreachable`: nothing is concluded from it, and the request is sent
+again later. `KubeRefused` is a clear refusal of the request itself.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class KubeApi:
     """
 
     def __init__(self, configuration: client.Configuration, namespace: str, timeout_s: float):
-        # We send again ourselves, at the next look; a look must not take four time-outs.
+        # We send again ourselves, at the next poll; a poll must not take four time-outs.
         configuration.retries = False
         self.address = str(configuration.host)
         self.namespace = namespace

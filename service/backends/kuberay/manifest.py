@@ -1,6 +1,4 @@
-"""RayJob and Secret of an attempt, sizing of its cluster.
-
-How large a cluster of a job's own is: pods of the template that its workers fill. Pure.
+"""RayJob and Secret of an attempt with a cluster of its own, and the size of that cluster. Pure.
 
     RayJob  NAME         the template's cluster, sized for the job, and the driver's command
     Secret  NAME-env-X   the driver's environment, tokens included; goes with the RayJob
@@ -91,19 +89,15 @@ def size_of(need: ClusterNeed, groups: Sequence[Mapping[str, Any]]) -> ClusterSi
     for shape in sorted(shapes, key=lambda each: need.device == "cpu" and each.num_gpus > 0):
         fitting = shape.num_fitting(need)
         if fitting:
-            _check_single(shape)
+            if shape.num_hosts > 1:
+                raise SubmissionRefused(
+                    f"worker group {shape.name} of the cluster template has numOfHosts "
+                    f"{shape.num_hosts}; clusters of jobs' own are made of groups with 1"
+                )
             least = max(need.num_hosts, math.ceil(need.min_workers / fitting))
             most = max(least, math.ceil(need.max_workers / fitting))
             return ClusterSize(shape, fitting, least, most)
     raise SubmissionRefused(_too_large(need, shapes))
-
-
-def _check_single(shape: GroupShape) -> None:
-    if shape.num_hosts > 1:
-        raise SubmissionRefused(
-            f"worker group {shape.name} of the cluster template has numOfHosts "
-            f"{shape.num_hosts}; clusters of jobs' own are made of groups with 1"
-        )
 
 
 def _too_large(need: ClusterNeed, shapes: Sequence[GroupShape]) -> str:
@@ -172,8 +166,7 @@ def hosts_of(size: ClusterSize) -> tuple[HostFacts, ...]:
     )
 
 
-# What is sent to Kubernetes for an attempt with a cluster of its own: a RayJob and a Secret.
-# Pure.
+# ---- RayJob and Secret
 
 GROUP, VERSION = "ray.io", "v1"
 MANAGER = "shardloom"
@@ -303,7 +296,8 @@ def rayjob_of(
             f"the cluster template is no usable RayCluster ({type(error).__name__}: {error}); "
             "compare it with k8s/base/raycluster.yaml"
         ) from error
-    need, queue = submission.cluster, queue_of(submission.cluster, options)
+    need = submission.cluster
+    queue = need.queue or options.queue
     metadata = _metadata(submission, options, name)
     metadata["annotations"][SECRET] = secret
     if not _outlives_its_head(spec):
@@ -333,11 +327,6 @@ def rayjob_of(
         "metadata": metadata,
         "spec": job,
     }
-
-
-def queue_of(need: ClusterNeed, options: ClusterOptions) -> str | None:
-    """The Kueue queue that admits a cluster, if any."""
-    return need.queue or options.queue
 
 
 def _metadata(submission: Submission, options: ClusterOptions, name: str) -> Manifest:
@@ -388,7 +377,7 @@ def _cluster_spec(submission: Submission, template: Mapping[str, Any], secret: s
     head = spec["headGroupSpec"]["template"]
     if not _outlives_its_head(spec):
         head["spec"]["restartPolicy"] = "Never"
-    for pod in (head, *_templates(spec["workerGroupSpecs"])):
+    for pod in (head, *(group["template"] for group in spec["workerGroupSpecs"])):
         labels = pod.setdefault("metadata", {}).setdefault("labels", {})
         labels.pop(SHARED, None)
         labels |= _own_labels(submission)
@@ -400,10 +389,6 @@ def _cluster_spec(submission: Submission, template: Mapping[str, Any], secret: s
 def _outlives_its_head(spec: Manifest) -> bool:
     """Whether a head that starts again knows of the driver that ran on the one before."""
     return bool(spec.get("gcsFaultToleranceOptions"))
-
-
-def _templates(groups: list[Manifest]) -> list[Manifest]:
-    return [group["template"] for group in groups]
 
 
 def _groups(groups: list[Manifest], size: ClusterSize, need: ClusterNeed) -> list[Manifest]:

@@ -109,7 +109,7 @@ def is_evicted(rayjob: Mapping[str, Any]) -> bool:
 
     KubeRay would start the driver once more, in a new cluster and as the same attempt, when Kueue
     admits it again; attempts are for the service to make. That it was let go is noted on it, by
-    who let it go or by the first look that saw it so.
+    who let it go or by the first poll that saw it so.
     """
     return is_suspended(rayjob) and not is_over(rayjob) and was_let_go(rayjob)
 

@@ -1,6 +1,4 @@
-"""Watch of RayJobs, and events of their pods.
-
-What keeps the pods of a job's own cluster from running: asked for now and then, and kept.
+"""Watch of RayJobs, so that polling one costs no request; and what keeps their pods from running.
 
 A list comes first; the watch goes on from its version and, when it ends or breaks, from the newest
 version seen. A server that does not keep that version any more (410) is asked for a list again. As
@@ -22,12 +20,16 @@ from service.backends.kuberay.manifest import Manifest
 from service.backends.kuberay.status import is_suspended, obstacle_in
 from service.errors import BackendUnreachable
 
+logger = logging.getLogger(__name__)
 _AGE_S = 5.0
 _MAX_REMEMBERED = 10_000
 
 
 class PodProblems:
-    """Obstacles of RayJobs that wait, at most some seconds old; `clock` gives Unix seconds."""
+    """What keeps the pods of waiting RayJobs from running, at most some seconds old.
+
+    `clock` gives Unix seconds.
+    """
 
     def __init__(self, api: KubeApi, clock: Callable[[], float]) -> None:
         self._api = api
@@ -67,9 +69,8 @@ class PodProblems:
         return list(self._api.list(resource, **selector).get("items") or [])
 
 
-# Our RayJobs as they are now, told by a watch, so that a look costs no request.
+# ---- watch
 
-logger = logging.getLogger(__name__)
 WATCH_S = 45
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
@@ -138,7 +139,7 @@ class RayJobWatch:
     ) -> None:
         self._source = source
         self._on_turn = on_turn
-        self._copy = WatchCache()
+        self._cache = WatchCache()
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._pause = pause or self._closing.wait
@@ -161,12 +162,12 @@ class RayJobWatch:
     def find(self, name: str) -> Manifest | None:
         """An object as it is now; None where it is not known, or nothing is."""
         with self._lock:
-            return self._copy.objects.get(name) if self._is_live else None
+            return self._cache.objects.get(name) if self._is_live else None
 
     def all(self) -> list[Manifest]:
         """Every object that is known."""
         with self._lock:
-            return list(self._copy.objects.values())
+            return list(self._cache.objects.values())
 
     def _run(self) -> None:
         failures = 0
@@ -184,10 +185,10 @@ class RayJobWatch:
     def follow(self) -> bool:
         """List if that is needed, then watch until the stream ends; whether it ended well."""
         try:
-            if self._copy.version is None:
+            if self._cache.version is None:
                 self._relist()
-            assert self._copy.version is not None
-            with self._source.watch(self._copy.version) as events:
+            assert self._cache.version is not None
+            with self._source.watch(self._cache.version) as events:
                 self._is_live = True
                 for event in events:
                     self._take(event)
@@ -218,14 +219,14 @@ class RayJobWatch:
     def _relist(self) -> None:
         listed = self._source.list()
         with self._lock:
-            self._copy.replace(listed)
+            self._cache.replace(listed)
 
     def _take(self, event: Manifest) -> None:
         with self._lock:
-            self._copy.apply(event)
+            self._cache.apply(event)
 
     def _lose(self, *, is_expired: bool) -> None:
         with self._lock:
             self._is_live = False
             if is_expired:
-                self._copy.version = None
+                self._cache.version = None

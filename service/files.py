@@ -1,14 +1,6 @@
-"""What `shardloom up` remembers of the local stack, and where it keeps its files.
+"""The service's home folder, and files and folders that only their owner can read.
 
-HOME/                    $SHARDLOOM_HOME, ~/.shardloom by default
-  stack.json             processes and addresses of the running stack (mode 0600)
-  joined-HOSTNAME.json   node by which this machine has joined the cluster of another one
-  stack.lock             held while a stack starts or stops
-  storage-id             id of the run storage that the head on this machine has had
-  ray-token              bearer token of the Ray cluster that is headed here (mode 0600)
-  cluster-token          the same of the cluster that this machine has joined (mode 0600)
-  logs/service.log, ray.log, host-ADDRESS.log, node-ADDRESS.log
-/tmp/shardloom-HASH/     Ray's own folder; short, because a socket's path has 107 bytes at most
+All functions raise `OSError`.
 """
 
 from __future__ import annotations
@@ -18,6 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 DEFAULT_HOME = "~/.shardloom"
+
+
+def home_dir() -> Path:
+    """The folder named by SHARDLOOM_HOME, or the default one; absolute."""
+    return Path(os.environ.get("SHARDLOOM_HOME") or DEFAULT_HOME).expanduser().absolute()
 
 
 def write_private(path: Path, text: str) -> None:
@@ -30,9 +27,6 @@ def write_private(path: Path, text: str) -> None:
     draft.replace(path)
 
 
-# Whether a file is where its name says, and folders for nobody else's eyes.
-
-
 def make_private(folder: Path) -> None:
     """Make a folder that only its owner may look into; one that is there stays as it is."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -43,9 +37,5 @@ def is_below(path: Path, roots: Sequence[Path]) -> bool:
 
     The roots may be reached by links themselves.
     """
-    real = os.path.realpath(path)
-    return any(_is_inside(real, os.path.realpath(root)) for root in roots)
-
-
-def _is_inside(real: str, root: str) -> bool:
-    return real == root or real.startswith(root.rstrip(os.sep) + os.sep)
+    real = Path(os.path.realpath(path))
+    return any(real.is_relative_to(os.path.realpath(root)) for root in roots)

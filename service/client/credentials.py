@@ -1,4 +1,4 @@
-"""Where programs find the API key for a service, without it ever being on a command line.
+"""API keys and CA certificates of a service, found without any being on a command line.
 
 SHARDLOOM_API_KEY, or the file `credentials.json` (mode 0600) in $SHARDLOOM_HOME, which holds a key
 for each service by its URL and is written by `shardloom login`. A key goes only to the service that
@@ -16,8 +16,7 @@ from pathlib import Path
 import httpx
 
 from service.client.errors import CredentialsUnusable
-from service.files import write_private
-from service.local.state import StackHome
+from service.files import home_dir, write_private
 
 API_KEY_VARIABLE = "SHARDLOOM_API_KEY"
 CA_FILE_VARIABLE = "SHARDLOOM_CA_FILE"
@@ -50,7 +49,7 @@ def forget_key(url: str) -> bool:
 
 def credentials_path() -> Path:
     """File of the keys."""
-    return StackHome.from_environment().root / FILE_NAME
+    return home_dir() / FILE_NAME
 
 
 def origin_of(url: str) -> str:

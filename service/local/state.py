@@ -1,4 +1,4 @@
-"""What `shardloom up` remembers of the local stack, and where it keeps its files.
+"""State of the local stack and of a joined node, and the files of a stack's home folder.
 
 HOME/                    $SHARDLOOM_HOME, ~/.shardloom by default
   stack.json             processes and addresses of the running stack (mode 0600)
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import secrets
 import socket
 from collections.abc import Iterator
@@ -26,7 +25,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from service.files import DEFAULT_HOME, write_private
+from service.files import home_dir, write_private
 from service.local.processes import ProcessId, is_alive
 
 BOOT_ID_PATH = Path("/proc/sys/kernel/random/boot_id")
@@ -103,7 +102,7 @@ class StackHome:
     @classmethod
     def from_environment(cls) -> StackHome:
         """The folder named by SHARDLOOM_HOME, or the default one."""
-        return cls(Path(os.environ.get("SHARDLOOM_HOME") or DEFAULT_HOME).expanduser().absolute())
+        return cls(home_dir())
 
     @property
     def state_path(self) -> Path:
@@ -148,11 +147,11 @@ class StackHome:
         return self._read(self.joined_path, JoinedState)
 
     def write_joined(self, state: JoinedState) -> None:
-        """Store it, atomically."""
+        """Store the node, atomically."""
         self._write(self.joined_path, state)
 
     def forget_joined(self) -> None:
-        """Remove it."""
+        """Remove the stored node."""
         self.joined_path.unlink(missing_ok=True)
 
     def _read(self, path: Path, kind: type[State]) -> State | None:

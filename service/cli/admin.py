@@ -1,4 +1,4 @@
-"""Commands about access: login, logout, whoami, keys, audit."""
+"""Commands of administrators: access, API keys, audit log, database, projects, queue, webhooks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ from service.cli.common import (
     error_console,
     human_age,
     human_duration,
+    print_answer,
+    print_hint,
     print_json,
 )
+from service.cli.render import plain_table
 from service.client import credentials
 from service.client.client import ShardloomClient
 from service.domain.membership import span_text
@@ -31,7 +34,6 @@ from service.schemas.admin import (
     ProjectOut,
     WebhookCreated,
     WebhookOut,
-    WhoAmI,
 )
 from service.schemas.jobs import QueueOut
 
@@ -47,7 +49,7 @@ def login(url: UrlOption = None) -> None:
     with ShardloomClient(service, api_key=key, retry=common.CLI_RETRY) as client:
         found = client.whoami()
     if found.kind == "local":
-        error_console().print(Text("this service asks for no key; it is kept all the same"))
+        error_console().print("this service asks for no key; it is kept all the same")
     path = credentials.keep_key(service, key)
     console().print(f"signed in as {found.name}; the key is in {path}")
 
@@ -63,10 +65,9 @@ def whoami(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Say who you are to the service, and what you may do."""
     with common.open_client(url) as client:
         found = client.whoami()
-    if as_json:
-        print_json(found)
-    else:
-        console().print(_who(found))
+    roles = ", ".join(f"{role} in {project}" for project, role in found.roles.items())
+    who = Text.assemble((found.name, "bold"), f"  ({found.kind})  ", roles or "no role")
+    print_answer(found, lambda: who, as_json=as_json)
 
 
 @keys_app.command("create")
@@ -100,26 +101,16 @@ def create_key(
     if as_json:
         print_json(made)
         return
-    error_console().print(Text(f"key {made.id} of {made.name}, {_KEY_SHOWN_ONCE}", style="dim"))
+    print_hint(f"key {made.id} of {made.name}, {_KEY_SHOWN_ONCE}")
     typer.echo(made.key)
 
 
 @keys_app.command("list")
 def list_keys(url: UrlOption = None, as_json: JsonOption = False) -> None:
-    """List API keys; their secrets are known to nobody."""
-    found: list[KeyOut] = []
+    """List API keys, without their secrets, which are not stored."""
     with common.open_client(url) as client:
-        after: str | None = None
-        while True:
-            page = client.list_keys(after=after)
-            found += page.items
-            after = page.next
-            if after is None:
-                break
-    if as_json:
-        print_json(found)
-    else:
-        console().print(_key_table(found, time.time()))
+        found = list(client.iter_keys())
+    print_answer(found, lambda: _key_table(found, time.time()), as_json=as_json)
 
 
 @keys_app.command("revoke")
@@ -131,10 +122,7 @@ def revoke_key(
     """End an API key and the sessions that were opened with it."""
     with common.open_client(url) as client:
         found = client.revoke_key(key_id)
-    if as_json:
-        print_json(found)
-    else:
-        console().print(f"key {found.id} ({found.name}) is revoked")
+    print_answer(found, lambda: f"key {found.id} ({found.name}) is revoked", as_json=as_json)
 
 
 def audit(
@@ -148,10 +136,7 @@ def audit(
     """Show who changed what, when, from where, and with what result."""
     with common.open_client(url) as client:
         found = client.audit(actor=actor, object=object, refused=refused, limit=limit).items
-    if as_json:
-        print_json(found)
-    else:
-        console().print(_audit_table(found))
+    print_answer(found, lambda: _audit_table(found), as_json=as_json)
 
 
 def _roles(given: list[str], *, admin: bool) -> dict[str, Any]:
@@ -179,15 +164,8 @@ def _bootstrap(name: str, roles: dict[str, Any], expires_in_s: float | None) -> 
     return create_first_key(name, roles, expires_in_s)
 
 
-def _who(found: WhoAmI) -> Text:
-    roles = ", ".join(f"{role} in {project}" for project, role in found.roles.items())
-    return Text.assemble((found.name, "bold"), f"  ({found.kind})  ", roles or "no role")
-
-
 def _key_table(keys: list[KeyOut], now: float) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("Id", "Name", "Roles", "Made", "Last used", "State"):
-        table.add_column(title, no_wrap=True)
+    table = plain_table("Id", "Name", "Roles", "Made", "Last used", "State")
     for key in keys:
         roles = ", ".join(f"{project}={role}" for project, role in key.roles.items())
         used = human_age(key.last_used_at, now) if key.last_used_at else "never"
@@ -208,9 +186,7 @@ def _key_state(key: KeyOut, now: float) -> Text:
 
 
 def _audit_table(lines: list[AuditOut]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("Time", "Who", "From", "What", "Object", "Status"):
-        table.add_column(title, no_wrap=True)
+    table = plain_table("Time", "Who", "From", "What", "Object", "Status")
     for line in lines:
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(line.time))
         status = Text(str(line.status), style="red" if line.status >= 400 else "green")
@@ -218,7 +194,7 @@ def _audit_table(lines: list[AuditOut]) -> Table:
     return table
 
 
-# The command that brings the database of the service to its version: migrate.
+# ---- the database
 
 
 def migrate(
@@ -237,7 +213,7 @@ def migrate(
     raise typer.Exit(main(check=check))
 
 
-# Commands about projects: `shardloom projects list|show|set|remove`.
+# ---- projects
 
 projects_app = typer.Typer(no_args_is_help=True, help="Quotas of projects, and what is in use.")
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the project.")]
@@ -248,19 +224,20 @@ def list_projects(url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List projects that have quotas or jobs that have not ended."""
     with common.open_client(url) as client:
         found = client.projects()
-    if as_json:
-        print_json(found)
-    elif found:
-        common.console().print(_projects_table(found))
-    else:
-        common.console().print("no projects yet; `project: NAME` in a spec makes one")
+    print_answer(
+        found,
+        lambda: _projects_table(found),
+        as_json=as_json,
+        empty="no projects yet; `project: NAME` in a spec makes one",
+    )
 
 
 @projects_app.command("show")
 def show_project(name: NameArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Show the quotas of a project and what its jobs hold."""
     with common.open_client(url) as client:
-        _print_project(client.project(name), as_json=as_json)
+        found = client.project(name)
+    print_answer(found, lambda: _projects_table([found]), as_json=as_json)
 
 
 @projects_app.command("set")
@@ -280,7 +257,7 @@ def set_quotas(
         changed = client.set_quotas(
             name, max_workers=max_workers, max_running_jobs=max_running_jobs
         )
-    _print_project(changed, as_json=as_json)
+    print_answer(changed, lambda: _projects_table([changed]), as_json=as_json)
 
 
 @projects_app.command("remove")
@@ -294,17 +271,8 @@ def remove_project(name: NameArgument, url: UrlOption = None, as_json: JsonOptio
         typer.echo(f"project {name} has no quotas any more")
 
 
-def _print_project(project: ProjectOut, *, as_json: bool) -> None:
-    if as_json:
-        print_json(project)
-    else:
-        common.console().print(_projects_table([project]))
-
-
 def _projects_table(projects: list[ProjectOut]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("PROJECT", "WORKERS", "RUNNING", "QUEUED"):
-        table.add_column(heading)
+    table = plain_table("PROJECT", "WORKERS", "RUNNING", "QUEUED")
     for each in projects:
         table.add_row(
             each.name,
@@ -319,7 +287,7 @@ def _of(used: int, most: int | None) -> str:
     return str(used) if most is None else f"{used} of {most}"
 
 
-# The command `queue`: who waits for what, and who holds the workers.
+# ---- the queue
 
 
 def queue(url: UrlOption = None, as_json: JsonOption = False) -> None:
@@ -330,15 +298,15 @@ def queue(url: UrlOption = None, as_json: JsonOption = False) -> None:
         print_json(found)
         return
     if not found.waiting and not found.running:
-        common.console().print("nothing waits and nothing runs")
+        console().print("nothing waits and nothing runs")
     if found.waiting:
-        common.console().print(_waiting_table(found, time.time()))
+        console().print(_waiting_table(found, time.time()))
     if found.running:
-        common.console().print(_running_table(found))
+        console().print(_running_table(found))
 
 
 def _waiting_table(found: QueueOut, now: float) -> Table:
-    table = _table("#", "JOB", "NAME", "PROJECT", "PRIORITY", "WORKERS", "WAITS", "WHY")
+    table = plain_table("#", "JOB", "NAME", "PROJECT", "PRIORITY", "WORKERS", "WAITS", "WHY")
     for job in found.waiting:
         table.add_row(
             "-" if job.position is None else str(job.position),
@@ -354,7 +322,7 @@ def _waiting_table(found: QueueOut, now: float) -> Table:
 
 
 def _running_table(found: QueueOut) -> Table:
-    table = _table("RUNS", "NAME", "PROJECT", "PRIORITY", "WORKERS", "")
+    table = plain_table("RUNS", "NAME", "PROJECT", "PRIORITY", "WORKERS", "")
     for job in found.running:
         makes_way = f"makes way for {job.preempted_by}" if job.preempted_by else "pauses"
         table.add_row(
@@ -368,16 +336,9 @@ def _running_table(found: QueueOut) -> Table:
     return table
 
 
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        table.add_column(heading)
-    return table
+# ---- webhooks
 
-
-# Commands about webhooks: who hears of what, and what came of the messages.
-
-webhooks_app = typer.Typer(no_args_is_help=True, help="Let URLs hear of what happens to jobs.")
+webhooks_app = typer.Typer(no_args_is_help=True, help="Send events of jobs to URLs.")
 WebhookArgument = Annotated[str, typer.Argument(metavar="WEBHOOK", help="Its id.")]
 KindOption = Annotated[
     list[str] | None,
@@ -412,12 +373,12 @@ def list_webhooks(
     """List webhooks."""
     with common.open_client(url) as client:
         found = client.webhooks(project=project)
-    if as_json:
-        print_json(found)
-    elif not found:
-        console().print("no webhooks; `shardloom webhooks create URL` makes one")
-    else:
-        console().print(_webhooks_table(found))
+    print_answer(
+        found,
+        lambda: _webhooks_table(found),
+        as_json=as_json,
+        empty="no webhooks; `shardloom webhooks create URL` makes one",
+    )
 
 
 @webhooks_app.command("change")
@@ -434,7 +395,7 @@ def change_webhook(
     changes = {name: value for name, value in wanted.items() if value is not None}
     with common.open_client(url) as client:
         changed = client.change_webhook(webhook, **changes)
-    _print_webhook(changed, as_json=as_json)
+    print_answer(changed, lambda: _webhooks_table([changed]), as_json=as_json)
 
 
 @webhooks_app.command("delete")
@@ -476,10 +437,7 @@ def list_deliveries(
     """List messages to a webhook, newest first."""
     with common.open_client(url) as client:
         found = list(itertools.islice(client.deliveries(webhook, state=state), limit))
-    if as_json:
-        print_json(found)
-    else:
-        console().print(_deliveries_table(found, time.time()))
+    print_answer(found, lambda: _deliveries_table(found, time.time()), as_json=as_json)
 
 
 @webhooks_app.command("redeliver")
@@ -502,21 +460,12 @@ def _print_secret(made: WebhookCreated, *, as_json: bool) -> None:
     if as_json:
         print_json(made)
         return
-    error_console().print(Text(f"webhook {made.id}; {_SECRET_SHOWN_ONCE}", style="dim"))
+    print_hint(f"webhook {made.id}; {_SECRET_SHOWN_ONCE}")
     typer.echo(made.secret)
 
 
-def _print_webhook(webhook: WebhookOut, *, as_json: bool) -> None:
-    if as_json:
-        print_json(webhook)
-    else:
-        console().print(_webhooks_table([webhook]))
-
-
 def _webhooks_table(found: list[WebhookOut]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("ID", "PROJECT", "URL", "KINDS", "STATE"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("ID", "PROJECT", "URL", "KINDS", "STATE")
     for each in found:
         state = "on" if each.is_active else f"off  {each.note}".rstrip()
         table.add_row(each.id, each.project, each.url, " ".join(each.kinds) or "all", state)
@@ -524,9 +473,7 @@ def _webhooks_table(found: list[WebhookOut]) -> Table:
 
 
 def _deliveries_table(found: list[DeliveryOut], now_s: float) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("DELIVERY", "KIND", "JOB", "MADE", "TRIES", "STATE"):
-        table.add_column(heading, overflow="fold")
+    table = plain_table("DELIVERY", "KIND", "JOB", "MADE", "TRIES", "STATE")
     for each in found:
         table.add_row(
             str(each.id),

@@ -1,4 +1,7 @@
-"""Commands about trained models: export, exports, serve."""
+"""Commands about what a job writes: exports of its model (export, exports, serve), logs, traces.
+
+The CLI imports no torch: `serve` and `export --run-dir` run the trainer's own commands.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Literal
@@ -25,6 +29,8 @@ from service.cli.common import (
     console,
     human_age,
     human_bytes,
+    print_answer,
+    print_hint,
     print_json,
 )
 from service.cli.render import plain_table, traces_table
@@ -34,7 +40,6 @@ from service.schemas.jobs import ExportOut, LogLine, TraceOut, TraceRequested
 from trainer.spec.training import Quantization
 
 _DEFAULT_PORT = 8800
-_ANSWERS_WITHOUT_SERVICE = "needs either JOB or --run-dir, not both"
 
 
 def export(
@@ -69,7 +74,7 @@ def export(
     The export says how far its predictions are from the trainer's on the validation rows.
     """
     if (job is None) == (run_dir is None):
-        raise typer.BadParameter(_ANSWERS_WITHOUT_SERVICE)
+        raise typer.BadParameter("needs either JOB or --run-dir, not both")
     if to is None:
         raise typer.BadParameter("--to says which folder to write")
     if to.exists():
@@ -98,12 +103,12 @@ def exports(
             _delete(client, job, delete, yes=yes, as_json=as_json)
             return
         found = client.exports(job)
-    if as_json:
-        print_json(found)
-    elif not found:
-        console().print(f"no exports yet; `shardloom export {job} --to DIR` makes one")
-    else:
-        console().print(exports_table(found, time.time()))
+    print_answer(
+        found,
+        lambda: exports_table(found, time.time()),
+        as_json=as_json,
+        empty=f"no exports yet; `shardloom export {job} --to DIR` makes one",
+    )
 
 
 def _delete(client: ShardloomClient, job: str, export_id: str, *, yes: bool, as_json: bool) -> None:
@@ -155,7 +160,7 @@ def _export_there(
 ) -> None:
     asked = client.request_export(job, checkpoint=checkpoint, quantize=quantize)
     if not as_json:
-        common.error_console().print(f"export {asked.id} is asked for", style="dim")
+        print_hint(f"export {asked.id} is asked for")
     done = client.wait_for_export(job, asked.id)
     try:
         client.download_export(job, asked.id, to)
@@ -195,7 +200,7 @@ def _export_here(run_dir: Path, to: Path, checkpoint: str, quantize: str, *, as_
         print(json.dumps(json.loads((to / "report.json").read_text(encoding="utf-8")), indent=2))
 
 
-# The command `logs`: read, search, follow and save what a job's processes wrote.
+# ---- logs
 
 DEFAULT_TAIL = 100
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -239,6 +244,8 @@ def logs(
 ) -> None:
     """Print the logs of a job's newest attempt, follow them, or save them all."""
     now_s = time.time()
+    if tail is None and not (level or grep or since or until):
+        tail = DEFAULT_TAIL
     query = LogQuery(
         attempt=attempt,
         source=source,
@@ -247,20 +254,33 @@ def logs(
         text=grep,
         since=moment(since, now_s),
         until=moment(until, now_s),
+        tail=tail,
     )
-    query = LogQuery(**{**vars(query), "tail": _tail(tail, query)})
     with common.open_client(url) as client:
         if download is not None:
-            _save_logs(client, job, download, attempt)
-        elif follow:
-            _follow_logs(client, job, query, as_json=as_json)
+            try:
+                path = client.download_logs(job, download, attempt=attempt)
+            except OSError as error:
+                raise typer.BadParameter(f"cannot write {download}: {error.strerror}") from None
+            console().print(str(path), soft_wrap=True)
+        elif as_json and not follow:
+            print_json(client.read_logs(job, query=query))
         else:
-            _print_logs(client, job, query, as_json=as_json)
+            # Ctrl-C is the usual way out of a log that goes on.
+            with contextlib.suppress(KeyboardInterrupt):
+                for line in _lines(client, job, query, follow=follow):
+                    if as_json:
+                        typer.echo(line.model_dump_json())
+                    else:
+                        _print_line(line)
 
 
-def _tail(wanted: int | None, query: LogQuery) -> int | None:
-    picks = bool(query.level or query.text or query.since or query.until)
-    return wanted if wanted is not None or picks else DEFAULT_TAIL
+def _lines(
+    client: ShardloomClient, job: str, query: LogQuery, *, follow: bool
+) -> Iterable[LogLine]:
+    if follow:
+        return client.follow_logs(job, query=query)
+    return client.read_logs(job, query=query).lines
 
 
 def moment(text: str | None, now_s: float) -> float | None:
@@ -280,40 +300,13 @@ def moment(text: str | None, now_s: float) -> float | None:
         ) from None
 
 
-def _print_logs(client: ShardloomClient, job: str, query: LogQuery, *, as_json: bool) -> None:
-    answer = client.read_logs(job, query=query)
-    if as_json:
-        print_json(answer)
-        return
-    for line in answer.lines:
-        _print_line(line)
-
-
-def _follow_logs(client: ShardloomClient, job: str, query: LogQuery, *, as_json: bool) -> None:
-    # Ctrl-C is the usual way out of a log that goes on.
-    with contextlib.suppress(KeyboardInterrupt):
-        for line in client.follow_logs(job, query=query):
-            if as_json:
-                typer.echo(line.model_dump_json())
-            else:
-                _print_line(line)
-
-
-def _save_logs(client: ShardloomClient, job: str, target: Path, attempt: str | None) -> None:
-    try:
-        path = client.download_logs(job, target, attempt=attempt)
-    except OSError as error:
-        raise typer.BadParameter(f"cannot write {target}: {error.strerror}") from None
-    console().print(str(path), soft_wrap=True)
-
-
 def _print_line(line: LogLine) -> None:
     style = _STYLES.get(line.level or "", "")
     text = Text.assemble((f"{line.source:<7}", "dim"), " ", (line.text, style))
     console().print(text, soft_wrap=True)
 
 
-# Commands about profiler traces: trace, traces.
+# ---- profiler traces
 
 
 def trace(
@@ -354,12 +347,12 @@ def traces(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
     """List the traces of a job."""
     with common.open_client(url) as client:
         found = client.traces(job)
-    if as_json:
-        print_json(found)
-    elif not found:
-        console().print(f"no traces yet; `shardloom trace {job}` records one")
-    else:
-        console().print(traces_table(found, time.time()))
+    print_answer(
+        found,
+        lambda: traces_table(found, time.time()),
+        as_json=as_json,
+        empty=f"no traces yet; `shardloom trace {job}` records one",
+    )
 
 
 def _save_traces(
@@ -379,5 +372,4 @@ def _print_requested(job: str, requested: TraceRequested, *, as_json: bool) -> N
         print_json(requested)
         return
     typer.echo(requested.id)
-    hint = f"is asked for; `shardloom traces {job}` lists it once it is written"
-    common.error_console().print(Text(f"the trace {hint}", style="dim"))
+    print_hint(f"the trace is asked for; `shardloom traces {job}` lists it once it is written")

@@ -1,4 +1,6 @@
-"""What every command needs: options in one wording, the output, and a client.
+"""What every command shares: options, exit codes, error reports, a client, JSON, number formats.
+
+Exit codes:
 
     0    done; for `run`, `submit --wait` and `follow`: the job succeeded
     1    the job failed; `migrate --check`: the database is behind
@@ -18,9 +20,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any
 
 import typer
 from pydantic import BaseModel
@@ -44,9 +46,20 @@ from service.client.errors import (
 from service.client.transport import DEFAULT_URL, RetryPolicy
 from service.domain.models import JobStatus
 from service.local.state import StackError, StackHome
-from trainer.spec.base import SpecError
+from service.schemas.common import FieldError
+from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.parse import apply_overrides, parse_document
 
+JOB_FAILED = 1
+REFUSED = 2
+UNAVAILABLE = 3
+DETACHED = 4
+JOB_CANCELLED = 130
+_BY_STATUS = {
+    JobStatus.SUCCEEDED: 0,
+    JobStatus.FAILED: JOB_FAILED,
+    JobStatus.CANCELLED: JOB_CANCELLED,
+}
 # A person waits for the answer, and the error says how to go on: give up within two seconds.
 CLI_RETRY = RetryPolicy(num_retries=3)
 _AT_ONCE = RetryPolicy(num_retries=0)
@@ -58,7 +71,7 @@ PIPED_WIDTH = 200
 def job_names(incomplete: str) -> list[tuple[str, str]]:
     """(name or id, what it is) of the newest jobs that begin so, for the shell's completion.
 
-    Empty if the service does not answer at once: somebody waits with a finger on the tab key.
+    Empty if the service does not answer at once: completion must not block the shell.
     """
     try:
         with open_client(None, _AT_ONCE) as client:
@@ -141,6 +154,27 @@ def print_json(value: BaseModel | Sequence[BaseModel] | dict[str, Any]) -> None:
     typer.echo(json.dumps(plain, indent=2, ensure_ascii=False))
 
 
+def print_answer(
+    value: BaseModel | Sequence[BaseModel],
+    page: Callable[[], RenderableType],
+    *,
+    as_json: bool,
+    empty: str = "",
+) -> None:
+    """Print an answer as JSON or as a page; a sequence without items as the sentence `empty`."""
+    if as_json:
+        print_json(value)
+    elif empty and not value:
+        console().print(empty)
+    else:
+        console().print(page())
+
+
+def print_hint(text: str) -> None:
+    """Print a hint on standard error, out of the way of scripts."""
+    error_console().print(Text(text, style="dim"))
+
+
 def read_spec(source: str, overrides: Sequence[str] | None) -> dict[str, Any]:
     """The spec document of a file or standard input (`-`), with overrides and an absolute path.
 
@@ -170,38 +204,9 @@ def absolute_data_path(document: Any, folder: Path) -> Any:
     return {**document, "data": {**data, "path": absolute}}
 
 
-# Exit codes of the CLI.
-
-JOB_FAILED = 1
-REFUSED = 2
-UNAVAILABLE = 3
-DETACHED = 4
-JOB_CANCELLED = 130
-_BY_STATUS = {
-    JobStatus.SUCCEEDED: 0,
-    JobStatus.FAILED: JOB_FAILED,
-    JobStatus.CANCELLED: JOB_CANCELLED,
-}
-
-
 def exit_code_of(status: JobStatus) -> int:
     """Exit code that mirrors a job; one that has not ended counts as detached."""
     return _BY_STATUS.get(status, DETACHED)
-
-
-# How errors read on the command line, and the exit code of each.
-
-
-class Fault(Protocol):
-    """A faulty field: where it is and what is wrong."""
-
-    @property
-    def path(self) -> str:
-        """Path of the field in the spec."""
-
-    @property
-    def message(self) -> str:
-        """What is wrong with it."""
 
 
 class ErrorReportingGroup(TyperGroup):
@@ -217,7 +222,7 @@ class ErrorReportingGroup(TyperGroup):
 
 
 def exit_code_of_error(error: Exception) -> int:
-    """2 where the request was refused, 3 where there is nobody to answer it."""
+    """2 where the request was refused, 3 where no service answers it."""
     refused = isinstance(error, SpecError | ExportFailed | TraceLost | CredentialsUnusable) or (
         isinstance(error, ProblemError) and error.status < 500
     )
@@ -249,7 +254,7 @@ def _message(text: str, hint: str = "") -> RenderableType:
     return Group(line, Text(f"       {hint}", style="dim")) if hint else line
 
 
-def _faults(what: str, faults: Sequence[Fault]) -> RenderableType:
+def _faults(what: str, faults: Sequence[FieldError | FieldProblem]) -> RenderableType:
     number = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
     table = Table.grid(padding=(0, 2))
     for fault in faults:
@@ -257,7 +262,7 @@ def _faults(what: str, faults: Sequence[Fault]) -> RenderableType:
     return Group(_message(f"{what} has {number}:"), table)
 
 
-# Numbers, sizes and times as people read them; pure functions.
+# ---- numbers, sizes and times for people
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 _SIZE_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -323,25 +328,19 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
     Values that are not finite leave a gap.
     """
-    buckets = _buckets(values, width)
+    num_buckets = min(width, len(values))
+    edges = [index * len(values) // max(1, num_buckets) for index in range(num_buckets + 1)]
+    buckets = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
     finite = [value for value in buckets if math.isfinite(value)]
     if not finite:
         return ""
     low, span = min(finite), max(finite) - min(finite)
-    return "".join(_block(value, low, span) for value in buckets)
 
+    def block(value: float) -> str:
+        if not math.isfinite(value):
+            return " "
+        if span == 0:
+            return BLOCKS[len(BLOCKS) // 2]
+        return BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))]
 
-def _block(value: float, low: float, span: float) -> str:
-    if not math.isfinite(value):
-        return " "
-    if span == 0:
-        return BLOCKS[len(BLOCKS) // 2]
-    return BLOCKS[round((value - low) / span * (len(BLOCKS) - 1))]
-
-
-def _buckets(values: Sequence[float], width: int) -> list[float]:
-    num_buckets = min(width, len(values))
-    if num_buckets == 0:
-        return []
-    edges = [index * len(values) // num_buckets for index in range(num_buckets + 1)]
-    return [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
+    return "".join(block(value) for value in buckets)

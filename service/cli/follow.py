@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -32,7 +31,7 @@ from service.cli.render import (
 )
 from service.client.client import ShardloomClient
 from service.client.errors import ShardloomError
-from service.client.transport import PATIENCE_S, may_pass
+from service.client.transport import PATIENCE_S, is_transient
 from service.domain.models import JobStatus
 from service.schemas.jobs import JobDetail, TimelineEventOut
 
@@ -44,26 +43,11 @@ PLAIN_LINE_EVERY_S = 10.0
 
 @dataclass
 class Followed:
-    """What is known of the job so far. `trouble` says why the last look failed, if it did."""
+    """What is known of the job so far. `trouble` says why the last poll failed, if it did."""
 
     job: JobDetail
     last_event_id: int = 0
     trouble: str = ""
-
-
-class View(Protocol):
-    """Shows what is followed."""
-
-    poll_s: float
-
-    def __enter__(self) -> View:
-        """Take the screen."""
-
-    def __exit__(self, *exc: object) -> None:
-        """Give the screen back."""
-
-    def show(self, followed: Followed, fresh: list[TimelineEventOut]) -> None:
-        """Show the newest state and the events that are new in it."""
 
 
 class LiveView:
@@ -145,7 +129,7 @@ def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
 
     Raises `ServiceUnreachable` or `ServerFault` after `PATIENCE_S` without an answer.
     """
-    view: View = LiveView(console) if console.is_terminal else PlainView(console)
+    view = LiveView(console) if console.is_terminal else PlainView(console)
     job = watch(client, job_id, view)
     console.print(end_page(job))
     return exit_code_of(job.status)
@@ -154,7 +138,7 @@ def follow(client: ShardloomClient, job_id: str, console: Console) -> int:
 def watch(
     client: ShardloomClient,
     job_id: str,
-    view: View,
+    view: LiveView | PlainView,
     *,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
@@ -168,7 +152,7 @@ def watch(
                 fresh = poll(client, followed)
                 answered_s, followed.trouble = clock(), ""
             except ShardloomError as error:
-                if not may_pass(error) or clock() - answered_s > PATIENCE_S:
+                if not is_transient(error) or clock() - answered_s > PATIENCE_S:
                     raise
                 fresh, followed.trouble = [], f"{error}; the job goes on, trying again"
             view.show(followed, fresh)

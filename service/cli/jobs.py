@@ -1,4 +1,8 @@
-"""Commands that read jobs: ps, show, metrics, events, checkpoints."""
+"""Commands about jobs: reading them, their lifecycle, and the hosts and workers that they have.
+
+With --json a command prints what the service answered; without it a page, or only an id where
+scripts take it from standard output (hints go to standard error).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,16 @@ import typer
 from rich.text import Text
 
 from service.cli import common
-from service.cli.common import JobArgument, JsonOption, SetOption, UrlOption, console, print_json
+from service.cli.common import (
+    JobArgument,
+    JsonOption,
+    SetOption,
+    UrlOption,
+    console,
+    print_answer,
+    print_hint,
+    print_json,
+)
 from service.cli.render import (
     SHOWN_KINDS,
     checkpoints_table,
@@ -22,7 +35,6 @@ from service.cli.render import (
     metrics_table,
 )
 from service.cli.submit import SecretOption, read_secrets
-from service.client.client import ShardloomClient
 from service.domain.models import JobStatus
 from service.schemas.jobs import JobDetail, ResizeRequestOut
 from trainer.spec.parse import parse_document
@@ -122,39 +134,30 @@ def events(
 ) -> None:
     """Print the timeline of a job."""
     with common.open_client(url) as client:
-        if follow:
-            with contextlib.suppress(KeyboardInterrupt):
-                _follow_events(client, job, as_json=as_json)
+        if as_json and not follow:
+            print_json(list(client.iter_events(job)))
             return
-        found = list(client.iter_events(job))
-    if as_json:
-        print_json(found)
-    else:
-        for event in found:
-            console().print(event_line(event))
+        with contextlib.suppress(KeyboardInterrupt):
+            for event in client.follow_events(job) if follow else client.iter_events(job):
+                if as_json:
+                    typer.echo(event.model_dump_json())
+                else:
+                    console().print(event_line(event))
 
 
 def checkpoints(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """List the checkpoints of a job."""
     with common.open_client(url) as client:
         found = client.checkpoints(job)
-    if as_json:
-        print_json(found)
-    elif not found:
-        console().print("no checkpoints yet")
-    else:
-        console().print(checkpoints_table(found, time.time()))
+    print_answer(
+        found,
+        lambda: checkpoints_table(found, time.time()),
+        as_json=as_json,
+        empty="no checkpoints yet",
+    )
 
 
-def _follow_events(client: ShardloomClient, job: str, *, as_json: bool) -> None:
-    for event in client.follow_events(job):
-        if as_json:
-            typer.echo(event.model_dump_json())
-        else:
-            console().print(event_line(event))
-
-
-# Commands about the course of a job: pause, resume, clone, restart, delete.
+# ---- lifecycle
 
 
 def pause(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
@@ -162,14 +165,16 @@ def pause(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) 
     with common.open_client(url) as client:
         found = client.pause(job)
     paused = "is paused" if found.status.value == "PAUSED" else "saves a checkpoint and pauses"
-    _tell(found, paused, f"`shardloom resume {found.id}` lets it go on", as_json=as_json)
+    _print_change(found, paused, f"`shardloom resume {found.id}` lets it go on", as_json=as_json)
 
 
 def resume(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False) -> None:
     """Let a paused job go on, with its old place in the queue."""
     with common.open_client(url) as client:
         found = client.resume(job)
-    _tell(found, "goes on when it is its turn", "`shardloom queue` shows when", as_json=as_json)
+    _print_change(
+        found, "goes on when it is its turn", "`shardloom queue` shows when", as_json=as_json
+    )
 
 
 def clone(
@@ -222,7 +227,7 @@ def restart(
     with common.open_client(url) as client:
         found = client.restart(job, step=step, path=checkpoint)
     hint = f"`shardloom follow {found.id}` shows it at work"
-    _tell(found, "goes on from its checkpoint", hint, as_json=as_json)
+    _print_change(found, "goes on from its checkpoint", hint, as_json=as_json)
 
 
 def delete(
@@ -260,15 +265,13 @@ def recover() -> None:
     raise typer.Exit(main())
 
 
-def _tell(job: JobDetail, what: str, hint: str, *, as_json: bool) -> None:
-    if as_json:
-        print_json(job)
-        return
-    common.console().print(f"{job.id} ({job.name}) {what}")
-    common.error_console().print(Text(hint, style="dim"))
+def _print_change(job: JobDetail, what: str, hint: str, *, as_json: bool) -> None:
+    print_answer(job, lambda: f"{job.id} ({job.name}) {what}", as_json=as_json)
+    if not as_json:
+        print_hint(hint)
 
 
-# Commands that place a running job anew: resize, drain.
+# ---- workers and hosts of a running job
 
 
 def resize(
@@ -282,7 +285,7 @@ def resize(
     N is a multiple of shard_group_size within parallelism.workers. Groups that stay train on.
     """
     with common.open_client(url) as client:
-        _print_wish(job, client.resize(job, workers), as_json=as_json)
+        _print_resize(job, client.resize(job, workers), as_json=as_json)
 
 
 def drain(
@@ -294,15 +297,14 @@ def drain(
 ) -> None:
     """Let a running job leave a host in good order, before its maintenance."""
     with common.open_client(url) as client:
-        _print_wish(job, client.drain(job, host, undo=undo), as_json=as_json)
+        _print_resize(job, client.drain(job, host, undo=undo), as_json=as_json)
 
 
-def _print_wish(job: str, wish: ResizeRequestOut, *, as_json: bool) -> None:
+def _print_resize(job: str, request: ResizeRequestOut, *, as_json: bool) -> None:
     if as_json:
-        print_json(wish)
+        print_json(request)
         return
-    size = f"{wish.workers} workers" if wish.workers else "its workers"
-    hosts = f" without {', '.join(wish.drain_hosts)}" if wish.drain_hosts else ""
+    size = f"{request.workers} workers" if request.workers else "its workers"
+    hosts = f" without {', '.join(request.drain_hosts)}" if request.drain_hosts else ""
     typer.echo(f"asked for {size}{hosts}")
-    hint = f"`shardloom events -f {job}` tells when it is so"
-    common.error_console().print(Text(hint, style="dim"))
+    print_hint(f"`shardloom events -f {job}` tells when it is so")

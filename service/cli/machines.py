@@ -1,4 +1,4 @@
-"""Commands for several machines: join, leave; and what `up --head` needs."""
+"""Commands of several machines (join, leave), and the options and checks of `up --head`."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ DashboardPortOption = Annotated[
 GraceOption = Annotated[
     int,
     typer.Option(
-        "--grace-s", min=0, help="Longest wait, in seconds, for jobs to leave; 0 asks nobody."
+        "--grace-s", min=0, help="Longest wait, in seconds, for jobs to leave; 0 ends at once."
     ),
 ]
 
@@ -81,7 +81,7 @@ class HeadOptions:
     dashboard_port: int = RAY_DASHBOARD_PORT
 
     def head(self) -> MachineHead:
-        """The head that they describe; raises `StackError`."""
+        """The head that the options describe; raises `StackError`."""
         if os.environ.get("SHARDLOOM_RAY_ADDRESS") or os.environ.get("SHARDLOOM_BACKEND") == "fake":
             raise StackError(
                 "machines join a Ray that `up --head` starts itself: unset SHARDLOOM_RAY_ADDRESS "
@@ -130,7 +130,7 @@ def check_storage(home: StackHome) -> None:
 def first_key(url: str, *, keeps_it: bool) -> str | None:
     """Make the first API key, and keep it for this user and the service at `url` if wanted.
 
-    Returns its text, or None where somebody can sign in already. Raises `StackError`.
+    Returns its text, or None where there is a key or another way to sign in. Raises `StackError`.
     """
     # Imported late: only a machine that has the service's database has what they need.
     from service.auth.security import create_first_key, has_no_key
@@ -148,7 +148,7 @@ def first_key(url: str, *, keeps_it: bool) -> str | None:
 
 
 def about_first_key(key: str, *, keeps_it: bool) -> Text:
-    """What is said of it, this once."""
+    """The message that shows the first key, once."""
     lines = Text()
     lines.append(f"API key of an administrator, shown this once: {key}", "bold")
     if keeps_it:
@@ -157,7 +157,7 @@ def about_first_key(key: str, *, keeps_it: bool) -> Text:
 
 
 def how_to_join(home: StackHome, state: StackState) -> Text:
-    """What the head says once it is up: how others join."""
+    """The message of a head that is up: how other machines join."""
     lines = Text()
     where = state.url if "https:" in state.url else state.url.removeprefix("http://")
     lines.append("On each other machine, with a copy of ", "dim")
@@ -196,14 +196,14 @@ def join(
 ) -> None:
     """Make this machine a host of the cluster of another one; Ctrl-C leaves it again.
 
-    Both machines must have the same versions and see the same run storage; what differs is said.
+    Both machines must have the same versions and see the same run storage; differences are listed.
     """
     machine = JoinedMachine(StackHome.from_environment())
     token = read_token(token_file or machine.home.cluster_token_path)
     request = JoinRequest(
         head_url(head), token, address, _cpus(cpus), gpus, _ports(node_port, worker_ports)
     )
-    state, node = machine.join(request, _say)
+    state, node = machine.join(request, print_dim)
     console().print(_joined(state, node))
     if detach:
         console().print(Text("`shardloom leave` ends it", style="dim"))
@@ -213,7 +213,7 @@ def join(
 
 def leave(grace_s: GraceOption = GRACE_S) -> None:
     """Let the jobs leave this machine, then end what `shardloom join` started."""
-    if not JoinedMachine(StackHome.from_environment()).leave(grace_s, _say):
+    if not JoinedMachine(StackHome.from_environment()).leave(grace_s, print_dim):
         console().print("this machine is in no cluster")
 
 
@@ -226,10 +226,10 @@ def _stay(machine: JoinedMachine, state: JoinedState, grace_s: int) -> None:
         message = machine.wait_until_ended(state)
     except KeyboardInterrupt:
         console().print("leaving")
-        machine.leave(grace_s, _say)
+        machine.leave(grace_s, print_dim)
         return
     if message is not None:
-        machine.leave(0, _say)
+        machine.leave(0, print_dim)
         error_console().print(message)
         raise typer.Exit(UNAVAILABLE)
 
@@ -242,7 +242,8 @@ def _joined(state: JoinedState, node: RayNode) -> Text:
     )
 
 
-def _say(line: str) -> None:
+def print_dim(line: str) -> None:
+    """Print a milestone, less prominent than an answer."""
     console().print(Text(line, style="dim"))
 
 

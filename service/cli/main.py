@@ -1,12 +1,9 @@
-"""The command line: `shardloom COMMAND`.
-
-Commands of other packages, found by entry point and imported only when they are called.
+"""The `shardloom` command: its commands by heading, and those that other packages plug in.
 
 A package names a Typer app in the entry point group `shardloom.commands`; its name becomes the
-command. So the CLI needs neither torch nor polars until a command does.
-
-Exit codes are listed in `service.cli.common`, settings that come from the environment in
-`service.settings`; SHARDLOOM_URL names the service to talk to.
+command, and it is imported only when it is called. So the CLI needs no torch, Ray, polars, FastAPI
+or SQLAlchemy until a command does. Exit codes: `service.cli.common`; settings from the
+environment: `service.settings`. SHARDLOOM_URL names the service to talk to.
 """
 
 from __future__ import annotations
@@ -22,6 +19,62 @@ from service.cli.common import UNAVAILABLE, ErrorReportingGroup, error_console
 
 GROUP = "shardloom.commands"
 _HELP = {"data": "Prepare and generate training data."}
+_TOOLS = "Tools"
+_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+    "The local stack": {
+        "up": stack.up,
+        "down": stack.down,
+        "status": stack.status,
+        "cluster": stack.cluster,
+        "join": machines.join,
+        "leave": machines.leave,
+        "host": stack.host_app,
+    },
+    "Jobs": {
+        "run": submit.run,
+        "submit": submit.submit,
+        "plan": submit.plan,
+        "cancel": submit.cancel,
+        "ps": jobs.ps,
+        "follow": submit.follow_job,
+        "resize": jobs.resize,
+        "drain": jobs.drain,
+        "pause": jobs.pause,
+        "resume": jobs.resume,
+        "clone": jobs.clone,
+        "restart": jobs.restart,
+        "delete": jobs.delete,
+        "queue": admin.queue,
+        "trace": artifacts.trace,
+    },
+    "What a job left": {
+        "show": jobs.show,
+        "logs": artifacts.logs,
+        "metrics": jobs.metrics,
+        "events": jobs.events,
+        "checkpoints": jobs.checkpoints,
+        "traces": artifacts.traces,
+    },
+    "Trained models": {
+        "export": artifacts.export,
+        "exports": artifacts.exports,
+        "serve": artifacts.serve,
+    },
+    "Access": {
+        "login": admin.login,
+        "logout": admin.logout,
+        "whoami": admin.whoami,
+        "audit": admin.audit,
+        "keys": admin.keys_app,
+        "projects": admin.projects_app,
+    },
+    _TOOLS: {
+        "migrate": admin.migrate,
+        "recover": jobs.recover,
+        "webhooks": admin.webhooks_app,
+        "spec": submit.spec_app,
+    },
+}
 
 
 def add_plugins(app: typer.Typer, *, rich_help_panel: str) -> None:
@@ -60,16 +113,6 @@ def _load(entry: EntryPoint) -> Callable[..., None]:
         raise typer.Exit(UNAVAILABLE) from None
 
 
-# The command line: `shardloom COMMAND`. Imports no torch, Ray, FastAPI or SQLAlchemy.
-
-STACK_PANEL = "The local stack"
-JOB_PANEL = "Jobs"
-READ_PANEL = "What a job left"
-EXPORT_PANEL = "Trained models"
-ACCESS_PANEL = "Access"
-TOOL_PANEL = "Tools"
-
-
 def build_app() -> typer.Typer:
     """The whole CLI, plug-ins included."""
     app = typer.Typer(
@@ -80,36 +123,13 @@ def build_app() -> typer.Typer:
         help="Train recommendation models on 2D-sharded embeddings.",
     )
     app.callback()(_root)
-    command: Callable[..., None]
-    for command in (stack.up, stack.down, stack.status, stack.cluster):
-        app.command(rich_help_panel=STACK_PANEL)(command)
-    for command in (machines.join, machines.leave):
-        app.command(rich_help_panel=STACK_PANEL)(command)
-    app.add_typer(stack.host_app, name="host", rich_help_panel=STACK_PANEL)
-    for command in (submit.run, submit.submit, submit.plan, submit.cancel, jobs.ps):
-        app.command(rich_help_panel=JOB_PANEL)(command)
-    app.command("follow", rich_help_panel=JOB_PANEL)(submit.follow_job)
-    for command in (jobs.resize, jobs.drain):
-        app.command(rich_help_panel=JOB_PANEL)(command)
-    for command in (jobs.pause, jobs.resume, jobs.clone, jobs.restart):
-        app.command(rich_help_panel=JOB_PANEL)(command)
-    for command in (jobs.delete, admin.queue):
-        app.command(rich_help_panel=JOB_PANEL)(command)
-    app.command(rich_help_panel=JOB_PANEL)(artifacts.trace)
-    for command in (jobs.show, artifacts.logs, jobs.metrics, jobs.events, jobs.checkpoints):
-        app.command(rich_help_panel=READ_PANEL)(command)
-    app.command(rich_help_panel=READ_PANEL)(artifacts.traces)
-    for command in (artifacts.export, artifacts.exports, artifacts.serve):
-        app.command(rich_help_panel=EXPORT_PANEL)(command)
-    for command in (admin.login, admin.logout, admin.whoami, admin.audit):
-        app.command(rich_help_panel=ACCESS_PANEL)(command)
-    app.add_typer(admin.keys_app, name="keys", rich_help_panel=ACCESS_PANEL)
-    app.add_typer(admin.projects_app, name="projects", rich_help_panel=ACCESS_PANEL)
-    app.command(rich_help_panel=TOOL_PANEL)(admin.migrate)
-    app.command(rich_help_panel=TOOL_PANEL)(jobs.recover)
-    app.add_typer(admin.webhooks_app, name="webhooks", rich_help_panel=TOOL_PANEL)
-    app.add_typer(submit.spec_app, name="spec", rich_help_panel=TOOL_PANEL)
-    add_plugins(app, rich_help_panel=TOOL_PANEL)
+    for panel, commands in _COMMANDS.items():
+        for name, command in commands.items():
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name, rich_help_panel=panel)
+            else:
+                app.command(name, rich_help_panel=panel)(command)
+    add_plugins(app, rich_help_panel=_TOOLS)
     return app
 
 

@@ -1,4 +1,7 @@
-"""The groups of a job in the terminal: who trains, copies alive, recoveries, time lost."""
+"""Rich tables and pages: functions from what the service answered to what Rich prints.
+
+Pure but for the time, which callers give as Unix seconds (`now_s`).
+"""
 
 from __future__ import annotations
 
@@ -70,10 +73,10 @@ def groups_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: fl
     membership = job.membership
     if membership is not None:
         facts += _membership_facts(job, membership, now_s)
-    wish = latest_resize_request(timeline)
-    if wish.id and not job.status.is_terminal:
-        parts = [f"{wish.num_workers} workers"] if wish.num_workers else []
-        parts += [f"without {host}" for host in wish.drain_hosts]
+    request = latest_resize_request(timeline)
+    if request.id and not job.status.is_terminal:
+        parts = [f"{request.num_workers} workers"] if request.num_workers else []
+        parts += [f"without {host}" for host in request.drain_hosts]
         if parts:
             facts.append(("wanted", ", ".join(parts)))
     return facts + _time_facts(job)
@@ -155,10 +158,8 @@ def _time_facts(job: JobDetail) -> list[Fact]:
 
 
 def groups_table(membership: MembershipOut, now_s: float) -> Table:
-    """One row a group, those that are awaited included."""
-    table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
-    for heading in ("Group", "Standing", "Life", "Hosts"):
-        table.add_column(heading)
+    """One row a group, missing ones included."""
+    table = plain_table("Group", "Standing", "Life", "Hosts")
     groups: list[MemberOut | GoneGroupOut] = [*membership.members, *membership.missing]
     for group in sorted(groups, key=lambda each: each.group):
         hosts = ", ".join(dict.fromkeys(group.hosts))
@@ -173,8 +174,6 @@ def _standing(group: MemberOut | GoneGroupOut, now_s: float) -> Text:
     reason = group.reason.replace("_", " ")
     return Text(f"gone {human_age(group.time, now_s)} ({reason})", style="yellow")
 
-
-# Tables and summaries; functions from what the service answered to what Rich prints.
 
 # Lines of the timeline that a job's page is made from.
 SHOWN_KINDS = (STARTED, DIVERGENCE, WRITTEN, *RESIZE_KINDS)
@@ -485,6 +484,8 @@ def plain_table(*headings: str) -> Table:
     table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
     for heading in headings:
         table.add_column(
-            heading.removeprefix(">"), justify="right" if heading.startswith(">") else "left"
+            heading.removeprefix(">"),
+            justify="right" if heading.startswith(">") else "left",
+            overflow="fold",
         )
     return table

@@ -1,11 +1,10 @@
-"""The command that shows the cluster behind the service."""
+"""Commands of the local stack (up, down, status, host) and of the cluster behind the service."""
 
 from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -24,8 +23,8 @@ from service.cli.common import (
     human_bytes,
     print_json,
 )
-from service.cli.machines import HeadOptions
-from service.client.client import ShardloomClient
+from service.cli.machines import HeadOptions, print_dim
+from service.cli.render import facts_grid, plain_table
 from service.client.errors import ShardloomError
 from service.local.join import JoinedMachine
 from service.local.ray_node import (
@@ -58,19 +57,16 @@ def _print_page(found: ClusterOut) -> None:
     console().print(Text.assemble(f"{found.backend} at {found.address} ", state))
     console().print(Text(found.message, style="dim"))
     if found.max_workers:
-        console().print(f"grows by itself to room for {found.max_workers} workers")
+        console().print(f"autoscales up to {found.max_workers} workers")
     if found.hosts:
-        table = Table(box=None, header_style="dim", padding=(0, 3, 0, 0), pad_edge=False)
-        table.add_column("Host")
-        for heading in ("CPUs", "GPUs", "Memory"):
-            table.add_column(heading, justify="right")
+        table = plain_table("Host", ">CPUs", ">GPUs", ">Memory")
         for host in found.hosts:
             memory = human_bytes(host.memory_bytes)
             table.add_row(host.address, f"{host.num_cpus:g}", f"{host.num_gpus:g}", memory)
         console().print(table)
 
 
-# `shardloom host`: further hosts of the local stack, to see jobs lose one and get one back.
+# ---- `shardloom host`: further hosts of the local stack
 
 host_app = typer.Typer(
     no_args_is_help=True, help="Hosts of the local stack: Ray nodes with addresses of their own."
@@ -135,7 +131,7 @@ def _hosts() -> LocalHosts:
     return LocalHosts(LocalStack(StackHome.from_environment()))
 
 
-# Commands for the local stack: up, down, status.
+# ---- up, down, status
 
 # A service that cannot live is not started again and again without a pause, ever longer.
 RESTART_PAUSE_S = 2.0
@@ -199,7 +195,7 @@ def up(
     for _ in range(hosts - 1):
         console().print(Text(f"host {LocalHosts(stack).add()} joined", style="dim"))
     console().print(_addresses(stack.home, state))
-    _detach_or_stay(stack, state, detach=detach)
+    _stay(stack, state, detach=detach)
 
 
 def _refuse_head_options(call: typer.Context) -> None:
@@ -236,14 +232,7 @@ def _up_head(
         state = _start(stack, port, console())
     console().print(_addresses(home, state))
     console().print(machines.how_to_join(home, state))
-    _detach_or_stay(stack, state, detach=detach)
-
-
-def _detach_or_stay(stack: LocalStack, state: StackState, *, detach: bool) -> None:
-    if detach:
-        console().print(Text("`shardloom down` stops it", style="dim"))
-    else:
-        _stay(stack, state)
+    _stay(stack, state, detach=detach)
 
 
 def down() -> None:
@@ -264,7 +253,10 @@ def status(url: UrlOption = None, as_json: JsonOption = False) -> None:
     state = home.read_state() if url is None else None
     with common.open_client(url) as client:
         is_alive = client.is_alive()
-        cluster = _cluster(client) if is_alive else None
+        cluster = None
+        if is_alive:
+            with suppress(ShardloomError):
+                cluster = client.cluster()
         if as_json:
             print_json(
                 {
@@ -289,18 +281,16 @@ def ensure_running() -> None:
 
 
 def _start(stack: LocalStack, port: int | None, output: Console) -> StackState:
-    with _milestones(output) as report:
-        return stack.up(port=port, report=report)
-
-
-@contextmanager
-def _milestones(output: Console) -> Iterator[Report]:
-    """A spinner where there is a terminal, above which milestones are printed."""
+    """Start a stack, with a spinner where there is a terminal, above which milestones stand."""
     with output.status("starting Shardloom", spinner="dots"):
-        yield lambda line: output.print(Text(line, style="dim"))
+        return stack.up(port=port, report=lambda line: output.print(Text(line, style="dim")))
 
 
-def _stay(stack: LocalStack, state: StackState) -> None:
+def _stay(stack: LocalStack, state: StackState, *, detach: bool = False) -> None:
+    """Keep the stack in the foreground until it ends, unless it is to be left running."""
+    if detach:
+        console().print(Text("`shardloom down` stops it", style="dim"))
+        return
     # A supervisor's SIGTERM and a closed terminal end the stack as Ctrl-C does.
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
@@ -308,18 +298,18 @@ def _stay(stack: LocalStack, state: StackState) -> None:
         console().print(Text("Ctrl-C stops it", style="dim"))
         message = stack.wait_until_broken(state)
         while not stack.was_ended(state) and _can_go_on(stack, state):
-            # The machines that have joined, and their jobs, go on meanwhile.
+            # Joined machines and their jobs go on meanwhile.
             error_console().print(message)
             state = _start_again(stack, state)
             message = stack.wait_until_broken(state)
     except KeyboardInterrupt:
         console().print("stopping")
-        stack.down(lambda line: console().print(Text(line, style="dim")), only=state)
+        stack.down(print_dim, only=state)
         return
     if stack.was_ended(state):
         return
     error_console().print(message)
-    stack.down(lambda line: console().print(Text(line, style="dim")), only=state)
+    stack.down(print_dim, only=state)
     raise typer.Exit(UNAVAILABLE)
 
 
@@ -346,7 +336,7 @@ def _can_go_on(stack: LocalStack, state: StackState) -> bool:
 
 
 def _addresses(home: StackHome, state: StackState) -> RenderableType:
-    grid = _grid()
+    grid = facts_grid()
     grid.add_row("dashboard", state.url)
     grid.add_row("API", f"{state.url}/v1  (docs: {state.url}/docs)")
     if state.ray_address:
@@ -358,7 +348,7 @@ def _addresses(home: StackHome, state: StackState) -> RenderableType:
 def _status_page(
     url: str, is_alive: bool, cluster: ClusterOut | None, home: StackHome, state: StackState | None
 ) -> RenderableType:
-    grid = _grid()
+    grid = facts_grid()
     answer = Text("answers", style="green") if is_alive else Text("does not answer", style="red")
     grid.add_row("service", Text.assemble(url, "  ", answer))
     if cluster is not None:
@@ -374,18 +364,4 @@ def _status_page(
         grid.add_row("logs", str(home.log_path("service").parent))
     elif not is_alive:
         grid.add_row("", Text("`shardloom up` starts one on this machine", style="dim"))
-    return grid
-
-
-def _cluster(client: ShardloomClient) -> ClusterOut | None:
-    try:
-        return client.cluster()
-    except ShardloomError:
-        return None
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 3, 0, 0))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
     return grid

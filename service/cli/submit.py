@@ -1,4 +1,4 @@
-"""What a job would look like, in the terminal: layout, its reason and price, what a loss costs."""
+"""Commands that submit and follow a job (run, submit, plan, follow, cancel), and `spec`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from service.cli.common import (
     exit_code_of,
     human_bytes,
     human_number,
+    print_answer,
+    print_hint,
     print_json,
     read_spec,
 )
@@ -38,125 +40,6 @@ from trainer.spec.parse import set_values
 # More groups than these are counted rather than listed.
 _MAX_GROUPS = 16
 
-
-def plan_page(plan: JobPlan) -> RenderableType:
-    """What `shardloom plan` prints."""
-    grid = facts_grid()
-    placement = f", {plan.placement}" if plan.placement else ""
-    grid.add_row("layout", f"{shape_text(plan)}{placement}")
-    grid.add_row("why", plan.reason)
-    grid.add_row("cluster", plan.cluster)
-    if plan.obstacle:
-        grid.add_row("cannot start", Text(plan.obstacle, style="yellow"))
-    if plan.layout is not None:
-        _add_layout(grid, plan, plan.layout)
-    tables = ", ".join(
-        f"{table.name} [{_rows(table.num_embeddings)} x {table.embedding_dim}]"
-        for table in plan.spec.embedding_tables
-    )
-    size = f" ({human_bytes(plan.table_bytes)} a copy)" if plan.table_bytes is not None else ""
-    grid.add_row("tables", f"{tables}{size}")
-    batch = plan.spec.data.batch_size
-    workers = plan.layout.world_size if plan.layout else plan.world_size
-    grid.add_row("batch", f"{batch:,} rows a rank, {batch * workers:,} a step")
-    parts: list[RenderableType] = [Text(plan.spec.name, style="bold"), grid]
-    if len(plan.options) > 1:
-        parts += [Text(), options_table(plan.options)]
-    return Group(*parts)
-
-
-def _add_layout(grid: Table, plan: JobPlan, layout: LayoutOption) -> None:
-    grid.add_row("sharding groups", _groups(plan.sharding_groups))
-    grid.add_row("replica groups", _groups(plan.replica_groups))
-    grid.add_row("failure domain", f"{_word(layout.failure_domain)}: {plan.after_loss}")
-    grid.add_row("survives", _survives(plan, layout))
-    if layout.num_replicas > 1:
-        hosts = _counted(layout.num_hosts_per_shard, "host")
-        grid.add_row("copies", f"{layout.num_replicas} of each shard, on {hosts}")
-        grid.add_row("price", _price(layout))
-    if plan.moment_scale is not None:
-        grid.add_row("moment scale", human_number(plan.moment_scale))
-
-
-def _survives(plan: JobPlan, layout: LayoutOption) -> str:
-    survived = layout.num_hosts_survived
-    text = f"the loss of any {_counted(survived, 'host')}" if survived else "no lost host"
-    if plan.num_hosts_needed is None:
-        return text
-    workers = _counted(layout.shard_group_size, "worker")
-    return f"{text} (asked for: at least {plan.num_hosts_needed} hosts with {workers} each)"
-
-
-def _price(layout: LayoutOption) -> str:
-    if layout.memory_overhead_bytes is None or layout.sync_bytes is None:
-        return "not known before the sizes of the tables are"
-    latency = layout.sync_latency_s
-    takes = f" in {latency:.2g} s" if latency is not None else ""
-    return (
-        f"{human_bytes(layout.memory_overhead_bytes)} of memory a worker for the other copies; a "
-        f"full sync moves {human_bytes(layout.sync_bytes)} a worker{takes}"
-    )
-
-
-def options_table(options: Sequence[LayoutOption]) -> Table:
-    """One row a layout that the cluster can hold; the chosen one is marked."""
-    table = plain_table(
-        "", ">Workers", ">Groups", ">Of", "Placement", "Failure domain", ">Survives", ">Memory"
-    )
-    for option in options:
-        overhead = option.memory_overhead_bytes
-        table.add_row(
-            Text("chosen", style="green") if option.is_chosen else "",
-            str(option.world_size),
-            str(option.num_replicas),
-            str(option.shard_group_size),
-            _word(option.placement),
-            _word(option.failure_domain),
-            _counted(option.num_hosts_survived, "host"),
-            "" if overhead is None else human_bytes(overhead),
-        )
-    return table
-
-
-def _word(value: str) -> str:
-    return value.replace("_", " ")
-
-
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
-
-
-def _rows(num_embeddings: int | str) -> str:
-    return num_embeddings if isinstance(num_embeddings, str) else f"{num_embeddings:,}"
-
-
-def _groups(groups: Sequence[Sequence[int]]) -> str:
-    if len(groups) > _MAX_GROUPS:
-        return f"{len(groups)} of {len(groups[0])}"
-    return "  ".join(f"[{' '.join(str(rank) for rank in ranks)}]" for ranks in groups)
-
-
-# Commands about job specs that need no service: `spec schema` and `spec check`.
-
-spec_app = typer.Typer(
-    cls=ErrorReportingGroup, help="The job spec: its schema, and a check.", no_args_is_help=True
-)
-
-
-@spec_app.command()
-def schema() -> None:
-    """Print the JSON Schema of the spec; editors can use it."""
-    print_json(json_schema())
-
-
-@spec_app.command()
-def check(spec: SpecArgument, overrides: SetOption = None) -> None:
-    """Check a spec without a service; every fault is named by the path of its field."""
-    found = validate_spec(read_spec(spec, overrides))
-    console().print(f"{found.name}: the spec is valid")
-
-
-# Commands that change something: run, submit, plan, follow, cancel.
 
 SecretOption = Annotated[
     list[str] | None,
@@ -176,6 +59,22 @@ CodeOption = Annotated[
         help="Folder with the code of model.module; all its files travel with the job.",
     ),
 ]
+spec_app = typer.Typer(
+    cls=ErrorReportingGroup, help="The job spec: its schema, and a check.", no_args_is_help=True
+)
+
+
+@spec_app.command()
+def schema() -> None:
+    """Print the JSON Schema of the spec; editors can use it."""
+    print_json(json_schema())
+
+
+@spec_app.command()
+def check(spec: SpecArgument, overrides: SetOption = None) -> None:
+    """Check a spec without a service; every fault is named by the path of its field."""
+    found = validate_spec(read_spec(spec, overrides))
+    console().print(f"{found.name}: the spec is valid")
 
 
 def run(
@@ -281,10 +180,7 @@ def plan(
     document = read_spec(spec, overrides)
     with common.open_client(url) as client:
         found = client.plan(document)
-    if as_json:
-        print_json(found)
-    else:
-        console().print(plan_page(found))
+    print_answer(found, lambda: plan_page(found), as_json=as_json)
 
 
 def follow_job(job: JobArgument, url: UrlOption = None) -> None:
@@ -300,10 +196,7 @@ def cancel(job: JobArgument, url: UrlOption = None, as_json: JsonOption = False)
     """Stop a job; its checkpoints stay."""
     with common.open_client(url) as client:
         found = client.cancel(job)
-    if as_json:
-        print_json(found)
-    else:
-        console().print(f"{found.id} ({found.name}) is being cancelled")
+    print_answer(found, lambda: f"{found.id} ({found.name}) is being cancelled", as_json=as_json)
 
 
 def _print_submitted(job: JobDetail, *, as_json: bool) -> None:
@@ -315,4 +208,104 @@ def _print_submitted(job: JobDetail, *, as_json: bool) -> None:
     hint = f"has ended: {job.message or job.status.value}"
     if not job.status.is_terminal:
         hint = f"is submitted; `shardloom follow {job.id}` shows it at work"
-    common.error_console().print(Text(f"{job.name} {hint}", style="dim"))
+    print_hint(f"{job.name} {hint}")
+
+
+# ---- the page of a plan: layout, its reason and price, what a loss costs
+
+
+def plan_page(plan: JobPlan) -> RenderableType:
+    """What `shardloom plan` prints."""
+    grid = facts_grid()
+    placement = f", {plan.placement}" if plan.placement else ""
+    grid.add_row("layout", f"{shape_text(plan)}{placement}")
+    grid.add_row("why", plan.reason)
+    grid.add_row("cluster", plan.cluster)
+    if plan.obstacle:
+        grid.add_row("cannot start", Text(plan.obstacle, style="yellow"))
+    if plan.layout is not None:
+        _add_layout(grid, plan, plan.layout)
+    tables = ", ".join(
+        f"{table.name} [{_rows(table.num_embeddings)} x {table.embedding_dim}]"
+        for table in plan.spec.embedding_tables
+    )
+    size = f" ({human_bytes(plan.table_bytes)} a copy)" if plan.table_bytes is not None else ""
+    grid.add_row("tables", f"{tables}{size}")
+    batch = plan.spec.data.batch_size
+    workers = plan.layout.world_size if plan.layout else plan.world_size
+    grid.add_row("batch", f"{batch:,} rows a rank, {batch * workers:,} a step")
+    parts: list[RenderableType] = [Text(plan.spec.name, style="bold"), grid]
+    if len(plan.options) > 1:
+        parts += [Text(), options_table(plan.options)]
+    return Group(*parts)
+
+
+def _add_layout(grid: Table, plan: JobPlan, layout: LayoutOption) -> None:
+    grid.add_row("sharding groups", _groups(plan.sharding_groups))
+    grid.add_row("replica groups", _groups(plan.replica_groups))
+    grid.add_row("failure domain", f"{_word(layout.failure_domain)}: {plan.after_loss}")
+    grid.add_row("survives", _survives(plan, layout))
+    if layout.num_replicas > 1:
+        hosts = _counted(layout.num_hosts_per_shard, "host")
+        grid.add_row("copies", f"{layout.num_replicas} of each shard, on {hosts}")
+        grid.add_row("price", _price(layout))
+    if plan.moment_scale is not None:
+        grid.add_row("moment scale", human_number(plan.moment_scale))
+
+
+def _survives(plan: JobPlan, layout: LayoutOption) -> str:
+    survived = layout.num_hosts_survived
+    text = f"the loss of any {_counted(survived, 'host')}" if survived else "no lost host"
+    if plan.num_hosts_needed is None:
+        return text
+    workers = _counted(layout.shard_group_size, "worker")
+    return f"{text} (asked for: at least {plan.num_hosts_needed} hosts with {workers} each)"
+
+
+def _price(layout: LayoutOption) -> str:
+    if layout.memory_overhead_bytes is None or layout.sync_bytes is None:
+        return "not known before the sizes of the tables are"
+    latency = layout.sync_latency_s
+    takes = f" in {latency:.2g} s" if latency is not None else ""
+    return (
+        f"{human_bytes(layout.memory_overhead_bytes)} of memory a worker for the other copies; a "
+        f"full sync moves {human_bytes(layout.sync_bytes)} a worker{takes}"
+    )
+
+
+def options_table(options: Sequence[LayoutOption]) -> Table:
+    """One row a layout that the cluster can hold; the chosen one is marked."""
+    table = plain_table(
+        "", ">Workers", ">Groups", ">Of", "Placement", "Failure domain", ">Survives", ">Memory"
+    )
+    for option in options:
+        overhead = option.memory_overhead_bytes
+        table.add_row(
+            Text("chosen", style="green") if option.is_chosen else "",
+            str(option.world_size),
+            str(option.num_replicas),
+            str(option.shard_group_size),
+            _word(option.placement),
+            _word(option.failure_domain),
+            _counted(option.num_hosts_survived, "host"),
+            "" if overhead is None else human_bytes(overhead),
+        )
+    return table
+
+
+def _word(value: str) -> str:
+    return value.replace("_", " ")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _rows(num_embeddings: int | str) -> str:
+    return num_embeddings if isinstance(num_embeddings, str) else f"{num_embeddings:,}"
+
+
+def _groups(groups: Sequence[Sequence[int]]) -> str:
+    if len(groups) > _MAX_GROUPS:
+        return f"{len(groups)} of {len(groups[0])}"
+    return "  ".join(f"[{' '.join(str(rank) for rank in ranks)}]" for ranks in groups)

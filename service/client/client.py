@@ -1,6 +1,4 @@
-"""ShardloomClient; re-exported by service.client.client.
-
-Calls of the SDK about the course of a job, the queue and the quotas of projects.
+"""The Python SDK: a typed, synchronous client of the REST API.
 
     with ShardloomClient("http://127.0.0.1:8700") as client:
         job = client.submit(yaml.safe_load(open("job.yaml")))
@@ -25,7 +23,7 @@ import httpx
 
 from service.client.errors import TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
-from service.client.transport import PATIENCE_S, Connection, Params, if_version
+from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path
 from service.domain.models import JobStatus
 from service.schemas.admin import ClusterOut, ProjectOut, Quotas
 from service.schemas.common import Page
@@ -53,17 +51,112 @@ from service.schemas.jobs import (
 )
 from trainer.spec.job import JobSpec
 
+TRACE_TIMEOUT_S = 600.0
 
-class LifecycleCalls(Connection):
-    """Pause, resume, clone, restart, delete; the queue; projects.
+
+class JobFilters(TypedDict, total=False):
+    """Which jobs are listed: those that fit everything given. Times are Unix seconds."""
+
+    statuses: Sequence[JobStatus]
+    name: str | None
+    project: str | None
+    labels: Mapping[str, str]
+    created_after: float | None
+    created_before: float | None
+
+
+class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
+    """A connection to one service; close it, or use it as a context manager.
 
     With a `version` (of a job that was read) a change raises `Conflict` if the job is at another
-    one by now. What is safe to repeat is retried: pauses and resumes are not, as somebody may have
-    asked for the opposite in between.
+    one by now.
     """
 
+    # ---- jobs
+
+    def submit(
+        self,
+        spec: JobSpec | Mapping[str, Any],
+        *,
+        idempotency_key: str | None = None,
+        secrets: Mapping[str, str] | None = None,
+    ) -> JobDetail:
+        """Create a job from a spec; raises `InvalidRequest` with the faulty fields.
+
+        `secrets` are environment variables for its processes, kept encrypted, never shown. With
+        the same `idempotency_key` the same spec makes one job, however often it is sent.
+        """
+        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
+        body: dict[str, Any] = {"spec": _document(spec)}
+        if secrets:
+            body["secrets"] = dict(secrets)
+        return self._request(
+            "POST", "/v1/jobs", JobDetail, repeatable=True, json=body, headers=headers
+        )
+
+    def upload_code(self, archive: bytes) -> CodeOut:
+        """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
+
+        Raises `InvalidRequest` for one that cannot be unpacked safely. Safe to repeat.
+        """
+        headers = {"Content-Type": "application/zip"}
+        return self._request(
+            "POST", "/v1/code", CodeOut, repeatable=True, content=archive, headers=headers
+        )
+
+    def plan(self, spec: JobSpec | Mapping[str, Any]) -> JobPlan:
+        """Check a spec without creating a job, and say which groups it would form."""
+        body = SubmitJob(spec=_document(spec)).model_dump()
+        return self._request("POST", "/v1/jobs", JobPlan, json=body, params={"dry_run": "true"})
+
+    def list_jobs(
+        self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]
+    ) -> Page[JobSummary]:
+        """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
+        params = {"after": after, "limit": limit, **_filter_params(filters)}
+        return self._get("/v1/jobs", Page[JobSummary], params)
+
+    def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:
+        """Every job, newest first, fetched page by page as they are consumed."""
+        return items_of_pages(lambda after: self.list_jobs(after=after, **filters))
+
+    def get_job(self, job: str) -> JobDetail:
+        """Read a job; raises `NotFound`."""
+        return self._get(job_path(job), JobDetail)
+
+    def wait(
+        self,
+        job: str,
+        *,
+        timeout_s: float | None = None,
+        poll_s: float = 1.0,
+        patience_s: float = PATIENCE_S,
+    ) -> JobDetail:
+        """Block until the job has ended and return it; raises `TimeoutError` after `timeout_s`.
+
+        A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
+        """
+        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
+        while True:
+            left_s = max(0.0, deadline - self._clock())
+            found = self._get(job_path(job), JobDetail, patience_s=min(patience_s, left_s))
+            if found.status.is_terminal:
+                return found
+            if self._clock() >= deadline:
+                raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
+            self._sleep(poll_s)
+
+    # ---- lifecycle
+
+    def cancel(self, job: str, *, version: int | None = None) -> JobDetail:
+        """Ask a job to stop; raises `Conflict` if it has ended. Sent once, never retried."""
+        return self._verb(job, "cancel", version=version)
+
     def pause(self, job: str, *, version: int | None = None) -> JobDetail:
-        """Ask a job to save, release its workers and keep its place; `Conflict` if it has ended."""
+        """Ask a job to save, release its workers and keep its place; `Conflict` if it has ended.
+
+        As `resume`, it is sent once: another user may have asked for the opposite in between.
+        """
         return self._verb(job, "pause", version=version)
 
     def resume(self, job: str, *, version: int | None = None) -> JobDetail:
@@ -103,10 +196,8 @@ class LifecycleCalls(Connection):
         headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
         document = CloneJob.model_construct(name=name, set=dict(set or {}), patch=patch)
         body = {**document.model_dump(exclude={"secrets"}), "secrets": dict(secrets or {})}
-        response = self._with_retries(
-            lambda: self._http.post(f"{_path(job)}:clone", json=body, headers=headers)
-        )
-        return self._parse(response, JobDetail)
+        path = f"{job_path(job)}:clone"
+        return self._request("POST", path, JobDetail, repeatable=True, json=body, headers=headers)
 
     def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> DeletedJob:
         """Delete a job that has ended, with its files unless `artifacts` is False; what is left.
@@ -114,9 +205,30 @@ class LifecycleCalls(Connection):
         Raises `Conflict` while it lives.
         """
         params = {"artifacts": "true" if artifacts else "false"}
-        headers = if_version(version)
-        response = self._once(lambda: self._http.delete(_path(job), params=params, headers=headers))
-        return self._parse(response, DeletedJob)
+        headers = _if_match(version)
+        return self._request("DELETE", job_path(job), DeletedJob, params=params, headers=headers)
+
+    def resize(self, job: str, num_workers: int) -> ResizeRequestOut:
+        """Ask a running job for another number of workers.
+
+        Raises `InvalidRequest` for a size that it cannot train with, `Conflict` if it does not run.
+        """
+        body = ResizeJob.model_construct(workers=num_workers).model_dump()
+        return self._resize(job, "resize", body)
+
+    def drain(self, job: str, host: str, *, undo: bool = False) -> ResizeRequestOut:
+        """Ask a running job to leave a host, or with `undo` to use it again.
+
+        Raises `InvalidRequest` for a host without its workers, `Conflict` if it does not run.
+        """
+        body = DrainHost.model_construct(host=host, undo=undo).model_dump()
+        return self._resize(job, "drain", body)
+
+    def _resize(self, job: str, part: str, body: dict[str, Any]) -> ResizeRequestOut:
+        # Asking twice for the same changes nothing.
+        return self._request(
+            "POST", job_path(job, part), ResizeRequestOut, repeatable=True, json=body
+        )
 
     def _verb(
         self,
@@ -126,205 +238,32 @@ class LifecycleCalls(Connection):
         *,
         version: int | None = None,
     ) -> JobDetail:
-        headers = if_version(version)
-        response = self._once(
-            lambda: self._http.post(f"{_path(job)}:{verb}", json=body, headers=headers)
-        )
-        return self._parse(response, JobDetail)
-
-    # ---- the queue and projects
-
-    def queue(self) -> QueueOut:
-        """Who waits for what, in the order of their turn, and who holds the workers."""
-        return self._get("/v1/queue", QueueOut)
-
-    def projects(self) -> list[ProjectOut]:
-        """Projects that have quotas or live jobs, by name."""
-        return self._get("/v1/projects", Page[ProjectOut]).items
-
-    def project(self, name: str) -> ProjectOut:
-        """Quotas and use of a project; raises `NotFound`."""
-        return self._get(_project_path(name), ProjectOut)
-
-    def set_quotas(
-        self, name: str, *, max_workers: int | None = None, max_running_jobs: int | None = None
-    ) -> ProjectOut:
-        """Set both quotas of a project; None is no limit."""
-        quotas = Quotas.model_construct(max_workers=max_workers, max_running_jobs=max_running_jobs)
-        body = quotas.model_dump()
-        response = self._with_retries(lambda: self._http.put(_project_path(name), json=body))
-        return self._parse(response, ProjectOut)
-
-    def remove_quotas(self, name: str) -> None:
-        """Take the quotas of a project away; raises `NotFound` if it has none."""
-        self._once(lambda: self._http.delete(_project_path(name)))
-
-
-def _path(job: str) -> str:
-    return f"/v1/jobs/{quote(job, safe='')}"
-
-
-def _project_path(name: str) -> str:
-    return f"/v1/projects/{quote(name, safe='')}"
-
-
-# The Python SDK: a typed, synchronous client of the REST API.
-
-TRACE_TIMEOUT_S = 600.0
-
-
-class JobFilters(TypedDict, total=False):
-    """Which jobs are listed: those that fit everything given. Times are Unix seconds."""
-
-    statuses: Sequence[JobStatus]
-    name: str | None
-    project: str | None
-    labels: Mapping[str, str]
-    created_after: float | None
-    created_before: float | None
-
-
-class ShardloomClient(AccessCalls, ExportCalls, LifecycleCalls, LogCalls, WebhookCalls):
-    """A connection to one service; close it, or use it as a context manager."""
-
-    # ---- jobs
-
-    def submit(
-        self,
-        spec: JobSpec | Mapping[str, Any],
-        *,
-        idempotency_key: str | None = None,
-        secrets: Mapping[str, str] | None = None,
-    ) -> JobDetail:
-        """Create a job from a spec; raises `InvalidRequest` with the faulty fields.
-
-        `secrets` are environment variables for its processes, kept encrypted, never shown. With
-        the same `idempotency_key` the same spec makes one job, however often it is sent.
-        """
-        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        body: dict[str, Any] = {"spec": _document(spec)}
-        if secrets:
-            body["secrets"] = dict(secrets)
-        response = self._with_retries(
-            lambda: self._http.post("/v1/jobs", json=body, headers=headers)
-        )
-        return self._parse(response, JobDetail)
-
-    def upload_code(self, archive: bytes) -> CodeOut:
-        """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
-
-        Raises `InvalidRequest` for one that cannot be unpacked safely. Safe to repeat.
-        """
-        headers = {"Content-Type": "application/zip"}
-        response = self._with_retries(
-            lambda: self._http.post("/v1/code", content=archive, headers=headers)
-        )
-        return self._parse(response, CodeOut)
-
-    def plan(self, spec: JobSpec | Mapping[str, Any]) -> JobPlan:
-        """Check a spec without creating a job, and say which groups it would form."""
-        body = SubmitJob(spec=_document(spec)).model_dump()
-        response = self._once(
-            lambda: self._http.post("/v1/jobs", json=body, params={"dry_run": "true"})
-        )
-        return self._parse(response, JobPlan)
-
-    def list_jobs(
-        self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]
-    ) -> Page[JobSummary]:
-        """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
-        params = {"after": after, "limit": limit, **_filter_params(filters)}
-        return self._get("/v1/jobs", Page[JobSummary], params)
-
-    def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:
-        """Every job, newest first, fetched page by page as they are consumed."""
-        after: str | None = None
-        while True:
-            page = self.list_jobs(after=after, **filters)
-            yield from page.items
-            if page.next is None:
-                return
-            after = page.next
-
-    def get_job(self, job: str) -> JobDetail:
-        """Read a job; raises `NotFound`."""
-        return self._get(_job_path(job), JobDetail)
-
-    def cancel(self, job: str, *, version: int | None = None) -> JobDetail:
-        """Ask a job to stop; raises `Conflict` if it has ended. Sent once, never retried.
-
-        Raises `Conflict` as well if the job is not at `version` any more, where one is given.
-        """
-        headers = if_version(version)
-        response = self._once(lambda: self._http.post(f"{_job_path(job)}:cancel", headers=headers))
-        return self._parse(response, JobDetail)
-
-    def resize(self, job: str, num_workers: int) -> ResizeRequestOut:
-        """Ask a running job for another number of workers.
-
-        Raises `InvalidRequest` for a size that it cannot train with, `Conflict` if it does not run.
-        """
-        body = ResizeJob.model_construct(workers=num_workers).model_dump()
-        return self._wish(job, "resize", body)
-
-    def drain(self, job: str, host: str, *, undo: bool = False) -> ResizeRequestOut:
-        """Ask a running job to leave a host, or with `undo` to use it again.
-
-        Raises `InvalidRequest` for a host without its workers, `Conflict` if it does not run.
-        """
-        body = DrainHost.model_construct(host=host, undo=undo).model_dump()
-        return self._wish(job, "drain", body)
-
-    def _wish(self, job: str, part: str, body: dict[str, Any]) -> ResizeRequestOut:
-        # Asking twice for the same changes nothing.
-        response = self._with_retries(lambda: self._http.post(_job_path(job, part), json=body))
-        return self._parse(response, ResizeRequestOut)
-
-    def wait(
-        self,
-        job: str,
-        *,
-        timeout_s: float | None = None,
-        poll_s: float = 1.0,
-        patience_s: float = PATIENCE_S,
-    ) -> JobDetail:
-        """Block until the job has ended and return it; raises `TimeoutError` after `timeout_s`.
-
-        A service that does not answer is asked again for `patience_s` (never beyond `timeout_s`).
-        """
-        deadline = math.inf if timeout_s is None else self._clock() + timeout_s
-        while True:
-            left_s = max(0.0, deadline - self._clock())
-            found = self._get(_job_path(job), JobDetail, patience_s=min(patience_s, left_s))
-            if found.status.is_terminal:
-                return found
-            if self._clock() >= deadline:
-                raise TimeoutError(f"job {found.id} is {found.status} after {timeout_s} s")
-            self._sleep(poll_s)
+        path = f"{job_path(job)}:{verb}"
+        return self._request("POST", path, JobDetail, json=body, headers=_if_match(version))
 
     # ---- what a job left behind
 
     def attempts(self, job: str) -> list[AttemptOut]:
         """Attempts of a job, oldest first."""
-        return self._get(_job_path(job, "attempts"), Page[AttemptOut]).items
+        return self._get(job_path(job, "attempts"), Page[AttemptOut]).items
 
     def checkpoints(self, job: str) -> list[CheckpointOut]:
         """Committed checkpoints that still exist, in step order."""
-        return self._get(_job_path(job, "checkpoints"), Page[CheckpointOut]).items
+        return self._get(job_path(job, "checkpoints"), Page[CheckpointOut]).items
 
     def metrics(
         self, job: str, *, names: Sequence[str] = (), max_points: int | None = None
     ) -> MetricsOut:
         """Downsampled series of the metrics asked for (all of them where none is named)."""
         params = {"name": list(names), "max_points": max_points}
-        return self._get(_job_path(job, "metrics"), MetricsOut, params)
+        return self._get(job_path(job, "metrics"), MetricsOut, params)
 
     def events(
         self, job: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
     ) -> list[TimelineEventOut]:
         """Timeline lines with an id above `after`, in order, at most `limit`; `kinds` filters."""
         params: Params = {"after": after, "limit": limit, "kind": list(kinds)}
-        return self._get(_job_path(job, "events"), Page[TimelineEventOut], params).items
+        return self._get(job_path(job, "events"), Page[TimelineEventOut], params).items
 
     def iter_events(
         self, job: str, *, after: int = 0, kinds: Sequence[str] = ()
@@ -341,7 +280,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LifecycleCalls, LogCalls, Webhoo
 
         A service that does not answer is asked again for `patience_s`.
         """
-        for event in self._stream(_job_path(job, "events"), {"after": after}, patience_s):
+        for event in self._stream(job_path(job, "events"), {"after": after}, patience_s):
             yield self._parse_event(event, TimelineEventOut)
 
     def follow_progress(
@@ -349,7 +288,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LifecycleCalls, LogCalls, Webhoo
     ) -> Iterator[ProgressOut | TimelineEventOut]:
         """As `follow_events`, and how far the job has come whenever that changes."""
         params: Params = {"after": after, "progress": "true"}
-        for event in self._stream(_job_path(job, "events"), params, patience_s):
+        for event in self._stream(job_path(job, "events"), params, patience_s):
             if event.name == "progress":
                 yield self._parse_event(event, ProgressOut)
             else:
@@ -365,12 +304,11 @@ class ShardloomClient(AccessCalls, ExportCalls, LifecycleCalls, LogCalls, Webhoo
         Raises `Conflict` if the job does not run or an earlier trace is still being recorded.
         """
         body = RequestTrace.model_construct(num_steps=num_steps, ranks=list(ranks)).model_dump()
-        response = self._once(lambda: self._http.post(_job_path(job, "traces"), json=body))
-        return self._parse(response, TraceRequested)
+        return self._request("POST", job_path(job, "traces"), TraceRequested, json=body)
 
     def traces(self, job: str) -> list[TraceOut]:
         """Traces that the job's workers wrote, in the order of writing."""
-        return self._get(_job_path(job, "traces"), Page[TraceOut]).items
+        return self._get(job_path(job, "traces"), Page[TraceOut]).items
 
     def wait_for_traces(
         self,
@@ -400,12 +338,39 @@ class ShardloomClient(AccessCalls, ExportCalls, LifecycleCalls, LogCalls, Webhoo
         Raises `NotFound` if it is gone, and OSError if it cannot be written.
         """
         params = {"attempt": trace.attempt_id}
-        path = _job_path(job, f"traces/{quote(trace.name, safe='')}")
-        response = self._with_retries(lambda: self._http.get(path, params=params))
+        path = job_path(job, f"traces/{quote(trace.name, safe='')}")
+        response = self._send("GET", path, repeatable=True, params=params)
         folder.mkdir(parents=True, exist_ok=True)
         target = folder / Path(trace.name).name
         target.write_bytes(response.content)
         return target
+
+    # ---- the queue and projects
+
+    def queue(self) -> QueueOut:
+        """Who waits for what, in the order of their turn, and who holds the workers."""
+        return self._get("/v1/queue", QueueOut)
+
+    def projects(self) -> list[ProjectOut]:
+        """Projects that have quotas or live jobs, by name."""
+        return self._get("/v1/projects", Page[ProjectOut]).items
+
+    def project(self, name: str) -> ProjectOut:
+        """Quotas and use of a project; raises `NotFound`."""
+        return self._get(_project_path(name), ProjectOut)
+
+    def set_quotas(
+        self, name: str, *, max_workers: int | None = None, max_running_jobs: int | None = None
+    ) -> ProjectOut:
+        """Set both quotas of a project; None is no limit."""
+        quotas = Quotas.model_construct(max_workers=max_workers, max_running_jobs=max_running_jobs)
+        return self._request(
+            "PUT", _project_path(name), ProjectOut, repeatable=True, json=quotas.model_dump()
+        )
+
+    def remove_quotas(self, name: str) -> None:
+        """Take the quotas of a project away; raises `NotFound` if it has none."""
+        self._send("DELETE", _project_path(name))
 
     # ---- the service itself
 
@@ -437,6 +402,9 @@ def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:
     return spec.model_dump(mode="json") if isinstance(spec, JobSpec) else dict(spec)
 
 
-def _job_path(job: str, part: str = "") -> str:
-    path = f"/v1/jobs/{quote(job, safe='')}"
-    return f"{path}/{part}" if part else path
+def _project_path(name: str) -> str:
+    return f"/v1/projects/{quote(name, safe='')}"
+
+
+def _if_match(version: int | None) -> dict[str, str]:
+    return {} if version is None else {"If-Match": f'"{version}"'}

@@ -1,4 +1,4 @@
-"""Where programs find the API key for a service, without it ever being on a command line.
+"""API keys and CA certificates of a service, found without any being on a command line.
 
 SHARDLOOM_API_KEY, or the file `credentials.json` (mode 0600) in $SHARDLOOM_HOME, which holds a key
 for each service by its URL and is written by `shardloom login`. A key goes only to the service that

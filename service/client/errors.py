@@ -1,11 +1,11 @@
 """What the SDK raises.
 
 ShardloomError
-├── ServiceUnreachable      nobody answered at the URL, after the retries
+├── ServiceUnreachable      no answer at the URL, after the retries
 ├── CredentialsUnusable     the file of API keys or of CA certificates cannot be used
 ├── TraceLost               a trace that was asked for did not come
 ├── ExportFailed            an export that was asked for did not come
-├── UnexpectedAnswer        somebody answered, but not a Shardloom service of this version
+├── UnexpectedAnswer        an answer, but not one of a Shardloom service of this version
 └── ProblemError            the service said no (RFC 9457 problem: status, code, detail, fields)
     ├── InvalidRequest      400, 422   a faulty spec or parameter; `fields` say where
     ├── NotSignedIn         401        no credentials, or some that do not count
@@ -28,11 +28,9 @@ class ShardloomError(Exception):
 
 
 class ServiceUnreachable(ShardloomError):
-    """Nobody answered at `url`; the request may or may not have arrived."""
+    """No answer at `url`; the request may or may not have arrived."""
 
     def __init__(self, url: str, cause: str) -> None:
-        self.url = url
-        self.cause = cause
         super().__init__(f"no Shardloom service answers at {url} ({cause})")
 
 
@@ -57,9 +55,8 @@ class ExportFailed(ShardloomError):
 class UnexpectedAnswer(ShardloomError):
     """An answer that is not what a Shardloom service of this version sends."""
 
-    def __init__(self, url: str, cause: str) -> None:
-        self.url = url
-        self.cause = cause
+    def __init__(self, url: str, cause: str, status: int | None = None) -> None:
+        self.status = status
         super().__init__(
             f"{url} gave an answer that this client does not understand ({cause}); is it a "
             "Shardloom service of the same version?"
@@ -118,7 +115,9 @@ def error_of_response(response: httpx.Response) -> ShardloomError:
         problem = Problem.model_validate_json(response.content)
     except ValidationError:
         return UnexpectedAnswer(
-            str(response.url), f"HTTP {response.status_code} {response.reason_phrase}"
+            str(response.url),
+            f"HTTP {response.status_code} {response.reason_phrase}",
+            response.status_code,
         )
     fallback = ServerFault if problem.status >= 500 else ProblemError
     return _BY_STATUS.get(problem.status, fallback)(problem)

@@ -1,4 +1,8 @@
-"""The SDK's calls about access: who one is, API keys, the audit log."""
+"""Calls of the SDK beside those of jobs: access and keys, exports, logs, webhooks.
+
+Mixins of `service.client.client.ShardloomClient`. Times are Unix seconds. A call says where it is
+sent once; all others are repeated while the service is away. Errors: `service.client.errors`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from typing import Any
 from urllib.parse import quote
 
 from service.client.errors import ExportFailed
-from service.client.transport import PATIENCE_S, Connection, Params
+from service.client.transport import PATIENCE_S, Connection, Params, items_of_pages, job_path
 from service.schemas.admin import (
     AuditOut,
     CreateKey,
@@ -30,6 +34,8 @@ from service.schemas.jobs import ExportOut, LogLine, LogsOut, RequestExport
 from trainer.export.artifact import ArtifactError, check_files, read_manifest
 from trainer.spec.training import Quantization
 
+EXPORT_TIMEOUT_S = 6 * 3600.0
+
 
 class AccessCalls(Connection):
     """Calls about access."""
@@ -43,8 +49,11 @@ class AccessCalls(Connection):
     ) -> NewKey:
         """Make an API key, whose text is in the answer and nowhere else. Sent once."""
         body = CreateKey.model_construct(name=name, roles=dict(roles), expires_in_s=expires_in_s)
-        response = self._once(lambda: self._http.post("/v1/keys", json=body.model_dump()))
-        return self._parse(response, NewKey)
+        return self._request("POST", "/v1/keys", NewKey, json=body.model_dump())
+
+    def iter_keys(self) -> Iterator[KeyOut]:
+        """Every API key, fetched page by page as they are consumed."""
+        return items_of_pages(lambda after: self.list_keys(after=after))
 
     def list_keys(self, *, after: str | None = None, limit: int = 50) -> Page[KeyOut]:
         """One page of API keys, the revoked ones included."""
@@ -53,7 +62,7 @@ class AccessCalls(Connection):
     def revoke_key(self, key_id: str) -> KeyOut:
         """End an API key; raises `NotFound`. Doing it again changes nothing."""
         path = f"/v1/keys/{quote(key_id, safe='')}"
-        return self._parse(self._with_retries(lambda: self._http.delete(path)), KeyOut)
+        return self._request("DELETE", path, KeyOut, repeatable=True)
 
     def audit(
         self,
@@ -79,11 +88,6 @@ class AccessCalls(Connection):
         return self._get("/v1/audit", Page[AuditOut], params)
 
 
-# Calls of the SDK about exports of models.
-
-EXPORT_TIMEOUT_S = 6 * 3600.0
-
-
 class ExportCalls(Connection):
     """Ask for exports, wait for them, download them, delete them."""
 
@@ -101,18 +105,22 @@ class ExportCalls(Connection):
         """
         body = RequestExport.model_construct(checkpoint=checkpoint, quantize=quantize)
         headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        response = self._with_retries(
-            lambda: self._http.post(_exports_path(job), json=body.model_dump(), headers=headers)
+        return self._request(
+            "POST",
+            job_path(job, "exports"),
+            ExportOut,
+            repeatable=True,
+            json=body.model_dump(),
+            headers=headers,
         )
-        return self._parse(response, ExportOut)
 
     def exports(self, job: str) -> list[ExportOut]:
         """Exports of a job in the order of asking, done or not."""
-        return self._get(_exports_path(job), Page[ExportOut]).items
+        return self._get(job_path(job, "exports"), Page[ExportOut]).items
 
     def export(self, job: str, export_id: str) -> ExportOut:
         """One export; raises `NotFound`."""
-        return self._get(_exports_path(job, export_id), ExportOut)
+        return self._get(job_path(job, f"exports/{export_id}"), ExportOut)
 
     def wait_for_export(
         self, job: str, export_id: str, *, timeout_s: float = EXPORT_TIMEOUT_S, poll_s: float = 0.5
@@ -142,7 +150,7 @@ class ExportCalls(Connection):
         staging.mkdir()
         tar = staging.with_suffix(".tar")
         try:
-            self._save(_exports_path(job, f"{export_id}/archive"), {}, tar)
+            self._download(job_path(job, f"exports/{export_id}/archive"), {}, tar)
             with tarfile.open(tar) as archive:
                 _unpack(archive, staging)
             check_files(staging, read_manifest(staging))
@@ -155,7 +163,7 @@ class ExportCalls(Connection):
 
     def delete_export(self, job: str, export_id: str) -> None:
         """Delete an export, done or not; one that is being made is given up. Raises `NotFound`."""
-        self._once(lambda: self._http.delete(_exports_path(job, export_id)))
+        self._send("DELETE", job_path(job, f"exports/{export_id}"))
 
 
 def _unpack(archive: tarfile.TarFile, to: Path) -> None:
@@ -176,20 +184,12 @@ def _unpack(archive: tarfile.TarFile, to: Path) -> None:
             shutil.copyfileobj(source, target)
 
 
-def _exports_path(job: str, rest: str = "") -> str:
-    path = f"/v1/jobs/{quote(job, safe='')}/exports"
-    return f"{path}/{rest}" if rest else path
-
-
-# The SDK's calls about logs.
-
-
 @dataclass(frozen=True)
 class LogQuery:
-    """Which lines of a job's logs are wanted; what is left away lets everything through.
+    """Which lines of a job's logs to read; what is left out filters nothing.
 
-    `attempt` is an id, the newest by default; `level` as in `warning`; `text` is looked for
-    whatever the case, and `*` in it stands for anything. Times are Unix seconds. `tail` looks at
+    `attempt` is an id, the newest by default; `level` as in `warning`; `text` is searched for
+    case-insensitively, and `*` in it stands for anything. Times are Unix seconds. `tail` looks at
     the last lines of each log only.
     """
 
@@ -223,7 +223,9 @@ class LogCalls(Connection):
     def logs(self, job: str, *, after: str | None = None, query: LogQuery | None = None) -> LogsOut:
         """A piece of a job's logs; `after` takes the `cursor` of an earlier answer."""
         params = {**(query or LogQuery()).params, "after": after}
-        return self._get(_logs_path(job), LogsOut, {**params, "tail": None} if after else params)
+        return self._get(
+            job_path(job, "logs"), LogsOut, {**params, "tail": None} if after else params
+        )
 
     def read_logs(
         self,
@@ -256,7 +258,7 @@ class LogCalls(Connection):
         A service that does not answer is asked again for `patience_s`.
         """
         query = query or LogQuery(source=source, tail=tail)
-        for event in self._stream(_logs_path(job), query.params, patience_s):
+        for event in self._stream(job_path(job, "logs"), query.params, patience_s):
             yield self._parse_event(event, LogLine)
 
     def download_logs(self, job: str, target: Path, *, attempt: str | None = None) -> Path:
@@ -266,14 +268,7 @@ class LogCalls(Connection):
         """
         form = "gzip" if target.suffix == ".gz" else "zip"
         params = {"format": form, **({"attempt": attempt} if attempt else {})}
-        return self._save(f"{_logs_path(job)}:download", params, target)
-
-
-def _logs_path(job: str) -> str:
-    return f"/v1/jobs/{quote(job, safe='')}/logs"
-
-
-# The SDK's calls about webhooks.
+        return self._download(f"{job_path(job, 'logs')}:download", params, target)
 
 
 class WebhookCalls(Connection):
@@ -287,11 +282,11 @@ class WebhookCalls(Connection):
         kinds: Sequence[str] = (),
         description: str = "",
     ) -> WebhookCreated:
-        """Let a URL hear of timeline lines; the answer has the secret, which is not shown again."""
+        """Send timeline events to a URL; the answer has the secret, which is not shown again."""
         body = CreateWebhook.model_construct(
             url=url, project=project, kinds=list(kinds), description=description
         )
-        return self._post("/v1/webhooks", WebhookCreated, body.model_dump())
+        return self._request("POST", "/v1/webhooks", WebhookCreated, json=body.model_dump())
 
     def webhooks(self, *, project: str | None = None) -> list[WebhookOut]:
         """Webhooks of a project, or all, oldest first."""
@@ -304,41 +299,34 @@ class WebhookCalls(Connection):
     def change_webhook(self, webhook: str, **changes: Any) -> WebhookOut:
         """Change `url`, `kinds`, `description` or `is_active`; raises `NotFound`."""
         # Asking twice for the same changes nothing.
-        response = self._with_retries(
-            lambda: self._http.patch(_webhook_path(webhook), json=changes)
+        return self._request(
+            "PATCH", _webhook_path(webhook), WebhookOut, repeatable=True, json=changes
         )
-        return self._parse(response, WebhookOut)
 
     def delete_webhook(self, webhook: str) -> None:
         """Forget a webhook and what was not delivered yet; raises `NotFound`."""
-        self._once(lambda: self._http.delete(_webhook_path(webhook)))
+        self._send("DELETE", _webhook_path(webhook))
 
     def rotate_webhook(self, webhook: str) -> WebhookCreated:
         """Give a webhook a new secret, which the answer has."""
-        return self._post(f"{_webhook_path(webhook)}:rotate", WebhookCreated)
+        return self._request("POST", f"{_webhook_path(webhook)}:rotate", WebhookCreated)
 
     def try_webhook(self, webhook: str) -> DeliveryOut:
         """Queue a test message."""
-        return self._post(f"{_webhook_path(webhook)}:test", DeliveryOut)
+        return self._request("POST", f"{_webhook_path(webhook)}:test", DeliveryOut)
 
     def deliveries(self, webhook: str, *, state: str | None = None) -> Iterator[DeliveryOut]:
         """Messages to a webhook, newest first, fetched page by page as they are consumed."""
-        after: str | None = None
-        while True:
-            params = {"after": after, "state": state}
-            page = self._get(f"{_webhook_path(webhook)}/deliveries", Page[DeliveryOut], params)
-            yield from page.items
-            if page.next is None:
-                return
-            after = page.next
+        path = f"{_webhook_path(webhook)}/deliveries"
+        return items_of_pages(
+            lambda after: self._get(path, Page[DeliveryOut], {"after": after, "state": state})
+        )
 
     def redeliver(self, webhook: str, delivery: int) -> DeliveryOut:
         """Send a message again, with the same id; raises `NotFound`."""
-        return self._post(f"{_webhook_path(webhook)}/deliveries/{delivery}:redeliver", DeliveryOut)
-
-    def _post(self, path: str, answer: Any, body: dict[str, Any] | None = None) -> Any:
-        response = self._once(lambda: self._http.post(path, json=body))
-        return self._parse(response, answer)
+        return self._request(
+            "POST", f"{_webhook_path(webhook)}/deliveries/{delivery}:redeliver", DeliveryOut
+        )
 
 
 def _webhook_path(webhook: str) -> str:

@@ -1,6 +1,8 @@
-"""HTTP, retries, SSE parser.
+"""The connection under the SDK: HTTP with retries, server-sent event streams, checked answers.
 
-When the SDK tries again, and when it gives up. No request is made here.
+Requests that are safe to repeat are retried with exponential backoff when the service is away
+(transport errors) or overloaded (HTTP 429, 502, 503, 504). Streams are resumed after the last
+event id. Durations are in seconds. Errors: `service.client.errors`.
 """
 
 from __future__ import annotations
@@ -10,24 +12,33 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import httpx
 from pydantic import TypeAdapter, ValidationError
 
 from service.client.credentials import find_key, tls_context
 from service.client.errors import (
-    ServerFault,
+    ProblemError,
     ServiceUnreachable,
     ShardloomError,
     UnexpectedAnswer,
     error_of_response,
 )
+from service.schemas.common import Page
 
+DEFAULT_URL = "http://127.0.0.1:8700"
+REQUEST_TIMEOUT_S = 30.0
+# The service sends a keep-alive far more often than this on an open stream.
+STREAM_SILENCE_S = 60.0
 # How long followers go on asking a service that does not answer; restarting one takes seconds.
 PATIENCE_S = 120.0
 RETRIED_STATUSES = frozenset({429, 502, 503, 504})
 _MAX_DOUBLINGS = 30
+Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+Params = Mapping[str, str | int | float | Sequence[str] | None]
 
 
 @dataclass(frozen=True)
@@ -61,14 +72,14 @@ class RetryBudget:
         self._patience_s = patience_s
         self._sleep = sleep
         self._clock = clock
-        self.note_answer()
+        self.reset()
 
-    def note_answer(self) -> None:
-        """Somebody answered: what failed before no longer counts."""
+    def reset(self) -> None:
+        """The service has answered: earlier failures no longer count."""
         self._num_failures = 0
         self._answered_s = self._clock()
 
-    def endure(self, error: ShardloomError) -> None:
+    def wait(self, error: ShardloomError) -> None:
         """Sleep before the next try, or raise `error` when there is none left."""
         self._num_failures += 1
         has_retries = self._num_failures <= self._policy.num_retries
@@ -77,18 +88,18 @@ class RetryBudget:
         self._sleep(self._policy.delay_s(self._num_failures, random.random()))
 
 
-def may_pass(error: ShardloomError) -> bool:
+def is_transient(error: ShardloomError) -> bool:
     """Whether the same request may be answered later: the service is away or overloaded."""
-    if isinstance(error, ServerFault):
+    if isinstance(error, ProblemError | UnexpectedAnswer):
         return error.status in RETRIED_STATUSES
     return isinstance(error, ServiceUnreachable)
 
 
-# A minimal parser of server-sent events (the HTML standard's event stream format).
+# ---- server-sent events (the event stream format of the HTML standard)
 
 
 @dataclass(frozen=True)
-class ServerEvent:
+class SseEvent:
     """One event. `id` is the newest id seen on the stream so far, empty if none was sent."""
 
     name: str
@@ -112,7 +123,7 @@ def split_lines(chunks: Iterable[str]) -> Iterator[str]:
         pending = rest + held_back
 
 
-def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[ServerEvent]:
+def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[SseEvent]:
     """Events of a stream that arrives in arbitrary chunks of text.
 
     Comments (keep-alives) are skipped; an event cut off by the end of the stream is dropped, so
@@ -122,7 +133,7 @@ def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[ServerEve
     for line in split_lines(chunks):
         if not line:
             if data:
-                yield ServerEvent(name, "\n".join(data), last_id)
+                yield SseEvent(name, "\n".join(data), last_id)
             name, data = "message", []
             continue
         field, _, value = line.partition(":")
@@ -135,27 +146,22 @@ def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[ServerEve
             last_id = value
 
 
-# The wire under the SDK: requests with retries, streams that resume, answers that are checked.
-
-DEFAULT_URL = "http://127.0.0.1:8700"
-REQUEST_TIMEOUT_S = 30.0
-# The service sends a keep-alive far more often than this on an open stream.
-STREAM_SILENCE_S = 60.0
-Answer = TypeVar("Answer")
-Params = Mapping[str, str | int | float | Sequence[str] | None]
+# ---- the connection
 
 
-class _Passing(Exception):
-    """A failure that may go away by itself; `error` is what to raise when it does not."""
-
-    def __init__(self, error: ShardloomError) -> None:
-        self.error = error
-        super().__init__(str(error))
+def job_path(job: str, part: str = "") -> str:
+    """Path of a job, or of what is below it."""
+    path = f"/v1/jobs/{quote(job, safe='')}"
+    return f"{path}/{part}" if part else path
 
 
-def if_version(version: int | None) -> dict[str, str]:
-    """Headers of a change that is meant for a job at `version` only, if one is given."""
-    return {} if version is None else {"If-Match": f'"{version}"'}
+def items_of_pages(read: Callable[[str | None], Page[Item]]) -> Iterator[Item]:
+    """Items of every page, read as they are consumed; `read` takes a page's `next`."""
+    page = read(None)
+    yield from page.items
+    while page.next is not None:
+        page = read(page.next)
+        yield from page.items
 
 
 class Connection:
@@ -214,99 +220,116 @@ class Connection:
         params: Params | None = None,
         patience_s: float = 0.0,
     ) -> Answer:
-        sent = {key: value for key, value in (params or {}).items() if value is not None}
-        response = self._with_retries(lambda: self._http.get(path, params=sent), patience_s)
-        return self._parse(response, answer)
+        return self._request(
+            "GET", path, answer, repeatable=True, patience_s=patience_s, params=_given(params or {})
+        )
 
-    def _once(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        try:
-            return self._checked(send)
-        except _Passing as failure:
-            raise failure.error from failure.__cause__
+    def _request(
+        self,
+        method: str,
+        path: str,
+        answer: type[Answer],
+        *,
+        repeatable: bool = False,
+        patience_s: float = 0.0,
+        **content: Any,
+    ) -> Answer:
+        """Send a request and check its answer; `content` as in `httpx.Client.request`."""
+        response = self._send(method, path, repeatable=repeatable, patience_s=patience_s, **content)
+        return self._validate(response.content, answer, str(response.url))
 
-    def _with_retries(
-        self, send: Callable[[], httpx.Response], patience_s: float = 0.0
+    def _send(
+        self,
+        method: str,
+        path: str,
+        *,
+        repeatable: bool = False,
+        patience_s: float = 0.0,
+        **content: Any,
     ) -> httpx.Response:
-        patience = self._patience(patience_s)
+        """Send a request, again while its failures are transient if it is `repeatable`."""
+        budget = self._budget(patience_s)
         while True:
             try:
-                return self._checked(send)
-            except _Passing as failure:
-                patience.endure(failure.error)
+                return self._checked(self._http.request(method, path, **content))
+            except httpx.TransportError as error:
+                failure: ShardloomError = self._unreachable(error)
+                if not repeatable:
+                    raise failure from error
+            except ShardloomError as error:
+                if not repeatable or not is_transient(error):
+                    raise
+                failure = error
+            budget.wait(failure)
 
-    def _patience(self, patience_s: float) -> RetryBudget:
-        return RetryBudget(self._retry, patience_s, self._sleep, self._clock)
-
-    def _checked(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """Send once; raises `_Passing` for what may go away, `ProblemError` for a refusal."""
-        try:
-            response = send()
-        except httpx.TransportError as error:
-            raise _Passing(self._unreachable(error)) from error
-        self._raise_for_status(response)
-        return response
-
-    @staticmethod
-    def _raise_for_status(response: httpx.Response) -> None:
-        if response.is_success:
-            return
-        response.read()
-        error = error_of_response(response)
-        raise _Passing(error) if response.status_code in RETRIED_STATUSES else error
-
-    def _stream(self, path: str, params: Params, patience_s: float) -> Iterator[ServerEvent]:
+    def _stream(self, path: str, params: Params, patience_s: float) -> Iterator[SseEvent]:
         """Events of an SSE stream until its `end` event, resumed after the last id when it breaks.
 
         Only failures in a row count: whatever arrives clears them, be it a keep-alive.
         """
-        last_id, patience = "", self._patience(patience_s)
+        last_id, budget = "", self._budget(patience_s)
         while True:
             try:
-                for event in self._open_stream(path, params, last_id, patience):
+                for event in self._open_stream(path, params, last_id, budget):
                     if event.name == "end":
                         return
                     last_id = event.id
                     yield event
-                broken: ShardloomError = ServiceUnreachable(self.base_url, "the stream broke off")
+                failure: ShardloomError = ServiceUnreachable(self.base_url, "the stream broke off")
             except httpx.TransportError as error:
-                broken = self._unreachable(error)
-            except _Passing as failure:
-                broken = failure.error
-            patience.endure(broken)
+                failure = self._unreachable(error)
+            except ShardloomError as error:
+                if not is_transient(error):
+                    raise
+                failure = error
+            budget.wait(failure)
 
     def _open_stream(
-        self, path: str, params: Params, last_id: str, patience: RetryBudget
-    ) -> Iterator[ServerEvent]:
-        sent = {key: value for key, value in params.items() if value is not None}
+        self, path: str, params: Params, last_id: str, budget: RetryBudget
+    ) -> Iterator[SseEvent]:
         headers = {"Accept": "text/event-stream"}
         if last_id:
             headers["Last-Event-ID"] = last_id
         timeout = httpx.Timeout(REQUEST_TIMEOUT_S, read=STREAM_SILENCE_S)
-        with self._http.stream(
-            "GET", path, params=sent, headers=headers, timeout=timeout
-        ) as response:
-            self._raise_for_status(response)
-            yield from parse_events(_noting_answers(response.iter_text(), patience), last_id)
 
-    def _save(self, path: str, params: Params, target: Path) -> Path:
+        def chunks(response: httpx.Response) -> Iterator[str]:
+            for chunk in response.iter_text():
+                budget.reset()
+                yield chunk
+
+        with self._http.stream(
+            "GET", path, params=_given(params), headers=headers, timeout=timeout
+        ) as response:
+            yield from parse_events(chunks(self._checked(response)), last_id)
+
+    def _download(self, path: str, params: Params, target: Path) -> Path:
         """Write an answer to a file, which is replaced once all is there; raises OSError."""
         partial = target.with_name(f"{target.name}.partial")
         try:
             with self._http.stream("GET", path, params=params) as response:
-                self._raise_for_status(response)
+                self._checked(response)
                 with partial.open("wb") as file:
                     file.writelines(response.iter_bytes())
-        except _Passing as failure:
-            raise failure.error from failure.__cause__
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         return partial.replace(target)
 
-    def _parse(self, response: httpx.Response, answer: type[Answer]) -> Answer:
-        return self._validate(response.content, answer, str(response.url))
-
-    def _parse_event(self, event: ServerEvent, answer: type[Answer]) -> Answer:
+    def _parse_event(self, event: SseEvent, answer: type[Answer]) -> Answer:
         return self._validate(event.data, answer, self.base_url)
+
+    def _budget(self, patience_s: float) -> RetryBudget:
+        return RetryBudget(self._retry, patience_s, self._sleep, self._clock)
+
+    def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
+        return ServiceUnreachable(self.base_url, str(error) or type(error).__name__)
+
+    @staticmethod
+    def _checked(response: httpx.Response) -> httpx.Response:
+        """The response if it is a success; raises the error that it stands for."""
+        if response.is_success:
+            return response
+        response.read()
+        raise error_of_response(response)
 
     @staticmethod
     def _validate(text: str | bytes, answer: type[Answer], url: str) -> Answer:
@@ -318,11 +341,6 @@ class Connection:
             where = ".".join(str(part) for part in fault["loc"]) or "body"
             raise UnexpectedAnswer(url, f"{where}: {fault['msg']}") from None
 
-    def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
-        return ServiceUnreachable(self.base_url, str(error) or type(error).__name__)
 
-
-def _noting_answers(chunks: Iterator[str], patience: RetryBudget) -> Iterator[str]:
-    for chunk in chunks:
-        patience.note_answer()
-        yield chunk
+def _given(params: Params) -> Params:
+    return {key: value for key, value in params.items() if value is not None}

@@ -1,7 +1,8 @@
 """`shardloom join` and `leave`: this machine as a node of the cluster that another one heads.
 
-What is wrong is said before anything starts: head and token, versions, run storage, address and
-ports. `joined-HOSTNAME.json` remembers the node, and only that and what it started is ended.
+Head and token, versions, run storage, address and ports are checked before anything starts; what
+is wrong raises `StackError`. `joined-HOSTNAME.json` remembers the node, and only that process and
+what it started is ended. Durations are in seconds.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,19 +22,17 @@ import httpx
 from service.client.credentials import tls_context
 from service.compatibility import HeadFacts, differences, storage_fault, versions_here
 from service.local import ray_node
-from service.local.processes import ProcessId, is_alive, terminate_tree
+from service.local.processes import ProcessId, is_alive
 from service.local.ray_node import MachineNode, NodePorts, RayNode, RayState, check_node_ports_free
-from service.local.stack import DEFAULT_PORT, RAY_GRACE_S, LocalStack, Report
+from service.local.stack import DEFAULT_PORT, RAY_GRACE_S, LocalStack, Report, end_process
 from service.local.state import JoinedState, StackError, StackHome, boot_id
 from service.network import NoAddress, address_towards, interface_of
 from trainer.protocol.versions import check_versions
 
-_ASK_TIMEOUT_S = 10.0
+_HTTP_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
-# More than a node gives itself (`trainer.driver.ray_start`).
-_JOIN_TIMEOUT_S = 300.0
 _DRAIN_TIMEOUT_S = 30.0
-# A busy head may leave a question open; one that is gone for good must not cost the whole grace.
+# A busy head may leave a request open; one that is gone for good must not cost the whole grace.
 _HEAD_PATIENCE_S = 20.0
 _MAX_TRIES = 3
 _POLL_S = 0.5
@@ -104,7 +103,7 @@ class JoinedMachine:
         """Block while the node runs; why it ended, with its last lines; None after a `leave`."""
         while is_alive(state.node):
             time.sleep(_POLL_S)
-        with self.home.lock():  # a `leave` that is at it forgets the node as its last act
+        with self.home.lock():  # a `leave` under way forgets the node as its last act
             left = self.home.read_joined() != state
         if left:
             return None
@@ -134,8 +133,6 @@ class JoinedMachine:
         self, node: MachineNode, facts: HeadFacts, request: JoinRequest
     ) -> tuple[JoinedState, RayNode]:
         executable = ray_node.ray_executable()
-        if executable is None:
-            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-gpu]'")
         ray = RayState(facts.ray_address, request.token)
         folder = self.home.ray_dir
         command = ray_node.join_command(executable, node, facts.gcs_address, folder)
@@ -148,15 +145,23 @@ class JoinedMachine:
             process = self._stack.spawn(_log(node.address), command, environment)
             with ExitStack() as undo:
                 undo.callback(self._undo, process)
-                state = _state_of(node, facts, request, process)
+                state = JoinedState(
+                    address=node.address,
+                    head_url=request.head_url,
+                    ray_address=facts.ray_address,
+                    gcs_address=facts.gcs_address,
+                    boot_id=boot_id(),
+                    started_at=time.time(),
+                    node=process,
+                )
                 self.home.write_joined(state)
-                if found := _wait_until_joined(node.address, process, ray, known):
+                if found := ray.wait_for_node(node.address, process, known):
                     undo.pop_all()
                     state = state.model_copy(update={"node_id": found.node_id})
                     self.home.write_joined(state)
                     return state, found
                 was_alive = is_alive(process)
-            # On a busy machine a node's agent may be later than Ray's patience with it.
+            # On a busy machine a node's agent may be later than Ray allows.
             if was_alive:
                 break
         raise StackError(
@@ -169,20 +174,20 @@ class JoinedMachine:
         self.home.forget_joined()
 
     def _drain(self, state: JoinedState, grace_s: int, report: Report) -> None:
-        """Tell the jobs that the machine goes, and wait until none has a worker here."""
+        """Announce to jobs that this machine leaves, and wait until none has a worker here."""
         try:
             ray = RayState(state.ray_address, read_token(self.home.cluster_token_path))
         except StackError as error:
-            report(f"{error}; the node ends without a word to its jobs")
+            report(f"{error}; the node ends without notice to its jobs")
             return
         started = time.monotonic()
         nodes = _answer(ray.live_nodes, min(grace_s, _HEAD_PATIENCE_S))
         if nodes is None:
-            report("the head does not answer: the node ends without a word to its jobs")
+            report("the head does not answer: the node ends without notice to its jobs")
             return
         node_id = _own_node_id(state, nodes)
         if node_id is None:
-            report("the head counts this node no more: its jobs have lost it already")
+            report("the head no longer counts this node: its jobs have lost it already")
             return
         left_s = grace_s - (time.monotonic() - started)
         if self._ask_to_drain(state, node_id, max(1, round(left_s)), report):
@@ -190,7 +195,6 @@ class JoinedMachine:
 
     def _ask_to_drain(self, state: JoinedState, node_id: str, grace_s: int, report: Report) -> bool:
         executable = ray_node.ray_executable()
-        assert executable is not None  # it has started the node
         environment = ray_node.node_environment(self.environment, self.home.cluster_token_path)
         try:
             done = subprocess.run(
@@ -239,7 +243,7 @@ def ask_head(url: str, token: str) -> HeadFacts:
     """What the head says of itself; raises `StackError`."""
     headers = {"Authorization": f"Bearer {token}"}
     try:
-        with httpx.Client(trust_env=False, timeout=_ASK_TIMEOUT_S, verify=tls_context()) as http:
+        with httpx.Client(trust_env=False, timeout=_HTTP_TIMEOUT_S, verify=tls_context()) as http:
             answer = http.get(f"{url}/v1/cluster/head", headers=headers)
     except (httpx.TransportError, httpx.InvalidURL) as error:
         raise StackError(
@@ -266,7 +270,7 @@ def ask_head(url: str, token: str) -> HeadFacts:
 
 
 def _detail(answer: httpx.Response) -> str:
-    """What a problem document says, or where to look."""
+    """The detail of a problem document, or where to look."""
     try:
         return str(answer.json()["detail"])
     except (ValueError, KeyError, TypeError):
@@ -310,42 +314,12 @@ def _check_reaches(gcs_address: str) -> None:
         ) from None
 
 
-def _state_of(
-    node: MachineNode, facts: HeadFacts, request: JoinRequest, process: ProcessId
-) -> JoinedState:
-    return JoinedState(
-        address=node.address,
-        head_url=request.head_url,
-        ray_address=facts.ray_address,
-        gcs_address=facts.gcs_address,
-        boot_id=boot_id(),
-        started_at=time.time(),
-        node=process,
-    )
-
-
-def _wait_until_joined(
-    address: str, process: ProcessId, ray: RayState, known: Collection[str]
-) -> RayNode | None:
-    """The new node as the head counts it; None if it gives up or its time is over."""
-    deadline = time.monotonic() + _JOIN_TIMEOUT_S
-    while is_alive(process) and time.monotonic() < deadline:
-        for node in ray.live_nodes() or ():
-            if node.address == address and node.node_id not in known:
-                return node
-        time.sleep(_POLL_S)
-    return None
-
-
 def _end(process: ProcessId) -> None:
-    """End a node and all that it started; raises `StackError`."""
-    if survivors := terminate_tree(process, grace_s=RAY_GRACE_S):
-        pids = ", ".join(str(survivor.pid) for survivor in survivors)
-        raise StackError(f"processes {pids} of the node do not end, even by SIGKILL")
+    end_process("the node", process, RAY_GRACE_S)
 
 
 def _answer(ask: Callable[[], Answer | None], patience_s: float) -> Answer | None:
-    """What is answered within the patience; None if nothing is."""
+    """The first answer within `patience_s`; None if there is none."""
     deadline = time.monotonic() + patience_s
     while (answer := ask()) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,9 +1,8 @@
-"""Processes of the local stack: who they are, what belongs to them, and how to end them.
+"""Processes of the local stack: identity, process trees, termination. Linux only: reads /proc.
 
 A pid alone proves nothing, since the kernel reuses it: a process is known by pid and start time.
-A *family* is everything below a process and everything in a session that one of them leads;
-Ray starts each job's driver in a session of its own, so a process group would not hold them all.
-Linux only: reads /proc.
+A *process tree* is a process, everything below it and everything in a session that one of them
+leads: Ray starts each job's driver in a session of its own, so a process group would not hold all.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ def process_tree(root: ProcessId, table: Iterable[ProcessInfo]) -> set[ProcessId
     """`root` if it is in `table`, all its descendants, and all members of their sessions.
 
     A dead root's session counts too: its pid is not reused while the session has members. If the
-    pid belongs to another process by now, nothing of the family is left.
+    pid belongs to another process by now, nothing of the tree is left.
     """
     rows = [process for process in table if process.id.start_ticks >= root.start_ticks]
     if any(process.id.pid == root.pid and process.id != root for process in rows):
@@ -105,7 +104,7 @@ def process_tree(root: ProcessId, table: Iterable[ProcessInfo]) -> set[ProcessId
 def terminate_tree(
     root: ProcessId, *, grace_s: float, kill_timeout_s: float = 5.0
 ) -> set[ProcessId]:
-    """End a process and its family: SIGTERM to the root, SIGKILL to who is left after `grace_s`.
+    """End a process tree: SIGTERM to the root, SIGKILL to what is left after `grace_s`.
 
     Returns those that survived even that, which is empty unless the kernel holds them.
     """
@@ -115,18 +114,15 @@ def terminate_tree(
         _wait_until_gone({root}, grace_s)
     deadline = time.monotonic() + kill_timeout_s
     while True:
-        # Members may have been born since the last look, but not outside the known sessions.
-        known |= _members_of_sessions({member.pid for member in known})
+        # Members may have been born since the last pass, but not outside the known sessions.
+        leaders = {member.pid for member in known}
+        known |= {process.id for process in process_table() if process.session in leaders}
         left = {member for member in known if is_alive(member)}
         if not left or time.monotonic() > deadline:
             return left
         for member in left:
             _signal(member, signal.SIGKILL)
         _wait_until_gone(left, timeout_s=1.0)
-
-
-def _members_of_sessions(leader_pids: set[int]) -> set[ProcessId]:
-    return {process.id for process in process_table() if process.session in leader_pids}
 
 
 def _signal(process: ProcessId, number: signal.Signals) -> None:

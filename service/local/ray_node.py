@@ -1,7 +1,8 @@
-"""How a private Ray cluster is started: command lines of head and further nodes, environment.
+"""Ray nodes: command lines, ports and environment of heads and further nodes; state of a cluster.
 
-Unlike the private Ray of one machine (`service.local.ray_node`) its ports are fixed, so that they
-can be opened. The node's and the workers' are those of every machine.
+The private Ray of one machine has a loopback address and free ports. The Ray that other machines
+join has fixed ports, so that they can be opened; those of node and workers are the same on every
+machine:
 
     head  6379  Ray          node     8710-8715
           8265  Jobs API     workers  10002-19999
@@ -16,12 +17,14 @@ import shutil
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import httpx
 
+from service.local.processes import ProcessId, is_alive
 from service.local.state import StackError
 from service.network import port_fault
 
@@ -29,6 +32,12 @@ from service.network import port_fault
 # address is kept, so the cluster stays private and survives a change of network.
 NODE_IP = "127.0.0.2"
 OBJECT_STORE_BYTES = 200_000_000
+_COMMON_OPTIONS = (
+    "--block",
+    f"--object-store-memory={OBJECT_STORE_BYTES}",
+    "--disable-usage-stats",
+    "--log-color=false",
+)
 # Slots are logical: four workers and the driver run on two cores as well, if more slowly.
 MIN_LOGICAL_CPUS = 8
 # Settings that the trainer reads on its own machine. All others are the service's, secrets among
@@ -72,9 +81,12 @@ def choose_ports() -> RayPorts:
             each.close()
 
 
-def ray_executable() -> str | None:
-    """Path of the `ray` command of this very environment, or else of PATH; None if absent."""
-    return shutil.which("ray", path=sysconfig.get_path("scripts")) or shutil.which("ray")
+def ray_executable() -> str:
+    """Path of the `ray` command of this very environment, or else of PATH; raises `StackError`."""
+    found = shutil.which("ray", path=sysconfig.get_path("scripts")) or shutil.which("ray")
+    if found is None:
+        raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-cpu]'")
+    return found
 
 
 def start_command(executable: str) -> list[str]:
@@ -89,7 +101,6 @@ def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: in
     return [
         *start_command(executable),
         "--head",
-        "--block",
         f"--node-ip-address={NODE_IP}",
         f"--port={ports.gcs}",
         # No cluster of these grows by itself.
@@ -103,11 +114,9 @@ def head_command(executable: str, ports: RayPorts, temp_dir: Path, num_cores: in
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--num-cpus={max(MIN_LOGICAL_CPUS, num_cores)}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--temp-dir={temp_dir}",
-        "--disable-usage-stats",
         "--include-log-monitor=false",
-        "--log-color=false",
+        *_COMMON_OPTIONS,
     ]
 
 
@@ -115,7 +124,6 @@ def node_command(executable: str, gcs_address: str, node_ip: str, num_cores: int
     """Command that runs a further node, with an address of its own, until it is told to stop."""
     return [
         *start_command(executable),
-        "--block",
         f"--address={gcs_address}",
         f"--node-ip-address={node_ip}",
         f"--dashboard-agent-listen-port={free_port()}",
@@ -123,16 +131,14 @@ def node_command(executable: str, gcs_address: str, node_ip: str, num_cores: int
         "--min-worker-port=0",
         "--max-worker-port=0",
         f"--num-cpus={num_cores}",
-        f"--object-store-memory={OBJECT_STORE_BYTES}",
-        "--disable-usage-stats",
-        "--log-color=false",
+        *_COMMON_OPTIONS,
     ]
 
 
 def _ports_of_agents(grpc: int, runtime_env: int, metrics: int) -> list[str]:
-    """A raylet that is told them does not wait for its agents, which it gives 15 s to come up.
+    """Fixed ports of agents: a raylet that is given them need not wait 15 s for its agents.
 
-    That of the agent's own API `trainer.driver.ray_start` tells it.
+    The port of the agent's own API is set by `trainer.driver.ray_start`.
     """
     return [
         f"--dashboard-agent-grpc-port={grpc}",
@@ -175,7 +181,7 @@ def node_environment(inherited: Mapping[str, str], token_path: Path) -> dict[str
         "RAY_prestart_worker_first_driver": "0",
         # Workers import the engine when they start; with 1 they leave others for the next job.
         "RAY_preload_python_modules": "trainer.driver.preload",
-        # By default a head that is told to stop waits up to 30 s for its node to drain.
+        # By default a head that is stopped waits up to 30 s for its node to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
     }
 
@@ -200,17 +206,6 @@ def head_environment(
     }
 
 
-def live_addresses(ray_address: str, token: str) -> set[str]:
-    """Addresses of the nodes that Ray counts as alive; none while it does not answer."""
-    headers = {"Authorization": f"Bearer {token}"}
-    try:
-        with httpx.Client(trust_env=False, timeout=5.0, headers=headers) as http:
-            nodes = http.get(f"{ray_address}/api/v0/nodes").json()["data"]["result"]["result"]
-    except (httpx.TransportError, ValueError, KeyError, TypeError):
-        return set()
-    return {node["node_ip"] for node in nodes if node["state"] == "ALIVE"}
-
-
 def make_temp_dir(path: Path) -> None:
     """Make Ray's folder afresh, private to this user; raises `OSError` if another user owns it."""
     path.mkdir(mode=0o700, exist_ok=True)
@@ -220,7 +215,7 @@ def make_temp_dir(path: Path) -> None:
     path.mkdir(mode=0o700)
 
 
-# Ray on machines of a network: command lines of the head and of machines that join it.
+# ---- Ray on machines of a network
 
 RAY_PORT = 6379
 RAY_DASHBOARD_PORT = 8265
@@ -235,7 +230,10 @@ _NODE_PORT_OPTIONS = (
     "--metrics-export-port",
 )
 _LAST_PORT = 2**16 - 1
-_ASK_TIMEOUT_S = 5.0
+_REQUEST_TIMEOUT_S = 5.0
+# More than a node gives itself (`trainer.driver.ray_start`).
+_JOIN_TIMEOUT_S = 300.0
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -251,8 +249,13 @@ class NodePorts:
         """The ports of the node itself."""
         return range(self.first, self.first + len(_NODE_PORT_OPTIONS))
 
+    @property
+    def workers(self) -> range:
+        """The ports of its workers."""
+        return range(self.first_worker, self.last_worker + 1)
+
     def options(self) -> list[str]:
-        """What `ray start` is told of them."""
+        """Options of `ray start`."""
         pairs = zip(_NODE_PORT_OPTIONS, self.fixed, strict=True)
         return [
             *(f"{option}={port}" for option, port in pairs),
@@ -290,26 +293,23 @@ class MachineNode:
     ports: NodePorts = field(default_factory=NodePorts)
 
     def options(self, temp_dir: Path) -> list[str]:
-        """What `ray start` is told of it."""
+        """Options of `ray start`."""
         gpus = [] if self.num_gpus is None else [f"--num-gpus={self.num_gpus}"]
         return [
-            "--block",
             f"--node-ip-address={self.address}",
             *self.ports.options(),
             f"--num-cpus={self.num_cpus}",
             *gpus,
-            f"--object-store-memory={OBJECT_STORE_BYTES}",
             f"--temp-dir={temp_dir}",
-            "--disable-usage-stats",
             "--include-log-monitor=false",
-            "--log-color=false",
+            *_COMMON_OPTIONS,
         ]
 
     def environment(self, inherited: Mapping[str, str], token_path: Path) -> dict[str, str]:
         """Environment of the node and its workers.
 
         Gloo looks the machine's own name up, which often leads to 127.0.0.1 or 127.0.1.1, and NCCL
-        takes what interface it likes: both are told the one that leads to the others.
+        takes any interface: both are given the one that leads to the other machines.
         """
         # "=" makes NCCL take that very name; without it, all that begin so.
         networks = {
@@ -346,13 +346,11 @@ class MachineHead:
     @property
     def all_ports(self) -> set[int]:
         """Those and its workers'."""
-        workers = range(self.node.ports.first_worker, self.node.ports.last_worker + 1)
-        return {*self.fixed_ports, *workers}
+        return {*self.fixed_ports, *self.node.ports.workers}
 
     def check_ports(self) -> None:
         """Raise ValueError with a sentence where one port has two uses."""
-        ports = self.node.ports.fixed
-        workers = range(self.node.ports.first_worker, self.node.ports.last_worker + 1)
+        ports, workers = self.node.ports.fixed, self.node.ports.workers
         for index, port in enumerate(self.fixed_ports):
             if port > _LAST_PORT:
                 raise ValueError(f"the head's six ports from --node-port on go beyond {port - 1}")
@@ -427,6 +425,19 @@ class RayNode:
     num_gpus: float
     memory_bytes: int
 
+    @classmethod
+    def from_row(cls, row: Mapping) -> RayNode:
+        """A row of Ray's state API."""
+        resources = row["resources_total"]
+        return cls(
+            node_id=row["node_id"],
+            address=row["node_ip"],
+            is_head=bool(row["is_head_node"]),
+            num_cpus=resources.get("CPU", 0),
+            num_gpus=resources.get("GPU", 0),
+            memory_bytes=int(resources.get("memory", 0)),
+        )
+
 
 @dataclass(frozen=True)
 class RayState:
@@ -436,18 +447,33 @@ class RayState:
     token: str
 
     def live_nodes(self) -> list[RayNode] | None:
-        """Nodes that are alive; None while nobody answers, or not as Ray does."""
+        """Nodes that are alive; None without an answer of Ray."""
         rows = self._rows("nodes", {"limit": "10000"})
         if rows is None:
             return None
         try:
-            return [_node_of(row) for row in rows if row["state"] == "ALIVE"]
+            return [RayNode.from_row(row) for row in rows if row["state"] == "ALIVE"]
         except (KeyError, TypeError, AttributeError):  # a node that is on its way up
             return None
 
     def has_head(self) -> bool:
         """Whether the head's own node is among them."""
         return any(node.is_head for node in self.live_nodes() or ())
+
+    def wait_for_node(
+        self, address: str, process: ProcessId, known: Collection[str] = ()
+    ) -> RayNode | None:
+        """The node that `process` starts, once it is alive; None if the process ends or is late.
+
+        `known` are ids of earlier nodes, which may have the same address.
+        """
+        deadline = time.monotonic() + _JOIN_TIMEOUT_S
+        while is_alive(process) and time.monotonic() < deadline:
+            for node in self.live_nodes() or ():
+                if node.address == address and node.node_id not in known:
+                    return node
+            time.sleep(_POLL_S)
+        return None
 
     def num_actors_on(self, node_id: str) -> int | None:
         """Actors, workers of jobs above all, that live on a node; None as above."""
@@ -462,21 +488,9 @@ class RayState:
     def _rows(self, what: str, parameters: Mapping[str, str | list[str]]) -> list[dict] | None:
         headers = {"Authorization": f"Bearer {self.token}"}
         try:
-            with httpx.Client(trust_env=False, timeout=_ASK_TIMEOUT_S, headers=headers) as http:
+            with httpx.Client(trust_env=False, timeout=_REQUEST_TIMEOUT_S, headers=headers) as http:
                 answer = http.get(f"{self.ray_address}/api/v0/{what}", params=parameters)
             rows: list[dict] = answer.json()["data"]["result"]["result"]
         except (httpx.TransportError, ValueError, KeyError, TypeError):
             return None
         return rows
-
-
-def _node_of(row: Mapping) -> RayNode:
-    resources = row["resources_total"]
-    return RayNode(
-        node_id=row["node_id"],
-        address=row["node_ip"],
-        is_head=bool(row["is_head_node"]),
-        num_cpus=resources.get("CPU", 0),
-        num_gpus=resources.get("GPU", 0),
-        memory_bytes=int(resources.get("memory", 0)),
-    )

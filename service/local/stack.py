@@ -1,4 +1,4 @@
-"""Whether the parts of a local stack can start, and when they are ready.
+"""The local stack behind `shardloom up`: the service and a private Ray, as two child processes.
 
 Both start at the same time and live in sessions of their own, so they outlive the command that
 started them. Jobs go the same way as on a cluster: the service submits them to Ray's Jobs API.
@@ -6,8 +6,8 @@ started them. Jobs go the same way as on a cluster: the service submits them to 
 With SHARDLOOM_RAY_ADDRESS set no Ray is started and that cluster is used; with
 SHARDLOOM_BACKEND=fake there is no cluster at all.
 
-They share the cores of this machine, but Ray, and so every job, takes them for different hosts. A
-laptop can show that way what becomes of a job when a host dies (`kill`) or comes (`add`).
+`LocalHosts` adds Ray nodes with loopback addresses of their own. They share the cores of this
+machine, but Ray, and so every job, takes them for different hosts.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def wait_until_ready(
     """
     started = time.monotonic()
     waiting = list(parts)
-    # It asks this machine whether it is well: whose certificate that has is no matter.
+    # Of this machine only the health is asked, so its certificate need not be checked.
     with httpx.Client(trust_env=False, timeout=2.0, verify=False) as http:
         while waiting:
             for part in list(waiting):
@@ -103,11 +103,17 @@ def wait_until_ready(
             time.sleep(_READY_POLL_S)
 
 
+def end_process(name: str, process: ProcessId, grace_s: float) -> None:
+    """End a process and all that it started; raises `StackError` if one survives."""
+    if survivors := terminate_tree(process, grace_s=grace_s):
+        pids = ", ".join(str(survivor.pid) for survivor in survivors)
+        raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
+
+
 def wait_for_port(port: int, host: str) -> None:
     """Give a service that was killed the time to be gone altogether.
 
-    It has died when its first thread has, but keeps its port until the last one is back from the
-    disk.
+    Its process counts as dead once its first thread is, but keeps the port until its last I/O ends.
     """
     deadline = time.monotonic() + _PORT_PATIENCE_S
     while port_fault(host, port) is not None and time.monotonic() < deadline:
@@ -122,8 +128,6 @@ def check_port_free(port: int, host: str = "127.0.0.1") -> None:
             f"or SHARDLOOM_PORT={port + 1}"
         )
 
-
-# The local stack behind `shardloom up`: the service and a private Ray, as two child processes.
 
 SERVICE_COMMAND = (sys.executable, "-m", "service.app")
 DEFAULT_PORT = 8700
@@ -202,7 +206,7 @@ class LocalStack:
         return f"{name} has ended by itself; {self.log_tail(name)}"
 
     def was_ended(self, state: StackState) -> bool:
-        """Whether a `down` of somebody else has ended a stack; waits for one that is at it."""
+        """Whether another `down` has ended a stack; waits for one that is under way."""
         with self.home.lock():
             found = self.home.read_state()
             return found is None or not found.has_processes_of(state)
@@ -334,8 +338,6 @@ class LocalStack:
 
     def _launch_ray(self, state: StackState) -> StackState:
         executable = ray_node.ray_executable()
-        if executable is None:
-            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-cpu]'")
         ports = ray_node.choose_ports()
         self.home.token()
         ray_node.make_temp_dir(self.home.ray_dir)
@@ -351,7 +353,9 @@ class LocalStack:
             gcs_address = f"{ray_node.NODE_IP}:{ports.gcs}"
         process = self.spawn("ray", command, environment)
         started = {"ray": process, "ray_address": address, "gcs_address": gcs_address}
-        return self._remember(state.model_copy(update=started))
+        state = state.model_copy(update=started)
+        self.home.write_state(state)
+        return state
 
     def _launch_service(self, state: StackState, port: int) -> StackState:
         settings = {"SHARDLOOM_HOME": str(self.home.root), "SHARDLOOM_PORT": str(port)}
@@ -365,7 +369,9 @@ class LocalStack:
                 self._environment.get("SHARDLOOM_SERVICE_URL") or state.url
             )
         process = self.spawn("service", self._service_command, self._environment | settings)
-        return self._remember(state.model_copy(update={"service": process}))
+        state = state.model_copy(update={"service": process})
+        self.home.write_state(state)
+        return state
 
     def spawn(self, name: str, command: list[str], environment: dict[str, str]) -> ProcessId:
         """Start a process in a session of its own, with a log of that name."""
@@ -374,7 +380,7 @@ class LocalStack:
         if log.exists():
             log.replace(log.with_suffix(".previous.log"))
         # The children run the code that this command runs, installed or not.
-        code_root = str(Path(__file__).resolve().parents[1])
+        code_root = str(Path(__file__).resolve().parents[2])
         inherited = environment.get("PYTHONPATH")
         path = os.pathsep.join([code_root, inherited] if inherited else [code_root])
         with log.open("wb") as output:
@@ -390,10 +396,6 @@ class LocalStack:
         self._children.append(child)
         self._started.append(identify(child.pid))
         return self._started[-1]
-
-    def _remember(self, state: StackState) -> StackState:
-        self.home.write_state(state)
-        return state
 
     def log_tail(self, name: str) -> str:
         """The last lines of a log, with its path."""
@@ -428,22 +430,15 @@ class LocalStack:
                 continue
             was_alive = is_alive(process)
             started = time.monotonic()
-            if survivors := terminate_tree(process, grace_s=grace_s):
-                pids = ", ".join(str(survivor.pid) for survivor in survivors)
-                raise StackError(f"{name}: processes {pids} do not end, even by SIGKILL")
+            end_process(name, process, grace_s)
             if was_alive:
                 report(f"{name} ended after {time.monotonic() - started:.1f} s")
             ended = ended or was_alive
         return ended
 
 
-# Further hosts of the local stack: Ray nodes with loopback addresses of their own.
-
 CPUS_PER_HOST = 4
 _MAX_TRIES = 3
-# More than a node gives itself (`trainer.driver.ray_start`).
-_JOIN_TIMEOUT_S = 300.0
-_POLL_S = 0.5
 
 
 @dataclass
@@ -473,11 +468,17 @@ class LocalHosts:
                 raise StackError(f"host {address} is there already; `shardloom host ls` shows all")
             if state.gcs_address is None or state.ray_address is None:
                 raise StackError("hosts can be added to a Ray that `shardloom up` started, only")
+            executable = ray_node.ray_executable()
+            ray = RayState(state.ray_address, self.stack.home.token())
             for _ in range(_MAX_TRIES):
-                process = self._start(address, state.gcs_address, num_cores)
+                process = self.stack.spawn(
+                    _log_name(address),
+                    ray_node.node_command(executable, state.gcs_address, address, num_cores),
+                    ray_node.node_environment(self.environment, self.stack.home.token_path),
+                )
                 hosts = state.hosts | {address: process}
                 self.stack.home.write_state(state.model_copy(update={"hosts": hosts}))
-                if self._wait_until_joined(address, process, state.ray_address):
+                if ray.wait_for_node(address, process):
                     return address
                 # On a busy machine a node may end because a part of it was too late; one that
                 # lives, and has had all this time, is not late but cut off.
@@ -487,27 +488,8 @@ class LocalHosts:
                     break
         self._forget(address)
         raise StackError(
-            f"host {address} did not join Ray; see {self.stack.home.log_path(_name(address))}"
+            f"host {address} did not join Ray; see {self.stack.home.log_path(_log_name(address))}"
         )
-
-    def _start(self, address: str, gcs_address: str, num_cores: int) -> ProcessId:
-        executable = ray_node.ray_executable()
-        if executable is None:
-            raise StackError("the `ray` command is missing: pip install 'shardloom[trainer-cpu]'")
-        return self.stack.spawn(
-            _name(address),
-            ray_node.node_command(executable, gcs_address, address, num_cores),
-            ray_node.node_environment(self.environment, self.stack.home.token_path),
-        )
-
-    def _wait_until_joined(self, address: str, process: ProcessId, ray_address: str) -> bool:
-        """Whether Ray counts the host among its nodes before it gives up or its time is over."""
-        deadline = time.monotonic() + _JOIN_TIMEOUT_S
-        while is_alive(process) and time.monotonic() < deadline:
-            if address in ray_node.live_addresses(ray_address, self.stack.home.token()):
-                return True
-            time.sleep(_POLL_S)
-        return False
 
     def _forget(self, address: str) -> None:
         state = self._state()
@@ -544,5 +526,5 @@ class LocalHosts:
         return str(candidate)
 
 
-def _name(address: str) -> str:
+def _log_name(address: str) -> str:
     return f"host-{address}"

@@ -1,4 +1,4 @@
-"""What `shardloom up` remembers of the local stack, and where it keeps its files.
+"""State of the local stack and of a joined node, and the files of a stack's home folder.
 
 HOME/                    $SHARDLOOM_HOME, ~/.shardloom by default
   stack.json             processes and addresses of the running stack (mode 0600)
@@ -147,11 +147,11 @@ class StackHome:
         return self._read(self.joined_path, JoinedState)
 
     def write_joined(self, state: JoinedState) -> None:
-        """Store it, atomically."""
+        """Store the node, atomically."""
         self._write(self.joined_path, state)
 
     def forget_joined(self) -> None:
-        """Remove it."""
+        """Remove the stored node."""
         self.joined_path.unlink(missing_ok=True)
 
     def _read(self, path: Path, kind: type[State]) -> State | None:

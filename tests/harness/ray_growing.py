@@ -22,7 +22,7 @@ from typing import Any
 from ray.autoscaler._private.fake_multi_node.node_provider import FAKE_HEAD_NODE_ID
 
 from service.client.client import ShardloomClient
-from service.local.ray_node import NODE_IP, RayPorts, choose_ports, live_addresses, ray_executable
+from service.local.ray_node import NODE_IP, RayPorts, RayState, choose_ports, ray_executable
 from tests.harness.ray_hosts import kill_tree, processes_below
 from tests.harness.service_process import ServiceProcess
 from tests.harness.wait import free_port, wait_for
@@ -152,13 +152,12 @@ class GrowingRay:
             # Others may have taken a port meanwhile, which is why a start fails at times.
             self.ports = choose_ports()
             self._start()
-        return NODE_IP in live_addresses(self.url, self.token)
+        return NODE_IP in self._live_addresses()
 
     def _start(self) -> None:
         config = self.temp_dir.with_suffix(".json")
         config.write_text(json.dumps(autoscaling_config(self.ports.gcs)))
         executable = ray_executable()
-        assert executable
         command = [
             executable,
             "start",
@@ -196,7 +195,10 @@ class GrowingRay:
         """Addresses of the nodes that are there beside the head."""
         assert self._head is not None
         assert self._head.poll() is None, self.temp_dir.with_suffix(".log").read_text()
-        return live_addresses(self.url, self.token) - {NODE_IP}
+        return self._live_addresses() - {NODE_IP}
+
+    def _live_addresses(self) -> set[str]:
+        return {node.address for node in RayState(self.url, self.token).live_nodes() or ()}
 
     def kill(self, address: str) -> None:
         """SIGKILL everything that runs on a node."""

@@ -79,7 +79,6 @@ class RayHosts:
 
     def _start(self, address: str, num_workers: int) -> None:
         executable = ray_executable()
-        assert executable
         role = [f"--address={self.address}"]
         if address == HEAD:
             role = ["--head", f"--port={self.port}", "--include-dashboard=false"]

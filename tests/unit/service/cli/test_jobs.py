@@ -262,7 +262,7 @@ def test_the_cluster_is_shown_with_its_hosts(service: FakeService) -> None:
     assert result.exit_code == 0, result.output
     for word in ("ray_jobs at http://127.0.0.1:8265 answers", "Ray 2.60.0", "10.0.0.7", "16", "8"):
         assert word in result.stdout
-    assert "grows by itself to room for 32 workers" in result.stdout
+    assert "autoscales up to 32 workers" in result.stdout
     assert json.loads(shardloom("cluster", "--json").stdout) == CLUSTER
     service.cluster = {**CLUSTER, "reachable": False, "message": "no answer", "hosts": []}
     away = shardloom("cluster")

@@ -291,10 +291,10 @@ def test_backoff_is_bounded(num_failures, jitter):
 def test_failures_end_after_the_retries_and_the_patience(num_retries, patience_s):
     script, error = Script(), ServiceUnreachable("http://nobody", "gone")
     policy = RetryPolicy(num_retries=num_retries)
-    patience = RetryBudget(policy, patience_s, script.sleep, lambda: script.now_s)
+    budget = RetryBudget(policy, patience_s, script.sleep, lambda: script.now_s)
     with pytest.raises(ServiceUnreachable):
         while True:
-            patience.endure(error)
+            budget.wait(error)
     assert len(script.naps_s) >= num_retries
     assert script.now_s >= patience_s
     if len(script.naps_s) > num_retries:

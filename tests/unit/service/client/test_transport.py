@@ -5,17 +5,17 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.client.transport import ServerEvent, parse_events, split_lines
+from service.client.transport import SseEvent, parse_events, split_lines
 
 
 def test_an_event_has_its_name_data_and_id():
     stream = ["id: 7\nevent: end\ndata: one\ndata: two\n\n"]
-    assert list(parse_events(stream)) == [ServerEvent("end", "one\ntwo", "7")]
+    assert list(parse_events(stream)) == [SseEvent("end", "one\ntwo", "7")]
 
 
 def test_comments_and_unknown_fields_are_skipped():
     stream = [": keep-alive\n\nretry: 5\ndata: x\n\n"]
-    assert list(parse_events(stream)) == [ServerEvent("message", "x")]
+    assert list(parse_events(stream)) == [SseEvent("message", "x")]
 
 
 def test_the_id_stays_until_another_one_is_sent():
@@ -24,9 +24,7 @@ def test_the_id_stays_until_another_one_is_sent():
 
 
 def test_an_event_that_is_cut_off_is_dropped():
-    assert list(parse_events(["data: whole\n\n", "data: half\n"])) == [
-        ServerEvent("message", "whole")
-    ]
+    assert list(parse_events(["data: whole\n\n", "data: half\n"])) == [SseEvent("message", "whole")]
 
 
 def test_a_line_separator_inside_the_data_ends_no_line():

@@ -464,7 +464,7 @@ def test_a_head_that_never_says_is_not_taken_for_one_without_jobs(home, leave):
 def test_a_machine_whose_token_is_gone_leaves_all_the_same(home, leave):
     joined(home, THIS_PROCESS)
     head = Head([[node("n")]])
-    assert "the node ends without a word to its jobs" in leave(head)[0]
+    assert "the node ends without notice to its jobs" in leave(head)[0]
     assert head.drained == []
 
 
@@ -480,5 +480,5 @@ def test_a_node_that_the_head_has_given_up_is_not_drained(home, leave):
     home.keep_cluster_token(TOKEN)
     joined(home, THIS_PROCESS, node_id="given-up")
     head = Head([[node("other")]])
-    assert "counts this node no more" in leave(head)[0]
+    assert "no longer counts this node" in leave(head)[0]
     assert head.drained == []

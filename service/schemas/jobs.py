@@ -18,7 +18,7 @@ from trainer.spec.training import Quantization
 
 
 class QueuePlace(ApiModel):
-    """Where a waiting job stands: `position` from 1, null while it is not its turn at all."""
+    """Where a queued job stands: `position` from 1, null while it is not eligible."""
 
     position: int | None = None
     reason: str = Field(default="", examples=["waiting for 4 of 8 workers; cluster max 6"])

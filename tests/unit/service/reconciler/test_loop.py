@@ -451,4 +451,4 @@ def test_one_that_is_stuck_holds_nobody_up_for_good() -> None:
         thread.join()
     # Who went ahead beside it has not given away room that was never its own.
     with slot.taken():
-        assert not slot._room.acquire(blocking=False)
+        assert not slot._slot.acquire(blocking=False)

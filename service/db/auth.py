@@ -1,9 +1,7 @@
-"""Who may call, and what callers did: API keys, browser sessions, secrets of jobs, the audit log.
+"""`KeyStore`: API keys, browser sessions, secrets of jobs, the audit log.
 
-Of keys and sessions only hashes are kept, of secrets only what `MasterKeys` encrypted. The audit
-log is append-only: nothing here changes a line, and the database refuses to.
-
-api_keys 1 ── n sessions
+Of keys and sessions only hashes are stored, of secrets only ciphertext (`MasterKeys`). The audit
+log is append-only; the database refuses changes. Every method raises `StoreUnavailable`.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class KeyStore:
             return [_key_of(row) for row in connection.execute(query).mappings()]
 
     def has_usable_key(self, now: float) -> bool:
-        """Whether anybody could sign in with a key at this time (Unix seconds)."""
+        """Whether a key is valid at this time (Unix seconds)."""
         is_fresh = api_keys.c.expires_at.is_(None) | (api_keys.c.expires_at > now)
         query = select(func.count()).where(api_keys.c.revoked_at.is_(None), is_fresh)
         with self.transactions.read() as connection:
@@ -76,7 +74,7 @@ class KeyStore:
     # ---- sessions
 
     def add_session(self, session: Session, token_hash: str) -> None:
-        """Store a session, and forget those that have expired by then."""
+        """Store a session, and delete those that have expired by then."""
         with self.transactions.write() as connection:
             is_over = sessions.c.expires_at <= session.created_at
             connection.execute(delete(sessions).where(is_over))
@@ -120,11 +118,6 @@ class KeyStore:
         query = select(job_secrets.c.name).where(job_secrets.c.job_id == job_id)
         with self.transactions.read() as connection:
             return list(connection.execute(query.order_by(job_secrets.c.name)).scalars())
-
-    def forget_secrets(self, job_id: str) -> None:
-        """Delete the secrets of a job."""
-        with self.transactions.write() as connection:
-            connection.execute(delete(job_secrets).where(job_secrets.c.job_id == job_id))
 
     def forget_orphans(self, before: float) -> int:
         """Delete secrets stored before a time whose job does not exist; how many."""

@@ -1,9 +1,10 @@
-"""Engine, transactions, SQLite WAL checkpoints.
+"""The database engine: connections, transactions, migrations, SQLite WAL checkpoints.
 
-Transactions over an engine: one way to begin, to fail and to try again, for every store.
-
-SQLite lets the transaction that makes the log too long move it, which takes tens of milliseconds
-that somebody's request has to wait for. Here a thread of its own does it, and hinders nobody.
+`open_engine` takes the URL of a SQLite file or of PostgreSQL. `Transactions` begins transactions of
+all stores and turns errors of the database into `StoreUnavailable`; `repeated` retries those that
+it undid. SQLite has one writer at a time: writers of this process queue for it, background threads
+behind requests. `WalCheckpointer` moves its write-ahead log in a thread of its own, so that no
+request spends the tens of milliseconds that this takes.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import re
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary
@@ -31,34 +32,13 @@ from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from service.errors import StoreUnavailable
 
+logger = logging.getLogger(__name__)
 _Params = ParamSpec("_Params")
 _Result = TypeVar("_Result")
 _MAX_TRIES = 4
-_TURN_S = 10.0
-# serialization_failure and deadlock_detected: PostgreSQL undid the transaction to end a tie.
-_TIES = frozenset({"40001", "40P01"})
-
-
-class _Turns:
-    """The turn to write to a SQLite file, which has one writer at a time.
-
-    SQLite itself lets the others look again and again, at ever longer intervals: the writers of
-    this process are better off in a queue. Those in the background stand in one of their own, so
-    that a request waits for one of them at most, however many there are.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._background_lock = threading.Lock()
-
-    @contextmanager
-    def take(self) -> Iterator[None]:
-        """Hold the turn; raises `StoreUnavailable`."""
-        with ExitStack() as held:
-            if _this_thread.is_background:
-                held.enter_context(_held(self._background_lock))
-            held.enter_context(_held(self._lock))
-            yield
+_WRITE_LOCK_TIMEOUT_S = 10.0
+# serialization_failure and deadlock_detected
+_CONFLICTS = frozenset({"40001", "40P01"})
 
 
 class _Thread(threading.local):
@@ -66,39 +46,53 @@ class _Thread(threading.local):
 
 
 _this_thread = _Thread()
-_turns: WeakKeyDictionary[Engine, _Turns] = WeakKeyDictionary()
+
+
+class _WriteLocks:
+    """Locks over a SQLite file: one for its writer, one for the background thread that is next.
+
+    SQLite's own waiting polls at ever longer intervals. With a queue of their own for background
+    threads, a request waits for at most one of them.
+    """
+
+    def __init__(self) -> None:
+        self.writer = threading.Lock()
+        self.background = threading.Lock()
+
+
+_write_locks: WeakKeyDictionary[Engine, _WriteLocks] = WeakKeyDictionary()
 
 
 def write_in_background() -> None:
-    """Let what the calling thread writes from now on stand behind what requests write."""
+    """Give writes of the calling thread a lower priority than those of requests, from now on."""
     _this_thread.is_background = True
 
 
 @contextmanager
-def _held(lock: threading.Lock) -> Iterator[None]:
-    if not lock.acquire(timeout=_TURN_S):
-        raise StoreUnavailable(f"other writers held the database for {_TURN_S:g} s; is it slow?")
-    try:
+def _write_turn(engine: Engine) -> Iterator[None]:
+    """Hold the right to write, among all stores over an engine; raises `StoreUnavailable`."""
+    with ExitStack() as held:
+        if engine.dialect.name == "sqlite":
+            locks = _write_locks.setdefault(engine, _WriteLocks())
+            is_background = _this_thread.is_background
+            for lock in (locks.background, locks.writer) if is_background else (locks.writer,):
+                if not lock.acquire(timeout=_WRITE_LOCK_TIMEOUT_S):
+                    raise StoreUnavailable(
+                        f"other writers held the database for {_WRITE_LOCK_TIMEOUT_S:g} s; "
+                        "is it slow?"
+                    )
+                held.callback(lock.release)
         yield
-    finally:
-        lock.release()
 
 
-def _turn(engine: Engine) -> AbstractContextManager[None]:
-    """The turn to write, among all stores over an engine."""
-    if engine.dialect.name != "sqlite":
-        return nullcontext()
-    return _turns.setdefault(engine, _Turns()).take()
-
-
-class TransactionTied(StoreUnavailable):
-    """The database undid a transaction because of another one; the same again may pass."""
+class TransactionConflict(StoreUnavailable):
+    """The database undid a transaction because of another one; a retry may pass."""
 
 
 class Transactions:
     """Begins transactions on `engine`; both methods raise `StoreUnavailable` if it fails.
 
-    Errors about the values that were to be written (`DataError`, `IntegrityError`) pass through.
+    Errors about the written values (`DataError`, `IntegrityError`) pass through.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -113,7 +107,7 @@ class Transactions:
     @contextmanager
     def write(self) -> Iterator[Connection]:
         """A transaction that may write; committed when the block ends without an error."""
-        with _turn(self.engine), self._begin(is_write=True) as connection:
+        with _write_turn(self.engine), self._begin(is_write=True) as connection:
             yield connection
 
     @contextmanager
@@ -124,7 +118,7 @@ class Transactions:
                 with connection.begin():
                     yield connection
         except (DataError, IntegrityError):
-            # About what was to be written, not about the database: for the caller to explain.
+            # About the written values, not the database: for the caller to explain.
             raise
         except (DBAPIError, PoolTimeout) as error:
             raise _unavailable(error) from error
@@ -132,50 +126,44 @@ class Transactions:
 
 def _unavailable(error: DBAPIError | PoolTimeout) -> StoreUnavailable:
     cause = error.orig if isinstance(error, DBAPIError) else error
-    if getattr(cause, "sqlstate", None) in _TIES:
-        return TransactionTied(f"the database undid a transaction again and again ({cause})")
+    if getattr(cause, "sqlstate", None) in _CONFLICTS:
+        return TransactionConflict(f"the database kept undoing a transaction ({cause})")
     return StoreUnavailable(
-        f"the database did not do its part ({cause}); is it running, its disk full, or another "
+        f"the database failed ({cause}); is it running, its disk full, or another "
         "process holding it?"
     )
 
 
 def repeated(method: Callable[_Params, _Result]) -> Callable[_Params, _Result]:
-    """Run a method of one transaction again when the database undid it because of another."""
+    """Retry a method of one transaction that the database undid because of another one."""
 
     @functools.wraps(method)
     def run(*args: _Params.args, **kwargs: _Params.kwargs) -> _Result:
         for _ in range(_MAX_TRIES - 1):
             try:
                 return method(*args, **kwargs)
-            except TransactionTied:
+            except TransactionConflict:
                 continue
         return method(*args, **kwargs)
 
     return run
 
 
-# INSERT ... ON CONFLICT, which SQLite and PostgreSQL spell alike but SQLAlchemy keeps apart.
-
-
 def insert_for(connection: Connection, table: Table) -> sqlite.Insert | postgresql.Insert:
-    """An insert that knows `on_conflict_do_update` and `on_conflict_do_nothing`."""
+    """An insert with `on_conflict_do_update` and `on_conflict_do_nothing`."""
     if connection.dialect.name == "postgresql":
         return postgresql.insert(table)
     return sqlite.insert(table)
 
 
-# Moving what SQLite wrote from its log into the database file, beside those who write.
-
-logger = logging.getLogger(__name__)
-# Where a transaction has to do it after all: pages of 4 KiB.
+# Pages of 4 KiB at which a transaction has to move the log itself after all.
 AUTOCHECKPOINT_PAGES = 16_384
 _INTERVAL_S = 1.0
 _MIN_LOG_BYTES = 4 << 20
 
 
 class WalCheckpointer:
-    """Keeps the log of a SQLite file short; does nothing for any other database."""
+    """Keeps the write-ahead log of a SQLite file short; does nothing for other databases."""
 
     def __init__(self, engine: Engine, interval_s: float = _INTERVAL_S) -> None:
         is_file = engine.dialect.name == "sqlite" and engine.url.database
@@ -185,12 +173,12 @@ class WalCheckpointer:
         self._thread = threading.Thread(target=self._run, name="wal", daemon=True)
 
     def start(self) -> None:
-        """Begin to look at the log, every `interval_s`."""
+        """Begin to check the log, every `interval_s`."""
         if self._path is not None:
             self._thread.start()
 
     def close(self) -> None:
-        """Stop, after a move that is under way."""
+        """Stop, after a checkpoint in progress."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -201,39 +189,33 @@ class WalCheckpointer:
                 self.shorten()
             except (OSError, sqlite3.Error) as error:
                 # The log grows until a transaction does it.
-                logger.warning("the log of the database stays as long as it is for now: %s", error)
+                logger.warning("the write-ahead log cannot be shortened, trying again: %s", error)
 
     def shorten(self, min_bytes: int = _MIN_LOG_BYTES) -> bool:
-        """Move what is in the log if it has `min_bytes`; whether it was moved.
+        """Move the log into the database file if it has `min_bytes`; whether it was moved.
 
-        Neither readers nor writers are waited for, and what they still need stays.
+        It waits for neither readers nor writers; what they still need stays in the log.
         """
-        if (
-            self._path is None
-            or _size_of(self._path.with_name(self._path.name + "-wal")) < min_bytes
-        ):
+        if self._path is None:
+            return False
+        log = self._path.with_name(self._path.name + "-wal")
+        if not log.exists() or log.stat().st_size < min_bytes:
             return False
         with closing(sqlite3.connect(self._path, isolation_level=None, timeout=1.0)) as database:
             database.execute("PRAGMA wal_checkpoint(PASSIVE)")
         return True
 
 
-def _size_of(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-# Opening the database: settings per dialect, transactions that lock up front, and migrations.
-
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_TIMEOUT_MS = 10_000
-# Only the first ten connections stay open when nobody uses them. A SQLite file takes more than
-# there are threads that want one: about 40 of the API, 32 of the dashboard and those of the
-# reconciler. A PostgreSQL server takes 100 by default, and serves several replicas.
+# Ten connections stay open when idle. For a SQLite file there are enough for every thread: about 40
+# of the API, 32 of the dashboard and those of the reconciler. A PostgreSQL server takes 100 by
+# default, and serves several replicas.
 _POOL_SIZE = 10
 _POOL_OVERFLOW = {"sqlite": 80, "postgresql": 20}
 _POSTGRESQL = "postgresql+psycopg"
 _POSTGRESQL_OPTIONS = {
-    # What a server that hangs, or a statement that waits for another, may hold up a request.
+    # How long a server that hangs, or a lock, may delay a request.
     "connect_timeout": 5,
     "options": (
         "-c statement_timeout=60s -c lock_timeout=10s -c idle_in_transaction_session_timeout=60s"
@@ -241,31 +223,29 @@ _POSTGRESQL_OPTIONS = {
     "keepalives_idle": 15,
     "application_name": "shardloom",
 }
-# Any number will do: the replicas of a service that start together migrate one after another.
+# Key of the advisory lock under which replicas that start together migrate one after another.
 _MIGRATION_LOCK = 5_301_871
 
 
 def open_engine(database_url: str) -> Engine:
-    """An engine for the URL; SQLite files and their folder are made if missing.
+    """An engine for the URL; a SQLite file and its folder are made if missing.
 
-    Raises `StoreUnavailable` if the URL is none, or names a database that cannot be used.
+    Raises `StoreUnavailable` for an invalid URL or an unsupported database.
     """
     try:
-        return _engine_of(make_url(database_url))
+        url = make_url(database_url)
+        if url.drivername in ("postgresql", "postgres", _POSTGRESQL):
+            return _postgresql_engine(url.set(drivername=_POSTGRESQL))
+        if url.get_backend_name() != "sqlite":
+            raise ArgumentError(f"the service supports no database '{url.drivername}'")
+        return _sqlite_engine(url)
     except (ArgumentError, ImportError) as error:
+        shown = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", database_url)
         raise StoreUnavailable(
-            f"cannot use the database URL {_without_password(database_url)} ({error}); "
+            f"cannot use the database URL {shown} ({error}); "
             "SHARDLOOM_DATABASE_URL reads as in sqlite:////FOLDER/FILE.db or "
             "postgresql://USER:PASSWORD@HOST/DATABASE"
         ) from error
-
-
-def _engine_of(url: URL) -> Engine:
-    if url.drivername in ("postgresql", "postgres", _POSTGRESQL):
-        return _postgresql_engine(url.set(drivername=_POSTGRESQL))
-    if url.get_backend_name() != "sqlite":
-        raise ArgumentError(f"the service knows no database of the kind '{url.drivername}'")
-    return _sqlite_engine(url)
 
 
 def _postgresql_engine(url: URL) -> Engine:
@@ -274,7 +254,7 @@ def _postgresql_engine(url: URL) -> Engine:
         url,
         pool_size=_POOL_SIZE,
         max_overflow=_POOL_OVERFLOW["postgresql"],
-        # Found out before a transaction begins, not in the middle: the server was restarted.
+        # A restart of the server is noticed before a transaction begins.
         pool_pre_ping=True,
         isolation_level="READ COMMITTED",
         connect_args=given,
@@ -283,7 +263,7 @@ def _postgresql_engine(url: URL) -> Engine:
 
 def _sqlite_engine(url: URL) -> Engine:
     if url.database in (None, "", ":memory:"):
-        raise ArgumentError("a database in memory has nothing to share between threads")
+        raise ArgumentError("a database in memory cannot be shared between threads")
     Path(url.database).parent.mkdir(parents=True, exist_ok=True)
     engine = create_engine(url, pool_size=_POOL_SIZE, max_overflow=_POOL_OVERFLOW["sqlite"])
     event.listen(engine, "connect", _prepare_sqlite)
@@ -291,12 +271,8 @@ def _sqlite_engine(url: URL) -> Engine:
     return engine
 
 
-def _without_password(database_url: str) -> str:
-    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1:***@", database_url)
-
-
 def _prepare_sqlite(dbapi_connection: Any, _record: Any) -> None:
-    # The driver must not open transactions of its own: `_begin_sqlite` does.
+    # `_begin_sqlite` opens transactions, not the driver.
     dbapi_connection.isolation_level = None
     cursor = dbapi_connection.cursor()
     for pragma in (
@@ -313,7 +289,7 @@ def _prepare_sqlite(dbapi_connection: Any, _record: Any) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    # A writer takes the lock at once: a read that turns into a write later could not be retried.
+    # A writer locks at once: a read that turned into a write later could not be retried.
     is_write = connection.get_execution_options().get("is_write", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if is_write else "BEGIN")
 
@@ -328,15 +304,18 @@ def migration_config(connection: Connection | None = None) -> Config:
 
 
 def migrate(engine: Engine, revision: str = "head") -> str | None:
-    """Bring the schema to `revision`; raises `StoreUnavailable` if it cannot be opened.
+    """Bring the schema to `revision` in one transaction; raises `StoreUnavailable`.
 
-    Returns the revision that it was at, None for a database without tables. All steps are one
-    transaction. Replicas that start together wait for the first of them: on SQLite for its write
-    lock, on PostgreSQL for an advisory lock.
+    Returns the revision that it was at, None for a database without tables. Replicas that start
+    together wait for the first: for SQLite's write lock, or an advisory lock of PostgreSQL.
     """
     try:
         with engine.connect().execution_options(is_write=True) as connection, connection.begin():
-            _wait_for_other_migrations(connection)
+            if connection.dialect.name == "postgresql":
+                # As long as it takes: the limits are for requests.
+                for limit in ("statement_timeout", "lock_timeout"):
+                    connection.exec_driver_sql(f"SET LOCAL {limit} = 0")
+                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
             found = stored_revision(connection)
             command.upgrade(migration_config(connection), revision)
             return found
@@ -352,21 +331,15 @@ def migrate(engine: Engine, revision: str = "head") -> str | None:
         ) from error
 
 
-def _wait_for_other_migrations(connection: Connection) -> None:
-    if connection.dialect.name == "postgresql":
-        # As long as it takes: the limits are for requests.
-        for limit in ("statement_timeout", "lock_timeout"):
-            connection.exec_driver_sql(f"SET LOCAL {limit} = 0")
-        connection.execute(select(func.pg_advisory_xact_lock(_MIGRATION_LOCK)))
-
-
-def newest_revision() -> str | None:
-    """The revision that this version of the service was written for."""
-    return ScriptDirectory.from_config(migration_config()).get_current_head()
+def newest_revision() -> str:
+    """The revision that this version of the service needs."""
+    head = ScriptDirectory.from_config(migration_config()).get_current_head()
+    assert head is not None, "this version has migrations"
+    return head
 
 
 def knows_revision(revision: str) -> bool:
-    """Whether this version of the service can tell what a database at `revision` looks like."""
+    """Whether this version of the service has a migration to `revision`."""
     known = ScriptDirectory.from_config(migration_config()).walk_revisions()
     return revision in {each.revision for each in known}
 

@@ -1,20 +1,17 @@
-"""JobStore (was JobStore), job leases of replicas.
+"""`JobStore`: jobs with all their records, and the leases by which replicas share live jobs.
 
-Deleting a job with everything that hangs on it, in whatever table.
+The reconciler and the API write *decisions* with `update_job`, guarded by the job's version
+(compare-and-set, `StaleVersion`). Ingest writes what a driver reports. What is reported often
+(progress, latest metrics, points, checkpoints) lives in tables of its own and never raises the
+version, so a busy job cannot starve the reconciler. What decisions depend on (status, start,
+rewind, worker failures, the reported end) raises it, so a decision made without it is refused.
+Readers read the job before its attempt; the job's version then covers both.
 
-A lease spares replicas from looking at the same jobs twice; it is not what keeps jobs safe. Two
-replicas that look at one job, because of a late clock or a slow machine, are kept apart by the
-version of the job, and by the attempt's id being its submission's. So a replica reads the time off
-its own clock, and no lease is renewed before half of it has passed. A job that rests, queued or
-paused, has nothing to look at and is nobody's.
+A lease keeps replicas from reconciling the same job twice; it is an optimisation. Two replicas that
+do so all the same (clock skew, a slow machine) are kept apart by the job's version, and by the
+attempt's id, which is the id of its submission. Queued and paused jobs are leased by nobody.
 
-Two kinds of writers meet here. The reconciler and the API write *decisions* with `update_job`,
-guarded by the job's version. Ingest writes what a driver reports. What training reports often
-(progress, latest metrics, points, checkpoints) lives in tables of its own and never touches the
-version, so a busy job cannot starve the reconciler. What a decision may depend on (status, start,
-rewind, worker failures, the reported end) is rare; it raises the version, so a decision that was
-made without it is refused as stale. The rule for readers: read the job before its attempt, then
-the job's version vouches for both.
+Every method raises `StoreUnavailable` if the database is away.
 """
 
 from __future__ import annotations
@@ -27,20 +24,18 @@ from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
-    Connection,
     Engine,
     RowMapping,
     Select,
     Table,
     delete,
-    insert,
     select,
     text,
     update,
 )
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
-from service.db import metrics, rows
+from service.db import metrics, queries, rows
 from service.db.engine import (
     Transactions,
     migrate,
@@ -49,40 +44,17 @@ from service.db.engine import (
     repeated,
     stored_revision,
 )
-from service.db.metrics import Retention, prune
-from service.db.queries import (
-    JobFilter,
-    add_labels,
-    add_timeline,
-    common_projects,
-    job_of_key,
-    keep_key,
-    lock,
-    move_stream,
-    next_seq_of,
-    read_attempt,
-    read_job,
-    save_intake,
-    select_counts,
-    select_live,
-    select_page,
-    select_queue,
-    select_queued_id,
-    submitted_line,
-    write_attempt,
-    write_job,
-)
 from service.db.tables import (
     LIVE,
     attempts,
     checkpoints,
-    job_progress,
     job_secrets,
     jobs,
     metadata,
     streams,
     timeline,
 )
+from service.db.webhooks import add_timeline
 from service.domain.ingest import apply_events
 from service.domain.models import (
     DEFAULT_PROJECT,
@@ -103,88 +75,12 @@ from service.errors import (
 )
 from trainer.protocol.events import EventAck, EventBatch
 
-
-def delete_job(connection: Connection, job_id: str) -> None:
-    """Delete a job that has ended; raises `JobNotFound` or `JobNotEnded`."""
-    query = select(jobs.c.status).where(jobs.c.id == job_id).with_for_update()
-    status = connection.execute(query).scalar_one_or_none()
-    if status is None:
-        raise JobNotFound(job_id)
-    if not JobStatus(status).is_terminal:
-        raise JobNotEnded(job_id, status)
-    # Those that refer to others first.
-    for table in reversed(metadata.sorted_tables):
-        rows = _rows_of(table, job_id)
-        if rows is not None:
-            connection.execute(delete(table).where(rows))
-
-
-def _rows_of(table: Table, job_id: str) -> ColumnElement[bool] | None:
-    """Which rows of a table belong to a job, by its foreign keys; None if it has no such.
-
-    What has none outlives the job, as the audit log does; secrets do not.
-    """
-    if table is jobs:
-        return jobs.c.id == job_id
-    if table is job_secrets:
-        return job_secrets.c.job_id == job_id
-    for key in sorted(table.foreign_keys, key=lambda key: key.column.table is not jobs):
-        owners = _rows_of(key.column.table, job_id)
-        if owners is not None and key.column.table is jobs:
-            return key.parent == job_id
-        if owners is not None:
-            return key.parent.in_(select(key.column).where(owners))
-    return None
-
-
-# Leases: which replica of the service looks at which live job.
-
+logger = logging.getLogger(__name__)
 _AT_REST = [JobStatus.QUEUED.value, JobStatus.PAUSED.value]
 
 
-def claim(connection: Connection, owner: str, lease_s: float, now: float, limit: int) -> list[str]:
-    """Renew what `owner` holds, take up to `limit` more, and name every live job that it holds."""
-    is_own = jobs.c.lease_owner == owner
-    until = now + lease_s
-    _take(connection, is_own & (jobs.c.lease_until < now + lease_s / 2), owner, until)
-    is_free = jobs.c.lease_owner.is_(None) | ((jobs.c.lease_until <= now) & ~is_own)
-    _take(connection, is_free, owner, until, limit)
-    held = select(jobs.c.id).where(text(LIVE), _wants_look(), is_own, jobs.c.lease_until > now)
-    return list(connection.execute(held.order_by(jobs.c.id)).scalars())
-
-
-def _wants_look() -> ColumnElement[bool]:
-    is_asked = jobs.c.cancel_requested | jobs.c.pause_requested
-    return jobs.c.status.not_in(_AT_REST) | is_asked
-
-
-def _take(
-    connection: Connection,
-    wanted: ColumnElement[bool],
-    owner: str,
-    until: float,
-    limit: int | None = None,
-) -> None:
-    """Lease what is wanted; rows that another transaction holds are left for the next time."""
-    ids = select(jobs.c.id).where(text(LIVE), _wants_look(), wanted)
-    chosen = ids.order_by(jobs.c.id).limit(limit).with_for_update(skip_locked=True)
-    statement = update(jobs).where(jobs.c.id.in_(chosen))
-    connection.execute(statement.values(lease_owner=owner, lease_until=until))
-
-
-def release(connection: Connection, owner: str) -> None:
-    """Give back every lease of `owner`, so that another replica need not wait for their end."""
-    held = update(jobs).where(text(LIVE), jobs.c.lease_owner == owner)
-    connection.execute(held.values(lease_owner=None, lease_until=None))
-
-
-# The JobStore on SQLAlchemy: SQLite in WAL mode by default, the same statements on PostgreSQL.
-
-logger = logging.getLogger(__name__)
-
-
 class JobStore:
-    """Durable jobs in a SQL database; see `service.store.base` for the contract."""
+    """Durable jobs in a SQL database: SQLite in WAL mode, or PostgreSQL."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -193,7 +89,7 @@ class JobStore:
 
     @classmethod
     def open(cls, database_url: str) -> JobStore:
-        """Open the database and bring it to the newest migration; raises `StoreUnavailable`."""
+        """Open the database and migrate it to the newest version."""
         engine = open_engine(database_url)
         migrate(engine)
         return cls(engine)
@@ -223,7 +119,7 @@ class JobStore:
     def create_job(
         self, job: Job, *, idempotency_key: str | None, request_hash: str, actor: str = "user"
     ) -> Job:
-        """Store a new job, or return the one that this key made before."""
+        """Store a new job, or return the one that was created with this key before."""
         try:
             return self._create_job(job, idempotency_key, request_hash, actor)
         except IntegrityError:
@@ -237,29 +133,26 @@ class JobStore:
         self, job: Job, idempotency_key: str | None, request_hash: str, actor: str
     ) -> Job:
         with self._transactions.write() as connection:
-            known = job_of_key(connection, job.project, idempotency_key, request_hash)
+            known = queries.job_of_key(connection, job.project, idempotency_key, request_hash)
             if known is not None:
-                return read_job(connection, known)
-            connection.execute(insert(jobs), rows.job_values(job))
-            connection.execute(insert(job_progress), rows.progress_values(job))
-            add_labels(connection, job)
+                return queries.read_job(connection, known)
+            queries.insert_job(connection, job, actor)
             if idempotency_key is not None:
-                keep_key(connection, job, idempotency_key, request_hash)
-            add_timeline(connection, [submitted_line(job, actor)])
+                queries.keep_key(connection, job, idempotency_key, request_hash)
         return job
 
     def find_submitted(
         self, idempotency_key: str, request_hash: str, project: str = DEFAULT_PROJECT
     ) -> Job | None:
-        """The job that a key made in a project, if any; raises `IdempotencyConflict`."""
+        """The job created with a key in a project, if any; raises `IdempotencyConflict`."""
         with self._transactions.read() as connection:
-            known = job_of_key(connection, project, idempotency_key, request_hash)
-            return None if known is None else read_job(connection, known)
+            known = queries.job_of_key(connection, project, idempotency_key, request_hash)
+            return None if known is None else queries.read_job(connection, known)
 
     def get_job(self, job_id: str) -> Job:
         """Read a job; raises `JobNotFound`."""
         with self._transactions.read() as connection:
-            return read_job(connection, job_id)
+            return queries.read_job(connection, job_id)
 
     def list_jobs(
         self,
@@ -275,61 +168,78 @@ class JobStore:
         created_before: float | None = None,
     ) -> tuple[list[Job], str | None]:
         """Newest first; the cursor is the id of the last job of the page."""
-        wanted = JobFilter(
+        wanted = queries.JobFilter(
             after=after,
             statuses=frozenset(statuses),
             name=name,
-            projects=common_projects(project, projects),
+            projects=queries.common_projects(project, projects),
             labels=labels or {},
             created_after=created_after,
             created_before=created_before,
         )
         if wanted.projects is not None and not wanted.projects:
             return [], None
-        found = self._select_jobs(select_page(wanted, limit + 1))
+        found = self._select_jobs(queries.select_page(wanted, limit + 1))
         page = found[:limit]
         return self._readable(page), page[-1]["id"] if len(found) > limit else None
 
     def list_live_jobs(self) -> list[Job]:
         """Every job whose status is not terminal, oldest first."""
-        return self._readable(self._select_jobs(select_live()))
+        return self._readable(self._select_jobs(queries.select_live()))
 
     def has_queued_jobs(self) -> bool:
-        """Whether any job waits."""
+        """Whether any job is queued."""
         with self._transactions.read() as connection:
-            return connection.execute(select_queued_id()).first() is not None
-
-    def list_queued_jobs(self) -> list[Job]:
-        """Every job that waits, highest priority first, then by how long it waits."""
-        return self._readable(self._select_jobs(select_queue()))
+            return connection.execute(queries.select_queued_id()).first() is not None
 
     def _select_jobs(self, query: Select[Any]) -> Sequence[RowMapping]:
         with self._transactions.read() as connection:
             return connection.execute(query).mappings().all()
 
-    def count_jobs_by_status(self, project: str | None = None) -> dict[JobStatus, int]:
-        """How many jobs there are in each status, of one project or of all."""
-        with self._transactions.read() as connection:
-            found = connection.execute(select_counts(project)).all()
-        return {JobStatus(status): num_jobs for status, num_jobs in found}
-
     @repeated
     def claim_live_jobs(self, owner: str, *, lease_s: float, now: float, limit: int) -> list[str]:
-        """Renew leases of live jobs and take up to `limit` more; returns the ids of those held."""
+        """Lease up to `limit` more live jobs for `lease_s` seconds; the ids of all that are held.
+
+        Leases are renewed once half of their time has passed. `now` is Unix seconds, by the
+        replica's own clock.
+        """
+        is_requested = jobs.c.cancel_requested | jobs.c.pause_requested
+        is_active = text(LIVE) & (jobs.c.status.not_in(_AT_REST) | is_requested)
+        is_own, until = jobs.c.lease_owner == owner, now + lease_s
+        is_old = is_own & (jobs.c.lease_until < now + lease_s / 2)
+        is_free = jobs.c.lease_owner.is_(None) | ((jobs.c.lease_until <= now) & ~is_own)
         with self._transactions.write() as connection:
-            return claim(connection, owner, lease_s, now, limit)
+            for wanted, most in ((is_old, None), (is_free, limit)):
+                ids = select(jobs.c.id).where(is_active, wanted).order_by(jobs.c.id).limit(most)
+                # Rows that another transaction holds are left for the next time.
+                chosen = jobs.c.id.in_(ids.with_for_update(skip_locked=True))
+                statement = update(jobs).where(chosen)
+                connection.execute(statement.values(lease_owner=owner, lease_until=until))
+            held = select(jobs.c.id).where(is_active, is_own, jobs.c.lease_until > now)
+            return list(connection.execute(held.order_by(jobs.c.id)).scalars())
 
     @repeated
     def release_leases(self, owner: str) -> None:
-        """Give back every lease of `owner`."""
+        """Give back every lease of `owner`, so that other replicas need not wait for their end."""
+        held = update(jobs).where(text(LIVE), jobs.c.lease_owner == owner)
         with self._transactions.write() as connection:
-            release(connection, owner)
+            connection.execute(held.values(lease_owner=None, lease_until=None))
 
     @repeated
     def delete_job(self, job_id: str) -> None:
-        """Delete a job that has ended; raises `JobNotFound` or `JobNotEnded`."""
+        """Delete a job that has ended, and all its rows; raises `JobNotFound` or `JobNotEnded`."""
+        query = select(jobs.c.status).where(jobs.c.id == job_id).with_for_update()
         with self._transactions.write() as connection:
-            delete_job(connection, job_id)
+            status = connection.execute(query).scalar_one_or_none()
+            if status is None:
+                raise JobNotFound(job_id)
+            if not JobStatus(status).is_terminal:
+                raise JobNotEnded(job_id, status)
+            # Rows that refer to others go first.
+            for table in reversed(metadata.sorted_tables):
+                owned = _rows_of(table, job_id)
+                if owned is not None:
+                    connection.execute(delete(table).where(owned))
 
     @repeated
     def update_job(
@@ -338,9 +248,9 @@ class JobStore:
         """Write a decision if nobody wrote since `job` was read; raises `StaleVersion`."""
         written = replace(job, version=job.version + 1)
         with self._transactions.write() as connection:
-            write_job(connection, written, expected_version=job.version)
+            queries.write_job(connection, written, expected_version=job.version)
             if attempt is not None:
-                write_attempt(connection, attempt)
+                queries.write_attempt(connection, attempt)
             add_timeline(connection, timeline)
         return written
 
@@ -349,7 +259,7 @@ class JobStore:
     def get_attempt(self, attempt_id: str) -> Attempt:
         """Read an attempt; raises `AttemptNotFound`."""
         with self._transactions.read() as connection:
-            return read_attempt(connection, attempt_id)
+            return queries.read_attempt(connection, attempt_id)
 
     def list_attempts(self, job_id: str) -> list[Attempt]:
         """Attempts of a job in order."""
@@ -359,20 +269,22 @@ class JobStore:
 
     @repeated
     def append_events(self, attempt_id: str, batch: EventBatch, now: float) -> EventAck:
-        """Take what is new in a batch; raises `SequenceGap` if records before it are missing.
+        """Store what is new in a batch.
 
-        Raises `RecordRefused` if the database cannot hold one of them.
+        Raises `SequenceGap` if records before it are missing, `RecordRefused` if the database
+        cannot hold one of them.
         """
         with _refusing_bad_records(attempt_id), self._transactions.write() as connection:
-            job, attempt = lock(connection, attempt_id)
-            next_seq = next_seq_of(connection, attempt_id, batch.stream)
+            job, attempt = queries.lock(connection, attempt_id)
+            next_seq = queries.next_seq_of(connection, attempt_id, batch.stream)
             if batch.first_seq > next_seq:
                 raise SequenceGap(batch.stream, batch.first_seq, next_seq)
             fresh = batch.events[next_seq - batch.first_seq :]
             if fresh:
                 next_seq += len(fresh)
-                save_intake(connection, job, attempt, apply_events(job, attempt, fresh, now))
-                move_stream(connection, attempt_id, batch.stream, next_seq)
+                result = apply_events(job, attempt, fresh, now)
+                queries.save_ingest(connection, job, attempt, result)
+                queries.move_stream(connection, attempt_id, batch.stream, next_seq)
         return EventAck(stream=batch.stream, next_seq=next_seq)
 
     def stream_positions(self, attempt_id: str) -> dict[str, int]:
@@ -382,18 +294,18 @@ class JobStore:
             found = connection.execute(query.where(streams.c.attempt_id == attempt_id))
             return {row.stream: row.next_seq for row in found}
 
-    # ---- what a job left behind
+    # ---- timeline, metrics, checkpoints
 
     def list_timeline(
         self, job_id: str, *, after: int = 0, limit: int = 200, kinds: Sequence[str] = ()
     ) -> list[TimelineEvent]:
-        """Timeline lines with an id above `after`, in order: of some kinds, or of all."""
+        """Timeline events with an id above `after`, in order: of some kinds, or of all."""
         query = select(timeline).where(timeline.c.job_id == job_id, timeline.c.id > after)
         if kinds:
             query = query.where(timeline.c.kind.in_(kinds))
         with self._transactions.read() as connection:
             found = connection.execute(query.order_by(timeline.c.id).limit(limit)).mappings()
-            return [rows.timeline_of(row) for row in found]
+            return [TimelineEvent(**row) for row in found]
 
     def metric_names(self, job_id: str) -> list[str]:
         """Names of every metric the job has, sorted."""
@@ -413,19 +325,19 @@ class JobStore:
         with self._transactions.read() as connection:
             return metrics.read_points(connection, job_id, name, from_step, to_step, max_points)
 
-    def prune_metrics(self, retention: Retention, now: float) -> int:
+    def prune_metrics(self, retention: metrics.Retention, now: float) -> int:
         """Delete points that `retention` does not keep; returns how many."""
-        return prune(self._transactions, retention, now)
+        return metrics.prune(self._transactions, retention, now)
 
     def list_checkpoints(self, job_id: str) -> list[Checkpoint]:
         """Committed checkpoints that still exist, in step order."""
         query = select(checkpoints).where(checkpoints.c.job_id == job_id)
         with self._transactions.read() as connection:
             found = connection.execute(query.order_by(checkpoints.c.step)).mappings()
-            return [rows.checkpoint_of(row) for row in found]
+            return [Checkpoint(**row) for row in found]
 
     def _readable(self, found: Iterable[RowMapping]) -> list[Job]:
-        """Jobs from rows; one that this version cannot read is left out, and logged once."""
+        """Jobs from rows; one that this version cannot read is left out and logged once."""
         readable = []
         for row in found:
             try:
@@ -435,6 +347,21 @@ class JobStore:
                     logger.error("%s", error)
                 self._unreadable.add(row["id"])
         return readable
+
+
+def _rows_of(table: Table, job_id: str) -> ColumnElement[bool] | None:
+    """Which rows of a table belong to a job, by foreign keys; None for one that outlives jobs."""
+    if table is jobs:
+        return jobs.c.id == job_id
+    if table is job_secrets:
+        return job_secrets.c.job_id == job_id
+    for key in sorted(table.foreign_keys, key=lambda key: key.column.table is not jobs):
+        owners = _rows_of(key.column.table, job_id)
+        if owners is not None and key.column.table is jobs:
+            return key.parent == job_id
+        if owners is not None:
+            return key.parent.in_(select(key.column).where(owners))
+    return None
 
 
 @contextmanager

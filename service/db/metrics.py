@@ -1,14 +1,12 @@
-"""Metric points: kept once per (metric, step), read back in buckets of steps.
+"""Metric points: stored once per (metric, step), read in buckets of steps, pruned by retention.
 
-*By age*: points older than so many days are deleted. *By count*: a metric of a job with more
-points than allowed keeps the newest half of that number as they are, and of the older ones every
-second. A metric that goes on is thus thinned again and again: the older, the coarser, and as the
-points to drop are chosen by their place alone, means are not moved. A NaN is never dropped for
-its neighbour.
+Points older than `Retention.days` are deleted. A metric with more than `max_points` keeps the
+newest half of that number, and every second of the older ones: the older, the coarser. Points to
+drop are chosen by position alone, so means do not shift; a NaN is never dropped for a neighbour.
 
-Deletes run in small transactions, so that ingest never waits long. `metric_names` bounds from
-above how many points a metric has and from below how old they are, so that no look at the points
-is needed to find the metrics that have too many; each look corrects the bound.
+Deletes run in small transactions, so that ingest never waits long. `metric_names` has an upper
+bound of a metric's number of points and a lower bound of their age, so that metrics to prune are
+found without reading points; pruning corrects the bounds.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from sqlalchemy import (
     Connection,
     Float,
     Integer,
-    RowMapping,
     bindparam,
     case,
     delete,
@@ -40,7 +37,7 @@ Points = Mapping[tuple[str, int], tuple[float, float]]
 
 
 def save_points(connection: Connection, job_id: str, attempt_index: int, points: Points) -> None:
-    """Store points (name, step) -> (value, time); those of a newer attempt stand."""
+    """Store points (name, step) -> (value, time); those of a newer attempt are kept."""
     if not points:
         return
     ids = _ids_of_names(connection, job_id, {name for name, _ in points})
@@ -76,7 +73,7 @@ def _ids_of_names(connection: Connection, job_id: str, names: set[str]) -> dict[
 
 
 def _widen_bounds(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Count new points with their metrics, and note the oldest: see `service.db.metrics`."""
+    """Count new points with their metrics, and record the oldest time."""
     bounds: dict[int, tuple[int, float]] = {}
     for row in rows:
         num_points, oldest_at = bounds.get(row["name_id"], (0, math.inf))
@@ -117,15 +114,14 @@ def read_points(
     """Points of one metric in step order, in at most `max_points` buckets of equal width."""
     wanted = _wanted(job_id, name, from_step, to_step)
     step = metric_points.c.step
-    span = connection.execute(
-        select(func.count(), func.min(step), func.max(step)).where(wanted)
-    ).one()
-    num_points, first, last = span
+    span = select(func.count(), func.min(step), func.max(step)).where(wanted)
+    num_points, first, last = connection.execute(span).one()
     if num_points == 0:
         return []
     if num_points <= max_points:
         query = select(metric_points).where(wanted).order_by(step)
-        return [_exact_point(row) for row in connection.execute(query).mappings()]
+        exact = [(row, _nan_if_null(row.value)) for row in connection.execute(query)]
+        return [MetricPoint(row.step, row.time, *[value] * 3) for row, value in exact]
     bucket = (step - first) * max_points // (last - first + 1)
     return _read_buckets(connection, wanted, bucket)
 
@@ -166,26 +162,22 @@ def _read_buckets(
         .where(wanted)
         .order_by(buckets.c.last_step)
     )
-    return [_bucket_point(row) for row in connection.execute(query).mappings()]
-
-
-def _exact_point(row: RowMapping) -> MetricPoint:
-    value = _nan_if_null(row["value"])
-    return MetricPoint(row["step"], row["time"], value, value, value)
-
-
-def _bucket_point(row: RowMapping) -> MetricPoint:
-    # One NaN among a thousand points is what the reader must not miss.
-    mean = math.nan if row["num_nan"] else _nan_if_null(row["mean"])
-    low, high = _nan_if_null(row["low"]), _nan_if_null(row["high"])
-    return MetricPoint(row["last_step"], row["time"], mean, low, high)
+    return [
+        MetricPoint(
+            row.last_step,
+            row.time,
+            # One NaN in a bucket makes its mean NaN: readers must not miss it.
+            math.nan if row.num_nan else _nan_if_null(row.mean),
+            _nan_if_null(row.low),
+            _nan_if_null(row.high),
+        )
+        for row in connection.execute(query)
+    ]
 
 
 def _nan_if_null(value: float | None) -> float:
     return math.nan if value is None else value
 
-
-# How long metric points are kept: by age, and by count with older points ever farther apart.
 
 _BATCH = 5000
 _MAX_METRICS = 100
@@ -209,7 +201,7 @@ def steps_to_drop(points: Sequence[tuple[int, bool]]) -> list[int]:
 def prune(transactions: Transactions, retention: Retention, now: float) -> int:
     """Delete what `retention` does not keep at `now` (Unix seconds); returns how many points.
 
-    Looks at no more than 100 metrics each way, so that it ends soon; the rest is for next time.
+    Handles at most 100 metrics by age and 100 by count; the rest is left for the next call.
     """
     num_deleted = 0
     if retention.days > 0:
@@ -245,12 +237,16 @@ def _drop_old(transactions: Transactions, name_id: int, cutoff: float) -> int:
 def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
     """Drop every second point below the newest half of `max_points`; returns how many."""
     with transactions.write() as connection:
-        if not _claim(connection, name_id, max_points):
-            return 0
-        if _count(connection, name_id) <= max_points:
+        known, points = metric_names.c, metric_points.c
+        above = update(metric_names).where(known.id == name_id, known.num_points > max_points)
+        if connection.execute(above.values(num_points=max_points)).rowcount != 1:
+            return 0  # Another replica lowered the bound, and thins the metric now.
+        own = points.name_id == name_id
+        if connection.execute(select(func.count()).where(own)).scalar_one() <= max_points:
             _correct_bounds(connection, name_id)
             return 0
-        newest = _step_from_newest(connection, name_id, max_points // 2)
+        from_newest = select(points.step).where(own).order_by(points.step.desc())
+        newest = connection.execute(from_newest.offset(max_points // 2).limit(1)).scalar_one()
     num_deleted, last = 0, None
     while True:
         with transactions.write() as connection:
@@ -262,25 +258,6 @@ def _thin(transactions: Transactions, name_id: int, max_points: int) -> int:
                 _correct_bounds(connection, name_id)
                 return num_deleted
         last = found[-1][0]
-
-
-def _claim(connection: Connection, name_id: int, max_points: int) -> bool:
-    """Lower the bound to the limit; False if another replica did, which thins the metric now."""
-    known = metric_names.c
-    above = update(metric_names).where(known.id == name_id, known.num_points > max_points)
-    return connection.execute(above.values(num_points=max_points)).rowcount == 1
-
-
-def _count(connection: Connection, name_id: int) -> int:
-    query = select(func.count()).where(metric_points.c.name_id == name_id)
-    return int(connection.execute(query).scalar_one())
-
-
-def _step_from_newest(connection: Connection, name_id: int, num_points: int) -> int:
-    """The step that so many points lie above."""
-    points = metric_points.c
-    query = select(points.step).where(points.name_id == name_id).order_by(points.step.desc())
-    return int(connection.execute(query.offset(num_points).limit(1)).scalar_one())
 
 
 def _points_between(
@@ -307,7 +284,7 @@ def _delete_steps(connection: Connection, name_id: int, steps: Sequence[int]) ->
 
 
 def _correct_bounds(connection: Connection, name_id: int) -> None:
-    """Set both bounds of a metric to what is true."""
+    """Set both bounds of a metric to the exact values."""
     locked = select(metric_names.c.id).where(metric_names.c.id == name_id).with_for_update()
     connection.execute(locked)
     query = select(func.count(), func.min(metric_points.c.time))

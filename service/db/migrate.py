@@ -1,8 +1,7 @@
-"""Brings the store to the schema of this version, or says that it is behind.
+"""Schema migration as a step of its own: `shardloom migrate`, `python -m service.db.migrate`.
 
-`shardloom migrate` and `python -m service.db.migrate` are this module; of the settings they need
-SHARDLOOM_DATABASE_URL only. The service migrates at start as well: this is for whoever wants a
-migration to be a step of its own, which can fail by itself: a Job of Kubernetes, a part of compose.
+Needs SHARDLOOM_DATABASE_URL only. The service migrates at start as well; this is for deployments
+where a migration should be able to fail by itself (a Kubernetes Job, a compose service).
 """
 
 from __future__ import annotations
@@ -15,8 +14,13 @@ from pydantic import ValidationError
 from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
-from service.db.engine import knows_revision, migrate, newest_revision, open_engine
-from service.db.engine import stored_revision as revision_over
+from service.db.engine import (
+    knows_revision,
+    migrate,
+    newest_revision,
+    open_engine,
+    stored_revision,
+)
 from service.errors import ServiceError, StoreUnavailable
 from service.settings import Settings
 
@@ -27,7 +31,7 @@ UNAVAILABLE = 3
 
 @dataclass(frozen=True)
 class Revisions:
-    """Where a database was found (None: without tables) and where this version wants it."""
+    """The revision of a database (None: without tables) and the one that this version needs."""
 
     found: str | None
     wanted: str
@@ -39,16 +43,16 @@ class Revisions:
 
 
 def bring_up(database_url: str) -> Revisions:
-    """Migrate under the lock that replicas take; says from where. Raises `StoreUnavailable`."""
+    """Migrate, under the lock that replicas take; raises `StoreUnavailable`."""
     engine = open_engine(database_url)
     try:
-        return Revisions(migrate(engine), _newest())
+        return Revisions(migrate(engine), newest_revision())
     finally:
         engine.dispose()
 
 
 def read_revisions(database_url: str) -> Revisions:
-    """Where the database is, without a change to it; raises `StoreUnavailable`."""
+    """Read the revision without changing the database; raises `StoreUnavailable`."""
     engine = open_engine(database_url)
     try:
         found = _stored(engine)
@@ -59,7 +63,7 @@ def read_revisions(database_url: str) -> Revisions:
             f"the database {engine.url.render_as_string()} is at migration {found}, which this "
             "version does not know: a newer version of the service migrated it; run that version"
         )
-    return Revisions(found, _newest())
+    return Revisions(found, newest_revision())
 
 
 def _stored(engine: Engine) -> str | None:
@@ -68,18 +72,12 @@ def _stored(engine: Engine) -> str | None:
         return None
     try:
         with engine.connect() as connection:
-            return revision_over(connection)
+            return stored_revision(connection)
     except DBAPIError as error:
         raise StoreUnavailable(
             f"cannot open the database {engine.url.render_as_string()} ({error.orig}); "
             "check SHARDLOOM_DATABASE_URL, and that the server is up"
         ) from error
-
-
-def _newest() -> str:
-    newest = newest_revision()
-    assert newest is not None, "this version has migrations"
-    return newest
 
 
 def main(*, check: bool = False) -> int:
@@ -95,24 +93,19 @@ def main(*, check: bool = False) -> int:
     except (ServiceError, OSError) as error:
         print(f"the database cannot be migrated: {error}", file=sys.stderr)
         return UNAVAILABLE
-    print(_checked(revisions) if check else _migrated(revisions))
-    return BEHIND if check and revisions.is_behind else UP_TO_DATE
-
-
-def _migrated(revisions: Revisions) -> str:
+    found, wanted = revisions.found or "nothing", revisions.wanted
     if not revisions.is_behind:
-        return f"the database is at migration {revisions.wanted} already"
-    return f"migrated the database from {revisions.found or 'nothing'} to {revisions.wanted}"
-
-
-def _checked(revisions: Revisions) -> str:
-    if not revisions.is_behind:
-        return f"the database is at migration {revisions.wanted}, as this version needs it"
-    return (
-        f"the database is behind: at {revisions.found or 'nothing'}, this version needs "
-        f"{revisions.wanted}; `shardloom migrate` brings it there (back it up first: a migration "
-        "is not undone)"
+        follows = ", as this version needs it" if check else " already"
+        print(f"the database is at migration {wanted}{follows}")
+        return UP_TO_DATE
+    if not check:
+        print(f"migrated the database from {found} to {wanted}")
+        return UP_TO_DATE
+    print(
+        f"the database is behind: at {found}, this version needs {wanted}; `shardloom migrate` "
+        "brings it there (back it up first: a migration is not undone)"
     )
+    return BEHIND
 
 
 if __name__ == "__main__":

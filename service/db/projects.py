@@ -1,15 +1,16 @@
-"""Projects with their quotas, and locks that keep two replicas from doing the same at once.
+"""Quotas of projects, and locks between replicas of the service.
 
-A lock is a row with an owner and a time: whoever finds it free or run out takes it in one
-statement, so at most one holds it at any time, as far as their clocks agree within its length.
+A lock is a row with an owner and an expiry, taken in one statement: at most one replica holds it,
+as long as clocks agree to within its length. Every method raises `StoreUnavailable`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
-from sqlalchemy import Connection, Engine, RowMapping, delete, or_, select
+from sqlalchemy import Engine, delete, or_, select
 
 from service.db.engine import Transactions, insert_for
 from service.db.tables import locks, projects
@@ -18,7 +19,7 @@ from service.errors import ProjectNotFound
 
 
 class ProjectStore:
-    """Quotas by project; every method raises `StoreUnavailable` if the database is away."""
+    """Quotas by project."""
 
     def __init__(self, engine: Engine) -> None:
         self._transactions = Transactions(engine)
@@ -30,30 +31,26 @@ class ProjectStore:
             row = connection.execute(query).mappings().one_or_none()
         if row is None:
             raise ProjectNotFound(name)
-        return _project_of(row)
+        return Project(**row)
 
     def list(self) -> list[Project]:
         """Every project that has quotas, by name."""
         with self._transactions.read() as connection:
             found = connection.execute(select(projects).order_by(projects.c.name)).mappings()
-            return [_project_of(row) for row in found]
+            return [Project(**row) for row in found]
 
     def put(self, project: Project, now: float) -> Project:
         """Set the quotas of a project, new or known. `now` is Unix seconds."""
-        quotas = {
-            "max_workers": project.max_workers,
-            "max_running_jobs": project.max_running_jobs,
-            "updated_at": now,
-        }
+        stored = replace(project, updated_at=now)
         with self._transactions.write() as connection:
-            statement = insert_for(connection, projects).values(name=project.name, **quotas)
+            statement = insert_for(connection, projects).values(vars(stored))
             connection.execute(
-                statement.on_conflict_do_update(index_elements=["name"], set_=quotas)
+                statement.on_conflict_do_update(index_elements=["name"], set_=vars(stored))
             )
-        return Project(project.name, project.max_workers, project.max_running_jobs, now)
+        return stored
 
     def remove(self, name: str) -> None:
-        """Take the quotas of a project away; raises `ProjectNotFound`."""
+        """Remove the quotas of a project; raises `ProjectNotFound`."""
         with self._transactions.write() as connection:
             gone = connection.execute(delete(projects).where(projects.c.name == name))
         if gone.rowcount != 1:
@@ -73,31 +70,20 @@ class Locks:
 
         It is given back at the end, and runs out by itself at `now` (Unix seconds) + `length_s`.
         """
+        values = {"owner": self._owner, "until": now + length_s}
         with self._transactions.write() as connection:
-            is_held = self._take(connection, name, now, now + length_s)
+            statement = insert_for(connection, locks).values(name=name, **values)
+            statement = statement.on_conflict_do_update(
+                index_elements=["name"],
+                set_=values,
+                where=or_(locks.c.owner == self._owner, locks.c.until <= now),
+            )
+            # PostgreSQL does not tell the number of rows of an insert, so the row is returned.
+            is_held = connection.execute(statement.returning(locks.c.name)).first() is not None
         try:
             yield is_held
         finally:
             if is_held:
-                self._give_back(name)
-
-    def _take(self, connection: Connection, name: str, now: float, until: float) -> bool:
-        values = {"owner": self._owner, "until": until}
-        statement = insert_for(connection, locks).values(name=name, **values)
-        statement = statement.on_conflict_do_update(
-            index_elements=["name"],
-            set_=values,
-            where=or_(locks.c.owner == self._owner, locks.c.until <= now),
-        )
-        # Asked back, as the number of rows of an insert is not told on PostgreSQL.
-        taken = connection.execute(statement.returning(locks.c.name))
-        return taken.scalar_one_or_none() is not None
-
-    def _give_back(self, name: str) -> None:
-        own = delete(locks).where(locks.c.name == name, locks.c.owner == self._owner)
-        with self._transactions.write() as connection:
-            connection.execute(own)
-
-
-def _project_of(row: RowMapping) -> Project:
-    return Project(row["name"], row["max_workers"], row["max_running_jobs"], row["updated_at"])
+                own = (locks.c.name == name, locks.c.owner == self._owner)
+                with self._transactions.write() as connection:
+                    connection.execute(delete(locks).where(*own))

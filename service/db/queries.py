@@ -1,15 +1,13 @@
-"""Statements and list queries used by JobStore.
+"""Statements of `JobStore`, each run inside a transaction of the caller.
 
-Finding jobs: pages of a filtered list, the live ones, the queue. Each query has an index.
-
-A page is found by ids alone, newest first, from an index that has them in that order already;
-only the rows of the page are then read. Several statuses or projects are several such walks,
-merged.
+Lists of jobs (a filtered page, the live ones, the queue) have an index each. The ids of a page are
+read newest first from an index in that order, one walk for each wanted pair of status and project,
+and merged; only then are the rows of the page read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -18,9 +16,9 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Select,
+    Table,
     Text,
     delete,
-    func,
     insert,
     select,
     text,
@@ -29,7 +27,7 @@ from sqlalchemy import (
     update,
 )
 
-from service.db import metrics, rows, webhooks
+from service.db import metrics, rows
 from service.db.engine import insert_for
 from service.db.tables import (
     LIVE,
@@ -41,6 +39,7 @@ from service.db.tables import (
     jobs,
     streams,
 )
+from service.db.webhooks import add_timeline
 from service.domain.ingest import IngestResult
 from service.domain.models import (
     Attempt,
@@ -55,7 +54,7 @@ from trainer.protocol.events import CheckpointCommitted, CheckpointDeleted
 
 # Statuses and projects, of which a job has one each; an empty set of statuses or None is any.
 Kind = tuple[Collection[JobStatus], Collection[str] | None]
-# SQLite merges 500 at most; with more than this, one look at job by job is faster anyway.
+# SQLite merges 500 walks at most; above this many a single walk is faster anyway.
 _MAX_WALKS = 64
 _JOB_COLUMNS = [column for column in jobs.c if column is not jobs.c.spec]
 
@@ -101,16 +100,12 @@ def select_page(wanted: JobFilter, limit: int) -> Select[Any]:
 
 
 def _kinds(wanted: JobFilter) -> list[Kind]:
-    """Kinds of jobs of which each has an index that holds them newest first."""
-    statuses: list[tuple[JobStatus, ...]] = [(status,) for status in sorted(wanted.statuses)] or [
-        ()
-    ]
-    projects: list[tuple[str, ...] | None] = [
-        (name,) for name in sorted(wanted.projects or ())
-    ] or [None]
+    """One kind for each walk: its jobs lie newest first in an index."""
+    statuses: list[Collection[JobStatus]] = [(each,) for each in sorted(wanted.statuses)]
+    projects: list[Collection[str] | None] = [(name,) for name in sorted(wanted.projects or ())]
     if len(statuses) * len(projects) > _MAX_WALKS:
         return [(wanted.statuses, wanted.projects)]
-    return list(product(statuses, projects))
+    return list(product(statuses or [()], projects or [None]))
 
 
 def _walk(wanted: JobFilter, kind: Kind, limit: int) -> Select[Any]:
@@ -182,25 +177,9 @@ def select_live() -> Select[Any]:
     return select_jobs().where(text(LIVE)).order_by(jobs.c.id)
 
 
-def select_queue() -> Select[Any]:
-    """Every job that waits for its turn, the first one first."""
-    is_queued = jobs.c.status == JobStatus.QUEUED.value
-    since = func.coalesce(jobs.c.queued_at, jobs.c.created_at)
-    return select_jobs().where(is_queued).order_by(jobs.c.priority.desc(), since, jobs.c.id)
-
-
 def select_queued_id() -> Select[Any]:
-    """The id of any job that waits for its turn."""
+    """The id of any queued job."""
     return select(jobs.c.id).where(jobs.c.status == JobStatus.QUEUED.value).limit(1)
-
-
-def select_counts(project: str | None) -> Select[Any]:
-    """How many jobs there are in each status, of one project or of all."""
-    query = select(jobs.c.status, func.count()).group_by(jobs.c.status)
-    return query if project is None else query.where(jobs.c.project == project)
-
-
-# The statements of the SQL store, each run inside a transaction of the caller.
 
 
 def read_job(connection: Connection, job_id: str) -> Job:
@@ -223,7 +202,7 @@ def read_attempt(connection: Connection, attempt_id: str) -> Attempt:
 def job_of_key(
     connection: Connection, project: str, key: str | None, request_hash: str
 ) -> str | None:
-    """Id of the job that a key made, if any; raises `IdempotencyConflict`."""
+    """Id of the job created with an idempotency key, if any; raises `IdempotencyConflict`."""
     query = select(idempotency_keys.c.job_id, idempotency_keys.c.request_hash).where(
         idempotency_keys.c.project == project, idempotency_keys.c.key == key
     )
@@ -236,27 +215,23 @@ def job_of_key(
 
 
 def keep_key(connection: Connection, job: Job, key: str, request_hash: str) -> None:
-    """Remember which job a key made."""
-    values = {
-        "project": job.project,
-        "key": key,
-        "request_hash": request_hash,
-        "job_id": job.id,
-    }
-    connection.execute(insert(idempotency_keys), values)
+    """Store which job was created with an idempotency key."""
+    connection.execute(
+        insert(idempotency_keys).values(
+            project=job.project, key=key, request_hash=request_hash, job_id=job.id
+        )
+    )
 
 
-def add_labels(connection: Connection, job: Job) -> None:
-    """Write the labels of a new job's spec, by which jobs are found."""
-    labels = rows.label_values(job)
+def insert_job(connection: Connection, job: Job, actor: str) -> None:
+    """Write a new job with its labels and the first event of its timeline."""
+    connection.execute(insert(jobs), rows.job_values(job))
+    connection.execute(insert(job_progress), rows.progress_values(job))
+    labels = [{"job_id": job.id, "key": k, "value": v} for k, v in job.spec.labels.items()]
     if labels:
         connection.execute(insert(job_labels), labels)
-
-
-def submitted_line(job: Job, actor: str) -> TimelineEvent:
-    """The first line of a timeline."""
     parallelism = job.spec.parallelism
-    return TimelineEvent(
+    submitted = TimelineEvent(
         id=0,
         job_id=job.id,
         attempt_id=None,
@@ -273,6 +248,7 @@ def submitted_line(job: Job, actor: str) -> TimelineEvent:
             "max_workers": parallelism.world_size,
         },
     )
+    add_timeline(connection, [submitted])
 
 
 def write_job(connection: Connection, job: Job, *, expected_version: int) -> None:
@@ -288,26 +264,23 @@ def write_job(connection: Connection, job: Job, *, expected_version: int) -> Non
 
 def write_attempt(connection: Connection, attempt: Attempt) -> None:
     """Write an attempt, new or known."""
-    values = rows.attempt_values(attempt)
-    statement = insert_for(connection, attempts).values(values)
-    connection.execute(statement.on_conflict_do_update(index_elements=["id"], set_=values))
+    _upsert(connection, attempts, rows.attempt_values(attempt), "id")
 
 
-def add_timeline(connection: Connection, lines: Sequence[TimelineEvent]) -> None:
-    """Append lines to a timeline, and what webhooks are to hear of them."""
-    if lines:
-        webhooks.insert_lines(connection, lines)
+def _upsert(connection: Connection, table: Table, values: dict[str, Any], *keys: str) -> None:
+    statement = insert_for(connection, table).values(values)
+    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=values))
 
 
 def lock(connection: Connection, attempt_id: str) -> tuple[Job, Attempt]:
-    """Job and attempt with the job's row locked, so that ingest and decisions take turns."""
+    """Job and attempt with the job's row locked, which serialises ingest and decisions."""
     job_id = read_attempt(connection, attempt_id).job_id
     connection.execute(select(jobs.c.id).where(jobs.c.id == job_id).with_for_update())
     return read_job(connection, job_id), read_attempt(connection, attempt_id)
 
 
 def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
-    """Sequence number of the first record of a stream that was not taken yet."""
+    """Sequence number of the next record of a stream."""
     query = select(streams.c.next_seq).where(
         streams.c.attempt_id == attempt_id, streams.c.stream == stream
     )
@@ -315,31 +288,26 @@ def next_seq_of(connection: Connection, attempt_id: str, stream: str) -> int:
 
 
 def move_stream(connection: Connection, attempt_id: str, stream: str, next_seq: int) -> None:
-    """Set the sequence number of the record that a stream goes on with."""
+    """Set the sequence number of the next record of a stream."""
     values = {"attempt_id": attempt_id, "stream": stream, "next_seq": next_seq}
-    statement = insert_for(connection, streams).values(values)
-    connection.execute(
-        statement.on_conflict_do_update(
-            index_elements=["attempt_id", "stream"], set_={"next_seq": next_seq}
-        )
-    )
+    _upsert(connection, streams, values, "attempt_id", "stream")
 
 
-def save_intake(connection: Connection, job: Job, attempt: Attempt, intake: IngestResult) -> None:
-    """Write what a batch of records changed; the version rises only where a decision may."""
-    before, after = _decision_part(job), _decision_part(intake.job)
-    if before != after or attempt != intake.attempt:
-        written = replace(intake.job, version=job.version + 1)
+def save_ingest(connection: Connection, job: Job, attempt: Attempt, result: IngestResult) -> None:
+    """Write what a batch of records changed; the version rises where decisions depend on it."""
+    before, after = _decision_part(job), _decision_part(result.job)
+    if before != after or attempt != result.attempt:
+        written = replace(result.job, version=job.version + 1)
         write_job(connection, written, expected_version=job.version)
-        write_attempt(connection, intake.attempt)
-    if intake.job is not job:
-        progress = rows.progress_values(intake.job)
+        write_attempt(connection, result.attempt)
+    if result.job is not job:
+        progress = rows.progress_values(result.job)
         statement = update(job_progress).where(job_progress.c.job_id == job.id)
         connection.execute(statement.values(**progress))
-    metrics.save_points(connection, job.id, attempt.index, intake.points)
-    for change in intake.checkpoints:
+    metrics.save_points(connection, job.id, attempt.index, result.points)
+    for change in result.checkpoints:
         _change_checkpoint(connection, job.id, change)
-    add_timeline(connection, intake.timeline)
+    add_timeline(connection, result.timeline)
 
 
 def _decision_part(job: Job) -> tuple[JobStatus, float | None, str | None]:
@@ -368,7 +336,4 @@ def _change_checkpoint(
         "is_best": change.is_best,
         "metrics": change.metrics,
     }
-    statement = insert_for(connection, checkpoints).values(values)
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=["job_id", "path"], set_=values)
-    )
+    _upsert(connection, checkpoints, values, "job_id", "path")

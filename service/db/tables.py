@@ -4,23 +4,10 @@ jobs 1 ── 1 job_progress        what training reports often, outside the ver
 jobs 1 ── n job_labels          those of the spec, for filters
 jobs 1 ── n attempts 1 ── n streams
 jobs 1 ── n timeline, checkpoints, metric_names 1 ── n metric_points
-
-A row is made before the request is carried out, so that two of the same never run at the same
-time; it has no answer until then. Bodies may hold secrets that are shown once: they come sealed.
-
-Of keys and sessions only hashes are kept, of secrets only what `MasterKeys` encrypted. The audit
-log is append-only: nothing here changes a line, and the database refuses to.
-
 api_keys 1 ── n sessions
-
-A lock is a row with an owner and a time: whoever finds it free or run out takes it in one
-statement, so at most one holds it at any time, as far as their clocks agree within its length.
-
-A delivery is written in the transaction of its line, so none is lost; a sender claims it for a
-while before it sends, so two replicas do not send it both, and one that dies in between leaves
-it to the others. A receiver may still hear a delivery twice and tells it by its id.
-
 webhooks 1 ── n webhook_deliveries
+
+What each table is for is said in the module of its store. Changes need a migration.
 """
 
 from __future__ import annotations
@@ -51,7 +38,7 @@ from service.domain.models import JobStatus
 
 
 class JsonText(TypeDecorator[Any]):
-    """JSON kept as text in Python's dialect: it has NaN and infinity, SQL's own JSON has not."""
+    """JSON stored as text in Python's dialect, which has NaN and infinity, unlike SQL's JSON."""
 
     impl = Text
     cache_ok = True
@@ -66,18 +53,18 @@ class JsonText(TypeDecorator[Any]):
 
 
 _ENDED = ", ".join(f"'{status}'" for status in JobStatus if status.is_terminal)
-# Spelled out, not bound: a planner uses a partial index only for a query with the same words.
+# Literal, not bound: a planner uses a partial index only for a query with the same text.
 LIVE = f"status NOT IN ({_ENDED})"
 
 
 class PlainText(TypeDecorator[str]):
-    """Text of any origin: PostgreSQL cannot hold a NUL, which the output of a worker may have."""
+    """Text of any origin: PostgreSQL cannot hold a NUL, which output of a worker may contain."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
-        """Write a text with a mark where each NUL was, on every database alike."""
+        """Write a text with U+FFFD in place of each NUL, on every database."""
         return None if value is None else value.replace("\x00", "\ufffd")
 
 
@@ -113,7 +100,7 @@ jobs = Table(
     Column("queued_at", Float),
     Column("resume_from", PlainText),
     Column("queue_note", JsonText),
-    # Which replica of the service looks at the job, and until when. Outside the version guard.
+    # The replica of the service that reconciles the job, and until when; outside the version.
     Column("lease_owner", String(255)),
     Column("lease_until", Float),
     Index("ix_jobs_name_id", "name", "id"),
@@ -234,8 +221,7 @@ checkpoints = Table(
     Column("metrics", JsonText, nullable=False),
 )
 
-# Answers to requests that carried an Idempotency-Key, kept for a day so that a repeat gets them.
-
+# Responses to requests with an Idempotency-Key.
 answers = Table(
     "answers",
     metadata,
@@ -249,8 +235,6 @@ answers = Table(
     Column("sealed_body", Text),
     Index("ix_answers_created_at", "created_at"),
 )
-
-# Who may call, and what callers did: API keys, browser sessions, secrets of jobs, the audit log.
 
 api_keys = Table(
     "api_keys",
@@ -302,8 +286,6 @@ audit_log = Table(
     sqlite_autoincrement=True,
 )
 
-# Projects with their quotas, and locks that keep two replicas from doing the same at once.
-
 projects = Table(
     "projects",
     metadata,
@@ -321,8 +303,6 @@ locks = Table(
     Column("until", Float, nullable=False),
 )
 
-# Webhooks and their outbox: what is to be sent is stored with the timeline line that it tells of.
-
 webhooks = Table(
     "webhooks",
     metadata,
@@ -330,9 +310,9 @@ webhooks = Table(
     Column("project", String(64), nullable=False),
     Column("url", String(2048), nullable=False),
     Column("description", Text, nullable=False),
-    # Kinds of timeline lines, empty for all.
+    # Kinds of timeline events, empty for all.
     Column("kinds", JsonText, nullable=False),
-    # Sealed: see service.auth.crypto.
+    # Encrypted: see service.auth.crypto.
     Column("secret", Text, nullable=False),
     Column("is_active", Boolean, nullable=False),
     Column("note", Text, nullable=False),
@@ -346,8 +326,8 @@ webhook_deliveries = Table(
     "webhook_deliveries",
     metadata,
     Column("id", _Id, primary_key=True, autoincrement=True),
-    # No foreign keys: a delivery may outlive its job, and a webhook that is deleted while a line is
-    # written must not refuse the line. What nobody has is never claimed, and goes with age.
+    # No foreign keys: a delivery may outlive its job, and a webhook deleted meanwhile must not
+    # refuse a timeline event. Orphans are never claimed, and are pruned by age.
     Column("webhook_id", String(32), nullable=False),
     Column("job_id", String(32)),
     Column("event_id", BigInteger),

@@ -1,16 +1,14 @@
-"""Webhooks and their outbox: what is to be sent is stored with the timeline line that it tells of.
+"""Webhooks and the outbox of their deliveries.
 
-A delivery is written in the transaction of its line, so none is lost; a sender claims it for a
-while before it sends, so two replicas do not send it both, and one that dies in between leaves
-it to the others. A receiver may still hear a delivery twice and tells it by its id.
-
-webhooks 1 ── n webhook_deliveries
+A delivery is written in the transaction of its timeline event, so none is lost. A sender claims it
+for a while before sending, so that replicas do not send it twice and one that dies leaves it to
+the others. A receiver may still get a message twice; its id tells. Every method of the store
+raises `StoreUnavailable`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,10 +24,9 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from service.db import rows
+from service.db.engine import Transactions
 from service.db.tables import jobs, timeline, webhook_deliveries, webhooks
 from service.domain.models import TimelineEvent
 from service.domain.webhooks import (
@@ -42,78 +39,69 @@ from service.domain.webhooks import (
     body_of,
     wants,
 )
-from service.errors import DeliveryNotFound, StoreUnavailable, WebhookNotFound
+from service.errors import DeliveryNotFound, WebhookNotFound
 
-# A slow receiver must not take every sender: of one webhook this many are claimed at a time.
+# Deliveries of one webhook that are in flight at a time, so that a slow receiver delays no other.
 MAX_CLAIMED_EACH = 4
 
 
-def insert_lines(connection: Connection, lines: Sequence[TimelineEvent]) -> None:
-    """Append timeline lines, and what webhooks are to hear of them, in one transaction."""
-    listening = _listeners(connection, {line.job_id for line in lines})
-    if not listening:
-        connection.execute(insert(timeline), [rows.timeline_values(line) for line in lines])
+# A delivery that is due now, from its first try on.
+_DUE = {"state": DeliveryState.PENDING.value, "num_tries": 0, "next_try_at": 0.0}
+_NEW = {**_DUE, "claimed_until": 0.0, "message": ""}
+
+
+def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> None:
+    """Append timeline events and queue their deliveries, in the caller's transaction."""
+    if not events:
+        return
+    values = [rows.timeline_values(event) for event in events]
+    fits = or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS)
+    query = (
+        select(webhooks.c.id, webhooks.c.kinds, jobs.c.id.label("job_id"), jobs.c.project)
+        .join(jobs, fits)
+        .where(jobs.c.id.in_({event.job_id for event in events}), webhooks.c.is_active)
+    )
+    subscribed = connection.execute(query).all()
+    if not subscribed:
+        connection.execute(insert(timeline), values)
         return
     numbered = insert(timeline).returning(timeline.c.id, sort_by_parameter_order=True)
-    ids = connection.execute(numbered, [rows.timeline_values(line) for line in lines]).scalars()
-    stored = [replace(line, id=number) for line, number in zip(lines, ids, strict=True)]
+    ids = connection.execute(numbered, values).scalars()
+    stored = [replace(event, id=number) for event, number in zip(events, ids, strict=True)]
     deliveries = [
-        _delivery_values(hook["id"], line, hook["job_project"])
-        for line in stored
-        for hook in listening
-        if hook["job_id"] == line.job_id and wants(hook["kinds"], line.kind)
+        {
+            **_NEW,
+            "webhook_id": hook.id,
+            "job_id": event.job_id,
+            "event_id": event.id,
+            "kind": event.kind,
+            "body": body_of(event, hook.project),
+            "created_at": event.time,
+        }
+        for event in stored
+        for hook in subscribed
+        if hook.job_id == event.job_id and wants(hook.kinds, event.kind)
     ]
     if deliveries:
         connection.execute(insert(webhook_deliveries), deliveries)
 
 
-def _listeners(connection: Connection, job_ids: set[str]) -> Sequence[RowMapping]:
-    fits = or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS)
-    query = (
-        select(
-            webhooks.c.id,
-            webhooks.c.kinds,
-            jobs.c.id.label("job_id"),
-            jobs.c.project.label("job_project"),
-        )
-        .join(jobs, fits)
-        .where(jobs.c.id.in_(job_ids), webhooks.c.is_active)
-    )
-    return connection.execute(query).mappings().all()
-
-
-def _delivery_values(webhook_id: str, line: TimelineEvent, project: str) -> dict[str, Any]:
-    return {
-        "webhook_id": webhook_id,
-        "job_id": line.job_id,
-        "event_id": line.id,
-        "kind": line.kind,
-        "body": body_of(line, project),
-        "created_at": line.time,
-        "state": DeliveryState.PENDING.value,
-        "num_tries": 0,
-        "next_try_at": 0.0,
-        "claimed_until": 0.0,
-        "message": "",
-    }
-
-
 class WebhookStore:
-    """Webhooks and deliveries over the engine of the job store. Raises `StoreUnavailable`."""
+    """Webhooks and deliveries, over the engine of the job store."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        self._transactions = Transactions(engine)
 
     # ---- webhooks
 
     def create(self, webhook: Webhook) -> None:
         """Store a new webhook."""
-        with self._transaction(is_write=True) as connection:
+        with self._transactions.write() as connection:
             connection.execute(insert(webhooks), vars(webhook))
 
     def get(self, webhook_id: str) -> Webhook:
         """Read a webhook; raises `WebhookNotFound`."""
-        with self._transaction() as connection:
+        with self._transactions.read() as connection:
             return _read(connection, webhook_id)
 
     def list_webhooks(self, project: str | None = None) -> list[Webhook]:
@@ -121,12 +109,12 @@ class WebhookStore:
         query = select(webhooks).order_by(webhooks.c.created_at, webhooks.c.id)
         if project is not None:
             query = query.where(webhooks.c.project == project)
-        with self._transaction() as connection:
+        with self._transactions.read() as connection:
             return [_webhook_of(row) for row in connection.execute(query).mappings()]
 
     def change(self, webhook_id: str, changes: Mapping[str, Any]) -> Webhook:
         """Change fields of a webhook; raises `WebhookNotFound`."""
-        with self._transaction(is_write=True) as connection:
+        with self._transactions.write() as connection:
             _read(connection, webhook_id)
             if changes:
                 _change(connection, webhook_id, **changes)
@@ -134,7 +122,7 @@ class WebhookStore:
 
     def delete(self, webhook_id: str) -> None:
         """Forget a webhook and its deliveries; raises `WebhookNotFound`."""
-        with self._transaction(is_write=True) as connection:
+        with self._transactions.write() as connection:
             _read(connection, webhook_id)
             own = webhook_deliveries.c.webhook_id == webhook_id
             connection.execute(delete(webhook_deliveries).where(own))
@@ -157,7 +145,7 @@ class WebhookStore:
             query = query.where(own.id < after)
         if state is not None:
             query = query.where(own.state == state.value)
-        with self._transaction() as connection:
+        with self._transactions.read() as connection:
             _read(connection, webhook_id)
             found = connection.execute(query.order_by(own.id.desc()).limit(limit)).mappings()
             return [_delivery_of(row) for row in found]
@@ -165,34 +153,26 @@ class WebhookStore:
     def redeliver(self, webhook_id: str, delivery_id: int) -> Delivery:
         """Send a delivery again, from its first try on; raises `DeliveryNotFound`."""
         own = webhook_deliveries.c
-        fresh = {
-            "state": DeliveryState.PENDING.value,
-            "num_tries": 0,
-            "next_try_at": 0.0,
-            "ended_at": None,
-        }
         mine = (own.id == delivery_id, own.webhook_id == webhook_id)
-        with self._transaction(is_write=True) as connection:
-            connection.execute(update(webhook_deliveries).where(*mine).values(**fresh))
+        with self._transactions.write() as connection:
+            connection.execute(
+                update(webhook_deliveries).where(*mine).values(**_DUE, ended_at=None)
+            )
             row = connection.execute(select(webhook_deliveries).where(*mine)).mappings().first()
         if row is None:
             raise DeliveryNotFound(webhook_id, delivery_id)
         return _delivery_of(row)
 
     def add_test(self, webhook_id: str, body: str, now: float) -> Delivery:
-        """Queue a delivery that tells of no job; raises `WebhookNotFound`."""
+        """Queue a delivery about no job; raises `WebhookNotFound`."""
         values = {
+            **_NEW,
             "webhook_id": webhook_id,
             "kind": "test",
             "body": body,
             "created_at": now,
-            "state": DeliveryState.PENDING.value,
-            "num_tries": 0,
-            "next_try_at": 0.0,
-            "claimed_until": 0.0,
-            "message": "",
         }
-        with self._transaction(is_write=True) as connection:
+        with self._transactions.write() as connection:
             _read(connection, webhook_id)
             added = insert(webhook_deliveries).returning(webhook_deliveries)
             return _delivery_of(connection.execute(added, values).mappings().one())
@@ -216,12 +196,12 @@ class WebhookStore:
             .where(webhooks.c.is_active, webhooks.c.id.not_in(list(skip)))
             .where(exists().where(own.webhook_id == webhooks.c.id, *due))
         )
-        with self._transaction() as connection:
+        with self._transactions.read() as connection:
             # Mostly nothing is due, and then nobody else should wait for a lock.
             hooks = connection.execute(waiting).mappings().all()
         if not hooks:
             return []
-        with self._transaction(is_write=True) as connection:
+        with self._transactions.write() as connection:
             found = []
             for hook in hooks:
                 for row in _lock_due(connection, hook["id"], due):
@@ -233,7 +213,7 @@ class WebhookStore:
         return found
 
     def settle(self, delivery_id: int, outcome: Outcome, now: float) -> None:
-        """Store what came of a try, and what follows for its webhook."""
+        """Store the outcome of a try, and what follows for its webhook."""
         own = webhook_deliveries.c
         has_ended = outcome.state is not DeliveryState.PENDING
         values = {
@@ -245,7 +225,7 @@ class WebhookStore:
             "status_code": outcome.status_code,
             "message": outcome.message,
         }
-        with self._transaction(is_write=True) as connection:
+        with self._transactions.write() as connection:
             one = own.id == delivery_id
             connection.execute(update(webhook_deliveries).where(one).values(**values))
             found = connection.execute(select(own.webhook_id).where(one)).scalar_one_or_none()
@@ -255,23 +235,12 @@ class WebhookStore:
     def prune(self, before: float) -> int:
         """Forget what was created before `before` (Unix seconds); returns how many."""
         old = webhook_deliveries.c.created_at < before
-        with self._transaction(is_write=True) as connection:
+        with self._transactions.write() as connection:
             return connection.execute(delete(webhook_deliveries).where(old)).rowcount
-
-    @contextmanager
-    def _transaction(self, *, is_write: bool = False) -> Iterator[Connection]:
-        try:
-            with self._engine.connect() as connection:
-                connection.execution_options(is_write=is_write)
-                with connection.begin():
-                    yield connection
-        except (DBAPIError, PoolTimeout) as error:
-            cause = error.orig if isinstance(error, DBAPIError) else error
-            raise StoreUnavailable(f"the database did not do its part ({cause})") from error
 
 
 def _note_end(connection: Connection, webhook_id: str, outcome: Outcome) -> None:
-    """Count what could not be delivered, and switch a webhook off that nothing reaches."""
+    """Count failed deliveries in a row, and switch off a webhook that nothing reaches."""
     if outcome.state is DeliveryState.DELIVERED:
         _change(connection, webhook_id, num_dead_in_a_row=0)
         return

@@ -1,9 +1,7 @@
-"""Principal, Role, ApiKey, Session, AuditRecord; pure, so that db/ may import it.
+"""Principals and their roles by project (`*` for all), API keys, sessions, audit records. Pure.
 
-Who asks, and what they may do: a role for each project, `*` standing for all of them.
-
-A key reads `shl_ID_SECRET`. The secret has 256 random bits, so its plain SHA-256 can be kept: there
-is nothing to guess, and a slow hash would only slow the service down.
+The text of a key is `shl_ID_SECRET`. The secret has 256 random bits, so a plain SHA-256 of it is
+stored: it cannot be guessed, and a slow hash would only slow the service down.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ class Role(IntEnum):
 
 @dataclass(frozen=True)
 class Principal:
-    """One who asks. An attempt is named by its id; `credential_id` is that of an API key."""
+    """An authenticated caller. An attempt is named by its id; `credential_id` is an API key's."""
 
     name: str
     kind: PrincipalKind
@@ -73,7 +71,7 @@ class Principal:
 
 
 LOCAL = Principal("local", "local", {ALL_PROJECTS: Role.ADMIN})
-"""Whoever works on the service's own machine, in local mode."""
+"""The user of the service's own machine, in local mode."""
 
 
 def parse_roles(roles: Mapping[str, str]) -> dict[str, Role]:
@@ -85,8 +83,6 @@ def role_names(roles: Mapping[str, Role]) -> dict[str, str]:
     """Roles by project as users write them."""
     return {project: role.label for project, role in sorted(roles.items())}
 
-
-# API keys and browser sessions: what they look like, and how they are checked. Pure.
 
 KEY_PREFIX = "shl_"
 _KEY = re.compile(r"shl_([a-z0-9]{12})_([A-Za-z0-9_-]{43})")
@@ -122,7 +118,7 @@ class Session:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """One line of the audit log: who did what to which object, from where, with what result.
+    """A record of the audit log: who did what to which object, from where, with what result.
 
     `action` is method and route; `status` the HTTP status of the answer.
     """
@@ -140,7 +136,7 @@ class AuditRecord:
 
 @dataclass(frozen=True)
 class AuditFilter:
-    """Which lines of the audit log are wanted; None lets everything through."""
+    """Which records of the audit log are wanted; None matches all."""
 
     actor: str | None = None
     action: str | None = None
@@ -162,12 +158,12 @@ def key_id_of(text: str) -> str | None:
 
 
 def hash_of(text: str) -> str:
-    """What is kept of a key or a session token."""
+    """The hash that is stored of a key or a session token."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def fits(text: str, stored_hash: str) -> bool:
-    """Whether a text is the one that a hash was kept of; takes the same time either way."""
+    """Whether a stored hash is that of a text, in constant time."""
     return hmac.compare_digest(hash_of(text), stored_hash)
 
 
@@ -177,6 +173,6 @@ def new_session_token() -> str:
 
 
 def principal_of(key: ApiKey, *, is_session: bool = False) -> Principal:
-    """Whoever holds a key."""
+    """The principal of a key."""
     kind = "session" if is_session else "key"
     return Principal(f"key:{key.name}", kind, key.roles, credential_id=key.id)  # type: ignore[arg-type]

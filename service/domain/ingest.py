@@ -1,7 +1,7 @@
-"""What a driver's records mean for its job: a pure fold, applied by the store in one transaction.
+"""Folding a driver's records into its job and attempt; the store applies it in one transaction.
 
-Only the job's current attempt while it lives may change the job: a driver that outlived its
-attempt (cut off, then replaced) still has its records kept, but no longer steers anything.
+Only the job's current attempt may change the job, while it has not ended. Records of a driver that
+outlived its attempt (partitioned, then replaced) are stored and change nothing else. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from service.domain.models import (
     EndReason,
     Job,
     JobStatus,
-    Membership,
     ReportedEnd,
     TimelineEvent,
 )
@@ -35,7 +34,7 @@ from trainer.protocol.events import (
 
 @dataclass
 class IngestResult:
-    """A job and attempt as a batch of records leaves them, and the rows that it adds.
+    """The job and attempt after a batch of records, and the rows that it adds.
 
     `points` maps (metric name, step) to (value, time): a later record of a step replaces.
     """
@@ -49,89 +48,80 @@ class IngestResult:
 
     @property
     def steers(self) -> bool:
-        """Whether the attempt speaks for its job."""
+        """Whether the attempt may change its job."""
         return self.job.current_attempt_id == self.attempt.id and self.attempt.end_reason is None
 
 
 def apply_events(job: Job, attempt: Attempt, events: Iterable[Event], now: float) -> IngestResult:
     """Apply records in order; `now` (Unix seconds) is when they arrived."""
-    intake = IngestResult(job, attempt, now)
+    result = IngestResult(job, attempt, now)
     for event in events:
-        _apply(intake, event)
-    return intake
+        _apply(result, event)
+    return result
 
 
-def _apply(intake: IngestResult, event: Event) -> None:
-    if intake.steers and intake.job.resume_from is not None:
-        # It was submitted, whoever heard of it: a job goes back once, not with each attempt.
-        intake.job = replace(intake.job, resume_from=None)
+def _apply(result: IngestResult, event: Event) -> None:
+    if result.steers and result.job.resume_from is not None:
+        # The submission arrived: only one attempt starts from the requested checkpoint.
+        result.job = replace(result.job, resume_from=None)
     match event:
         case Metrics():
-            _take_metrics(intake, event)
+            _apply_metrics(result, event)
         case Progress():
-            _take_progress(intake, event)
+            _apply_progress(result, event)
         case _:
-            intake.timeline.append(_line(intake, event))
+            result.timeline.append(_timeline_event(result, event))
     match event:
         case CheckpointCommitted() | CheckpointDeleted():
-            intake.checkpoints.append(event)
-            if isinstance(event, CheckpointCommitted):
-                _take_commit(intake)
-        case WorkersStarted() | WorkersLost() | AttemptEnded() if intake.steers:
-            _steer(intake, event)
-        case _ if intake.steers:
-            _take_membership(intake, event)
+            result.checkpoints.append(event)
+            if isinstance(event, CheckpointCommitted) and result.steers:
+                progress = replace(result.job.progress, checkpoint_at=result.now)
+                result.job = replace(result.job, progress=progress)
+        case WorkersStarted() | WorkersLost() | AttemptEnded() if result.steers:
+            _steer(result, event)
+        case _ if result.steers:
+            membership = apply_event(result.job.membership, result.attempt.id, event)
+            if membership is not result.job.membership:
+                result.job = replace(result.job, membership=membership)
 
 
-def _take_metrics(intake: IngestResult, event: Metrics) -> None:
+def _apply_metrics(result: IngestResult, event: Metrics) -> None:
     for name, value in event.values.items():
-        intake.points[name, event.step] = (value, event.time)
-    if intake.steers:
-        latest = {**intake.job.latest_metrics, **event.values}
-        intake.job = replace(intake.job, latest_metrics=latest)
+        result.points[name, event.step] = (value, event.time)
+    if result.steers:
+        latest = {**result.job.latest_metrics, **event.values}
+        result.job = replace(result.job, latest_metrics=latest)
 
 
-def _take_progress(intake: IngestResult, event: Progress) -> None:
-    if intake.steers:
-        before = intake.job.progress
+def _apply_progress(result: IngestResult, event: Progress) -> None:
+    if result.steers:
+        before = result.job.progress
         told = event.model_dump(exclude={"kind", "time"})
         has_advanced = (event.step, event.rows) != (before.step, before.rows)
-        advanced_at = intake.now if has_advanced else before.advanced_at
+        advanced_at = result.now if has_advanced else before.advanced_at
         progress = replace(before, **told, advanced_at=advanced_at)
-        intake.job = replace(intake.job, progress=progress)
+        result.job = replace(result.job, progress=progress)
 
 
-def _take_commit(intake: IngestResult) -> None:
-    if intake.steers:
-        progress = replace(intake.job.progress, checkpoint_at=intake.now)
-        intake.job = replace(intake.job, progress=progress)
-
-
-def _take_membership(intake: IngestResult, event: Event) -> None:
-    membership = apply_event(intake.job.membership, intake.attempt.id, event)
-    if membership is not intake.job.membership:
-        intake.job = replace(intake.job, membership=membership)
-
-
-def _steer(intake: IngestResult, event: WorkersStarted | WorkersLost | AttemptEnded) -> None:
+def _steer(result: IngestResult, event: WorkersStarted | WorkersLost | AttemptEnded) -> None:
     match event:
         case WorkersStarted():
-            intake.job = _with_workers(intake.job, event, intake.now)
+            result.job = _with_workers(result.job, event, result.now)
         case WorkersLost():
-            num_failures = intake.attempt.num_worker_failures + spends_budget(event.reason)
-            intake.attempt = replace(intake.attempt, num_worker_failures=num_failures)
+            num_failures = result.attempt.num_worker_failures + spends_budget(event.reason)
+            result.attempt = replace(result.attempt, num_worker_failures=num_failures)
         case AttemptEnded():
-            report = _reported_end(event, intake.now)
-            intake.attempt = replace(intake.attempt, reported_end=report)
-            latest = {**intake.job.latest_metrics, **event.final_metrics}
-            intake.job = replace(intake.job, latest_metrics=latest)
+            report = _reported_end(event, result.now)
+            result.attempt = replace(result.attempt, reported_end=report)
+            latest = {**result.job.latest_metrics, **event.final_metrics}
+            result.job = replace(result.job, latest_metrics=latest)
 
 
 def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
     is_starting = job.status is JobStatus.STARTING
-    # Workers that are only replaced again and again get a job no further.
+    # Workers that are only replaced again and again are no progress.
     advanced_at = now if is_starting else job.progress.advanced_at
-    # While a job rests it trains nothing that a checkpoint should hold.
+    # Before this the job trained nothing that a checkpoint should have.
     checkpoint_at = now if is_starting else job.progress.checkpoint_at
     progress = replace(
         job.progress,
@@ -155,28 +145,18 @@ def _reported_end(event: AttemptEnded, now: float) -> ReportedEnd:
     return ReportedEnd(EndReason.TRAINING_ERROR, message, now, event.evidence)
 
 
-def _line(intake: IngestResult, event: Event) -> TimelineEvent:
-    return TimelineEvent(
-        id=0,
-        job_id=intake.job.id,
-        attempt_id=intake.attempt.id,
-        time=event.time,
-        kind=event.kind,
-        message=describe(event, _known_membership(intake)),
-        actor="driver",
-        data=_data_of(event),
-    )
-
-
-def _known_membership(intake: IngestResult) -> Membership | None:
-    """What is known of the groups of the attempt that the records are of."""
-    membership = intake.job.membership
-    is_own = membership is not None and membership.attempt_id == intake.attempt.id
-    return membership if is_own else None
-
-
-def _data_of(event: Event) -> dict[str, object]:
-    """What the record says beyond its sentence; `level` colours the line where it matters."""
+def _timeline_event(result: IngestResult, event: Event) -> TimelineEvent:
+    membership = result.job.membership
+    is_own = membership is not None and membership.attempt_id == result.attempt.id
     data = event.model_dump(mode="json", exclude={"kind", "time", "message"})
     level = level_of(event)
-    return data if level is None else {"level": level, **data}
+    return TimelineEvent(
+        id=0,
+        job_id=result.job.id,
+        attempt_id=result.attempt.id,
+        time=event.time,
+        kind=event.kind,
+        message=describe(event, membership if is_own else None),
+        actor="driver",
+        data=data if level is None else {"level": level, **data},
+    )

@@ -1,6 +1,4 @@
-"""The pure state machine: decide() and the user requests.
-
-The life of a job as one pure function: `decide(job, attempt, observation, now) -> Decision`.
+"""The state machine of jobs: `decide`, and the requests of users and the scheduler. Pure.
 
     QUEUED ──► STARTING ──► RUNNING ──► SUCCEEDED | FAILED | CANCELLED
     ▲  ▲          │            │                         ▲
@@ -8,19 +6,15 @@ The life of a job as one pure function: `decide(job, attempt, observation, now) 
     │                          ├── cancel ──► STOPPING ──┘
     └── resume ── PAUSED ◄─────┘ pause
 
-`decide` is total: any status, attempt and observation gives a decision, and the same input gives
-the same one. A decision is what to store first and what to ask of the backend afterwards, so
-that a crash in between repeats the question and nothing else. An UNREACHABLE observation says
-nothing about the attempt: it never ends, stops or submits anything. It only shows in the job's
-message, until the backend answers again.
+`decide(job, attempt, observation, now)` is total and deterministic. A `Decision` is what to store
+first and what to ask of the backend afterwards, so a crash in between repeats the request and
+nothing else. An UNREACHABLE observation never ends, stops or submits anything: it only shows in
+the job's message until the backend answers again.
 
-A job leaves the queue when `service.scheduler.policy` admits it: `start` then gives it an attempt.
-STARTING turns into RUNNING when the driver reports that its workers started, which the store
-applies as the record arrives. What people ask for is in `service.domain.lifecycle`; what follows
-when an attempt ends, in `service.domain.retries`; everything else about a status is decided here.
-
-Each gives the job as it should be stored and the lines that tell of it; asking twice changes
-nothing. The reconciler carries out what was asked (`service.domain.lifecycle.decide`).
+The scheduler admits a queued job with `start`. STARTING turns into RUNNING when the driver reports
+that its workers started (`service.domain.ingest`). Retry rules are in `service.domain.retries`.
+Requests give the job to store and the timeline events; a repeated request changes nothing. Times
+are Unix seconds.
 """
 
 from __future__ import annotations
@@ -42,13 +36,13 @@ from service.domain.models import (
 from service.domain.retries import RULES, Budget, backoff_s
 from service.domain.timeline import end_details, reason_of, timeline_event
 
-# A submission may be in flight this long after it was sent, while the backend knows nothing of it.
+# How long after it was sent a submission may be unknown to the backend.
 NOT_FOUND_GRACE_S = 30.0
 # A driver that reported its end is stopped after this, and believed after twice this.
 REPORT_GRACE_S = 60.0
-# With the longest backoff between them these take most of a day: nothing will change any more.
+# With the longest backoff between them these take most of a day.
 MAX_ATTEMPTS = 250
-# The driver restarts workers after these itself, and reports each time, the last one included.
+# After these the driver restarts workers itself, and reports each loss, the last one included.
 _RESTARTED_BY_DRIVER = frozenset(
     {
         EndReason.WORKERS_LOST,
@@ -68,7 +62,7 @@ _FINAL_STATUS = {
 class Action(StrEnum):
     """What to do for an attempt once a decision is stored.
 
-    PAUSE shows the driver on run storage that it shall save and end.
+    PAUSE asks the driver, by a file on run storage, to save and end.
     """
 
     NONE = "none"
@@ -94,13 +88,13 @@ class _End:
 
 
 def decide(job: Job, attempt: Attempt | None, observation: Observation, now: float) -> Decision:
-    """What follows for a job whose newest attempt was just observed. `now` is Unix seconds."""
+    """What follows for a job whose newest attempt was just observed."""
     if job.status.is_terminal:
         return Decision(job, attempt)
     if attempt is None or attempt.end_reason is not None:
         return _between_attempts(job, attempt, now)
     if _has_existed(attempt, observation):
-        # A job goes back once: the next attempt follows what this one saved.
+        # Only one attempt starts from the requested checkpoint; the next follows what it saved.
         job = replace(job, resume_from=None)
     end = _end_of(job, attempt, observation, now)
     if end is not None:
@@ -113,7 +107,7 @@ def decide(job: Job, attempt: Attempt | None, observation: Observation, now: flo
 
 
 def start(job: Job, now: float, note: QueueState) -> Decision:
-    """A job leaves the queue with a new attempt, which is then observed and submitted."""
+    """A job leaves the queue with a new attempt, to be submitted."""
     index = job.num_attempts
     attempt = Attempt(id=attempt_id(job.id, index), job_id=job.id, index=index, created_at=now)
     started = replace(
@@ -139,7 +133,7 @@ def start(job: Job, now: float, note: QueueState) -> Decision:
 def submission_accepted(
     job: Job, attempt: Attempt, now: float, notes: tuple[str, ...] = ()
 ) -> Decision:
-    """The backend took the attempt; `notes` say what it does otherwise than those before."""
+    """The backend took the attempt; `notes` say what it does differently from those before."""
     message = "; ".join((f"attempt {attempt.index} submitted", *notes))
     sent = timeline_event(job, attempt, now, "attempt_submitted", message)
     accepted = replace(attempt, submitted_at=now)
@@ -147,14 +141,14 @@ def submission_accepted(
 
 
 def submission_unanswered(job: Job, attempt: Attempt, message: str) -> Decision:
-    """The backend did not say whether it took the attempt: it is asked again."""
+    """The backend did not say whether it took the attempt; the submission is repeated."""
     return Decision(replace(job, message=message), attempt)
 
 
 def submission_failed(
     job: Job, attempt: Attempt, reason: EndReason, message: str, now: float
 ) -> Decision:
-    """The attempt cannot be submitted at all: the backend refused, or storage did."""
+    """The attempt cannot be submitted: the backend refused it, or storage failed."""
     return _end_attempt(job, attempt, _End(reason, message), now)
 
 
@@ -164,12 +158,12 @@ def remaining_failures(job: Job) -> int:
 
 
 def is_stopping(job: Job) -> bool:
-    """Whether a job ends as soon as its attempt does, because somebody asked."""
+    """Whether a job is being cancelled, and ends as soon as its attempt does."""
     return job.cancel_requested or job.status is JobStatus.STOPPING
 
 
 def _between_attempts(job: Job, last: Attempt | None, now: float) -> Decision:
-    """Nothing runs: the job waits for the queue, for somebody to resume it, or for nothing."""
+    """No attempt is live: the job is queued, paused, or cancelled."""
     if is_stopping(job):
         return finish(job, EndReason.CANCELLED, "cancelled", now, last)
     if job.status is JobStatus.PAUSED or job.pause_requested:
@@ -212,7 +206,7 @@ def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
 
 
 def _explain(job: Job, attempt: Attempt, observation: Observation) -> _End:
-    """The driver's own word where there is one, else what the backend's answer implies."""
+    """The end that the driver reported, else the one that the observation implies."""
     end = _implied_end(observation)
     if attempt.reported_end is not None:
         end = _End(attempt.reported_end.reason, attempt.reported_end.message)
@@ -220,7 +214,7 @@ def _explain(job: Job, attempt: Attempt, observation: Observation) -> _End:
         return _End(EndReason.CANCELLED, "cancelled on request")
     was_stopped_by_us = job.pause_requested or bool(QueueState.of(job).stop_sent)
     if end.reason is EndReason.CANCELLED and was_stopped_by_us:
-        # Also of a pause that was taken back after the stop had gone out.
+        # Also where the pause was withdrawn after the stop had been sent.
         message = "stopped before it had saved; training goes on from the newest checkpoint"
         return _End(EndReason.PAUSED, message)
     if not job.pause_requested:
@@ -246,7 +240,7 @@ def _implied_end(observation: Observation) -> _End:
 
 
 def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
-    """What follows: the end of the job, a pause, or another turn in the queue."""
+    """What follows an end of an attempt: the end of the job, a pause, or a retry."""
     ended = replace(attempt, ended_at=now, end_reason=end.reason, message=end.message)
     job = replace(job, num_failures=job.num_failures + _num_failures(attempt, end.reason))
     is_spent = job.num_failures > job.spec.retry.max_failures
@@ -254,10 +248,18 @@ def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
         case Budget.NONE:
             return finish(job, end.reason, end.message, now, ended)
         case Budget.USER if is_spent:
-            return finish(job, EndReason.RETRIES_EXHAUSTED, _exhausted(job, end), now, ended)
+            message = (
+                f"gave up after {job.num_failures} failure(s), retry.max_failures is "
+                f"{job.spec.retry.max_failures}; the last one: {end.message}"
+            )
+            return finish(job, EndReason.RETRIES_EXHAUSTED, message, now, ended)
         case Budget.FREE if ended.index + 1 >= MAX_ATTEMPTS and end.reason is not EndReason.PAUSED:
-            return finish(job, EndReason.RETRIES_EXHAUSTED, _hopeless(ended, end), now, ended)
-    return _rest(job, ended, now) if job.pause_requested else _requeue(job, ended, now)
+            message = (
+                f"gave up after {ended.index + 1} attempts, the last of which ended without a "
+                f"fault of the job's own ({end.reason}): {end.message}"
+            )
+            return finish(job, EndReason.RETRIES_EXHAUSTED, message, now, ended)
+    return _paused(job, ended, now) if job.pause_requested else _requeue(job, ended, now)
 
 
 def _num_failures(attempt: Attempt, reason: EndReason) -> int:
@@ -268,22 +270,8 @@ def _num_failures(attempt: Attempt, reason: EndReason) -> int:
     return attempt.num_worker_failures + int(is_lost)
 
 
-def _exhausted(job: Job, end: _End) -> str:
-    return (
-        f"gave up after {job.num_failures} failure(s), retry.max_failures is "
-        f"{job.spec.retry.max_failures}; the last one: {end.message}"
-    )
-
-
-def _hopeless(ended: Attempt, end: _End) -> str:
-    return (
-        f"gave up after {ended.index + 1} attempts, the last of which ended without a fault of "
-        f"the job's own ({end.reason}): {end.message}"
-    )
-
-
-def _rest(job: Job, ended: Attempt, now: float) -> Decision:
-    """A job that was asked to pause has: it rests, or after a preemption waits again."""
+def _paused(job: Job, ended: Attempt, now: float) -> Decision:
+    """A pause is complete: the job stays paused, or after a preemption is queued again."""
     note = QueueState.of(job)
     cause = f"attempt {ended.index} ended ({ended.end_reason}: {ended.message})"
     rested = replace(job, pause_requested=False, retry_at=None, message="")
@@ -301,11 +289,11 @@ def _rest(job: Job, ended: Attempt, now: float) -> Decision:
 
 
 def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
-    """Another turn, after a wait that grows with the failures, or the attempts if it is free."""
+    """Retry after a backoff that grows with failures, or with attempts if they are free."""
     assert ended.end_reason is not None
     rule = RULES[ended.end_reason]
     is_free = rule.budget is Budget.FREE
-    # Attempts stand for failures here, so that a cluster that keeps forgetting is spared.
+    # Attempts count like failures here, to spare a cluster that keeps losing submissions.
     num_in_a_row = ended.index + 1 if is_free else job.num_failures
     delay_s = backoff_s(rule, num_in_a_row, ended.id)
     allowed = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
@@ -333,7 +321,7 @@ def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
 def finish(
     job: Job, reason: EndReason, message: str, now: float, attempt: Attempt | None = None
 ) -> Decision:
-    """The job has ended for `reason`, which gives its final status."""
+    """End a job for `reason`, which determines its final status."""
     finished = replace(
         job,
         status=_FINAL_STATUS.get(reason, JobStatus.FAILED),
@@ -356,8 +344,8 @@ def finish(
 
 
 def _stop(job: Job, attempt: Attempt, observation: Observation) -> Decision:
-    # Asked again at every look until the end is observed: a lost request costs nothing, and a
-    # submission that is still in flight must not outlive its job.
+    # Repeated until the end is observed: a request may be lost, and a submission that is still in
+    # flight must not outlive its job.
     is_answered = observation.state is not ObservedState.UNREACHABLE
     stopping = replace(_with_contact(job, observation), status=JobStatus.STOPPING)
     return Decision(stopping, attempt, Action.STOP if is_answered else Action.NONE)
@@ -373,7 +361,7 @@ def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> 
     pausing = replace(job, message="pausing: the workers save a checkpoint and leave")
     if has_begun and not is_late:
         return Decision(pausing, attempt, Action.PAUSE)
-    # Stored before it is sent: the end that follows is not somebody else's doing.
+    # Stored before it is sent, so that the end is known to be the service's own doing.
     note = replace(QueueState.of(job), stop_sent=True)
     return Decision(replace(pausing, queue_note=note.document), attempt, Action.STOP)
 
@@ -382,7 +370,7 @@ def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float
     if job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
         job = replace(job, status=JobStatus.STARTING)
     if observation.state is ObservedState.NOT_FOUND and attempt.submitted_at is None:
-        # The message may tell of a submission that got no answer: it stands until one does.
+        # The message may be about a submission without an answer: it stays until there is one.
         return Decision(job, attempt, Action.SUBMIT)
     job = _with_contact(job, observation)
     if observation.state in (ObservedState.UNREACHABLE, ObservedState.NOT_FOUND):
@@ -402,14 +390,12 @@ def _with_contact(job: Job, observation: Observation) -> Job:
     return replace(job, message=observation.message if is_told else "")
 
 
-# What people, and the queue, ask of a job, as pure functions: cancel, pause, resume, go back.
-
-# Nothing runs for a job in one of these, so what is asked is done at once.
+# Nothing runs for a job in one of these, so requests take effect at once.
 _AT_REST = frozenset({JobStatus.QUEUED, JobStatus.PAUSED})
 
 
 def request_cancel(job: Job, now: float, actor: str = "user") -> Decision:
-    """Somebody asks a job to stop. A job for which nothing runs ends at once."""
+    """Cancel a job; one for which nothing runs ends at once."""
     if job.status.is_terminal or job.cancel_requested:
         return Decision(job, None)
     was = {"was": job.status.value}
@@ -418,17 +404,14 @@ def request_cancel(job: Job, now: float, actor: str = "user") -> Decision:
     )
     cancelling = replace(job, cancel_requested=True)
     if job.status in _AT_REST:
-        finished = finish(cancelling, EndReason.CANCELLED, f"cancelled while {_resting(job)}", now)
+        message = f"cancelled while {job.status.value.lower()}"
+        finished = finish(cancelling, EndReason.CANCELLED, message, now)
         return replace(finished, timeline=(asked, *finished.timeline))
     return Decision(replace(cancelling, status=JobStatus.STOPPING), None, timeline=(asked,))
 
 
-def _resting(job: Job) -> str:
-    return "paused" if job.status is JobStatus.PAUSED else "queued"
-
-
 def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> Decision:
-    """Somebody asks a job to save, give its workers back and keep its place in the queue.
+    """Pause a job: it saves, gives its workers back and keeps its place in the queue.
 
     Its workers have `grace_s` seconds to save. A queued job pauses at once.
     """
@@ -455,7 +438,7 @@ def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> 
 
 
 def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
-    """A running job makes way for one of a higher priority; it waits again when it has."""
+    """Preempt a running job for one of a higher priority; it is queued again once paused."""
     if job.status.is_terminal or job.status in _AT_REST or job.pause_requested:
         return Decision(job, None)
     name = by.named_for(job)
@@ -468,7 +451,7 @@ def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
 
 
 def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
-    """A paused job waits again, with its old place; one that still pauses goes on."""
+    """Resume: a paused job is queued with its old place, one that still pauses goes on."""
     is_preempted = QueueState.of(job).preempted_by is not None
     is_pausing = job.pause_requested and not is_preempted
     if job.status.is_terminal or not (job.status is JobStatus.PAUSED or is_pausing):
@@ -489,7 +472,7 @@ def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
 def request_restart(
     job: Job, checkpoint: str, step: int, now: float, actor: str = "user"
 ) -> Decision:
-    """A job that has ended, or rests, goes on from one of its checkpoints with a new budget."""
+    """Restart a job that has ended or rests from one of its checkpoints, with a new budget."""
     if not (job.status.is_terminal or job.status in _AT_REST):
         return Decision(job, None)
     message = f"restart from step {step} requested"

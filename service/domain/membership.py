@@ -1,9 +1,8 @@
-"""Groups and worker counts of the current attempt.
+"""Membership of an attempt: which groups train, and how many workers a job has. Pure.
 
-Who trains in an attempt: a pure fold over its records, and what is read out of the result.
-
-All pure, and all from what is known: hosts as the cluster tells them, places of workers as the
-groups of a job tell theirs. `service.scheduler.policy` decides with it.
+`apply_event` folds the records of a driver into a `Membership`; the other functions read it, or
+the spec where the attempt has not reported yet. T is the number of workers, L the size of a
+sharding group, M the number of replicas.
 """
 
 from __future__ import annotations
@@ -38,30 +37,30 @@ from trainer.protocol.events import (
 from trainer.spec.job import JobSpec
 
 CURRENT = "current"
-# Causes after which no group of that number comes back: it is not wanted, or moves to another one.
+# Causes after which no group of that number comes back.
 FOR_GOOD = frozenset({"resize", "drain"})
 
 
 def apply_event(membership: Membership | None, attempt_id: str, event: Event) -> Membership | None:
-    """The membership after a record of `attempt_id`; what an earlier attempt had is forgotten.
+    """The membership after a record of `attempt_id`; that of an earlier attempt is dropped.
 
-    Records that say nothing of it leave it as it is. Streams arrive one after another, so a
-    membership that is older than the known one changes nothing.
+    Other kinds of records leave it as it is. Streams arrive one after another, so a record that is
+    older than the known membership does not change it.
     """
-    take = _HANDLERS.get(type(event))
-    if take is None:
+    handle = _HANDLERS.get(type(event))
+    if handle is None:
         return membership
     if membership is None or membership.attempt_id != attempt_id:
         membership = Membership(attempt_id)
-    return take(membership, event)
+    return handle(membership, event)
 
 
-def _take_layout(membership: Membership, event: LayoutChosen) -> Membership:
+def _on_layout(membership: Membership, event: LayoutChosen) -> Membership:
     layout = ChosenLayout(**event.model_dump(exclude={"kind", "time"}))
     return replace(membership, layout=layout, world_size=layout.world_size)
 
 
-def _take_members(membership: Membership, event: MembershipChanged) -> Membership:
+def _on_members(membership: Membership, event: MembershipChanged) -> Membership:
     if event.time < membership.changed_at:
         return membership
     members = tuple(
@@ -79,19 +78,19 @@ def _take_members(membership: Membership, event: MembershipChanged) -> Membershi
     )
     if event.time < membership.sized_at:
         return changed
-    # More may have come than the layout was chosen for; then that is what there should be.
+    # More workers may have joined than the layout was chosen for.
     num_workers = num_current(changed) * group_size(changed)
     return replace(changed, world_size=max(changed.world_size, num_workers))
 
 
-def _take_lost(membership: Membership, event: GroupLost) -> Membership:
+def _on_lost(membership: Membership, event: GroupLost) -> Membership:
     hosts = tuple(event.hosts)
     gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.reason, event.message)
     lost = replace(_with_out(membership, event), num_losses=membership.num_losses + 1)
     return replace(lost, gone=(*_without(lost.gone, event.group), gone))
 
 
-def _take_left(membership: Membership, event: GroupLeft) -> Membership:
+def _on_left(membership: Membership, event: GroupLeft) -> Membership:
     left = _with_out(membership, event)
     if event.cause in FOR_GOOD:
         return left
@@ -101,13 +100,13 @@ def _take_left(membership: Membership, event: GroupLeft) -> Membership:
 
 
 def _with_out(membership: Membership, event: GroupLost | GroupLeft) -> Membership:
-    """The membership without one life of a group."""
-    life = (event.group, event.incarnation)
-    members = tuple(m for m in membership.members if (m.group, m.incarnation) != life)
+    """The membership without one incarnation of a group."""
+    gone = (event.group, event.incarnation)
+    members = tuple(m for m in membership.members if (m.group, m.incarnation) != gone)
     return replace(membership, members=members)
 
 
-def _take_joined(membership: Membership, event: GroupJoined) -> Membership:
+def _on_joined(membership: Membership, event: GroupJoined) -> Membership:
     return replace(membership, gone=_without(membership.gone, event.group))
 
 
@@ -115,64 +114,59 @@ def _without(gone: Iterable[GoneGroup], group: int) -> tuple[GoneGroup, ...]:
     return tuple(each for each in gone if each.group != group)
 
 
-def _take_recovery(membership: Membership, event: Recovered) -> Membership:
-    recovery = Recovery(
-        event.time,
-        event.generation,
-        event.cause,
-        event.pause_s,
-        event.syncs_lost,
-        event.num_tries,
-    )
+def _on_recovery(membership: Membership, event: Recovered) -> Membership:
     return replace(
         membership,
-        last_recovery=recovery,
+        last_recovery=Recovery(**event.model_dump(exclude={"kind", "commit"})),
         num_recoveries=membership.num_recoveries + 1,
         recovery_pause_s=membership.recovery_pause_s + event.pause_s,
     )
 
 
-def _take_divergence(membership: Membership, event: Divergence) -> Membership:
+def _on_divergence(membership: Membership, event: Divergence) -> Membership:
     return replace(membership, num_divergences=membership.num_divergences + 1)
 
 
-def _take_resized(membership: Membership, event: Resized) -> Membership:
+def _on_resized(membership: Membership, event: Resized) -> Membership:
     return replace(membership, world_size=event.world_size, sized_at=event.time)
 
 
-def _take_excluded(membership: Membership, event: HostExcluded) -> Membership:
+def _on_excluded(membership: Membership, event: HostExcluded) -> Membership:
     host = ExcludedHost(event.host, event.num_failures, event.until)
     others = tuple(each for each in membership.excluded_hosts if each.host != event.host)
     return replace(membership, excluded_hosts=(*others, host))
 
 
 _HANDLERS: dict[type, Callable[[Membership, Any], Membership]] = {
-    LayoutChosen: _take_layout,
-    MembershipChanged: _take_members,
-    GroupLost: _take_lost,
-    GroupLeft: _take_left,
-    GroupJoined: _take_joined,
-    Recovered: _take_recovery,
-    Resized: _take_resized,
-    HostExcluded: _take_excluded,
-    Divergence: _take_divergence,
+    LayoutChosen: _on_layout,
+    MembershipChanged: _on_members,
+    GroupLost: _on_lost,
+    GroupLeft: _on_left,
+    GroupJoined: _on_joined,
+    Recovered: _on_recovery,
+    Resized: _on_resized,
+    HostExcluded: _on_excluded,
+    Divergence: _on_divergence,
 }
 
 
-def membership_of(job: Job) -> Membership | None:
-    """The membership of a job's newest attempt, once it has one; None before."""
+def current_membership(job: Job) -> Membership | None:
+    """What the newest attempt of a job has reported of its layout and groups, if anything."""
     membership = job.membership
-    if membership is None or membership.attempt_id != job.current_attempt_id:
-        return None
-    return membership if membership.changed_at else None
+    is_current = membership is not None and membership.attempt_id == job.current_attempt_id
+    return membership if is_current else None
+
+
+def membership_of(job: Job) -> Membership | None:
+    """The membership of a job's newest attempt; None before its groups are known."""
+    membership = current_membership(job)
+    return membership if membership and membership.changed_at else None
 
 
 def layout_of_attempt(job: Job) -> ChosenLayout | None:
     """The layout that a job's newest attempt chose; None before it has."""
-    membership = job.membership
-    if membership is None or membership.attempt_id != job.current_attempt_id:
-        return None
-    return membership.layout
+    membership = current_membership(job)
+    return membership.layout if membership else None
 
 
 def failure_domain(job: Job) -> str:
@@ -190,7 +184,7 @@ def num_current(membership: Membership) -> int:
 
 
 def group_size(membership: Membership) -> int:
-    """L, as the layout or the groups themselves tell it; 0 before either did."""
+    """L, from the layout or the groups; 0 before either is known."""
     if membership.layout is not None:
         return membership.layout.shard_group_size
     hosts = [member.hosts for member in membership.members]
@@ -198,13 +192,13 @@ def group_size(membership: Membership) -> int:
 
 
 def num_wanted(membership: Membership) -> int:
-    """How many groups there should be: as many as there were, unless another size was told."""
+    """How many groups there should be."""
     size = group_size(membership)
     return max(membership.world_size // size if size else 0, len(membership.members))
 
 
 def missing(membership: Membership) -> tuple[GoneGroup, ...]:
-    """Groups that are gone and awaited: as many of the newest as there should be groups."""
+    """Groups that are gone and awaited: the newest ones, up to `num_wanted` groups in all."""
     num_awaited = max(0, num_wanted(membership) - len(membership.members))
     present = {member.group for member in membership.members}
     not_back = tuple(each for each in membership.gone if each.group not in present)
@@ -226,9 +220,6 @@ def copies_needed(job: Job) -> int:
     """
     survive = job.spec.parallelism.survive
     return 0 if survive is None else survive.hosts + 1
-
-
-# How many workers a job has and how they are grouped, as far as that is decided: pure.
 
 
 @dataclass(frozen=True)
@@ -278,14 +269,10 @@ def span_text(least: int, most: int) -> str:
     return str(most) if least == most else f"{least}-{most}"
 
 
-# How much of the cluster jobs hold, and how many workers of a job it has room for.
-
-
 def workers_held(job: Job) -> int:
-    """The most workers that a job takes now; 0 where it does not run."""
+    """How many workers a job has now, at most; 0 where it does not run."""
     if job.status.is_terminal or job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
         return 0
-    membership = job.membership
-    if membership is not None and membership.attempt_id == job.current_attempt_id:
-        return membership.world_size or QueueState.of(job).workers or sizes_of_job(job).world_size
-    return QueueState.of(job).workers or sizes_of_job(job).world_size
+    membership = current_membership(job)
+    reported = membership.world_size if membership else 0
+    return reported or QueueState.of(job).workers or sizes_of_job(job).world_size

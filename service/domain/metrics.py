@@ -1,4 +1,4 @@
-"""What a job's newest metrics say of time lost and work at risk: pure functions."""
+"""Goodput, work at risk and phases of a step, read from the newest metrics of a job. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 SHARE, LOST_PREFIX, AT_RISK = "goodput/share", "goodput/lost_s/", "risk/steps_undurable"
-# Causes as the coordinator counts them, in words, in the order of a run.
+# Causes of lost time as the coordinator names them, in words.
 CAUSES = {
     "start": "start",
     "recovery": "recovery",
@@ -36,7 +36,7 @@ class Goodput:
 
 
 def goodput_of(metrics: Mapping[str, float]) -> Goodput | None:
-    """The goodput among a job's newest metrics; None before it was told."""
+    """The goodput among a job's newest metrics; None before it is reported."""
     share = metrics.get(SHARE)
     if share is None or not math.isfinite(share):
         return None
@@ -50,12 +50,10 @@ def goodput_of(metrics: Mapping[str, float]) -> Goodput | None:
 
 
 def steps_at_risk(metrics: Mapping[str, float]) -> int | None:
-    """Steps that no checkpoint holds yet; None where that is not known."""
+    """Steps that no checkpoint has yet; None where that is not known."""
     steps = metrics.get(AT_RISK)
     return round(steps) if steps is not None and math.isfinite(steps) else None
 
-
-# What a sharding plan means, for the dashboard and the command line: pure functions.
 
 # Phases of a training step in the order in which they happen; the metric is `phase/NAME_s`.
 PHASES = (

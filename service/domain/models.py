@@ -1,11 +1,8 @@
-"""Job, Attempt, Membership, Project, ids.
+"""The domain model: jobs, attempts, memberships, projects, and ids of jobs.
 
-What the control plane is about: jobs, attempts, statuses and reasons.
-
-    Job  1 ── n  Attempt (one Ray submission)  1 ── n  WorkerGroupRun (inside the attempt)
-
-A job's *status* says what the control plane has decided; what a cluster says is an
-*observation* and is kept apart. No FastAPI, SQL or Ray here.
+A job has attempts, each of which is one submission to a backend. Its *status* is what the control
+plane has decided; what the cluster reports is an *observation*, kept apart. Times are Unix seconds,
+durations end in `_s`, sizes in `_bytes`. Pure: no FastAPI, SQL or Ray.
 """
 
 from __future__ import annotations
@@ -88,7 +85,7 @@ class ObservedState(StrEnum):
 
 @dataclass(frozen=True)
 class Observation:
-    """One look at a submission; `reason` is why it FAILED, where the backend knows."""
+    """The observed state of a submission; `reason` is why it FAILED, where the backend knows."""
 
     state: ObservedState
     message: str = ""
@@ -113,9 +110,8 @@ class ReportedEnd:
 class Progress:
     """How far a job has come; `rows` counts rows trained by all ranks.
 
-    `advanced_at` is when it last got further (an attempt began to train, or its step changed),
-    `checkpoint_at` since when it has trained without a checkpoint: the last was committed, or an
-    attempt began to train from one. Unix seconds, by the service's clock.
+    `advanced_at` is when an attempt began to train or its step last changed, `checkpoint_at` when
+    the last checkpoint was committed or an attempt began to train, by the service's clock.
     """
 
     step: int = 0
@@ -189,13 +185,12 @@ class ExcludedHost:
 
 @dataclass(frozen=True)
 class Membership:
-    """Who trains in an attempt, folded from its records.
+    """Which groups train in an attempt, derived from its records.
 
     `world_size` is the number of workers that it should have now, 0 while unknown, and `sized_at`
-    when another one was told. `changed_at` is the time of the newest membership, 0 before the
-    first; `copies_alive` and `host_copies_alive` are those of the shard with the fewest. What
-    happened is counted over the attempt; `recovery_pause_s` is what its recoveries
-    took in all.
+    when that last changed. `changed_at` is the time of the newest membership, 0 before the first;
+    `copies_alive` and `host_copies_alive` are those of the shard with the fewest. Counts and
+    `recovery_pause_s` are totals of the attempt.
     """
 
     attempt_id: str
@@ -219,12 +214,12 @@ class Membership:
 
 @dataclass(frozen=True)
 class QueueState:
-    """What the queue knows of a job, kept in `Job.queue_note`.
+    """The scheduler's state of a job, stored in `Job.queue_note`.
 
     While it waits: its `position` (from 1) and `reason`. Once it started: the `workers` that it was
     counted with, and the most that its project's quota allows (`max_workers`). While it pauses:
-    `stop_at` (Unix seconds), when it is stopped whether it saved or not, `stop_sent` once it was,
-    and the job that it makes way for as `named_for` says (`preempted_by`), if any.
+    `stop_at`, when it is stopped whether it saved or not, `stop_sent` once it was, and the job that
+    preempts it, if any (`preempted_by`, as `named_for` says).
     """
 
     position: int | None = None
@@ -237,16 +232,17 @@ class QueueState:
 
     @classmethod
     def of(cls, job: Job) -> QueueState:
-        """The note of a job; what a later version added is left out."""
+        """The state of a job; fields that a later version added are ignored."""
         known = {field.name for field in fields(cls)}
         stored = job.queue_note or {}
         return cls(**{name: value for name, value in stored.items() if name in known})  # type: ignore[arg-type]
 
     @property
     def document(self) -> dict[str, object] | None:
-        """As `Job.queue_note` keeps it: without what is not said, None where nothing is."""
-        said = {name: value for name, value in vars(self).items() if value not in (None, "")}
-        return said or None
+        """As stored in `Job.queue_note`: without empty fields, None where all are empty."""
+        return {
+            name: value for name, value in vars(self).items() if value not in (None, "")
+        } or None
 
 
 def attempt_id(job_id: str, index: int) -> str:
@@ -280,7 +276,7 @@ class Attempt:
 
     @property
     def evidence(self) -> Mapping[str, str]:
-        """What the reason of the end was read from, as far as the driver said."""
+        """What the reason of the end was read from, as far as the driver reported it."""
         return self.reported_end.evidence if self.reported_end else {}
 
 
@@ -318,13 +314,13 @@ class Job:
     queue_note: dict[str, object] | None = None
 
     def named_for(self, reader: Job) -> str:
-        """How those who read another job are told of this one: by name only in its project."""
+        """How this job is called in messages of another one: by name only in the same project."""
         is_shared = self.project == reader.project
         return f"job {self.id} ({self.name})" if is_shared else "a job of another project"
 
     @property
     def waits_since(self) -> float:
-        """When it entered the queue (Unix seconds); a retry, a pause and a preemption keep that."""
+        """When it entered the queue; a retry, a pause and a preemption keep that."""
         return self.created_at if self.queued_at is None else self.queued_at
 
     @property
@@ -361,7 +357,7 @@ class MetricPoint:
 
 @dataclass(frozen=True)
 class TimelineEvent:
-    """One line of a job's timeline; `id` rises along the timeline and is the paging cursor."""
+    """An event of a job's timeline; `id` rises along the timeline and is the paging cursor."""
 
     id: int
     job_id: str
@@ -373,8 +369,7 @@ class TimelineEvent:
     data: dict[str, object]
 
 
-# Identifiers of jobs: `job-` and 12 characters that sort by time.
-
+# Ids of jobs are `job-` and 12 characters that sort by time.
 _ALPHABET = "0123456789abcdefghjkmnpqrstvwxyz"
 _NUM_CHARS = 12
 _RANDOM_BITS = 20
@@ -405,9 +400,6 @@ def _elapsed_ms(now: float) -> int:
 def _spelled(number: int) -> str:
     digits = [_ALPHABET[number >> 5 * place & 31] for place in reversed(range(_NUM_CHARS))]
     return "job-" + "".join(digits)
-
-
-# Projects: names that jobs belong to, with quotas of what may run at the same time.
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,8 @@
-"""What follows from each EndReason: retry rule, backoff, advice.
+"""Retry rule, backoff and advice for each `EndReason`, and what the next attempt changes. Pure.
 
-What to change when a job ended for a reason: one sentence or two for each.
-
-The *kind* says what went wrong where; the *budget* says who pays for another attempt: the user
-(`retry.max_failures`), nobody (it did nothing wrong), or that there is none. The driver restarts
-workers inside an attempt by the same budget; what it counted is added when the attempt ends.
+The *kind* of a reason says what went wrong; its *budget* whether another attempt counts against
+`retry.max_failures`, is free, or is not made. The driver restarts workers inside an attempt by the
+same budget; what it counted is added when the attempt ends. Backoffs are in seconds.
 """
 
 from __future__ import annotations
@@ -73,27 +71,23 @@ def advice_of(reason: EndReason | None, last_attempt: EndReason | None = None) -
     return "" if reason is None else _ADVICE.get(reason, "")
 
 
-# What follows when an attempt ends: one table from reason to rule, and the next attempt's
-# changes.
-
-
 class Kind(StrEnum):
     """What an end says about the job and the place where it ran."""
 
     END = "end"
     """Training is over, or somebody asked."""
     FAULT = "fault"
-    """Of the spec, the data or the code: it would only come back."""
+    """Of the spec, the data or the code: it would come back."""
     LOSS = "loss"
     """Something broke that may not break again."""
     SHORTAGE = "shortage"
     """Too little memory or too few hosts."""
     INTERRUPTION = "interruption"
-    """The place was taken away, which is no fault of the job."""
+    """Resources were taken away, which is no fault of the job."""
 
 
 class Budget(StrEnum):
-    """Who pays for the next attempt: `none` means that there is none."""
+    """Who pays for the next attempt; with `none` there is none."""
 
     USER = "user"
     FREE = "free"
@@ -101,22 +95,22 @@ class Budget(StrEnum):
 
 
 class Change(StrEnum):
-    """What the next attempt does otherwise."""
+    """What the next attempt does differently."""
 
     LARGER_GROUPS = "larger_groups"
     """A larger shard_group_size, where the spec leaves it `auto`: each worker holds less."""
     AVOID_HOST = "avoid_host"
     """No worker on the host to blame for `recovery.exclude_host_s`, if there is room elsewhere."""
     WAIT_FOR_ROOM = "wait_for_room"
-    """It waits in the queue until its fewest workers fit, and grows later."""
+    """It waits in the queue until its minimum of workers fits, and grows later."""
 
 
 @dataclass(frozen=True)
 class RetryRule:
     """What follows an end. The wait doubles from `first_backoff_s` up to `max_backoff_s`.
 
-    It is then shortened or lengthened by up to the share `jitter`, so that jobs that ended
-    together do not come back together.
+    It is then varied by up to the share `jitter`, so that jobs that ended together do not retry
+    together.
     """
 
     kind: Kind
@@ -185,7 +179,7 @@ def spends_budget(reason: str) -> bool:
 
 
 def backoff_s(rule: RetryRule, num_in_a_row: int, attempt_id: str) -> float:
-    """Seconds to wait after end number `num_in_a_row` (from 1); the attempt's id is the dice."""
+    """Seconds to wait after failure `num_in_a_row` (from 1); the attempt's id seeds the jitter."""
     doublings = min(max(num_in_a_row, 1) - 1, 30)
     wait_s = min(rule.max_backoff_s, rule.first_backoff_s * 2.0**doublings)
     digest = hashlib.sha256(attempt_id.encode()).digest()
@@ -195,10 +189,10 @@ def backoff_s(rule: RetryRule, num_in_a_row: int, attempt_id: str) -> float:
 
 @dataclass(frozen=True)
 class NextAttempt:
-    """What an attempt runs: its spec, hosts that it avoids (and until when, Unix seconds).
+    """What an attempt runs: its spec, and hosts that it avoids, each until a time (Unix seconds).
 
     After a reason in `end_on` the driver ends the attempt rather than restart workers in it,
-    because the next attempt would be another. `notes` tell people what is different.
+    because the next attempt differs. `notes` tell users what is different.
     """
 
     spec: JobSpec
@@ -210,14 +204,15 @@ class NextAttempt:
 def next_attempt(
     job: Job, ended: Sequence[Attempt], group_sizes: Mapping[str, int], now: float
 ) -> NextAttempt:
-    """What the next attempt of a job does otherwise than those that `ended`.
+    """What the next attempt of a job does differently from those that `ended`.
 
     `group_sizes` has the shard_group_size that attempts chose, by attempt id.
     """
     avoided = _avoided_hosts(job, ended, now)
     notes = [f"host {host} is avoided" for host, _ in avoided]
     spec = job.spec
-    short = [size for size in _sizes_short_of_memory(ended, group_sizes) if size]
+    oom = (group_sizes.get(each.id) for each in ended if each.end_reason in _MEMORY_SHORTAGES)
+    short = [size for size in oom if size]
     if spec.parallelism.shard_group_size != "auto":
         return NextAttempt(spec, avoided, (), tuple(notes))
     larger = _larger_group_size(spec, max(short)) if short else None
@@ -237,12 +232,6 @@ def _avoided_hosts(job: Job, ended: Sequence[Attempt], now: float) -> tuple[tupl
         if rule and host and Change.AVOID_HOST in rule.changes:
             until[host] = (attempt.ended_at or now) + job.spec.recovery.exclude_host_s
     return tuple(sorted((host, time) for host, time in until.items() if time > now))
-
-
-def _sizes_short_of_memory(
-    ended: Sequence[Attempt], group_sizes: Mapping[str, int]
-) -> list[int | None]:
-    return [group_sizes.get(each.id) for each in ended if each.end_reason in _MEMORY_SHORTAGES]
 
 
 def _larger_group_size(spec: JobSpec, size: int) -> int | None:

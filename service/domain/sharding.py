@@ -1,6 +1,7 @@
-"""The sharding plan and the sync policy of a job.
+"""Summaries of a job's sync policy and sharding plan, for the dashboard and the CLI. Pure.
 
-How a job keeps its copies together, in words: for the dashboard and the command line.
+`policy_facts` says in words how replicas are kept in sync; `loads_of` and `imbalance` compute from
+the reported plan what each position of a sharding group holds, in bytes.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from typing import Protocol
 
 from trainer.protocol.events import TablePlan, WorkersStarted
 from trainer.spec.job import JobSpec
-from trainer.spec.parallelism import SyncSpec
-from trainer.spec.training import ScheduleSpec
 
 _OPTIMIZERS = {
     "row_wise_adagrad": "row-wise AdaGrad",
@@ -23,8 +22,7 @@ _OPTIMIZERS = {
 
 
 def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
-    """(subject, policy in words), in reading order; what only concerns several copies is left out
-    where there is one."""
+    """(subject, policy in words), in reading order; a single copy has no replica policies."""
     facts = [("Failure domain", _domain_text(spec)), ("Sync", sync_text(spec))]
     if not _is_single_copy(spec):
         facts += [
@@ -36,28 +34,20 @@ def policy_facts(spec: JobSpec) -> list[tuple[str, str]]:
 
 
 def sync_text(spec: JobSpec) -> str:
-    """When the copies are averaged, and what travels then: rows in fp32, else their changes."""
+    """When replicas are averaged, and what is sent: rows in fp32, else their changes."""
     if _is_single_copy(spec):
         return "none: there is one copy of the tables"
     sync = spec.parallelism.sync
-    parts = [f"{_every(sync.every_steps, 'step')}: {_moved_text(spec)}", f"in {sync.dtype}"]
-    if sync.overlap:
-        parts.append("overlapped with the next step")
-    return ", ".join(parts)
-
-
-def _moved_text(spec: JobSpec) -> str:
-    sync = spec.parallelism.sync
-    what = "" if sync.dtype == "fp32" else "the changes of "
+    sent = "" if sync.dtype == "fp32" else "the changes of "
     if sync.mode == "full" or spec.optimizer.sparse.changes_untouched_rows:
-        return f"{what}every row"
-    return f"{what}the rows touched since the last sync{_fallback_text(sync)}"
-
-
-def _fallback_text(sync: SyncSpec) -> str:
-    # Changes are never sent of all rows: their bases are kept for the touched ones only.
-    has_fallback = sync.dtype == "fp32" and sync.full_above < 1
-    return f" (all rows above {sync.full_above:.0%})" if has_fallback else ""
+        sent += "every row"
+    else:
+        sent += "the rows touched since the last sync"
+        # Changes are never sent of all rows: their bases exist for the touched ones only.
+        if sync.dtype == "fp32" and sync.full_above < 1:
+            sent += f" (all rows above {sync.full_above:.0%})"
+    overlap = ", overlapped with the next step" if sync.overlap else ""
+    return f"{_every(sync.every_steps, 'step')}: {sent}, in {sync.dtype}{overlap}"
 
 
 def _every(number: int, what: str) -> str:
@@ -138,35 +128,25 @@ def _lr_text(spec: JobSpec) -> str:
         f"dense {dense.lr:g} ({_OPTIMIZERS[dense.name]})"
     )
     schedule = spec.optimizer.schedule
-    return rates if schedule is None else f"{rates}; {_schedule_text(schedule)}"
+    if schedule is None:
+        return rates
+    warmup = f"warm-up over {schedule.warmup_steps:,} steps, then " if schedule.warmup_steps else ""
+    floor = "" if schedule.decay == "constant" else f" to {schedule.min_ratio:.0%}"
+    return f"{rates}; {warmup}{schedule.decay}{floor}"
 
 
-def _schedule_text(schedule: ScheduleSpec) -> str:
-    parts = []
-    if schedule.warmup_steps:
-        parts.append(f"warm-up over {schedule.warmup_steps:,} steps")
-    decay = {
-        "constant": "constant",
-        "linear": f"linear to {schedule.min_ratio:.0%}",
-        "cosine": f"cosine to {schedule.min_ratio:.0%}",
-    }[schedule.decay]
-    return ", then ".join([*parts, decay])
-
-
-# What a sharding plan means, for the dashboard and the command line: pure functions.
-
-# Kinds of timeline lines.
+# Kinds of timeline events.
 STARTED, DIVERGENCE = "workers_started", "divergence"
 DATA_PARALLEL = "data_parallel"
 _WORKERS_FIELDS = frozenset(WorkersStarted.model_fields)
 
 
 class TimelineEntry(Protocol):
-    """A line of a timeline, as the store and the client have it."""
+    """An event of a timeline, as both the store and the client have it."""
 
     @property
     def kind(self) -> str:
-        """Kind of the record."""
+        """Kind of the event."""
 
     @property
     def time(self) -> float:
@@ -174,15 +154,15 @@ class TimelineEntry(Protocol):
 
     @property
     def data(self) -> Mapping[str, object]:
-        """The rest of the record."""
+        """The other fields of the record."""
 
 
 def newest_workers(timeline: Sequence[TimelineEntry]) -> WorkersStarted | None:
     """The newest worker group run of a timeline; None before the first one."""
-    for line in reversed(timeline):
-        if line.kind == STARTED:
-            known = {name: value for name, value in line.data.items() if name in _WORKERS_FIELDS}
-            return WorkersStarted.model_validate({**known, "time": line.time})
+    for event in reversed(timeline):
+        if event.kind == STARTED:
+            known = {name: value for name, value in event.data.items() if name in _WORKERS_FIELDS}
+            return WorkersStarted.model_validate({**known, "time": event.time})
     return None
 
 
@@ -196,7 +176,7 @@ class Share:
 
 @dataclass(frozen=True)
 class PositionLoad:
-    """All that one position of every sharding group holds."""
+    """All that one position of each sharding group holds."""
 
     position: int
     shares: tuple[Share, ...]

@@ -1,13 +1,8 @@
-"""Timeline events: building, wording, reading back.
+"""Timeline events: making them, their messages, and what is read back from them. Pure.
 
-Lines of a timeline that the service writes: a sentence for people, and facts for programs.
-
-What is wanted is told in the timeline, where the newest line holds all of it: the number of
-workers and every host to leave. A file of the attempt says the same to its driver, and a new
-attempt is given it again. To ask twice for the same thing changes nothing.
-
-A request is a file of the attempt that its workers look for at every report, and a line of the
-timeline, which makes it known to everybody who asks after it.
+An event has a message for people and `data` for programs. `describe` words the records of drivers;
+`latest_resize_request` and `traces_of` read requests and results back from a timeline. The newest
+resize or drain event holds the whole request: the number of workers and all hosts to leave.
 """
 
 from __future__ import annotations
@@ -58,7 +53,7 @@ def timeline_event(
     actor: str = "service",
     data: Mapping[str, object] | None = None,
 ) -> TimelineEvent:
-    """A timeline line; the store gives it its id. `data` says for programs what `message` does."""
+    """A timeline event; the store gives it its id. `data` is for programs, `message` for people."""
     return TimelineEvent(
         id=0,
         job_id=job.id,
@@ -72,7 +67,7 @@ def timeline_event(
 
 
 def end_details(job: Job, ended: Attempt | None) -> dict[str, object]:
-    """What programs want to know of an end: how often the job failed, and what was seen."""
+    """Data of an end: how often the job failed, and the evidence of its reason."""
     evidence = dict(ended.evidence) if ended else {}
     facts: dict[str, object] = {
         "num_failures": job.num_failures,
@@ -86,36 +81,33 @@ def reason_of(ended: Attempt) -> dict[str, object]:
     return {"reason": ended.end_reason.value} if ended.end_reason else {}
 
 
-# Another size of a running job, or hosts that it should leave: asked for by people.
-
+# Requests of users for another size of a running job, or for hosts that it should leave.
 RESIZE, DRAIN = "resize_requested", "drain_requested"
 RESIZE_KINDS = (RESIZE, DRAIN)
 
 
 @dataclass(frozen=True)
 class ResizeRequest:
-    """What is wanted of the workers; `num_workers` is None while nobody asked for a size."""
+    """The requested workers; `num_workers` is None while nobody requested a size."""
 
     id: str = ""
     num_workers: int | None = None
     drain_hosts: tuple[str, ...] = ()
 
 
-def latest_resize_request(lines: Iterable[TimelineEntry]) -> ResizeRequest:
-    """What the newest of some timeline lines wants."""
-    told = [line for line in lines if line.kind in RESIZE_KINDS]
-    if not told:
+def latest_resize_request(events: Iterable[TimelineEntry]) -> ResizeRequest:
+    """The request of the newest of some timeline events."""
+    requests = [event for event in events if event.kind in RESIZE_KINDS]
+    if not requests:
         return ResizeRequest()
-    data = told[-1].data
+    data = requests[-1].data
     hosts, workers = data["drain_hosts"], data["workers"]
     assert isinstance(hosts, list)
     assert workers is None or isinstance(workers, int)
     return ResizeRequest(str(data["id"]), workers, tuple(hosts))
 
 
-# What each record of a driver says to a person: one line of the timeline, and its level.
-
-# Where the driver says that a group is lost; what the coordinator sees itself it tells in words.
+# Reasons that the driver gives for the loss of a group; the coordinator sends a message instead.
 _LOSSES = {
     "workers_lost": "its workers ended",
     "host_lost": "its host stopped answering",
@@ -123,7 +115,7 @@ _LOSSES = {
     "device_oom": "a device ran out of memory",
     "host_oom": "its host ran out of memory",
 }
-# Anything else that changes the size is the reason of a loss.
+# Any other cause of a resize is a loss.
 _RESIZES = {
     "request": "as asked",
     "resize": "as asked",
@@ -140,7 +132,7 @@ _ALARMING = (GroupLost, HangFound, HostExcluded, StragglerFound, RowsSkipped, Ro
 
 
 def level_of(event: Event) -> str | None:
-    """`warning` or `error` where a line should stand out by more than its kind."""
+    """`warning` or `error` for events that should stand out; None for others."""
     if isinstance(event, Divergence):
         return "error"
     is_alarming = isinstance(event, _ALARMING)
@@ -149,13 +141,13 @@ def level_of(event: Event) -> str | None:
 
 
 def describe(event: Event, membership: Membership | None = None) -> str:
-    """One line for a person; `membership` is what was known before the record."""
+    """The message of a record; `membership` is that before it."""
     if isinstance(event, GroupLost):
         return _group_lost(event, membership)
     if isinstance(event, GroupJoined):
         return _group_joined(event, membership)
-    say = _MESSAGES.get(type(event))
-    return event.kind if say is None else say(event)
+    message = _MESSAGES.get(type(event))
+    return event.kind if message is None else message(event)
 
 
 def _group_lost(event: GroupLost, membership: Membership | None) -> str:
@@ -182,10 +174,6 @@ def _group_joined(event: GroupJoined, membership: Membership | None) -> str:
     return f"{_group(event)} joined{again}: {copied} in {event.duration_s:.1f} s"
 
 
-def _group_left(event: GroupLeft) -> str:
-    return f"{_group(event)} left in good order: {_LEAVES[event.cause]}"
-
-
 def _membership_changed(event: MembershipChanged) -> str:
     standings: dict[str, list[int]] = {}
     for member in event.groups:
@@ -200,7 +188,7 @@ def _membership_changed(event: MembershipChanged) -> str:
     if event.copies_alive:
         hosts = _count(event.host_copies_alive, "host")
         copies = f"; each shard has {_count(event.copies_alive, 'copy', 'copies')} on {hosts}"
-    return f"generation {event.generation}: {', '.join(parts) or 'nobody is there'}{copies}"
+    return f"generation {event.generation}: {', '.join(parts) or 'no group'}{copies}"
 
 
 def _one(verb: str) -> str:
@@ -217,7 +205,7 @@ def _recovered(event: Recovered) -> str:
     return f"recovered in {event.pause_s:.2f} s: generation {event.generation}, {redo}{tries}"
 
 
-def _room_asked(event: CapacityRequested) -> str:
+def _capacity_requested(event: CapacityRequested) -> str:
     num_missing = event.num_wanted - event.num_workers
     each = ", ".join(f"{amount:g} {name}" for name, amount in event.resources_per_worker.items())
     asked = f"the autoscaler was asked for room for {_count(num_missing, 'worker', 'workers')}"
@@ -269,14 +257,6 @@ def _rows_skipped(event: RowsSkipped) -> str:
     return f"{rows} are left out: {event.reason}"
 
 
-def _rows_quarantined(event: RowsQuarantined) -> str:
-    return f"{_count(event.count, 'row')} of {event.file} left out: {event.reason}"
-
-
-def _attempt_started(event: AttemptStarted) -> str:
-    return f"driver is up, starting {event.world_size} worker(s)"
-
-
 def _workers_started(event: WorkersStarted) -> str:
     resumed = f", resumed at step {event.resumed_step}" if event.resumed_step else ""
     return (
@@ -293,10 +273,6 @@ def _checkpoint_committed(event: CheckpointCommitted) -> str:
     )
 
 
-def _checkpoint_deleted(event: CheckpointDeleted) -> str:
-    return f"checkpoint of step {event.step} removed by retention"
-
-
 def _trace_written(event: TraceWritten) -> str:
     return (
         f"trace of {event.num_steps} step(s) up to step {event.step} on rank {event.rank} "
@@ -308,10 +284,6 @@ def _workers_lost(event: WorkersLost) -> str:
     follows = "restarting them" if event.will_restart else "not restarting"
     what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
     return f"workers {what} ({event.reason}: {event.message}); {follows}"
-
-
-def _attempt_ended(event: AttemptEnded) -> str:
-    return f"attempt ended ({event.reason}): {event.message}"
 
 
 def _divergence(event: Divergence) -> str:
@@ -333,25 +305,27 @@ def _divergence(event: Divergence) -> str:
 
 _MESSAGES: dict[type, Callable[[Any], str]] = {
     Note: lambda event: str(event.message),
-    AttemptStarted: _attempt_started,
+    AttemptStarted: lambda event: f"driver is up, starting {event.world_size} worker(s)",
     WorkersStarted: _workers_started,
     CheckpointCommitted: _checkpoint_committed,
-    CheckpointDeleted: _checkpoint_deleted,
+    CheckpointDeleted: lambda event: f"checkpoint of step {event.step} removed by retention",
     Divergence: _divergence,
     LayoutChosen: _layout_chosen,
     MembershipChanged: _membership_changed,
-    GroupLeft: _group_left,
+    GroupLeft: lambda event: f"{_group(event)} left in good order: {_LEAVES[event.cause]}",
     Recovered: _recovered,
-    CapacityRequested: _room_asked,
+    CapacityRequested: _capacity_requested,
     Resized: _resized,
     StragglerFound: _straggler,
     HangFound: _hang,
     HostExcluded: _host_excluded,
-    RowsQuarantined: _rows_quarantined,
+    RowsQuarantined: lambda event: (
+        f"{_count(event.count, 'row')} of {event.file} left out: {event.reason}"
+    ),
     RowsSkipped: _rows_skipped,
     TraceWritten: _trace_written,
     WorkersLost: _workers_lost,
-    AttemptEnded: _attempt_ended,
+    AttemptEnded: lambda event: f"attempt ended ({event.reason}): {event.message}",
 }
 
 
@@ -374,10 +348,9 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes / 1e3:.1f} kB" if is_small else f"{num_bytes / 1e6:,.1f} MB"
 
 
-# Profiler traces of a job: asked for while it runs, listed, and found on run storage.
-
+# Profiler traces: kinds of their events.
 REQUESTED, WRITTEN, WITHDRAWN = "trace_requested", "trace_written", "trace_withdrawn"
-# Anything else is refused before it becomes part of a path.
+# Other names are refused before they become part of a path.
 _NAME_PATTERN = re.compile(r"(spec|t-[0-9a-f]{8})-rank(0|[1-9]\d{0,5})\.json\.gz")
 
 
@@ -397,26 +370,21 @@ class Trace:
     time: float
 
 
-def traces_of(lines: Sequence[TimelineEvent]) -> list[Trace]:
-    """Traces that a timeline tells of; of files that were written again the newest record."""
-    found = [_trace_of(line) for line in lines if line.kind == WRITTEN]
-    named = {(t.attempt_id, t.name): t for t in found if _NAME_PATTERN.fullmatch(t.name)}
-    return sorted(named.values(), key=lambda trace: trace.time)
-
-
-def _trace_of(line: TimelineEvent) -> Trace:
-    data = line.data
-    return Trace(
-        name=Path(str(data["path"])).name,
-        attempt_id=line.attempt_id or "",
-        rank=_integer(data["rank"]),
-        step=_integer(data["step"]),
-        num_steps=_integer(data["num_steps"]),
-        size_bytes=_integer(data["size_bytes"]),
-        time=line.time,
-    )
-
-
-def _integer(value: object) -> int:
-    assert isinstance(value, int)
-    return value
+def traces_of(events: Sequence[TimelineEvent]) -> list[Trace]:
+    """Traces written according to a timeline; of a file written again the newest event."""
+    found: dict[tuple[str, str], Trace] = {}
+    for event in events:
+        if event.kind == WRITTEN:
+            data: dict[str, Any] = event.data
+            trace = Trace(
+                name=Path(data["path"]).name,
+                attempt_id=event.attempt_id or "",
+                rank=data["rank"],
+                step=data["step"],
+                num_steps=data["num_steps"],
+                size_bytes=data["size_bytes"],
+                time=event.time,
+            )
+            if _NAME_PATTERN.fullmatch(trace.name):
+                found[trace.attempt_id, trace.name] = trace
+    return sorted(found.values(), key=lambda trace: trace.time)

@@ -1,4 +1,4 @@
-"""Webhooks: what they are, what they send, and what follows from each try. Pure.
+"""Webhooks: subscriptions, messages, signatures and the retry schedule. Pure.
 
 Messages follow the Standard Webhooks specification: a receiver checks `webhook-signature`, the
 HMAC-SHA256 of `ID.TIMESTAMP.BODY` under the secret, and drops a `webhook-id` that it has seen.
@@ -23,8 +23,8 @@ MAX_TRIES = 10
 FIRST_DELAY_S = 5.0
 MAX_DELAY_S = 6 * 3600.0
 _GROWTH = 4.0
-# Half of a delay is certain, the rest is drawn: receivers that come back are not stormed.
-_CERTAIN_SHARE = 0.5
+# Half of a delay is fixed, the rest random, so that retries do not arrive together.
+_FIXED_SHARE = 0.5
 MAX_DEAD_IN_A_ROW = 5
 _SECRET_PREFIX = "whsec_"
 _SECRET_BYTES = 32
@@ -33,10 +33,10 @@ _HTTP_GONE = 410
 
 @dataclass(frozen=True)
 class Webhook:
-    """A URL that hears of the timeline lines of a project (`*`: of every project).
+    """A URL that receives the timeline events of a project (`*`: of every project).
 
-    `kinds` names the lines it wants, none for all. `secret` is sealed. `note` says why the service
-    switched it off, if it did.
+    `kinds` names the wanted events, empty for all. `secret` is encrypted. `note` says why the
+    service switched the webhook off, if it did.
     """
 
     id: str
@@ -79,13 +79,13 @@ class Delivery:
 
     @property
     def message_id(self) -> str:
-        """What a receiver tells repeated messages by: the same at every try."""
+        """Identifies the message to the receiver: the same at every try."""
         return f"msg-{self.webhook_id.partition('-')[2]}-{self.id}"
 
 
 @dataclass(frozen=True)
 class Claimed:
-    """A delivery that this sender is to make: where to, and the sealed secret to sign it with."""
+    """A delivery that this sender is to make: its URL and the encrypted signing secret."""
 
     delivery: Delivery
     url: str
@@ -94,7 +94,7 @@ class Claimed:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a try: the status of the answer, or None and why there was none."""
+    """Result of a try: the HTTP status, or None and why there was no answer."""
 
     status_code: int | None
     message: str = ""
@@ -107,7 +107,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What follows from a try."""
+    """What follows from a try, as stored with the delivery."""
 
     state: DeliveryState
     next_try_at: float
@@ -135,30 +135,30 @@ def after_try(num_tries: int, answer: Answer, now: float, chance: float) -> Outc
 def retry_delay_s(num_tries: int, chance: float) -> float:
     """Seconds to the next try after `num_tries`, growing fourfold up to six hours."""
     longest = min(MAX_DELAY_S, FIRST_DELAY_S * _GROWTH ** min(num_tries - 1, 20))
-    return longest * (_CERTAIN_SHARE + (1 - _CERTAIN_SHARE) * chance)
+    return longest * (_FIXED_SHARE + (1 - _FIXED_SHARE) * chance)
 
 
 def wants(kinds: Sequence[str], kind: str) -> bool:
-    """Whether a webhook that asked for `kinds` is to hear of a line."""
+    """Whether a webhook subscribed to `kinds` receives events of a kind."""
     return not kinds or kind in kinds
 
 
-def body_of(line: TimelineEvent, project: str) -> str:
-    """The message about a timeline line, as JSON."""
+def body_of(event: TimelineEvent, project: str) -> str:
+    """The message about a timeline event, as JSON."""
     data = {
-        "event_id": line.id,
+        "event_id": event.id,
         "project": project,
-        "job_id": line.job_id,
-        "attempt_id": line.attempt_id,
-        "message": line.message,
-        "actor": line.actor,
-        "data": line.data,
+        "job_id": event.job_id,
+        "attempt_id": event.attempt_id,
+        "message": event.message,
+        "actor": event.actor,
+        "data": event.data,
     }
-    return _message(line.kind, line.time, data)
+    return _message(event.kind, event.time, data)
 
 
 def test_body(webhook: Webhook, now: float) -> str:
-    """A message that tells of nothing, to try a webhook with."""
+    """A message about no job, to try a webhook with."""
     return _message("test", now, {"webhook_id": webhook.id, "project": webhook.project})
 
 
@@ -186,7 +186,7 @@ def signature(secret: str, message_id: str, timestamp: int, body: str) -> str:
 
 
 def headers_of(delivery: Delivery, secret: str, now: float) -> dict[str, str]:
-    """Headers of a try at `now`; the secret is the opened one."""
+    """Headers of a try at `now` (Unix seconds); `secret` is decrypted."""
     timestamp = int(now)
     return {
         "content-type": "application/json",

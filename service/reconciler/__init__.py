@@ -1,1 +1,1 @@
-"""The control loop: observe, decide, store, act."""
+"""The reconciler: observe live jobs, decide, store, act."""

@@ -1,4 +1,4 @@
-"""Work on the store that no job waits for, at most once a minute."""
+"""Retention: deletes old metric points, code uploads and exports, at most once a minute."""
 
 from __future__ import annotations
 
@@ -40,41 +40,33 @@ class Housekeeper:
         return is_due
 
     def run(self) -> None:
-        """Tidy up once; what cannot be done now is left for the next time."""
+        """Delete what is due; what fails is left for the next time."""
         try:
-            self._prune()
-            self._remove_code()
-            self._remove_exports()
+            for what, remove in (
+                ("metric points", self._prune_metrics),
+                ("uploads of code", self._remove_code),
+                ("exports", self._remove_exports),
+            ):
+                try:
+                    num_removed = remove()
+                except (StoreUnavailable, OSError) as error:
+                    logger.warning("cannot remove old %s, trying again: %s", what, error)
+                    continue
+                if num_removed:
+                    logger.info("removed %d %s past their retention", num_removed, what)
         finally:
             self._next_at = self._clock() + _INTERVAL_S
 
-    def _prune(self) -> None:
-        try:
-            num_deleted = self._store.prune_metrics(self._retention, self._clock())
-        except StoreUnavailable as error:
-            logger.warning("cannot delete old metric points, trying again: %s", error)
-            return
-        if num_deleted:
-            logger.info("deleted %d metric points that the retention does not keep", num_deleted)
+    def _prune_metrics(self) -> int:
+        return self._store.prune_metrics(self._retention, self._clock())
 
-    def _remove_code(self) -> None:
-        try:
-            num_removed = remove_old_code(self._settings, self._clock(), self._named_code)
-        except (StoreUnavailable, OSError) as error:
-            logger.warning("cannot remove old uploads of code, trying again: %s", error)
-            return
-        if num_removed:
-            logger.info("removed %d uploads of code that the retention does not keep", num_removed)
+    def _remove_code(self) -> int:
+        return remove_old_code(self._settings, self._clock(), self._named_code)
 
-    def _remove_exports(self) -> None:
-        try:
-            num_deleted = remove_old_exports(self._settings, self._clock())
-            remove_all_deleted(self._settings)
-        except OSError as error:
-            logger.warning("cannot remove old exports, trying again: %s", error)
-            return
-        if num_deleted:
-            logger.info("deleted %d exports that the retention does not keep", num_deleted)
+    def _remove_exports(self) -> int:
+        num_removed = remove_old_exports(self._settings, self._clock())
+        remove_all_deleted(self._settings)
+        return num_removed
 
     def _named_code(self) -> set[str]:
         codes = (job.spec.model.code for job in self._store.list_live_jobs())

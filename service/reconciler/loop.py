@@ -1,16 +1,14 @@
-"""Keeping work in the background to one thread's worth of computing.
+"""The reconciler: observes live jobs, decides, stores the decision and acts on the backend.
 
-Python runs one thread at a time, and which of those that are ready comes next is left to chance:
-among eight looks at jobs that compute, a request would wait for its turn eight times as long as
-beside one. Here they take turns, and step aside while they wait for somebody else.
+It is level-triggered: each pass starts from the stored state and what the cluster reports now, so
+a crash at any point is repaired by the next pass. An action is stored before it is carried out (an
+attempt's row before its submission, which has the same id), so repeating it is harmless. A write
+that lost a race (`StaleVersion`) is dropped; the next pass decides anew.
 
-It is level-triggered: each look starts from what is stored and what the cluster says now, so a
-crash at any point is mended by the next look. What is about to be done is stored before it is
-done (an attempt's row before its submission, whose id it is), so repeating it is harmless. A
-write that lost the race against another (`StaleVersion`) is dropped: the next look decides anew.
-
-Each live job is looked at in a thread pool, never twice at the same time, so that a slow answer
-delays that job alone. No backend call happens inside a transaction.
+Live jobs are reconciled in a thread pool, never one twice at the same time, so that a slow backend
+delays that job alone. The threads take turns in computing (`_ComputeSlot`), as under the GIL eight
+that compute would delay a request eight times as long as one. No backend call happens inside a
+transaction.
 """
 
 from __future__ import annotations
@@ -63,7 +61,8 @@ from service.reconciler.submission import plan_attempt, submission_of, write_spe
 from service.scheduler.runner import SchedulerRunner
 from service.settings import Settings
 
-_PATIENCE_S = 0.05
+logger = logging.getLogger(__name__)
+_SLOT_TIMEOUT_S = 0.05
 
 
 class _Held(threading.local):
@@ -71,20 +70,20 @@ class _Held(threading.local):
 
 
 class _ComputeSlot:
-    """Room for one thread; a thread that has waited `patience_s` goes ahead beside it.
+    """Lets one thread compute at a time; one that has waited `timeout_s` goes ahead regardless.
 
-    So one that is stuck (on storage that hangs, say) holds the others up for that long only.
+    So a thread that is stuck, on storage that hangs for instance, delays others that long only.
     """
 
-    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
-        self._patience_s = patience_s
-        self._room = threading.Semaphore(1)
+    def __init__(self, timeout_s: float = _SLOT_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._slot = threading.Semaphore(1)
         self._mine = _Held()
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Compute in the lane."""
-        self._mine.is_held = self._room.acquire(timeout=self._patience_s)
+        """Compute in the slot."""
+        self._mine.is_held = self._slot.acquire(timeout=self._timeout_s)
         try:
             yield
         finally:
@@ -92,24 +91,21 @@ class _ComputeSlot:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Wait for somebody else, out of the lane."""
+        """Wait for something else, outside of the slot."""
         was_held = self._mine.is_held
         self._leave()
         try:
             yield
         finally:
             if was_held:
-                self._mine.is_held = self._room.acquire(timeout=self._patience_s)
+                self._mine.is_held = self._slot.acquire(timeout=self._timeout_s)
 
     def _leave(self) -> None:
         if self._mine.is_held:
             self._mine.is_held = False
-            self._room.release()
+            self._slot.release()
 
 
-# The loop that makes jobs happen: load, observe, decide, store, act.
-
-logger = logging.getLogger(__name__)
 _ENDED = frozenset(
     {
         ObservedState.SUCCEEDED,
@@ -120,8 +116,8 @@ _ENDED = frozenset(
 )
 _NOTHING_SUBMITTED = Observation(ObservedState.UNREACHABLE, "nothing is submitted")
 _LOG_TAIL_CHARS = 2000
-_LOOK_PAUSE_S = 0.25
-# At each look, so that replicas that start together share the jobs.
+_MIN_INTERVAL_S = 0.25
+# In each pass, so that replicas that start together share the jobs.
 _MAX_NEW_LEASES = 64
 
 
@@ -156,7 +152,7 @@ class Reconciler:
             note_answer=telemetry.backend_asked,
         )
         self._is_reachable = True
-        self._lane = _ComputeSlot()
+        self._slot = _ComputeSlot()
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
         self._woken = threading.Event()
@@ -171,32 +167,29 @@ class Reconciler:
     # ---- the loop
 
     def start(self) -> None:
-        """Begin looking at jobs, now and at every interval."""
+        """Begin to reconcile, now and at every interval."""
         deletions = self._pool.submit(finish_deletions, self._store, self._settings)
-        deletions.add_done_callback(partial(self._note_error, "of a cut-off deletion"))
+        deletions.add_done_callback(partial(self._log_failure, "of an unfinished deletion"))
         self._thread.start()
 
     def wake(self) -> None:
-        """Look at all jobs at once instead of at the next interval."""
+        """Reconcile all jobs now instead of at the next interval."""
         self._woken.set()
 
     @property
     def has_died(self) -> bool:
-        """Whether the loop was started and runs no more, though nobody closed it."""
+        """Whether the loop has ended although nobody closed it."""
         was_started = self._thread.ident is not None
         return was_started and not self._thread.is_alive() and not self._closing.is_set()
 
     def close(self) -> None:
-        """Stop looking, and wait for the looks that are under way."""
+        """Stop, and wait for the jobs that are being reconciled."""
         self._closing.set()
         self._woken.set()
         if self._thread.is_alive():
             self._thread.join()
         self._dispatcher.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
-        self._release_leases()
-
-    def _release_leases(self) -> None:
         try:
             self._store.release_leases(self._settings.replica_id)
         except StoreUnavailable as error:
@@ -204,12 +197,12 @@ class Reconciler:
 
     def _loop(self) -> None:
         while not self._closing.is_set():
-            # Cleared before the look: a wake during it must cause another one.
+            # Cleared before the pass: a wake during it must cause another one.
             self._woken.clear()
             error = self._dispatcher.submit(self._dispatch).exception()
-            _log_error("cannot look at the jobs", error)
-            # A hundred submissions in a second make some looks, not a hundred.
-            self._closing.wait(_LOOK_PAUSE_S)
+            _log_error("cannot reconcile the jobs", error)
+            # A hundred submissions in a second cause a few passes, not a hundred.
+            self._closing.wait(_MIN_INTERVAL_S)
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:
@@ -223,19 +216,19 @@ class Reconciler:
                 future.add_done_callback(partial(self._release, job.id))
         for job_id, index in self._outboxes.take_due():
             late = self._pool.submit(self._outboxes.collect, job_id, index)
-            late.add_done_callback(partial(self._note_error, job_id))
+            late.add_done_callback(partial(self._log_failure, job_id))
         if self._housekeeper.take_due():
             self._pool.submit(self._housekeeper.run).add_done_callback(_note_housekeeping)
 
     def _admit(self) -> None:
-        """Let the queue start what may; whatever goes wrong there, those that run are looked at."""
+        """Run the scheduler; its errors do not keep running jobs from being reconciled."""
         try:
             self._queue.admit()
         except Exception as error:
-            _log_error("the queue stands still", error)
+            _log_error("cannot schedule the queue", error)
 
     def _lease(self) -> frozenset[str]:
-        """The live jobs that are this replica's to look at; see `service.db.jobs`."""
+        """The live jobs that this replica holds leases of."""
         held = self._store.claim_live_jobs(
             self._settings.replica_id,
             lease_s=self._settings.lease_s,
@@ -253,17 +246,17 @@ class Reconciler:
     def _release(self, job_id: str, future: Future[None]) -> None:
         with self._busy_lock:
             self._busy.discard(job_id)
-        self._note_error(job_id, future)
+        self._log_failure(job_id, future)
 
     @staticmethod
-    def _note_error(job_id: str, future: Future[None]) -> None:
+    def _log_failure(job_id: str, future: Future[None]) -> None:
         error = None if future.cancelled() else future.exception()
-        _log_error(f"job {job_id}: look failed", error)
+        _log_error(f"job {job_id}: reconciling failed", error)
 
     # ---- one job
 
     def run_once(self) -> None:
-        """Admit who may start, look at every live job once, and return when done."""
+        """Schedule, reconcile every live job once in this thread, and return."""
         self._queue.admit()
         for job in self._store.list_live_jobs():
             if not _rests(job):
@@ -272,14 +265,14 @@ class Reconciler:
             self._outboxes.collect(job_id, index)
 
     def reconcile(self, job_id: str) -> None:
-        """Take a job as far as it goes now."""
-        with about(job_id=job_id), self._telemetry.reconcile_s.time(), self._lane.taken():
+        """Take a job as far as it goes now; a lost race is left to the next pass."""
+        with about(job_id=job_id), self._telemetry.reconcile_s.time(), self._slot.taken():
             try:
-                self._look(job_id)
+                self._reconcile(job_id)
             except StaleVersion as error:
                 logger.debug("job %s: %s", job_id, error)
 
-    def _look(self, job_id: str) -> None:
+    def _reconcile(self, job_id: str) -> None:
         """Observe, decide, store and act."""
         job, attempt = self._load(job_id)
         observation = self._observe(attempt)
@@ -288,7 +281,7 @@ class Reconciler:
             observed = attempt
             job, attempt = self._load(job_id)
             if not _is_as_observed(observed, attempt):
-                # Another replica submitted or ended it meanwhile: what was seen says nothing now.
+                # Another replica submitted or ended it meanwhile: the observation is outdated.
                 return
         decision = decide(job, attempt, observation, self._clock())
         stored = self._apply(job, attempt, decision)
@@ -298,12 +291,12 @@ class Reconciler:
             self._act(decision.action, stored, decision.attempt)
 
     def _collect_last(self, job: Job) -> None:
-        """Take what workers that outlived their driver wrote after its end was seen."""
+        """Collect what workers that outlived their driver wrote after its end was observed."""
         if job.current_attempt_id is not None:
             self._outboxes.collect(job.id, job.num_attempts - 1)
 
     def _load(self, job_id: str) -> tuple[Job, Attempt | None]:
-        # Job first: its version then vouches for the attempt as well (see `service.db.jobs`).
+        # Job first: its version then covers the attempt as well (see `service.db.jobs`).
         job = self._store.get_job(job_id)
         if job.current_attempt_id is None:
             return job, None
@@ -312,24 +305,24 @@ class Reconciler:
     def _observe(self, attempt: Attempt | None) -> Observation:
         if attempt is None or attempt.end_reason is not None:
             return _NOTHING_SUBMITTED
-        with self._lane.aside():
+        with self._slot.aside():
             observation = self._backend.observe(attempt.id)
         self._note_reachability(observation)
         if observation.state is ObservedState.FAILED and attempt.reported_end is None:
-            with self._lane.aside():
+            with self._slot.aside():
                 tail = self._backend.tail_driver_log(attempt.id, _LOG_TAIL_CHARS)
             parts = [part for part in (observation.message, tail) if part]
             return replace(observation, message="\n".join(parts))
         return observation
 
     def _note_reachability(self, observation: Observation) -> None:
-        """Log when the backend goes away and when it is back, not every look in between."""
+        """Log when the backend becomes unreachable and when it is back, not every pass between."""
         is_reachable = observation.state is not ObservedState.UNREACHABLE
         self._telemetry.backend_asked(is_reachable)
         if is_reachable != self._is_reachable:
             self._is_reachable = is_reachable
-            news = "answers again" if is_reachable else observation.message
-            logger.warning("backend %s: %s", self._backend.name, news)
+            change = "answers again" if is_reachable else observation.message
+            logger.warning("backend %s: %s", self._backend.name, change)
 
     def _apply(self, job: Job, attempt: Attempt | None, decision: Decision) -> Job:
         """Store a decision if it changes anything; raises `StaleVersion`."""
@@ -351,22 +344,22 @@ class Reconciler:
     def _act(self, action: Action, job: Job, attempt: Attempt) -> None:
         if action is Action.SUBMIT:
             if not self._backend.may_submit(attempt.id):
-                return  # The job's message tells of the last try.
-            # Stored before the call: once it is under way, only time tells that it did not arrive.
+                return  # Backing off; the job's message is about the last try.
+            # Stored before the call: once sent, only time tells that it did not arrive.
             tried = replace(attempt, last_submit_at=self._clock())
             job = self._apply(job, attempt, Decision(job, tried))
             self._apply(job, tried, self._submit(job, tried))
         elif action is Action.PAUSE:
             ask_to_pause(self._settings, attempt)
             if not self._store.get_job(job.id).pause_requested:
-                # Taken back between the look and the request; who took it back found none yet.
+                # Withdrawn meanwhile, before there was a file to remove.
                 withdraw_pause(self._settings, job.id, attempt.id)
         elif action is Action.STOP:
             try:
-                with self._lane.aside():
+                with self._slot.aside():
                     self._backend.stop(attempt.id)
             except BackendUnreachable as error:
-                self._note_unanswered(action, attempt, error)
+                self._log_unanswered(action, attempt, error)
 
     def _submit(self, job: Job, attempt: Attempt) -> Decision:
         try:
@@ -376,10 +369,10 @@ class Reconciler:
             note_rewind(job, attempt, self._settings)
             copy_resize_request(self._store, run_dir_of(self._settings, job.id), job.id, attempt.id)
             submission = submission_of(job, attempt, following, self._settings)
-            with self._tracing.submitting(job, attempt), self._lane.aside():
+            with self._tracing.submitting(job, attempt), self._slot.aside():
                 self._backend.submit(submission)
         except BackendUnreachable as error:
-            self._note_unanswered(Action.SUBMIT, attempt, error)
+            self._log_unanswered(Action.SUBMIT, attempt, error)
             return submission_unanswered(job, attempt, str(error))
         except SubmissionRefused as error:
             reason, message = EndReason.SUBMISSION_REFUSED, str(error)
@@ -392,17 +385,17 @@ class Reconciler:
             return submission_accepted(job, attempt, self._clock(), following.notes)
         return submission_failed(job, attempt, reason, message, self._clock())
 
-    def _note_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
+    def _log_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
         self._telemetry.backend_asked(False)
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
 
 
 def _note_housekeeping(future: Future[None]) -> None:
-    _log_error("cannot tidy up", None if future.cancelled() else future.exception())
+    _log_error("housekeeping failed", None if future.cancelled() else future.exception())
 
 
 def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
-    """Whether an attempt is still the submission that was looked at."""
+    """Whether an attempt is still the submission that was observed."""
     if attempt is None or attempt.id != observed.id or attempt.end_reason is not None:
         return False
     submitted = (attempt.last_submit_at, attempt.submitted_at)
@@ -410,13 +403,13 @@ def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
 
 
 def _rests(job: Job) -> bool:
-    """Whether there is nothing to look at: the queue, or somebody, has to move the job first."""
+    """Whether a job has nothing to reconcile until the scheduler or a user moves it."""
     at_rest = job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
     return at_rest and not job.cancel_requested and not job.pause_requested
 
 
 def _log_error(what: str, error: BaseException | None) -> None:
-    """Log what went wrong, if anything did; a traceback only where the cause is not known."""
+    """Log an error, if any; with a traceback where it is not one of the service's own."""
     if error is not None:
         trace = None if isinstance(error, ServiceError) else error
         logger.error("%s, trying again: %s", what, error, exc_info=trace)

@@ -1,4 +1,8 @@
-"""Takes the records that a driver left on run storage and could not, or need not, post."""
+"""Collects records that drivers left in outboxes on run storage instead of posting them.
+
+A record that cannot be read or stored is replaced by a note, so that the numbers of those after it
+still hold. An outbox that storage does not return for a while is left behind.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +25,15 @@ from trainer.protocol.run_dir import stream_order
 logger = logging.getLogger(__name__)
 # Workers may outlive their driver for some seconds, and commit a checkpoint meanwhile.
 LATE_RECORDS_S = 30.0
-# How long a job waits for records that storage does not give out.
+# How long a job waits for records that storage does not return.
 PATIENCE_S = 60.0
 _BATCH_SIZE = 500
 
 
 class OutboxCollector:
-    """Stores what attempts left in their outboxes; `clock` gives Unix seconds.
+    """Stores the records of outboxes; `clock` gives Unix seconds.
 
-    What was stored before is skipped, so collecting again is harmless.
+    Records stored before are skipped, so collecting again is harmless.
     """
 
     def __init__(
@@ -48,9 +52,9 @@ class OutboxCollector:
         self._lock = threading.Lock()
 
     def collect(self, job_id: str, index: int) -> None:
-        """Take the records of attempt `index` of a job; raises OSError if storage fails.
+        """Store the records of attempt `index` of a job; raises OSError if storage fails.
 
-        What cannot be read for `PATIENCE_S` is left behind: its job must get on without it.
+        What cannot be read for `PATIENCE_S` is left behind, so that the job goes on without it.
         """
         attempt = attempt_id(job_id, index)
         outbox_dir = run_dir_of(self._settings, job_id).attempt(attempt).outbox_dir
@@ -72,7 +76,7 @@ class OutboxCollector:
             self._due_at[job_id, index] = self._clock() + LATE_RECORDS_S
 
     def take_due(self) -> list[tuple[str, int]]:
-        """Jobs and attempt indices whose time to be collected again has come, each once."""
+        """Jobs and attempt indices that are due to be collected again, each once."""
         with self._lock:
             due = [key for key, due_at in self._due_at.items() if due_at <= self._clock()]
             for key in due:
@@ -85,7 +89,8 @@ class OutboxCollector:
             self._store.append_events(attempt, batch, self._clock())
         except RecordRefused as error:
             if len(batch.events) > 1:
-                for single in _singles(batch):
+                for seq, event in enumerate(batch.events, batch.first_seq):
+                    single = EventBatch(stream=batch.stream, first_seq=seq, events=[event])
                     self._take(attempt, single)
                 return
             logger.warning("stream %s: %s", batch.stream, error)
@@ -94,19 +99,13 @@ class OutboxCollector:
         self._telemetry.received_events(batch.events)
 
 
-def _singles(batch: EventBatch) -> Iterator[EventBatch]:
-    for seq, event in enumerate(batch.events, batch.first_seq):
-        yield EventBatch(stream=batch.stream, first_seq=seq, events=[event])
-
-
 def unread_batches(
     outbox_dir: Path, positions: Mapping[str, int], now: float
 ) -> Iterator[EventBatch]:
     """Batches of every stream from `positions` (stream -> next sequence number) on.
 
-    Only whole lines count. `now` (Unix seconds) dates the note that takes the place of a damaged
-    line, so that the numbers of the lines after it still hold. Raises OSError in the end where a
-    stream could not be read, after the others.
+    Only whole lines count. `now` (Unix seconds) is the time of notes that replace damaged lines.
+    Where a stream cannot be read OSError is raised, after the other streams.
     """
     problem: OSError | None = None
     for path in sorted(outbox_dir.glob("*.jsonl"), key=stream_order):

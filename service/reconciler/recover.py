@@ -1,11 +1,11 @@
-"""Finds jobs again from run storage when the store is lost: `python -m service.reconciler.recover`.
+"""Rebuilds a lost database from run storage: `python -m service.reconciler.recover`.
 
-Every folder of a job holds `job.json`, its attempts' specs and what their drivers recorded. From
-these the rows are made again, metrics and timelines included. A job that `job.json` says has ended
-stays ended. Of any other the newest attempt is taken to live: the reconciler then asks the cluster,
-so a job that still trains trains on, and one that ended meanwhile ends as its driver said. While
-its rows are being made a job is PAUSED, so that nothing happens to it; a recovery that was cut off
-is repeated and goes on where it stopped.
+Every run folder has `job.json`, the specs of the attempts and the records of their drivers. From
+these the rows are made again, metrics and timelines included. A job that has ended according to
+`job.json` stays ended. Of any other the newest attempt is taken to be live: the reconciler then
+asks the cluster, so a job that still trains goes on, and one that ended meanwhile ends as its
+driver reported. While its rows are being made a job is PAUSED, so that nothing happens to it; an
+interrupted recovery is repeated and goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _End:
 
 @dataclass
 class Recovery:
-    """What was found: ids of jobs that are back, of those known already, folders left alone."""
+    """Ids of recovered jobs, of those known already, and folders left alone (with the reason)."""
 
     recovered: list[str] = field(default_factory=list)
     known: list[str] = field(default_factory=list)
@@ -83,7 +83,7 @@ def _known(store: JobStore, job_id: str) -> Job | None:
 
 
 def _job_of(folder: Path, document: dict[str, Any] | None) -> Job:
-    """The job that a folder is of, not yet stored; raises ValueError and the like."""
+    """The job of a run folder, not yet stored; raises ValueError, KeyError or TypeError."""
     if document is None or document["id"] != folder.name:
         raise ValueError("it is damaged, or of another job")
     spec = JobSpec.model_validate(document["spec"], context={"stored": True})
@@ -102,7 +102,7 @@ def _job_of(folder: Path, document: dict[str, Any] | None) -> Job:
 
 
 def _end_in(document: dict[str, Any] | None) -> _End | None:
-    """The end that `job.json` tells of, if any; raises ValueError and the like."""
+    """The end according to `job.json`, if any; raises ValueError, KeyError or TypeError."""
     told = document.get("ended") if document else None
     if told is None:
         return None
@@ -128,12 +128,12 @@ def _recover(
 
 
 def _going_on(job: Job, newest: Attempt | None) -> Job:
-    """A job that lives, as far as its folder tells."""
+    """A live job, as far as its folder tells."""
     if newest is None:
         return job
     reported = newest.reported_end.reason if newest.reported_end else None
     status = JobStatus.RUNNING if job.started_at is not None else JobStatus.STARTING
-    # Where its driver says that it was paused, it is for people to resume it.
+    # One that its driver reported as paused waits for a user to resume it.
     return replace(job, status=status, pause_requested=reported is EndReason.PAUSED)
 
 
@@ -180,8 +180,6 @@ def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_l
 
 def main() -> int:
     """Recover with the settings of the environment; 1 if a folder had to be left alone."""
-    from service.db.jobs import JobStore
-
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     settings = Settings()
     try:

@@ -1,4 +1,4 @@
-"""What the service hands to the cluster for an attempt: its spec file, command and environment."""
+"""What is submitted for an attempt: its spec file, the driver's command and its environment."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STOP_WAIT_S = 20
 
 
 def plan_attempt(store: JobStore, job: Job, attempt: Attempt, now: float) -> NextAttempt:
-    """What an attempt runs, after those that ended before it and within its project's quota."""
+    """What an attempt runs, given those that ended before it and its project's quota."""
     ended = [each for each in store.list_attempts(job.id) if each.index < attempt.index]
     lines = store.list_timeline(job.id, limit=1000, kinds=("layout_chosen",)) if ended else []
     sizes = {each.attempt_id: each.data.get("shard_group_size") for each in lines}
@@ -61,9 +61,13 @@ def submission_of(
             "SHARDLOOM_ATTEMPT_ID": attempt.id,
             "SHARDLOOM_RUN_DIR": str(run_dir_of(settings, job.id).root),
             "SHARDLOOM_SERVICE_URL": settings.service_url,
-            # Made anew for each submission, and always the same: nothing needs to be kept.
+            # Derived from the attempt's id, so it need not be stored.
             "SHARDLOOM_ATTEMPT_TOKEN": master_keys_of(settings).attempt_token(attempt.id),
-            **_ca_file(settings),
+            **(
+                {"SHARDLOOM_CA_FILE": str(settings.driver_ca_file)}
+                if settings.driver_ca_file
+                else {}
+            ),
             **_growth(following.spec, settings),
             "SHARDLOOM_MAX_WORKER_FAILURES": str(remaining_failures(job)),
             "SHARDLOOM_END_ON": " ".join(following.end_on),
@@ -71,7 +75,7 @@ def submission_of(
             "SHARDLOOM_LOG_MAX_BYTES": str(settings.log_max_bytes),
             **_tracing(job, settings),
             "PYTHONUNBUFFERED": "1",
-            # Ray's own way to stop a job is SIGTERM and 3 s later SIGKILL: too short to report.
+            # By default Ray sends SIGTERM and 3 s later SIGKILL: too short to report.
             "RAY_JOB_STOP_SIGNAL": "SIGINT",
             "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         },
@@ -81,20 +85,15 @@ def submission_of(
     )
 
 
-def _ca_file(settings: Settings) -> dict[str, str]:
-    path = settings.driver_ca_file
-    return {"SHARDLOOM_CA_FILE": str(path)} if path else {}
-
-
 def _growth(spec: JobSpec, settings: Settings) -> dict[str, str]:
-    """How far the job's cluster grows by itself, if it does: the driver asks for room then."""
+    """How far the job's cluster can grow, if it does: the driver then asks for capacity."""
     is_own = spec.resources.cluster == "own"
     most = spec.parallelism.world_size if is_own else settings.cluster_max_workers
     return {"SHARDLOOM_CLUSTER_MAX_WORKERS": str(most)} if most else {}
 
 
 def _tracing(job: Job, settings: Settings) -> dict[str, str]:
-    """What lets the driver go on in the trace of the job's submission."""
+    """Lets the driver continue the OpenTelemetry trace of the job's submission."""
     endpoint = settings.otlp_endpoint
     if not endpoint:
         return {}
@@ -105,7 +104,7 @@ def _tracing(job: Job, settings: Settings) -> dict[str, str]:
 
 
 def write_spec(spec: JobSpec, attempt: Attempt, settings: Settings) -> Path:
-    """Write the spec that an attempt will run, whole or not at all, and the code that it names.
+    """Write the spec that an attempt will run, atomically, and the code that it names.
 
     Raises `CodeGone`, and OSError.
     """

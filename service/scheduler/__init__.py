@@ -1,1 +1,1 @@
-"""Which queued job starts next, and on which capacity."""
+"""The scheduler: which queued job starts next, and on which capacity."""

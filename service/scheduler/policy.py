@@ -1,23 +1,18 @@
-"""Who starts next, on which capacity; pure.
+"""The scheduling policy: which queued jobs start, and which running ones are preempted. Pure.
 
-How much of the cluster jobs hold, and how many workers of a job it has room for.
+`admit` goes through queued jobs by priority, then fair share (the project that holds the fewest
+workers first), then waiting time. A job starts when its minimum of workers fits at once (gang
+scheduling) into the free capacity, within its project's quotas.
 
-All pure, and all from what is known: hosts as the cluster tells them, places of workers as the
-groups of a job tell theirs. `service.scheduler.policy` decides with it.
+A job that does not fit blocks those behind it (no starvation). Backfill is limited to jobs that
+cannot delay it for long: preemptible ones of a lower priority, and any job while the blocked one
+has waited less than `PASS_WINDOW_S`. A job that would not fit into an empty cluster, or that a
+quota holds back, blocks nobody outside its project. Where pausing preemptible jobs of a lower
+priority makes enough room, they are preempted, the lowest priority and the latest start first;
+until they have stopped nothing else starts.
 
-`admit` goes through the waiting jobs in *order*: higher priority first; at equal priority the job
-whose project holds the fewest workers, then the one that waits longest. A job starts when its
-fewest workers fit at once (a gang) into what is free, within its project's quotas.
-
-A job that does not fit holds those behind it back, so that what is freed comes to it. Behind it
-starts only what cannot delay it for long: a preemptible job of a lower priority, which would make
-way for it; and any job while the blocked one has waited less than `PASS_WINDOW_S`. A job that
-cannot fit even into an empty cluster, or that its project's quota holds, delays nobody outside its
-project. Where pausing preemptible jobs of a lower priority makes enough room, they are paused, the
-lowest priority and the latest start first; until they have gone nothing else starts.
-
-A job with a cluster of its own takes and waits for quotas only: whether there is room for that
-cluster, and what makes way, is decided where clusters are made.
+Capacity is computed from the hosts of the cluster and the reported places of workers. Jobs with a
+cluster of their own are subject to quotas only.
 """
 
 from __future__ import annotations
@@ -28,13 +23,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.backends.base import HostFacts, has_own_cluster
-from service.domain.membership import sizes_of_job, workers_held
+from service.domain.membership import current_membership, sizes_of_job, workers_held
 from service.domain.models import Job, JobStatus, Project, QueueState
 
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the cluster has in all. `hosts` is None where that is not known: all fits then.
+    """Total capacity of the cluster; with `hosts` None it is unknown, and everything fits.
 
     `max_workers` counts, instead of the hosts, where the cluster grows by itself.
     """
@@ -73,7 +68,7 @@ class Capacity:
         return resources.cpus_per_worker, float(wants_gpu)
 
     def use_of(self, job: Job, workers: int) -> Use:
-        """What so many workers of a job take, and where as far as the job has told."""
+        """What so many workers of a job take, and on which hosts as far as reported."""
         cpus, gpus = self.demand_of(job)
         hosts = {host: (num * cpus, num * gpus) for host, num in workers_by_host(job).items()}
         return Use(workers, workers * cpus, workers * gpus, hosts)
@@ -87,7 +82,7 @@ class Capacity:
             return max(0, limit - used.workers)
         free_cpus = sum(host.num_cpus for host in self.hosts) - used.cpus
         free_gpus = sum(host.num_gpus for host in self.hosts) - used.gpus
-        # Where the others lie is known of some of them only: these bound it from both sides.
+        # Places are known of some workers only: two upper bounds.
         beside = self._num_fitting_beside(job, used, self.hosts)
         return max(0, min(beside, _num_fitting(free_cpus, free_gpus, *self.demand_of(job))))
 
@@ -127,17 +122,15 @@ def num_hosts_needed(job: Job) -> int:
 
 
 def _num_fitting(free_cpus: float, free_gpus: float, cpus: float, gpus: float) -> int:
-    # Ray counts in ten-thousandths: a float may lie a hair below the whole number meant.
+    # Ray counts in ten-thousandths, so a quotient may lie just below a whole number.
     by_cpus = int(free_cpus / cpus + 1e-6)
     return min(by_cpus, int(free_gpus / gpus + 1e-6)) if gpus else by_cpus
 
 
 def workers_by_host(job: Job) -> Mapping[str, int]:
-    """How many workers of a job lie on each host, as far as its groups have told; 0 at rest."""
-    membership = job.membership
-    if not workers_held(job) or membership is None:
-        return {}
-    if membership.attempt_id != job.current_attempt_id:
+    """How many workers of a job are on each host, as far as its groups have reported."""
+    membership = current_membership(job)
+    if membership is None or not workers_held(job):
         return {}
     return Counter(host for member in membership.members for host in member.hosts)
 
@@ -148,15 +141,13 @@ def most_held(job: Job) -> int:
     return max(held, QueueState.of(job).max_workers or sizes_of_job(job).world_size) if held else 0
 
 
-# Who starts next: a pure decision over everything that waits and runs.
-
-# A job at the head of the queue is passed only this long; then the cluster empties for it.
+# A blocked job at the head of the queue may be passed this long; then the cluster drains for it.
 PASS_WINDOW_S = 300.0
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a job takes of the cluster, and the `most` that it may grow to by itself."""
+    """How many workers a job has, and the `most` that it may grow to by itself."""
 
     job: Job
     workers: int
@@ -167,7 +158,7 @@ class Held:
 class Start:
     """A job that starts, counted with `workers`; `max_workers` is what its quota allows, if less.
 
-    The driver takes what it finds between its bounds, so `workers` is the most that it may take.
+    The driver takes what it finds within its bounds, at most `workers`.
     """
 
     job: Job
@@ -177,7 +168,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Preemption:
-    """A running job that pauses, and the waiting one that it makes way for."""
+    """A running job that pauses, and the queued one that it is preempted for."""
 
     job: Job
     by: Job
@@ -185,7 +176,7 @@ class Preemption:
 
 @dataclass(frozen=True)
 class QueuePosition:
-    """A job that waits: its position from 1 (None where it is not its turn at all), and why."""
+    """A queued job: its position from 1 (None where it is not eligible yet), and why it waits."""
 
     job: Job
     position: int | None
@@ -194,12 +185,12 @@ class QueuePosition:
 
 @dataclass(frozen=True)
 class Admission:
-    """What the queue decided."""
+    """The result of a scheduling pass."""
 
     starts: tuple[Start, ...] = ()
     preemptions: tuple[Preemption, ...] = ()
     places: tuple[QueuePosition, ...] = ()
-    # By job: the workers that it may not grow beyond, as the room is another one's.
+    # By job id: the most workers that it may grow to, as the rest is reserved for others.
     growth_limits: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -210,7 +201,7 @@ def admit(
     capacity: Capacity,
     now: float,
 ) -> Admission:
-    """Who starts, who makes way, and where everybody else stands. `now` is Unix seconds."""
+    """One scheduling pass over all queued and running jobs. `now` is Unix seconds."""
     held = [Held(job, workers_held(job), most_held(job)) for job in running]
     turn = _SchedulingPass(projects, capacity, now, held)
     waiting = [job for job in queued if job.retry_at is None or job.retry_at <= now]
@@ -224,7 +215,7 @@ def admit(
 
 
 def _in_order(waiting: Iterable[Job], turn: _SchedulingPass) -> Iterable[Job]:
-    """The waiting jobs in turn; a project that was given workers comes later at once."""
+    """The queued jobs in order; a project that is given workers moves back at once."""
     by_priority: dict[int, dict[str, list[tuple[float, str, Job]]]] = {}
     for job in waiting:
         of_priority = by_priority.setdefault(job.priority, {})
@@ -240,7 +231,7 @@ def _in_order(waiting: Iterable[Job], turn: _SchedulingPass) -> Iterable[Job]:
 
 @dataclass
 class _SchedulingPass:
-    """One pass over the queue; what it gives away counts at once."""
+    """One pass over the queue; what it allocates counts at once."""
 
     projects: Mapping[str, Project]
     capacity: Capacity
@@ -277,7 +268,7 @@ class _SchedulingPass:
         return self.capacity.use_of(held.job, held.workers)
 
     def growth_limits(self) -> dict[str, int]:
-        """What keeps running jobs from growing into the room that others wait for or were given."""
+        """Limits that keep running jobs from growing into capacity reserved for others."""
         growing = [
             each
             for each in self.held
@@ -285,23 +276,19 @@ class _SchedulingPass:
             and each.job.status is not JobStatus.QUEUED
             and not has_own_cluster(each.job)
         ]
-        blocked, limits = self._blocked, self._limits_of_room(growing)
+        limits: dict[str, int] = {}
+        total, blocked = self.capacity.max_workers, self._blocked
+        if total is not None:
+            # Hosts of a job that is about to start may not be there yet: others may not ask for
+            # them either.
+            free = max(0, total - self._used.workers)
+            for each in growing:
+                if each.workers + free < each.most:
+                    limits[each.job.id] = each.workers + free
         if blocked is not None:
             waited_for = [each for each in growing if each.job.priority <= blocked.priority]
             limits |= {each.job.id: each.workers for each in waited_for}
         return limits
-
-    def _limits_of_room(self, growing: Sequence[Held]) -> dict[str, int]:
-        """Where the cluster grows by itself: what was given away is not there yet, so nothing but
-        this keeps a job from asking for the hosts of one that is about to start.
-        """
-        total = self.capacity.max_workers
-        if total is None:
-            return {}
-        room = max(0, total - self._used.workers)
-        return {
-            each.job.id: each.workers + room for each in growing if each.workers + room < each.most
-        }
 
     def consider(self, job: Job) -> None:
         """Start a job, or say why not."""
@@ -330,11 +317,11 @@ class _SchedulingPass:
         project = self.projects.get(job.project)
         if project is None or project.max_workers is None:
             return None
-        # An elastic job grows without asking: it counts with all that it may take.
+        # An elastic job grows by itself: it counts with all that it may take.
         return project.max_workers - self._claims[job.project]
 
     def _quota_reason(self, job: Job) -> str:
-        """Why the quotas of its project keep a job waiting; empty where they do not."""
+        """Why a quota keeps a job waiting; empty where none does."""
         project, least = self.projects.get(job.project), sizes_of_job(job).min_workers
         if project is None:
             return ""
@@ -355,7 +342,7 @@ class _SchedulingPass:
     # ---- room
 
     def _room_reason(self, job: Job) -> str:
-        """Why the cluster has no room for a job now; empty where it has."""
+        """Why a job does not fit now; empty where it does."""
         if has_own_cluster(job):
             return ""
         least = sizes_of_job(job).min_workers
@@ -373,7 +360,7 @@ class _SchedulingPass:
         return reason
 
     def _make_room(self, job: Job, least: int) -> str:
-        """Let jobs of a lower priority pause where that is enough; what is said of it."""
+        """Preempt jobs of a lower priority where that is enough; the words that say so."""
         if self._is_making_room:
             return ""
         here = [each for each in self.held if not has_own_cluster(each.job)]
@@ -399,7 +386,7 @@ class _SchedulingPass:
     # ---- order
 
     def _order_reason(self, job: Job) -> str:
-        """Why a job that fits waits behind another one all the same; empty where it may start."""
+        """Why a job that fits waits behind another one; empty where it may start."""
         ahead = self._blocked_of.get(job.project)
         if ahead is not None and not self._may_pass(ahead, job):
             return f"behind {ahead.named_for(job)}"
@@ -410,7 +397,7 @@ class _SchedulingPass:
         return ""
 
     def _may_pass(self, ahead: Job, job: Job) -> bool:
-        """Whether a job cannot delay the one ahead of it, or not for long."""
+        """Whether a job may start before the one ahead of it (backfill)."""
         makes_way = job.spec.preemptible and job.priority < ahead.priority
         return makes_way or self.now - ahead.waits_since < PASS_WINDOW_S
 
@@ -424,13 +411,13 @@ def _impossible(job: Job, least: int, total: int) -> str:
 
 
 def _leaves(job: Job) -> bool:
-    """Whether a job gives its workers back soon, because somebody asked."""
+    """Whether a job gives its workers back soon."""
     is_ending = job.cancel_requested or job.status is JobStatus.STOPPING
     return is_ending or job.pause_requested
 
 
 def _yields(held: Held, job: Job) -> bool:
-    """Whether a running job makes way for a waiting one."""
+    """Whether a running job may be preempted for a queued one."""
     return held.job.spec.preemptible and held.job.priority < job.priority
 
 

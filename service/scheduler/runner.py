@@ -1,9 +1,9 @@
-"""Carries out what `service.scheduler.policy` decides: one pass over everything that waits.
+"""Runs scheduling passes: reads queue and cluster, and stores what `policy.admit` decides.
 
-One replica of the service does it at a time, under a lock in the store, so that no room is given
-away twice; each start, preemption and note is one guarded write, so a pass that ends in the middle
-is taken up by the next. A cluster that does not answer is no empty one: nothing starts and nobody
-makes way until it does.
+One replica of the service does so at a time, under a lock in the store, so that no capacity is
+allocated twice. Each start, preemption and position is one compare-and-set write, so a pass that
+is cut off is completed by the next. While the cluster does not answer nothing starts on it and
+nothing is preempted.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from service.settings import Settings
 
 logger = logging.getLogger(__name__)
 _LOCK = "queue"
-# A pass takes far less; a replica that dies in one holds the others up for this long.
+# A pass takes far less; a replica that dies in one delays the others for this long.
 _LOCK_S = 10.0
-# Notes of those further behind would be written anew with every start ahead of them.
+# Positions further behind would be rewritten with every start ahead of them.
 MAX_PLACES = 200
-# New notes in one pass: the looks at the jobs that run wait for it.
+# Positions written in one pass, which the reconciler waits for.
 _MAX_NOTES = 500
 _LIFT_INTERVAL_S = 60.0
-# A job may wait for days: its cluster is not asked for its hosts every second.
+# A job may wait for days: the cluster is not asked for its hosts every second.
 _CAPACITY_AGE_S = 3.0
 
 
 @dataclass
 class SchedulerRunner:
-    """The queue of `store` on `backend`; `clock` gives Unix seconds.
+    """Schedules the queued jobs of `store` on `backend`; `clock` gives Unix seconds.
 
     `before_start` is called with a job that is about to get another attempt, `note_answer` with
     whether the backend answered.
@@ -58,8 +58,10 @@ class SchedulerRunner:
         self._lifts_at = 0.0
 
     def admit(self) -> None:
-        """Start what may start, unless another replica is at it or nothing waits."""
-        if not (self.store.has_queued_jobs() or self._may_be_limited()):
+        """Run a pass, unless another replica does or nothing is queued."""
+        # Jobs may have been kept from growing by this replica, or by one that died.
+        may_be_limited = self.clock() >= self._lifts_at
+        if not (self.store.has_queued_jobs() or may_be_limited):
             return
         with self.locks.hold(_LOCK, self.clock(), _LOCK_S) as is_held:
             if is_held:
@@ -67,7 +69,7 @@ class SchedulerRunner:
 
     def _pass(self) -> None:
         live, now = self.store.list_live_jobs(), self.clock()
-        queued = _waiting(live)
+        queued = [job for job in live if job.status is JobStatus.QUEUED]
         running = [job for job in live if job.status not in (JobStatus.QUEUED, JobStatus.PAUSED)]
         if not queued and self.settings.cluster_max_workers is None:
             self._limit_growth(running, {})
@@ -88,19 +90,15 @@ class SchedulerRunner:
         self._carry_out(admission, now)
         self._limit_growth(running, admission.growth_limits)
 
-    def _may_be_limited(self) -> bool:
-        """Whether a job may be kept from growing, by this replica or one that died."""
-        return self.clock() >= self._lifts_at
-
     def _limit_growth(self, running: Sequence[Job], limits: Mapping[str, int]) -> None:
-        """Tell the drivers of elastic jobs how far they may grow, and lift what was told before."""
+        """Limit how far elastic jobs may grow, and lift earlier limits."""
         for job in running:
             if job.spec.parallelism.is_elastic:
                 self._guarded(job, limit_growth, self.settings, job, limits.get(job.id))
         self._lifts_at = self.clock() + (0.0 if limits else _LIFT_INTERVAL_S)
 
     def _capacity(self) -> Capacity:
-        """What the cluster has, or had a moment ago; raises `BackendUnreachable`."""
+        """The capacity of the cluster, up to 3 s old; raises `BackendUnreachable`."""
         if self._seen is None or not 0.0 <= self.clock() - self._seen[0] < _CAPACITY_AGE_S:
             self._seen = None
             self._seen = (self.clock(), capacity_of(self.settings, self.backend))
@@ -116,7 +114,7 @@ class SchedulerRunner:
         self._note_all(admission.places)
 
     def _note_all(self, places: Sequence[QueuePosition], message: str = "") -> None:
-        """Store where jobs stand, of the first that changed; the others in the next passes."""
+        """Store changed positions, at most `_MAX_NOTES` in one pass."""
         changed = [
             (place, noted) for place in places if (noted := _noted(place, message)) != place.job
         ]
@@ -125,9 +123,9 @@ class SchedulerRunner:
 
     @staticmethod
     def _guarded(job: Job, act: Callable[..., object], *args: object) -> None:
-        """Act on a job; one that somebody wrote meanwhile is looked at in the next pass.
+        """Act on a job; one that was written meanwhile is left for the next pass.
 
-        What is wrong with one job, such as files that cannot be read, holds up no other.
+        An error of one job, such as unreadable files, does not delay others.
         """
         try:
             act(*args)
@@ -150,7 +148,7 @@ class SchedulerRunner:
 
     def _start(self, begun: Start, now: float) -> None:
         self.before_start(begun.job)
-        # What that stored may have raised the version: a job that changed otherwise is left.
+        # That may have raised the version: a job that changed otherwise is left.
         job = self.store.get_job(begun.job.id)
         if replace(job, version=begun.job.version) != begun.job:
             raise StaleVersion(job.id, begun.job.version)
@@ -164,22 +162,18 @@ class SchedulerRunner:
 
 
 def capacity_of(settings: Settings, backend: Backend) -> Capacity:
-    """What the cluster has, as far as the queue minds it; raises `BackendUnreachable`."""
+    """The capacity of the cluster, under the setting; raises `BackendUnreachable`."""
     if settings.queue_capacity == "unlimited":
-        # The cluster need not have room, but it has to be there.
+        # Capacity is not counted, but the cluster has to answer.
         backend.check()
         return Capacity()
     return Capacity(backend.hosts(), settings.cluster_max_workers)
 
 
 def _noted(place: QueuePosition, message: str) -> Job:
-    """A job with where it stands; `message` is what its cluster answered badly."""
+    """A job with its position; `message` is an error of its cluster."""
     position, reason = place.position, place.reason
     if position is not None and position > MAX_PLACES:
         position, reason = None, f"more than {MAX_PLACES} jobs are ahead"
     note = replace(QueueState.of(place.job), position=position, reason=reason)
     return replace(place.job, queue_note=note.document, message=message)
-
-
-def _waiting(live: list[Job]) -> list[Job]:
-    return [job for job in live if job.status is JobStatus.QUEUED]

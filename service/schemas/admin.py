@@ -1,30 +1,26 @@
-"""Keys, audit, webhooks, projects, cluster.
+"""REST bodies of administration: projects, the cluster, API keys, the audit log, webhooks.
 
-Bodies about the queue and the quotas of projects (pydantic only).
-
-Times are Unix seconds, durations `_s`, sizes `_bytes`. Lists are pages: `next` is the value to
-give as `after` for the following page, and null on the last one.
+Shared by the server, the client and the CLI (pydantic only). Times are Unix seconds, sizes end in
+`_bytes`.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
-from service.schemas.common import ApiModel
+from service.schemas.common import ApiModel, RequestModel
 
 
-class Quotas(BaseModel):
+class Quotas(RequestModel):
     """What the jobs of a project may hold at the same time; null is no limit."""
-
-    model_config = ConfigDict(extra="forbid")
 
     max_workers: int | None = Field(default=None, ge=0, le=2**31 - 1, examples=[64])
     max_running_jobs: int | None = Field(default=None, ge=0, le=2**31 - 1, examples=[8])
 
 
-class ProjectOut(BaseModel):
+class ProjectOut(ApiModel):
     """A project: its quotas and what its jobs hold now."""
 
     name: str
@@ -34,9 +30,6 @@ class ProjectOut(BaseModel):
     num_workers: int
     num_running_jobs: int
     num_queued_jobs: int
-
-
-# Bodies of the REST API, shared by the server and the client (pydantic only).
 
 
 class HostOut(ApiModel):
@@ -62,8 +55,6 @@ class ClusterOut(ApiModel):
     hosts: list[HostOut] = []  # noqa: RUF012
 
 
-# Bodies of keys, the audit log and who one is, shared by the server and the client.
-
 RoleName = Literal["viewer", "submitter", "admin"]
 KEY_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._@-]*$"
 ProjectName = Annotated[str, StringConstraints(min_length=1, max_length=64)]
@@ -78,10 +69,8 @@ class WhoAmI(ApiModel):
     auth: Literal["local", "required"] = Field(description="What the service asks for.")
 
 
-class CreateKey(ApiModel):
+class CreateKey(RequestModel):
     """Body of POST /v1/keys."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str = Field(min_length=1, max_length=64, pattern=KEY_NAME_PATTERN, examples=["ci"])
     roles: dict[ProjectName, RoleName] = Field(
@@ -131,8 +120,6 @@ class AttemptSecrets(ApiModel):
     secrets: dict[str, str]
 
 
-# Bodies of the webhook routes, shared by the server and the client (pydantic only).
-
 Kind = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}$", examples=["job_ended"])]
 Url = Annotated[str, Field(min_length=1, max_length=2048, examples=["https://example.com/hook"])]
 # PostgreSQL cannot hold NUL characters.
@@ -140,10 +127,8 @@ Description = Annotated[str, Field(max_length=500, pattern=r"^[^\x00]*$")]
 Project = Annotated[str, Field(pattern=r"^(\*|[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)$")]
 
 
-class CreateWebhook(ApiModel):
+class CreateWebhook(RequestModel):
     """Body of POST /v1/webhooks."""
-
-    model_config = ConfigDict(extra="forbid")
 
     url: Url
     project: Project = Field(default="default", description="Or * for every project.")
@@ -153,10 +138,8 @@ class CreateWebhook(ApiModel):
     description: Description = ""
 
 
-class ChangeWebhook(ApiModel):
+class ChangeWebhook(RequestModel):
     """Body of PATCH /v1/webhooks/{webhook_id}: what is left away stays as it is."""
-
-    model_config = ConfigDict(extra="forbid")
 
     url: Url | None = None
     kinds: list[Kind] | None = Field(default=None, max_length=50)

@@ -1,4 +1,4 @@
-"""Bodies of the REST API, shared by the server and the client (pydantic only).
+"""Base models of REST bodies: pages, problems, field errors (pydantic only).
 
 Times are Unix seconds, durations `_s`, sizes `_bytes`. Lists are pages: `next` is the value to
 give as `after` for the following page, and null on the last one.
@@ -20,6 +20,12 @@ class ApiModel(BaseModel):
     """Base of every body. Built from domain dataclasses by attribute."""
 
     model_config = ConfigDict(from_attributes=True)
+
+
+class RequestModel(ApiModel):
+    """Base of bodies of requests: unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid")
 
 
 class Page(ApiModel, Generic[Item]):

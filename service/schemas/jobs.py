@@ -1,9 +1,7 @@
-"""Wire format shared by server, client and CLI.
+"""REST bodies of jobs: jobs, attempts, membership, plans, records, logs, exports, the queue.
 
-Bodies about the queue and the quotas of projects (pydantic only).
-
-Times are Unix seconds, durations `_s`, sizes `_bytes`. Lists are pages: `next` is the value to
-give as `after` for the following page, and null on the last one.
+Shared by the server, the client and the CLI (pydantic only). Times are Unix seconds, durations end
+in `_s`, sizes in `_bytes`.
 """
 
 from __future__ import annotations
@@ -11,22 +9,22 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import AfterValidator, Field, StringConstraints
 
 from service.domain.models import EndReason, JobStatus
-from service.schemas.common import ApiModel, Value
+from service.schemas.common import ApiModel, RequestModel, Value
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
 
-class QueuePlace(BaseModel):
-    """Where a waiting job stands: `position` from 1, null while it is not its turn at all."""
+class QueuePlace(ApiModel):
+    """Where a queued job stands: `position` from 1, null while it is not eligible."""
 
     position: int | None = None
     reason: str = Field(default="", examples=["waiting for 4 of 8 workers; cluster max 6"])
 
 
-class WaitingJob(BaseModel):
+class WaitingJob(ApiModel):
     """A job in the queue."""
 
     id: str
@@ -41,7 +39,7 @@ class WaitingJob(BaseModel):
     reason: str
 
 
-class RunningJob(BaseModel):
+class RunningJob(ApiModel):
     """A job that holds workers."""
 
     id: str
@@ -54,22 +52,20 @@ class RunningJob(BaseModel):
     preempted_by: str | None
 
 
-class QueueOut(BaseModel):
+class QueueOut(ApiModel):
     """Everything that waits, in the order of its turn, and everything that runs."""
 
     waiting: list[WaitingJob]
     running: list[RunningJob]
 
 
-# Secrets of a job as its submission carries them.
-
-# What Python, the loader, Ray and the driver themselves go by is not a job's to set.
+# Variables that configure Python, the loader, Ray or the driver cannot be set by a job.
 _OURS = re.compile(r"(PATH|HOME|PYTHON.*|LD_.*|RAY_.*|SHARDLOOM_.*)")
 
 
 def _is_free(name: str) -> str:
     if _OURS.fullmatch(name):
-        raise ValueError(f"{name} is not a secret's to set; choose another name")
+        raise ValueError(f"{name} is reserved and cannot be a secret; choose another name")
     return name
 
 
@@ -82,13 +78,9 @@ SecretValue = Annotated[str, StringConstraints(max_length=16_384, pattern=r"^[^\
 Secrets = Annotated[dict[SecretName, SecretValue], Field(max_length=64)]
 """Environment variables of a job that are stored encrypted and never shown."""
 
-# Bodies of the requests that change the course of a job (pydantic only).
 
-
-class CloneJob(BaseModel):
+class CloneJob(RequestModel):
     """What of the spec the clone has otherwise: a merge patch, then values by dotted path."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str | None = Field(default=None, examples=["movielens-larger"])
     set: dict[str, Any] = Field(
@@ -105,30 +97,25 @@ class CloneJob(BaseModel):
     )
 
 
-class RemainingPathOut(BaseModel):
+class RemainingPathOut(ApiModel):
     """What a deletion left, and why."""
 
     path: str = Field(examples=["s3://bucket/runs/job-0123456789ab"])
     why: str
 
 
-class DeletedJob(BaseModel):
+class DeletedJob(ApiModel):
     """A job that is deleted; `left` has what of its checkpoints is not, with folder or URL."""
 
     id: str
     left: list[RemainingPathOut] = Field(default_factory=list)
 
 
-class RestartJob(BaseModel):
+class RestartJob(RequestModel):
     """The checkpoint to go on from, by step or by path; the newest where neither is given."""
-
-    model_config = ConfigDict(extra="forbid")
 
     step: int | None = Field(default=None, ge=0, le=2**63 - 1, examples=[500])
     path: str | None = Field(default=None, min_length=1, max_length=1024)
-
-
-# Bodies of the REST API, shared by the server and the client (pydantic only).
 
 
 class ProgressOut(ApiModel):
@@ -384,10 +371,8 @@ class CheckpointOut(ApiModel):
     metrics: dict[str, Value]
 
 
-class RequestTrace(ApiModel):
+class RequestTrace(RequestModel):
     """Body of POST /v1/jobs/{job}/traces: the next `num_steps` steps of some ranks."""
-
-    model_config = ConfigDict(extra="forbid")
 
     num_steps: int = Field(default=3, ge=1, le=100)
     ranks: list[Annotated[int, Field(ge=0)]] = Field(default=[0], min_length=1, max_length=1024)
@@ -415,18 +400,14 @@ class TraceOut(ApiModel):
     time: float
 
 
-class ResizeJob(ApiModel):
+class ResizeJob(RequestModel):
     """Body of POST /v1/jobs/{job}/resize."""
-
-    model_config = ConfigDict(extra="forbid")
 
     workers: int = Field(ge=1, examples=[6])
 
 
-class DrainHost(ApiModel):
+class DrainHost(RequestModel):
     """Body of POST /v1/jobs/{job}/drain."""
-
-    model_config = ConfigDict(extra="forbid")
 
     host: str = Field(min_length=1, max_length=255, examples=["10.0.0.7"])
     undo: bool = Field(default=False, description="Use the host again.")
@@ -468,17 +449,13 @@ class LogsOut(ApiModel):
     more: bool = False
 
 
-# Bodies of the routes about exports, shared by the server and the client (pydantic only).
-
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 # 18 digits: what any database and any file name can hold.
 Checkpoint = Annotated[str, StringConstraints(pattern=r"^(newest|best|\d{1,18})$")]
 
 
-class RequestExport(ApiModel):
+class RequestExport(RequestModel):
     """Body of POST /v1/jobs/{job}/exports: `checkpoint` is `newest`, `best` or a step."""
-
-    model_config = ConfigDict(extra="forbid")
 
     checkpoint: Checkpoint = "newest"
     quantize: Quantization = "int8"

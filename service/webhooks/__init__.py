@@ -1,1 +1,1 @@
-"""Delivery of webhooks."""
+"""Delivery of webhooks: the sender and its SSRF-safe HTTP client."""

@@ -1,9 +1,9 @@
-"""Sending a webhook without being led astray: where requests may go, and that they go there.
+"""HTTP POST to URLs that users give, protected against server-side request forgery (SSRF).
 
-A URL comes from a user and the request leaves from inside the network of the service. So its
-host is resolved, every address is checked, and the connection is made to a checked *address*:
-a name that resolves to another one a moment later changes nothing. Redirects are not followed,
-proxies not used, and everything together takes a limited time.
+The host is resolved, every address is checked, and the connection is made to a checked *address*,
+so that DNS rebinding changes nothing. Only public addresses, and networks that the operator
+allows, can be reached. Redirects are not followed, proxies not used, and a request as a whole has
+a time limit. `check_url` and `check_address` raise `AddressRefused`; `post` never raises.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import aclosing, suppress
 
 import httpx
 
@@ -22,7 +22,7 @@ from service.domain.webhooks import Answer
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve = Callable[[str, int], Awaitable[list[str]]]
-# What of an answer is shown to whoever looks into why a delivery failed.
+# How much of a refusal is kept, to show why a delivery failed.
 _MAX_SHOWN_BYTES = 500
 _HOST = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _NUM_PORTS = 65_536
@@ -63,7 +63,7 @@ def check_url(url: str, allowed: Sequence[Network] = ()) -> httpx.URL:
         raise AddressRefused("give a URL as in https://HOST/PATH")
     is_address = ":" in host  # of version 6; httpx has read it already
     if not (is_address or _HOST.fullmatch(parsed.raw_host.decode())):
-        raise AddressRefused(f"'{host}' is the name of no host")
+        raise AddressRefused(f"'{host}' is not a host name")
     if parsed.port is not None and not 0 < parsed.port < _NUM_PORTS:
         raise AddressRefused(f"there is no port {parsed.port}")
     if parsed.userinfo:
@@ -165,27 +165,13 @@ async def _post(
         httpx.AsyncClient(
             transport=transport, trust_env=False, follow_redirects=False, timeout=None
         ) as client,
-        _streamed(client, request) as response,
+        aclosing(await client.send(request, stream=True)) as response,
     ):
-        return Answer(response.status_code, await _reason(response))
+        return Answer(response.status_code, await _refusal(response))
 
 
-class _streamed:  # noqa: N801  used like a function
-    """A response whose body is read only as far as somebody asks."""
-
-    def __init__(self, client: httpx.AsyncClient, request: httpx.Request) -> None:
-        self._client, self._request = client, request
-
-    async def __aenter__(self) -> httpx.Response:
-        self._response = await self._client.send(self._request, stream=True)
-        return self._response
-
-    async def __aexit__(self, *_: object) -> None:
-        await self._response.aclose()
-
-
-async def _reason(response: httpx.Response) -> str:
-    """Why a receiver refused, in its own words: the beginning of its answer."""
+async def _refusal(response: httpx.Response) -> str:
+    """Why a receiver refused: the beginning of its answer; empty where it did not."""
     if response.is_success:
         return ""
     if response.has_redirect_location:

@@ -1,4 +1,8 @@
-"""Sends what the outbox of webhooks holds, from a thread with an event loop of its own."""
+"""The delivery loop of webhooks: a thread with an event loop that empties the outbox.
+
+Delivery is at least once: a delivery is claimed, sent, and its outcome stored. A claim that runs
+out, because its sender died or the database was away, is taken up by the next sender.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +14,8 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import Protocol
 
+from service.auth.crypto import MasterKeys
 from service.db.webhooks import MAX_CLAIMED_EACH, WebhookStore
 from service.domain.webhooks import Answer, Claimed, after_try, headers_of
 from service.errors import ServiceError
@@ -26,20 +30,13 @@ _PRUNE_EVERY_S = 3600.0
 Post = Callable[[Claimed, dict[str, str]], Awaitable[Answer]]
 
 
-class Box(Protocol):
-    """What opens a sealed secret."""
-
-    def open(self, sealed: str) -> str:
-        """The secret in clear."""
-
-
 class WebhookSender:
     """Delivers until closed; `clock` gives Unix seconds. Several may share a store."""
 
     def __init__(
         self,
         store: WebhookStore,
-        box: Box,
+        keys: MasterKeys,
         settings: Settings,
         telemetry: ServiceMetrics,
         *,
@@ -48,59 +45,58 @@ class WebhookSender:
         chance: Callable[[], float] = random.random,
     ) -> None:
         self._store = store
-        self._box = box
+        self._keys = keys
         self._settings = settings
         self._telemetry = telemetry
-        self._post = send or partial(_post, settings)
+        self._post = send or self._post_safely
         self._clock = clock
         self._chance = chance
-        self._at_work: Counter[str] = Counter()
+        self._num_in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         self._closing = threading.Event()
         self._prune_at = 0.0
-        self._thread = threading.Thread(target=self._run, name="webhooks", daemon=True)
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(self._serve()), name="webhooks", daemon=True
+        )
 
     def start(self) -> None:
         """Begin delivering."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop; tries that are under way are given up, and made again by whoever comes next."""
+        """Stop; tries in flight are cancelled and repeated by the next sender."""
         self._closing.set()
         if self._thread.is_alive():
             self._thread.join()
-
-    def _run(self) -> None:
-        asyncio.run(self._serve())
 
     async def _serve(self) -> None:
         while not self._closing.is_set():
             try:
                 await asyncio.to_thread(self._prune)
-                await self.look()
+                await self.poll()
             except ServiceError as error:
-                logger.warning("webhooks wait: %s", error)
-            except Exception:  # the loop must outlive whatever one look runs into
-                logger.exception("a look at the webhooks failed, trying again")
+                logger.warning("webhooks are delayed: %s", error)
+            except Exception:  # the loop must outlive any failed poll
+                logger.exception("polling the webhook outbox failed, trying again")
             await asyncio.to_thread(self._closing.wait, self._settings.webhook_poll_s)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def look(self) -> int:
+    async def poll(self) -> int:
         """Start what is due; returns how many tries were started."""
-        busy = [hook for hook, count in self._at_work.items() if count >= MAX_CLAIMED_EACH]
+        busy = [hook for hook, count in self._num_in_flight.items() if count >= MAX_CLAIMED_EACH]
         claim = partial(self._store.claim, self._clock(), claim_s=_CLAIM_S, skip=busy)
         claimed = await asyncio.to_thread(claim)
         for each in claimed:
-            self._at_work[each.delivery.webhook_id] += 1
+            self._num_in_flight[each.delivery.webhook_id] += 1
             task = asyncio.create_task(self._deliver(each))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
         return len(claimed)
 
     async def finish(self) -> None:
-        """Wait for the tries that are under way."""
+        """Wait for the tries in flight."""
         await asyncio.gather(*self._tasks)
 
     async def _deliver(self, claimed: Claimed) -> None:
@@ -114,15 +110,15 @@ class WebhookSender:
             await asyncio.to_thread(self._store.settle, delivery.id, outcome, self._clock())
         except ServiceError as error:
             # The claim runs out and the delivery is made again: at least once.
-            logger.warning("what came of delivery %d is not stored: %s", delivery.id, error)
+            logger.warning("the outcome of delivery %d is not stored: %s", delivery.id, error)
         finally:
-            self._at_work[delivery.webhook_id] -= 1
+            self._num_in_flight[delivery.webhook_id] -= 1
 
     async def _try(self, claimed: Claimed) -> Answer:
         try:
-            secret = self._box.open(claimed.secret)
+            secret = self._keys.open(claimed.secret)
         except ServiceError as error:
-            return Answer(None, f"the secret cannot be opened: {error}")
+            return Answer(None, f"the secret cannot be decrypted: {error}")
         headers = headers_of(claimed.delivery, secret, self._clock())
         return await self._post(claimed, headers)
 
@@ -132,12 +128,11 @@ class WebhookSender:
             self._prune_at = now + _PRUNE_EVERY_S
             self._store.prune(now - self._settings.webhook_keep_days * 86_400)
 
-
-async def _post(settings: Settings, claimed: Claimed, headers: dict[str, str]) -> Answer:
-    return await post(
-        claimed.url,
-        claimed.delivery.body,
-        headers,
-        allowed=settings.webhook_allowed_networks,
-        timeout_s=settings.webhook_timeout_s,
-    )
+    async def _post_safely(self, claimed: Claimed, headers: dict[str, str]) -> Answer:
+        return await post(
+            claimed.url,
+            claimed.delivery.body,
+            headers,
+            allowed=self._settings.webhook_allowed_networks,
+            timeout_s=self._settings.webhook_timeout_s,
+        )

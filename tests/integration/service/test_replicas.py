@@ -132,7 +132,7 @@ def test_one_key_makes_one_job_however_many_ask_at_once(replicas: list[JobStore]
         )
         assert len({result.id for result in results if isinstance(result, Job)}) == 1
         assert all(isinstance(result, Job) for result in results)
-    assert sum(replicas[0].count_jobs_by_status().values()) == 20
+    assert len(replicas[0].list_jobs(limit=50)[0]) == 20
 
 
 def test_one_of_those_who_write_a_version_wins(replicas: list[JobStore]) -> None:

@@ -103,23 +103,6 @@ def test_pages_of_several_statuses_leave_no_job_out(store: JobStore) -> None:
     assert (found, cursor) == (wanted, None)
 
 
-def test_the_queue_is_in_order_of_priority_then_of_waiting(store: JobStore) -> None:
-    wanted = [(9, 50.0), (5, 10.0), (5, 20.0), (0, 1.0)]
-    for number, (priority, queued_at) in enumerate(reversed(wanted)):
-        job = replace(queued_job(now=NOW + number), priority=priority, queued_at=queued_at)
-        store.create_job(job, idempotency_key=None, request_hash="h")
-    _with_status(store, _stored(store, 9), JobStatus.PAUSED)
-    assert [(job.priority, job.queued_at) for job in store.list_queued_jobs()] == wanted
-
-
-def test_jobs_are_counted_by_status(store: JobStore) -> None:
-    for number in range(3):
-        _stored(store, number)
-    _with_status(store, _stored(store, 4), JobStatus.CANCELLED)
-    assert store.count_jobs_by_status() == {JobStatus.QUEUED: 3, JobStatus.CANCELLED: 1}
-    assert store.count_jobs_by_status("nobody") == {}
-
-
 # ---- leases
 
 
@@ -309,10 +292,8 @@ def test_no_list_reads_all_jobs(tmp_path: Path) -> None:
 def test_looks_at_live_jobs_go_by_index(tmp_path: Path) -> None:
     looks: list[tuple[Callable[[JobStore], Any], str]] = [
         (lambda store: store.list_live_jobs(), "ix_jobs_live"),
-        (lambda store: store.list_queued_jobs(), "ix_jobs_status_id"),
         (lambda store: store.has_queued_jobs(), "ix_jobs_status_id"),
         (lambda store: store.claim_live_jobs("a", lease_s=1, now=1, limit=9), "ix_jobs_live"),
-        (lambda store: store.count_jobs_by_status("p"), "ix_jobs_project_status_id"),
     ]
     for call, index in looks:
         plan = _plan(tmp_path, call)

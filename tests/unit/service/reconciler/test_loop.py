@@ -404,33 +404,33 @@ def test_a_job_whose_files_cannot_be_read_does_not_stop_the_queue(house: House) 
 
 
 def test_a_second_thread_waits_until_the_first_leaves() -> None:
-    lane, order = _ComputeSlot(patience_s=60.0), []
-    in_lane, may_leave = threading.Event(), threading.Event()
+    slot, order = _ComputeSlot(timeout_s=60.0), []
+    in_slot, may_leave = threading.Event(), threading.Event()
 
     def first() -> None:
-        with lane.taken():
-            in_lane.set()
+        with slot.taken():
+            in_slot.set()
             may_leave.wait()
             order.append("first")
 
     thread = threading.Thread(target=first)
     thread.start()
-    in_lane.wait()
+    in_slot.wait()
     may_leave.set()
-    with lane.taken():
+    with slot.taken():
         order.append("second")
     thread.join()
     assert order == ["first", "second"]
 
 
 def test_who_waits_for_somebody_else_makes_room() -> None:
-    lane, entered = _ComputeSlot(patience_s=60.0), threading.Event()
+    slot, entered = _ComputeSlot(timeout_s=60.0), threading.Event()
 
     def other() -> None:
-        with lane.taken():
+        with slot.taken():
             entered.set()
 
-    with lane.taken(), lane.aside():
+    with slot.taken(), slot.aside():
         thread = threading.Thread(target=other)
         thread.start()
         assert entered.wait(60)
@@ -438,17 +438,17 @@ def test_who_waits_for_somebody_else_makes_room() -> None:
 
 
 def test_one_that_is_stuck_holds_nobody_up_for_good() -> None:
-    lane, entered = _ComputeSlot(patience_s=0.0), threading.Event()
+    slot, entered = _ComputeSlot(timeout_s=0.0), threading.Event()
 
     def other() -> None:
-        with lane.taken(), lane.aside():
+        with slot.taken(), slot.aside():
             entered.set()
 
-    with lane.taken():
+    with slot.taken():
         thread = threading.Thread(target=other)
         thread.start()
         assert entered.wait(60)
         thread.join()
     # Who went ahead beside it has not given away room that was never its own.
-    with lane.taken():
-        assert not lane._room.acquire(blocking=False)
+    with slot.taken():
+        assert not slot._slot.acquire(blocking=False)

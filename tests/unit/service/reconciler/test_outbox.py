@@ -71,7 +71,7 @@ def test_the_loop_survives_whatever_a_look_raises(
     assert not reconciler.has_died
     reconciler.close()
     assert not reconciler.has_died
-    logged = [record for record in caplog.records if "cannot look at the jobs" in record.message]
+    logged = [record for record in caplog.records if "cannot reconcile the jobs" in record.message]
     assert [bool(record.exc_info) for record in logged] == [False, True]
 
 

@@ -1,4 +1,4 @@
-"""One exception hierarchy; takes trainer.spec.FieldProblem instead of api FieldError.
+"""One exception hierarchy; takes trainer.spec.FieldProblem instead of api FieldProblem.
 
 What the control plane raises, and how each error reads as an RFC 9457 problem.
 
@@ -74,7 +74,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from service.schemas.common import FieldError
+from trainer.spec.base import FieldProblem
 
 
 class ServiceError(Exception):
@@ -85,7 +85,7 @@ class ServiceError(Exception):
     title = "Internal error"
 
     @property
-    def fields(self) -> Sequence[FieldError]:
+    def fields(self) -> Sequence[FieldProblem]:
         """Faulty fields of the request, where the error is about fields."""
         return ()
 
@@ -107,12 +107,12 @@ class InvalidRequest(ServiceError):
     code = "invalid_request"
     title = "Invalid request"
 
-    def __init__(self, faults: Sequence[FieldError]) -> None:
+    def __init__(self, faults: Sequence[FieldProblem]) -> None:
         self._faults = tuple(faults)
         super().__init__("; ".join(f"{fault.path}: {fault.message}" for fault in faults))
 
     @property
-    def fields(self) -> Sequence[FieldError]:
+    def fields(self) -> Sequence[FieldProblem]:
         """Every fault found."""
         return self._faults
 
@@ -402,7 +402,10 @@ class RanksUnknown(InvalidRequest):
         message = f"no such rank: workers are numbered 0 to {world_size - 1}"
         unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
         super().__init__(
-            [FieldError(path=f"ranks[{index}]", code="rank", message=message) for index in unknown]
+            [
+                FieldProblem(path=f"ranks[{index}]", code="rank", message=message)
+                for index in unknown
+            ]
         )
 
 
@@ -410,7 +413,7 @@ class SizeRefused(InvalidRequest):
     """A job cannot train with the number of workers that a request names."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__([FieldError(path="workers", code=code, message=message)])
+        super().__init__([FieldProblem(path="workers", code=code, message=message)])
 
 
 class HostUnknown(InvalidRequest):
@@ -419,7 +422,7 @@ class HostUnknown(InvalidRequest):
     def __init__(self, host: str, known: Sequence[str]) -> None:
         hosts = ", ".join(known) or "none yet"
         message = f"no worker of the job is on '{host}'; its hosts: {hosts}"
-        super().__init__([FieldError(path="host", code="host", message=message)])
+        super().__init__([FieldProblem(path="host", code="host", message=message)])
 
 
 class JobNotFound(NotFound):

@@ -1,4 +1,4 @@
-"""Webhooks: who hears of what, with which secret, and what came of each message."""
+"""Routes of webhooks and their deliveries. A secret is shown only when it is made."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from service.schemas.admin import (
     WebhookCreated,
     WebhookOut,
 )
-from service.schemas.common import FieldError, Page
+from service.schemas.common import Page
 from service.settings import Settings
 from service.webhooks.safe_http import AddressRefused, check_url
+from trainer.spec.base import FieldProblem
 
 router = APIRouter(prefix="/v1/webhooks", tags=["webhooks"])
 _MAX_ID = 2**63 - 1
@@ -53,7 +54,7 @@ def create_webhook(
         url=body.url,
         description=body.description,
         kinds=tuple(body.kinds),
-        secret=context.security.master.seal(secret),
+        secret=context.security.master.encrypt(secret),
         is_active=True,
         created_at=time.time(),
     )
@@ -100,7 +101,9 @@ def delete_webhook(webhook_id: WebhookId, context: ContextDep) -> None:
 def rotate_secret(webhook_id: WebhookId, context: ContextDep) -> WebhookCreated:
     """The answer shows the new secret, once; from now on messages are signed with it."""
     secret = new_secret()
-    changed = context.webhooks.change(webhook_id, {"secret": context.security.master.seal(secret)})
+    changed = context.webhooks.change(
+        webhook_id, {"secret": context.security.master.encrypt(secret)}
+    )
     return _with_secret(changed, secret)
 
 
@@ -150,5 +153,5 @@ def _check_url(url: str, settings: Settings) -> None:
     try:
         check_url(url, settings.webhook_allowed_networks)
     except AddressRefused as error:
-        fault = FieldError(path="url", code="address_refused", message=str(error))
+        fault = FieldProblem(path="url", code="address_refused", message=str(error))
         raise InvalidRequest([fault]) from None

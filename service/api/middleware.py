@@ -380,7 +380,8 @@ class IdempotencyMiddleware:
         self, caller: str, key: str, request_hash: str, messages: Sequence[Message]
     ) -> None:
         """Store a response; forget the key of one that failed, so that it may be tried again."""
-        status, raw = 0, []
+        status = 0
+        raw: list[tuple[bytes, bytes]] = []
         if messages:
             status, raw = messages[0]["status"], messages[0]["headers"]
         if not 200 <= status < 300:

@@ -1,4 +1,4 @@
-"""What the groups section shows: who trained when, copies alive, recoveries, time lost. Pure."""
+"""View models of the groups section: who trained when, copies alive, recoveries, losses. Pure."""
 
 from __future__ import annotations
 
@@ -294,9 +294,6 @@ def _losses(shares: Sequence[tuple[str, float]]) -> tuple[Loss, ...]:
         Loss(cause, f"{share:.1%}", 100 * share / lost if lost else 0.0, index)
         for index, (cause, share) in enumerate(shares)
     )
-
-
-# The 2D diagram where each group is a world of its own: who holds which shard now. Pure.
 
 
 @dataclass(frozen=True)

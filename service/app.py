@@ -1,6 +1,7 @@
-"""Which hosts and sites a request may come through, and where the service may listen. Pure.
+"""Composition root: the one module that knows every concrete class of the control plane.
 
-python -m service.app      with the SHARDLOOM_* variables of `service.settings`
+`python -m service.app` serves with the SHARDLOOM_* variables of `service.settings`. The exit code
+is 2 for invalid settings, and 1 where the service cannot start.
 """
 
 from __future__ import annotations
@@ -53,6 +54,14 @@ from service.reconciler.loop import Reconciler
 from service.settings import Settings
 from service.webhooks.sender import WebhookSender
 
+# Not __name__, which is __main__ when the module is run.
+logger = logging.getLogger("service.app")
+_BACKLOG = 2048
+_SWITCH_INTERVAL_S = 0.0005
+_GZIP_FROM_BYTES = 1024
+# A higher level costs more time than its bytes are worth.
+_GZIP_LEVEL = 4
+
 
 def check_address(settings: Settings, *, has_credentials: bool) -> None:
     """Raise `UnsafeAddress` where the service would let anybody on the network in, or nobody."""
@@ -70,17 +79,6 @@ def check_address(settings: Settings, *, has_credentials: bool) -> None:
         )
     if (settings.ssl_certfile is None) != (settings.ssl_keyfile is None):
         raise ServiceError("SHARDLOOM_SSL_CERTFILE and SHARDLOOM_SSL_KEYFILE go together")
-
-
-# Composition root: the one place that knows every concrete class of the control plane.
-
-# Not __name__, which is __main__ when the module is run.
-logger = logging.getLogger("service.app")
-_BACKLOG = 2048
-_SWITCH_INTERVAL_S = 0.0005
-_GZIP_FROM_BYTES = 1024
-# What a higher level saves in bytes it costs in time.
-_GZIP_LEVEL = 4
 
 
 def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI:
@@ -111,7 +109,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         WebhookStore(store.engine),
         tracing,
         ProjectStore(store.engine),
-        ExportRunner(store, settings, secrets_of=security.open_secrets),
+        ExportRunner(store, settings, secrets_of=security.read_secrets),
     )
     add_error_handlers(app)
     for router in (

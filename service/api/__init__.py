@@ -1,3 +1,3 @@
-"""HTTP surface: routers, schemas, dependencies and error handlers."""
+"""REST API: routers, middleware, dependencies, problem responses."""
 
 from __future__ import annotations

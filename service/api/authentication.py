@@ -1,9 +1,9 @@
-"""Authentication middleware: credentials, CSRF, rate limits, audit.
+"""Authentication middleware: credentials, CSRF, rate limits, audit log.
 
-How fast each caller may ask (token buckets), and how much at the same time.
-
-Whatever is not public needs a principal. Roles are judged behind the gate (`service.api.deps`),
-where the route is known. Streams and websockets are asked again while they last.
+Every route that is not public needs a principal; roles are checked later, where the route is known
+(`service.api.deps`). Each caller has a token bucket and a limit of open requests. Credentials of
+streams and websockets are checked again while these last. Every request that may change something
+is written to the audit log, refused ones included.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.middleware import SAFE_METHODS, is_foreign, refuse
+from service.api.middleware import SAFE_METHODS, caller_key, is_foreign, refuse
 from service.auth.authenticator import Credentials
 from service.auth.permissions import RULES
 from service.auth.permissions import Scope as RuleScope
@@ -45,6 +45,13 @@ from service.observability.logging_setup import request_id
 from service.settings import Settings
 from trainer.spec.base import FieldProblem
 
+logger = logging.getLogger(__name__)
+SESSION_COOKIE = "shardloom-session"
+CSRF_COOKIE = "shardloom-csrf"
+CSRF_HEADER = "x-csrf-token"
+LOGIN_PATH = "/login"
+# How long a stream may outlive its key.
+_RECHECK_S = 30.0
 _MAX_BUCKETS = 10_000
 
 
@@ -58,7 +65,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Bucket:
-    """How many requests are left at a time (seconds of any clock)."""
+    """A token bucket: how many requests are left at a time (seconds of any clock)."""
 
     left: float
     at: float
@@ -75,7 +82,7 @@ def take(bucket: Bucket | None, rate: Rate, now: float) -> tuple[Bucket, float]:
 
 
 class RateLimiter:
-    """A bucket for each caller; who has not asked for longest is forgotten first."""
+    """A token bucket for each caller; the least recently used are dropped first."""
 
     def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
         self._buckets: OrderedDict[str, Bucket] = OrderedDict()
@@ -93,10 +100,7 @@ class RateLimiter:
 
 
 class ConcurrencyLimiter:
-    """Counts what each caller has open: requests under way, and streams that it follows.
-
-    For one thread alone, that of the event loop.
-    """
+    """Counts the open requests and streams of each caller. Use it in the event loop only."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -115,15 +119,6 @@ class ConcurrencyLimiter:
                 del self._num_open[caller]
 
 
-# The gate before every route: who asks, how fast, from whose page; and the audit log behind it.
-
-logger = logging.getLogger(__name__)
-SESSION_COOKIE = "shardloom-session"
-CSRF_COOKIE = "shardloom-csrf"
-CSRF_HEADER = "x-csrf-token"
-LOGIN_PATH = "/login"
-# How long a stream may outlive its key.
-_ASK_AGAIN_S = 30.0
 _FAILED_SIGN_INS = Rate(per_s=0.5, burst=20)
 # Programs that have lost their key go on asking; browsers without a session are led to the form.
 _UNKNOWN = Rate(per_s=5.0, burst=100)
@@ -134,7 +129,7 @@ _CLOSED_FOR_POLICY = 1008
 
 
 class AuthenticationMiddleware:
-    """Lets in who may come in; `clock` gives seconds for rates and streams."""
+    """Admits or refuses each connection; `clock` gives seconds for rates and streams."""
 
     def __init__(
         self,
@@ -147,10 +142,10 @@ class AuthenticationMiddleware:
         self._settings = settings
         self._security = security
         self._clock = clock
-        self._buckets = RateLimiter()
-        self._rates = {
-            "attempt": Rate(settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst),
-        }
+        self._limiter = RateLimiter()
+        self._attempt_rate = Rate(
+            settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst
+        )
         self._rate = Rate(settings.rate_limit_per_s, settings.rate_limit_burst)
         self._open = ConcurrencyLimiter(settings.max_open_requests)
 
@@ -163,51 +158,49 @@ class AuthenticationMiddleware:
         else:
             await self._app(scope, receive, send)
 
-    # ---- requests
-
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = _Answer(send)
+        response = _Recorder(send)
         connection = HTTPConnection(scope)
         try:
             try:
                 await self._admit(scope, connection)
             except ServiceError as error:
-                await self._refuse(error, scope, receive, answer)
+                await self._refuse(error, scope, receive, response)
                 return
-            await self._serve_one_of(scope, connection, receive, answer)
+            await self._serve_one_of(scope, connection, receive, response)
         finally:
-            self._note(scope, connection, answer)
+            self._audit(scope, response)
 
     async def _serve_one_of(
-        self, scope: Scope, connection: HTTPConnection, receive: Receive, answer: _Answer
+        self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
     ) -> None:
-        """Serve one of the requests that a caller may have open at the same time."""
+        """Serve a request within the caller's limit of open requests."""
         principal = scope["state"].get("principal")
         if principal is None or principal.kind == "local":
-            await self._serve_admitted(scope, connection, receive, answer)
+            await self._serve_admitted(scope, connection, receive, response)
             return
-        with self._open.one_of(_caller(principal)) as is_room:
+        with self._open.one_of(caller_key(principal)) as is_room:
             if is_room:
-                await self._serve_admitted(scope, connection, receive, answer)
+                await self._serve_admitted(scope, connection, receive, response)
                 return
         full = TooManyOpen(self._settings.max_open_requests)
-        await self._refuse(full, scope, receive, answer)
+        await self._refuse(full, scope, receive, response)
 
     async def _serve_admitted(
-        self, scope: Scope, connection: HTTPConnection, receive: Receive, answer: _Answer
+        self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
     ) -> None:
-        watch = _Watch(self, connection, self._clock)
+        check = _CredentialsCheck(self, connection, self._clock)
 
         async def send_while_admitted(message: Message) -> None:
-            if message.get("more_body") and not await watch.is_still_admitted():
-                await answer({"type": "http.response.body", "body": b"", "more_body": False})
+            if message.get("more_body") and not await check.is_still_admitted():
+                await response({"type": "http.response.body", "body": b"", "more_body": False})
                 raise OSError("the credentials of a stream have ended")
-            await answer(message)
+            await response(message)
 
         try:
             await self._app(scope, receive, send_while_admitted)
         except (ClientDisconnect, OSError):
-            if watch.is_admitted:
+            if check.is_admitted:
                 raise
 
     async def _admit(self, scope: Scope, connection: HTTPConnection) -> None:
@@ -225,13 +218,15 @@ class AuthenticationMiddleware:
             principal = LOCAL if self._settings.auth == "local" else None
         else:
             principal = await self._signed_in(connection)
-            self._limit_principal(principal)
+            if principal.kind != "local":
+                is_attempt = principal.kind == "attempt"
+                self._limit(caller_key(principal), self._attempt_rate if is_attempt else self._rate)
         state["principal"] = principal
         if scope["method"] not in SAFE_METHODS:
             self._check_origin(connection, principal)
 
     async def principal_of(self, connection: HTTPConnection) -> Principal:
-        """Whoever has opened a connection; raises `NotSignedIn`."""
+        """The principal of a connection; raises `NotSignedIn`."""
         credentials = credentials_of(connection)
         authenticator = self._security.authenticator
         if authenticator.is_quick(credentials):
@@ -239,7 +234,7 @@ class AuthenticationMiddleware:
         return await run_in_threadpool(authenticator.principal_of, credentials)
 
     async def _signed_in(self, connection: HTTPConnection) -> Principal:
-        """Whoever has opened a connection; `TooManyRequests` for who fails again and again."""
+        """The principal of a connection; raises `TooManyRequests` after many failures."""
         try:
             return await self.principal_of(connection)
         except NotSignedIn:
@@ -250,13 +245,8 @@ class AuthenticationMiddleware:
                 self._limit(f"ip:{remote}", _FAILED_SIGN_INS)
             raise
 
-    def _limit_principal(self, principal: Principal) -> None:
-        if principal.kind != "local":
-            rate = self._rates.get(principal.kind, self._rate)
-            self._limit(_caller(principal), rate)
-
     def _limit(self, caller: str, rate: Rate) -> None:
-        wait_s = self._buckets.take(caller, rate, self._clock())
+        wait_s = self._limiter.take(caller, rate, self._clock())
         if wait_s > 0:
             raise TooManyRequests(math.ceil(wait_s))
 
@@ -265,8 +255,7 @@ class AuthenticationMiddleware:
         if principal is not None and principal.kind not in ("local", "session"):
             return
         headers = connection.headers
-        origin = headers.get("origin")
-        site = headers.get("sec-fetch-site")
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if is_foreign(origin, site, headers.get("host", ""), self._settings.allowed_origins):
             raise ForeignOrigin(origin or "another site")
         # Forms carry the token in a field, which their handlers check; NiceGUI's own transport
@@ -279,26 +268,24 @@ class AuthenticationMiddleware:
                 raise CsrfRefused
 
     async def _refuse(
-        self, error: ServiceError, scope: Scope, receive: Receive, answer: _Answer
+        self, error: ServiceError, scope: Scope, receive: Receive, response: _Recorder
     ) -> None:
         connection = HTTPConnection(scope)
         wants_page = "text/html" in connection.headers.get("accept", "")
         if isinstance(error, NotSignedIn) and wants_page and scope["method"] in SAFE_METHODS:
             location = f"{LOGIN_PATH}?next={quote(scope['path'], safe='/')}"
-            await RedirectResponse(location, HTTPStatus.SEE_OTHER)(scope, receive, answer)
+            await RedirectResponse(location, HTTPStatus.SEE_OTHER)(scope, receive, response)
             return
-        await refuse(error, scope, receive, answer)
+        await refuse(error, scope, receive, response)
 
-    # ---- audit
-
-    def _note(self, scope: Scope, connection: HTTPConnection, answer: _Answer) -> None:
-        is_refused = answer.status >= HTTPStatus.BAD_REQUEST
+    def _audit(self, scope: Scope, response: _Recorder) -> None:
+        is_refused = response.status >= HTTPStatus.BAD_REQUEST
         if scope["method"] in SAFE_METHODS:
             return
         path, route = scope["path"], getattr(scope.get("route"), "path", None)
         # What drivers report is in the timeline already, and the pages' transport says nothing.
         is_report = path.startswith(("/v1/attempts/", "/dashboard/_nicegui"))
-        if is_report and not (is_refused and self._is_notable(scope, answer)):
+        if is_report and not (is_refused and self._is_notable(scope, response)):
             return
         principal = scope["state"].get("principal")
         if principal is None and is_refused and not self._is_first(scope):
@@ -310,24 +297,22 @@ class AuthenticationMiddleware:
                 actor=plain(principal.name)[:_MAX_ACTOR_CHARS] if principal else "anonymous",
                 actor_kind=principal.kind if principal else "none",
                 action=plain(f"{scope['method']} {route or path}")[:128],
-                object=plain(answer.location or path)[:_MAX_OBJECT_CHARS],
+                object=plain(response.location or path)[:_MAX_OBJECT_CHARS],
                 remote=_remote(scope)[:64],
-                status=answer.status,
+                status=response.status,
                 request_id=request_id.get(),
             )
         )
 
-    def _is_notable(self, scope: Scope, answer: _Answer) -> bool:
-        """Whether a refused report belongs into the log: a driver repeats it for ever."""
-        is_denied = answer.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
+    def _is_notable(self, scope: Scope, response: _Recorder) -> bool:
+        """Whether to log a refused report of a driver, which repeats it for ever."""
+        is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
         caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
-        return is_denied and not self._buckets.take(caller, _NOTED_REPORTS, self._clock())
+        return is_denied and not self._limiter.take(caller, _NOTED_REPORTS, self._clock())
 
     def _is_first(self, scope: Scope) -> bool:
-        """Whether few refusals came from there lately: nobody may fill the log without a key."""
-        return not self._buckets.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self._clock())
-
-    # ---- websockets
+        """Whether few refusals came from there lately: without a key nobody may fill the log."""
+        return not self._limiter.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self._clock())
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
@@ -343,11 +328,11 @@ class AuthenticationMiddleware:
             await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
             return
         scope.setdefault("state", {})["principal"] = principal
-        watch = _Watch(self, connection, self._clock)
+        check = _CredentialsCheck(self, connection, self._clock)
 
         async def receive_while_admitted() -> Message:
             message = await receive()
-            if await watch.is_still_admitted():
+            if await check.is_still_admitted():
                 return message
             await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
             return {"type": "websocket.disconnect", "code": _CLOSED_FOR_POLICY}
@@ -355,8 +340,8 @@ class AuthenticationMiddleware:
         await self._app(scope, receive_while_admitted, send)
 
 
-class _Answer:
-    """Passes an answer on, and remembers its status and what it created."""
+class _Recorder:
+    """Passes a response on, and records its status and the location of what it created."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -372,37 +357,40 @@ class _Answer:
         await self._send(message)
 
 
-class _Watch:
-    """Asks from time to time whether whoever opened a connection may still come in."""
+class _CredentialsCheck:
+    """Checks the credentials of a long connection again from time to time."""
 
     def __init__(
-        self, gate: AuthenticationMiddleware, connection: HTTPConnection, clock: Callable[[], float]
+        self,
+        middleware: AuthenticationMiddleware,
+        connection: HTTPConnection,
+        clock: Callable[[], float],
     ) -> None:
-        self._gate = gate
+        self._middleware = middleware
         self._connection = connection
         self._clock = clock
-        self._asked_at = clock()
+        self._checked_at = clock()
         self._lock = asyncio.Lock()
         self.is_admitted = True
 
     async def is_still_admitted(self) -> bool:
-        """Whether the credentials still count, as of at most `_ASK_AGAIN_S` ago."""
-        if self._clock() - self._asked_at < _ASK_AGAIN_S:
+        """Whether the credentials still count, as of at most `_RECHECK_S` ago."""
+        if self._clock() - self._checked_at < _RECHECK_S:
             return self.is_admitted
         async with self._lock:
-            self._asked_at = self._clock()
+            self._checked_at = self._clock()
             try:
-                await self._gate.principal_of(self._connection)
+                await self._middleware.principal_of(self._connection)
             except NotSignedIn:
                 self.is_admitted = False
             except ServiceError:
-                # That the database is away says nothing about the credentials.
-                logger.warning("cannot ask again for the credentials of a stream")
+                # An unreachable database says nothing about the credentials.
+                logger.warning("cannot check the credentials of a stream again")
         return self.is_admitted
 
 
 def credentials_of(connection: HTTPConnection) -> Credentials:
-    """What a connection carries to say who has opened it."""
+    """The credentials that a connection carries."""
     scheme, _, token = connection.headers.get("authorization", "").partition(" ")
     if scheme:
         return Credentials(bearer=token.strip() if scheme.lower() == "bearer" else "")
@@ -419,10 +407,6 @@ def _is_public(scope: Scope) -> bool:
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     rule = RULES.get((method, scope["path"]))
     return rule is not None and rule.scope is RuleScope.PUBLIC
-
-
-def _caller(principal: Principal) -> str:
-    return f"{principal.kind}:{principal.credential_id or principal.name}"
 
 
 def _remote(scope: Scope) -> str:

@@ -1,12 +1,9 @@
-"""FastAPI dependencies: context, principal and rights, If-Match.
+"""FastAPI dependencies: the app's context, principal, authorization, job, If-Match.
 
-Rights in the handlers' hands: who asks, and whether a project or a job is theirs.
-
-`authorize` runs before every handler and judges by `service.auth.permissions`; `get_job` of
-`service.api.deps` judges again once the job, and with it the project, is known.
-
-A job's version rises with what is decided about it, not with its progress, so that a tag says
-whether status, requests and attempts are still the same.
+`authorize` runs before every handler and applies the rule of the route
+(`service.auth.permissions`); `get_job` applies it again once the job, and with it the project, is
+known. A job's ETag is its version, which changes with its status, requests and attempts but not
+with its progress.
 """
 
 from __future__ import annotations
@@ -64,13 +61,13 @@ from trainer.spec.job import JobSpec
 
 
 def known_principal(connection: HTTPConnection) -> Principal | None:
-    """Whoever asks; None on public routes, where nobody was asked."""
+    """The principal of a connection; None on public routes."""
     principal: Principal | None = connection.scope.get("state", {}).get("principal")
     return principal
 
 
 async def get_principal(request: Request) -> Principal:
-    """Whoever asks; raises `NotSignedIn`."""
+    """The principal of a request; raises `NotSignedIn`."""
     principal = known_principal(request)
     if principal is None:
         raise NotSignedIn
@@ -81,7 +78,7 @@ PrincipalDep = Annotated[Principal, Depends(get_principal)]
 
 
 def current_rule(request: Request) -> Rule:
-    """What the route of a request asks for."""
+    """The authorization rule of a request's route."""
     return rule_of(request.method, request.scope["route"].path)
 
 
@@ -103,7 +100,7 @@ def _why(rule: Rule, principal: Principal) -> str:
     if rule.scope is Scope.ATTEMPT:
         return "only the driver of this attempt may do this, with the attempt's own token"
     where = "all projects" if rule.scope is Scope.EVERYTHING else "the project"
-    return f"this wants the role {rule.role.label} in {where}; {_held(principal)}"
+    return f"this needs the role {rule.role.label} in {where}; {_held(principal)}"
 
 
 def _held(principal: Principal) -> str:
@@ -114,7 +111,7 @@ def _held(principal: Principal) -> str:
 def check_project(principal: Principal, project: str, role: Role) -> None:
     """Raise `Forbidden` unless a role is held in a project."""
     if not principal.may(role, project):
-        raise Forbidden(f"this wants the role {role.label} in '{project}'; {_held(principal)}")
+        raise Forbidden(f"this needs the role {role.label} in '{project}'; {_held(principal)}")
 
 
 def check_job(principal: Principal, job: Job, role: Role) -> None:
@@ -135,11 +132,18 @@ def check_paths(spec: JobSpec, principal: Principal, settings: Settings, store: 
         job_id = _job_of(name, path, settings)
         if job_id is None or principal.kind == "local":
             continue
-        project = _project_of(job_id, store)
-        if name in written and not _may_write_run(project, spec, principal):
+        try:
+            project = store.get_job(job_id).project
+        except JobNotFound:
+            project = None
+        may_write = project == spec.project and principal.may(Role.SUBMITTER, spec.project)
+        may_read = principal.projects is None or (
+            project is not None and principal.role_in(project) is not None
+        )
+        if name in written and not may_write:
             message = f"{path[:200]} is not in the run folder of a job of '{spec.project}'"
             problems.append(FieldProblem(name, "foreign_run", message))
-        elif not _may_read_run(project, principal):
+        elif not may_read:
             message = f"{path[:200]} is in the run folder of a job that is not in your projects"
             problems.append(FieldProblem(name, "foreign_run", message))
     if problems:
@@ -156,29 +160,9 @@ def _job_of(field: str, path: str, settings: Settings) -> str | None:
     return None if field == "checkpoint.path" and found == "" else found
 
 
-def _project_of(job_id: str, store: JobStore) -> str | None:
-    try:
-        return store.get_job(job_id).project
-    except JobNotFound:
-        return None
-
-
-def _may_read_run(project: str | None, principal: Principal) -> bool:
-    if principal.projects is None:
-        return True
-    return project is not None and principal.role_in(project) is not None
-
-
-def _may_write_run(project: str | None, spec: JobSpec, principal: Principal) -> bool:
-    return project == spec.project and principal.may(Role.SUBMITTER, spec.project)
-
-
-# What the handlers share: one `Context` per app, and small dependencies over it.
-
-
 @dataclass(frozen=True)
 class Context:
-    """Everything that a handler may use. `wake` makes the reconciler look at once.
+    """Everything that a handler may use. `wake` makes the reconciler poll at once.
 
     `has_died` says whether the reconciler gave up; `closing` is set when the server is about to
     stop, so that followed streams end.
@@ -234,8 +218,6 @@ def wants_stream(request: Request) -> bool:
 
 StreamDep = Annotated[bool, Depends(wants_stream)]
 
-# Secrets of jobs: in with the submission, out to the attempt's own driver, never elsewhere.
-
 
 def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> None:
     """Keep the secrets of a job that is about to be stored, and tell its driver of them.
@@ -244,15 +226,13 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
     """
     if not secrets:
         return
-    context.security.seal_secrets(job_id, secrets)
+    context.security.store_secrets(job_id, secrets)
     path = run_dir_of(context.settings, job_id).secret_names_path
     try:
         write_text(path, json.dumps(sorted(secrets)))
     except OSError as error:
         raise StorageUnavailable(str(error)) from error
 
-
-# ETags of jobs: a change may ask that the job still be as its reader saw it (RFC 9110, If-Match).
 
 _TAG = re.compile(r'"(\d{1,18})"')
 
@@ -267,7 +247,7 @@ def if_match_version(
         ),
     ] = None,
 ) -> int | None:
-    """The version that a change is meant for; None where any will do.
+    """The version that a change is for; None where any will do.
 
     Raises `VersionUnknown` for a tag that was never given out.
     """
@@ -283,6 +263,6 @@ VersionDep = Annotated[int | None, Depends(if_match_version)]
 
 
 def with_etag(job: Job, settings: Settings, response: Response) -> JobDetail:
-    """A job as the body of an answer, whose ETag is its version."""
+    """A job as the body of a response, whose ETag is its version."""
     response.headers["ETag"] = f'"{job.version}"'
     return detail_of(job, settings)

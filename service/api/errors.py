@@ -1,28 +1,7 @@
-"""What the control plane raises, and how each error reads as an RFC 9457 problem.
+"""Every error of the API as `application/problem+json` (RFC 9457).
 
-    ServiceError                      status  code
-    ├── InvalidRequest                422     invalid_request   (`fields` say where)
-    ├── who may call, and how much: `service.errors`
-    ├── jobs and what they report: `service.errors`
-    ├── what they read and leave: `service.errors`
-    ├── NotFound                      404
-    │   ├── ProjectNotFound                   project_not_found
-    │   ├── NotAHead                          not_a_head
-    │   ├── WebhookNotFound                   webhook_not_found
-    │   └── DeliveryNotFound                  delivery_not_found
-    ├── Conflict                      409
-    │   ├── IdempotencyConflict               idempotency_conflict
-    │   └── RequestInProgress                   request_under_way (`Retry-After`)
-    ├── PreconditionFailed            412
-    ├── BackendError                  502
-    │   ├── SubmissionRefused                 submission_refused
-    │   └── BackendUnreachable        503     backend_unreachable
-    ├── StoreUnavailable              503     store_unavailable
-    ├── StorageUnavailable            503     storage_unavailable
-    ├── ReconcilerDied                503     reconciler_died
-    └── PortInUse                     (start) port_in_use
-
-`trainer.spec.SpecError` maps to 422 `invalid_spec`.
+Status and code of a `ServiceError` are attributes of its class (`service.errors`); a `SpecError`
+becomes 422 `invalid_spec` with one field per fault, and anything unexpected 500 `internal_error`.
 """
 
 from __future__ import annotations
@@ -41,6 +20,8 @@ from service.errors import InvalidRequest, ServiceError
 from service.observability.logging_setup import request_id
 from service.schemas.common import FieldError, Problem
 from trainer.spec.base import FieldProblem, SpecError
+
+logger = logging.getLogger(__name__)
 
 
 def problem_of(error: ServiceError) -> dict[str, object]:
@@ -70,11 +51,6 @@ def _field_errors(problems: Sequence[FieldProblem]) -> list[FieldError]:
     return [FieldError.model_validate(problem) for problem in problems]
 
 
-# Every error of the API as `application/problem+json` (RFC 9457).
-
-logger = logging.getLogger(__name__)
-
-
 class ProblemResponse(JSONResponse):
     """A problem document."""
 
@@ -90,7 +66,7 @@ def add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _on_unexpected)
 
 
-def _answer(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
+def _respond(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
     body = {**problem, "instance": request.url.path}
     if known := request_id.get():
         body["request_id"] = known
@@ -103,15 +79,15 @@ def _on_service_error(request: Request, error: Exception) -> ProblemResponse:
 
 
 def answer_error(request: Request, error: ServiceError) -> ProblemResponse:
-    """The answer to a request that failed so."""
+    """The problem response to a request that failed with `error`."""
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.warning("%s %s: %s", request.method, request.url.path, error)
-    return _answer(request, problem_of(error), headers=error.headers)
+    return _respond(request, problem_of(error), headers=error.headers)
 
 
 def _on_spec_error(request: Request, error: Exception) -> ProblemResponse:
     assert isinstance(error, SpecError)
-    return _answer(request, problem_of_spec(error))
+    return _respond(request, problem_of_spec(error))
 
 
 def _on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
@@ -120,7 +96,7 @@ def _on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
         FieldProblem(path=_path(fault), code=fault["type"], message=fault["msg"])
         for fault in error.errors()
     ]
-    return _answer(request, problem_of(InvalidRequest(faults)))
+    return _respond(request, problem_of(InvalidRequest(faults)))
 
 
 def _path(fault: dict[str, Any]) -> str:
@@ -143,7 +119,7 @@ def _on_http_error(request: Request, error: Exception) -> ProblemResponse:
         detail=f"{request.method} {request.url.path}: {error.detail}",
         code=status.name.lower(),
     )
-    return _answer(request, problem.model_dump(), headers=error.headers)
+    return _respond(request, problem.model_dump(), headers=error.headers)
 
 
 def _on_unexpected(request: Request, error: Exception) -> ProblemResponse:
@@ -154,4 +130,4 @@ def _on_unexpected(request: Request, error: Exception) -> ProblemResponse:
         detail="the service failed on this request; its log says more",
         code=ServiceError.code,
     )
-    return _answer(request, problem.model_dump())
+    return _respond(request, problem.model_dump())

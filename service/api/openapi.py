@@ -1,7 +1,4 @@
-"""The OpenAPI document of the service: what FastAPI derives, with our errors and credentials.
-
-FastAPI knows nothing of problem documents: it documents its own body for 422 and no other error.
-"""
+"""The OpenAPI document: as FastAPI derives it, with problem documents and credentials."""
 
 from __future__ import annotations
 

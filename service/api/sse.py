@@ -1,9 +1,9 @@
-"""Server-sent events: looks for news again and again until there will be no more.
+"""Server-sent events: streams that poll the timeline or the logs of a job.
 
-A stream sends one event per item with its cursor as the event's id, so that a client which
-reconnects with `Last-Event-ID` goes on where it was; comments while nothing happens; and an
-`end` event once the job has ended and everything was sent. A stream that stops without `end`
-was cut off (the server stops, the store is away): the client should reconnect.
+Each event carries its cursor as id, so that a client which reconnects with `Last-Event-ID` resumes
+behind it. Comments keep an idle stream alive, and an `end` event says that the job has ended and
+everything was sent. A stream that stops without `end` was cut off (server shutdown, store
+unavailable): the client should reconnect. The followers block.
 """
 
 from __future__ import annotations
@@ -40,6 +40,9 @@ from service.settings import Settings
 from trainer.protocol.run_dir import AttemptDir
 
 logger = logging.getLogger(__name__)
+_MAX_LINES = 500
+# Ray ends the workers of a driver that was killed some seconds after it.
+LATE_LINES_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -53,62 +56,47 @@ class SseEvent:
 
 @dataclass(frozen=True)
 class StreamBatch:
-    """What one look found; `ended` is the status of a job that will bring nothing more."""
+    """What one poll found; `ended` is the status of a job that will bring nothing more."""
 
     items: list[SseEvent]
     ended: JobStatus | None = None
 
 
-def stream(look: Callable[[], StreamBatch], context: Context) -> StreamingResponse:
-    """Follow `look`, which blocks on storage and is therefore called in a thread."""
+def stream(poll: Callable[[], StreamBatch], context: Context) -> StreamingResponse:
+    """Stream what `poll` returns; it blocks on storage and is therefore called in a thread."""
     return StreamingResponse(
-        _frames(look, context),
+        _frames(poll, context),
         media_type="text/event-stream",
         headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 
 
-async def _frames(look: Callable[[], StreamBatch], context: Context) -> AsyncIterator[bytes]:
-    with context.telemetry.following():
-        async for frame in _follow(look, context):
-            yield frame
-
-
-async def _follow(look: Callable[[], StreamBatch], context: Context) -> AsyncIterator[bytes]:
+async def _frames(poll: Callable[[], StreamBatch], context: Context) -> AsyncIterator[bytes]:
     poll_s, heartbeat_s = context.settings.stream_poll_s, context.settings.stream_heartbeat_s
     # A first comment shows the client that it is connected before anything happens.
     silent_s = heartbeat_s
-    while not context.closing.is_set():
-        try:
-            news = await run_in_threadpool(look)
-        except ServiceError as error:
-            logger.warning("a followed stream was cut off: %s", error)
-            return
-        for item in news.items:
-            yield _frame(item)
-        if news.ended is not None:
-            yield format_sse_event(event="end", data_str=json.dumps({"status": news.ended}))
-            return
-        if news.items:
-            silent_s = 0.0
-            continue
-        if silent_s >= heartbeat_s:
-            yield KEEPALIVE_COMMENT
-            silent_s = 0.0
-        await asyncio.sleep(poll_s)
-        silent_s += poll_s
-
-
-def _frame(item: SseEvent) -> bytes:
-    return format_sse_event(event=item.name, id=item.cursor, data_str=item.body.model_dump_json())
-
-
-# Readers that remember where they are in a job's timeline or logs. Blocking.
-
-_MAX_LINES = 500
-EVERYTHING = LogFilter()
-# Ray ends the workers of a driver that was killed some seconds after it.
-LATE_LINES_S = 10.0
+    with context.telemetry.following():
+        while not context.closing.is_set():
+            try:
+                batch = await run_in_threadpool(poll)
+            except ServiceError as error:
+                logger.warning("a followed stream was cut off: %s", error)
+                return
+            for item in batch.items:
+                yield format_sse_event(
+                    event=item.name, id=item.cursor, data_str=item.body.model_dump_json()
+                )
+            if batch.ended is not None:
+                yield format_sse_event(event="end", data_str=json.dumps({"status": batch.ended}))
+                return
+            if batch.items:
+                silent_s = 0.0
+                continue
+            if silent_s >= heartbeat_s:
+                yield KEEPALIVE_COMMENT
+                silent_s = 0.0
+            await asyncio.sleep(poll_s)
+            silent_s += poll_s
 
 
 class TimelineFollower:
@@ -123,8 +111,8 @@ class TimelineFollower:
         self._with_progress = with_progress
         self._shown: ProgressOut | None = None
 
-    def look(self) -> StreamBatch:
-        """New lines; ended when the job has ended and the last look found nothing."""
+    def poll(self) -> StreamBatch:
+        """New lines; ended when the job has ended and the last poll found nothing."""
         # The job first: whatever was written before it ended is then found below.
         job = self._store.get_job(self._job_id)
         lines = self._store.list_timeline(job.id, after=self._after, limit=_MAX_LINES)
@@ -132,7 +120,7 @@ class TimelineFollower:
         items = [SseEvent("timeline", str(body.id), body) for body in bodies]
         self._after = lines[-1].id if lines else self._after
         items += self._progress(job)
-        return StreamBatch(items, None if items else _ended(job))
+        return StreamBatch(items, job.status if job.status.is_terminal and not items else None)
 
     def _progress(self, job: Job) -> list[SseEvent]:
         """How far the job is, if that is new; it has the cursor of the line before it."""
@@ -146,7 +134,7 @@ class TimelineFollower:
 class LogFollower:
     """Follows the logs of one attempt (`wanted`), or of a job from attempt to attempt.
 
-    `position` is how far it has read, and `has_moved` whether the last look found any lines,
+    `position` is how far it has read, and `has_moved` whether the last poll found any lines,
     wanted or not.
     """
 
@@ -157,11 +145,11 @@ class LogFollower:
         job: Job,
         wanted: str | None,
         source: str | None,
-        log_filter: LogFilter = EVERYTHING,
+        log_filter: LogFilter | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
-        self._filter = log_filter
+        self._filter = log_filter or LogFilter()
         self.has_moved = False
         self._store = store
         self._run_dir = run_dir_of(settings, job.id)
@@ -177,7 +165,7 @@ class LogFollower:
         """Begin with the last `num_lines` of each log that there is."""
         newest = self.position.attempt_id
         if newest is not None:
-            files = self._files(newest)
+            files = self._run_dir.attempt(newest)
             self.position = tail_position(files, newest, self._wanted_sources(files), num_lines)
 
     def start_at(self, position: LogPosition) -> None:
@@ -185,13 +173,21 @@ class LogFollower:
         self._check_belongs(position.attempt_id)
         self.position = position
 
-    def look(self) -> StreamBatch:
+    def poll(self) -> StreamBatch:
         """New lines; ended when nobody will write any more and all was read."""
         job, read_from = self._store.get_job(self._job_id), self.position.attempt_id
-        is_wanted_over = self._is_wanted_over()
+        is_wanted_over = (
+            self._wanted is not None
+            and self._store.get_attempt(self._wanted).end_reason is not None
+        )
         pieces = self.read()
         if self.has_moved:
-            return StreamBatch([_item(piece) for piece in pieces])
+            return StreamBatch(
+                [
+                    SseEvent("log", piece.position.encode(), LogLine.model_validate(piece))
+                    for piece in pieces
+                ]
+            )
         is_newest_over = job.status.is_terminal and read_from == job.current_attempt_id
         return StreamBatch([], job.status if is_newest_over or is_wanted_over else None)
 
@@ -206,21 +202,23 @@ class LogFollower:
         self.position = position
         attempt = self._store.get_attempt(position.attempt_id)
         is_final = attempt.end_reason is not None
-        files = self._files(attempt.id)
+        files = self._run_dir.attempt(attempt.id)
         sources = self._wanted_sources(files)
         pieces = list(read_new(files, position, sources, is_final=is_final))
         self.has_moved = bool(pieces)
         if pieces:
             self.position = pieces[-1].position
         elif is_final and self._wanted is None and not self._may_write_on(attempt):
-            self._move_on(attempt.index)
+            following = attempt.index + 1
+            if following < self._store.get_job(self._job_id).num_attempts:
+                self.position = LogPosition(attempt_id(self._job_id, following))
         return [piece for piece in pieces if self._filter.takes(piece.head, piece.text)]
 
     def sources(self) -> list[str]:
         """Names of the logs of the attempt being read."""
         if self.position.attempt_id is None:
             return []
-        return list_sources(self._files(self.position.attempt_id))
+        return list_sources(self._run_dir.attempt(self.position.attempt_id))
 
     def _wanted_sources(self, files: AttemptDir) -> list[str]:
         names = list_sources(files) if self._source is None else [self._source]
@@ -231,27 +229,6 @@ class LogFollower:
         ended_at = attempt.ended_at or 0.0
         return 0.0 <= self._clock() - ended_at < LATE_LINES_S
 
-    def _move_on(self, index: int) -> None:
-        following = attempt_id(self._job_id, index + 1)
-        if index + 1 < self._store.get_job(self._job_id).num_attempts:
-            self.position = LogPosition(following)
-
-    def _is_wanted_over(self) -> bool:
-        if self._wanted is None:
-            return False
-        return self._store.get_attempt(self._wanted).end_reason is not None
-
     def _check_belongs(self, wanted: str | None) -> None:
         if wanted is not None and self._store.get_attempt(wanted).job_id != self._job_id:
             raise AttemptNotFound(wanted)
-
-    def _files(self, wanted: str) -> AttemptDir:
-        return self._run_dir.attempt(wanted)
-
-
-def _ended(job: Job) -> JobStatus | None:
-    return job.status if job.status.is_terminal else None
-
-
-def _item(piece: LogPiece) -> SseEvent:
-    return SseEvent("log", piece.position.encode(), LogLine.model_validate(piece))

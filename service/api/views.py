@@ -1,7 +1,4 @@
-"""Domain -> schemas.
-
-Exports of a job: ask for one, look at them, download or delete one.
-"""
+"""Response bodies made from domain objects: exports, queue, projects, jobs and attempts."""
 
 from __future__ import annotations
 
@@ -40,9 +37,11 @@ from service.settings import Settings
 from trainer.export.artifact import ArtifactError, read_manifest
 from trainer.export.requests import ExportFolder, ExportStatus
 
+_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
+
 
 def describe_or_fail(folder: ExportFolder) -> ExportOut:
-    """The same as `describe`, where others are told of, too: one that was damaged has failed."""
+    """Like `describe`, but an export that was damaged is shown as failed."""
     try:
         return describe(folder)
     except ExportNotReady as error:
@@ -50,7 +49,7 @@ def describe_or_fail(folder: ExportFolder) -> ExportOut:
 
 
 def describe(folder: ExportFolder) -> ExportOut:
-    """What a client is told of an export; raises `ExportNotReady` where it was damaged."""
+    """The body of an export; raises `ExportNotReady` where it was damaged."""
     found_status = folder.status
     shown = _shown(folder, found_status, folder.message)
     if found_status != "succeeded":
@@ -75,21 +74,16 @@ def _shown(folder: ExportFolder, found_status: ExportStatus, message: str) -> Ex
     )
 
 
-# The queue and the use of projects as people see them: pure, over the jobs that live.
-
-_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
-
-
-def place_of(job: Job) -> QueuePlace | None:
+def queue_position(job: Job) -> QueuePlace | None:
     """Where a job stands in the queue; None where it does not wait."""
     if job.status is not JobStatus.QUEUED:
         return None
-    note = QueueState.of(job)
-    return QueuePlace(position=note.position, reason=note.reason)
+    state = QueueState.of(job)
+    return QueuePlace(position=state.position, reason=state.reason)
 
 
 def queue_view(live: Sequence[Job], visible: Collection[str] | None) -> QueueOut:
-    """The queue as somebody sees who may see the jobs of some projects (None: of all)."""
+    """The queue, as far as its jobs are in `visible` projects (None: all)."""
     shown = [job for job in live if visible is None or job.project in visible]
     waiting = [job for job in shown if job.status is JobStatus.QUEUED]
     running = [job for job in shown if job.status not in _AT_REST]
@@ -105,7 +99,7 @@ def _turn(job: Job) -> tuple[float, int, float]:
 
 
 def _waiting(job: Job) -> WaitingJob:
-    sizes, note = sizes_of_job(job), QueueState.of(job)
+    sizes, state = sizes_of_job(job), QueueState.of(job)
     return WaitingJob(
         id=job.id,
         name=job.name,
@@ -115,8 +109,8 @@ def _waiting(job: Job) -> WaitingJob:
         world_size=sizes.world_size,
         waits_since=job.waits_since,
         retry_at=job.retry_at,
-        position=note.position,
-        reason=note.reason,
+        position=state.position,
+        reason=state.reason,
     )
 
 
@@ -134,7 +128,7 @@ def _running(job: Job) -> RunningJob:
 
 
 def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
-    """What the jobs of each project hold."""
+    """The workers, running and queued jobs of each project."""
     workers, running, queued = Counter[str](), Counter[str](), Counter[str]()
     for job in live:
         workers[job.project] += workers_held(job)
@@ -146,9 +140,6 @@ def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
 def project_view(project: Project, usage: Usage) -> ProjectOut:
     """A project with what its jobs hold."""
     return ProjectOut(**vars(project), **vars(usage))
-
-
-# From the domain to the bodies of the API.
 
 
 def summary_of(job: Job) -> JobSummary:
@@ -207,7 +198,7 @@ def _summary_fields(job: Job) -> dict[str, Any]:
         "latest_metrics": job.latest_metrics,
         "priority": job.priority,
         "pause_requested": job.pause_requested,
-        "queue": place_of(job),
+        "queue": queue_position(job),
         "advice": advice_of(job.reason),
         **_group_counts(job),
     }

@@ -1,1 +1,1 @@
-"""Who may do what: credentials, roles, keys, sealed secrets."""
+"""Authentication and authorization: credentials, roles, keys, secrets."""

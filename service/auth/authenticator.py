@@ -1,4 +1,4 @@
-"""From the credentials of a request to the principal behind it. Blocking: reads the database."""
+"""From the credentials of a request to its principal. Blocking: reads the database."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from service.errors import NotSignedIn
 
 # How long a revocation by another replica may go unnoticed.
 _CACHE_S = 1.0
-# `last_used_at` is no log: it says whether a key is still in use.
+# `last_used_at` only says whether a key is still in use.
 _USE_NOTED_EVERY_S = 300.0
 _MAX_CACHED = 1000
 
@@ -41,9 +41,9 @@ class Credentials:
 
 
 class Authenticator:
-    """Tells who asks. `is_local`: whoever asks without an attempt's token is `LOCAL`.
+    """Maps credentials to principals; with `is_local`, all but attempt tokens map to `LOCAL`.
 
-    Who has the `machine_token` is a machine of the cluster.
+    `machine_token` is the token of the cluster's machines; `clock` gives Unix seconds.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Authenticator:
         return self._is_local or is_attempt or credentials == Credentials()
 
     def principal_of(self, credentials: Credentials) -> Principal:
-        """Whoever carries the credentials; raises `NotSignedIn` where they do not count."""
+        """The principal of these credentials; raises `NotSignedIn` where they are not valid."""
         bearer = credentials.bearer
         if bearer is not None and bearer.startswith(ATTEMPT_TOKEN_PREFIX):
             return self._attempt(bearer)
@@ -107,7 +107,7 @@ class Authenticator:
         self._keys.end_session(hash_of(cookie))
 
     def csrf_token(self, cookie: str) -> str:
-        """What the pages of a session send along with changes."""
+        """The CSRF token of a session."""
         return self._master.csrf_token(cookie)
 
     def forget_key(self, key_id: str) -> None:
@@ -133,7 +133,7 @@ class Authenticator:
         return self._verifier.principal_of(bearer)
 
     def _key(self, text: str) -> ApiKey:
-        """The usable key that a text is; one sentence for all that may be wrong with it."""
+        """The usable key with this text; `NotSignedIn` does not tell what is wrong with it."""
         key_id = key_id_of(text)
         found = self._find(key_id) if key_id is not None else None
         if found is None or not fits(text, found[1]) or not found[0].is_usable(self._clock()):

@@ -40,12 +40,12 @@ class MasterKeys:
         self._csrf_key = _derive(masters[0], "csrf-tokens")
         self._export_keys = [_derive(master, "export-seals") for master in masters]
 
-    def seal(self, text: str) -> str:
+    def encrypt(self, text: str) -> str:
         """Text that only these keys can read."""
         return self._box.encrypt(text.encode()).decode()
 
-    def open(self, sealed: str) -> str:
-        """The text of `seal`; raises `SecretKeyUnusable` if no key fits."""
+    def decrypt(self, sealed: str) -> str:
+        """The text of `encrypt`; raises `SecretKeyUnusable` if no key fits."""
         try:
             return self._box.decrypt(sealed.encode()).decode()
         except InvalidToken:
@@ -54,8 +54,11 @@ class MasterKeys:
                 "add that key behind the present one, after a comma"
             ) from None
 
+    # The webhook sender still calls it by this name.
+    open = decrypt
+
     def attempt_token(self, attempt_id: str) -> str:
-        """The token with which the driver of an attempt speaks, the same whenever it is made."""
+        """The bearer token of an attempt's driver, the same whenever it is made."""
         return _attempt_token(self._token_keys[0], attempt_id)
 
     def attempt_of(self, token: str) -> str | None:
@@ -67,17 +70,16 @@ class MasterKeys:
 
     def csrf_token(self, session_token: str) -> str:
         """What a page of a session must send along with whatever changes something."""
-        return hmac.new(self._csrf_key, session_token.encode(), hashlib.sha256).hexdigest()
+        return _hex_mac(self._csrf_key, session_token)
 
     def export_seal(self, text: str) -> str:
-        """By which the service knows on run storage, where jobs write, what it asked for itself."""
+        """A signature by which the service recognises its own requests on run storage."""
         return _hex_mac(self._export_keys[0], text)
 
     def is_export_seal(self, text: str, seal: str) -> bool:
         """Whether `export_seal` made a seal of a text, under any of the keys."""
-        made = [_hex_mac(key, text) for key in self._export_keys]
-        fits = [hmac.compare_digest(each.encode(), seal.encode()) for each in made]
-        return any(fits)
+        made = (_hex_mac(key, text) for key in self._export_keys)
+        return any(hmac.compare_digest(each.encode(), seal.encode()) for each in made)
 
 
 def _hex_mac(key: bytes, text: str) -> str:
@@ -90,8 +92,7 @@ def _derive(master: str, purpose: str) -> bytes:
 
 
 def _attempt_token(key: bytes, attempt_id: str) -> str:
-    mac = hmac.new(key, attempt_id.encode(), hashlib.sha256).hexdigest()
-    return f"{ATTEMPT_TOKEN_PREFIX}{attempt_id}.{mac}"
+    return f"{ATTEMPT_TOKEN_PREFIX}{attempt_id}.{_hex_mac(key, attempt_id)}"
 
 
 def master_keys_of(settings: Settings) -> MasterKeys:
@@ -102,14 +103,14 @@ def master_keys_of(settings: Settings) -> MasterKeys:
 
 @lru_cache(maxsize=16)
 def _keys(given: str | None, home: Path) -> MasterKeys:
-    text = given if given is not None else _from_file(home / FILE_NAME)
+    text = given if given is not None else _read_or_create(home / FILE_NAME)
     return MasterKeys(tuple(part.strip() for part in text.split(",") if part.strip()))
 
 
-def _from_file(path: Path) -> str:
+def _read_or_create(path: Path) -> str:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _read_private(path) if path.exists() else _make(path)
+        return _read_private(path) if path.exists() else _create(path)
     except OSError as error:
         raise SecretKeyUnusable(f"cannot use {path} ({error.strerror}); check its rights") from None
 
@@ -120,8 +121,8 @@ def _read_private(path: Path) -> str:
     return path.read_text().strip()
 
 
-def _make(path: Path) -> str:
-    """Write a new key in one step; whoever comes second takes what the first one wrote."""
+def _create(path: Path) -> str:
+    """Write a new key atomically; if another process was first, take its key."""
     draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:

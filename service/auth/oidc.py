@@ -1,14 +1,9 @@
-"""Token verification and the JWKS cache.
+"""OpenID Connect: the JWKS cache of an identity provider, and verification of its tokens.
 
-The published keys of an identity provider, fetched so that a slow provider holds up few.
-
-One thread fetches at a time, and no lock is held meanwhile. Whoever has keys that are merely old
-goes on with them; who has none waits a moment, or is told that the provider is away. After a fetch,
-good or bad, there is no other for `RELOAD_PAUSE_S`.
-
-Only asymmetric signatures count, so that neither `none` nor a public key used as a shared secret
-gets anybody in. The provider's keys are kept; a token signed with an unknown one makes us look
-again, but not too often (`service.auth.oidc`).
+One thread fetches the keys at a time, without holding the lock. Old keys stay in use meanwhile; a
+caller without any waits up to a second, or gets `IdentityProviderAway`. Fetches, successful or
+not, are `RELOAD_PAUSE_S` apart. Only asymmetric signatures are accepted, so that neither `none` nor
+a public key used as a shared secret verifies.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ from service.settings import Settings
 RELOAD_PAUSE_S = 10.0
 _TIMEOUT_S = 5.0
 _WAIT_S = 1.0
-# Each holds a thread of the service, of which requests with an API key have need, too.
+# Each holds a thread of the service, which requests with an API key need, too.
 _MAX_WAITING = 8
 
 
@@ -76,8 +71,12 @@ class ProviderKeys:
         """Fetch the keys, unless that was tried lately; wait for the thread that does it."""
         with self._changed:
             if self._is_fetching:
-                if must_wait:
-                    self._wait()
+                if must_wait and self._num_waiting < _MAX_WAITING:
+                    self._num_waiting += 1
+                    try:
+                        self._changed.wait_for(lambda: not self._is_fetching, _WAIT_S)
+                    finally:
+                        self._num_waiting -= 1
                 return
             if self._clock() - self._tried_at < RELOAD_PAUSE_S:
                 return
@@ -92,34 +91,20 @@ class ProviderKeys:
                 self._is_fetching, self._tried_at = False, self._clock()
                 self._changed.notify_all()
 
-    def _wait(self) -> None:
-        if self._num_waiting >= _MAX_WAITING:
-            return
-        self._num_waiting += 1
-        try:
-            self._changed.wait_for(lambda: not self._is_fetching, _WAIT_S)
-        finally:
-            self._num_waiting -= 1
-
     def _fetched(self) -> KeySet | None:
         """The keys as they are published; None if they cannot be had."""
         try:
             response = self._http.get(self._url)
             response.raise_for_status()
             self._failure = "it publishes none"
-            return KeySet.import_key_set(_public_only(response.json()))
+            # A shared secret, which no provider should publish, must not verify anything.
+            keys = [key for key in response.json()["keys"] if key.get("kty") != "oct"]
+            return KeySet.import_key_set({"keys": keys})
         except (httpx.HTTPError, JoseError, ValueError, KeyError, TypeError) as error:
             # Keys that were good an hour ago are better than nobody let in.
             self._failure = type(error).__name__
             return None
 
-
-def _public_only(document: Any) -> Any:
-    """The published keys without shared secrets, which no provider should publish."""
-    return {"keys": [key for key in document["keys"] if key.get("kty") != "oct"]}
-
-
-# Bearer tokens of an identity provider: checked by its published keys, never by what they say.
 
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512")
 LEEWAY_S = 30
@@ -128,7 +113,7 @@ _MAX_TOKEN_CHARS = 8192
 
 @dataclass(frozen=True)
 class Provider:
-    """An identity provider, and what its tokens are worth here.
+    """An identity provider, and the roles that its tokens give.
 
     `roles` maps a value of the claim `roles_claim` (dots lead into objects) to roles by project.
     """
@@ -169,12 +154,19 @@ class TokenVerifier:
         self._keys = ProviderKeys(provider.jwks_url, provider.jwks_ttl_s, transport, clock)
 
     def principal_of(self, token: str) -> Principal:
-        """Whoever a token is for; raises `NotSignedIn`, or `IdentityProviderAway`."""
+        """The principal of a token; raises `NotSignedIn`, or `IdentityProviderAway`."""
         if len(token) > _MAX_TOKEN_CHARS:
             raise NotSignedIn("the bearer token is too long")
         try:
             claims = self._verified(token)
-            self._check_claims(claims)
+            jwt.JWTClaimsRegistry(
+                now=int(self._clock()),
+                leeway=LEEWAY_S,
+                iss={"essential": True, "value": self._provider.issuer},
+                aud={"essential": True, "value": self._provider.audience},
+                exp={"essential": True},
+                sub={"essential": True},
+            ).validate(claims)
         except (JoseError, ValueError, TypeError, KeyError) as error:
             # The class says what was wrong; a text of the library could quote the token.
             cause = getattr(error, "error", type(error).__name__)
@@ -192,17 +184,6 @@ class TokenVerifier:
             if fresh is keys:
                 raise
             return jwt.decode(token, fresh, algorithms=ALGORITHMS).claims
-
-    def _check_claims(self, claims: dict[str, Any]) -> None:
-        registry = jwt.JWTClaimsRegistry(
-            now=int(self._clock()),
-            leeway=LEEWAY_S,
-            iss={"essential": True, "value": self._provider.issuer},
-            aud={"essential": True, "value": self._provider.audience},
-            exp={"essential": True},
-            sub={"essential": True},
-        )
-        registry.validate(claims)
 
 
 def _principal(claims: Mapping[str, Any], provider: Provider) -> Principal:

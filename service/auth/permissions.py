@@ -1,9 +1,8 @@
-"""Who may call which route, who may read which path.
+"""Authorization rules: which role each route needs, and which paths a job may read or write.
 
-Which folders jobs may read: below the configured roots, whatever links lie on the way.
-
-A route without an entry asks for an administrator of everything, and fails
-tests/unit/service/auth/test_permissions.py.
+`RULES` has an entry for every route; one without needs an administrator of all projects, and fails
+tests/unit/service/auth/test_permissions.py. Paths must lie below the configured roots once all
+links are resolved.
 """
 
 from __future__ import annotations
@@ -108,10 +107,9 @@ def outside_roots(spec: JobSpec, roots: Sequence[Path | str] | None) -> list[Fie
 def without_lost_place(
     spec: JobSpec, cloned: JobSpec, roots: Sequence[Path | str] | None
 ) -> JobSpec:
-    """The spec of a clone without the place for checkpoints of the job that it was made of.
+    """The spec of a clone without the checkpoint path of its original, if that is not allowed now.
 
-    Where jobs may not write there any more: it was the service's own then, or lay below a root, and
-    a clone has no checkpoints yet to be parted from.
+    It was the service's own then, or lay below a root; a clone has no checkpoints there yet.
     """
     path = spec.checkpoint.path
     if roots is None or path is None or path != cloned.checkpoint.path or _is_allowed(path, roots):
@@ -148,15 +146,12 @@ def job_of_path(path: Path, runs_dir: Path) -> str | None:
 
 
 def job_of_checkpoints(path: str, root: Path | str | None) -> str | None:
-    """The same for a path or URL that may lead into the service's place for checkpoints."""
+    """Like `job_of_path`, for a path or URL that may lead below the `checkpoint_root`."""
     if isinstance(root, str):
         folder = root.rstrip("/")
         is_inside = path.rstrip("/") == folder or path.startswith(f"{folder}/")
         return path[len(folder) :].strip("/").partition("/")[0] if is_inside else None
     return job_of_path(Path(path), root) if root and "://" not in path else None
-
-
-# The one table of what a route asks of who calls it; pure.
 
 
 class Scope(Enum):
@@ -182,7 +177,7 @@ class Scope(Enum):
 
 @dataclass(frozen=True)
 class Rule:
-    """What a route asks for. `is_secret`: local mode without credentials does not suffice."""
+    """What a route requires. `is_secret`: local mode without credentials does not suffice."""
 
     scope: Scope
     role: Role = Role.VIEWER
@@ -198,7 +193,7 @@ _ADMINISTER = Rule(Scope.EVERYTHING, Role.ADMIN)
 _ADMINISTER_SOME = Rule(Scope.ANYWHERE, Role.ADMIN)
 _DELIVER = Rule(Scope.ATTEMPT)
 UNLISTED = _ADMINISTER
-"""What a route asks for that nobody thought of."""
+"""The rule of a route without an entry."""
 _JOB = "/v1/jobs/{job}"
 _WEBHOOK = "/v1/webhooks/{webhook_id}"
 _CHANGES = ("cancel", "pause", "resume", "restart")
@@ -270,7 +265,7 @@ RULES: Mapping[tuple[str, str], Rule] = {
 
 
 class Verdict(Enum):
-    """What a rule says to a principal."""
+    """The decision of a rule about a principal."""
 
     ALLOWED = "allowed"
     NOT_SIGNED_IN = "not_signed_in"

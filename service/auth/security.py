@@ -1,10 +1,4 @@
-"""Security facade, audit writer, attempt rights, first key.
-
-What the token of an attempt is still worth once the attempt has ended.
-
-So no request waits for its line, nor for the disk because of its neighbours' lines. A service that
-is killed loses the lines of its last fifth of a second.
-"""
+"""The security services of one app, the audit log writer, rights of attempts, the first API key."""
 
 from __future__ import annotations
 
@@ -12,9 +6,9 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from sqlalchemy import Engine
 
@@ -24,16 +18,14 @@ from service.auth.oidc import TokenVerifier, provider_of
 from service.db.auth import KeyStore
 from service.db.engine import migrate, open_engine
 from service.db.jobs import JobStore
-from service.domain.auth import ApiKey, AuditRecord, hash_of, new_key_text, parse_roles, role_names
+from service.domain.auth import ApiKey, AuditRecord, hash_of, new_key_text, parse_roles
 from service.domain.models import Attempt, Job, JobStatus
 from service.errors import Forbidden
 from service.files import make_private
-from service.schemas.admin import NewKey
 from service.settings import Settings
 
 LATE_REPORTS_S = 3600.0
 """Seconds for which records of an ended attempt are taken: they may have waited in its outbox."""
-# A driver posts several times a second, and its attempt ends but once.
 _CACHE_S = 10.0
 _MAX_CACHED = 10_000
 
@@ -53,7 +45,7 @@ def may_read_secrets(job: Job, attempt: Attempt) -> bool:
 
 
 class AttemptRights:
-    """Remembers for some seconds who may report, so that not every batch asks the database."""
+    """Whether attempts may report, cached for `_CACHE_S` as drivers post several times a second."""
 
     def __init__(self, store: JobStore, clock: Callable[[], float] = time.time) -> None:
         self._store = store
@@ -75,8 +67,6 @@ class AttemptRights:
             self._asked_at[attempt_id] = now
 
 
-# Writes the audit log beside the requests: lines of a fifth of a second share a transaction.
-
 logger = logging.getLogger(__name__)
 _MAX_BATCH = 500
 # Some megabytes: what a database that stands still may cost us.
@@ -86,7 +76,11 @@ _FLUSH_TIMEOUT_S = 10.0
 
 
 class AuditWriter:
-    """Appends records in order, from a thread that lives while there are some."""
+    """Writes the audit log in order, from a thread that lives while there are records.
+
+    Requests wait for no write: records of 0.2 s share a transaction, and are lost if the service
+    is killed meanwhile.
+    """
 
     def __init__(self, keys: KeyStore) -> None:
         self._keys = keys
@@ -99,7 +93,7 @@ class AuditWriter:
         self._is_wanted_now = threading.Event()
 
     def append(self, record: AuditRecord) -> None:
-        """Write a record soon; drop it where too many wait, which the service's log tells."""
+        """Write a record soon; if too many wait, drop it, which is logged."""
         with self._changed:
             if len(self._pending) >= _MAX_PENDING:
                 self._num_dropped += 1
@@ -125,10 +119,12 @@ class AuditWriter:
             if not records:
                 return
             self._write(records)
-            self._tell_dropped()
             with self._changed:
                 self._num_written += len(records)
+                num_dropped, self._num_dropped = self._num_dropped, 0
                 self._changed.notify_all()
+            if num_dropped:
+                logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
 
     def _write(self, records: Sequence[AuditRecord]) -> None:
         try:
@@ -139,12 +135,6 @@ class AuditWriter:
             for record in records:
                 logger.error("audit: %s", record)
 
-    def _tell_dropped(self) -> None:
-        with self._changed:
-            num_dropped, self._num_dropped = self._num_dropped, 0
-        if num_dropped:
-            logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
-
     def _take(self) -> list[AuditRecord]:
         with self._changed:
             batch, self._pending = self._pending[:_MAX_BATCH], self._pending[_MAX_BATCH:]
@@ -153,43 +143,41 @@ class AuditWriter:
             return batch
 
 
-# The first API key, written to the database itself: nobody could ask the service for it.
-
-
 def has_no_key() -> bool:
     """Whether the configured database has no usable key; raises `StoreUnavailable`."""
-    with _Opened() as keys:
+    with _opened_keys() as keys:
         return not keys.has_usable_key(time.time())
 
 
-def create_first_key(name: str, roles: Mapping[str, str], expires_in_s: float | None) -> NewKey:
-    """Write a key to the configured database; raises `StoreUnavailable`."""
+def create_first_key(
+    name: str, roles: Mapping[str, str], expires_in_s: float | None
+) -> tuple[ApiKey, str]:
+    """Write a key to the configured database: the key and its text; raises `StoreUnavailable`.
+
+    Nobody could ask the service for the first key, so this goes around it.
+    """
     now = time.time()
     key_id, text = new_key_text()
     expires_at = None if expires_in_s is None else now + expires_in_s
     user = os.environ.get("USER", "unknown")
     key = ApiKey(key_id, name, parse_roles(roles), now, f"bootstrap by {user}", expires_at)
-    with _Opened() as keys:
+    with _opened_keys() as keys:
         keys.add_key(key, hash_of(text))
-    fields: dict[str, Any] = {**vars(key), "roles": role_names(key.roles), "key": text}
-    return NewKey.model_validate(fields)
+    return key, text
 
 
-class _Opened:
+@contextmanager
+def _opened_keys() -> Iterator[KeyStore]:
     """The keys of the configured database, migrated."""
+    settings = Settings()
+    make_private(settings.home)
+    engine = open_engine(settings.database_url)
+    try:
+        migrate(engine)
+        yield KeyStore(engine)
+    finally:
+        engine.dispose()
 
-    def __enter__(self) -> KeyStore:
-        settings = Settings()
-        make_private(settings.home)
-        self._engine = open_engine(settings.database_url)
-        migrate(self._engine)
-        return KeyStore(self._engine)
-
-    def __exit__(self, *_: object) -> None:
-        self._engine.dispose()
-
-
-# Everything that guards one service, built once over its settings and database.
 
 _ORPHAN_AGE_S = 3600.0
 
@@ -218,15 +206,15 @@ class Security:
         )
         return cls(keys, master, authenticator, AuditWriter(keys), AttemptRights(store))
 
-    def seal_secrets(self, job_id: str, secrets: Mapping[str, str]) -> None:
-        """Keep secrets of a job that is about to be stored; raises `StoreUnavailable`."""
-        sealed = {name: self.master.seal(value) for name, value in secrets.items()}
-        self.keys.keep_secrets(job_id, sealed, time.time())
+    def store_secrets(self, job_id: str, secrets: Mapping[str, str]) -> None:
+        """Store secrets of a job that is about to be stored; raises `StoreUnavailable`."""
+        encrypted = {name: self.master.encrypt(value) for name, value in secrets.items()}
+        self.keys.keep_secrets(job_id, encrypted, time.time())
 
-    def open_secrets(self, job_id: str) -> dict[str, str]:
+    def read_secrets(self, job_id: str) -> dict[str, str]:
         """Secrets of a job, readable; raises `SecretKeyUnusable`."""
-        sealed = self.keys.secrets_of(job_id)
-        return {name: self.master.open(text) for name, text in sealed.items()}
+        encrypted = self.keys.secrets_of(job_id)
+        return {name: self.master.decrypt(text) for name, text in encrypted.items()}
 
     def forget_orphans(self) -> None:
         """Delete secrets that were kept for jobs which then were not stored, or are deleted."""

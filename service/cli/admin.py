@@ -160,8 +160,10 @@ def _may_bootstrap() -> bool:
 
 def _bootstrap(name: str, roles: dict[str, Any], expires_in_s: float | None) -> NewKey:
     from service.auth.security import create_first_key
+    from service.domain.auth import role_names
 
-    return create_first_key(name, roles, expires_in_s)
+    key, text = create_first_key(name, roles, expires_in_s)
+    return NewKey.model_validate({**vars(key), "roles": role_names(key.roles), "key": text})
 
 
 def _key_table(keys: list[KeyOut], now: float) -> Table:

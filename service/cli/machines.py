@@ -139,12 +139,12 @@ def first_key(url: str, *, keeps_it: bool) -> str | None:
     try:
         if os.environ.get("SHARDLOOM_OIDC_ISSUER") or not has_no_key():
             return None
-        made = create_first_key("head", {"*": "admin"}, None)
+        _, text = create_first_key("head", {"*": "admin"}, None)
     except ServiceError as error:
         raise StackError(f"{error}; SHARDLOOM_DATABASE_URL names the database") from None
     if keeps_it:
-        credentials.keep_key(url, made.key)
-    return made.key
+        credentials.keep_key(url, text)
+    return text
 
 
 def about_first_key(key: str, *, keeps_it: bool) -> Text:

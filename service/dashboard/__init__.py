@@ -1,3 +1,1 @@
-"""Dashboard pages, mounted on the same app as the API."""
-
-from __future__ import annotations
+"""The dashboard: pages of the jobs, rendered with NiceGUI."""

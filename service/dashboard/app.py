@@ -1,11 +1,8 @@
-"""Mount and sign-in page.
+"""Mounts the dashboard under `/dashboard`; the sign-in page and the page for unknown paths.
 
-Signing in and out with a browser: an API key becomes a session, kept in a cookie.
-
-The page is plain HTML without scripts, so that it works before anything else is allowed to load.
-
-NiceGUI keeps one application per process. A process that makes several apps (tests do) hands
-it from one to the next: the newest `mount` is the one that answers.
+Signing in turns an API key into a session, kept in a cookie; its page is plain HTML without
+scripts. NiceGUI keeps one application per process: of several apps in a process (as in tests), the
+one mounted last serves the dashboard.
 """
 
 from __future__ import annotations
@@ -29,11 +26,10 @@ from service.api.deps import Context, ContextDep
 from service.auth.authenticator import Credentials
 from service.dashboard.auth import reader, set_rules
 from service.dashboard.pages import JobPage, ListPage
-from service.dashboard.panels import Submit
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.dashboard.snapshots import ListFeed
 from service.db.jobs import JobStore
-from service.domain.auth import Session, hash_of
+from service.domain.auth import hash_of
 from service.errors import CsrfRefused, NotSignedIn
 from service.settings import Settings
 from trainer.export.requests import ExportFolder
@@ -41,6 +37,8 @@ from trainer.export.requests import ExportFolder
 router = APIRouter(include_in_schema=False)
 _HOME = f"{MOUNT_PATH}/"
 _MAX_FORM_BYTES = 8192
+# After NiceGUI's own 3 s a page that a busy machine builds slowly would be an error 500.
+_BUILD_TIMEOUT_S = 30.0
 # The page may stand at any path, whose own policy would forbid its style.
 _UNKNOWN_PAGE_CSP = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
@@ -50,11 +48,6 @@ _TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent / "templates"),
     autoescape=select_autoescape(["html"]),
 )
-
-
-def add_login(app: FastAPI) -> None:
-    """Serve the pages of signing in and out from `app`."""
-    app.include_router(router)
 
 
 @router.get(LOGIN_PATH)
@@ -82,7 +75,14 @@ async def sign_in(request: Request, context: ContextDep) -> Response:
     # For the audit log: nobody was signed in when the request came.
     request.scope["state"]["principal"] = principal
     answer = RedirectResponse(wanted, HTTPStatus.SEE_OTHER)
-    _set_cookies(answer, request, context, token, session)
+    max_age_s = int(session.expires_at - session.created_at)
+    is_tls = request.url.scheme == "https"
+    answer.set_cookie(
+        SESSION_COOKIE, token, max_age=max_age_s, httponly=True, secure=is_tls, samesite="lax"
+    )
+    # Scripts of our own pages send it back in a header.
+    csrf_token = authenticator.csrf_token(token)
+    answer.set_cookie(CSRF_COOKIE, csrf_token, max_age=max_age_s, secure=is_tls, samesite="strict")
     return answer
 
 
@@ -121,19 +121,6 @@ def _is_signed_in(request: Request, context: Context) -> bool:
     return True
 
 
-def _set_cookies(
-    answer: Response, request: Request, context: Context, token: str, session: Session
-) -> None:
-    max_age_s = int(session.expires_at - session.created_at)
-    is_tls = request.url.scheme == "https"
-    answer.set_cookie(
-        SESSION_COOKIE, token, max_age=max_age_s, httponly=True, secure=is_tls, samesite="lax"
-    )
-    # For scripts of our own pages, which send it back in a header.
-    csrf_token = context.security.authenticator.csrf_token(token)
-    answer.set_cookie(CSRF_COOKIE, csrf_token, max_age=max_age_s, secure=is_tls, samesite="strict")
-
-
 async def _form_of(request: Request) -> dict[str, str]:
     body = (await request.body())[:_MAX_FORM_BYTES]
     fields = parse_qs(body.decode("utf-8", "replace"))
@@ -157,26 +144,31 @@ def _render(template: str, **values: str) -> str:
     return _TEMPLATES.get_template(template).render(logo=logo, **values)
 
 
-# Mounts the dashboard on the service's own FastAPI app, under `/dashboard`.
-
-# A page that a busy machine builds slowly is late, and no error 500, as it is after NiceGUI's 3 s.
-_BUILD_TIMEOUT_S = 30.0
-
-
 def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
     """Serve the dashboard from `app`: the list at `/dashboard/`, a job below `jobs/`.
 
-    `wake` makes the reconciler look at once at what a reader asked for. Call it after the API's
+    `wake` makes the reconciler act at once on what a reader requested. Call it after the API's
     routes are in place; `/` then leads to the list.
     """
-    _forget_former_mount()
+    # Starlette refuses to add middleware to an app that has answered a request.
+    nicegui_app.middleware_stack = None
+    nicegui_app.user_middleware.clear()
     context = getattr(app.state, "context", None)
     security = context.security if context is not None else None
     set_rules(is_local=settings.auth == "local", security=security)
     submit = context.exports.submit if context is not None else _forget
-    _register_pages(store, settings, wake, submit)
+    feed = ListFeed(store)
+
+    @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
+    async def _list() -> None:
+        await ListPage(feed, reader().projects).build()
+
+    @ui.page("/jobs/{job_id}", response_timeout=_BUILD_TIMEOUT_S)
+    async def _job(job_id: str) -> None:
+        await JobPage(store, settings, job_id, wake, submit).build()
+
     if security is not None:
-        add_login(app)
+        app.include_router(router)
 
     @app.get("/", include_in_schema=False)
     def _home() -> RedirectResponse:
@@ -195,28 +187,8 @@ def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], 
     )
 
 
-def _forget_former_mount() -> None:
-    # Starlette refuses to add middleware to an app that has answered a request.
-    nicegui_app.middleware_stack = None
-    nicegui_app.user_middleware.clear()
-
-
 def _forget(folder: ExportFolder) -> None:
     """Without the API nothing makes exports; a service that starts later will."""
-
-
-def _register_pages(
-    store: JobStore, settings: Settings, wake: Callable[[], None], submit: Submit
-) -> None:
-    feed = ListFeed(store)
-
-    @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
-    async def _list() -> None:
-        await ListPage(feed, reader().projects).build()
-
-    @ui.page("/jobs/{job_id}", response_timeout=_BUILD_TIMEOUT_S)
-    async def _job(job_id: str) -> None:
-        await JobPage(store, settings, job_id, wake, submit).build()
 
 
 def _show_unknown_pages(app: FastAPI) -> None:

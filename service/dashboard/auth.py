@@ -1,7 +1,7 @@
-"""Who reads a page, and what they may change from it.
+"""Authorization in the pages: who reads a page, what they may see and change.
 
-NiceGUI keeps one application per process, and so this keeps one set of rules: those of the app that
-was mounted last.
+NiceGUI keeps one application per process, so there is one set of rules: that of the app mounted
+last.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _rules = _Rules()
 
 
 def set_rules(*, is_local: bool, security: Security | None) -> None:
-    """Take the rules of the app that serves the pages from now on."""
+    """Set the rules of the app that serves the pages from now on."""
     _rules.is_local, _rules.security = is_local, security
 
 
 def reader() -> Principal:
-    """Whoever reads the page being built or used; raises `NotSignedIn`."""
+    """The principal of the page being built or used; raises `NotSignedIn`."""
     if _rules.is_local:
         return LOCAL
     principal = known_principal(ui.context.client.request)
@@ -54,31 +54,26 @@ def may_change(job: Job) -> bool:
 
 
 def check_change(job: Job, what: str) -> None:
-    """Note in the audit log that the reader does `what` to a job; raises `Forbidden`."""
+    """Write to the audit log that the reader does `what` to a job; raises `Forbidden`."""
     principal = reader()
     is_allowed = principal.may(Role.SUBMITTER, job.project)
-    _note(principal, job, what, 202 if is_allowed else 403)
-    if not is_allowed:
-        raise Forbidden(f"this wants the role submitter in '{job.project}'")
-
-
-def _note(principal: Principal, job: Job, what: str, status: int) -> None:
-    if _rules.security is None:
-        return
-    client = ui.context.client.request.client
-    _rules.security.audit.append(
-        AuditRecord(
-            id=0,
-            time=time.time(),
-            actor=principal.name,
-            actor_kind=principal.kind,
-            action=f"PAGE {what}",
-            object=f"/v1/jobs/{job.id}",
-            remote=client.host if client else "",
-            status=status,
-            request_id="",
+    if _rules.security is not None:
+        client = ui.context.client.request.client
+        _rules.security.audit.append(
+            AuditRecord(
+                id=0,
+                time=time.time(),
+                actor=principal.name,
+                actor_kind=principal.kind,
+                action=f"PAGE {what}",
+                object=f"/v1/jobs/{job.id}",
+                remote=client.host if client else "",
+                status=202 if is_allowed else 403,
+                request_id="",
+            )
         )
-    )
+    if not is_allowed:
+        raise Forbidden(f"this needs the role submitter in '{job.project}'")
 
 
 def account_menu() -> None:

@@ -1,7 +1,7 @@
 """ECharts options of the live charts, and their data. Pure functions.
 
-Colours are mid-tones that hold on a light and on a dark ground, because the server does not
-know which of the two a browser that follows the system shows.
+Colours are mid-tones that hold on a light and on a dark ground: the server does not know which one
+a browser that follows the system shows.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Read-only parts of the pages as HTML, from the Jinja templates beside this file.
+"""Read-only parts of the pages as HTML, from Jinja templates.
 
-Jinja escapes every value, so a job's name or message cannot become markup; that is why the
-pages may show these fragments without sanitising them again.
+Jinja escapes every value, so no job name or message becomes markup; the pages need not sanitise
+these fragments again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import format, views
 from service.dashboard.groups import GroupsView, member_grid
 from service.dashboard.sharding import sharding_view
-from service.dashboard.views import export_lines
 from service.domain.models import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
 from service.domain.timeline import traces_of
@@ -40,6 +39,10 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
     `now` is Unix time in seconds.
     """
     last_end = attempts[-1].end_reason if attempts else None
+    duration_s, duration = views.duration_s(job, now), ""
+    if duration_s is not None:
+        verb = "ran for" if job.status.is_terminal else "running for"
+        duration = f"{verb} {format.duration(duration_s)}"
     return _render(
         "heading.html",
         job=job,
@@ -48,17 +51,9 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
         advice=advice_of(job.reason, last_end) if job.status is JobStatus.FAILED else "",
         layout=views.layout_text(job),
         cluster=cluster_text(job.spec) if has_own_cluster(job) else "",
-        duration=_duration_text(job, now),
+        duration=duration,
         age=format.duration(now - job.created_at),
     )
-
-
-def _duration_text(job: Job, now: float) -> str:
-    duration_s = views.duration_s(job, now)
-    if duration_s is None:
-        return ""
-    verb = "ran for" if job.status.is_terminal else "running for"
-    return f"{verb} {format.duration(duration_s)}"
 
 
 def progress(job: Job) -> str:
@@ -106,7 +101,7 @@ def checkpoints(items: Sequence[Checkpoint], now: float) -> str:
 
 def exports(job: Job, items: Sequence[ExportOut], now: float) -> str:
     """Table of the exports, with links to download those that are done."""
-    return _render("exports.html", lines=export_lines(job, items, now))
+    return _render("exports.html", lines=views.export_lines(job, items, now))
 
 
 def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:

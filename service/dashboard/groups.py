@@ -1,4 +1,4 @@
-"""What the groups section shows: who trained when, copies alive, recoveries, time lost. Pure."""
+"""View models of the groups section: who trained when, copies alive, recoveries, losses. Pure."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _DOMAINS = {
 
 @dataclass(frozen=True)
 class Span:
-    """A time in which a group had one standing; `left` and `width` in percent of the lane."""
+    """A time in which a group had one standing; `left` and `width` in percent of the row."""
 
     left: float
     width: float
@@ -77,9 +77,9 @@ class Loss:
 
 @dataclass(frozen=True)
 class GroupsView:
-    """The section; `lanes` are empty where the job told no groups, `goodput` where it told none."""
+    """The section; `rows` are empty where the job told no groups, `goodput` where it told none."""
 
-    lanes: tuple[TimelineRow, ...]
+    rows: tuple[TimelineRow, ...]
     since: str
     until: str
     facts: tuple[Fact, ...]
@@ -89,7 +89,7 @@ class GroupsView:
     @property
     def has_content(self) -> bool:
         """Whether there is anything to show."""
-        return bool(self.lanes or self.facts or self.goodput)
+        return bool(self.rows or self.facts or self.goodput)
 
 
 def groups_view(
@@ -102,7 +102,7 @@ def groups_view(
     start = changes[0][0] if changes else end
     goodput = goodput_of(job.latest_metrics)
     return GroupsView(
-        lanes=_lanes(changes, lines, end),
+        rows=_timeline_rows(changes, lines, end),
         since=format.clock(start - job.created_at),
         until=format.clock(end - job.created_at),
         facts=tuple(_facts(job, timeline, checkpoints, now)),
@@ -154,7 +154,7 @@ _CHANGES = {
 }
 
 
-def _lanes(
+def _timeline_rows(
     changes: Sequence[tuple[float, dict[int, str]]], lines: Sequence[TimelineEvent], end: float
 ) -> tuple[TimelineRow, ...]:
     if not changes:
@@ -213,10 +213,10 @@ def _facts(
     held = job.membership
     is_own = held is not None and held.attempt_id == job.current_attempt_id
     facts = _membership_facts(job, held, now) if held is not None and is_own else []
-    wish = latest_resize_request(timeline)
-    if not job.status.is_terminal and (wish.num_workers or wish.drain_hosts):
-        size = [f"{wish.num_workers} workers"] if wish.num_workers else []
-        text = ", ".join([*size, *(f"without {host}" for host in wish.drain_hosts)])
+    wanted = latest_resize_request(timeline)
+    if not job.status.is_terminal and (wanted.num_workers or wanted.drain_hosts):
+        size = [f"{wanted.num_workers} workers"] if wanted.num_workers else []
+        text = ", ".join([*size, *(f"without {host}" for host in wanted.drain_hosts)])
         facts.append(Fact("Wanted", text, "active"))
     at_risk = _at_risk_text(job, checkpoints)
     if at_risk:
@@ -294,9 +294,6 @@ def _losses(shares: Sequence[tuple[str, float]]) -> tuple[Loss, ...]:
         Loss(cause, f"{share:.1%}", 100 * share / lost if lost else 0.0, index)
         for index, (cause, share) in enumerate(shares)
     )
-
-
-# The 2D diagram where each group is a world of its own: who holds which shard now. Pure.
 
 
 @dataclass(frozen=True)

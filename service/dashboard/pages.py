@@ -1,4 +1,4 @@
-"""The page of one job: how it learns, where its time goes, how it is sharded, and what it left."""
+"""The two pages: the job list, and the page of one job. Both poll the store once a second."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ class JobPage:
             ui.label(self._snapshot.job.name)
         with ui.element("div").classes("job-head"):
             self._heading = ui.html(sanitize=False).classes("heading")
-            self._course = ActionsPanel(
-                self._store, self._settings, self._snapshot, self._look_at_once
+            self._actions = ActionsPanel(
+                self._store, self._settings, self._snapshot, self._wake_and_refresh
             )
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
@@ -144,17 +144,14 @@ class JobPage:
         self._checkpoints.set_content(fragments.checkpoints(snapshot.checkpoints, now))
         self._exports.show(snapshot)
         self._attempts.set_content(fragments.attempts(job, snapshot.attempts, now))
-        self._course.show(snapshot)
-        self._show_charts(snapshot)
+        self._actions.show(snapshot)
+        if snapshot.points is not None:
+            best = next((each for each in snapshot.checkpoints if each.is_best), None)
+            for chart in self._charts:
+                chart.show(snapshot.points, best)
 
-    def _show_charts(self, snapshot: JobSnapshot) -> None:
-        if snapshot.points is None:
-            return
-        for chart in self._charts:
-            chart.show(snapshot.points, snapshot.best_checkpoint)
-
-    async def _look_at_once(self) -> None:
-        """Let the reconciler carry out what was asked, and show what came of it so far."""
+    async def _wake_and_refresh(self) -> None:
+        """Let the reconciler carry out a request at once, and show the job again."""
         self._wake()
         await self.refresh()
 
@@ -184,8 +181,6 @@ def spec_yaml(job: Job) -> str:
     document = job.spec.model_dump(mode="json", exclude_defaults=True)
     return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=100)
 
-
-# The job list: counts by status that filter, a search box and a live table.
 
 EXAMPLE_COMMAND = "shardloom run examples/movielens.yaml"
 _COLUMNS = (
@@ -248,7 +243,10 @@ class ListPage:
             self._note = ui.label().classes("list-note")
             self._empty = ui.element("div").classes("blank")
             with self._empty:
-                _build_empty_state()
+                ui.label("No jobs yet").classes("blank-title")
+                ui.label("Submit a first one from a terminal; it shows up here at once.")
+                ui.html(f"<pre class='command'>{EXAMPLE_COMMAND}</pre>", sanitize=False)
+                ui.label("A job is one YAML file: data, features, tables, model, layout.")
         await self.refresh()
         ui.timer(REFRESH_INTERVAL_S, self.refresh, immediate=False)
 
@@ -268,17 +266,18 @@ class ListPage:
         self._empty.set_visibility(not has_jobs)
         self._pills.set_visibility(has_jobs)
         self._search.set_visibility(has_jobs)
-        self._note.set_text(self._note_text(len(shown)) if has_jobs else "")
+        note = f"The newest {MAX_LISTED_JOBS} jobs." if self._snapshot.has_more else ""
+        if has_jobs and not shown:
+            note = "No job matches the filter."
+        self._note.set_text(note)
         self._show_pills()
-
-    def _note_text(self, num_shown: int) -> str:
-        if num_shown == 0:
-            return "No job matches the filter."
-        return f"The newest {MAX_LISTED_JOBS} jobs." if self._snapshot.has_more else ""
 
     def _show_pills(self) -> None:
         pills: list[tuple[JobStatus | None, str, int]] = [(None, "all", len(self._snapshot.jobs))]
-        pills += [(status, status.lower(), n) for status, n in self._snapshot.counts.items()]
+        pills += [
+            (status, status.lower(), n)
+            for status, n in views.count_statuses(self._snapshot.jobs).items()
+        ]
         state = (pills, self._filter.status)
         if state == self._shown_pills:
             return
@@ -286,14 +285,11 @@ class ListPage:
         self._pills.clear()
         with self._pills:
             for status, label, number in pills:
-                self._build_pill(status, label, number)
-
-    def _build_pill(self, status: JobStatus | None, label: str, number: int) -> None:
-        active = "active" if status is self._filter.status else ""
-        with ui.element("button").classes(f"pill {active}") as pill:
-            ui.label(label)
-            ui.label(str(number)).classes("pill-count")
-        pill.on("click", partial(self._choose, status))
+                active = "active" if status is self._filter.status else ""
+                with ui.element("button").classes(f"pill {active}") as pill:
+                    ui.label(label)
+                    ui.label(str(number)).classes("pill-count")
+                pill.on("click", partial(self._choose, status))
 
     def _choose(self, status: JobStatus | None) -> None:
         self._filter = ListFilter(status=status, name=self._filter.name)
@@ -313,10 +309,3 @@ def _build_table() -> ui.table:
     table.props('flat hide-pagination :rows-per-page-options="[0]" hide-no-data')
     table.add_slot("body", _ROW_TEMPLATE)
     return table
-
-
-def _build_empty_state() -> None:
-    ui.label("No jobs yet").classes("blank-title")
-    ui.label("Submit a first one from a terminal; it shows up here at once.")
-    ui.html(f"<pre class='command'>{EXAMPLE_COMMAND}</pre>", sanitize=False)
-    ui.label("A job is one YAML file: data, features, tables, model and how to spread them.")

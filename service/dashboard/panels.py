@@ -1,10 +1,16 @@
-"""The buttons that change the course of a job: cancel, pause, resume, go on from a checkpoint."""
+"""Panels of a job's page: lifecycle actions, exports, logs, groups, traces.
+
+Each is built once and then updated by `show` or `refresh`. What blocks on storage runs in threads,
+and every change is authorized and audited first (`check_change`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 
 from nicegui import ui
 
@@ -38,11 +44,63 @@ from service.settings import Settings
 from trainer.export.requests import ExportFolder, list_exports
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
+Submit = Callable[[ExportFolder], None]
+MAX_LOG_LINES = 500
 _AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
+_EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
+_TABLES = {"int8": "int8", "fp16": "fp16", "none": "as trained (float32)"}
+_RESIZE_HINTS = {
+    "replica_group": "Groups that stay train on; new ones copy their state from a live group.",
+    "job": "The workers save a checkpoint and start again from it in the new size.",
+}
+_TRACE_HINT = "Gzipped traces in Chrome's format: open them at ui.perfetto.dev or chrome://tracing."
+
+
+def _button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
+    button = ui.button(text, on_click=on_click, color=None)
+    return button.props("outline no-caps dense").classes(style)
+
+
+@contextmanager
+def _dialog(
+    title: str,
+    confirm: str,
+    on_confirm: Callable[[], Awaitable[None]],
+    *,
+    leave: str = "Not now",
+    colour: str = "",
+) -> Iterator[ui.dialog]:
+    """A dialog with a title, what the `with` block adds, and buttons to leave and to confirm."""
+    with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
+        ui.label(title).classes("dialog-title")
+        yield dialog
+        with ui.element("div").classes("dialog-actions"):
+            ui.button(leave, on_click=dialog.close).props("flat no-caps").classes("quiet")
+            ui.button(confirm, on_click=on_confirm).props(f"unelevated no-caps {colour}")
+
+
+def _fields(style: str = "") -> ui.element:
+    return ui.element("div").classes(f"dialog-fields {style}")
+
+
+async def _change(job: Job, what: str, change: Callable[[], object]) -> bool:
+    """Authorize and audit a change, and make it in a thread; False if it failed, with a notice."""
+    try:
+        check_change(job, what)
+        await asyncio.to_thread(change)
+    except JobEnded:
+        ui.notify("The job had already ended.")
+    except StaleVersion:
+        ui.notify("The job changed at that moment; please try again.", type="warning")
+    except ServiceError as error:
+        ui.notify(str(error), type="warning")
+    else:
+        return True
+    return False
 
 
 class ActionsPanel:
-    """Buttons for what may be done with a job now; `on_asked` runs after something was asked."""
+    """Buttons for what may be done with a job now; `on_asked` runs after a request was made."""
 
     def __init__(
         self,
@@ -55,11 +113,20 @@ class ActionsPanel:
         self._settings = settings
         self._snapshot = snapshot
         self._on_asked = on_asked
-        self._cancel_dialog = self._build_cancel_dialog()
-        self._restart_dialog = self._build_restart_dialog()
+        title = f"Cancel {snapshot.job.name}?"
+        with _dialog(
+            title, "Cancel job", self._cancel_now, leave="Keep it", colour="color=negative"
+        ) as self._cancel_dialog:
+            ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
+        with _dialog(
+            "Go on from a checkpoint", "Go on", self._restart_now, leave="Leave it"
+        ) as self._restart_dialog:
+            ui.label("Later checkpoints count no more, and go once a new one is committed.")
+            with _fields("wide"):
+                self._step = ui.select({}, label="Checkpoint").props("dense outlined")
         with ui.element("div").classes("course-buttons"):
-            self._pause = _button("Pause", self._pause_now)
-            self._resume = _button("Resume", self._resume_now)
+            self._pause = _button("Pause", lambda: self._request("pause", pause_job))
+            self._resume = _button("Resume", lambda: self._request("resume", resume_job))
             self._restart = _button("Go on from checkpoint", self._open_restart)
             self._cancel = _button("Cancel job", self._cancel_dialog.open, "cancel-button")
 
@@ -67,47 +134,18 @@ class ActionsPanel:
         """Offer what fits the job as it is now."""
         self._snapshot = snapshot
         job = snapshot.job
+        may, has_ended = may_change(job), job.status.is_terminal
         is_pausing = job.pause_requested and job.status is not JobStatus.PAUSED
-        is_open = may_change(job) and not job.status.is_terminal and not job.cancel_requested
+        is_open = may and not has_ended and not job.cancel_requested
+        may_restart = bool(snapshot.checkpoints) and (has_ended or job.status in _AT_REST)
         self._pause.set_visibility(is_open and job.status is not JobStatus.PAUSED)
         self._pause.set_enabled(not is_pausing)
         self._pause.set_text("Pausing" if is_pausing else "Pause")
         self._resume.set_visibility(is_open and (is_pausing or job.status is JobStatus.PAUSED))
-        self._restart.set_visibility(may_change(job) and self._may_restart(job))
-        self._cancel.set_visibility(not job.status.is_terminal and may_change(job))
+        self._restart.set_visibility(may and may_restart)
+        self._cancel.set_visibility(may and not has_ended)
         self._cancel.set_enabled(not job.cancel_requested)
         self._cancel.set_text("Cancelling" if job.cancel_requested else "Cancel job")
-
-    def _may_restart(self, job: Job) -> bool:
-        return bool(self._snapshot.checkpoints) and (
-            job.status.is_terminal or job.status in _AT_REST
-        )
-
-    # ---- dialogs
-
-    def _build_cancel_dialog(self) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label(f"Cancel {self._snapshot.job.name}?").classes("dialog-title")
-            ui.label("Its workers stop. Checkpoints that are committed stay where they are.")
-            with ui.element("div").classes("dialog-actions"):
-                keep = ui.button("Keep it", on_click=dialog.close)
-                keep.props("flat no-caps").classes("quiet")
-                stop = ui.button("Cancel job", on_click=self._cancel_now)
-                stop.props("unelevated no-caps color=negative")
-        return dialog
-
-    def _build_restart_dialog(self) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label("Go on from a checkpoint").classes("dialog-title")
-            ui.label("Later checkpoints count no more, and go once a new one is committed.")
-            with ui.element("div").classes("dialog-fields wide"):
-                self._step = ui.select({}, label="Checkpoint").props("dense outlined")
-            with ui.element("div").classes("dialog-actions"):
-                leave = ui.button("Leave it", on_click=dialog.close)
-                leave.props("flat no-caps").classes("quiet")
-                start = ui.button("Go on", on_click=self._restart_now)
-                start.props("unelevated no-caps")
-        return dialog
 
     def _open_restart(self) -> None:
         found = sorted(self._snapshot.checkpoints, key=lambda each: -each.step)
@@ -119,63 +157,23 @@ class ActionsPanel:
         self._step.set_options(options, value=found[0].step)
         self._restart_dialog.open()
 
-    # ---- asking
-
     async def _cancel_now(self) -> None:
         self._cancel_dialog.close()
-        await self._ask(
-            "cancel", lambda job, actor: cancel_job(self._store, self._settings, job, actor)
-        )
-
-    async def _pause_now(self) -> None:
-        await self._ask(
-            "pause", lambda job, actor: pause_job(self._store, self._settings, job, actor)
-        )
-
-    async def _resume_now(self) -> None:
-        await self._ask(
-            "resume", lambda job, actor: resume_job(self._store, self._settings, job, actor)
-        )
+        await self._request("cancel", cancel_job)
 
     async def _restart_now(self) -> None:
         self._restart_dialog.close()
-        step = self._step.value
-        await self._ask(
-            "restart",
-            lambda job, actor: restart_job(
-                self._store, self._settings, job, step=step, actor=actor
-            ),
-        )
+        await self._request("restart", partial(restart_job, step=self._step.value))
 
-    async def _ask(self, verb: str, change: Callable[[str, str], object]) -> None:
-        job = self._snapshot.job
-        try:
-            check_change(job, verb)
-            await asyncio.to_thread(change, job.id, reader().name)
-        except JobEnded:
-            ui.notify("The job had already ended.")
-        except StaleVersion:
-            ui.notify("The job changed at that moment; please try again.", type="warning")
-        except ServiceError as error:
-            ui.notify(str(error), type="warning")
+    async def _request(self, verb: str, action: Callable[..., object]) -> None:
+        job, actor = self._snapshot.job, reader().name
+        change = partial(action, self._store, self._settings, job.id, actor=actor)
+        await _change(job, verb, change)
         await self._on_asked()
 
 
-def _button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
-    button = ui.button(text, on_click=on_click, color=None)
-    button.props("outline no-caps dense").classes(style)
-    return button
-
-
-# Exports of a job, below its checkpoints: a list with downloads, made and deleted by buttons.
-
-Submit = Callable[[ExportFolder], None]
-_EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
-_TABLES = {"int8": "int8", "fp16": "fp16", "none": "as trained (float32)"}
-
-
 class ExportPanel:
-    """Shows what was exported and asks for more; `submit` hands a request to what makes it."""
+    """Exports of a job with downloads; `submit` hands a request to what makes the export."""
 
     def __init__(
         self, store: JobStore, settings: Settings, snapshot: JobSnapshot, submit: Submit
@@ -184,20 +182,26 @@ class ExportPanel:
         self._settings = settings
         self._job = snapshot.job
         self._submit = submit
-        self._dialog = self._build_dialog()
-        self._delete_dialog = self._build_delete_dialog()
+        with _dialog("Export the model", "Export", self._export) as dialog:
+            ui.label("It says how far its predictions are from the trainer's on validation rows.")
+            with _fields():
+                self._checkpoint = ui.select(["newest"], label="Checkpoint", value="newest")
+                self._tables = ui.select(_TABLES, label="Tables", value="int8")
+                for field in (self._checkpoint, self._tables):
+                    field.props("dense outlined")
+        with _dialog("Delete an export", "Delete", self._delete) as self._delete_dialog:
+            ui.label("Its files go; one that is being made is given up.")
+            with _fields():
+                self._doomed = ui.select([], label="Export").props("dense outlined")
+        self._dialog = dialog
         with ui.element("div").classes("trace-head"):
-            self._button = ui.button("Export", on_click=self._dialog.open, color=None)
-            self._button.props("outline no-caps dense").classes("quiet-button").mark("export")
-            self._delete_button = ui.button(
-                "Delete an export", on_click=self._delete_dialog.open, color=None
-            )
-            self._delete_button.props("outline no-caps dense").classes("quiet-button")
+            self._button = _button("Export", dialog.open).mark("export")
+            self._delete_button = _button("Delete an export", self._delete_dialog.open)
             ui.label(_EXPORT_HINT).classes("trace-hint")
         self._list = ui.html(sanitize=False)
 
     async def refresh(self) -> None:
-        """Look at run storage, in a thread, and show where the exports stand."""
+        """Read run storage in a thread and show the state of the exports."""
         found = await asyncio.to_thread(self._read)
         self._list.set_content(fragments.exports(self._job, found, time.time()))
         self._doomed.set_options([each.id for each in found])
@@ -210,41 +214,13 @@ class ExportPanel:
         self._button.set_enabled(bool(steps))
 
     def _read(self) -> list[ExportOut]:
-        folders = list_exports(run_dir_of(self._settings, self._job.id))
         found = []
-        for folder in reversed(folders):
+        for folder in reversed(list_exports(run_dir_of(self._settings, self._job.id))):
             try:
                 found.append(describe_or_fail(folder))
             except (ServiceError, OSError, ValueError):
                 continue  # it is being deleted
         return found
-
-    def _build_dialog(self) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label("Export the model").classes("dialog-title")
-            ui.label("It says how far its predictions are from the trainer's on validation rows.")
-            with ui.element("div").classes("dialog-fields"):
-                self._checkpoint = ui.select(["newest"], label="Checkpoint", value="newest")
-                self._tables = ui.select(_TABLES, label="Tables", value="int8")
-                for field in (self._checkpoint, self._tables):
-                    field.props("dense outlined")
-            with ui.element("div").classes("dialog-actions"):
-                close = ui.button("Not now", on_click=dialog.close)
-                close.props("flat no-caps").classes("quiet")
-                ui.button("Export", on_click=self._ask).props("unelevated no-caps")
-        return dialog
-
-    def _build_delete_dialog(self) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label("Delete an export").classes("dialog-title")
-            ui.label("Its files go; one that is being made is given up.")
-            with ui.element("div").classes("dialog-fields"):
-                self._doomed = ui.select([], label="Export").props("dense outlined")
-            with ui.element("div").classes("dialog-actions"):
-                close = ui.button("Not now", on_click=dialog.close)
-                close.props("flat no-caps").classes("quiet")
-                ui.button("Delete", on_click=self._delete).props("unelevated no-caps")
-        return dialog
 
     async def _delete(self) -> None:
         if self._doomed.value is None:
@@ -252,37 +228,26 @@ class ExportPanel:
             return
         self._delete_dialog.close()
         export_id = str(self._doomed.value)
-        try:
-            check_change(self._job, f"delete export {export_id}")
-            await asyncio.to_thread(self._delete_here, export_id)
-        except ServiceError as error:
-            ui.notify(str(error), type="warning")
-            return
-        ui.notify(f"Export {export_id} is deleted.")
-        await self.refresh()
 
-    def _delete_here(self, export_id: str) -> None:
-        delete_export(get_export(self._settings, self._job.id, export_id))
+        def delete() -> None:
+            delete_export(get_export(self._settings, self._job.id, export_id))
 
-    async def _ask(self) -> None:
+        if await _change(self._job, f"delete export {export_id}", delete):
+            ui.notify(f"Export {export_id} is deleted.")
+            await self.refresh()
+
+    async def _export(self) -> None:
         self._dialog.close()
         checkpoint, quantize = str(self._checkpoint.value), self._tables.value
-        try:
-            check_change(self._job, "export")
-            folder = await asyncio.to_thread(
-                request_export, self._store, self._settings, self._job, checkpoint, quantize
+
+        def request() -> None:
+            self._submit(
+                request_export(self._store, self._settings, self._job, checkpoint, quantize)
             )
-        except ServiceError as error:
-            ui.notify(str(error), type="warning")
-            return
-        self._submit(folder)
-        ui.notify("The export appears here; it takes seconds to minutes.")
-        await self.refresh()
 
-
-# The log tail of a job's newest attempt, with a choice of source.
-
-MAX_LOG_LINES = 500
+        if await _change(self._job, "export", request):
+            ui.notify("The export appears here; it takes seconds to minutes.")
+            await self.refresh()
 
 
 class LogView:
@@ -353,16 +318,11 @@ def _read(
     return start, list(read_new(files, start, source, is_final=is_final))
 
 
-# Who trains when, and the buttons that ask for another size or for leaving a host.
-
-_RESIZE_HINTS = {
-    "replica_group": "Groups that stay train on; new ones copy their state from a live group.",
-    "job": "The workers save a checkpoint and start again from it in the new size.",
-}
-
-
 class PlacementPanel:
-    """Shows the groups of a job and moves them; `on_asked` runs after a request was made."""
+    """The groups of a job, with requests to resize it or to drain hosts.
+
+    `on_asked` runs after a request was made.
+    """
 
     def __init__(
         self,
@@ -375,12 +335,19 @@ class PlacementPanel:
         self._run_dir = run_dir
         self._snapshot = snapshot
         self._on_asked = on_asked
-        self._resize_dialog = self._build_resize_dialog()
-        self._drain_dialog = self._build_drain_dialog()
+        with _dialog("Resize", "Resize", self._resize) as self._resize_dialog:
+            self._resize_hint = ui.label()
+            with _fields():
+                self._size = ui.select([], label="Workers").props("dense outlined")
+        with _dialog("Drain hosts", "Apply", self._drain) as self._drain_dialog:
+            ui.label("Groups leave these hosts in good order, and none is placed there.")
+            with _fields("wide"):
+                self._drained = ui.select([], label="Hosts to leave", multiple=True)
+                self._drained.props("dense outlined use-chips")
         with panel("Groups", "membership-panel") as self._box:
             with ui.element("div").classes("panel-buttons") as self._buttons:
-                self._resize_button = _quiet_button("Resize", self._open_resize)
-                self._drain_button = _quiet_button("Drain hosts", self._open_drain)
+                self._resize_button = _button("Resize", self._open_resize)
+                self._drain_button = _button("Drain hosts", self._open_drain)
             self._content = ui.html(sanitize=False)
 
     def show(self, snapshot: JobSnapshot, now: float) -> None:
@@ -392,46 +359,25 @@ class PlacementPanel:
         self._box.set_visibility(view.has_content)
         self._buttons.set_visibility(job.status is JobStatus.RUNNING)
         self._resize_button.set_visibility(job.spec.parallelism.is_elastic)
-        self._drain_button.set_visibility(bool(self._hosts()))
-
-    def _hosts(self) -> list[str]:
-        return known_hosts(self._snapshot.job, self._snapshot.timeline)
-
-    # ---- dialogs
-
-    def _build_resize_dialog(self) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label("Resize").classes("dialog-title")
-            self._resize_hint = ui.label()
-            with ui.element("div").classes("dialog-fields"):
-                self._size = ui.select([], label="Workers").props("dense outlined")
-            _dialog_actions(dialog, "Resize", self._resize)
-        return dialog
-
-    def _build_drain_dialog(self) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label("Drain hosts").classes("dialog-title")
-            ui.label("Groups leave these hosts in good order, and none is placed there.")
-            with ui.element("div").classes("dialog-fields wide"):
-                self._drained = ui.select([], label="Hosts to leave", multiple=True)
-                self._drained.props("dense outlined use-chips")
-            _dialog_actions(dialog, "Apply", self._drain)
-        return dialog
+        self._drain_button.set_visibility(bool(known_hosts(job, snapshot.timeline)))
 
     def _open_resize(self) -> None:
+        job = self._snapshot.job
         try:
-            sizes = legal_sizes(self._snapshot.job)
+            sizes = legal_sizes(job)
         except Conflict as error:
             ui.notify(str(error), type="warning")
             return
-        self._resize_hint.set_text(_RESIZE_HINTS[failure_domain(self._snapshot.job)])
+        self._resize_hint.set_text(_RESIZE_HINTS[failure_domain(job)])
         wanted = latest_resize_request(self._snapshot.timeline).num_workers
         self._size.set_options(sizes, value=wanted if wanted in sizes else None)
         self._resize_dialog.open()
 
     def _open_drain(self) -> None:
-        drained = list(latest_resize_request(self._snapshot.timeline).drain_hosts)
-        self._drained.set_options(sorted({*self._hosts(), *drained}), value=drained)
+        timeline = self._snapshot.timeline
+        drained = list(latest_resize_request(timeline).drain_hosts)
+        hosts = sorted({*known_hosts(self._snapshot.job, timeline), *drained})
+        self._drained.set_options(hosts, value=drained)
         self._drain_dialog.open()
 
     async def _resize(self) -> None:
@@ -439,48 +385,27 @@ class PlacementPanel:
             ui.notify("Say how many workers.", type="warning")
             return
         self._resize_dialog.close()
-        job_id, size = self._snapshot.job.id, int(self._size.value)
-        await self._ask("resize", lambda: request_resize(self._store, self._run_dir, job_id, size))
+        job, size = self._snapshot.job, int(self._size.value)
+        await _change(
+            job, "resize", lambda: request_resize(self._store, self._run_dir, job.id, size)
+        )
+        await self._on_asked()
 
     async def _drain(self) -> None:
         self._drain_dialog.close()
-        wanted = set(self._drained.value)
+        job, wanted = self._snapshot.job, set(self._drained.value)
         drained = set(latest_resize_request(self._snapshot.timeline).drain_hosts)
-        await self._ask("drain", lambda: self._move(wanted - drained, drained - wanted))
 
-    def _move(self, to_leave: set[str], to_use: set[str]) -> None:
-        job_id = self._snapshot.job.id
-        for host in sorted(to_leave | to_use):
-            request_drain(self._store, self._run_dir, job_id, host, undo=host in to_use)
+        def drain() -> None:
+            for host in sorted(wanted ^ drained):
+                request_drain(self._store, self._run_dir, job.id, host, undo=host in drained)
 
-    async def _ask(self, what: str, request: Callable[[], object]) -> None:
-        try:
-            check_change(self._snapshot.job, what)
-            await asyncio.to_thread(request)
-        except ServiceError as error:
-            ui.notify(str(error), type="warning")
+        await _change(job, "drain", drain)
         await self._on_asked()
 
 
-def _quiet_button(text: str, on_click: Callable[[], None]) -> ui.button:
-    button = ui.button(text, on_click=on_click, color=None)
-    return button.props("outline no-caps dense").classes("quiet-button")
-
-
-def _dialog_actions(dialog: ui.dialog, text: str, on_click: Callable[[], Awaitable[None]]) -> None:
-    with ui.element("div").classes("dialog-actions"):
-        close = ui.button("Not now", on_click=dialog.close)
-        close.props("flat no-caps").classes("quiet")
-        ui.button(text, on_click=on_click).props("unelevated no-caps")
-
-
-# The traces of a job: a list with downloads, and a button that records one.
-
-_TRACE_HINT = "Gzipped traces in Chrome's format: open them at ui.perfetto.dev or chrome://tracing."
-
-
 class TracePanel:
-    """Shows what was recorded and asks for more; `on_asked` runs after a request was made."""
+    """Profiler traces of a job, with downloads; `on_asked` runs after a request was made."""
 
     def __init__(
         self,
@@ -492,13 +417,17 @@ class TracePanel:
         self._store = store
         self._run_dir = run_dir
         self._job = snapshot.job
-        self._job_id = snapshot.job.id
         self._on_asked = on_asked
-        world_size = snapshot.job.spec.parallelism.world_size
-        self._dialog = self._build_dialog(list(range(world_size)))
+        ranks = list(range(snapshot.job.spec.parallelism.world_size))
+        with _dialog("Record a trace", "Record", self._record) as self._dialog:
+            ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
+            with _fields():
+                self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
+                self._ranks = ui.select(ranks, label="Ranks", value=[0], multiple=True)
+                for field in (self._steps, self._ranks):
+                    field.props("dense outlined")
         with ui.element("div").classes("trace-head"):
-            self._button = ui.button("Record a trace", on_click=self._dialog.open, color=None)
-            self._button.props("outline no-caps dense").classes("quiet-button")
+            self._button = _button("Record a trace", self._dialog.open)
             ui.label(_TRACE_HINT).classes("trace-hint")
         self._list = ui.html(sanitize=False)
 
@@ -507,34 +436,16 @@ class TracePanel:
         self._list.set_content(fragments.traces(snapshot.job, snapshot.timeline, now))
         self._button.set_enabled(snapshot.job.status is JobStatus.RUNNING)
 
-    def _build_dialog(self, ranks: list[int]) -> ui.dialog:
-        with ui.dialog() as dialog, ui.element("div").classes("panel dialog"):
-            ui.label("Record a trace").classes("dialog-title")
-            ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
-            with ui.element("div").classes("dialog-fields"):
-                self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
-                self._ranks = ui.select(ranks, label="Ranks", value=[0], multiple=True)
-                for field in (self._steps, self._ranks):
-                    field.props("dense outlined")
-            with ui.element("div").classes("dialog-actions"):
-                close = ui.button("Not now", on_click=dialog.close)
-                close.props("flat no-caps").classes("quiet")
-                ui.button("Record", on_click=self._ask).props("unelevated no-caps")
-        return dialog
-
-    async def _ask(self) -> None:
+    async def _record(self) -> None:
         if not self._steps.value or not self._ranks.value:
             ui.notify("Say how many steps, and of which ranks.", type="warning")
             return
         self._dialog.close()
         num_steps, ranks = int(self._steps.value), list(self._ranks.value)
-        try:
-            check_change(self._job, "trace")
-            await asyncio.to_thread(
-                request_trace, self._store, self._run_dir, self._job_id, num_steps, ranks
-            )
-        except ServiceError as error:
-            ui.notify(str(error), type="warning")
-            return
-        ui.notify("The trace appears here once it is written.")
-        await self._on_asked()
+
+        def request() -> None:
+            request_trace(self._store, self._run_dir, self._job.id, num_steps, ranks)
+
+        if await _change(self._job, "trace", request):
+            ui.notify("The trace appears here once it is written.")
+            await self._on_asked()

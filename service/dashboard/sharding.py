@@ -1,4 +1,4 @@
-"""What the sharding section shows, worked out from the plan of the newest workers. Pure."""
+"""View model of the sharding section, from the plan of the newest workers. Pure."""
 
 from __future__ import annotations
 

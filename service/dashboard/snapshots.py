@@ -1,4 +1,4 @@
-"""What a page reads from the store in one go: blocking, so pages call it in a thread."""
+"""Snapshots: what a page reads from the store in one go. Blocking, so pages call it in a thread."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from service.dashboard import charts, views
+from service.dashboard import charts
 from service.db.jobs import JobStore
 from service.domain.models import Attempt, Checkpoint, Job, JobStatus, MetricPoint, TimelineEvent
 
@@ -40,14 +40,9 @@ class ListSnapshot:
     jobs: Sequence[Job]
     has_more: bool
 
-    @property
-    def counts(self) -> dict[JobStatus, int]:
-        """Jobs by status, over the newest jobs."""
-        return views.count_statuses(self.jobs)
-
 
 class ListFeed:
-    """The job list, read once for all who look at it: reading a hundred specs takes a while.
+    """The job list, read once for all of its readers: reading a hundred specs takes a while.
 
     `clock` gives seconds. Safe to use from several threads.
     """
@@ -81,11 +76,6 @@ class JobSnapshot:
     timeline: Sequence[TimelineEvent]
     checkpoints: Sequence[Checkpoint]
     points: dict[str, list[MetricPoint]] | None
-
-    @property
-    def best_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint with the best validation metric, if one is marked."""
-        return next((c for c in self.checkpoints if c.is_best), None)
 
 
 def load_job(store: JobStore, job_id: str, previous: JobSnapshot | None) -> JobSnapshot:

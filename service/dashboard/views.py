@@ -1,4 +1,4 @@
-"""Rows of the table of exports; pure."""
+"""View models: what lists, tables and tiles show, computed from domain objects. Pure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ from service.domain.models import (
 from service.domain.sharding import newest_workers
 from service.domain.timeline import Trace
 from service.schemas.jobs import ExportOut
-from trainer.protocol.events import WorkersStarted
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,10 @@ class ExportLine:
 
 def export_lines(job: Job, exports: Sequence[ExportOut], now: float) -> list[ExportLine]:
     """A row for each export, in the order given; `now` is Unix time in seconds."""
-    return [_line(job, each, now) for each in exports]
+    return [_export_line(job, each, now) for each in exports]
 
 
-def _line(job: Job, export: ExportOut, now: float) -> ExportLine:
+def _export_line(job: Job, export: ExportOut, now: float) -> ExportLine:
     is_done = export.status == "succeeded"
     at_step = "" if export.step is None else f" (step {format.grouped(export.step)})"
     return ExportLine(
@@ -76,8 +75,6 @@ def _errors(export: ExportOut) -> str:
         for name, each in tasks.items()
     )
 
-
-# What the pages show, worked out from domain objects. Pure: no store, no NiceGUI.
 
 # Colour families of the stylesheet; `active` is the accent.
 _TONES = {
@@ -166,9 +163,9 @@ def progress_view(job: Job) -> ProgressView:
 
 
 def _aside(job: Job) -> str:
-    """Why a job does not get on: how it failed, or its place in the queue; empty where it does."""
+    """Why a job makes no progress: how it failed, or its position in the queue; else empty."""
     if job.status is JobStatus.FAILED:
-        return _reason_text(job)
+        return job.reason.value.replace("_", " ") if job.reason else ""
     position = QueueState.of(job).position if job.status is JobStatus.QUEUED else None
     return f"#{position} in the queue" if position else ""
 
@@ -197,10 +194,6 @@ def job_row(job: Job, now: float) -> dict[str, object]:
         "age": format.duration(now - job.created_at),
         "duration": format.duration(duration_s(job, now)),
     }
-
-
-def _reason_text(job: Job) -> str:
-    return job.reason.value.replace("_", " ") if job.reason else ""
 
 
 def count_statuses(jobs: Iterable[Job]) -> dict[JobStatus, int]:
@@ -278,10 +271,8 @@ class GroupGrid:
 def group_grid(timeline: Sequence[TimelineEvent]) -> GroupGrid | None:
     """The groups of the newest worker group run on a timeline; None before the first one."""
     workers = newest_workers(timeline)
-    return None if workers is None else _grid_of(workers)
-
-
-def _grid_of(workers: WorkersStarted) -> GroupGrid:
+    if workers is None:
+        return None
     hosts = tuple(dict.fromkeys(workers.hosts))
     shard_of = {rank: s for s, group in enumerate(workers.replica_groups) for rank in group}
 

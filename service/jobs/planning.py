@@ -77,7 +77,9 @@ def plan_of(
     if is_stated:
         choice, _ = _chosen(spec, stated)
     layout, survive = choice.layout if choice else None, spec.parallelism.survive
-    resolved = spec.with_layout(layout) if layout else spec
+    resolved = spec
+    if layout:
+        resolved = spec.with_layout(layout.shard_group_size, layout.placement)
     sizes = sizes_of_spec(resolved)
     return LayoutPlan(
         spec=spec,

@@ -1,12 +1,11 @@
-"""What each live job says of itself to Prometheus: read off the jobs at each scrape.
+"""Prometheus series of each live job, computed at each scrape from the jobs as last polled.
 
-Every replica of the service shows every live job as it last saw it in the store, so whoever sums
-over replicas counts twice: take the `max by (job_id)`. Moments are told as Unix seconds, never as
-ages, so that the greatest is the newest. What happened in the current attempt starts at 0 with the
-next one, as a counter does. A job's series are gone once it has ended.
+Every replica exports every live job as it last saw it in the store: aggregate by `max by (job_id)`,
+not by sum. Times are Unix seconds, not ages, so that the greatest is the newest. What is counted
+per attempt starts at 0 with the next attempt, as a counter does. A job's series end with the job.
 
-A scrape costs about 30 lines a job, so that at most `max_jobs` are shown: those that hold workers
-come before those that rest, older ones before younger ones, the same on every replica.
+A scrape has about 30 lines a job, so at most `max_jobs` are exported, the same ones on every
+replica: jobs with workers before those without, then older before younger ones.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from service.domain.membership import (
     workers_held,
 )
 from service.domain.metrics import LOST_PREFIX, SHARE, steps_at_risk
-from service.domain.models import Job, JobStatus
+from service.domain.models import Job, JobStatus, Membership
 
-# Jobs that nobody has looked at for so long may have ended since: other replicas know better.
+# Jobs not polled for so long may have ended since, as seen by another replica.
 STALE_AFTER_S = 60.0
 _AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
 _LABELS = ("job_id", "project")
@@ -55,19 +54,10 @@ def _runs(job: Job) -> bool:
     return job.status is JobStatus.RUNNING
 
 
-def _advanced_at(job: Job) -> float | None:
-    """None while it does not run, and for jobs of earlier versions until they report."""
-    return job.progress.advanced_at if _runs(job) else None
-
-
 def _checkpoint_at(job: Job) -> float | None:
     """For jobs of earlier versions before their first checkpoint: when the job first ran."""
     saved_at, began_at = job.progress.checkpoint_at, job.started_at
     return (began_at if saved_at is None else saved_at) if _runs(job) else None
-
-
-def _goodput(job: Job) -> float | None:
-    return job.latest_metrics.get(SHARE) if _runs(job) else None
 
 
 def _lost(job: Job) -> Iterator[Sample]:
@@ -76,33 +66,19 @@ def _lost(job: Job) -> Iterator[Sample]:
             yield (name.removeprefix(LOST_PREFIX),), lost_s
 
 
-def _of_groups(read: Callable[[Job], float]) -> Read:
-    """A reader of jobs that run in groups that are failure domains, for which alone it is told."""
-    return lambda job: _value(read(job) if _runs(job) and membership_of(job) else None)
+def _of_groups(read: Callable[[Job, Membership], float]) -> Read:
+    """A reader of running jobs whose groups are failure domains; others have no such series."""
 
+    def _read(job: Job) -> Iterator[Sample]:
+        membership = membership_of(job)
+        if membership is not None and _runs(job):
+            yield (), read(job, membership)
 
-def _copies(job: Job) -> float:
-    membership = membership_of(job)
-    return membership.copies_alive if membership else 0
-
-
-def _host_copies(job: Job) -> float:
-    membership = membership_of(job)
-    return membership.host_copies_alive if membership else 0
-
-
-def _current_groups(job: Job) -> float:
-    membership = membership_of(job)
-    return num_current(membership) if membership else 0
-
-
-def _wanted_groups(job: Job) -> float:
-    membership = membership_of(job)
-    return num_wanted(membership) if membership else 0
+    return _read
 
 
 def _in_attempt(name: str) -> Read:
-    """A reader of what the membership of the current attempt counts; 0 before it counted any."""
+    """A reader of a counter of the current attempt's membership; 0 before its first report."""
 
     def _read(job: Job) -> Iterator[Sample]:
         membership = job.membership
@@ -150,7 +126,7 @@ _FAMILIES = (
     _Family(
         "shardloom_job_advanced_timestamp_seconds",
         "When a running job last got further: an attempt began to train, or its step changed.",
-        lambda job: _value(_advanced_at(job)),
+        lambda job: _value(job.progress.advanced_at if _runs(job) else None),
     ),
     _Family(
         "shardloom_job_checkpoint_timestamp_seconds",
@@ -165,7 +141,7 @@ _FAMILIES = (
     _Family(
         "shardloom_job_goodput_ratio",
         "Share of the workers' time in this attempt that trained rows that count, while it runs.",
-        lambda job: _value(_goodput(job)),
+        lambda job: _value(job.latest_metrics.get(SHARE) if _runs(job) else None),
     ),
     _Family(
         "shardloom_job_lost_seconds",
@@ -181,27 +157,27 @@ _FAMILIES = (
     _Family(
         "shardloom_job_current_groups",
         "Sharding groups that train, where they are failure domains.",
-        _of_groups(_current_groups),
+        _of_groups(lambda job, membership: num_current(membership)),
     ),
     _Family(
         "shardloom_job_wanted_groups",
         "Sharding groups that there should be, where they are failure domains.",
-        _of_groups(_wanted_groups),
+        _of_groups(lambda job, membership: num_wanted(membership)),
     ),
     _Family(
         "shardloom_job_alive_copies",
         "Copies alive of the shard with the fewest, where groups are failure domains.",
-        _of_groups(_copies),
+        _of_groups(lambda job, membership: membership.copies_alive),
     ),
     _Family(
         "shardloom_job_alive_host_copies",
         "Hosts with a copy of the shard with the fewest, where groups are failure domains.",
-        _of_groups(_host_copies),
+        _of_groups(lambda job, membership: membership.host_copies_alive),
     ),
     _Family(
         "shardloom_job_needed_host_copies",
         "Hosts that must hold a copy for what `survive` asks; 0 where it asks nothing.",
-        _of_groups(copies_needed),
+        _of_groups(lambda job, membership: copies_needed(job)),
     ),
     _Family(
         "shardloom_job_divergences",
@@ -283,7 +259,7 @@ class JobCollector(Collector):
     _seen_at: float | None = field(default=None, init=False)
 
     def saw(self, jobs: Sequence[Job]) -> None:
-        """Remember every live job; nothing is computed before somebody asks."""
+        """Remember every live job; the series are computed at each scrape."""
         self._jobs, self._seen_at = jobs, self.clock()
 
     def describe(self) -> Iterable[Metric]:
@@ -291,7 +267,7 @@ class JobCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """The series of the live jobs; none where they were not looked at for a minute."""
+        """The series of the live jobs; none where they were not polled for a minute."""
         now, jobs = self.clock(), self._jobs
         if self._seen_at is None or now - self._seen_at > STALE_AFTER_S:
             jobs = ()

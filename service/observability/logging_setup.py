@@ -1,9 +1,7 @@
-"""Log formats and the ids that log lines carry.
+"""Logging: text lines or one JSON object a line, with the ids of the request, job and attempt.
 
-What the work at hand is about: ids that logs carry, each for one thread or one request.
-
-The API's middleware names the request, the reconciler the job; whoever logs meanwhile need not
-know either.
+The ids are context variables: the API's middleware and the reconciler set them, whatever logs
+meanwhile carries them.
 """
 
 from __future__ import annotations
@@ -38,10 +36,8 @@ def about(**ids: str) -> Iterator[None]:
             _FIELDS[name].reset(token)
 
 
-# How the service logs: lines for people, or one JSON object a line for machines.
-
 _TEXT_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-# These tell of every request and of every look at the schema.
+# These log every request and every check of the schema.
 _CHATTY = ("httpx", "alembic.runtime.migration")
 
 

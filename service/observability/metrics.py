@@ -1,8 +1,8 @@
-"""What the service says of itself to Prometheus. One registry per app, so tests do not mix.
+"""Prometheus metrics of the service; one registry per app.
 
-Several replicas on one database: what one replica did (requests, ends that it wrote, records that
-it took) adds up, `sum`; what all of them see in the store (live jobs, waits, the series of each
-job) does not, `max`. `deploy/observability/rules` does it so.
+With several replicas on one database, aggregate what each replica did (requests, ends that it
+wrote, events that it received) by `sum`, and what all of them see in the store (live jobs, waits,
+the series of each job) by `max`, as `deploy/observability/rules` does.
 """
 
 from __future__ import annotations
@@ -90,13 +90,13 @@ class ServiceMetrics:
         self._ended_jobs.labels(JobStatus.CANCELLED.value, EndReason.CANCELLED.value)
 
     def _add_loop(self) -> None:
-        self._looked_at = self._clock()
-        since_look_s = Gauge(
+        self._polled_at = self._clock()
+        lag_s = Gauge(
             "shardloom_reconcile_lag_seconds",
             "Time since the reconciler last listed the live jobs.",
             registry=self.registry,
         )
-        since_look_s.set_function(lambda: self._clock() - self._looked_at)
+        lag_s.set_function(lambda: self._clock() - self._polled_at)
         self._late_s = Histogram(
             "shardloom_reconcile_wait_seconds",
             "Time that a job waited for a thread of the reconciler.",
@@ -166,12 +166,10 @@ class ServiceMetrics:
             registry=self.registry,
         )
 
-    # ---- jobs
-
     def saw_live_jobs(self, jobs: Iterable[Job]) -> None:
         """Set the number of live jobs per status, and note who waits no more."""
         jobs = list(jobs)
-        self._looked_at = self._clock()
+        self._polled_at = self._clock()
         tally = Tally(job.status for job in jobs)
         for status in JobStatus:
             if not status.is_terminal:
@@ -203,8 +201,6 @@ class ServiceMetrics:
         if unstarted_s is not None:
             self._submit_to_running_s.observe(unstarted_s)
 
-    # ---- the loop and its backend
-
     def timed_wait(self, work: Callable[Given, Result]) -> Callable[Given, Result]:
         """The same work; when it begins, the time since now counts as waiting."""
         asked_at = time.perf_counter()
@@ -223,8 +219,6 @@ class ServiceMetrics:
             self._unreachable.inc()
             self._unanswered_at.set(self._clock())
 
-    # ---- ingest and webhooks
-
     def received_events(self, events: Iterable[Event]) -> None:
         """Count the records of a batch."""
         events = list(events)
@@ -235,8 +229,6 @@ class ServiceMetrics:
     def webhook_tried(self, state: str) -> None:
         """Count a try; `state` is what the delivery became."""
         self._webhook_tries.labels(state).inc()
-
-    # ---- requests and store
 
     def answered(self, method: str, route: str, status: int, duration_s: float) -> None:
         """Count a request by the template of its route."""
@@ -274,9 +266,9 @@ class ServiceMetrics:
 
 
 class Waits:
-    """Who waits for what, to tell how long once it is over.
+    """Tracks waits of jobs, to observe their length once they are over.
 
-    Jobs that were there when the service started and wait no more say nothing. One that waits
+    Jobs that had stopped waiting when the service started are not observed. One that waits
     again after an attempt keeps its place (`Job.waits_since`), but its wait begins anew.
     """
 

@@ -1,8 +1,7 @@
-"""OpenTelemetry traces of the service: submissions, what is sent to the cluster, and ingest.
+"""OpenTelemetry traces of the service: submissions, requests to the cluster, event ingest.
 
-The trace of a job follows from its id: whoever knows the job knows its trace, in whichever
-replica, after whatever restart, and nothing has to be stored. Drivers go on in it, by the
-`SHARDLOOM_TRACEPARENT` of their environment.
+Trace and root span ids are derived from the job's id, so that every replica knows them without
+storing anything. Drivers continue the trace by `SHARDLOOM_TRACEPARENT` in their environment.
 """
 
 from __future__ import annotations
@@ -66,7 +65,10 @@ class Tracing:
         token = _chosen.set(job.id)
         try:
             span = self._tracer.start_span(
-                "submit job", context=Context(), start_time=_ns(began_at), attributes=_about(job.id)
+                "submit job",
+                context=Context(),
+                start_time=int(began_at * 1e9),
+                attributes={"shardloom.job_id": job.id},
             )
         finally:
             _chosen.reset(token)
@@ -82,7 +84,7 @@ class Tracing:
         with self._tracer.start_as_current_span(
             "submit attempt",
             context=_context_of(job.id),
-            attributes={**_about(job.id), "shardloom.attempt_id": attempt.id},
+            attributes={"shardloom.job_id": job.id, "shardloom.attempt_id": attempt.id},
         ):
             yield
 
@@ -134,11 +136,3 @@ def _context_of(job_id: str) -> Any:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     return TraceContextTextMapPropagator().extract({"traceparent": traceparent_of(job_id)})
-
-
-def _about(job_id: str) -> dict[str, str]:
-    return {"shardloom.job_id": job_id}
-
-
-def _ns(moment: float) -> int:
-    return int(moment * 1e9)

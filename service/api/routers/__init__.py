@@ -1,1 +1,1 @@
-"""Route handlers, one file for each group of resources."""
+"""Route handlers, one module for each group of resources."""

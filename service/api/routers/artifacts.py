@@ -1,7 +1,4 @@
-"""Exports, profiler traces, code archives.
-
-Code of users: upload an archive that `model.code` of a spec may name.
-"""
+"""Routes of user code archives, exports and profiler traces."""
 
 from __future__ import annotations
 
@@ -65,8 +62,6 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
     return CodeOut(id=kept.id, num_files=kept.num_files, size_bytes=kept.size_bytes)
 
 
-# Exports of a job: ask for one, look at them, download or delete one.
-
 exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])
 ARCHIVE_MEDIA_TYPE = "application/x-tar"
 
@@ -77,7 +72,7 @@ ARCHIVE_MEDIA_TYPE = "application/x-tar"
 def post_export(
     body: RequestExport, job: JobDep, context: ContextDep, response: Response
 ) -> ExportOut:
-    """Ask for an export, which a process beside the service makes; poll it until it is done.
+    """Request an export, which a subprocess makes; poll it until it is done.
 
     404 if the job has no such checkpoint, 409 while another export of the job is not done.
     """
@@ -137,8 +132,6 @@ def download_export(export_id: str, job: JobDep, context: ContextDep) -> Streami
     return StreamingResponse(chunks, media_type=ARCHIVE_MEDIA_TYPE, headers=headers)
 
 
-# Profiler traces: ask for one, list them, download one.
-
 traces_router = APIRouter(prefix="/v1/jobs/{job}/traces", tags=["traces"])
 TRACE_MEDIA_TYPE = "application/gzip"
 
@@ -189,5 +182,4 @@ def download_trace(
     return FileResponse(path, media_type=TRACE_MEDIA_TYPE, filename=f"{job.name}-{name}")
 
 
-# Included by the app, in this order.
 routers = (code_router, exports_router, traces_router)

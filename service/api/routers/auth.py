@@ -1,4 +1,4 @@
-"""The audit log: who changed what, when, from where, and with what result."""
+"""Routes of API keys, the caller's identity and the audit log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from service.schemas.common import Page
 from trainer.spec.base import FieldProblem
 
 router = APIRouter(prefix="/v1", tags=["access"])
-
-_MAX_DIGITS = 18
 
 
 @router.get("/audit", summary="Read the audit log, newest first")
@@ -37,20 +35,14 @@ def list_audit(
     """Every request that changes something, the refused ones included."""
     context.security.audit.flush()
     wanted = AuditFilter(actor, action, object, since, refused)
-    before = None if after is None else _line_id(after)
+    before = None
+    if after is not None:
+        if not (after.isascii() and after.isdecimal() and len(after) <= 18):
+            raise InvalidRequest([FieldProblem("after", "cursor", "not the `next` of a page")])
+        before = int(after)
     found = context.security.keys.list_audit(wanted, before=before, limit=limit + 1)
     shown = [AuditOut.model_validate(record) for record in found[:limit]]
     return Page(items=shown, next=str(shown[-1].id) if len(found) > limit else None)
-
-
-def _line_id(after: str) -> int:
-    if not (after.isascii() and after.isdecimal() and len(after) <= _MAX_DIGITS):
-        fault = FieldProblem(path="after", code="cursor", message="not the `next` of a page")
-        raise InvalidRequest([fault])
-    return int(after)
-
-
-# API keys, and who one is.
 
 
 @router.get("/whoami", summary="Who asks, and what they may do")

@@ -1,4 +1,4 @@
-"""What jobs leave behind: timeline, metrics, checkpoints; and the door drivers post to."""
+"""Routes for drivers, called with the token of their attempt: events in, secrets out."""
 
 from __future__ import annotations
 
@@ -31,9 +31,6 @@ def append_events(
     return ack
 
 
-# Secrets of jobs: in with the submission, out to the attempt's own driver, never elsewhere.
-
-
 @router.get("/secrets", summary="Secrets for the driver of an attempt")
 def get_secrets(attempt_id: str, context: ContextDep, response: Response) -> AttemptSecrets:
     """Environment variables of the job, for an attempt that starts, with its own token."""
@@ -41,4 +38,4 @@ def get_secrets(attempt_id: str, context: ContextDep, response: Response) -> Att
     if not may_read_secrets(context.store.get_job(attempt.job_id), attempt):
         raise Forbidden(f"attempt {attempt_id} does not start now: only its start needs secrets")
     response.headers["Cache-Control"] = "no-store"
-    return AttemptSecrets(secrets=context.security.open_secrets(attempt.job_id))
+    return AttemptSecrets(secrets=context.security.read_secrets(attempt.job_id))

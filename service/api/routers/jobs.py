@@ -1,4 +1,4 @@
-"""Jobs: submit, list, read, cancel."""
+"""Routes of jobs: submit, list, read, lifecycle requests, clone, restart, delete, resize, drain."""
 
 from __future__ import annotations
 
@@ -195,9 +195,6 @@ def list_attempts(job: JobDep, context: ContextDep) -> Page[AttemptOut]:
     return Page(items=[attempt_view(attempt) for attempt in attempts])
 
 
-# The course of a job: pause, resume, clone, restart from a checkpoint, delete.
-
-
 @router.post("/{job}:pause", summary="Pause a job", status_code=status.HTTP_202_ACCEPTED)
 def pause(
     job: JobDep,
@@ -314,9 +311,6 @@ def delete(
     return DeletedJob(id=job.id, left=left)
 
 
-# Another size of a running job, and hosts that it should leave.
-
-
 @router.post(
     "/{job}/resize",
     summary="Ask for another number of workers",
@@ -330,8 +324,8 @@ def resize(
     409 if the job does not run. Asking again for the same size changes nothing.
     """
     run_dir = run_dir_of(context.settings, job.id)
-    wish = request_resize(context.store, run_dir, job.id, body.workers, principal.name)
-    return _answer(wish)
+    request = request_resize(context.store, run_dir, job.id, body.workers, principal.name)
+    return _resize_request_out(request)
 
 
 @router.post(
@@ -345,13 +339,13 @@ def drain(
     409 if the job does not run. Asking again for the same changes nothing.
     """
     run_dir = run_dir_of(context.settings, job.id)
-    wish = request_drain(
+    request = request_drain(
         context.store, run_dir, job.id, body.host, undo=body.undo, actor=principal.name
     )
-    return _answer(wish)
+    return _resize_request_out(request)
 
 
-def _answer(wish: ResizeRequest) -> ResizeRequestOut:
+def _resize_request_out(request: ResizeRequest) -> ResizeRequestOut:
     return ResizeRequestOut(
-        id=wish.id, workers=wish.num_workers, drain_hosts=list(wish.drain_hosts)
+        id=request.id, workers=request.num_workers, drain_hosts=list(request.drain_hosts)
     )

@@ -1,7 +1,4 @@
-"""Timeline, metrics, checkpoints, logs.
-
-Logs of jobs: read in pieces, followed, searched, downloaded.
-"""
+"""Routes of what a job records: logs, timeline, metrics, checkpoints."""
 
 from __future__ import annotations
 
@@ -34,9 +31,16 @@ _EVENT_STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-
 _ARCHIVE: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/zip": {}, "application/gzip": {}}}
 }
+MAX_SERIES = 100
+MAX_KINDS = 50
+# The largest integer of the database.
+MAX_INTEGER = 2**63 - 1
 _MAX_RANK = 10**6 - 1
-# A search that finds nothing answers all the same, with how far it came.
+# A search that found nothing so far returns after this time, with its cursor.
 _SEARCH_S = 0.5
+LastEventId = Annotated[
+    str | None, Header(alias="Last-Event-ID", description="Resume a stream behind this event.")
+]
 LevelName = Literal["debug", "info", "warning", "error", "critical"]
 # Unix seconds up to the year 9999.
 Moment = Annotated[float | None, Query(ge=0, le=253_402_300_799, description="Unix seconds.")]
@@ -58,7 +62,7 @@ def get_filter(
     since: Moment = None,
     until: Moment = None,
 ) -> LogFilter:
-    """Which lines a request wants."""
+    """The log filter of a request."""
     min_level = Level[level.upper()] if level else None
     return LogFilter(tuple(ranks or ()), min_level, q, since, until)
 
@@ -85,10 +89,7 @@ def get_logs(
         Query(ge=0, le=100_000, description="Look at the last lines of each log only."),
     ] = None,
     follow: bool = False,
-    last_event_id: Annotated[
-        str | None,
-        Header(alias="Last-Event-ID", description="Resume a stream behind this event."),
-    ] = None,
+    last_event_id: LastEventId = None,
 ) -> LogsOut | StreamingResponse:
     """Lines of `source` or of all that fit. They come from run storage and outlive the cluster.
 
@@ -101,7 +102,7 @@ def get_logs(
     elif tail is not None:
         follower.start_at_tail(tail)
     if follow or is_stream:
-        return stream(follower.look, context)
+        return stream(follower.poll, context)
     pieces, sources = _read_some(follower), follower.sources()
     return LogsOut(
         attempt_id=follower.position.attempt_id,
@@ -152,17 +153,6 @@ def download_logs(
     )
 
 
-# What jobs leave behind: timeline, metrics, checkpoints; and the door drivers post to.
-
-MAX_SERIES = 100
-MAX_KINDS = 50
-# What the database can compare with.
-MAX_INTEGER = 2**63 - 1
-LastEventId = Annotated[
-    str | None, Header(alias="Last-Event-ID", description="Resume a stream behind this event.")
-]
-
-
 @router.get(
     "/jobs/{job}/events",
     summary="Timeline of a job: a page, or a stream with Accept: text/event-stream",
@@ -190,7 +180,7 @@ def list_events(
     if is_stream:
         start = after if last_event_id is None else _line_id(last_event_id)
         follower = TimelineFollower(context.store, job.id, start, with_progress=progress)
-        return stream(follower.look, context)
+        return stream(follower.poll, context)
     lines = context.store.list_timeline(job.id, after=after, limit=limit, kinds=kinds or ())
     following = str(lines[-1].id) if len(lines) == limit else None
     return Page(items=[TimelineEventOut.model_validate(line) for line in lines], next=following)

@@ -1,7 +1,4 @@
-"""Health, metrics, cluster, queue, projects.
-
-Projects: quotas of workers and running jobs, and what is in use.
-"""
+"""Routes of projects and their quotas, the queue, the cluster, health and Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Response, status
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from service.api.deps import Context, ContextDep, PrincipalDep
+from service.api.deps import ContextDep, PrincipalDep
 from service.api.views import project_view, queue_view, usage_by_project
 from service.backends.base import HostFacts
 from service.compatibility import HeadFacts, storage_id, versions_here
@@ -64,7 +61,10 @@ def get_project(name: NamePath, context: ContextDep) -> ProjectOut:
 def set_quotas(name: NamePath, body: Quotas, context: ContextDep) -> ProjectOut:
     """Set both quotas; null is no limit. What runs already is left to run."""
     wanted = Project(name, body.max_workers, body.max_running_jobs)
-    return _changed(context, context.projects.put(wanted, time.time()))
+    project = context.projects.put(wanted, time.time())
+    context.wake()
+    usage = usage_by_project(context.store.list_live_jobs())
+    return project_view(project, usage.get(name, Usage()))
 
 
 @projects_router.delete(
@@ -76,14 +76,6 @@ def delete_project(name: NamePath, context: ContextDep) -> None:
     context.wake()
 
 
-def _changed(context: Context, project: Project) -> ProjectOut:
-    context.wake()
-    usage = usage_by_project(context.store.list_live_jobs())
-    return project_view(project, usage.get(project.name, Usage()))
-
-
-# The queue: who waits for what, and who holds the workers.
-
 queue_router = APIRouter(prefix="/v1/queue", tags=["queue"])
 
 
@@ -92,8 +84,6 @@ def get_queue(context: ContextDep, principal: PrincipalDep) -> QueueOut:
     """Waiting jobs in the order of their turn, with the reason why each waits; running jobs."""
     return queue_view(context.store.list_live_jobs(), principal.projects)
 
-
-# The service itself: health, readiness, cluster, Prometheus metrics.
 
 system_router = APIRouter(tags=["service"])
 
@@ -161,5 +151,4 @@ def get_prometheus(context: ContextDep) -> Response:
     return Response(context.telemetry.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-# Included by the app, in this order.
 routers = (system_router, projects_router, queue_router)

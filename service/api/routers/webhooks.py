@@ -1,4 +1,4 @@
-"""Webhooks: who hears of what, with which secret, and what came of each message."""
+"""Routes of webhooks and their deliveries. A secret is shown only when it is made."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def create_webhook(
         url=body.url,
         description=body.description,
         kinds=tuple(body.kinds),
-        secret=context.security.master.seal(secret),
+        secret=context.security.master.encrypt(secret),
         is_active=True,
         created_at=time.time(),
     )
@@ -101,7 +101,9 @@ def delete_webhook(webhook_id: WebhookId, context: ContextDep) -> None:
 def rotate_secret(webhook_id: WebhookId, context: ContextDep) -> WebhookCreated:
     """The answer shows the new secret, once; from now on messages are signed with it."""
     secret = new_secret()
-    changed = context.webhooks.change(webhook_id, {"secret": context.security.master.seal(secret)})
+    changed = context.webhooks.change(
+        webhook_id, {"secret": context.security.master.encrypt(secret)}
+    )
     return _with_secret(changed, secret)
 
 

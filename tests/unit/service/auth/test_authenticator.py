@@ -154,12 +154,12 @@ def test_the_token_of_an_attempt_is_the_same_again_and_fits_no_other() -> None:
 
 def test_a_rotated_secret_key_still_reads_what_the_old_one_wrote() -> None:
     rotated = MasterKeys(("n" * 40, "m" * 40))
-    sealed, token = MASTER.seal("pw"), MASTER.attempt_token("job-1-a0")
-    assert rotated.open(sealed) == "pw"
+    sealed, token = MASTER.encrypt("pw"), MASTER.attempt_token("job-1-a0")
+    assert rotated.decrypt(sealed) == "pw"
     assert rotated.attempt_of(token) == "job-1-a0"
     assert rotated.attempt_token("job-1-a0") != token
     with pytest.raises(SecretKeyUnusable, match="another secret key"):
-        MASTER.open(rotated.seal("pw"))
+        MASTER.decrypt(rotated.encrypt("pw"))
 
 
 def test_the_secret_key_is_made_once_and_read_by_its_owner_only(tmp_path: Path) -> None:
@@ -341,9 +341,9 @@ def test_a_clone_has_secrets_of_its_own(house: Guarded) -> None:
     job = house.send("POST", "/v1/jobs", "submitter", json=body).json()
     path = f"/v1/jobs/{job['id']}:clone"
     clone = house.send("POST", path, "submitter", json={"secrets": {"B": "two"}}).json()
-    assert house.security.open_secrets(clone["id"]) == {"B": "two"}
+    assert house.security.read_secrets(clone["id"]) == {"B": "two"}
     bare = house.send("POST", path, "submitter", json={}).json()
-    assert house.security.open_secrets(bare["id"]) == {}
+    assert house.security.read_secrets(bare["id"]) == {}
 
 
 def test_a_secret_is_named_and_valued_like_a_variable_that_is_free(house: Guarded) -> None:

@@ -179,7 +179,7 @@ def test_secrets_come_from_the_environment_or_are_asked_for(
     assert done.exit_code == 0, done.output
     assert "typed-in" not in done.output
     job_id = done.stdout.strip()
-    assert house.security.open_secrets(job_id) == {
+    assert house.security.read_secrets(job_id) == {
         "DB_PASSWORD": "from-environment",
         "ASKED_FOR": "typed-in",
     }

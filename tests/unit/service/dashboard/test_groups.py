@@ -95,7 +95,7 @@ def saved(step: int) -> Checkpoint:
 
 
 def test_a_lane_shows_when_its_group_trained_and_when_it_was_gone() -> None:
-    lanes = view_of(degraded()).lanes
+    lanes = view_of(degraded()).rows
     assert [(lane.group, lane.tone, lane.hosts) for lane in lanes] == [
         (0, "good", HOSTS[0]),
         (1, "bad", HOSTS[1]),
@@ -118,7 +118,7 @@ def test_a_group_that_copies_is_not_yet_shown_as_training() -> None:
         membership_changed(group_member(0), group_member(1, incarnation=1), time=NOW + 30),
         group_joined(1, time=NOW + 30),
     )
-    lane = view_of(told, at_s=40).lanes[1]
+    lane = view_of(told, at_s=40).rows[1]
     assert [span.tone for span in lane.spans] == ["good", "bad", "active", "good"]
     assert [span.width for span in lane.spans] == [25.0] * 4
 
@@ -131,7 +131,7 @@ def test_spans_of_a_lane_never_overlap_and_stay_within_it(told: list[tuple[set[i
         for groups, at in told
         if groups
     ]
-    for lane in view_of(scene(*records)).lanes:
+    for lane in view_of(scene(*records)).rows:
         edge = 0.0
         for span in lane.spans:
             assert span.left >= edge - 1e-6
@@ -167,7 +167,7 @@ def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
         ("start", "3.0%", 75),
         ("work done again", "1.0%", 25),
     ]
-    assert view.lanes == ()
+    assert view.rows == ()
 
 
 def test_what_is_wanted_is_shown_until_the_job_ends() -> None:

@@ -186,14 +186,6 @@ class Staging:
                 "with --work-dir"
             )
 
-    def drop_scratch(self, name: str) -> None:
-        """Remove a working file or folder that nothing needs any more."""
-        path = self._journal.folder / _SCRATCH / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest and let the folder take its name."""
         folder = self._journal.folder / _RESULT
@@ -357,8 +349,7 @@ def _old_files(out: Location) -> list[str]:
         raise OutputExistsError(
             f"{path} is no manifest of ours ({error}); choose another folder, or delete this one"
         ) from None
-    files = [file.path for split in manifest.splits.values() for file in split.files]
-    return files + [vocabulary.path for vocabulary in manifest.vocabularies.values()]
+    return [file.path for file in manifest.files]
 
 
 def _check_ours(folder: Path) -> None:

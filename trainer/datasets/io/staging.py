@@ -1,9 +1,10 @@
-"""Columns of numbers in files, to be read back without a copy.
+"""Prepared folders in the making: resumable, whole or absent, on a local disk or an object store.
 
 Local: everything is written to `.NAME.partial` beside the folder, which takes its name at the end.
 Remote: finished files are uploaded one by one from a working folder on this machine, and the
 manifest last; a folder without a manifest was never finished. What is not known to be ours, by the
 manifest of an older folder or by the list of what was uploaded, is never deleted.
+`write_columns` and `map_columns` are for arrays in working files.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ def map_columns(path: Path) -> Columns:
     }
 
 
-# Which files below a remote folder are ours: the only ones that may be replaced or deleted.
-
 _NAME = "uploads.txt"
 _UNFINISHED_NAME = f".{_NAME}.unfinished"
 UPLOADS_NAMES = (_NAME, _UNFINISHED_NAME)
@@ -77,9 +76,6 @@ class Uploads:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(self._folder / _NAME)
-
-
-# Writing a folder all or nothing.
 
 
 @contextmanager
@@ -115,8 +111,6 @@ def check_replaceable(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME)
             f"{out} holds no {proof}, so it is not ours to overwrite; remove it"
         )
 
-
-# A prepared folder in the making: resumable, whole or absent, on a local disk or an object store.
 
 # Below the working folder: what the result is made of, and what is only needed on the way.
 _RESULT, _SCRATCH = "result", "scratch"

@@ -134,7 +134,14 @@ def load_manifest(folder: Path) -> Manifest:
 
     Reads footers, no data. Raises `SourceMissingError`, `ManifestError` or `CorruptFileError`.
     """
-    manifest = _parse_manifest(folder)
+    if not folder.is_dir():
+        raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
+    path = folder / MANIFEST_NAME
+    if not path.is_file():
+        raise ManifestError(
+            f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
+        )
+    manifest = parse_manifest(path.read_bytes(), str(path))
     for split in manifest.splits.values():
         for entry in split.files:
             _check_file(folder / entry.path, entry)
@@ -156,17 +163,6 @@ def verify_checksums(folder: Location | Path, manifest: Manifest) -> int:
                 "written; copy or prepare the data again"
             )
     return len(manifest.files)
-
-
-def _parse_manifest(folder: Path) -> Manifest:
-    if not folder.is_dir():
-        raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
-    path = folder / MANIFEST_NAME
-    if not path.is_file():
-        raise ManifestError(
-            f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
-        )
-    return parse_manifest(path.read_bytes(), str(path))
 
 
 def parse_manifest(content: bytes, path: str) -> Manifest:

@@ -27,9 +27,7 @@ from typing import IO
 
 from trainer.data.manifest import (
     MANIFEST_NAME,
-    FileEntry,
     Manifest,
-    VocabularyEntry,
     load_manifest,
     parse_manifest,
     sha256_of,
@@ -115,14 +113,10 @@ def _size_and_time(file: Location) -> tuple[int, int]:
 
 
 def _files_of(manifest: Manifest) -> tuple[RemoteFile, ...]:
-    entries: list[FileEntry | VocabularyEntry] = [
-        *(entry for split in manifest.splits.values() for entry in split.files),
-        *manifest.vocabularies.values(),
-    ]
-    for entry in entries:
+    for entry in manifest.files:
         if entry.path.startswith("/") or ".." in entry.path.split("/"):
             raise ManifestError(f"the manifest names {entry.path!r}, which is not below its folder")
-    return tuple(RemoteFile(entry.path, entry.size_bytes, entry.sha256) for entry in entries)
+    return tuple(RemoteFile(entry.path, entry.size_bytes, entry.sha256) for entry in manifest.files)
 
 
 @dataclass(frozen=True)

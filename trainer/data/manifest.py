@@ -20,6 +20,7 @@ from trainer.errors import (
     StorageError,
     is_storage_fault,
 )
+from trainer.storage import Location
 
 MANIFEST_NAME = "manifest.json"
 
@@ -64,7 +65,7 @@ class Manifest(ManifestModel):
     `columns` maps each column to its type (`int64`, `float32`, `list<int64>`, ...); `vocab_sizes`
     maps each id column to the number of ids it may hold, the unknown id 0 included. `counts` says
     what was met on the way (duplicates, movies without metadata, ...), `bad_lines` names the first
-    few lines that were left out.
+    few skipped lines.
     """
 
     schema_version: Literal[1] = 1
@@ -77,6 +78,12 @@ class Manifest(ManifestModel):
     vocabularies: dict[str, VocabularyEntry] = {}
     counts: dict[str, int] = {}
     bad_lines: tuple[str, ...] = ()
+
+    @property
+    def files(self) -> tuple[StoredFile, ...]:
+        """Every file of the folder: Parquet files of all splits, then vocabularies."""
+        splits = (entry for split in self.splits.values() for entry in split.files)
+        return (*splits, *self.vocabularies.values())
 
 
 def describe_file(path: Path, folder: Path) -> FileEntry:
@@ -127,34 +134,6 @@ def load_manifest(folder: Path) -> Manifest:
 
     Reads footers, no data. Raises `SourceMissingError`, `ManifestError` or `CorruptFileError`.
     """
-    manifest = _parse_manifest(folder)
-    for split in manifest.splits.values():
-        for entry in split.files:
-            _check_file(folder / entry.path, entry)
-    return manifest
-
-
-def verify_checksums(folder: Path, manifest: Manifest) -> int:
-    """Read every file of a loaded manifest whole and compare its sha256; gives their number.
-
-    Vocabularies count where the manifest names them.
-
-    Raises `CorruptFileError` naming the first file with other contents.
-    """
-    entries: list[StoredFile] = [
-        *(entry for split in manifest.splits.values() for entry in split.files),
-        *manifest.vocabularies.values(),
-    ]
-    for entry in entries:
-        if (found := sha256_of(folder / entry.path)) != entry.sha256:
-            raise CorruptFileError(
-                f"{folder / entry.path} is damaged: its sha256 is {found}, not {entry.sha256} as "
-                "when it was written; copy or prepare the data again"
-            )
-    return len(entries)
-
-
-def _parse_manifest(folder: Path) -> Manifest:
     if not folder.is_dir():
         raise SourceMissingError(f"{folder} does not exist; set data.path to a prepared folder")
     path = folder / MANIFEST_NAME
@@ -162,7 +141,28 @@ def _parse_manifest(folder: Path) -> Manifest:
         raise ManifestError(
             f"{folder} holds no {MANIFEST_NAME}; make it with `shardloom data prepare`"
         )
-    return parse_manifest(path.read_bytes(), str(path))
+    manifest = parse_manifest(path.read_bytes(), str(path))
+    for split in manifest.splits.values():
+        for entry in split.files:
+            _check_file(folder / entry.path, entry)
+    return manifest
+
+
+def verify_checksums(folder: Location | Path, manifest: Manifest) -> int:
+    """Compare the sha256 of every file that the manifest names; gives their number.
+
+    Raises `CorruptFileError` naming the first file with other contents.
+    """
+    for entry in manifest.files:
+        file = Location.parse(folder) / entry.path
+        with file.open_input() as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if found != entry.sha256:
+            raise CorruptFileError(
+                f"{file} is damaged: its sha256 is {found}, not {entry.sha256} as when it was "
+                "written; copy or prepare the data again"
+            )
+    return len(manifest.files)
 
 
 def parse_manifest(content: bytes, path: str) -> Manifest:

@@ -1,6 +1,6 @@
-"""Raw values to ids and to dense numbers, as a spec says: the same in training and in serving.
+"""Raw values to ids and dense numbers as a spec says: the same code in training and in serving.
 
-Pure functions of Arrow arrays, without torch. Id 0 is what is missing (null) or unknown.
+Pure functions of Arrow arrays, without torch. Id 0 is a missing (null) or unknown value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Entry point trainer.datasets.cli:app.
+"""The commands `shardloom data prepare`, `generate` and `inspect`.
 
-What the commands of `shardloom data` share: options, errors and the summary of a folder.
-
-Polars and pyarrow are imported inside the commands, so that `--help` stays quick.
+Bad data, or a disk that refuses, is a message on stderr and exit code 2. Polars and pyarrow are
+imported inside the commands, so that `--help` stays quick.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -29,6 +27,11 @@ if TYPE_CHECKING:
     from trainer.data.manifest import Manifest
     from trainer.datasets.inspect import DataReport
 
+app = typer.Typer(name="data", help="Prepare, generate and inspect data.", no_args_is_help=True)
+prepare_app = typer.Typer(help="Turn raw data into partitioned Parquet.", no_args_is_help=True)
+generate_app = typer.Typer(help="Make up data in a public format.", no_args_is_help=True)
+app.add_typer(prepare_app, name="prepare")
+app.add_typer(generate_app, name="generate")
 EXIT_BAD_DATA = 2
 _MANY_VOCABULARIES = 8
 Overwrite = Annotated[
@@ -51,7 +54,7 @@ def data_errors_shown() -> Iterator[None]:
 
 
 def _disk_text(error: OSError) -> str:
-    """What a disk refused; numpy names no cause where it could not write all of an array."""
+    # numpy names no cause where it could not write all of an array.
     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) or error.errno is None
     mend = "is the disk full? Make room" if is_full else "check the path and your rights to it"
     return f"a file cannot be read or written: {error}; {mend}, then run the same command again"
@@ -85,37 +88,7 @@ def show_summary(folder: object, manifest: Manifest) -> None:
         console.print(f"left out: {escape(line)}", soft_wrap=True)
 
 
-# `shardloom data prepare criteo` and `shardloom data generate criteo`.
-
-
-class IdsChoice(StrEnum):
-    """How raw categorical values become ids."""
-
-    VOCABULARY = "vocabulary"
-    HASHING = "hashing"
-
-
-class NegativesChoice(StrEnum):
-    """What the log transform makes of a negative count."""
-
-    ZERO = "zero"
-    KEEP_SIGN = "keep_sign"
-
-
-class CriteoSplitChoice(StrEnum):
-    """Which rows are the validation part."""
-
-    LAST_FRACTION = "last_fraction"
-    LAST_FILE = "last_file"
-
-
-class FormatChoice(StrEnum):
-    """What `generate` writes."""
-
-    PARQUET = "parquet"
-    TSV = "tsv"
-
-
+@prepare_app.command("criteo")
 def prepare_criteo_command(
     sources: Annotated[
         list[str],
@@ -127,8 +100,9 @@ def prepare_criteo_command(
     ],
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder or URL to write.")],
     ids: Annotated[
-        IdsChoice, typer.Option(help="An id for each frequent value, or hashed ids.")
-    ] = IdsChoice.VOCABULARY,
+        Literal["vocabulary", "hashing"],
+        typer.Option(help="An id for each frequent value, or hashed ids."),
+    ] = "vocabulary",
     min_count: Annotated[int, typer.Option(min=1, help="Rarer values are unknown (id 0).")] = 10,
     max_ids: Annotated[
         int, typer.Option(min=1, help="Largest vocabulary of a column.")
@@ -137,11 +111,12 @@ def prepare_criteo_command(
         int, typer.Option(min=2, max=2**31, help="Ids of a column with --ids hashing.")
     ] = 1_000_000,
     negatives: Annotated[
-        NegativesChoice, typer.Option(help="Negative counts: 0, or -log(1 - count).")
-    ] = NegativesChoice.ZERO,
+        Literal["zero", "keep_sign"], typer.Option(help="Negative counts: 0, or -log(1 - count).")
+    ] = "zero",
     split: Annotated[
-        CriteoSplitChoice, typer.Option(help="Validate on the last rows or the last file (day).")
-    ] = CriteoSplitChoice.LAST_FRACTION,
+        Literal["last_fraction", "last_file"],
+        typer.Option(help="Validate on the last rows or the last file (day)."),
+    ] = "last_fraction",
     validation_fraction: Annotated[float, typer.Option(min=0.00001, max=0.999)] = 0.1,
     on_bad_line: Annotated[
         Literal["fail", "skip"],
@@ -173,12 +148,12 @@ def prepare_criteo_command(
     from trainer.datasets.criteo.prepare import CriteoOptions, prepare_criteo
 
     options = CriteoOptions(
-        ids=ids.value,
+        ids=ids,
         min_count=min_count,
         max_ids=max_ids,
         num_hash_buckets=num_hash_buckets,
-        negatives=negatives.value,
-        split=split.value,
+        negatives=negatives,
+        split=split,
         validation_fraction=validation_fraction,
         on_bad_line=on_bad_line,
         max_bad_lines=max_bad_lines,
@@ -192,12 +167,14 @@ def prepare_criteo_command(
     show_summary(out, manifest)
 
 
+@generate_app.command("criteo")
 def generate_criteo_command(
     out: Annotated[str, typer.Argument(metavar="OUT", help="Folder to write.")],
     rows: Annotated[int, typer.Option(min=10, help="Number of rows.")] = 100_000,
     format: Annotated[
-        FormatChoice, typer.Option(help="A prepared folder, or raw files for `prepare criteo`.")
-    ] = FormatChoice.PARQUET,
+        Literal["parquet", "tsv"],
+        typer.Option(help="A prepared folder, or raw files for `prepare criteo`."),
+    ] = "parquet",
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same files.")] = 0,
     zipf: Annotated[float, typer.Option(min=0.01, help="Exponent of the ids' Zipf law.")] = 1.05,
     max_ids: Annotated[
@@ -213,7 +190,7 @@ def generate_criteo_command(
 
     options = CriteoGeneratorOptions(
         num_rows=rows,
-        format=format.value,
+        format=format,
         seed=seed,
         zipf_exponent=zipf,
         max_ids=max_ids,
@@ -235,19 +212,14 @@ def _teacher_table(out: str, document: dict[str, Any]) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, part in document["parts"].items():
+        # A part with clicks only, or none, has no NE and no AUC.
         scores = (part[key] for key in ("click_rate", "logloss", "ne", "auc"))
-        table.add_row(name, f"{part['rows']:,}", *map(_score_text, scores))
+        texts = ("none" if score is None else f"{score:.4f}" for score in scores)
+        table.add_row(name, f"{part['rows']:,}", *texts)
     return table
 
 
-def _score_text(score: float | None) -> str:
-    """A part with clicks only, or none, has no NE and no AUC."""
-    return "none" if score is None else f"{score:.4f}"
-
-
-# `shardloom data inspect`: what data holds and what a job spec could make of it.
-
-
+@app.command("inspect")
 def inspect_command(
     sources: Annotated[
         list[str],
@@ -273,7 +245,11 @@ def inspect_command(
                 _show(report)
         verified = _verify(sources) if verify else {}
         if as_json:
-            print(json.dumps([_as_json(report, verified) for report in reports], indent=2))
+            documents = [
+                report.as_json() | {"num_verified_files": verified.get(_folder(report))}
+                for report in reports
+            ]
+            print(json.dumps(documents, indent=2))
         elif spec:
             print("\n".join(report.suggestion.yaml() for report in reports), end="")
         else:
@@ -301,26 +277,21 @@ def _inspect(sources: list[str]) -> list[DataReport]:
     return reports
 
 
-def _as_json(report: DataReport, verified: dict[str, int]) -> dict[str, Any]:
-    """The report and how many files have their sums: null where nobody looked."""
-    return report.as_json() | {"num_verified_files": verified.get(_folder(report))}
-
-
 def _folder(report: DataReport) -> str:
     """What the report is about, without the name of its part."""
     return report.data.title.rsplit(", part ", 1)[0]
 
 
 def _verify(sources: list[str]) -> dict[str, int]:
-    """Check the sums of those sources that are prepared folders; gives their numbers of files."""
-    from trainer.datasets.inspect import verify_folder
+    """Check the files of those sources that are prepared folders; gives their numbers of files."""
+    from trainer.data.manifest import verify_checksums
     from trainer.datasets.profile import find_manifest
     from trainer.storage import Location
 
     found = {}
     for folder in map(Location.parse, sources):
         if (manifest := find_manifest(folder)) is not None:
-            found[str(folder)] = verify_folder(folder, manifest)
+            found[str(folder)] = verify_checksums(folder, manifest)
     return found
 
 
@@ -348,53 +319,6 @@ def _show(report: DataReport) -> None:
         )
 
 
-# `shardloom data`: prepare, generate and inspect data sets.
-
-app = typer.Typer(name="data", help="Prepare, generate and inspect data.", no_args_is_help=True)
-prepare_app = typer.Typer(help="Turn raw data into partitioned Parquet.", no_args_is_help=True)
-generate_app = typer.Typer(help="Make up data in a public format.", no_args_is_help=True)
-app.add_typer(prepare_app, name="prepare")
-app.add_typer(generate_app, name="generate")
-prepare_app.command("criteo")(prepare_criteo_command)
-generate_app.command("criteo")(generate_criteo_command)
-app.command("inspect")(inspect_command)
-
-
-class SplitChoice(StrEnum):
-    """How validation rows are chosen by time."""
-
-    GLOBAL = "global"
-    PER_USER = "per_user"
-
-
-class UserMeanChoice(StrEnum):
-    """What a label is taken relative to."""
-
-    PAST = "past"
-    TRAINING = "training"
-
-
-class ValidationPastChoice(StrEnum):
-    """Which of a user's earlier ratings a held-out row may look back at."""
-
-    ALL = "all"
-    TRAINING = "training"
-
-
-class OnDuplicateChoice(StrEnum):
-    """What to do with a second rating of a movie by a user."""
-
-    FAIL = "fail"
-    LAST = "last"
-
-
-class OnMissingMovieChoice(StrEnum):
-    """What to do with a rated movie that movies.csv does not describe."""
-
-    KEEP = "keep"
-    FAIL = "fail"
-
-
 @prepare_app.command("movielens")
 def prepare_movielens_command(
     source: Annotated[
@@ -402,29 +326,30 @@ def prepare_movielens_command(
     ],
     out: Annotated[str, typer.Argument(help="Folder or URL to write.")],
     split: Annotated[
-        SplitChoice, typer.Option(help="Hold out the last ratings of all, or of each user.")
-    ] = SplitChoice.PER_USER,
+        Literal["global", "per_user"],
+        typer.Option(help="Hold out the last ratings of all, or of each user."),
+    ] = "per_user",
     validation_fraction: Annotated[float, typer.Option(min=0.001, max=0.999)] = 0.1,
     history_length: Annotated[int, typer.Option(min=1, help="Earlier movies per row.")] = 10,
     min_token_count: Annotated[int, typer.Option(min=1, help="Rarer words are unknown.")] = 2,
     max_tokens: Annotated[int, typer.Option(min=1, help="Largest token vocabulary.")] = 20_000,
     num_partitions: Annotated[int, typer.Option(min=1, help="Most files per split.")] = 32,
     user_mean: Annotated[
-        UserMeanChoice,
+        Literal["past", "training"],
         typer.Option(help="Labels are relative to a user's earlier, or all training ratings."),
-    ] = UserMeanChoice.PAST,
+    ] = "past",
     validation_past: Annotated[
-        ValidationPastChoice,
+        Literal["all", "training"],
         typer.Option(help="Held-out rows look back at all earlier ratings, or training ones."),
-    ] = ValidationPastChoice.ALL,
+    ] = "all",
     on_duplicate: Annotated[
-        OnDuplicateChoice,
+        Literal["fail", "last"],
         typer.Option(help="A movie rated twice by a user: fail, or keep the latest rating."),
-    ] = OnDuplicateChoice.FAIL,
+    ] = "fail",
     on_missing_movie: Annotated[
-        OnMissingMovieChoice,
+        Literal["keep", "fail"],
         typer.Option(help="A rated movie without metadata: keep it without genres, or fail."),
-    ] = OnMissingMovieChoice.KEEP,
+    ] = "keep",
     delimiter: Annotated[str, typer.Option(help="What splits the cells of the csv files.")] = ",",
     unit_rows: Annotated[int, typer.Option(min=1000, help="Ratings held in memory at a time.")] = 1
     << 20,
@@ -442,16 +367,16 @@ def prepare_movielens_command(
     from trainer.datasets.movielens.prepare import MovieLensOptions, prepare_movielens
 
     options = MovieLensOptions(
-        split=split.value,
+        split=split,
         validation_fraction=validation_fraction,
         history_length=history_length,
         min_token_count=min_token_count,
         max_tokens=max_tokens,
         num_partitions=num_partitions,
-        user_mean=user_mean.value,
-        validation_past=validation_past.value,
-        on_duplicate=on_duplicate.value,
-        on_missing_movie=on_missing_movie.value,
+        user_mean=user_mean,
+        validation_past=validation_past,
+        on_duplicate=on_duplicate,
+        on_missing_movie=on_missing_movie,
         delimiter=delimiter,
         unit_rows=unit_rows,
     )

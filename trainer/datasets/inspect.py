@@ -1,13 +1,12 @@
-"""From what columns hold to `features` and `embedding_tables` of a job spec, ready to paste.
+"""Reports of `shardloom data inspect`: column statistics and a suggested part of a job spec.
 
-A suggestion by simple rules, meant to be read: names and cardinalities say which columns are ids,
-all tables get one dimension (the networks need that), twice the fourth root of the largest
-cardinality, rounded up to a power of two from 8 to 128.
+The suggestion follows simple rules and is meant to be read: names and cardinalities say which
+columns are ids. All tables get one dimension, as the networks need it: twice the fourth root of
+the largest cardinality, rounded up to a power of two from 8 to 128.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -23,9 +22,8 @@ from rich.table import Table
 from trainer.data.manifest import Manifest
 from trainer.datasets.criteo.reader import ID_NAMES
 from trainer.datasets.profile import ColumnReport, ColumnSketch, DataSet
-from trainer.errors import CorruptFileError, TooFewRowsError
+from trainer.errors import TooFewRowsError
 from trainer.spec.base import IDENTIFIER_PATTERN
-from trainer.storage import Location
 
 _LABEL_NAMES = ("label", "click", "clicked", "is_click", "target", "rating", "stars", "y")
 # What the label is made of in data that we prepare: no inputs.
@@ -42,7 +40,7 @@ _ROOM = 1.5
 
 @dataclass(frozen=True)
 class Suggestion:
-    """Parts of a spec as plain values; `notes` says what was left out or guessed."""
+    """Parts of a spec as plain values; `notes` says what was excluded or guessed."""
 
     label: str | None
     loss: str
@@ -186,11 +184,6 @@ def _flow(item: dict[str, Any]) -> str:
     return text.strip()
 
 
-# `data inspect`, without its looks: data sets to reports that a table or JSON can show.
-
-_CHUNK_BYTES = 8 * 1024 * 1024
-
-
 @dataclass(frozen=True)
 class DataReport:
     """What one data set holds."""
@@ -240,31 +233,6 @@ def inspect_data(data: DataSet, on_rows: Callable[[int], object] = lambda _: Non
     columns = tuple(sketch.report() for sketch in sketches.values())
     return DataReport(data, num_rows, columns, suggest(columns, data.manifest))
 
-
-def verify_folder(folder: Location, manifest: Manifest) -> int:
-    """As `manifest.verify_checksums`, for a folder anywhere."""
-    files = (entry for split in manifest.splits.values() for entry in split.files)
-    wanted = {entry.path: entry.sha256 for entry in files}
-    wanted |= {entry.path: entry.sha256 for entry in manifest.vocabularies.values()}
-    for path, sha256 in wanted.items():
-        file = folder / path
-        if (found := _sha256(file)) != sha256:
-            raise CorruptFileError(
-                f"{file} is damaged: its sha256 is {found}, not {sha256} as when it was written; "
-                "copy or prepare the data again"
-            )
-    return len(wanted)
-
-
-def _sha256(file: Location) -> str:
-    digest = hashlib.sha256()
-    with file.open_input() as stream:
-        while chunk := stream.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
-
-
-# The table of columns that `data inspect` prints, and a narrower one for narrow terminals.
 
 _BAR_WIDTH = 8
 _MANY_NULLS = 0.5

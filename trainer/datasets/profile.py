@@ -1,10 +1,10 @@
-"""What a column holds, found in one pass and bounded memory: nulls, range, cardinality, skew.
+"""Finding and reading data sets for `data inspect`, and statistics of their columns.
 
-Up to `MAX_VALUES` distinct values are counted exactly. Beyond that a column keeps its most frequent
-values and those whose hash falls into an ever smaller part (distinct sampling, Gibbons 2001): the
-number of the latter, scaled up, estimates the cardinality within about half a percent.
-
-Files with the same columns are one data set; a folder of `ratings.csv` and `movies.csv` is two.
+One pass in bounded memory: nulls, range, cardinality, skew. Up to `MAX_VALUES` distinct values are
+counted exactly. Beyond that a column keeps its most frequent values and those whose hash falls into
+an ever smaller part (distinct sampling, Gibbons 2001): the number of the latter, scaled up,
+estimates the cardinality within about half a percent. Files with the same columns are one data set;
+a folder of `ratings.csv` and `movies.csv` is two.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class ColumnSketch:
         numbers = self._as_numbers(values)
         if numbers is None:
             return
-        if "integer" in self._kinds and not _are_whole(numbers):
+        if "integer" in self._kinds and not numbers.dtype.is_integer():
             self._kinds.remove("integer")
         if numbers.dtype.is_float():
             finite = numbers.filter(numbers.is_finite())
@@ -231,10 +231,6 @@ class ColumnSketch:
         return len(self._counts.filter(self._is_sampled())) << self._level
 
 
-def _are_whole(numbers: pl.Series) -> bool:
-    return numbers.dtype.is_integer()
-
-
 def _plain(value: Any) -> float:
     return value if isinstance(value, int) else float(value)
 
@@ -255,8 +251,6 @@ def _zipf_exponent(counts: np.ndarray) -> float | None:
     slope = np.polyfit(np.log(ranks), np.log(counts[ranks - 1]), 1)[0]
     return abs(float(slope))
 
-
-# Finding and reading data of any kind that `data inspect` knows: prepared folders, Parquet, text.
 
 _BATCH_ROWS = 131_072
 _BLOCK_BYTES = 8 * 1024 * 1024

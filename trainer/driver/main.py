@@ -452,7 +452,7 @@ def main() -> int:
         url = f"{context.service_url}/v1/attempts/{context.attempt_id}/events"
         poster = OutboxPoster(context.files, context.connect(POST_TIMEOUT_S), url)
         poster.start()
-    sinks = open_sinks(context, writer)
+    sinks = open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer)
     try:
         ended = end_attempt(context, writer, sinks)
     except Evicted as eviction:

@@ -1,8 +1,8 @@
-"""What a sink is, and what it is given.
+"""The interface of sinks, and the thread that feeds a sink with a job's records.
 
-The files are the queue: a sink that is slow or away for a while reads on later, holds nothing up,
-and costs no memory. How far it came is kept on run storage, so that an attempt goes on where the
-one before it was, and takes what that one was killed with.
+The outbox files of a job's attempts are the queue: a sink that is slow or unreachable reads on
+later, blocks nothing and costs no memory. Its offsets lie on run storage, so that an attempt goes
+on where the one before it stopped, also where that was killed.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.protocol.events import Event, Note, read_record
+from trainer.protocol.events import Event, read_record
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
+logger = logging.getLogger(__name__)
+INTERVAL_S = 1.0
+_MAX_PAUSE_S = 60.0
+_MAX_BATCH = 500
 # What a sink remembers from one attempt to the next: plain JSON.
 Memory = dict[str, Any]
 
@@ -50,14 +54,6 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Nothing more will come."""
-
-
-# Feeds a sink with a job's records, from the files that hold them: the outboxes of its attempts.
-
-logger = logging.getLogger(__name__)
-INTERVAL_S = 1.0
-_MAX_PAUSE_S = 60.0
-_MAX_BATCH = 500
 
 
 class Feed:
@@ -114,23 +110,16 @@ class Feed:
                 self._sink.open(self._cursor.memory)
                 self._cursor.save()
                 self._is_open = True
-            self._feed_attempts()
+            # Workers start only where no earlier attempt writes, whose files are then complete.
+            is_alone = any(path.stem != "driver" for path in self._attempts[-1].stream_paths())
+            for files in self._attempts:
+                self._feed_attempt(files)
+            if is_alone:
+                self._attempts = self._attempts[-1:]
         except Exception as error:  # libraries of others: whatever they raise, training goes on
             self._note_failure(error)
             return False
         return True
-
-    def _feed_attempts(self) -> None:
-        """Read all attempts; those before this one for the last time once they write no more."""
-        is_alone = self._is_alone()
-        for files in self._attempts:
-            self._feed_attempt(files)
-        if is_alone:
-            self._attempts = self._attempts[-1:]
-
-    def _is_alone(self) -> bool:
-        """Whether no earlier attempt writes: workers start only where the run folder is free."""
-        return any(path.stem != "driver" for path in self._attempts[-1].stream_paths())
 
     def _feed_attempt(self, files: AttemptDir) -> None:
         for path in files.stream_paths():
@@ -141,7 +130,10 @@ class Feed:
                 self._cursor.save()
 
     def _note_failure(self, error: Exception) -> None:
-        message = f"{self._sink.name} does not take the job's records: {_told(error)}"
+        cause = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"
+        if isinstance(error, ImportError):
+            cause += "; install it where the driver runs"
+        message = f"{self._sink.name} does not take the job's records: {cause}"
         if self._has_warned:
             logger.debug("%s", message)
             return
@@ -150,23 +142,17 @@ class Feed:
         self._warn(f"{message}; training goes on, and they are offered again")
 
 
-def _told(error: Exception) -> str:
-    text = str(error).partition("\n")[0][:300]
-    mend = "; install it where the driver runs" if isinstance(error, ImportError) else ""
-    return f"{type(error).__name__}: {text}{mend}"
-
-
-def note_of(message: str) -> Note:
-    """The timeline's line about a sink that fails."""
-    return Note(time=time.time(), level="warning", message=message)
-
-
 class Cursor:
     """How far a sink has read, by stream, and what it remembers; a file on run storage."""
 
     def __init__(self, run_dir: RunDir, name: str) -> None:
         self._path = run_dir.sink_path(name)
-        kept = _read_json(self._path)
+        try:
+            kept = json.loads(self._path.read_bytes())
+        except (OSError, ValueError):
+            kept = {}
+        if not isinstance(kept, dict):
+            kept = {}
         self.offsets: dict[str, int] = kept.get("offsets", {})
         self.memory: dict[str, Any] = kept.get("memory", {})
 
@@ -176,14 +162,6 @@ class Cursor:
         partial = self._path.with_suffix(".partial")
         partial.write_text(json.dumps({"offsets": self.offsets, "memory": self.memory}))
         partial.replace(self._path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def attempts_up_to(run_dir: RunDir, attempt_id: str) -> list[AttemptDir]:

@@ -1,19 +1,20 @@
-"""The sinks that a job's spec asks for. Light: their libraries are imported in threads."""
+"""Opens the sinks that a job's spec asks for. Light: threads import the sinks' libraries."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from trainer.driver.attempt import DriverContext
+from trainer.protocol.events import Note
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
-from trainer.sinks.base import Feed, JobFacts, Sink, note_of
+from trainer.sinks.base import Feed, JobFacts, Sink
 from trainer.sinks.mlflow import MlflowSink
 from trainer.sinks.opentelemetry import SpanSink
 from trainer.sinks.tensorboard import TensorBoardSink
@@ -42,30 +43,27 @@ class Sinks:
 NO_SINKS = Sinks(())
 
 
-def open_sinks(context: DriverContext, writer: EventWriter) -> Sinks:
-    """What the spec of the attempt asks for; whatever is wrong with the spec is told elsewhere."""
-    run_dir = RunDir(context.run_dir)
+def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWriter) -> Sinks:
+    """The sinks that the attempt's spec asks for, none where the spec is faulty."""
 
     def _warn(message: str) -> None:
-        writer.write(note_of(message))
+        writer.write(Note(time=time.time(), level="warning", message=message))
 
     try:
-        document = json.loads(context.files.spec_path.read_bytes())
+        document = json.loads(run_dir.attempt(attempt_id).spec_path.read_bytes())
         wanted = SinksSpec.model_validate(document.get("sinks") or {})
     except (OSError, ValueError, AttributeError, ValidationError) as error:
         logger.warning("no sinks: %s", error)
         return NO_SINKS
-    sinks = sinks_of(wanted, run_dir, JobFacts(context.job_id, document))
-    feeds = [Feed(sink, run_dir, context.attempt_id, _warn) for sink in sinks]
-    if spans := spans_of(context.attempt_id, os.environ):
-        feeds.append(Feed(spans, run_dir, context.attempt_id, _warn, is_of_attempt=True))
+    sinks = sinks_of(wanted, run_dir, JobFacts(job_id, document))
+    feeds = [Feed(sink, run_dir, attempt_id, _warn) for sink in sinks]
+    # The service names a collector and the trace of the job.
+    endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+    traceparent = os.environ.get("SHARDLOOM_TRACEPARENT")
+    if endpoint and traceparent:
+        spans = SpanSink(endpoint, traceparent, attempt_id)
+        feeds.append(Feed(spans, run_dir, attempt_id, _warn, is_of_attempt=True))
     return Sinks(feeds)
-
-
-def spans_of(attempt_id: str, env: Mapping[str, str]) -> SpanSink | None:
-    """The sink of spans, where the service names a collector and the trace of the job."""
-    endpoint, traceparent = env.get("OTEL_EXPORTER_OTLP_ENDPOINT"), env.get("SHARDLOOM_TRACEPARENT")
-    return SpanSink(endpoint, traceparent, attempt_id) if endpoint and traceparent else None
 
 
 def sinks_of(wanted: SinksSpec, run_dir: RunDir, job: JobFacts) -> list[Sink]:

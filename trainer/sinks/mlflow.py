@@ -44,8 +44,9 @@ class MlflowSink:
 
     def take(self, events: Sequence[Event]) -> None:
         """Log the metrics among some records, and whether the run goes on."""
-        for some in _chunks(_metrics_of(events), _MAX_METRICS):
-            self._client.log_batch(self._run_id, metrics=some)
+        metrics = _metrics_of(events)
+        for start in range(0, len(metrics), _MAX_METRICS):
+            self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS])
         for event in events:
             if isinstance(event, AttemptStarted):
                 self._client.update_run(self._run_id, status="RUNNING")
@@ -108,8 +109,3 @@ def _metrics_of(events: Sequence[Event]) -> list[Any]:
         if isinstance(event, Metrics)
         for name, value in event.values.items()
     ]
-
-
-def _chunks(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    for start in range(0, len(items), size):
-        yield items[start : start + size]

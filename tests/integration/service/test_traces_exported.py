@@ -27,9 +27,11 @@ _DRIVER = """
 import os
 from trainer.driver.attempt import DriverContext
 from trainer.protocol.outbox import EventWriter
+from trainer.protocol.run_dir import RunDir
 from trainer.sinks.manager import open_sinks
 context = DriverContext.from_env(os.environ)
-open_sinks(context, EventWriter(context.files.stream_path("driver"))).close(10.0)
+writer = EventWriter(context.files.stream_path("driver"))
+open_sinks(RunDir(context.run_dir), context.attempt_id, context.job_id, writer).close(10.0)
 """
 
 

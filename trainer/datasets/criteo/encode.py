@@ -157,8 +157,6 @@ def _merge(total: pl.DataFrame, pending: list[pl.DataFrame]) -> pl.DataFrame:
 
 _NO_COUNTS = pl.DataFrame(schema={"value": pl.Int64, "count": pl.Int64})
 
-# Parsed rows on disk between reading and writing: runs whose rows lie bucket by bucket.
-
 Cells = NDArray[np.uint32]
 _FIRST_ID = 1 + NUM_DENSE
 _MISSING_BITS = _FIRST_ID + NUM_CATEGORICAL
@@ -253,8 +251,6 @@ class Runs:
         return np.concatenate(parts, axis=1)
 
 
-# Prepared Criteo columns, and the Parquet files that gathered buckets become.
-
 COLUMN_TYPES = {
     LABEL: "float32",
     **dict.fromkeys(DENSE_NAMES, "float32"),
@@ -273,6 +269,11 @@ def transform_counts(counts: NDArray[np.float64], *, keep_sign: bool) -> NDArray
     sizes = np.abs(given) if keep_sign else np.maximum(given, 0)
     logarithms = np.log1p(sizes)
     return (np.copysign(logarithms, given) if keep_sign else logarithms).astype(np.float32)
+
+
+def entropy(rate: float) -> float:
+    """Log loss, in nats, of predicting `rate` for clicks that come at that rate."""
+    return float(-(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,17 @@
-"""How to prepare Criteo files, and where their rows go, before any is read.
+"""Criteo files to a prepared Parquet folder, in bounded memory.
 
     count    lines of every file, which say where validation begins and how many buckets there are
-    read     parse, transform counts, scatter rows over buckets: runs on disk (`criteo_runs`)
+    read     parse, transform counts, scatter rows over buckets: runs on disk
     fit      count the training rows' ids, keep the frequent ones (not with hashing)
-    write    gather each bucket from all runs, shuffle it, look its ids up, append to Parquet
+    write    gather each bucket from all runs, shuffle it, encode its ids, append to Parquet
 
-Every finished file is noted in a journal, so that a killed preparation goes on where it was; the
-result is the same to the byte. Until it is done the disk needs 164 bytes a row besides the result.
-A line that cannot be read ends it, and what was read before stays: once the file is mended, the
-same command reads that file's lines alone anew (all lines, if the file has more or fewer than
-before, as each row's place depends on their number). Or such lines are left out
-(`criteo_bad_lines`).
+Every finished file is recorded in a journal, so that a killed preparation resumes; the result is
+the same to the byte. Until it is done the disk needs 164 bytes a row besides the result. A line
+that cannot be read ends it, and what was read before stays: once the file is mended, the same
+command reads that file's lines alone anew (all lines, if their number has changed, as each row's
+place depends on it). With `on_bad_line: skip` such lines are skipped and counted.
 
-Counts become log(1 + count), where nothing given is 0. A negative count is 0 too, as in the DLRM
+Counts become log(1 + count), where a missing one is 0. A negative count is 0 too, as in the DLRM
 reference, or keeps its sign: -log(1 - count) with `negatives: keep_sign`.
 """
 
@@ -45,6 +44,7 @@ from trainer.datasets.criteo.encode import (
     KnownIds,
     PartitionWriter,
     Runs,
+    entropy,
     frequent_values,
     pack,
     transform_counts,
@@ -63,7 +63,6 @@ from trainer.datasets.criteo.reader import (
     parse_lines,
     read_blocks,
 )
-from trainer.datasets.criteo.synthetic import entropy
 from trainer.datasets.io.journal import Facts, Part
 from trainer.datasets.io.staging import Staging, staged
 from trainer.errors import (
@@ -151,8 +150,6 @@ def _num_buckets(num_rows: int, options: CriteoOptions) -> int:
     num_parts = min(options.num_partitions, max(1, num_rows // options.row_group_rows))
     return num_parts * -(-num_rows // (num_parts * options.bucket_rows))
 
-
-# Raw Criteo files to a prepared folder, in bounded memory.
 
 _TRAIN, _VALIDATION = "train", "validation"
 # Raised when the same options would give other bytes than before.

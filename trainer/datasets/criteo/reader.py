@@ -1,16 +1,9 @@
-"""Reading Criteo files, plain or compressed, local or remote, in blocks of whole lines.
+"""Reading Criteo files (`train.txt`, `day_0` to `day_23`): plain or compressed, local or remote.
 
-A row has 13 dense values, 26 categorical ids and a click. The generated rows come from a *teacher*,
-a logistic model with one effect per id, low-rank interactions between ids and a curved dense part.
-Because the probability of every click is known, so is the best normalized entropy that any model
-can reach on those rows. Ids follow a Zipf law over tables as large as Criteo's, up to a cap.
-
-Both the Kaggle file (`train.txt`) and the Terabyte files (`day_0` to `day_23`) look like this. Any
-integer or id may be empty. Blocks of whole lines are parsed at once; only a block that is found to
-be faulty is read again line by line, to say where.
-
-A faulty block is halved until its faulty lines are found: good lines are parsed in bulk all the
-same, and few bad ones among many cost little.
+Tab-separated without a header: a label, 13 integers and 26 hexadecimal ids; any integer or id may
+be empty. Blocks of whole lines are parsed at once; only a faulty block is read again line by line,
+to say where. Where bad lines are to be skipped, a faulty block is halved until they are found: good
+lines are still parsed in bulk. Raises a `DataError` that names file and line.
 """
 
 from __future__ import annotations
@@ -225,8 +218,6 @@ def _faults_named(source: Location) -> Iterator[None]:
         ) from None
 
 
-# Criteo-shaped click data whose click probabilities are known.
-
 NUM_DENSE = 13
 # Distinct values per categorical column of the Criteo display advertising set.
 CARDINALITIES = (
@@ -234,8 +225,6 @@ CARDINALITIES = (
     *(27, 14_992, 5_461_306, 10, 5652, 2173, 4, 7_046_547, 18, 15, 286_181, 105, 142_572),
 )
 NUM_CATEGORICAL = len(CARDINALITIES)
-
-# Criteo's file format: tab-separated, no header; a label, 13 integers and 26 hexadecimal ids.
 
 LABEL = "label"
 DENSE_NAMES = tuple(f"int_{number}" for number in range(NUM_DENSE))
@@ -392,8 +381,6 @@ def _column_fault(text: str, num_cells: int) -> str:
     return f"{wanted}; was the file cut or edited?"
 
 
-# Criteo lines that cannot be read, left out and counted where `--on-bad-line skip` says so.
-
 NUM_SHOWN = 5
 # A faulty block of no more lines is gone through line by line, which takes as long as a few dozen
 # calls of the parser: halving further would cost more where faults are spread.
@@ -403,7 +390,7 @@ _Part = tuple[RawClicks, IntArray]
 
 @dataclass
 class BadLines:
-    """What was left out: how many lines of each kind of fault, and the first few in words."""
+    """Skipped lines: how many lines of each kind of fault, and the first few in words."""
 
     num_of_kind: Counter[str] = field(default_factory=Counter)
     shown: list[str] = field(default_factory=list)

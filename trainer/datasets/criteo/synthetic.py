@@ -1,13 +1,11 @@
-"""Criteo-shaped click data whose click probabilities are known.
+"""Synthetic clicks in Criteo's format, with known click probabilities.
 
-A row has 13 dense values, 26 categorical ids and a click. The generated rows come from a *teacher*,
-a logistic model with one effect per id, low-rank interactions between ids and a curved dense part.
-Because the probability of every click is known, so is the best normalized entropy that any model
-can reach on those rows. Ids follow a Zipf law over tables as large as Criteo's, up to a cap.
-
-Rows are drawn block by block, each from its own seed, so memory stays that of a block and the same
-seed gives the same bytes. `teacher.json` holds what the true probabilities score on the
-very rows written: no model can be expected to do better. The teacher itself: `criteo_teacher`.
+The clicks come from a *teacher*, a logistic model with one effect per id, low-rank interactions
+between ids and a curved dense part. As the probability of every click is known, so is the best
+normalised entropy that any model can reach: `teacher.json` holds what the true probabilities score
+on the very rows written. Ids follow a Zipf law over tables as large as Criteo's, up to a cap. Rows
+are drawn block by block, each from its own seed: bounded memory, and the same seed gives the same
+bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from trainer.data.manifest import Manifest, SplitEntry, describe_file, write_manifest
-from trainer.datasets.criteo.encode import COLUMN_TYPES, SCHEMA, hex_texts
+from trainer.datasets.criteo.encode import COLUMN_TYPES, SCHEMA, entropy, hex_texts
 from trainer.datasets.criteo.reader import (
     CARDINALITIES,
     DENSE_NAMES,
@@ -141,8 +139,6 @@ def _zipf_cdf(size: int, exponent: float) -> NDArray[np.float64]:
     return cdf
 
 
-# How well the probabilities behind generated clicks predict them: the best that a model can do.
-
 # Probabilities in one bin count as equal, which moves the AUC by less than one in a million.
 _NUM_BINS = 1 << 20
 
@@ -187,13 +183,6 @@ class TeacherScore:
         won = (self._clicks * (below + others / 2)).sum()
         return float(won / (float(self._clicks.sum()) * float(others.sum())))
 
-
-def entropy(rate: float) -> float:
-    """Log loss, in nats, of predicting `rate` for clicks that come at that rate."""
-    return float(-(rate * np.log(rate) + (1 - rate) * np.log1p(-rate)))
-
-
-# Made-up clicks in Criteo's format, of any size, from a teacher whose own scores are written too.
 
 TEACHER_NAME = "teacher.json"
 _BLOCK_ROWS = 65_536

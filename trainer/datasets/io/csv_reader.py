@@ -1,7 +1,7 @@
-"""Typed reading of csv files; a fault is named by file, line, column and value.
+"""Typed reading of csv files, whole or in blocks; a fault is named by file, line, column and value.
 
 Polars reads the text with the wanted types. Only when that fails, or finds an empty or forbidden
-cell, is the text gone through line by line to say where the fault is.
+cell, is the text searched line by line to say where the fault is.
 """
 
 from __future__ import annotations
@@ -258,8 +258,6 @@ def _is_utf8(cell: str) -> bool:
         return False
     return True
 
-
-# A large csv file as a sequence of blocks of whole lines, each read and checked by itself.
 
 _BLOCK_BYTES = 32 * 1024 * 1024
 # Lines are short; a "line" of several blocks is a quote that was never closed.

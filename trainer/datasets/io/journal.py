@@ -154,8 +154,6 @@ def _replace(path: Path, text: str) -> None:
     unfinished.replace(path)
 
 
-# Progress of long preparations, on stderr where that is a terminal.
-
 Advance = Callable[[float], None]
 # Begins a bar of a name and a total; what is yielded moves it on.
 Progress = Callable[[str, float], AbstractContextManager[Advance]]

@@ -1,9 +1,10 @@
-"""Columns of numbers in files, to be read back without a copy.
+"""Prepared folders in the making: resumable, whole or absent, on a local disk or an object store.
 
 Local: everything is written to `.NAME.partial` beside the folder, which takes its name at the end.
 Remote: finished files are uploaded one by one from a working folder on this machine, and the
 manifest last; a folder without a manifest was never finished. What is not known to be ours, by the
 manifest of an older folder or by the list of what was uploaded, is never deleted.
+`write_columns` and `map_columns` are for arrays in working files.
 """
 
 from __future__ import annotations
@@ -47,8 +48,6 @@ def map_columns(path: Path) -> Columns:
     }
 
 
-# Which files below a remote folder are ours: the only ones that may be replaced or deleted.
-
 _NAME = "uploads.txt"
 _UNFINISHED_NAME = f".{_NAME}.unfinished"
 UPLOADS_NAMES = (_NAME, _UNFINISHED_NAME)
@@ -77,9 +76,6 @@ class Uploads:
             file.flush()
             os.fsync(file.fileno())
         unfinished.replace(self._folder / _NAME)
-
-
-# Writing a folder all or nothing.
 
 
 @contextmanager
@@ -115,8 +111,6 @@ def check_replaceable(out: Path, *, overwrite: bool, proof: str = MANIFEST_NAME)
             f"{out} holds no {proof}, so it is not ours to overwrite; remove it"
         )
 
-
-# A prepared folder in the making: resumable, whole or absent, on a local disk or an object store.
 
 # Below the working folder: what the result is made of, and what is only needed on the way.
 _RESULT, _SCRATCH = "result", "scratch"
@@ -185,14 +179,6 @@ class Staging:
                 f"there and {free / 1e9:.1f} GB free; make room or name a folder on another disk "
                 "with --work-dir"
             )
-
-    def drop_scratch(self, name: str) -> None:
-        """Remove a working file or folder that nothing needs any more."""
-        path = self._journal.folder / _SCRATCH / name
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
     def publish(self, manifest: Manifest) -> None:
         """Write the manifest and let the folder take its name."""
@@ -357,8 +343,7 @@ def _old_files(out: Location) -> list[str]:
         raise OutputExistsError(
             f"{path} is no manifest of ours ({error}); choose another folder, or delete this one"
         ) from None
-    files = [file.path for split in manifest.splits.values() for file in split.files]
-    return files + [vocabulary.path for vocabulary in manifest.vocabularies.values()]
+    return [file.path for file in manifest.files]
 
 
 def _check_ours(folder: Path) -> None:

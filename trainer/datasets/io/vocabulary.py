@@ -33,11 +33,6 @@ class Vocabulary:
         found = self.values.gather(np.minimum(positions, len(self.values) - 1)) == values
         return np.where(found.to_numpy(), positions + 1, UNKNOWN)
 
-    def write(self, folder: Path) -> None:
-        """Write `folder/vocab/NAME.parquet` with columns `index` and `value`."""
-        (folder / "vocab").mkdir(exist_ok=True)
-        self.write_file(folder / "vocab" / f"{self.name}.parquet")
-
     def write_file(self, path: Path) -> None:
         """Write a Parquet file with columns `index` and `value`."""
         frame = pl.DataFrame(

@@ -1,15 +1,13 @@
-"""What other users thought of a movie, early and late, without a word of the user's own.
+"""Features of a rating that come from other ratings: of its user, of its movie, of its genres.
 
-Means over the past alone (`past.py`) know little of a movie that was rated early, though by the
-end of training much is known, and a factorisation or an embedding uses all of it. A mean over all
-training ratings would hold the row's own rating. So users are dealt to a few folds, and a row sees
-the training ratings of its movie by users of the other folds (target encoding out of fold, as in
-Pargent et al. 2022). Held-out ratings have no part in it. Unlike all other features this one is not
-limited to what came before: leave it out of a spec to judge a model as of each moment.
-
-Everything here comes from rows with a strictly smaller timestamp, so no rating has a part in its
+Histories and means come from rows with a strictly smaller timestamp, so no rating has a part in its
 own features or in those of an earlier one. A mean over all of a user's ratings would: it holds the
-row itself, and the differences from it sum to 0, so the past would give away the rest.
+row itself, and the differences from it sum to 0, so the history would give away the rest.
+
+`MovieFolds` is the exception (target encoding out of fold, as in Pargent et al. 2022). Histories
+know little of a movie that was rated early, though by the end of training much is known. So users
+are dealt to a few folds, and a row sees the training ratings of its movie by users of the other
+folds, early and late. Leave these features out of a spec to judge a model as of each moment.
 """
 
 from __future__ import annotations
@@ -99,16 +97,13 @@ def gather_folds(
     return folds, moments
 
 
-# What was known of a user and a movie at the moment of a rating.
-
-
 @dataclass(frozen=True)
 class UserHistory:
     """What came before each of n ratings by the same user; every array has shape [n].
 
     The earlier rows of the same user are `[starts, ends)`, and `user_mean` is the mean of their
     stars, leaning on the global one. `residual` is the rating's own stars minus `user_mean`: a
-    feature of later rows only. `is_seen` marks rows that may be part of a later row's past.
+    feature of later rows only. `is_seen` marks rows that may be part of a later row's history.
     """
 
     starts: IntArray
@@ -138,10 +133,10 @@ class MovieHistory:
 def user_history(
     ratings: Ratings, global_mean: float, *, hide_validation: bool = False
 ) -> UserHistory:
-    """Gather what each user did before; `global_mean` (stars) stands in for users without past.
+    """Gather what each user did before; `global_mean` (stars) is for users without.
 
-    With `hide_validation` no held-out row is part of a past, as when all of them are predicted at
-    the moment training ends; held-out rows must be the last ones of their users.
+    With `hide_validation` no held-out row is part of a history, as when all are predicted at the
+    moment training ends; held-out rows must be the last ones of their users.
     """
     starts, ends = earlier_ranges(ratings.user, ratings.timestamp)
     is_seen = np.ones(len(ends), dtype=bool)
@@ -171,9 +166,6 @@ def movie_history(
     count[order] = range_sums(is_training[order], starts, ends)
     mean[order] = range_sums(residual[order] * is_training[order], starts, ends)
     return MovieHistory(count, mean / (count + _PRIOR_ROWS))
-
-
-# How a user liked earlier movies of the same kind as the one that is rated.
 
 
 def genre_affinity(past: UserHistory, timestamp: IntArray, kinds: Ragged) -> FloatArray:

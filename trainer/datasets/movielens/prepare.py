@@ -1,16 +1,14 @@
-"""Rows of units to the Parquet files of a split, each file a part of its own.
-
-Rows of a unit are shuffled, units follow one another, and the whole is cut into files of equal
-size. Memory is that of a unit or two and of one batch of rows, lists included.
+"""MovieLens csv folders (ml-latest-small, ml-latest, ml-32m) to a prepared Parquet folder.
 
 One row per rating. The model learns `(rating - user_mean) / user_scale`. Nothing leaks: what is
 fitted (vocabularies, moments, tags) comes from the training part only, and what a row counts or
 averages (histories, popularity, means) from rows with a strictly smaller timestamp, or, where its
-name says `others`, from training rows of other users alone (`movie_folds.py`).
+name says `others`, from training rows of other users alone.
 
-Ratings stream through files in units of whole users (`units.py`), so that memory does not grow
-with their number; only what there is one of per user, movie or tag stays in memory. Every file on
-the way is a recorded part (`staging.py`): a run that was killed goes on where it was.
+Ratings stream through files in units of whole users, so that memory does not grow with their
+number; only what there is one of per user, movie or tag stays in memory. Rows of a unit are
+shuffled, units follow one another, and the whole is cut into files of equal size. Every file on the
+way is a recorded part (`io/journal.py`): a run that was killed resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 from trainer.data.manifest import FileEntry, Manifest, SplitEntry, VocabularyEntry, read_footer
 from trainer.data.ragged import IntArray
 from trainer.datasets.io.csv_reader import BlockReader
-from trainer.datasets.io.journal import Facts, Part, Progress, shown_progress
+from trainer.datasets.io.journal import Facts, Progress, shown_progress
 from trainer.datasets.io.staging import Staging, staged
 from trainer.datasets.io.vocabulary import Vocabulary, fit_vocabulary
 from trainer.datasets.movielens.features import gather_folds
@@ -169,8 +167,6 @@ def _full_groups(batches: Iterator[pa.Table], row_group_rows: int) -> Iterator[p
         yield rest
 
 
-# MovieLens csv folders (ml-latest-small, ml-latest, ml-32m) to a prepared Parquet folder.
-
 # Raised whenever the same input would give other bytes: work of an older version is not resumed.
 VERSION = 4
 _SOURCE_FILES = ("ratings.csv", "movies.csv", "tags.csv")
@@ -181,7 +177,7 @@ class MovieLensOptions(BaseModel):
 
     `user_mean`: labels are relative to the mean of the user's earlier ratings (`past`), or of all
     of the user's training ratings (`training`), which holds the rating itself. `validation_past`:
-    held-out rows look back at all of a user's earlier ratings, as one who serves can (`all`), or
+    held-out rows use all of a user's earlier ratings, as one who serves can (`all`), or
     at those of training only, as static models do that they are compared with. `on_duplicate`: a
     second rating of a movie by a user is a fault, or replaces earlier ones. `unit_rows`: ratings
     that are held, sorted and shuffled at a time; memory follows it.
@@ -262,7 +258,7 @@ class _Preparation:
         self._counts: dict[str, int] = {}
 
     def run(self) -> Manifest:
-        """Read, sort, fit, look back and write; gives the manifest, which is not yet written."""
+        """Read, sort, fit, build histories and write; gives the unwritten manifest."""
         reader = BlockReader(
             self._source / "ratings.csv", RATING_COLUMNS, delimiter=self._options.delimiter
         )
@@ -272,18 +268,18 @@ class _Preparation:
         self._check_movies(movies, blocks.movies)
         movie_ids = np.union1d(blocks.movies, movies["movieId"].to_numpy())
         units = self._sort(reader, blocks, movie_ids)
-        census = self._take_census(units, len(blocks.users), len(movie_ids))
+        statistics = self._compute_statistics(units, len(blocks.users), len(movie_ids))
         tags = read_tag_words(
             self._source / "tags.csv",
             self._options.delimiter,
             blocks.users,
-            census.begins,
+            statistics.begins,
             self._options.split,
         )
         self._counts["training_tags"] = tags.num_tags
-        vocabularies, fitted = self._fit(blocks, movies, movie_ids, tags, units, census)
-        rows = self._look_back(fitted)
-        return self._write(vocabularies, census, rows)
+        vocabularies, fitted = self._fit(blocks, movies, movie_ids, tags, units, statistics)
+        rows = self._build_histories(fitted)
+        return self._write(vocabularies, statistics, rows)
 
     def _read(self, reader: BlockReader) -> Blocks:
         with self._progress("reading ratings", reader.size_bytes) as advance:
@@ -321,10 +317,12 @@ class _Preparation:
         self._counts |= {"users": len(blocks.users), "duplicates_dropped": repeated}
         return Units(paths, users, self._options.split, self._options.validation_fraction)
 
-    def _take_census(self, units: Units, num_users: int, num_movies: int) -> RatingStatistics:
-        census = compute_statistics(units, num_users, num_movies)
-        num_rows = int((census.num_training + census.num_held_out).sum())
-        if not census.num_training.sum() or not census.num_held_out.sum():
+    def _compute_statistics(
+        self, units: Units, num_users: int, num_movies: int
+    ) -> RatingStatistics:
+        statistics = compute_statistics(units, num_users, num_movies)
+        num_rows = int((statistics.num_training + statistics.num_held_out).sum())
+        if not statistics.num_training.sum() or not statistics.num_held_out.sum():
             raise TooFewRowsError(
                 f"{self._source / 'ratings.csv'}: {num_rows} ratings leave no validation or no "
                 f"training rows with split {self._options.split!r} at fraction "
@@ -332,7 +330,7 @@ class _Preparation:
                 "another split"
             )
         self._counts["ratings"] = num_rows
-        return census
+        return statistics
 
     def _fit(
         self,
@@ -341,12 +339,12 @@ class _Preparation:
         movie_ids: IntArray,
         tags: TagWords,
         units: Units,
-        census: RatingStatistics,
+        statistics: RatingStatistics,
     ) -> tuple[dict[str, Vocabulary], Fitted]:
         options = self._options
         every_id = pl.Series("movieId", movie_ids)
         described = describe_movies(movies, tags.counts, every_id, options.max_tokens_per_movie)
-        is_known = census.training_rows_of_movie > 0
+        is_known = statistics.training_rows_of_movie > 0
         seen = described.filter(pl.Series(is_known))
         genres = fit_vocabulary("genres", seen["genres"].explode().drop_nulls())
         tokens = fit_vocabulary(
@@ -356,12 +354,12 @@ class _Preparation:
             max_size=options.max_tokens,
         )
         users = Vocabulary(
-            "user_id", pl.Series("value", blocks.users[census.training_rows_of_user > 0])
+            "user_id", pl.Series("value", blocks.users[statistics.training_rows_of_user > 0])
         )
         rated = Vocabulary("movie_id", pl.Series("value", movie_ids[is_known]))
         fitted = Fitted(
             units=units,
-            census=census,
+            statistics=statistics,
             catalogue=encode_catalogue(described, genres, tokens),
             user_index=users.encode(pl.Series(blocks.users)),
             movie_index=rated.encode(every_id),
@@ -371,10 +369,10 @@ class _Preparation:
         )
         return {v.name: v for v in (users, rated, genres, tokens)}, fitted
 
-    def _look_back(self, fitted: Fitted) -> UnitRows:
+    def _build_histories(self, fitted: Fitted) -> UnitRows:
         moments: dict[str, Moments] = {}
         paths = []
-        with self._progress("looking back at users", float(len(fitted.units))) as advance:
+        with self._progress("histories of users", float(len(fitted.units))) as advance:
             for unit in range(len(fitted.units)):
 
                 def make(path: Path, unit: int = unit) -> Facts:
@@ -385,29 +383,29 @@ class _Preparation:
                 for name, own in facts.items():
                     moments[name] = moments.get(name, Moments()) + Moments(**own)
                 advance(1)
-        bounds = cut_movies(fitted.census.rows_of_movie, self._options.unit_rows)
+        bounds = cut_movies(fitted.statistics.rows_of_movie, self._options.unit_rows)
         exchange = MovieExchange(paths, bounds)
-        with self._progress("looking back at movies", float(self._counts["ratings"])) as advance:
-            moments |= exchange.answer(self._staging, advance)
+        with self._progress("histories of movies", float(self._counts["ratings"])) as advance:
+            moments |= exchange.compute(self._staging, advance)
             folds, of_folds = gather_folds(paths, len(fitted.movie_index))
         return UnitRows(fitted, exchange, folds, moments | of_folds)
 
     def _write(
-        self, vocabularies: dict[str, Vocabulary], census: RatingStatistics, rows: UnitRows
+        self, vocabularies: dict[str, Vocabulary], statistics: RatingStatistics, rows: UnitRows
     ) -> Manifest:
         sizes = {name: vocabulary.size for name, vocabulary in vocabularies.items()}
         histories = ("history_movies", "history_liked", "history_disliked")
         return Manifest(
             source="movielens",
-            splits=self._write_splits(census, rows),
+            splits=self._write_splits(statistics, rows),
             columns=COLUMN_TYPES,
             vocab_sizes=sizes | dict.fromkeys(histories, sizes["movie_id"]),
             options=self._options.model_dump(),
             statistics={
-                "global_mean": census.overall.mean,
-                "global_std": census.overall.std,
-                "baseline_global_mean_rmse": census.global_mean_rmse,
-                "baseline_user_movie_bias_rmse": census.bias_rmse,
+                "global_mean": statistics.overall.mean,
+                "global_std": statistics.overall.std,
+                "baseline_global_mean_rmse": statistics.global_mean_rmse,
+                "baseline_user_movie_bias_rmse": statistics.bias_rmse,
             },
             vocabularies={v.name: self._write_vocabulary(v) for v in vocabularies.values()},
             counts=self._counts,
@@ -423,10 +421,10 @@ class _Preparation:
             sha256=part.sha256,
         )
 
-    def _write_splits(self, census: RatingStatistics, rows: UnitRows) -> dict[str, SplitEntry]:
+    def _write_splits(self, statistics: RatingStatistics, rows: UnitRows) -> dict[str, SplitEntry]:
         num_rows: dict[SplitName, IntArray] = {
-            "train": census.num_training,
-            "validation": census.num_held_out,
+            "train": statistics.num_training,
+            "validation": statistics.num_held_out,
         }
         files: list[tuple[SplitName, int, Partition]] = [
             (split, number, partition)
@@ -458,14 +456,11 @@ class _Preparation:
             return {"num_row_groups": read_footer(path).num_row_groups}
 
         name = f"{split}/part-{number:05d}.parquet"
-        return _file_entry(name, partition.num_rows, self._staging.result(name, make))
-
-
-def _file_entry(name: str, num_rows: int, part: Part) -> FileEntry:
-    return FileEntry(
-        path=name,
-        num_rows=num_rows,
-        num_row_groups=part.facts["num_row_groups"],
-        size_bytes=part.size_bytes,
-        sha256=part.sha256,
-    )
+        part = self._staging.result(name, make)
+        return FileEntry(
+            path=name,
+            num_rows=partition.num_rows,
+            num_row_groups=part.facts["num_row_groups"],
+            size_bytes=part.size_bytes,
+            sha256=part.sha256,
+        )

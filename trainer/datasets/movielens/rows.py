@@ -1,8 +1,9 @@
-"""The columns of a prepared rating: numbers for all rows of a unit at once, lists for a few.
+"""Prepared rows of units of users: dense features, lists, labels.
 
-An exchange through files: every unit of users puts its rows aside in the order of movies; then
-movies are cut into ranges of about `range_rows` ratings, and for each range the rows of all units
-are brought together, looked at in the order of time, and the answers written in the same order.
+Histories of movies need ratings of all units, so they are exchanged through files: every unit
+writes its rows in the order of movies; then movies are cut into ranges of about `range_rows`
+ratings, and for each range the rows of all units are gathered, their histories computed in the
+order of time, and written in the same order for the units to read back.
 """
 
 from __future__ import annotations
@@ -184,9 +185,6 @@ def _list_array(lists: Ragged) -> pa.Array:
     )
 
 
-# What came before each rating of its movie, for ratings that are kept by user.
-
-
 def write_by_movie(path: Path, unit: Ratings, past: UserHistory) -> None:
     """Put the rows of a unit aside in the order of their movies."""
     order = np.argsort(unit.movie, kind="stable")
@@ -213,7 +211,7 @@ def cut_movies(rows_of_movie: IntArray, range_rows: int) -> IntArray:
 
 
 class MovieExchange:
-    """The pasts of movies, written once and read unit by unit."""
+    """Histories of movies, written once and read unit by unit."""
 
     def __init__(self, by_movie: Sequence[Path], bounds: IntArray) -> None:
         """`by_movie` are the files of `write_by_movie`, `bounds` those of `cut_movies`."""
@@ -222,39 +220,39 @@ class MovieExchange:
         self._cuts = np.array(
             [np.searchsorted(map_columns(path)["movie"], bounds) for path in by_movie]
         )
-        self._answers: list[Path] = []
+        self._histories: list[Path] = []
 
-    def answer(self, staging: Staging, advance: Advance) -> dict[str, Moments]:
-        """Look at every range of movies; gives the moments of the dense features of training."""
+    def compute(self, staging: Staging, advance: Advance) -> dict[str, Moments]:
+        """Compute the histories range by range; gives moments of the training rows' features."""
         total: dict[str, Moments] = {}
         for number in range(self._cuts.shape[1] - 1):
 
             def make(path: Path, number: int = number) -> Facts:
-                return self._answer_range(path, number)
+                return self._compute_range(path, number)
 
             path, facts = staging.scratch(f"movie_past/{number:05d}.arrow", make)
-            self._answers.append(path)
+            self._histories.append(path)
             for name, moments in facts.items():
                 total[name] = total.get(name, Moments()) + Moments(**moments)
             advance(float(np.diff(self._cuts[:, number : number + 2]).sum()))
         return total
 
-    def past_of(self, unit: int) -> MovieHistory:
-        """The answers for the rows of a unit, in the unit's own order."""
+    def history(self, unit: int) -> MovieHistory:
+        """Histories of the movies of a unit's rows, in the unit's own order."""
         order = map_columns(self._by_movie[unit])["order"]
         count, mean = np.empty(len(order)), np.empty(len(order))
-        for number, path in enumerate(self._answers):
+        for number, path in enumerate(self._histories):
             begin, end = self._cuts[unit, number : number + 2]
-            answers, place = map_columns(path), self._place(unit, number)
-            count[order[begin:end]] = answers["count"][place : place + end - begin]
-            mean[order[begin:end]] = answers["mean"][place : place + end - begin]
+            histories, place = map_columns(path), self._place(unit, number)
+            count[order[begin:end]] = histories["count"][place : place + end - begin]
+            mean[order[begin:end]] = histories["mean"][place : place + end - begin]
         return MovieHistory(count, mean)
 
     def _place(self, unit: int, number: int) -> int:
-        """Where, among the answers of a range, those of a unit begin."""
+        """Where, among the histories of a range, those of a unit begin."""
         return int((self._cuts[:unit, number + 1] - self._cuts[:unit, number]).sum())
 
-    def _answer_range(self, path: Path, number: int) -> Facts:
+    def _compute_range(self, path: Path, number: int) -> Facts:
         rows = self._gather(number)
         is_training = rows["is_training"].astype(bool)
         past = movie_history(rows["movie"], rows["timestamp"], rows["residual"], is_training)
@@ -276,8 +274,6 @@ class MovieExchange:
         return {name: np.concatenate(parts) for name, parts in pieces.items()}
 
 
-# Everything that the rows of one unit of users are built from, gathered when it is needed.
-
 UserMean = Literal["past", "training"]
 ValidationPast = Literal["all", "training"]
 SplitName = Literal["train", "validation"]
@@ -292,11 +288,11 @@ class Fitted:
 
     `user_index` and `movie_index` map numbers to vocabulary indices; `user_mean` says what the
     label is taken relative to: the user's earlier ratings, or all of the user's training ratings;
-    `validation_past` which of a user's earlier ratings a held-out row may look back at.
+    `validation_past` which of a user's earlier ratings a held-out row may use.
     """
 
     units: Units
-    census: RatingStatistics
+    statistics: RatingStatistics
     catalogue: Catalogue
     user_index: IntArray
     movie_index: IntArray
@@ -304,16 +300,18 @@ class Fitted:
     history_length: int
     validation_past: ValidationPast = "all"
 
-    def look_back(self, ratings: Ratings) -> UserHistory:
-        """What each user did before each rating."""
+    def user_history(self, ratings: Ratings) -> UserHistory:
+        """The earlier ratings of each rating's user."""
         return user_history(
-            ratings, self.census.overall.mean, hide_validation=self.validation_past == "training"
+            ratings,
+            self.statistics.overall.mean,
+            hide_validation=self.validation_past == "training",
         )
 
     def write_by_movie(self, path: Path, unit: int) -> Facts:
         """Put a unit aside for the exchange; gives moments of its users' dense features."""
         ratings = self.units.load(unit)
-        past = self.look_back(ratings)
+        past = self.user_history(ratings)
         write_by_movie(path, ratings, past)
         dense = dense_of_users(ratings, past, self.catalogue)
         training = ~ratings.is_validation
@@ -353,10 +351,10 @@ class UnitRows:
     def _make_builder(self, unit: int) -> RowBuilder:
         fitted = self._fitted
         ratings = fitted.units.load(unit)
-        past = fitted.look_back(ratings)
+        past = fitted.user_history(ratings)
         offset, scale = self._label_units(unit, ratings, past)
         dense = dense_of_users(ratings, past, fitted.catalogue)
-        dense |= dense_of_movies(self._exchange.past_of(unit))
+        dense |= dense_of_movies(self._exchange.history(unit))
         dense |= self._folds.dense(ratings.movie, fold_of(ratings.user))
         return RowBuilder(
             ratings=ratings,
@@ -374,7 +372,7 @@ class UnitRows:
         self, unit: int, ratings: Ratings, past: UserHistory
     ) -> tuple[FloatArray, FloatArray]:
         """Offset and scale of every row's label, in stars."""
-        overall = self._fitted.census.overall
+        overall = self._fitted.statistics.overall
         if self._fitted.user_mean == "past":
             return past.user_mean, scale_of_the_past(ratings, past, overall)
         users, training = self._fitted.units.users[unit], ~ratings.is_validation

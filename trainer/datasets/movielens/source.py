@@ -1,8 +1,8 @@
-"""What is known of each movie: genres, release year and description tokens.
+"""The files of a MovieLens folder: ratings in units of whole users, movies and tags as a catalogue.
 
-The csv file is read in blocks, each of which is sorted by user and put aside. Then users, in
-ascending order of their ids, are cut into units of about `unit_rows` ratings; a unit gathers its
-users' rows from all blocks and puts them in the order of (user, timestamp, movie).
+ratings.csv is read in blocks, each of which is sorted by user and stored. Then users, in ascending
+order of their ids, are cut into units of about `unit_rows` ratings; a unit gathers its users' rows
+from all blocks and sorts them by (user, timestamp, movie). Faults are named by file and line.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ def describe_movies(
     """One row per movie of `every_id` (distinct, ascending), in that order.
 
     `tag_words` are those of `count_tag_words`.
-
     Columns are `movieId`, `year`, `genres` and `tokens`. Tokens are the distinct words of the
     title, then those of its tags, most used first.
     """
@@ -120,8 +119,6 @@ def _encode_lists(lists: pl.Series, vocabulary: Vocabulary) -> Ragged:
     values = lists.filter(lists.list.len() > 0).explode()
     return Ragged(vocabulary.encode(values), offsets_of(lengths))
 
-
-# Ratings of any number, in units of whole users that fit into memory.
 
 OnDuplicate = Literal["fail", "last"]
 RATING_COLUMNS = (
@@ -274,8 +271,6 @@ def _repeated(user: IntArray, movie: IntArray, num_movies: int) -> NDArray[np.bo
         marked[order[:-1][again]] = True
     return marked
 
-
-# The files of a MovieLens folder other than the ratings: movies and tags.
 
 # Taken apart, the words of a block need many times its size.
 _TAG_BLOCK_BYTES = 8 * 1024 * 1024

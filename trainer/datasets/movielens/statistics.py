@@ -1,14 +1,9 @@
-"""Means, scales and simple predictors, to be fitted on the training part only.
+"""Statistics of the ratings of a MovieLens folder, and its time splits. Pure numpy.
 
-Pure numpy on arrays of one entry per rating. Rows with an equal timestamp are never earlier than
-one another, so nothing that is known only at the moment of a rating leaks into its features.
-
-Everything here comes from rows with a strictly smaller timestamp, so no rating has a part in its
-own features or in those of an earlier one. A mean over all of a user's ratings would: it holds the
-row itself, and the differences from it sum to 0, so the past would give away the rest.
-
-Two sweeps over the units: counts, means and the moments when users' held-out ratings begin; then
-the errors of two simple predictors that users compare with.
+`compute_statistics` sweeps twice over the units: counts, means and the times when users' held-out
+ratings begin; then the errors of two simple predictors that users compare with. What is fitted
+comes from the training part only. Rows with an equal timestamp are never earlier than one another,
+so nothing that is known only at the moment of a rating leaks into its features.
 """
 
 from __future__ import annotations
@@ -36,15 +31,10 @@ _MIN_SPREAD = 1e-9
 
 @dataclass(frozen=True)
 class UserStatistics:
-    """Mean and scale of the stars, per index of the user vocabulary; index 0 has the global ones.
-
-    Shrunk toward the global values by a prior of a few ratings; every scale is above 0.
-    """
+    """Mean and scale of the stars per user, shrunk toward the global ones; scales are above 0."""
 
     mean: FloatArray
     scale: FloatArray
-    global_mean: float
-    global_std: float
 
 
 @dataclass(frozen=True)
@@ -104,7 +94,7 @@ def fit_users(
     variance = (squares + _USER_PRIOR_ROWS * global_std**2) / (count + _USER_PRIOR_ROWS)
     # Somebody who always gives the same stars must not blow up the label of the first exception.
     scale = np.maximum(np.sqrt(variance), _MIN_SCALE_RATIO * global_std)
-    return UserStatistics(mean, scale, global_mean, global_std)
+    return UserStatistics(mean, scale)
 
 
 def past_scale(
@@ -124,8 +114,6 @@ def damped_means(group: IntArray, values: FloatArray, num_groups: int) -> FloatA
     count = np.bincount(group, minlength=num_groups)
     return np.bincount(group, values, minlength=num_groups) / (count + BIAS_PRIOR_ROWS)
 
-
-# What came before what: time splits and the strictly earlier rows of a group.
 
 Split = Literal["global", "per_user"]
 
@@ -234,9 +222,6 @@ def find_cut(times: Callable[[], Iterable[IntArray]], num_held_out: int) -> Cut:
         low, high = low + (chosen << shift), low + ((chosen + 1) << shift) - 1
 
 
-# What was known of a user and a movie at the moment of a rating.
-
-
 @dataclass(frozen=True)
 class Ratings:
     """All ratings of some users, sorted by (user, timestamp, movie).
@@ -251,8 +236,6 @@ class Ratings:
     timestamp: IntArray
     is_validation: NDArray[np.bool_]
 
-
-# What has to be known of all ratings before the first row can be written.
 
 NEVER = np.iinfo(np.int64).max
 

@@ -1,13 +1,11 @@
-"""The known truth behind made-up ratings, and how far below it no predictor can get.
+"""Synthetic ratings in MovieLens' csv format, with a known irreducible error.
 
 stars = round to halves and clip to [0.5, 5] of: mean + user bias + movie bias + user factors .
-movie factors + normal noise. Who knows everything but the noise predicts the mean of the rounded
-stars; the root mean square of what remains is the irreducible error.
-
-A latent-factor model with a known best error (`movielens_teacher.py`), which goes to
-`teacher.json`. Movies are drawn by a Zipf law, users by a log-normal activity; a movie's factors
-follow its genres, and so do the words of its title and tags. Users are made in chunks, so that
-memory does not grow with the number of ratings. The same seed gives the same bytes.
+movie factors + normal noise. The best predictor gives the mean of the rounded stars; the root mean
+square of what remains is the irreducible error, which goes to `teacher.json`. Movies are drawn by a
+Zipf law, users by a log-normal activity; a movie's factors follow its genres, and so do the words
+of its title and tags. Users are made in chunks, so that memory does not grow with the number of
+ratings. The same seed gives the same bytes.
 """
 
 from __future__ import annotations
@@ -110,8 +108,6 @@ def _rounded_moments() -> tuple[FloatArray, FloatArray]:
 def _normal_cdf(values: FloatArray) -> FloatArray:
     return 0.5 * (1 + np.vectorize(math.erf)(values / math.sqrt(2)))
 
-
-# Made-up ratings in the MovieLens csv format, so that everything can be tried without a download.
 
 # ml-latest-small. Up to its size users, movies and tags are in proportion to ratings; beyond it
 # movies and tags follow powers that lead to ml-32m (200 948, 87 585 and 2 000 072).

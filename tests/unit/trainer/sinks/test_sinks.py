@@ -10,7 +10,6 @@ import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from trainer.driver.attempt import DriverContext
 from trainer.protocol import events as events_module
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
@@ -290,15 +289,15 @@ def test_sinks_start_where_they_are_asked_for(run_dir: RunDir) -> None:
 
 
 def test_a_driver_starts_what_its_spec_asks_for_and_feeds_it_to_the_end(run_dir: RunDir) -> None:
-    context = DriverContext(JOB, f"{JOB}-a0", run_dir.root, None, 0)
-    context.files.root.mkdir(parents=True)
-    writer = EventWriter(context.files.stream_path("driver"))
+    files = run_dir.attempt(f"{JOB}-a0")
+    files.root.mkdir(parents=True)
+    writer = EventWriter(files.stream_path("driver"))
     # A faulty spec starts no sink.
     for spec in ("", "[]", '{"sinks": 7}', '{"sinks": {"nobody": {}}}'):
-        context.files.spec_path.write_text(spec)
-        open_sinks(context, writer).close(1.0)
-    context.files.spec_path.write_text('{"name": "x", "sinks": {"tensorboard": {}}}')
-    sinks = open_sinks(context, writer)
+        files.spec_path.write_text(spec)
+        open_sinks(run_dir, f"{JOB}-a0", JOB, writer).close(1.0)
+    files.spec_path.write_text('{"name": "x", "sinks": {"tensorboard": {}}}')
+    sinks = open_sinks(run_dir, f"{JOB}-a0", JOB, writer)
     sinks.start()
     _write(run_dir, 0, _metrics(1))
     sinks.close(30.0)

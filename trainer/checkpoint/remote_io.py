@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint on object stores: its file system reader and writer over `Location`.
 
 Both are public classes of PyTorch, but what they ask of a file system (`FileSystemBase`) and of
-their subclasses here is not promised: this file alone knows it, for the version that it was
-written for.
+their subclasses is not promised: it is used here only, for the version in `_TORCH`. Faults are
+`StorageError`s.
 """
 
 from __future__ import annotations

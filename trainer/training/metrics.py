@@ -1,4 +1,4 @@
-"""How evenly the work lies on the ranks: lookups, rows updated, and the phases of a step.
+"""What a run measures: task metrics (torchrec.metrics), balance over the ranks, early stopping.
 
 Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of several tasks
 `train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
@@ -35,85 +35,9 @@ from trainer.spec.training import EarlyStoppingSpec
 from trainer.training.profiling import LOCAL_PHASES, Phase
 
 
-class LookupCounter:
-    """Counts the ids that this rank's shards look up, and the distinct rows they update.
-
-    Lookups cost memory reads, distinct rows cost gradient writes: with skewed ids the two are
-    balanced differently over the ranks. Distinct rows are counted only while `sampling`, because
-    that needs a sort of the ids. `counts` is (ids, distinct rows) since the last report.
-    """
-
-    def __init__(self, model: TwoDParallel) -> None:
-        self.sampling = False
-        self.counts = (0, 0)
-        self._handles = [
-            kernel.register_forward_pre_hook(self._count, with_kwargs=True)
-            for kernel in model.embedding_kernels()
-        ]
-
-    def _count(self, kernel: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not (self.sampling and kernel.training):
-            return
-        indices = kwargs["indices"] if "indices" in kwargs else args[0]
-        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
-        num_ids, num_rows = self.counts
-        distinct = _num_distinct_rows(kernel, indices, offsets)
-        self.counts = (num_ids + indices.numel(), num_rows + distinct)
-
-    @torch.no_grad()
-    def imbalance(self, device: torch.device) -> dict[str, float]:
-        """Max over mean across all ranks since the last call (1 is perfect). Collective."""
-        lookups, rows = gather_across_ranks(self.counts, device).unbind(1)
-        self.counts = (0, 0)
-        return {"balance/lookup": _imbalance(lookups), "balance/gradient": _imbalance(rows)}
-
-
-def gather_across_ranks(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Every rank's `values`, [T, len(values)] float64 on the host. Collective: one all-gather."""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    gathered = mine.new_empty(dist.get_world_size() * len(values))
-    dist.all_gather_single(gathered, mine)
-    return gathered.view(-1, len(values)).cpu()
-
-
-def _imbalance(values: torch.Tensor) -> float:
-    """Max over mean; 1 where there is nothing to balance."""
-    mean = values.mean().item()
-    return values.max().item() / mean if mean else 1.0
-
-
-def phase_metrics(mine: Mapping[Phase, float], device: torch.device) -> dict[str, float]:
-    """Mean over the ranks of the seconds per step that each phase took here. Collective.
-
-    `balance/step` is max over mean across the ranks of the time that a step spends in phases in
-    which no rank waits for another.
-    """
-    gathered = gather_across_ranks(list(mine.values()), device)
-    metrics = {f"phase/{p}_s": m for p, m in zip(mine, gathered.mean(0).tolist(), strict=True)}
-    local = [index for index, phase in enumerate(mine) if phase in LOCAL_PHASES]
-    return metrics | {"balance/step": _imbalance(gathered[:, local].sum(1))}
-
-
-def _num_distinct_rows(
-    kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
-) -> int:
-    """Distinct (table, row) pairs in one lookup; features of one table are counted together."""
-    tables = kernel.feature_table_map
-    bags_per_feature = (offsets.numel() - 1) // len(tables)
-    bounds = offsets[::bags_per_feature].tolist() if bags_per_feature else [0] * (len(tables) + 1)
-    num_rows = 0
-    for table in sorted(set(tables)):
-        parts = [indices[bounds[f] : bounds[f + 1]] for f, t in enumerate(tables) if t == table]
-        num_rows += torch.cat(parts).unique().numel()
-    return num_rows
-
-
-# Imports without what they would only pull in.
-
-
 @contextmanager
 def without(package: str) -> Iterator[None]:
-    """Imports inside find that `package` is not installed, unless it is imported already."""
+    """Imports inside do not find `package`, unless it is imported already."""
     if package in sys.modules:
         yield
         return
@@ -123,56 +47,6 @@ def without(package: str) -> Iterator[None]:
     finally:
         del sys.modules[package]
 
-
-# Tells of rows that are left out because they cannot be used (`data.on_bad_rows: quarantine`).
-
-METRIC = "data/quarantined_rows"
-
-
-class QuarantineReporter:
-    """Counts one rank's quarantined rows, and tells of them at each report."""
-
-    def __init__(
-        self, spec: JobSpec, device: torch.device, emit: Callable[[events.Event], None]
-    ) -> None:
-        self._is_on = spec.data.on_bad_rows == "quarantine"
-        self._device = device
-        self._emit = emit
-        self._tally = QuarantineTally()
-        self._has_validated = False
-
-    def add(self, found: Iterable[QuarantinedRows]) -> None:
-        """Count what a batch left out."""
-        self._tally.add(found)
-
-    def add_held_out(self, found: Iterable[QuarantinedRows]) -> None:
-        """Count what a batch of a validation left out: all read the same rows, the first counts."""
-        if not self._has_validated:
-            self.add(found)
-
-    def end_validation(self) -> None:
-        """All held-out rows were read."""
-        self._has_validated = True
-
-    def report(self) -> dict[str, float]:
-        """Rows left out since the last call, over all ranks; an event for each file and reason.
-
-        Nothing where bad rows end the job. Collective otherwise.
-        """
-        if not self._is_on:
-            return {}
-        counts = gather_across_ranks([self._tally.num_rows], self._device)
-        for rows in self._tally.take():
-            self._emit(
-                events.RowsQuarantined(
-                    time=time.time(), file=rows.file, reason=rows.reason, count=rows.num_rows
-                )
-            )
-        return {METRIC: counts.sum().item()}
-
-
-# What a run measures: task metrics (torchrec.metrics) and speed; `trainer.training.metrics` has the
-# rest.
 
 # torchmetrics imports matplotlib where it is installed, for two seconds, and draws nothing here.
 with without("matplotlib"):
@@ -196,26 +70,6 @@ _METRICS: dict[str, tuple[type[RecMetric], str, dict[str, Any]]] = {
 _UNITS = {"logloss": math.log(2)}
 # Labels went through their normalisation and back in float32.
 _LABEL_TOLERANCE = 1e-5
-
-
-def is_better(metric: str, value: float, best: float | None, min_delta: float = 0.0) -> bool:
-    """Whether `value` of `metric` beats `best` by more than `min_delta`.
-
-    None: nothing to beat yet; NaN never wins. The name may begin with a task's, `TASK/auc`.
-    """
-    if value != value:
-        return False
-    if best is None:
-        return True
-    return _distance(metric, value) < _distance(metric, best) - min_delta
-
-
-def _distance(metric: str, value: float) -> float:
-    """How far from perfect: lower is better."""
-    name = metric.rpartition("/")[2]
-    if name == "auc":
-        return 1.0 - value
-    return abs(value - 1.0) if name == "calibration" else value
 
 
 class TaskMeter:
@@ -263,10 +117,12 @@ class TaskMeter:
 
         No values where no row that counts came in: an error of 0 would look like a perfect model.
         """
-        self._hand_over()
+        self._update_metrics()
         _all_reduce(list(self._sums().values()))
         if not self._losses[1]:
-            self._start_over()
+            self._losses.zero_()
+            for task in self._tasks.values():
+                task.reset()
             return {}
         values = {f"{prefix}/loss": (self._losses[0] / self._losses[1]).item()}
         for name, task in self._tasks.items():
@@ -274,18 +130,13 @@ class TaskMeter:
         self._losses.zero_()
         return values
 
-    def _start_over(self) -> None:
-        self._losses.zero_()
-        for task in self._tasks.values():
-            task.reset()
-
     @torch.no_grad()
     def state(self) -> dict[str, torch.Tensor]:
         """What came in on all ranks since the last `compute`, on the host. Collective.
 
         Sums as float64, and for AUC the rows themselves: predictions, labels and weights [3, rows].
         """
-        self._hand_over()
+        self._update_metrics()
         sums = {name: value.clone() for name, value in self._sums().items()}
         _all_reduce(list(sums.values()))
         # How many rows came in is known to all ranks alike by the sum of their weights only.
@@ -319,8 +170,8 @@ class TaskMeter:
             f"{prefix}{name}": value for prefix, task in tasks for name, value in task.sums()
         }
 
-    def _hand_over(self) -> None:
-        """Give the metrics what was kept."""
+    def _update_metrics(self) -> None:
+        """Pass the kept batches to the metrics."""
         if not self._kept:
             return
         predictions, labels, weights, losses = map(torch.cat, zip(*self._kept, strict=True))
@@ -435,13 +286,145 @@ def _all_reduce(tensors: list[torch.Tensor]) -> None:
         tensor.copy_(total.view_as(tensor))
 
 
-# Early stopping (`training.early_stopping`), as pure arithmetic over validations.
+class LookupCounter:
+    """Counts the ids that this rank's shards look up, and the distinct rows they update.
+
+    Lookups cost memory reads, distinct rows cost gradient writes: with skewed ids the two are
+    balanced differently over the ranks. Distinct rows are counted only while `sampling`, because
+    that needs a sort of the ids. `counts` is (ids, distinct rows) since the last report.
+    """
+
+    def __init__(self, model: TwoDParallel) -> None:
+        self.sampling = False
+        self.counts = (0, 0)
+        self._handles = [
+            kernel.register_forward_pre_hook(self._count, with_kwargs=True)
+            for kernel in model.embedding_kernels()
+        ]
+
+    def _count(self, kernel: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not (self.sampling and kernel.training):
+            return
+        indices = kwargs["indices"] if "indices" in kwargs else args[0]
+        offsets = kwargs["offsets"] if "offsets" in kwargs else args[1]
+        num_ids, num_rows = self.counts
+        distinct = _num_distinct_rows(kernel, indices, offsets)
+        self.counts = (num_ids + indices.numel(), num_rows + distinct)
+
+    @torch.no_grad()
+    def imbalance(self, device: torch.device) -> dict[str, float]:
+        """Max over mean across all ranks since the last call (1 is perfect). Collective."""
+        lookups, rows = gather_across_ranks(self.counts, device).unbind(1)
+        self.counts = (0, 0)
+        return {"balance/lookup": _imbalance(lookups), "balance/gradient": _imbalance(rows)}
+
+
+def gather_across_ranks(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Every rank's `values`, [T, len(values)] float64 on the host. Collective: one all-gather."""
+    mine = torch.tensor(values, dtype=torch.float64, device=device)
+    gathered = mine.new_empty(dist.get_world_size() * len(values))
+    dist.all_gather_single(gathered, mine)
+    return gathered.view(-1, len(values)).cpu()
+
+
+def _imbalance(values: torch.Tensor) -> float:
+    """Max over mean; 1 where there is nothing to balance."""
+    mean = values.mean().item()
+    return values.max().item() / mean if mean else 1.0
+
+
+def phase_metrics(mine: Mapping[Phase, float], device: torch.device) -> dict[str, float]:
+    """Mean over the ranks of the seconds per step that each phase took here. Collective.
+
+    `balance/step` is max over mean across the ranks of the time that a step spends in phases in
+    which no rank waits for another.
+    """
+    gathered = gather_across_ranks(list(mine.values()), device)
+    metrics = {f"phase/{p}_s": m for p, m in zip(mine, gathered.mean(0).tolist(), strict=True)}
+    local = [index for index, phase in enumerate(mine) if phase in LOCAL_PHASES]
+    return metrics | {"balance/step": _imbalance(gathered[:, local].sum(1))}
+
+
+def _num_distinct_rows(
+    kernel: SplitTableBatchedEmbeddingBagsCodegen, indices: torch.Tensor, offsets: torch.Tensor
+) -> int:
+    """Distinct (table, row) pairs in one lookup; features of one table are counted together."""
+    tables = kernel.feature_table_map
+    bags_per_feature = (offsets.numel() - 1) // len(tables)
+    bounds = offsets[::bags_per_feature].tolist() if bags_per_feature else [0] * (len(tables) + 1)
+    num_rows = 0
+    for table in sorted(set(tables)):
+        parts = [indices[bounds[f] : bounds[f + 1]] for f, t in enumerate(tables) if t == table]
+        num_rows += torch.cat(parts).unique().numel()
+    return num_rows
+
+
+class QuarantineReporter:
+    """Counts the rows that one rank left out (`data.on_bad_rows: quarantine`), for each report."""
+
+    def __init__(
+        self, spec: JobSpec, device: torch.device, emit: Callable[[events.Event], None]
+    ) -> None:
+        self._is_on = spec.data.on_bad_rows == "quarantine"
+        self._device = device
+        self._emit = emit
+        self._tally = QuarantineTally()
+        self._has_validated = False
+
+    def add(self, found: Iterable[QuarantinedRows]) -> None:
+        """Count what a batch left out."""
+        self._tally.add(found)
+
+    def add_held_out(self, found: Iterable[QuarantinedRows]) -> None:
+        """Count what a batch of a validation left out: all read the same rows, the first counts."""
+        if not self._has_validated:
+            self.add(found)
+
+    def end_validation(self) -> None:
+        """All held-out rows were read."""
+        self._has_validated = True
+
+    def report(self) -> dict[str, float]:
+        """Rows left out since the last call, over all ranks; an event for each file and reason.
+
+        Nothing where bad rows end the job. Collective otherwise.
+        """
+        if not self._is_on:
+            return {}
+        counts = gather_across_ranks([self._tally.num_rows], self._device)
+        for rows in self._tally.take():
+            self._emit(
+                events.RowsQuarantined(
+                    time=time.time(), file=rows.file, reason=rows.reason, count=rows.num_rows
+                )
+            )
+        return {"data/quarantined_rows": counts.sum().item()}
+
+
+def is_better(metric: str, value: float, best: float | None, min_delta: float = 0.0) -> bool:
+    """Whether `value` of `metric` beats `best` by more than `min_delta`.
+
+    None: nothing to beat yet; NaN never wins. The name may begin with a task's, `TASK/auc`.
+    """
+    if value != value:
+        return False
+    if best is None:
+        return True
+    return _distance(metric, value) < _distance(metric, best) - min_delta
+
+
+def _distance(metric: str, value: float) -> float:
+    """How far from perfect: lower is better."""
+    name = metric.rpartition("/")[2]
+    if name == "auc":
+        return 1.0 - value
+    return abs(value - 1.0) if name == "calibration" else value
 
 
 def after_validation(
     plateau: EarlyStoppingState | None, metric: str, value: float, spec: EarlyStoppingSpec
 ) -> EarlyStoppingState:
-    """Where `value` of `metric` leaves the run: at a new best by more than min_delta, or waiting.
+    """Early stopping state after a validation that found `value` of `metric`.
 
     A NaN is no gain, not even as the first value.
     """

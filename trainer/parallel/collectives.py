@@ -1,11 +1,11 @@
-"""Means over a replica group, summed in a fixed order, so that the copies end bitwise equal.
+"""Means over a replica group, summed in a fixed order, so that the replicas end bitwise equal.
 
 Each of the M ranks sums 1/M of the elements (all-to-all), in fp32 and pair by pair in rank order,
 and hands the means to the others (all-gather): the bytes of a ring all-reduce, 2 (M - 1) / M of
 the elements. A stock all-reduce sums in an order that depends on where an element lies; here the
 mean of an element depends on its M values alone. So a row has the same mean whether it travels
 alone or with its whole table, and for M a power of two the mean of M equal values is that value.
-Copies may weigh differently; those of weight 0 hear the means without counting in them.
+Replicas may weigh differently; those of weight 0 get the means without counting in them.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def warm_start(
     optimizers: Optimizers,
     group: dist.ProcessGroup | None = None,
 ) -> CommittedCheckpoint | None:
-    """Load what `checkpoint.warm_start` asks for, if it asks; what was loaded.
+    """Load what `checkpoint.warm_start` names, if anything; the checkpoint that was loaded.
 
     Collective; storage is waited for in `group` (all ranks; default: the default group).
     Raises `CheckpointMismatch` where the checkpoint lacks what is asked for, and `CheckpointError`

@@ -161,9 +161,11 @@ def save(
             if isinstance(folder, Location):
                 writer = RemoteWriter(folder)
                 dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
-                return _gather_records(lambda: writer.records, group)
-            dcp.save(state, checkpoint_id=folder, planner=planner, process_group=group)
-        return _gather_records(lambda: _records_on_disk(folder), group)
+                everyone = _gather(lambda: writer.records, OSError, group)
+            else:
+                dcp.save(state, checkpoint_id=folder, planner=planner, process_group=group)
+                everyone = _gather(lambda: _records_on_disk(folder), OSError, group)
+        return {name: record for records in everyone for name, record in records.items()}
     except (CheckpointException, *FAULTS) as error:
         _discard(folder, error)
 
@@ -207,20 +209,21 @@ def _discard(folder: Folder, error: BaseException) -> NoReturn:
     raise CheckpointError(f"{message}. Earlier checkpoints are untouched") from error
 
 
-def _gather_records(
-    read: Callable[[], dict[str, FileRecord]], group: dist.ProcessGroup | None
-) -> dict[str, FileRecord]:
-    share: dict[str, FileRecord] | OSError
+def _gather(
+    read: Callable[[], Result], faults: type[Exception], group: dist.ProcessGroup | None
+) -> list[Result]:
+    """What each rank reads, on every rank; `faults` of any rank are raised on all. Collective."""
+    mine: Result | Exception
     try:
-        share = read()
-    except OSError as error:
-        share = error
-    shares: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(shares, share, group=group)
-    for other in shares:
-        if isinstance(other, OSError):
-            raise other
-    return {name: record for other in shares for name, record in other.items()}
+        mine = read()
+    except faults as error:
+        mine = error
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=group)
+    for each in everyone:
+        if isinstance(each, Exception):
+            raise each
+    return everyone
 
 
 def _records_on_disk(folder: Path) -> dict[str, FileRecord]:
@@ -257,21 +260,15 @@ def is_intact(checkpoint: CommittedCheckpoint, group: dist.ProcessGroup | None =
     Raises `StorageError` on every rank where remote storage is away, which proves nothing.
     """
     names = sorted(checkpoint.commit.files)[dist.get_rank() :: dist.get_world_size()]
-    mine: bool | DataError
-    try:
-        mine = all(matches(checkpoint.path, n, checkpoint.commit.files[n]) for n in names)
-    except DataError as error:
-        mine = error
-    verdicts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(verdicts, mine, group=group)
-    for verdict in verdicts:
-        if isinstance(verdict, DataError):
-            raise verdict
+    files = checkpoint.commit.files
+    verdicts = _gather(
+        lambda: all(matches(checkpoint.path, name, files[name]) for name in names), DataError, group
+    )
     return all(verdicts)
 
 
 def matches(folder: Folder, name: str, record: FileRecord) -> bool:
-    """Whether a file is as it was recorded; raises `StorageError` where that cannot be told."""
+    """Whether a file is as it was recorded; raises `StorageError` where storage is away."""
     try:
         return size_of(folder, name) == record.size_bytes and record_of(folder, name) == record
     except OSError:
@@ -403,14 +400,14 @@ def assign_writes(live: DefaultSavePlanner, group: dist.ProcessGroup) -> SavePla
 
 
 def run_here(task: Callable[[], Result]) -> Future[Result]:
-    """Run `task` now; the future tells its end."""
+    """Run `task` now; a future with its result or error."""
     future: Future[Result] = Future()
     _fulfil(future, task)
     return future
 
 
 def run_beside(task: Callable[[], Result]) -> Future[Result]:
-    """Run `task` in a thread; the future tells its end."""
+    """Run `task` in a thread; a future with its result or error."""
     future: Future[Result] = Future()
     # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
     threading.Thread(target=_fulfil, args=(future, task), name="checkpoint", daemon=True).start()

@@ -167,12 +167,9 @@ def _is_foreign(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     is_named = any(each in str(error).lower() for each in _COLLECTIVES)
-    return is_named or isinstance(error, dist.DistError) or _is_of_torch(error)
-
-
-def _is_of_torch(error: BaseException) -> bool:
-    """Whether PyTorch or TorchRec raised it, and not who called them."""
-    deepest = Path(_files_of(error)[-1])
+    if is_named or isinstance(error, dist.DistError):
+        return True
+    deepest = Path(_files_of(error)[-1])  # who raised it, and not who called them
     return any(deepest.is_relative_to(_TORCH.with_name(name)) for name in ("torch", "torchrec"))
 
 

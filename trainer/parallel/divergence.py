@@ -119,7 +119,7 @@ class DivergenceGuard:
         shards = self._compare(list(self._shards()), groups.replica_group, groups.shard_index)
         # Whole on every rank, so two replica groups that each agree may still differ.
         whole = self._compare(list(self._whole()), groups.global_group, 0)
-        return self._agree([*shards, *whole])
+        return self._gather_findings([*shards, *whole])
 
     def _shards(self) -> Iterator[_Entry]:
         for shard in self._model.table_shards():
@@ -135,7 +135,7 @@ class DivergenceGuard:
     def _compare(
         self, entries: list[_Entry], group: dist.ProcessGroup, position: int
     ) -> list[DivergentShard]:
-        """Entries whose copies in `group` differ, made equal if asked. Collective over `group`."""
+        """Entries whose copies in `group` differ, repaired if asked. Collective over `group`."""
         if not entries:
             return []
         ranks = dist.get_process_group_ranks(group)
@@ -150,7 +150,7 @@ class DivergenceGuard:
         return found
 
     def _repair(self, entry: _Entry, copies: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Overwrite `copies` of an entry by the first that is none of them, if that is asked."""
+        """With `rebroadcast`, overwrite `copies` of an entry by the first that is none of them."""
         if self._spec.action != "rebroadcast":
             return
         ranks = dist.get_process_group_ranks(group)
@@ -158,7 +158,7 @@ class DivergenceGuard:
         for tensor in entry.tensors:
             dist.broadcast(tensor.detach(), source, group=group)
 
-    def _agree(self, mine: list[DivergentShard]) -> list[DivergentShard]:
+    def _gather_findings(self, mine: list[DivergentShard]) -> list[DivergentShard]:
         """What any rank found. Collective over the global group; costly only if anything is."""
         group = self._groups.global_group
         flag = torch.tensor([len(mine)], device=self._groups.device)

@@ -103,7 +103,7 @@ class Sync:
 
 
 def is_sync_step(step: int, spec: SyncSpec) -> bool:
-    """Whether the copies are averaged after `step` (counted from 1)."""
+    """Whether the replicas are averaged after `step` (counted from 1)."""
     return step % spec.every_steps == 0
 
 
@@ -253,8 +253,8 @@ class ReplicaSync(Sync):
 
     def _start(self, blocks: Iterable[Block]) -> PendingSync:
         assert self._background, "only a policy with a background defers means"
-        beside = ReplicaCollectives(self._background_group, self._replicas.device)
-        return PendingSync(blocks, beside, self._background)
+        replicas = ReplicaCollectives(self._background_group, self._replicas.device)
+        return PendingSync(blocks, replicas, self._background)
 
     def _land(self, pending: PendingSync) -> list[Block]:
         blocks = pending.land()
@@ -366,7 +366,7 @@ def apply_difference(
 
 
 class SyncThread:
-    """Runs functions one after the other beside the training step, in the order submitted."""
+    """Runs functions in the background of the training step, in the order submitted."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None

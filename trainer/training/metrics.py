@@ -254,21 +254,17 @@ class _TaskMetrics:
     def sums(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every state that is a sum over rows, by `METRIC.STATE`."""
         for name, metric in self._metrics.items():
-            if name != "auc":
-                yield from ((f"{name}.{state}", value) for state, value in _states(metric))
+            if name == "auc":
+                continue
+            for computation in metric._metrics_computations:
+                for state in computation._defaults:  # torchmetrics 1.0.3 has no public list
+                    yield f"{name}.{state}", getattr(computation, state)
 
     def auc_rows(self) -> torch.Tensor:
         """Predictions, labels and weights of this rank since the last report, [3, rows]."""
         (computation,) = self._metrics["auc"]._metrics_computations
         names = ("predictions", "labels", "weights")
         return torch.cat([torch.cat(getattr(computation, name), dim=1) for name in names])
-
-
-def _states(metric: RecMetric) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every state of `metric` by its name; all of them are sums over rows."""
-    for computation in metric._metrics_computations:
-        for name in computation._defaults:  # torchmetrics 1.0.3 has no public list of its states
-            yield name, getattr(computation, name)
 
 
 def _gather_columns(columns: torch.Tensor) -> torch.Tensor:
@@ -297,10 +293,8 @@ class LookupCounter:
     def __init__(self, model: TwoDParallel) -> None:
         self.sampling = False
         self.counts = (0, 0)
-        self._handles = [
+        for kernel in model.embedding_kernels():
             kernel.register_forward_pre_hook(self._count, with_kwargs=True)
-            for kernel in model.embedding_kernels()
-        ]
 
     def _count(self, kernel: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not (self.sampling and kernel.training):

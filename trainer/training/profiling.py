@@ -72,7 +72,7 @@ Item = TypeVar("Item")
 
 
 class Clock(Protocol[Mark]):
-    """Marks points in time and tells how far two of them are apart."""
+    """Marks points in time and measures the time between two of them."""
 
     def mark(self) -> Mark:
         """The present."""

@@ -119,7 +119,7 @@ def is_due(config: WorkerConfig, is_report_step: bool) -> bool:
 
 
 def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
-    """Whether a request for these workers lies there. Collective over all ranks on report steps."""
+    """Whether these workers are requested to stop. Collective over all ranks on report steps."""
     if not is_report_step:
         return False
     answer = [is_wanted(_files_of(config), config.run_index) if dist.get_rank() == 0 else None]
@@ -128,7 +128,7 @@ def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
 
 
 def mark_stopping(config: WorkerConfig) -> None:
-    """Rank 0 leaves the mark by which the driver knows that these workers did as asked."""
+    """Rank 0 leaves the mark by which the driver knows that these workers have saved and stop."""
     if dist.get_rank() == 0:
         _files_of(config).stopping_path(config.run_index).touch()
 
@@ -148,7 +148,8 @@ def named_failures(module: str | None = None) -> Iterator[None]:
             yield
     except tuple(_REASONS) as error:
         logger.error("%s", error)
-        raise _worker_failure(_reason(error), error) from None
+        reason = next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+        raise _worker_failure(reason, error) from None
     except OSError as error:
         logger.exception("storage fails")
         raise _worker_failure(failures.STORAGE_ERROR, error) from error
@@ -168,10 +169,6 @@ def _users_named(module: str | None) -> Iterator[None]:
         if found is None:
             raise
         raise found from error
-
-
-def _reason(error: Exception) -> str:
-    return next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
 
 
 def _worker_failure(reason: str, error: Exception) -> failures.WorkerFailure:

@@ -86,7 +86,6 @@ def find_folders(checkpoints_dir: Folder) -> list[Folder]:
 
 
 def is_folder(folder: Folder) -> bool:
-    """Whether there is such a folder."""
     return folder.is_dir() if isinstance(folder, Path) else folder.is_folder()
 
 

@@ -69,7 +69,7 @@ class CheckpointRefused(CheckpointError):
 
 @dataclass(frozen=True)
 class CommittedCheckpoint:
-    """A checkpoint that exists."""
+    """A checkpoint with a marker."""
 
     path: Folder
     commit: Commit
@@ -321,7 +321,6 @@ class LivePlanner(DefaultSavePlanner):
         self._before_write = before_write
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """Begin to write."""
         self._before_write()
         return super().finish_plan(new_plan)
 
@@ -345,7 +344,6 @@ class StagedPlanner(LivePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The copy of one piece."""
         copy = self._copies[write_item.index]
         return io.BytesIO(copy) if isinstance(copy, bytes) else copy
 

@@ -60,11 +60,9 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Number of columns."""
         return self.stop - self.start
 
     def num_shared(self, other: Columns) -> int:
-        """Number of columns that are in both."""
         return max(0, min(self.stop, other.stop) - max(self.start, other.start))
 
 
@@ -137,7 +135,6 @@ class RowMoments:
 
     @property
     def place(self) -> tuple[int, int]:
-        """First row and number of rows."""
         return self.row_offset, self.values.numel()
 
 
@@ -253,7 +250,6 @@ class _MomentTensors:
         return self._chunks.setdefault(key, {}).setdefault(moments.place, values)
 
     def by_key(self) -> dict[str, DTensor]:
-        """What DCP takes, by key."""
         return {key: self._tensor(self._num_rows[key], c) for key, c in self._chunks.items()}
 
     def _tensor(self, num_rows: int, chunks: Mapping[tuple[int, int], torch.Tensor]) -> DTensor:

@@ -174,7 +174,6 @@ class BucketedIds(ManagedCollisionModule):
         self._known, self._known_rows = self.ids[is_known], self.rows[is_known]
 
     def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Mix raw ids, on the rank that read them."""
         return {name: _with_values(each, mix(each.values())) for name, each in features.items()}
 
     def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
@@ -296,15 +295,12 @@ class BucketedIds(ManagedCollisionModule):
         return self._first * self._bucket_rows
 
     def output_size(self) -> int:
-        """Rows of the buckets."""
         return (self._end - self._first) * self._bucket_rows
 
     def input_size(self) -> int:
-        """Mixed ids are below this."""
         return MAX_INPUT_HASH_SIZE
 
     def buckets(self) -> int:
-        """Buckets of the whole table."""
         return self._spec.num_buckets
 
     @property
@@ -318,7 +314,6 @@ class BucketedIds(ManagedCollisionModule):
         return self.num_own_rows - num_taken
 
     def validate_state(self) -> None:
-        """Accept a loaded state."""
         self.reload()
 
     def rebuild_with_output_id_range(

@@ -94,7 +94,6 @@ class Block:
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row."""
         return self.tensor[:1].numel()
 
     @property
@@ -111,7 +110,6 @@ class Block:
             torch.index_select(self.tensor, 0, self.rows, out=out)
 
     def write(self, flat: torch.Tensor) -> None:
-        """Overwrite the rows."""
         if self.rows is None:
             self.tensor.view(-1).copy_(flat)
         else:
@@ -159,7 +157,6 @@ class ReplicaCollectives:
         self.num_overflows += other.num_overflows
 
     def take_costs(self) -> tuple[int, int]:
-        """(bytes sent, overflows) since the last time."""
         taken = self.num_bytes, self.num_overflows
         self.num_bytes = self.num_overflows = 0
         return taken
@@ -260,7 +257,6 @@ class Batch:
         return flat
 
     def unpack(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Each block with its part of `flat`."""
         place = 0
         for block in self.blocks:
             yield block, flat[place : place + block.numel]

@@ -164,7 +164,6 @@ class DataParallelTables(KeyedOptimizer):
         super().__init__(parameters, state, [self._group])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         for parameter in self._updated:
             parameter.grad = None
 

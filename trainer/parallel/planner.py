@@ -399,12 +399,10 @@ class MeasuredBandwidths(GeneralizedCommsBandwidth):
 
     @property
     def intra_host_bw(self) -> float:
-        """Between two workers of a host."""
         return self._intra_host
 
     @property
     def inter_host_bw(self) -> float:
-        """Between two workers of different hosts."""
         return self._inter_host
 
     def get_bw(

@@ -115,11 +115,9 @@ class TouchedRows:
             self.bits.index_fill_(0, numbers, True)
 
     def clear(self) -> None:
-        """Begin anew: no row is touched."""
         self.bits.zero_()
 
     def close(self) -> None:
-        """Take the hooks off the kernels."""
         for hook in self._hooks:
             hook.remove()
 
@@ -239,11 +237,9 @@ class RowBase(SyncBase):
                 values[hit] = block.base[place[hit]]
 
     def begin_window(self) -> None:
-        """No row is touched."""
         self._saved.clear()
 
     def renew(self) -> None:
-        """No row is touched."""
         self._saved.clear()
 
 
@@ -262,6 +258,5 @@ class TableBase(SyncBase):
         return Block(tensor, rows, self._copies[key], self._tensors[key][1])
 
     def renew(self) -> None:
-        """Copy all tables again."""
         for key, (tensor, _) in self._tensors.items():
             self._copies[key].copy_(tensor)

@@ -95,7 +95,6 @@ class TaskMeter:
         }
 
     def to(self, device: torch.device) -> TaskMeter:
-        """Move the state to the device of the batches."""
         self._is_binary = self._is_binary.to(device)
         for task in self._tasks.values():
             task.to(device)
@@ -206,7 +205,6 @@ class _TaskMetrics:
         return "auc" in self._metrics
 
     def to(self, device: torch.device) -> None:
-        """Move the state."""
         for metric in self._metrics.values():
             metric.to(device)
 
@@ -228,7 +226,6 @@ class _TaskMetrics:
     def update(
         self, name: str, predictions: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor
     ) -> None:
-        """Rows for one metric, as it wants its labels."""
         task = self._name
         self._metrics[name].update(
             predictions={task: predictions}, labels={task: labels}, weights={task: weights}
@@ -247,7 +244,6 @@ class _TaskMetrics:
         return values
 
     def reset(self) -> None:
-        """Start over."""
         for metric in self._metrics.values():
             metric.reset()
 
@@ -375,7 +371,6 @@ class QuarantineReporter:
             self.add(found)
 
     def end_validation(self) -> None:
-        """All held-out rows were read."""
         self._has_validated = True
 
     def report(self) -> dict[str, float]:

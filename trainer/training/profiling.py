@@ -87,25 +87,21 @@ class HostClock:
     """Wall time of this process."""
 
     def mark(self) -> float:
-        """Seconds of the monotonic clock."""
         return time.perf_counter()
 
     def elapsed_s(self, start: float, end: float) -> float:
-        """Difference of two marks."""
         return end - start
 
 
 class CudaClock:
-    """Time of the device's current stream."""
+    """Time of the device's current stream: a mark is an event behind all work launched so far."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind all work that was launched so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds between two events; waits for the later one."""
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
@@ -189,7 +185,6 @@ class PhaseTimes(Generic[Mark]):
         self._marks = [self._clock.mark()]
 
     def step(self) -> None:
-        """Count one step."""
         self._num_steps += 1
 
     def read(self) -> dict[Phase, float]:

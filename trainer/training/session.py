@@ -374,7 +374,6 @@ class Session:
         self.sync.close()
 
     def is_report_step(self, step: int) -> bool:
-        """Whether metrics go out after `step`."""
         return step % self.spec.training.report_every_steps == 0 or step == self.total_steps
 
     def report(self) -> None:
@@ -501,9 +500,9 @@ class Session:
         """Save model and optimizers. Collective over all ranks.
 
         Replicas are averaged first, as an unsynced save would mix the groups; and compared, where
-        the job asks for that, so that no checkpoint holds diverged ones. A failed save
-        in the middle of a run is an error in the timeline, because training can go on and the next
-        may succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
+        the job asks for that, so that no checkpoint holds diverged ones. A failed save in the
+        middle of a run is an error in the timeline, because training can go on and the next may
+        succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
         """
         started_s = time.perf_counter()
         self.heartbeat.enter("checkpoint", self.state.step)
@@ -524,7 +523,7 @@ class Session:
     def restore(self) -> None:
         """Start from the newest checkpoint, else from another job's, else from the seed.
 
-        Collective over all ranks. Rows that earlier runs found to spoil the model count as done.
+        Collective over all ranks. Rows that made the loss non-finite before count as done.
         """
         found = restore(self.spec, self.checkpoints, self.row_order, self.model, self.optimizers)
         if found is not None:

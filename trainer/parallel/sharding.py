@@ -103,7 +103,12 @@ def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[
     codecs = _codecs(spec.parallelism.all_to_all)
     bags = BagSharder(fused_params, codecs)
     lists = SequenceSharder(fused_params, codecs)
-    return [bags, lists, DynamicBagSharder(bags), DynamicListSharder(lists)]
+    return [
+        bags,
+        lists,
+        DynamicBagSharder(bags, ManagedCollisionCollectionSharder()),
+        DynamicListSharder(lists, ManagedCollisionCollectionSharder()),
+    ]
 
 
 def _codecs(precision: AllToAllSpec) -> dict[str, QuantizedCommCodecs] | None:
@@ -230,9 +235,6 @@ class ShardedDynamicLists(_DynamicTables, ShardedManagedCollisionEmbeddingCollec
 class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
     """Sharder of dynamic tables of pooled features: row-wise, which is all that TorchRec has."""
 
-    def __init__(self, bags: EmbeddingBagCollectionSharder) -> None:
-        super().__init__(bags, ManagedCollisionCollectionSharder())
-
     def shard(
         self,
         module: ManagedCollisionEmbeddingBagCollection,
@@ -248,9 +250,6 @@ class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
 
 class DynamicListSharder(ManagedCollisionEmbeddingCollectionSharder):
     """Sharder of dynamic tables of sequences: row-wise."""
-
-    def __init__(self, lists: EmbeddingCollectionSharder) -> None:
-        super().__init__(lists, ManagedCollisionCollectionSharder())
 
     def shard(
         self,

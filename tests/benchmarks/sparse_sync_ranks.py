@@ -165,12 +165,14 @@ class Training:
     def stock_sync(self) -> SyncReport:
         """What DMPCollection.sync does: all-reduce AVG of all weights, then of all states."""
         group = self.groups.replica_group
-        tensors = [self.model.shard_weights(), self.model.shard_moments()]
-        for each in tensors:
+        shards = self.model.table_shards()
+        weights = [shard.weight for shard in shards]
+        moments = [state for shard in shards for state in shard.states.values()]
+        for each in (weights, moments):
             options = dist.AllreduceCoalescedOptions()
             options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
             group.allreduce_coalesced(each, options).wait()
-        payload_bytes = sum(tensor.nbytes for each in tensors for tensor in each)
+        payload_bytes = sum(tensor.nbytes for tensor in (*weights, *moments))
         # What a ring sends, and any all-reduce must.
         return SyncReport(0.0, 2 * (group.size() - 1) * payload_bytes // group.size())
 

@@ -233,7 +233,9 @@ def train_2d(case: Case) -> dict[str, Any]:
         "dense_start": start,
         "sharding": {plan.name: plan.sharding_type for plan in plans},
         "sharding_ranks": groups.sharding_ranks,
-        "moments": [moment.clone() for moment in model.shard_moments()],
+        "moments": [
+            state.clone() for shard in model.table_shards() for state in shard.states.values()
+        ],
         "replica_ranks": tuple(dist.get_process_group_ranks(groups.replica_group)),
     }
 

@@ -1,12 +1,12 @@
-"""Where checkpoints lie, and what can be done to their files: on a disk, or on an object store.
+"""Folders of checkpoints and their marker COMMIT.json, on a disk or on an object store.
 
-An object store has no folders and renames nothing: a folder is there while an object lies in it,
-and a damaged checkpoint is set aside by another name of its marker. An object appears whole or not
-at all, and is asked for again while the store is busy or away (`trainer.storage`). Storage
-that is away says nothing about a checkpoint: it is an error, never "damaged" or "not there".
+A checkpoint exists once its marker is on storage. The marker names step, layout, data position, and
+size and SHA-256 of every file, and carries a checksum of itself, so that a flipped bit in it is
+found like one in any other file. An object store has no folders and renames nothing: a folder is
+there while an object lies in it, and a damaged checkpoint is set aside by renaming its marker.
 
-It names step, layout, data position, and the size and SHA-256 of every file, and carries a checksum
-of itself, so that a flipped bit in it is found like one in any other file.
+Faults are `FAULTS`. Storage that is away is an error (`StorageError`), never "damaged" or "not
+there".
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from trainer.errors import DataError, SourceMissingError
 from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
 from trainer.storage import Location
 
+logger = logging.getLogger(__name__)
 Folder = Path | Location
 """A folder of a checkpoint, or of many; a `Location` is always remote here."""
 FAULTS = (OSError, DataError)
@@ -36,6 +36,7 @@ DAMAGED_PREFIX = "damaged-"
 _DAMAGED_MARKER = "COMMIT.damaged.json"
 _PROBE = ".probe"
 _READ_BYTES = 8 * 1024 * 1024
+_CHECKSUM = "sha256"
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,13 @@ def checkpoints_of(run_dir: Path, path: str | None) -> Folder:
 def find_folders(checkpoints_dir: Folder) -> list[Folder]:
     """Folders of checkpoints, whole or not, without those set aside."""
     if isinstance(checkpoints_dir, Path):
-        return [*_folders_on_disk(checkpoints_dir)]
+        if not checkpoints_dir.is_dir():
+            return []
+        return [
+            path
+            for path in checkpoints_dir.iterdir()
+            if path.is_dir() and not path.name.startswith(DAMAGED_PREFIX)
+        ]
     names: dict[str, set[str]] = {}
     for file in checkpoints_dir.list(recursive=True):
         folder, _, name = file.relative_to(checkpoints_dir).partition("/")
@@ -78,15 +85,7 @@ def find_folders(checkpoints_dir: Folder) -> list[Folder]:
     ]
 
 
-def _folders_on_disk(checkpoints_dir: Path) -> Iterator[Path]:
-    if checkpoints_dir.is_dir():
-        for path in checkpoints_dir.iterdir():
-            if path.is_dir() and not path.name.startswith(DAMAGED_PREFIX):
-                yield path
-
-
 def is_folder(folder: Folder) -> bool:
-    """Whether there is such a folder."""
     return folder.is_dir() if isinstance(folder, Path) else folder.is_folder()
 
 
@@ -108,10 +107,15 @@ def record_of(folder: Folder, name: str) -> FileRecord | None:
     if isinstance(folder, Path):
         path = folder / name
         return file_record(path) if path.exists() else None
+    digest, size_bytes = hashlib.sha256(), 0
     try:
-        return _remote_record(folder / name)
+        with (folder / name).open_input() as stream:
+            while content := stream.read(_READ_BYTES):
+                digest.update(content)
+                size_bytes += len(content)
     except SourceMissingError:
         return None
+    return FileRecord(size_bytes, digest.hexdigest())
 
 
 def file_record(path: Path) -> FileRecord:
@@ -121,23 +125,11 @@ def file_record(path: Path) -> FileRecord:
     return FileRecord(path.stat().st_size, digest)
 
 
-def _remote_record(file: Location) -> FileRecord:
-    digest, size_bytes = hashlib.sha256(), 0
-    with file.open_input() as stream:
-        while content := stream.read(_READ_BYTES):
-            digest.update(content)
-            size_bytes += len(content)
-    return FileRecord(size_bytes, digest.hexdigest())
-
-
 def size_of(folder: Folder, name: str) -> int | None:
     """Size of a file in bytes; None where there is none."""
+    file = folder / name
     try:
-        return (
-            (folder / name).stat().st_size
-            if isinstance(folder, Path)
-            else (folder / name).size_bytes()
-        )
+        return file.stat().st_size if isinstance(file, Path) else file.size_bytes()
     except (FileNotFoundError, SourceMissingError):
         return None
 
@@ -179,20 +171,18 @@ def make_writable(checkpoints_dir: Folder) -> None:
 
 
 def explain(checkpoints_dir: Folder, error: BaseException) -> str:
-    """The cause of `error`, the room that is left where one can ask, and what to do."""
+    """The cause of `error`, the free space of a disk, and what to do."""
     if not isinstance(checkpoints_dir, Path):
-        return str(error)  # which names URL, cause and mend
-    return (
-        f"{type(error).__name__}: {error} ({_free_space(checkpoints_dir)}); free space, make it "
-        "writable, or point the service's runs folder at a larger disk"
-    )
-
-
-def _free_space(folder: Path) -> str:
+        return str(error)  # which names URL, cause and remedy
     try:
-        return f"{shutil.disk_usage(folder).free / 1e6:.1f} MB free at {folder}"
-    except OSError as error:
-        return f"{folder} cannot be looked at: {error}"
+        free_mb = shutil.disk_usage(checkpoints_dir).free / 1e6
+        space = f"{free_mb:.1f} MB free at {checkpoints_dir}"
+    except OSError as problem:
+        space = f"{checkpoints_dir} cannot be looked at: {problem}"
+    return (
+        f"{type(error).__name__}: {error} ({space}); free space, make it writable, or point the "
+        "service's runs folder at a larger disk"
+    )
 
 
 def write_whole(folder: Folder, name: str, content: bytes) -> None:
@@ -217,12 +207,6 @@ def fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-# The marker COMMIT.json, written last: what a checkpoint holds, and proof that it is whole.
-
-logger = logging.getLogger(__name__)
-_CHECKSUM = "sha256"
 
 
 @dataclass(frozen=True)

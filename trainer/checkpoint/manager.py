@@ -1,11 +1,7 @@
-"""A session's checkpoints: saving beside the training, retention, and finding what to resume.
+"""The checkpoints of a run: saving beside the training, retention, and finding the one to resume.
 
-`trainer.checkpoint.save_load` knows files and markers, `trainer.checkpoint.save_load` how to save
-while training goes on; here is what a run does with them and what it tells the control plane about
-it.
-
-At most one save is under way. One that is due meanwhile waits for it: were it left out, a slow disk
-would quietly make checkpoints rarer than `checkpoint.every_steps` promises; the wait shows as
+At most one save is under way, and one that is due meanwhile waits for it: were it left out, a slow
+disk would make checkpoints rarer than `checkpoint.every_steps` promises. The wait shows as
 `checkpoint/stall_s` (seconds that training stood still for a save) beside `checkpoint/write_s`
 (seconds from there, or from its start, until the marker was on storage).
 """
@@ -44,8 +40,8 @@ from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 
 logger = logging.getLogger(__name__)
-# Hosts read and write at unequal speed, and one may wait for storage that is away, which is no
-# hang; a dead peer is noticed at once.
+# Hosts read and write at unequal speed, and waiting for storage that is away is no hang; a dead
+# peer is noticed at once.
 _STORAGE_TIMEOUT = timedelta(minutes=30)
 
 
@@ -89,9 +85,9 @@ class PendingSave:
 class CheckpointManager:
     """The checkpoints of one job, as one rank of one worker group run sees them.
 
-    `newest_commit` is the committed sync that the newest durable checkpoint of this life holds,
+    `newest_commit` is the committed sync in the newest checkpoint that this rank saved or found,
     None before there is any. `row_order` is of the rows that positions count. `group` is all ranks,
-    with patience for one that storage keeps waiting. Building it is collective over all ranks.
+    with a timeout long enough for slow storage. Building it is collective over all ranks.
     """
 
     def __init__(
@@ -108,7 +104,7 @@ class CheckpointManager:
         self._folder = checkpoints_of(config.run_dir, config.spec.checkpoint.path)
         self.group = dist.new_group(backend="gloo", timeout=_STORAGE_TIMEOUT)
         self._staging = Staging(self.group)
-        self._running: PendingSave | None = None
+        self._pending: PendingSave | None = None
         self.newest_commit: int | None = None
 
     def save(
@@ -128,11 +124,8 @@ class CheckpointManager:
         """
         self.wait()
         commit = self._commit(state, metrics, is_best)
-        write = partial(
-            self._write,
-            self._folder / save_load.folder_name(commit.step, self._config.run_label),
-            commit,
-        )
+        name = save_load.folder_name(commit.step, self._config.run_label)
+        write = partial(self._write, self._folder / name, commit)
         group = self._config.group.group if self._config.group else 0
         before_write = partial(
             fault_injection.inject, "checkpoint", group, self._groups.rank, commit.step
@@ -141,49 +134,49 @@ class CheckpointManager:
             end = run_beside(partial(write, {}, self._staging.stage(tensors, before_write)))
         else:
             end = run_here(partial(write, tensors, LivePlanner(before_write)))
-        self._running = PendingSave(commit.step, time.perf_counter() - started_s, end)
+        self._pending = PendingSave(commit.step, time.perf_counter() - started_s, end)
         if is_last:
             self._settle(must_succeed=True)
         else:
             self.poll()
 
     def poll(self) -> None:
-        """Tell of a save that has ended meanwhile, if one has. At every step; no collective.
+        """Report a save that has ended meanwhile, if one has. At every step; no collective.
 
         Raises RuntimeError where the ranks lost each other in it.
         """
-        if self._running and self._running.end.done():
+        if self._pending and self._pending.end.done():
             self._settle()
 
     def wait(self) -> None:
-        """Wait for the save under way, if any, and tell of it; raises as `poll` does."""
-        if self._running:
+        """Wait for the save under way, if any, and report it; raises as `poll` does."""
+        if self._pending:
             self._settle()
 
     def close(self) -> None:
         """Let the save under way end; give it up where its peers do not answer."""
-        if self._running is None:
+        if self._pending is None:
             return
-        end = self._running.end
+        end = self._pending.end
         futures.wait([end], self._groups.timeout.total_seconds())
         if not end.done() or isinstance(end.exception(), RuntimeError):
             # The ranks have lost each other, which is said elsewhere.
-            logger.warning("the save at step %d is given up", self._running.step)
-            self._running = None
+            logger.warning("the save at step %d is given up", self._pending.step)
+            self._pending = None
         self.wait()
 
     def _settle(self, must_succeed: bool = False) -> None:
-        assert self._running, "there is a save to settle"
-        running, self._running = self._running, None
+        assert self._pending, "there is a save to settle"
+        pending, self._pending = self._pending, None
         try:
-            write_s = running.end.result()
+            write_s = pending.end.result()
         except (CheckpointError, *FAULTS) as error:
             if must_succeed:
                 raise
-            self._complain(str(error))
+            self._report_error(str(error))
             return
-        values = {"checkpoint/stall_s": running.stall_s, "checkpoint/write_s": write_s}
-        self._tell(events.Metrics(time=time.time(), step=running.step, values=values))
+        values = {"checkpoint/stall_s": pending.stall_s, "checkpoint/write_s": write_s}
+        self._emit_once(events.Metrics(time=time.time(), step=pending.step, values=values))
 
     def _write(
         self,
@@ -240,7 +233,7 @@ class CheckpointManager:
         try:
             self._retain()
         except DataError as error:
-            # The new checkpoint is safe; older ones are looked at again after the next save.
+            # The new checkpoint is safe; older ones are tried again after the next save.
             logger.warning("old checkpoints stay for now: %s", error)
 
     def _retain(self) -> None:
@@ -248,7 +241,7 @@ class CheckpointManager:
         kept = []
         for each in save_load.list_committed(self._folder):
             if self._is_superseded(each.path.name):
-                # The line that the job went back from; it now has a checkpoint of the new one.
+                # The run was rewound behind it, and now has a checkpoint after the rewind.
                 self._remove(each)
             else:
                 kept.append(each)
@@ -277,7 +270,7 @@ class CheckpointManager:
         where remote storage goes away meanwhile.
         """
         save_load.prepare_folder(self._folder, self.group)
-        save_load.of_first(self._clear_away, self.group)
+        save_load.of_first(self._clean_up, self.group)
         found, damaged = save_load.newest_intact(self._folder, self._is_superseded, self.group)
         if self._groups.rank == 0:
             for each in damaged:
@@ -285,25 +278,25 @@ class CheckpointManager:
         self.newest_commit = found.commit.commit if found else None
         return found
 
-    def _clear_away(self) -> None:
+    def _clean_up(self) -> None:
         save_load.remove_uncommitted(self._folder, self._is_garbage)
         for folder in save_load.list_with_bad_marker(self._folder):
             self._set_aside(folder)
 
     def _is_superseded(self, name: str) -> bool:
-        """Whether a checkpoint is of the line that the job was told to leave."""
+        """Whether the run was rewound to a checkpoint before this one."""
         rewind = read_rewind(RunDir(self._config.run_dir).rewind_path)
         return rewind is not None and rewind.supersedes(name)
 
     def _is_garbage(self, name: str) -> bool:
-        """Whether an unfinished checkpoint is nobody's: another group may be writing right now."""
+        """Whether an unfinished checkpoint may go: another group may be writing one right now."""
         group, attempt = self._config.group, self._config.attempt_id.rpartition("-")[2]
         if group is None:
             return True
         return f"-{attempt}-" not in name or f"-g{group.group}i" in name
 
     def _set_aside(self, folder: Folder) -> None:
-        self._complain(f"checkpoint {folder.name} is damaged: set aside, using the one before")
+        self._report_error(f"checkpoint {folder.name} is damaged: set aside, using the one before")
         try:
             files.set_aside(folder)
         except FAULTS as error:
@@ -311,11 +304,11 @@ class CheckpointManager:
             return
         self._emit_deleted(folder)
 
-    def _complain(self, message: str) -> None:
+    def _report_error(self, message: str) -> None:
         logger.error("%s", message)
-        self._tell(events.Note(time=time.time(), level="error", message=message))
+        self._emit_once(events.Note(time=time.time(), level="error", message=message))
 
-    def _tell(self, event: events.Event) -> None:
+    def _emit_once(self, event: events.Event) -> None:
         if self._groups.rank == 0:
             self._emit(event)
 

@@ -1,8 +1,8 @@
 """torch.distributed.checkpoint on object stores: its file system reader and writer over `Location`.
 
 Both are public classes of PyTorch, but what they ask of a file system (`FileSystemBase`) and of
-their subclasses here is not promised: this file alone knows it, for the version that it was
-written for.
+their subclasses is not promised: it is used here only, for the version in `_TORCH`. Faults are
+`StorageError`s.
 """
 
 from __future__ import annotations
@@ -40,11 +40,9 @@ class _HashedOutput(io.RawIOBase):
         self.fault: StorageError | None = None
 
     def writable(self) -> bool:
-        """True."""
         return True
 
     def tell(self) -> int:
-        """Bytes written so far."""
         return self._size_bytes
 
     def write(self, content: Any, /) -> int:
@@ -69,7 +67,6 @@ class _HashedOutput(io.RawIOBase):
 
     @property
     def record(self) -> FileRecord:
-        """Of what was written."""
         return FileRecord(self._size_bytes, self._digest.hexdigest())
 
 
@@ -100,11 +97,9 @@ class _RemoteFiles(FileSystemBase):
         self.records[path.name] = output.record
 
     def concat_path(self, path: Any, suffix: str) -> Any:
-        """A file in a folder."""
         return path / suffix
 
     def init_path(self, path: Any) -> Any:
-        """The folder itself."""
         return Location.parse(path)
 
     def rename(self, path: Any, new_path: Any) -> None:
@@ -117,16 +112,13 @@ class _RemoteFiles(FileSystemBase):
         """Nothing: objects need no folder."""
 
     def exists(self, path: Any) -> bool:
-        """Whether an object is there."""
         return bool(path.exists())
 
     def rm_file(self, path: Any) -> None:
-        """Delete an object."""
         path.delete()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a remote folder."""
         return "://" in str(checkpoint_id)
 
 
@@ -154,7 +146,6 @@ class RemoteWriter(FileSystemWriter):
         return retry(lambda: super(RemoteWriter, self).write_data(plan, planner))
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the description of the whole; raises a `StorageError`."""
         retry(lambda: super(RemoteWriter, self).finish(metadata, results))
 
     def storage_meta(self) -> StorageMeta | None:
@@ -163,7 +154,6 @@ class RemoteWriter(FileSystemWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder, in words."""
         return str(self.path)
 
 
@@ -178,7 +168,6 @@ class RemoteReader(FileSystemReader):
 
     @property
     def checkpoint_id(self) -> str:
-        """The folder, in words."""
         return str(self.path)
 
     def _slice_file(self, file: Any, sinfo: Any) -> IO[bytes]:

@@ -1,19 +1,21 @@
-"""Restore() returns a value that Session applies.
+"""Where a run starts: its own newest checkpoint, another job's (warm start), or neither.
 
-Warm start: weights and optimizer state out of another job's checkpoint, whole or by table.
-
-Step, data position and schedule start anew. The other job may have had any T, L and sharding.
+A warm start takes weights and optimizer state, whole or by table, out of a checkpoint of any T, L
+and sharding; step, data position and schedule start anew. Storage that is away raises
+`StorageError`; a checkpoint that does not fit raises `CheckpointMismatch`, a missing one
+`CheckpointError`. Both functions load model and optimizers in place and are collective.
 """
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 
-from trainer.checkpoint.files import Folder, folder_at, is_folder, read_commit
-from trainer.checkpoint.manager import resumed_state
+from trainer.checkpoint.files import Folder, RowOrder, folder_at, is_folder, read_commit
+from trainer.checkpoint.manager import CheckpointManager, TrainState, resumed_state
 from trainer.checkpoint.save_load import (
     CheckpointError,
     CheckpointMismatch,
@@ -23,16 +25,58 @@ from trainer.checkpoint.save_load import (
     of_first,
 )
 from trainer.checkpoint.state_dict import METERS, Part, load_packed, load_state
-from trainer.data.position import SkippedRows, without
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.optimizer import Optimizers
-from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 
-if TYPE_CHECKING:
-    from trainer.training.session import Session
-
 _FIELD = "checkpoint.warm_start"
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint holds beside the model and its optimizers, for the session to go on from.
+
+    `meters` is what the metrics took in since the last report, `message` what happened, in words.
+    """
+
+    origin: str
+    message: str
+    is_warm_start: bool = False
+    state: TrainState = field(default_factory=TrainState)
+    metrics: dict[str, float] = field(default_factory=dict)
+    meters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+def restore(
+    spec: JobSpec,
+    checkpoints: CheckpointManager,
+    row_order: RowOrder,
+    model: TwoDParallel,
+    optimizers: Optimizers,
+) -> Restored | None:
+    """Load the newest intact checkpoint of the job, else what `checkpoint.warm_start` names.
+
+    None where there is neither. Collective over all ranks.
+    """
+    group = checkpoints.group
+    found = checkpoints.newest()
+    if found is None:
+        warm = warm_start(spec, model, optimizers, group)
+        if warm is None:
+            return None
+        message = f"warm start from checkpoint {warm.path}, at step {warm.commit.step}"
+        return Restored(f"warm-{warm.path.name}", message, is_warm_start=True)
+    state = resumed_state(found.commit, row_order)
+    optimizers.init_state()
+    load_state(found.path, model, optimizers.combined, group=group)
+    _rescale_moments(spec, optimizers, found)
+    return Restored(
+        origin=found.path.name,
+        message=f"resumed from {found.path.name} at step {state.step}",
+        state=state,
+        metrics=dict(found.commit.metrics),
+        meters=load_packed(found.path, METERS, group),
+    )
 
 
 def warm_start(
@@ -41,7 +85,7 @@ def warm_start(
     optimizers: Optimizers,
     group: dist.ProcessGroup | None = None,
 ) -> CommittedCheckpoint | None:
-    """Load what `checkpoint.warm_start` asks for, if it asks; what was loaded.
+    """Load what `checkpoint.warm_start` names, if anything; the checkpoint that was loaded.
 
     Collective; storage is waited for in `group` (all ranks; default: the default group).
     Raises `CheckpointMismatch` where the checkpoint lacks what is asked for, and `CheckpointError`
@@ -61,10 +105,14 @@ def warm_start(
             f"{_FIELD}: {error}. To take less, name tables in {_FIELD}.tables, or leave out the "
             f"dense part with {_FIELD}.dense: false"
         ) from error
-    written_scale = found.commit.moment_scale or spec.moment_scale
-    # Moments that were not loaded are zero.
-    optimizers.rescale_moments(spec.moment_scale / written_scale)
+    _rescale_moments(spec, optimizers, found)
     return found
+
+
+def _rescale_moments(spec: JobSpec, optimizers: Optimizers, found: CommittedCheckpoint) -> None:
+    # Moments that were not loaded are zero.
+    written_scale = found.commit.moment_scale or spec.moment_scale
+    optimizers.rescale_moments(spec.moment_scale / written_scale)
 
 
 def find_source(path: Folder, group: dist.ProcessGroup | None = None) -> CommittedCheckpoint:
@@ -100,57 +148,3 @@ def _look_at(path: Folder) -> tuple[CommittedCheckpoint | None, Folder | None]:
     if is_folder(inside):
         return None, inside
     return None, path if is_folder(path) else None
-
-
-# Where a session starts: its job's newest checkpoint, another job's, or the seed.
-
-logger = logging.getLogger(__name__)
-
-
-def restore(session: Session) -> None:
-    """Continue from the newest intact checkpoint of the job, else from another job's.
-
-    The latter where `checkpoint.warm_start` names one. Collective over all ranks.
-    """
-    found = session.checkpoints.newest()
-    if found is None:
-        _start_warm(session)
-    else:
-        _resume(session, found)
-    _leave_out_rows(session)
-
-
-def _resume(session: Session, found: CommittedCheckpoint) -> None:
-    state = resumed_state(found.commit, session.row_order)
-    session.optimizers.init_state()
-    group = session.checkpoints.group
-    load_state(found.path, session.model, session.optimizers.combined, group=group)
-    written_scale = found.commit.moment_scale or session.spec.moment_scale
-    session.optimizers.rescale_moments(session.spec.moment_scale / written_scale)
-    session.train_meter.load_state(load_packed(found.path, METERS, group))
-    session.sync.reset()
-    session.state = state
-    session.origin = found.path.name
-    session.final_metrics = dict(found.commit.metrics)
-    logger.info("resumed from %s at step %d", found.path.name, session.state.step)
-
-
-def _start_warm(session: Session) -> None:
-    found = warm_start(session.spec, session.model, session.optimizers, session.checkpoints.group)
-    if found is None:
-        return
-    session.sync.reset()
-    session.origin = f"warm-{found.path.name}"
-    message = f"warm start from checkpoint {found.path}, at step {found.commit.step}"
-    session.note("info", message)
-
-
-def _leave_out_rows(session: Session) -> None:
-    """Take the rows that earlier lives found to spoil the model for done."""
-    skipped = SkippedRows.read(RunDir(session.config.run_dir).skipped_rows_path)
-    position, num_rows = session.state.position, session.shape.num_rows
-    session.state.position = without(position, skipped)
-    more = session.state.position.rows_done(num_rows) - position.rows_done(num_rows)
-    session.state.rows_skipped += more
-    session.finite.begin_at(session.state.position)
-    session.total_steps = session.planned_steps()

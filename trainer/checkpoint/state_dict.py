@@ -1,10 +1,12 @@
-"""Row-wise moments of column-sharded tables: naming them in a checkpoint, and changing the columns.
+"""What a checkpoint holds of a model and its optimizers, whatever way the tables are sharded.
+
+Every tensor is stored by its name and by its place in the whole: a table's weights by row and
+column, so that any (T, L, placement) and any sharding type can load them. What TorchRec's state
+dicts do not give in that form is the row-wise moments of column shards.
 
 Row-wise AdaGrad keeps one number a row, v, to which each step adds the mean of g^2 over the
 *columns of the shard*. A table in C column shards thus has C moments a row. A checkpoint stores the
-moments of each column range under a key of its own, and those of a whole row under the plain key,
-as row-wise and table-wise sharded tables always had them.
-
+moments of each column range under a key of its own, and those of a whole row under the plain key.
 Loaded into other columns, v becomes the mean over them, each column counting with the v of the
 range that it was stored in. So moments of
 
@@ -15,11 +17,6 @@ range that it was stored in. So moments of
 
 Going from whole rows to columns and back is bitwise, too: the mean of equal numbers is formed in
 fp64, where it is exact.
-
-Every tensor is stored by its name and by its place in the whole: a table's weights by row and
-column, so that any (T, L, placement) and any sharding type can load them. What TorchRec's state
-dicts do not give in that form, the row-wise moments of column shards, is brought into it here
-(`trainer.checkpoint.state_dict`).
 """
 
 from __future__ import annotations
@@ -45,6 +42,12 @@ from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch
 from trainer.parallel.model import TwoDParallel
 from trainer.parallel.sharding import misfits, reload, settle
 
+METERS = "meters"
+"""Key of what the metrics took in since the last report (`pack`)."""
+_TABLE_STATE = "optim.state.sparse_."
+# Where TorchRec keeps tables by name, and the ids of dynamic ones.
+_TABLE_MODULES = frozenset({"embedding_bags", "embeddings", "_managed_collision_modules"})
+_MAX_PROBLEMS = 5
 _SUFFIX = re.compile(r"\.columns_(\d+)_(\d+)$")
 
 
@@ -57,11 +60,9 @@ class Columns:
 
     @property
     def width(self) -> int:
-        """Number of columns."""
         return self.stop - self.start
 
     def num_shared(self, other: Columns) -> int:
-        """Number of columns that are in both."""
         return max(0, min(self.stop, other.stop) - max(self.start, other.start))
 
 
@@ -94,16 +95,6 @@ def moments_of(wanted: Columns, stored: Mapping[Columns, torch.Tensor]) -> torch
     """
     terms = [values.double() * wanted.num_shared(columns) for columns, values in stored.items()]
     return torch.stack(terms).sum(0) / wanted.width
-
-
-# What a checkpoint holds of a model and its optimizers, whatever way the tables are sharded.
-
-METERS = "meters"
-"""Where a checkpoint keeps what the metrics took in since the last report (`pack`)."""
-_TABLE_STATE = "optim.state.sparse_."
-# Where TorchRec keeps tables by name, and the ids of dynamic ones.
-_TABLE_MODULES = frozenset({"embedding_bags", "embeddings", "_managed_collision_modules"})
-_MAX_PROBLEMS = 5
 
 
 @dataclass(frozen=True)
@@ -144,7 +135,6 @@ class RowMoments:
 
     @property
     def place(self) -> tuple[int, int]:
-        """First row and number of rows."""
         return self.row_offset, self.values.numel()
 
 
@@ -178,15 +168,16 @@ def load_state(
     state, moments = _named_state(model, optimizer)
     state = {key: value for key, value in state.items() if part.has(key)}
     moments = [each for each in moments if part.has(each.key)]
-    sizes = _sizes(_stored(folder, group))
-    _refuse(folder, _problems(state, moments, sizes))
+    stored_sizes = _stored(folder, group)
+    sizes = {key: size for key, size in stored_sizes.items() if size is not None}
+    _raise_mismatch(folder, _problems(state, moments, sizes))
     tensors = _MomentTensors(model.groups.device_mesh)
     sources = [(each, _read(each, sizes, tensors)) for each in moments]
     save_load.load(folder, state | tensors.by_key(), group)
     for each, stored in sources:
         if each.columns not in stored:
             each.values.copy_(moments_of(each.columns, stored))
-    _refuse(folder, misfits(model))
+    _raise_mismatch(folder, misfits(model))
     reload(model)
 
 
@@ -259,7 +250,6 @@ class _MomentTensors:
         return self._chunks.setdefault(key, {}).setdefault(moments.place, values)
 
     def by_key(self) -> dict[str, DTensor]:
-        """What DCP takes, by key."""
         return {key: self._tensor(self._num_rows[key], c) for key, c in self._chunks.items()}
 
     def _tensor(self, num_rows: int, chunks: Mapping[tuple[int, int], torch.Tensor]) -> DTensor:
@@ -307,10 +297,6 @@ def _stored(folder: Folder, group: dist.ProcessGroup | None) -> dict[str, torch.
         raise CheckpointError(f"checkpoint {folder.name} could not be read: {error}") from error
 
 
-def _sizes(stored: Mapping[str, torch.Size | None]) -> dict[str, torch.Size]:
-    return {key: size for key, size in stored.items() if size is not None}
-
-
 def _problems(
     state: Mapping[str, Any], moments: Sequence[RowMoments], sizes: Mapping[str, torch.Size]
 ) -> list[str]:
@@ -329,11 +315,11 @@ def _misfits(state: Mapping[str, Any], sizes: Mapping[str, torch.Size]) -> Itera
     """What keeps `state` from being loaded out of tensors of `sizes`, in words."""
     for key, value in state.items():
         if key not in sizes:
-            yield f"it has no {_spoken(key)}"
+            yield f"it has no {_describe(key)}"
         elif sizes[key] != value.size():
             yield (
-                f"{_spoken(key)} is {_shape(sizes[key])} in the checkpoint and "
-                f"{_shape(value.size())} in this job"
+                f"{_describe(key)} is {list(sizes[key])} in the checkpoint and "
+                f"{list(value.size())} in this job"
             )
 
 
@@ -345,13 +331,13 @@ def _moment_misfits(
         found = {sizes[moment_key(each.key, columns, each.whole)] for columns in stored}
         num_shared = sum(each.columns.num_shared(columns) for columns in stored)
         if not stored:
-            yield f"it has no {_spoken(each.key)}"
+            yield f"it has no {_describe(each.key)}"
         elif found != {torch.Size([each.num_rows])} or num_shared != each.columns.width:
             ranges = ", ".join(f"{c.start} to {c.stop - 1}" for c in stored)
-            shapes = " and ".join(sorted(map(_shape, found)))
+            shapes = " and ".join(sorted(str(list(size)) for size in found))
             yield (
-                f"{_spoken(each.key)} is {shapes} for columns {ranges} in the checkpoint; this job "
-                f"needs [{each.num_rows}] for columns {each.columns.start} to "
+                f"{_describe(each.key)} is {shapes} for columns {ranges} in the checkpoint; this "
+                f"job needs [{each.num_rows}] for columns {each.columns.start} to "
                 f"{each.columns.stop - 1}"
             )
 
@@ -363,19 +349,15 @@ def table_of(key: str) -> str | None:
     return parts[-2] if is_table else None
 
 
-def _spoken(key: str) -> str:
-    """What a person calls the tensor `key`."""
+def _describe(key: str) -> str:
+    """The tensor `key` in words."""
     table = table_of(key)
     if table is None:
         return key
     return f"optimizer state of table {table}" if key.startswith(_TABLE_STATE) else f"table {table}"
 
 
-def _shape(size: torch.Size) -> str:
-    return str(list(size))
-
-
-def _refuse(folder: Folder, problems: Sequence[str]) -> None:
+def _raise_mismatch(folder: Folder, problems: Sequence[str]) -> None:
     """Raise `CheckpointError` on every rank when any has `problems`. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, list(problems))

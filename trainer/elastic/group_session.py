@@ -38,7 +38,7 @@ from trainer.parallel.sync import mode_for
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
 from trainer.spec.parallelism import SyncSpec
 from trainer.training import worker
-from trainer.training.session import Session, workers_started
+from trainer.training.session import Session
 from trainer.training.worker import groups_of, named_failures, prepare_process
 
 
@@ -207,8 +207,8 @@ class GroupSession(Session):
         loss = self.run_step(batch, step, wait_s, is_dense_step)
         interval.num_steps += 1
         interval.loss_sum += loss * batch.weight.sum()
-        if self.shares.is_on:
-            interval.weight_sum += self.shares.total
+        if self.loss_weighting.is_on:
+            interval.weight_sum += self.loss_weighting.total
         self.tracer.end_step(step)
 
     def sync_groups(self) -> RoundResult:
@@ -220,7 +220,7 @@ class GroupSession(Session):
         self._report = Report()
         self._take(verdict)
         # What was not finite is the coordinator's business: it skipped the lease.
-        self.finite.begin_at(self.state.position)
+        self.loss_guard.begin_at(self.state.position)
         return verdict
 
     def _arrival(self) -> Arrive:
@@ -230,7 +230,7 @@ class GroupSession(Session):
             commit=self.ledger.commit,
             leases=interval.leases,
             num_rows=interval.num_rows,
-            weight=interval.weight_sum.item() if self.shares.is_on else None,
+            weight=interval.weight_sum.item() if self.loss_weighting.is_on else None,
             is_poisoned=not self._is_finite(),
             report=self._report if self.groups.rank == 0 else None,
             sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},
@@ -283,7 +283,7 @@ class GroupSession(Session):
         groups = [range(index * size, (index + 1) * size) for index in range(len(members))]
         layout = Layout(size * len(members), size, "inter_host")
         hosts = [host for member in members for host in member.hosts]
-        self.emit(workers_started(self, layout, groups, hosts))
+        self.emit(self._workers_started(layout, groups, hosts))
 
     @property
     def is_over(self) -> bool:
@@ -359,7 +359,7 @@ class GroupSession(Session):
         if self.is_leader:
             self.publish(values)
         self.tracer.poll()
-        self.finite.judge(values)
+        self.loss_guard.judge(values)
 
     def close(self) -> None:
         """End what runs beside the training."""

@@ -1,4 +1,4 @@
-"""Ids that get rows as they turn up: TorchRec's managed collision, in buckets that reshard exactly.
+"""Dynamic tables: ids that get rows as they turn up, in buckets that reshard exactly.
 
     raw id ──mix──► 62-bit id ──top bits──► bucket ──known?──► its own row
                                                 └──not (yet)──► the bucket's last row, shared
@@ -12,13 +12,13 @@ on (step, row) only, moments 0.
 
 TorchRec keeps one such module for each *shard*, so that its ids fit no other number of shards. A
 bucket is the same rows whatever the number, hence any sharding group size that divides the number
-of buckets loads a checkpoint bitwise. What was seen since the last admission is not stored;
-`settle` admits it before a save instead, so that a run that was interrupted goes on exactly as one
-that was not.
+of buckets loads a checkpoint bitwise. What was seen since the last admission is not stored: a save
+admits it first (`trainer.parallel.sharding.settle`), so that an interrupted run goes on exactly as
+an uninterrupted one.
 
-One copy of the tables only (M = 1): copies would give the same row to different ids. TorchRec's
-HashZch modules have a sync for that, but their kernel trains on CUDA alone ("Expected readonly to
-be true", fbgemm 1.8). `trainer.parallel.sharding` shards the tables. No collectives here.
+One replica of the tables only (M = 1): replicas would give the same row to different ids. HashZch
+modules of TorchRec have a sync for that, but their kernel trains on CUDA alone ("Expected readonly
+to be true", fbgemm 1.8). No collectives here; `trainer.parallel.sharding` shards the tables.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ from torchrec.modules.mc_modules import (
 
 from trainer.spec.tables import MAX_INPUT_HASH_SIZE, MAX_SEEN, DynamicSpec
 
+META = torch.device("meta")
 NO_ID = torch.iinfo(torch.int64).max
 _MASK = MAX_INPUT_HASH_SIZE - 1
 _POLICIES: dict[str, type[MCHEvictionPolicy]] = {
@@ -172,10 +173,7 @@ class BucketedIds(ManagedCollisionModule):
         is_known = self.ids != NO_ID
         self._known, self._known_rows = self.ids[is_known], self.rows[is_known]
 
-    # ---- a step
-
     def preprocess(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
-        """Mix raw ids, on the rank that read them."""
         return {name: _with_values(each, mix(each.values())) for name, each in features.items()}
 
     def profile(self, features: dict[str, JaggedTensor]) -> dict[str, JaggedTensor]:
@@ -231,8 +229,6 @@ class BucketedIds(ManagedCollisionModule):
     ) -> dict[str, JaggedTensor]:
         """Raw ids to rows, in one go: what an unsharded module does."""
         return self.remap(self.profile(self.preprocess(features)))
-
-    # ---- admission
 
     @torch.no_grad()
     def admit(self) -> None:
@@ -291,7 +287,7 @@ class BucketedIds(ManagedCollisionModule):
         self._evicted = []
         return rows
 
-    # ---- what TorchRec asks
+    # What TorchRec asks.
 
     @property
     def first_row(self) -> int:
@@ -299,15 +295,12 @@ class BucketedIds(ManagedCollisionModule):
         return self._first * self._bucket_rows
 
     def output_size(self) -> int:
-        """Rows of the buckets."""
         return (self._end - self._first) * self._bucket_rows
 
     def input_size(self) -> int:
-        """Mixed ids are below this."""
         return MAX_INPUT_HASH_SIZE
 
     def buckets(self) -> int:
-        """Buckets of the whole table."""
         return self._spec.num_buckets
 
     @property
@@ -321,7 +314,6 @@ class BucketedIds(ManagedCollisionModule):
         return self.num_own_rows - num_taken
 
     def validate_state(self) -> None:
-        """Take a loaded state for what it is."""
         self.reload()
 
     def rebuild_with_output_id_range(
@@ -337,11 +329,6 @@ class BucketedIds(ManagedCollisionModule):
 
 def _with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
     return JaggedTensor(values=values, lengths=feature.lengths(), offsets=feature.offsets_or_none())
-
-
-# Lookups of dynamic tables: TorchRec's managed collision over `trainer.models.managed_collision`.
-
-META = torch.device("meta")
 
 
 def dynamic_bags(

@@ -1,15 +1,7 @@
-"""What a user did before, read by a transformer encoder next to the candidate.
+"""Networks that a job spec can name: DLRM, DCN v2, and the MovieLens transformer; `build_model`.
 
-    ratings   r_1 ... r_N            candidate
-    movies    e_1 ... e_N                c           x_i = W [e_i, r_i e_i] + position(i)
-               |       |                 |           position counts from the most recent
-              x_1 ... x_N               x_0
-               '---- encoder, padding masked ---'
-              h_1 ... h_N               h_0 -> first output: the candidate among the history
-               '---- sum_i a_i r_i h_i ---------> second output, a = softmax(h_0 . h_i)
-
-After Behavior Sequence Transformer (Chen et al. 2019), where the candidate enters the encoder as
-one more item; the second output weighs what was rated before by how it was rated.
+They are put together from TorchRec's parts around `trainer.models.sparse.SparseArch`; a network of
+the user's own is built by `trainer.models.user_module`. Outputs are [B, K] for the K tasks.
 """
 
 from __future__ import annotations
@@ -29,9 +21,140 @@ from trainer.models.user_module import UserRecommender, build_user_model
 from trainer.spec.job import JobSpec
 from trainer.spec.model import InteractionSpec, TaskSpec, TransformerSpec
 
+_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
+    "mse": nn.functional.mse_loss,
+    "bce": nn.functional.binary_cross_entropy_with_logits,
+}
+# Keeps the mean over rows that all have weight 0 from being NaN.
+_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
+
+
+def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecommender:
+    """The model of `spec`: tables on the meta device (sharding fills them), the rest on `device`.
+
+    Every table's `num_embeddings` must be resolved to a number.
+    """
+    if spec.model.module is not None:
+        return build_user_model(spec, device)
+    network = MovieLensNetwork if spec.model.arch == "movielens" else Network
+    return Recommender(network(spec, device), spec.model.tasks)
+
+
+class Recommender(nn.Module):
+    """A network with its loss: `forward(batch)` gives (loss, outputs).
+
+    `loss` is a scalar: the sum over the K tasks of the task's weight times the mean of its losses
+    over the batch's rows, weighted by `batch.weight`. `outputs` is [B, K] in the units that the
+    model learns: the normalised label for `mse`, the logit for `bce`.
+    """
+
+    def __init__(self, network: nn.Module, tasks: Sequence[TaskSpec]) -> None:
+        super().__init__()
+        self.network = network
+        self._tasks = tuple(tasks)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Loss and outputs of one batch; rows with weight 0 do not count."""
+        outputs = self.network(batch.dense, batch.sparse, batch.sequences)
+        losses = [
+            task.weight * _LOSSES[task.loss](outputs[:, k], batch.label[:, k], reduction="none")
+            for k, task in enumerate(self._tasks)
+        ]
+        total = (torch.stack(losses).sum(0) * batch.weight).sum()
+        return total / batch.weight.sum().clamp(min=_LEAST_WEIGHT), outputs.detach()
+
+
+class Network(nn.Module):
+    """DLRM (Naumov et al. 2019), or DCN v2 (Wang et al. 2021) in its place where they interact.
+
+    TorchRec's DLRM class takes pooled features only, so its parts are put together here.
+    """
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__()
+        model = spec.model
+        self.sparse_arch = SparseArch(spec, device)
+        self.dense_arch = DenseArch(
+            len(spec.dense_features), list(model.dense_arch.layer_sizes), device
+        )
+        num_features = len(self.sparse_arch.sparse_feature_names)
+        dim = spec.embedding_tables[0].embedding_dim
+        if model.arch == "dlrm":
+            self.inter_arch: nn.Module = InteractionArch(num_features)
+            crossed_size = dim + num_features * (num_features + 1) // 2
+        else:
+            self.inter_arch, crossed_size = cross_arch(spec, num_features, dim)
+        self.over_arch = over_arch(crossed_size, model.over_arch.layer_sizes, device)
+
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: KeyedJaggedTensor,
+        sequences: KeyedJaggedTensor | None = None,
+    ) -> torch.Tensor:
+        """Logits or values, [B, K]."""
+        embedded_dense = self.dense_arch(dense)
+        embedded_sparse = self.sparse_arch(sparse, sequences)
+        crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
+        return self.over_arch(crossed)
+
+
+class MovieLensNetwork(nn.Module):
+    """The published MovieLens-32M design: ids, genres, description tokens, year and a history.
+
+    The history (`model.transformer.sequence`) is read by `HistoryEncoder` next to the candidate;
+    its two vectors, those of all other features and the dense one meet in low-rank cross layers
+    (DCN v2, Wang et al. 2021) and fully connected ones. Every lookup is TorchRec's.
+    """
+
+    def __init__(self, spec: JobSpec, device: torch.device) -> None:
+        super().__init__()
+        model, transformer = spec.model, spec.model.transformer
+        assert transformer is not None, "the spec of arch movielens was checked"
+        limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
+        self._sequence, self._candidate = transformer.sequence, transformer.candidate
+        dim = spec.embedding_tables[0].embedding_dim
+        self.sparse_arch = SparseArch(spec, device, encoded=transformer.sequence)
+        self.history_encoder = HistoryEncoder(transformer, dim, limits[self._sequence], device)
+        self.dense_arch = DenseArch(
+            len(spec.dense_features), list(model.dense_arch.layer_sizes), device
+        )
+        names = self.sparse_arch.sparse_feature_names
+        self._candidate_place = names.index(self._candidate)
+        self.inter_arch, size = cross_arch(spec, len(names) + HistoryEncoder.num_outputs, dim)
+        self.dropout = nn.Dropout(transformer.dropout)
+        self.over_arch = over_arch(size, model.over_arch.layer_sizes, device)
+
+    def forward(
+        self,
+        dense: torch.Tensor,
+        sparse: KeyedJaggedTensor,
+        sequences: KeyedJaggedTensor | None = None,
+    ) -> torch.Tensor:
+        """Logits or values, [B, K]."""
+        assert sequences is not None, "arch movielens has a sequence"
+        embedded_dense = self.dense_arch(dense)
+        vectors, history = self.sparse_arch.with_history(sparse, sequences)
+        encoded = self.history_encoder(history, vectors[:, self._candidate_place])
+        crossed = self.inter_arch(
+            dense_features=embedded_dense, sparse_features=torch.cat([vectors, encoded], dim=1)
+        )
+        return self.over_arch(self.dropout(crossed))
+
 
 class HistoryEncoder(nn.Module):
     """Transformer encoder over a history and a candidate; an empty history is legal.
+
+        ratings   r_1 ... r_N            candidate
+        movies    e_1 ... e_N                c           x_i = W [e_i, r_i e_i] + position(i)
+                   |       |                 |           position counts from the most recent
+                  x_1 ... x_N               x_0
+                   '---- encoder, padding masked ---'
+                  h_1 ... h_N               h_0 -> first output: the candidate among the history
+                   '---- sum_i a_i r_i h_i ---------> second output, a = softmax(h_0 . h_i)
+
+    After Behavior Sequence Transformer (Chen et al. 2019), where the candidate enters the encoder
+    as one more item; the second output weighs what was rated before by how it was rated.
 
     The candidate is never masked, so that no softmax is over nothing. What an empty history adds
     is exactly zero.
@@ -90,9 +213,6 @@ def _rated_sum(
     return (shares.unsqueeze(1) @ items).squeeze(1)
 
 
-# Layers that several architectures share, put together from TorchRec's parts.
-
-
 def cross_arch(spec: JobSpec, num_vectors: int, dim: int) -> tuple[nn.Module, int]:
     """Low-rank cross layers of DCN v2 over `num_vectors` vectors of `dim` and the dense one.
 
@@ -109,133 +229,3 @@ def over_arch(in_features: int, layer_sizes: Sequence[int], device: torch.device
     if len(layer_sizes) == 1:  # which TorchRec's OverArch refuses
         return nn.Linear(in_features, layer_sizes[0], device=device)
     return OverArch(in_features, list(layer_sizes), device)
-
-
-# Arch `movielens`: a transformer over the user's history, then DCN v2 over all features.
-
-
-class MovieLensNetwork(nn.Module):
-    """The published MovieLens-32M design: ids, genres, description tokens, year and a history.
-
-    The history (`model.transformer.sequence`) is read by `HistoryEncoder` next to the candidate;
-    its two vectors, those of all other features and the dense one meet in low-rank cross layers
-    (DCN v2, Wang et al. 2021) and fully connected ones. Every lookup is TorchRec's.
-    """
-
-    def __init__(self, spec: JobSpec, device: torch.device) -> None:
-        super().__init__()
-        model, transformer = spec.model, spec.model.transformer
-        assert transformer is not None, "the spec of arch movielens was checked"
-        limits = {feature.name: feature.length_limit for feature in spec.sequence_features}
-        self._sequence, self._candidate = transformer.sequence, transformer.candidate
-        dim = spec.embedding_tables[0].embedding_dim
-        self.sparse_arch = SparseArch(spec, device, encoded=transformer.sequence)
-        self.history_encoder = HistoryEncoder(transformer, dim, limits[self._sequence], device)
-        self.dense_arch = DenseArch(
-            len(spec.dense_features), list(model.dense_arch.layer_sizes), device
-        )
-        names = self.sparse_arch.sparse_feature_names
-        self._candidate_place = names.index(self._candidate)
-        self.inter_arch, size = cross_arch(spec, len(names) + HistoryEncoder.num_outputs, dim)
-        self.dropout = nn.Dropout(transformer.dropout)
-        self.over_arch = over_arch(size, model.over_arch.layer_sizes, device)
-
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: KeyedJaggedTensor,
-        sequences: KeyedJaggedTensor | None = None,
-    ) -> torch.Tensor:
-        """Logits or values, [B, K]."""
-        assert sequences is not None, "arch movielens has a sequence"
-        embedded_dense = self.dense_arch(dense)
-        vectors, history = self.sparse_arch.with_history(sparse, sequences)
-        encoded = self.history_encoder(history, vectors[:, self._candidate_place])
-        crossed = self.inter_arch(
-            dense_features=embedded_dense, sparse_features=torch.cat([vectors, encoded], dim=1)
-        )
-        return self.over_arch(self.dropout(crossed))
-
-
-# DLRM and DCN v2 from a job spec, put together from TorchRec's parts.
-
-_LOSSES: dict[str, Callable[..., torch.Tensor]] = {
-    "mse": nn.functional.mse_loss,
-    "bce": nn.functional.binary_cross_entropy_with_logits,
-}
-# Keeps the mean over rows that all have weight 0 from being NaN.
-_LEAST_WEIGHT = torch.finfo(torch.float32).tiny
-
-
-class Network(nn.Module):
-    """DLRM (Naumov et al. 2019), or DCN v2 (Wang et al. 2021) in its place where they interact.
-
-    TorchRec's DLRM class takes pooled features only, so its parts are put together here.
-    """
-
-    def __init__(self, spec: JobSpec, device: torch.device) -> None:
-        super().__init__()
-        model = spec.model
-        self.sparse_arch = SparseArch(spec, device)
-        self.dense_arch = DenseArch(
-            len(spec.dense_features), list(model.dense_arch.layer_sizes), device
-        )
-        num_features = len(self.sparse_arch.sparse_feature_names)
-        dim = spec.embedding_tables[0].embedding_dim
-        self.inter_arch, crossed_size = _interaction(spec, num_features, dim)
-        self.over_arch = over_arch(crossed_size, model.over_arch.layer_sizes, device)
-
-    def forward(
-        self,
-        dense: torch.Tensor,
-        sparse: KeyedJaggedTensor,
-        sequences: KeyedJaggedTensor | None = None,
-    ) -> torch.Tensor:
-        """Logits or values, [B, K]."""
-        embedded_dense = self.dense_arch(dense)
-        embedded_sparse = self.sparse_arch(sparse, sequences)
-        crossed = self.inter_arch(dense_features=embedded_dense, sparse_features=embedded_sparse)
-        return self.over_arch(crossed)
-
-
-def _interaction(spec: JobSpec, num_features: int, dim: int) -> tuple[nn.Module, int]:
-    """How F sparse features and the dense one meet, and the size of what comes out."""
-    if spec.model.arch == "dlrm":
-        num_pairs = num_features * (num_features + 1) // 2
-        return InteractionArch(num_features), dim + num_pairs
-    return cross_arch(spec, num_features, dim)
-
-
-class Recommender(nn.Module):
-    """A network with its loss: `forward(batch)` gives (loss, outputs).
-
-    `loss` is a scalar: the sum over the K tasks of the task's weight times the mean of its losses
-    over the batch's rows, weighted by `batch.weight`. `outputs` is [B, K] in the units that the
-    model learns: the normalised label for `mse`, the logit for `bce`.
-    """
-
-    def __init__(self, network: nn.Module, tasks: Sequence[TaskSpec]) -> None:
-        super().__init__()
-        self.network = network
-        self._tasks = tuple(tasks)
-
-    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loss and outputs of one batch; rows with weight 0 do not count."""
-        outputs = self.network(batch.dense, batch.sparse, batch.sequences)
-        losses = [
-            task.weight * _LOSSES[task.loss](outputs[:, k], batch.label[:, k], reduction="none")
-            for k, task in enumerate(self._tasks)
-        ]
-        total = (torch.stack(losses).sum(0) * batch.weight).sum()
-        return total / batch.weight.sum().clamp(min=_LEAST_WEIGHT), outputs.detach()
-
-
-def build_model(spec: JobSpec, device: torch.device) -> Recommender | UserRecommender:
-    """The model of `spec`: tables on the meta device (sharding fills them), the rest on `device`.
-
-    Every table's `num_embeddings` must be resolved to a number.
-    """
-    if spec.model.module is not None:
-        return build_user_model(spec, device)
-    network = MovieLensNetwork if spec.model.arch == "movielens" else Network
-    return Recommender(network(spec, device), spec.model.tasks)

@@ -1,15 +1,6 @@
-"""What a user did before, read by a transformer encoder next to the candidate.
+"""The sparse half of a model: pooled and sequence lookups as one vector for each feature.
 
-    ratings   r_1 ... r_N            candidate
-    movies    e_1 ... e_N                c           x_i = W [e_i, r_i e_i] + position(i)
-               |       |                 |           position counts from the most recent
-              x_1 ... x_N               x_0
-               '---- encoder, padding masked ---'
-              h_1 ... h_N               h_0 -> first output: the candidate among the history
-               '---- sum_i a_i r_i h_i ---------> second output, a = softmax(h_0 . h_i)
-
-After Behavior Sequence Transformer (Chen et al. 2019), where the candidate enters the encoder as
-one more item; the second output weighs what was rated before by how it was rated.
+`SparseArch` is public: a network of the user's own may hold its tables in it.
 """
 
 from __future__ import annotations
@@ -30,16 +21,14 @@ from torchrec import (
     KeyedTensor,
     PoolingType,
 )
-from torchrec.modules.mc_embedding_modules import (
-    ManagedCollisionEmbeddingBagCollection,
-    ManagedCollisionEmbeddingCollection,
-)
 from torchrec.types import DataType
 
-from trainer.models.managed_collision import dynamic_bags, dynamic_lists
+from trainer.models.managed_collision import META, dynamic_bags, dynamic_lists
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.tables import EmbeddingTableSpec
+
+_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 
 
 @dataclass(frozen=True)
@@ -67,11 +56,6 @@ class History:
     @property
     def _places(self) -> torch.Tensor:
         return torch.arange(self.vectors.shape[1], device=self.vectors.device)
-
-
-# The sparse half of a model: pooled and sequence lookups as one vector for each feature.
-
-_DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 
 
 class AttentionPooling(nn.Module):
@@ -124,10 +108,19 @@ class SparseArch(nn.Module):
 
     def __init__(self, spec: JobSpec, device: torch.device, encoded: str | None = None) -> None:
         super().__init__()
-        self.embedding_bag_collection = _pooled_tables(spec)
-        self.dynamic_bags = _dynamic_pooled_tables(spec)
-        self.dynamic_lists = _dynamic_sequence_tables(spec)
-        self.embedding_collection = _sequence_tables(spec)
+        bags, lists = _bag_configs(spec, dynamic=False), _list_configs(spec, dynamic=False)
+        self.embedding_bag_collection = (
+            EmbeddingBagCollection(tables=bags, is_weighted=spec.is_weighted, device=META)
+            if bags
+            else None
+        )
+        dynamic, tables = _bag_configs(spec, dynamic=True), spec.dynamic_tables
+        self.dynamic_bags = dynamic_bags(dynamic, tables) if dynamic else None
+        dynamic_sequences = _list_configs(spec, dynamic=True)
+        self.dynamic_lists = dynamic_lists(dynamic_sequences, tables) if dynamic_sequences else None
+        self.embedding_collection = (
+            EmbeddingCollection(tables=lists, device=META) if lists else None
+        )
         self._pooled_names = [
             name
             for table in _tables_of(spec.embedding_tables, spec.pooled_features)
@@ -247,52 +240,33 @@ def unweighted(jagged: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=jagged.keys(), values=jagged.values(), lengths=jagged.lengths())
 
 
-def _pooled_tables(spec: JobSpec) -> EmbeddingBagCollection | None:
-    tables = _tables_of(spec.embedding_tables, spec.pooled_features)
-    configs = [_bag_config(table, spec) for table in tables if table.dynamic is None]
-    if not configs:
-        return None
-    meta = torch.device("meta")
-    return EmbeddingBagCollection(tables=configs, is_weighted=spec.is_weighted, device=meta)
+def _bag_configs(spec: JobSpec, *, dynamic: bool) -> list[EmbeddingBagConfig]:
+    return [
+        EmbeddingBagConfig(
+            name=table.name,
+            embedding_dim=table.embedding_dim,
+            num_embeddings=_num_rows(table),
+            feature_names=_names(table, spec.pooled_features),
+            data_type=_DATA_TYPES[table.data_type],
+            pooling=PoolingType.SUM,
+        )
+        for table in _tables_of(spec.embedding_tables, spec.pooled_features)
+        if (table.dynamic is not None) == dynamic
+    ]
 
 
-def _dynamic_pooled_tables(spec: JobSpec) -> ManagedCollisionEmbeddingBagCollection | None:
-    tables = _tables_of(spec.embedding_tables, spec.pooled_features)
-    configs = [_bag_config(table, spec) for table in tables if table.dynamic is not None]
-    return dynamic_bags(configs, spec.dynamic_tables) if configs else None
-
-
-def _dynamic_sequence_tables(spec: JobSpec) -> ManagedCollisionEmbeddingCollection | None:
-    tables = _tables_of(spec.embedding_tables, spec.sequence_features)
-    configs = [_list_config(table, spec) for table in tables if table.dynamic is not None]
-    return dynamic_lists(configs, spec.dynamic_tables) if configs else None
-
-
-def _bag_config(table: EmbeddingTableSpec, spec: JobSpec) -> EmbeddingBagConfig:
-    return EmbeddingBagConfig(
-        name=table.name,
-        embedding_dim=table.embedding_dim,
-        num_embeddings=_num_rows(table),
-        feature_names=_names(table, spec.pooled_features),
-        data_type=_DATA_TYPES[table.data_type],
-        pooling=PoolingType.SUM,
-    )
-
-
-def _sequence_tables(spec: JobSpec) -> EmbeddingCollection | None:
-    tables = _tables_of(spec.embedding_tables, spec.sequence_features)
-    configs = [_list_config(table, spec) for table in tables if table.dynamic is None]
-    return EmbeddingCollection(tables=configs, device=torch.device("meta")) if configs else None
-
-
-def _list_config(table: EmbeddingTableSpec, spec: JobSpec) -> EmbeddingConfig:
-    return EmbeddingConfig(
-        name=table.name,
-        embedding_dim=table.embedding_dim,
-        num_embeddings=_num_rows(table),
-        feature_names=_names(table, spec.sequence_features),
-        data_type=_DATA_TYPES[table.data_type],
-    )
+def _list_configs(spec: JobSpec, *, dynamic: bool) -> list[EmbeddingConfig]:
+    return [
+        EmbeddingConfig(
+            name=table.name,
+            embedding_dim=table.embedding_dim,
+            num_embeddings=_num_rows(table),
+            feature_names=_names(table, spec.sequence_features),
+            data_type=_DATA_TYPES[table.data_type],
+        )
+        for table in _tables_of(spec.embedding_tables, spec.sequence_features)
+        if (table.dynamic is not None) == dynamic
+    ]
 
 
 def _tables_of(

@@ -1,4 +1,4 @@
-"""A network of the user's own: found, built, held to its contract, and its errors told apart.
+"""User modules: loading and building a user's network, its contract, and errors of its code.
 
 The class that `model.module` names is built as `Class(spec, device)`, with the resolved `JobSpec`.
 It holds the tables of the spec in TorchRec collections (`trainer.models.sparse.SparseArch` builds
@@ -41,7 +41,7 @@ from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec, split_path
 
 _TORCH = Path(torch.__file__).parent
-# Who speaks in an error of a collective.
+# Words in errors of collectives.
 _COLLECTIVES = ("gloo", "nccl", "c10d")
 
 
@@ -61,13 +61,13 @@ class UserRecommender(nn.Module):
         losses, predictions = self._parts(answer)
         loss = self._total(losses)
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise self._broken("the loss depends on no parameter: it was detached on its way")
+            raise self._error("the loss depends on no parameter: it was detached on its way")
         return loss, self._outputs(predictions, batch.num_rows).detach()
 
     def _parts(self, answer: Any) -> tuple[Any, Any]:
         if isinstance(answer, tuple) and len(answer) == 2:
             return answer
-        raise self._broken(f"forward must return (losses, predictions), not {_kind(answer)}")
+        raise self._error(f"forward must return (losses, predictions), not {_kind(answer)}")
 
     def _total(self, losses: Any) -> torch.Tensor:
         named = losses if isinstance(losses, Mapping) else {"": losses}
@@ -76,10 +76,10 @@ class UserRecommender(nn.Module):
         for name, loss in named.items():
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 spoken = f"loss {name!r}" if name else "the loss"
-                raise self._broken(f"{spoken} must be a tensor with one number, not {_kind(loss)}")
+                raise self._error(f"{spoken} must be a tensor with one number, not {_kind(loss)}")
             terms.append(weights.get(name, 1.0) * loss.reshape(()))
         if not terms:
-            raise self._broken("losses is empty; give at least one")
+            raise self._error("losses is empty; give at least one")
         return torch.stack(terms).sum()
 
     def _outputs(self, predictions: Any, num_rows: int) -> torch.Tensor:
@@ -89,12 +89,12 @@ class UserRecommender(nn.Module):
                 return predictions
             if predictions.shape == (num_rows,) and len(self._tasks) == 1:
                 return predictions.unsqueeze(1)
-        raise self._broken(
+        raise self._error(
             f"predictions must be a tensor [B, K] = {list(wanted)}, one column for each of "
             f"model.tasks; got {_kind(predictions)}"
         )
 
-    def _broken(self, message: str) -> UserCodeError:
+    def _error(self, message: str) -> UserCodeError:
         return UserCodeError(f"model.module '{self._module}': {message}")
 
 
@@ -141,9 +141,9 @@ def users_code(module: str) -> Iterator[None]:
     except UserCodeError:
         raise
     except (Exception, SystemExit) as error:
-        if _only_passes(error):
+        if _is_foreign(error):
             raise
-        raise _told(error, module) from error
+        raise _user_error(error, module) from error
 
 
 def users_error(error: Exception, module: str) -> UserCodeError | None:
@@ -153,11 +153,11 @@ def users_error(error: Exception, module: str) -> UserCodeError | None:
     """
     root = _code_of(module)[0]
     is_theirs = root and any(Path(file).is_relative_to(root) for file in _files_of(error))
-    return _told(error, module) if is_theirs and not _only_passes(error) else None
+    return _user_error(error, module) if is_theirs and not _is_foreign(error) else None
 
 
-def _only_passes(error: BaseException) -> bool:
-    """A lost peer, or no memory: not for the user's code to answer, though it lies on the way.
+def _is_foreign(error: BaseException) -> bool:
+    """Whether an error only passes through the user's code: a lost peer, or no memory.
 
     What a collective says comes from PyTorch; the user's own connections may fail in like words.
     """
@@ -167,16 +167,13 @@ def _only_passes(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError):
         return False
     is_named = any(each in str(error).lower() for each in _COLLECTIVES)
-    return is_named or isinstance(error, dist.DistError) or _is_of_torch(error)
-
-
-def _is_of_torch(error: BaseException) -> bool:
-    """Whether PyTorch or TorchRec raised it, and not who called them."""
-    deepest = Path(_files_of(error)[-1])
+    if is_named or isinstance(error, dist.DistError):
+        return True
+    deepest = Path(_files_of(error)[-1])  # who raised it, and not who called them
     return any(deepest.is_relative_to(_TORCH.with_name(name)) for name in ("torch", "torchrec"))
 
 
-def _told(error: BaseException, module: str) -> UserCodeError:
+def _user_error(error: BaseException, module: str) -> UserCodeError:
     lines = user_lines(error, *_code_of(module))
     return UserCodeError(f"model.module '{module}': {failures.described(error)}{_at(lines)}", lines)
 

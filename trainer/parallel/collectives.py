@@ -1,11 +1,11 @@
-"""Means over a replica group, summed in a fixed order, so that the copies end bitwise equal.
+"""Means over a replica group, summed in a fixed order, so that the replicas end bitwise equal.
 
 Each of the M ranks sums 1/M of the elements (all-to-all), in fp32 and pair by pair in rank order,
 and hands the means to the others (all-gather): the bytes of a ring all-reduce, 2 (M - 1) / M of
 the elements. A stock all-reduce sums in an order that depends on where an element lies; here the
 mean of an element depends on its M values alone. So a row has the same mean whether it travels
 alone or with its whole table, and for M a power of two the mean of M equal values is that value.
-Copies may weigh differently; those of weight 0 hear the means without counting in them.
+Replicas may weigh differently; those of weight 0 get the means without counting in them.
 """
 
 from __future__ import annotations
@@ -94,7 +94,6 @@ class Block:
 
     @property
     def row_numel(self) -> int:
-        """Elements of one row."""
         return self.tensor[:1].numel()
 
     @property
@@ -111,7 +110,6 @@ class Block:
             torch.index_select(self.tensor, 0, self.rows, out=out)
 
     def write(self, flat: torch.Tensor) -> None:
-        """Overwrite the rows."""
         if self.rows is None:
             self.tensor.view(-1).copy_(flat)
         else:
@@ -159,7 +157,6 @@ class ReplicaCollectives:
         self.num_overflows += other.num_overflows
 
     def take_costs(self) -> tuple[int, int]:
-        """(bytes sent, overflows) since the last time."""
         taken = self.num_bytes, self.num_overflows
         self.num_bytes = self.num_overflows = 0
         return taken
@@ -260,7 +257,6 @@ class Batch:
         return flat
 
     def unpack(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Each block with its part of `flat`."""
         place = 0
         for block in self.blocks:
             yield block, flat[place : place + block.numel]

@@ -1,22 +1,17 @@
-"""Divergence guard: are copies that a sync made equal really equal?
+"""Divergence guard: compares the replicas that a sync has made equal.
 
-A flipped bit, a faulty link or a bug leaves a shard's copies different, and averaging then hides
+A flipped bit, a faulty link or a bug leaves a shard's replicas different, and averaging then hides
 it. Every K syncs each rank sums the bits of what it holds into one number for each shard, data
 parallel table and dense parameter, and compares these with the ranks that hold the same: its
-replica group, and all ranks for what is whole on each.
+replica group, and all ranks for what is whole on each. A fault in what a sync is about to average
+goes into all replicas alike and cannot be seen.
 
-What is found: whatever differs after the averaging, such as rows that nobody has looked up since
-the last sync (mode touched_rows), a dense part that DDP keeps equal, and faults of the sync. A
-fault in what a sync is about to average goes into all copies alike and cannot be seen.
-
-Copies are bitwise equal only right after a sync that has been applied. An overlapped sync never
-leaves them so, because each copy has trained on: there the caller flushes first when a check is
-due. Optimizer state is compared when every sync averages it; with `delayed` and `never` it may
-differ between copies.
+Replicas are bitwise equal only right after a sync that has been applied: with overlapped syncs the
+caller flushes first. Optimizer state is compared when every sync averages it.
 
 Collectives of a check: an all-gather of 8 bytes for each shard on the *replica group*, one of 8
 bytes for each whole table and parameter on the *global group*, and an all-reduce of a flag there,
-so that all ranks act alike; when copies differ, also an all-gather of the findings on the global
+so that all ranks act alike; when replicas differ, also an all-gather of the findings on the global
 group and, with `rebroadcast`, a broadcast of what differs on the group that compared it.
 """
 
@@ -45,7 +40,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class DivergentShard:
-    """Copies of one shard that differ: `ranks` hold another content than most of their group.
+    """Replicas of one shard that differ: `ranks` hold another content than most of their group.
 
     `shard` is the position in the sharding group, from 0 to L - 1, and 0 for what is whole on every
     rank; `table` may also be the name of a dense parameter.
@@ -62,7 +57,7 @@ class DivergentShard:
 
 
 class DivergenceError(Exception):
-    """Copies of a shard differ although they were synced; names table, shard and ranks."""
+    """Replicas of a shard differ although they were synced; names table, shard and ranks."""
 
     def __init__(self, found: Sequence[DivergentShard]) -> None:
         where = "; ".join(map(str, found))
@@ -83,7 +78,7 @@ class _Entry:
 
 
 class DivergenceGuard:
-    """Compares the copies of everything that is held more than once, every `every_syncs` syncs.
+    """Compares the replicas of everything that is held more than once, every `every_syncs` syncs.
 
     `compare_state` says whether the optimizer state is equal after a sync too. `optimizer` holds
     the state of data-parallel tables and dense parameters.
@@ -124,7 +119,7 @@ class DivergenceGuard:
         shards = self._compare(list(self._shards()), groups.replica_group, groups.shard_index)
         # Whole on every rank, so two replica groups that each agree may still differ.
         whole = self._compare(list(self._whole()), groups.global_group, 0)
-        return self._agree([*shards, *whole])
+        return self._gather_findings([*shards, *whole])
 
     def _shards(self) -> Iterator[_Entry]:
         for shard in self._model.table_shards():
@@ -140,7 +135,7 @@ class DivergenceGuard:
     def _compare(
         self, entries: list[_Entry], group: dist.ProcessGroup, position: int
     ) -> list[DivergentShard]:
-        """Entries whose copies in `group` differ, made equal if asked. Collective over `group`."""
+        """Entries whose copies in `group` differ, repaired if asked. Collective over `group`."""
         if not entries:
             return []
         ranks = dist.get_process_group_ranks(group)
@@ -155,7 +150,7 @@ class DivergenceGuard:
         return found
 
     def _repair(self, entry: _Entry, copies: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Overwrite `copies` of an entry by the first that is none of them, if that is asked."""
+        """With `rebroadcast`, overwrite `copies` of an entry by the first that is none of them."""
         if self._spec.action != "rebroadcast":
             return
         ranks = dist.get_process_group_ranks(group)
@@ -163,7 +158,7 @@ class DivergenceGuard:
         for tensor in entry.tensors:
             dist.broadcast(tensor.detach(), source, group=group)
 
-    def _agree(self, mine: list[DivergentShard]) -> list[DivergentShard]:
+    def _gather_findings(self, mine: list[DivergentShard]) -> list[DivergentShard]:
         """What any rank found. Collective over the global group; costly only if anything is."""
         group = self._groups.global_group
         flag = torch.tensor([len(mine)], device=self._groups.device)

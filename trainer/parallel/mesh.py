@@ -3,7 +3,7 @@
 Every worker reports its host; the layout is laid over those sites and a DeviceMesh with the
 dimensions ("replicate", "shard") is made of it. Its groups are formed here and not by DeviceMesh,
 which would sort their ranks, though TorchRec needs them in shard order, and which leaves their
-time-out at 30 minutes: a hung peer must never cost that long.
+timeout at 30 minutes: a hung peer must never cost that long.
 """
 
 from __future__ import annotations
@@ -74,17 +74,6 @@ class MeshGroups:
         return self.mesh.shard_index_of(self.rank)
 
 
-@dataclass(frozen=True)
-class NodeGroups:
-    """Groups inside this rank's sharding group that table-row-wise and grid sharding talk in.
-
-    `intra_host` joins its ranks on one host, `cross_host` those with the same place on each host.
-    """
-
-    intra_host: dist.ProcessGroup
-    cross_host: dist.ProcessGroup
-
-
 def ranks_per_host(hosts: Sequence[Sequence[str]]) -> int | None:
     """How many ranks of a sharding group share a host, or None when that is not one number.
 
@@ -95,8 +84,11 @@ def ranks_per_host(hosts: Sequence[Sequence[str]]) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def form_node_groups(groups: MeshGroups) -> NodeGroups:
-    """Form the node groups of every sharding group. Collective over the global group.
+def form_node_groups(groups: MeshGroups) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """The groups that table-row-wise and grid sharding need. Collective over the global group.
+
+    (intra-host, cross-host): the ranks of this sharding group on one host, and those with the same
+    place on each host.
 
     Raises `LayoutError` where hosts hold unequal numbers of a sharding group's ranks.
     """
@@ -112,23 +104,8 @@ def form_node_groups(groups: MeshGroups) -> NodeGroups:
     ]
     intra = [block for of_group in blocks for block in of_group]
     cross = [ranks for of_group in blocks for ranks in zip(*of_group, strict=True)]
-    return NodeGroups(
-        intra_host=_form(intra, groups.rank, groups.timeout),
-        cross_host=_form(cross, groups.rank, groups.timeout),
-    )
-
-
-def local_site(rank: int, device: torch.device, host: str | None = None) -> WorkerSite:
-    """This worker's site; `host` is its host name unless the cluster knows it by another one."""
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    return WorkerSite(rank, host or socket.gethostname(), local_rank, device.index or 0)
-
-
-def gather_sites(site: WorkerSite) -> tuple[WorkerSite, ...]:
-    """Sites of all ranks, indexed by rank. Collective over the default group."""
-    sites: list[WorkerSite | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(sites, site)
-    return tuple(site for site in sites if site is not None)
+    intra_host = form_groups(intra, groups.rank, groups.timeout)
+    return intra_host, form_groups(cross, groups.rank, groups.timeout)
 
 
 def build_groups(
@@ -136,16 +113,21 @@ def build_groups(
 ) -> MeshGroups:
     """Form the groups of `layout` over the default process group. Collective.
 
-    Raises `LayoutError` when the number of workers is not T.
+    `host` is this worker's host name unless the cluster knows it by another one. Raises
+    `LayoutError` when the number of workers is not T.
     """
     rank, world = dist.get_rank(), dist.group.WORLD
     assert world is not None, "init_process_group comes first"
-    sites = gather_sites(local_site(rank, device, host))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    site = WorkerSite(rank, host or socket.gethostname(), local_rank, device.index or 0)
+    everyone: list[WorkerSite] = [site] * dist.get_world_size()
+    dist.all_gather_object(everyone, site)
+    sites = tuple(everyone)
     mesh = MeshLayout.build(layout, sites)
     timeout = timedelta(seconds=timeout_s)
     _set_pg_timeout(timeout, world)
-    sharding_group = _form(mesh.sharding_groups, rank, timeout)
-    replica_group = _form(mesh.replica_groups, rank, timeout)
+    sharding_group = form_groups(mesh.sharding_groups, rank, timeout)
+    replica_group = form_groups(mesh.replica_groups, rank, timeout)
     device_mesh = DeviceMesh.from_group(
         [replica_group, sharding_group],
         device.type,
@@ -166,7 +148,9 @@ def build_groups(
     )
 
 
-def _form(groups: Sequence[Sequence[int]], rank: int, timeout: timedelta) -> dist.ProcessGroup:
-    """Form all `groups`, each in the order of its ranks; the one that `rank` is in. Collective."""
+def form_groups(
+    groups: Sequence[Sequence[int]], rank: int, timeout: timedelta
+) -> dist.ProcessGroup:
+    """Form all `groups`, each in the order of its ranks; the one of `rank`. Collective."""
     formed = [dist.new_group(list(ranks), timeout=timeout, sort_ranks=False) for ranks in groups]
     return next(pg for ranks, pg in zip(groups, formed, strict=True) if rank in ranks)

@@ -1,23 +1,19 @@
-"""`parallelism.dense: at_sync`: the dense part, data parallel in each sharding group on its own.
-
-With `every_step` DDP averages dense gradients over all T ranks, so no group can be a step ahead of
-another. With `at_sync` it averages them over the L ranks of the sharding group, and the M copies of
-the dense part drift apart until a sync averages them as it does the tables (local SGD). Between
-two syncs no collective then crosses the sharding groups. The gradient is a mean over L ranks
-instead of T: its expectation stays, its variance is M times as high.
-
-Collectives: one broadcast of the dense part over the *global group* when the model is built;
-afterwards DDP's on the *sharding group* only. The averaging itself is the sync's business
-(`trainer.parallel.sync`).
+"""The 2D-parallel model: tables sharded over L ranks, M replicas of them, dense part by DDP.
 
     sharding group 0:  rank a [shard 0]   rank b [shard 1]  ...   lookups: all-to-all inside
     sharding group 1:  rank c [shard 0]   rank d [shard 1]  ...   lookups: all-to-all inside
                             |                  |
-                     replica group 0     replica group 1          sync: averages the copies
+                     replica group 0     replica group 1          sync: averages the replicas
 
-TorchRec's own DMPCollection refuses CPU; this wrapper is device-neutral. It builds the mesh from
-the true topology, places a copy of the plan on this rank's sharding group and leaves the rest to
-TorchRec. Averaging the copies is the business of `trainer.parallel.sync`.
+TorchRec's own DMPCollection refuses CPU; this wrapper is device-neutral. It takes the mesh of the
+true topology, places a copy of the plan on this rank's sharding group and leaves the rest to
+TorchRec. `trainer.parallel.sync` averages the replicas.
+
+With `parallelism.dense: every_step` DDP averages dense gradients over all T ranks, so no group can
+be a step ahead of another. With `at_sync` it averages them over the L ranks of the sharding group
+only, and a sync averages the M replicas of the dense part as it does the tables (local SGD): no
+collective crosses the sharding groups in between. The gradient is then a mean over L ranks instead
+of T: its expectation stays, its variance is M times as high.
 """
 
 from __future__ import annotations
@@ -61,7 +57,7 @@ class GroupDataParallelWrapper(DefaultDataParallelWrapper):
         self._groups = groups
 
     def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
-        """Start all copies equal, then wrap. Collective over the global group.
+        """Start all replicas equal, then wrap. Collective over the global group.
 
         DDP itself only makes the ranks of its own group equal, and there are M of those.
         """
@@ -85,9 +81,6 @@ def dense_part(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch
     yield from module.named_buffers(prefix, recurse=False)
     for name, child in module.named_children():
         yield from dense_part(child, f"{prefix}.{name}" if prefix else name)
-
-
-# 2D sparse parallelism: DistributedModelParallel over a ("replicate", "shard") mesh.
 
 
 class MeshShardingEnv(ShardingEnv2D):
@@ -136,7 +129,7 @@ class TableShard:
 class TwoDParallel(DistributedModelParallel):
     """A TorchRec model whose tables are sharded inside L ranks and replicated over M groups.
 
-    Collective: every rank builds it with the same `plan` (made for one sharding group). Copies
+    Collective: every rank builds it with the same `plan` (made for one sharding group). Replicas
     start equal: the tables of each replica group are broadcast from its first rank, the dense
     parameters by DDP. With `dense` "every_step" DDP spans all ranks, with "at_sync" one sharding
     group, so that groups are independent between syncs.
@@ -152,7 +145,9 @@ class TwoDParallel(DistributedModelParallel):
     ) -> None:
         self.groups = groups
         if uses_node_groups(plan):
-            _provide_node_groups(groups)
+            # TorchRec keeps one pair for the whole process and forms it, if there is none, from
+            # rank arithmetic that only holds when ranks are numbered host by host.
+            comm._INTRA_PG_2D, comm._CROSS_PG_2D = form_node_groups(groups)
         super().__init__(
             module,
             env=MeshShardingEnv(groups),
@@ -165,7 +160,7 @@ class TwoDParallel(DistributedModelParallel):
 
     @torch.no_grad()
     def broadcast_tables(self) -> None:
-        """Make all copies of every shard equal to that of the replica group's first rank.
+        """Make all replicas of every shard equal to that of the replica group's first rank.
 
         Data-parallel tables have no shards: all ranks take the first rank's. Collective.
         """
@@ -203,35 +198,9 @@ class TwoDParallel(DistributedModelParallel):
             if sharding.sharding_type == ShardingType.DATA_PARALLEL.value
         }
 
-    def shard_weights(self) -> list[torch.Tensor]:
-        """This rank's shards: one [local_rows, embedding_dim] view for each local table."""
-        return [w for kernel in self.embedding_kernels() for w in kernel.split_embedding_weights()]
-
-    def shard_moments(self) -> list[torch.Tensor]:
-        """Optimizer state of this rank's shards (row-wise AdaGrad: one float a row), as views."""
-        return [
-            state
-            for kernel in self.embedding_kernels()
-            for states in kernel.get_optimizer_state()
-            for state in states.values()
-        ]
-
-
-def _provide_node_groups(groups: MeshGroups) -> None:
-    """Form the groups of table-row-wise and grid sharding where TorchRec looks for them.
-
-    It keeps one pair for the whole process and forms it, if there is none, from rank arithmetic
-    that only holds when ranks are numbered host by host. Collective over the global group.
-    """
-    node_groups = form_node_groups(groups)
-    comm._INTRA_PG_2D, comm._CROSS_PG_2D = node_groups.intra_host, node_groups.cross_host
-
-
-_FUSED_LOOKUPS = (BatchedFusedEmbedding, BatchedFusedEmbeddingBag)
-
 
 def _lookups(module: nn.Module) -> Iterator[BatchedFusedEmbedding | BatchedFusedEmbeddingBag]:
-    if isinstance(module, _FUSED_LOOKUPS):
+    if isinstance(module, BatchedFusedEmbedding | BatchedFusedEmbeddingBag):
         yield module
         return
     # TorchRec keeps its lookups in plain lists, which nn.Module.children does not see.

@@ -1,21 +1,9 @@
-r"""Gradients of several batches as those of one: their mean, weighted by what each batch weighs.
-
-Backward passes add gradients up, each the mean over its batch's rows. With S = sum(w_i g_i) and w
-the weight of the newest batch, what is held is S / w: before a batch of weight w' adds its own
-gradient, that is scaled by w / w'. Divided by sum(w_i) / w it is the mean over all rows. Batches of
-equal weight are added as they are.
-
-factor
-  1 |    /\__              warm-up: k / warmup_steps at step k
-    |   /    \__           decay: a line or half a cosine from the peak
-    |  /        \__        down to min_ratio at the last step
-  0 +-------------------- step
+"""Optimizers of sharded tables, data-parallel tables and the dense part; schedule, accumulation.
 
 In 2D the second moment v of a row grows M times faster than in 1D, because each of the M groups
 divides its gradient by L instead of T. Algorithm 1 of the 2D sparse parallelism paper divides it
 by c again: w -= lr / (sqrt(v / c) + eps) * g. That is FBGEMM's stock kernel with lr * sqrt(c) and
-eps * sqrt(c), so no kernel of our own is needed. It holds for AdaGrad and row-wise AdaGrad alike;
-SGD has no moments and c is 1.
+eps * sqrt(c), for AdaGrad and row-wise AdaGrad alike; SGD has no moments and c is 1.
 
     sgd                w -= lr * g
     adagrad            v += g^2          (v [rows, dim])    w -= lr / (sqrt(v / c) + eps) * g
@@ -23,6 +11,12 @@ SGD has no moments and c is 1.
 
 Tables sharded data_parallel are whole on each rank and have ordinary gradients, so a torch
 optimizer with the same formula updates them after the backward pass.
+
+Accumulation makes the gradients of several batches those of one: their mean, weighted by what each
+batch weighs. Backward passes add gradients up, each the mean over its batch's rows. With
+S = sum(w_i g_i) and w the weight of the newest batch, what is held is S / w: before a batch of
+weight w' adds its own gradient, that is scaled by w / w'. Divided by sum(w_i) / w it is the mean
+over all rows. Batches of equal weight are added as they are.
 """
 
 from __future__ import annotations
@@ -47,10 +41,20 @@ from trainer.spec.training import (
 )
 
 Gradients = Sequence[torch.Tensor]
+_FUSED_OPTIMIZERS = {
+    "sgd": EmbOptimType.EXACT_SGD,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "row_wise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+}
+_DENSE_OPTIMIZERS = {
+    "adam": torch.optim.Adam,
+    "adagrad": torch.optim.Adagrad,
+    "sgd": torch.optim.SGD,
+}
 
 
 class GradientAccumulator:
-    """The batches since the last step of the dense part. Nothing waits for the device."""
+    """Accumulated gradients as those of one batch (see above). Nothing waits for the device."""
 
     def __init__(self) -> None:
         self.num_batches = 0
@@ -58,7 +62,7 @@ class GradientAccumulator:
         self._total: torch.Tensor | None = None
 
     def add(self, held: Gradients, weight: torch.Tensor) -> None:
-        """Make room in the gradients held for those of a batch: call it before its backward pass.
+        """Scale the gradients held for a batch to add its own: call it before its backward pass.
 
         `weight` is the sum of its rows' weights over all ranks, a scalar. A batch that weighs 0 has
         gradients of 0.
@@ -83,9 +87,6 @@ class GradientAccumulator:
         self.num_batches, self._newest, self._total = 0, None, None
 
 
-# Learning-rate schedules: the factor of each step, as pure arithmetic.
-
-
 def factor(step: int, total_steps: int, spec: ScheduleSpec | None) -> float:
     """What the learning rates are multiplied by at `step`, counted from 1 to `total_steps`.
 
@@ -100,26 +101,9 @@ def factor(step: int, total_steps: int, spec: ScheduleSpec | None) -> float:
         return 1.0
     peak = max(spec.warmup_steps, 1)
     progress = min((step - peak) / max(total_steps - peak, 1), 1.0)
-    left = 1.0 - progress if spec.decay == "linear" else _half_cosine(progress)
+    half_cosine = (1.0 + math.cos(math.pi * progress)) / 2.0
+    left = 1.0 - progress if spec.decay == "linear" else half_cosine
     return spec.min_ratio + (1.0 - spec.min_ratio) * left
-
-
-def _half_cosine(progress: float) -> float:
-    return (1.0 + math.cos(math.pi * progress)) / 2.0
-
-
-# Optimizers: fused into the tables, keyed for data-parallel tables and for the dense part.
-
-_FUSED_OPTIMIZERS = {
-    "sgd": EmbOptimType.EXACT_SGD,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "row_wise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-}
-_DENSE_OPTIMIZERS = {
-    "adam": torch.optim.Adam,
-    "adagrad": torch.optim.Adagrad,
-    "sgd": torch.optim.SGD,
-}
 
 
 def fused_optimizer_params(spec: SparseOptimizerSpec, moment_scale: float) -> dict[str, Any]:
@@ -163,7 +147,10 @@ class DataParallelTables(KeyedOptimizer):
         parameters = _table_parameters(model)
         names = {id(parameter): name for name, parameter in model.data_parallel_tables().items()}
         # torch would keep the moments of a half-precision table in half, where squares vanish.
-        self._updated = {p: _in_fp32(p) for p in parameters.values()}
+        self._updated = {
+            p: p if p.dtype == torch.float32 else nn.Parameter(p.detach().float())
+            for p in parameters.values()
+        }
         self._inner = _whole_table_optimizer(self._updated.values(), spec, moment_scale)
         state: dict[nn.Parameter, dict[str, torch.Tensor]] = {p: {} for p in self._updated}
         if spec.has_moments:
@@ -177,7 +164,6 @@ class DataParallelTables(KeyedOptimizer):
         super().__init__(parameters, state, [self._group])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients."""
         for parameter in self._updated:
             parameter.grad = None
 
@@ -192,13 +178,6 @@ class DataParallelTables(KeyedOptimizer):
         self._inner.step(closure)
         for parameter, updated in copies:
             parameter.copy_(updated)
-
-
-def _in_fp32(parameter: nn.Parameter) -> nn.Parameter:
-    """`parameter` itself, or an fp32 copy of one in half precision."""
-    if parameter.dtype == torch.float32:
-        return parameter
-    return nn.Parameter(parameter.detach().float())
 
 
 def _whole_table_optimizer(

@@ -1,16 +1,13 @@
-"""Dynamic tables sharded: TorchRec's collections over `trainer.models.managed_collision`.
-
-Collectives: TorchRec's input and output distribution over the *sharding group* at each lookup;
-`read_metrics` makes one all-reduce over all ranks. The others make none.
+"""Sharding: TorchRec's sharders for every kind of table, and the sharded model of a job.
 
 The stock sharders hide row-wise, table-row-wise and grid sharding from the planner on CPU, though
 they work there; and they average the gradients of data-parallel tables over all T ranks, also in
-2D. Here each sharding group averages its own, as it does for every other table, and the copies
-meet at syncs: groups stay independent in between and the optimizer sees the same gradients
-however a table is sharded.
+2D. Here each sharding group averages its own, as it does for every other table, and the replicas
+meet at syncs. Dynamic tables are TorchRec's collections over `trainer.models.managed_collision`.
 
-Collectives: one all-reduce (AVG) of the gradients of data-parallel tables over the *sharding
-group* in each backward pass. The rest is TorchRec's.
+Collectives: TorchRec's input and output distribution over the *sharding group* at each lookup; one
+all-reduce (AVG) of the gradients of data-parallel tables over the *sharding group* in each backward
+pass; `read_metrics` makes one all-reduce over all ranks.
 """
 
 from __future__ import annotations
@@ -67,9 +64,120 @@ from trainer.protocol import events
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import AllToAllSpec
 
+POOLED_SHARDING_TYPES = (
+    "data_parallel",
+    "table_wise",
+    "column_wise",
+    "row_wise",
+    "table_row_wise",
+    "grid_shard",
+)
+SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
+_COMM_TYPES = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
 
-class _FreshRows(BaseShardedManagedCollisionEmbeddingCollection):
-    """TorchRec's sharded collections, with admitted rows that start anew on any device.
+
+def build_parallel_model(
+    spec: JobSpec, groups: MeshGroups
+) -> tuple[TwoDParallel, list[events.TablePlan]]:
+    """The sharded model and how each table is sharded. Collective over all ranks.
+
+    Dense parameters start from the seed alone; each shard from the seed and its own index, and
+    the copies of a shard are made equal.
+    """
+    torch.manual_seed(spec.training.seed)
+    model = build_model(spec, groups.device)
+    table_sharders = sharders(
+        spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
+    )
+    plan = make_plan(model, spec, groups, table_sharders)
+    torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
+    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense_policy)
+    return parallel, table_plans(plan, spec)
+
+
+def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
+    """Sharders of every embedding module that a model may hold.
+
+    `fused_params` are FBGEMM's, the optimizer of the tables among them.
+    """
+    codecs = _codecs(spec.parallelism.all_to_all)
+    bags = BagSharder(fused_params, codecs)
+    lists = SequenceSharder(fused_params, codecs)
+    return [
+        bags,
+        lists,
+        DynamicBagSharder(bags, ManagedCollisionCollectionSharder()),
+        DynamicListSharder(lists, ManagedCollisionCollectionSharder()),
+    ]
+
+
+def _codecs(precision: AllToAllSpec) -> dict[str, QuantizedCommCodecs] | None:
+    """How embeddings and their gradients are packed on their way; None where both are fp32.
+
+    Row-wise reduce-scatters add up in this precision too.
+    """
+    config = QCommsConfig(
+        forward_precision=_COMM_TYPES[precision.forward],
+        backward_precision=_COMM_TYPES[precision.backward],
+    )
+    # For CPU TorchRec takes fp16 where bf16 is asked for, as if gloo had no bf16. It has.
+    return get_qcomm_codecs_registry(config, device=torch.device("cuda"))
+
+
+class GroupShardedBags(ShardedEmbeddingBagCollection):
+    """Sharded EmbeddingBagCollection whose data-parallel tables are averaged over its group."""
+
+    def init_data_parallel(self) -> None:
+        """Wrap the data-parallel lookups by DDP. Collective over the sharding group."""
+        assert isinstance(self._env, ShardingEnv2D)
+        for index, sharding in enumerate(self._embedding_shardings):
+            if isinstance(sharding, DpPooledEmbeddingSharding):
+                self._lookups[index] = DistributedDataParallel(
+                    self._lookups[index],
+                    device_ids=[self._device] if self._device.type == "cuda" else None,
+                    process_group=self._env.sharding_pg,
+                    gradient_as_bucket_view=True,
+                    static_graph=True,
+                )
+
+
+class BagSharder(EmbeddingBagCollectionSharder):
+    """Sharder of pooled tables."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Sharding types that train exactly, whatever the device."""
+        return list(POOLED_SHARDING_TYPES)
+
+    def shard(
+        self,
+        module: EmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> GroupShardedBags:
+        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
+        return GroupShardedBags(
+            module=module,
+            table_name_to_parameter_sharding=params,
+            env=env,
+            fused_params=self.fused_params,
+            device=device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            module_fqn=module_fqn,
+        )
+
+
+class SequenceSharder(EmbeddingCollectionSharder):
+    """Sharder of tables whose vectors stay apart."""
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Sharding types that train exactly, whatever the device."""
+        return list(SEQUENCE_SHARDING_TYPES)
+
+
+class _DynamicTables(BaseShardedManagedCollisionEmbeddingCollection):
+    """TorchRec's sharded collections, with admitted rows that are reset on any device.
 
     TorchRec resets them by a CUDA kernel, and draws their weights from the generator of the
     process, whose state no checkpoint has.
@@ -79,9 +187,9 @@ class _FreshRows(BaseShardedManagedCollisionEmbeddingCollection):
     def _evict(self, evictions_per_table: dict[str, torch.Tensor | None]) -> None:
         for table, rows in evictions_per_table.items():
             if rows is not None:
-                self._start_anew(table, rows)
+                self._reset_rows(table, rows)
 
-    def _start_anew(self, table: str, rows: torch.Tensor) -> None:
+    def _reset_rows(self, table: str, rows: torch.Tensor) -> None:
         kernel, index = self._table_to_tbe_and_index[table]
         weight = kernel.split_embedding_weights()[int(index)]
         ids = self.ids_of(table)
@@ -116,19 +224,16 @@ def uniform(rows: torch.Tensor, dim: int, step: int) -> torch.Tensor:
     return (places >> 38).float() / 2**24
 
 
-class ShardedDynamicBags(_FreshRows, ShardedManagedCollisionEmbeddingBagCollection):
+class ShardedDynamicBags(_DynamicTables, ShardedManagedCollisionEmbeddingBagCollection):
     """Dynamic tables of pooled features."""
 
 
-class ShardedDynamicLists(_FreshRows, ShardedManagedCollisionEmbeddingCollection):
+class ShardedDynamicLists(_DynamicTables, ShardedManagedCollisionEmbeddingCollection):
     """Dynamic tables of sequences."""
 
 
 class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
     """Sharder of dynamic tables of pooled features: row-wise, which is all that TorchRec has."""
-
-    def __init__(self, bags: EmbeddingBagCollectionSharder) -> None:
-        super().__init__(bags, ManagedCollisionCollectionSharder())
 
     def shard(
         self,
@@ -146,9 +251,6 @@ class DynamicBagSharder(ManagedCollisionEmbeddingBagCollectionSharder):
 class DynamicListSharder(ManagedCollisionEmbeddingCollectionSharder):
     """Sharder of dynamic tables of sequences: row-wise."""
 
-    def __init__(self, lists: EmbeddingCollectionSharder) -> None:
-        super().__init__(lists, ManagedCollisionCollectionSharder())
-
     def shard(
         self,
         module: ManagedCollisionEmbeddingCollection,
@@ -162,9 +264,9 @@ class DynamicListSharder(ManagedCollisionEmbeddingCollectionSharder):
         return ShardedDynamicLists(module, params, self._e_sharder, self._mc_sharder, env, on)
 
 
-def sharded_tables(model: nn.Module) -> Iterator[_FreshRows]:
+def sharded_tables(model: nn.Module) -> Iterator[_DynamicTables]:
     """Collections of dynamic tables in `model`."""
-    return (each for each in model.modules() if isinstance(each, _FreshRows))
+    return (each for each in model.modules() if isinstance(each, _DynamicTables))
 
 
 def ids_by_table(model: nn.Module) -> Iterator[tuple[str, BucketedIds]]:
@@ -221,115 +323,3 @@ def read_metrics(model: nn.Module, device: torch.device) -> dict[str, float]:
         values[f"dynamic/{table}/evicted"] = float(num_evicted)
         ids.tally = Tally()
     return values
-
-
-# TorchRec's sharders, offering on every device what trains exactly there.
-
-POOLED_SHARDING_TYPES = (
-    "data_parallel",
-    "table_wise",
-    "column_wise",
-    "row_wise",
-    "table_row_wise",
-    "grid_shard",
-)
-SEQUENCE_SHARDING_TYPES = ("table_wise", "row_wise", "column_wise")
-_COMM_TYPES = {"fp32": CommType.FP32, "fp16": CommType.FP16, "bf16": CommType.BF16}
-
-
-class GroupShardedBags(ShardedEmbeddingBagCollection):
-    """Sharded EmbeddingBagCollection whose data-parallel tables are averaged over its group."""
-
-    def init_data_parallel(self) -> None:
-        """Wrap the data-parallel lookups by DDP. Collective over the sharding group."""
-        assert isinstance(self._env, ShardingEnv2D)
-        for index, sharding in enumerate(self._embedding_shardings):
-            if isinstance(sharding, DpPooledEmbeddingSharding):
-                self._lookups[index] = DistributedDataParallel(
-                    self._lookups[index],
-                    device_ids=[self._device] if self._device.type == "cuda" else None,
-                    process_group=self._env.sharding_pg,
-                    gradient_as_bucket_view=True,
-                    static_graph=True,
-                )
-
-
-class BagSharder(EmbeddingBagCollectionSharder):
-    """Sharder of pooled tables."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that train exactly, whatever the device."""
-        return list(POOLED_SHARDING_TYPES)
-
-    def shard(
-        self,
-        module: EmbeddingBagCollection,
-        params: dict[str, ParameterSharding],
-        env: ShardingEnv,
-        device: torch.device | None = None,
-        module_fqn: str | None = None,
-    ) -> GroupShardedBags:
-        """Shard `module` over the sharding group of `env`. Collective over all ranks."""
-        return GroupShardedBags(
-            module=module,
-            table_name_to_parameter_sharding=params,
-            env=env,
-            fused_params=self.fused_params,
-            device=device,
-            qcomm_codecs_registry=self.qcomm_codecs_registry,
-            module_fqn=module_fqn,
-        )
-
-
-class SequenceSharder(EmbeddingCollectionSharder):
-    """Sharder of tables whose vectors stay apart."""
-
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Sharding types that train exactly, whatever the device."""
-        return list(SEQUENCE_SHARDING_TYPES)
-
-
-def sharders(spec: JobSpec, fused_params: dict[str, Any]) -> list[ModuleSharder[nn.Module]]:
-    """Sharders of every embedding module that a model may hold.
-
-    `fused_params` are FBGEMM's, the optimizer of the tables among them.
-    """
-    codecs = _codecs(spec.parallelism.all_to_all)
-    bags = BagSharder(fused_params, codecs)
-    lists = SequenceSharder(fused_params, codecs)
-    return [bags, lists, DynamicBagSharder(bags), DynamicListSharder(lists)]
-
-
-def _codecs(precision: AllToAllSpec) -> dict[str, QuantizedCommCodecs] | None:
-    """How embeddings and their gradients are packed on their way; None where both are fp32.
-
-    Row-wise reduce-scatters add up in this precision too.
-    """
-    config = QCommsConfig(
-        forward_precision=_COMM_TYPES[precision.forward],
-        backward_precision=_COMM_TYPES[precision.backward],
-    )
-    # For CPU TorchRec takes fp16 where bf16 is asked for, as if gloo had no bf16. It has.
-    return get_qcomm_codecs_registry(config, device=torch.device("cuda"))
-
-
-# The sharded model of a job, built alike on every rank.
-
-
-def build_parallel_model(
-    spec: JobSpec, groups: MeshGroups
-) -> tuple[TwoDParallel, list[events.TablePlan]]:
-    """The sharded model and how each table is sharded. Collective over all ranks.
-
-    Dense parameters start from the seed alone; each shard from the seed and its own index, and
-    the copies of a shard are made equal.
-    """
-    torch.manual_seed(spec.training.seed)
-    model = build_model(spec, groups.device)
-    table_sharders = sharders(
-        spec, fused_optimizer_params(spec.optimizer.sparse, spec.moment_scale)
-    )
-    plan = make_plan(model, spec, groups, table_sharders)
-    torch.manual_seed(spec.training.seed + 1 + groups.shard_index)
-    parallel = TwoDParallel(model, groups, plan, table_sharders, spec.parallelism.dense_policy)
-    return parallel, table_plans(plan, spec)

@@ -1,31 +1,24 @@
-"""Means that are formed while training goes on, and how they are applied to what has moved on.
+"""Sync: averaging the replicas of every shard over its replica group, by the policy of the spec.
 
-A round takes a snapshot of the rows, forms their means in the background, and lands later: each
-value becomes mean + (current - snapshot). Where nothing changed since the snapshot that is exactly
-the mean, so such rows end bitwise equal on all copies; the others keep what they learned meanwhile
-and are averaged again at the next sync.
+Collectives, all on the *replica group* of the rank:
 
-The background has a process group of its own, over the same ranks as the replica group, so that
-its collectives never interleave with those of the training step: on CPU a thread calls them, on
-CUDA they are queued on a side stream.
-
-Collectives, all on the *replica group* of the rank; nothing runs on the sharding group or on the
-global group:
-
-    touched_rows   1. all-gather: how many rows each copy touched
+    touched_rows   1. all-gather: how many rows each replica touched
                    2. all-gather: which ones (places, or all bits where that is shorter)
                    3. all-to-all and all-gather: means of the union's rows, with their moments
     full           all-to-all and all-gather: means of every row, with their moments
     dtype fp16     before each exchange an all-gather of one byte: does a change overflow?
 
-With `overlap` and `optimizer_state: delayed` the means are formed on a second process group over
-the ranks of the replica group, the *background group*, by a thread (CUDA: on a side stream), while
-the training step uses the others; only steps 1 and 2 stay on the replica group.
-
 What is always averaged whole (`extra`) goes along with the rows. Means are formed in fp32 and in a
-fixed order (`trainer.parallel.collectives`), so all copies end bitwise equal, and touched_rows
+fixed order (`trainer.parallel.collectives`), so all replicas end bitwise equal, and touched_rows
 gives what full gives: bitwise for M a power of two; otherwise full lets rows that nobody touched
 drift by a rounding, which touched_rows does not.
+
+With `overlap` and `optimizer_state: delayed` the means are formed by a thread (CUDA: on a side
+stream) on a second process group over the same ranks, so that its collectives never interleave with
+those of the training step; only steps 1 and 2 stay on the replica group. They are of a snapshot and
+are applied later: each value becomes mean + (current - snapshot). Where nothing changed since the
+snapshot that is exactly the mean, so such rows end bitwise equal; the others keep what they learned
+meanwhile and are averaged again at the next sync.
 """
 
 from __future__ import annotations
@@ -34,7 +27,6 @@ import logging
 import queue
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -44,10 +36,9 @@ import torch
 import torch.distributed as dist
 
 from trainer.parallel.collectives import Block, ReplicaCollectives, WorldReplicaGroup
-from trainer.parallel.mesh import MeshGroups
+from trainer.parallel.mesh import form_groups
 from trainer.parallel.model import TableShard, TwoDParallel
 from trainer.parallel.touched_rows import (
-    NoBase,
     RowBase,
     RowNumbers,
     SyncBase,
@@ -59,108 +50,6 @@ from trainer.parallel.touched_rows import (
 from trainer.spec.job import JobSpec
 from trainer.spec.parallelism import SyncSpec
 from trainer.spec.training import SparseOptimizerSpec
-
-
-def apply_difference(
-    current: torch.Tensor, snapshot: torch.Tensor, mean: torch.Tensor
-) -> torch.Tensor:
-    """`mean` plus what changed since `snapshot`: exactly `mean` where nothing did.
-
-    All of one shape and dtype; computed in at least fp32. A second moment stays non-negative: an
-    AdaGrad's only grows after its snapshot, and Adam's loses a thousandth in the one step between.
-    """
-    dtype = torch.promote_types(current.dtype, torch.float32)
-    return (mean.to(dtype) + (current.to(dtype) - snapshot.to(dtype))).to(current.dtype)
-
-
-def background_group(groups: MeshGroups) -> dist.ProcessGroup:
-    """A second process group over this rank's replica group. Collective over all ranks."""
-    formed = {
-        ranks: dist.new_group(list(ranks), timeout=groups.timeout, sort_ranks=False)
-        for ranks in groups.mesh.replica_groups
-    }
-    return next(group for ranks, group in formed.items() if groups.rank in ranks)
-
-
-class SyncThread:
-    """Runs functions one after the other beside the training step, in the order submitted."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._tasks: queue.Queue[tuple[Callable[[], None], Future[None]] | None] = queue.Queue()
-        if self._stream is None:
-            # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
-            threading.Thread(target=self._work, name="sync", daemon=True).start()
-
-    def submit(self, task: Callable[[], None]) -> Callable[[], None]:
-        """Start `task`; the function returned waits for it and raises what it raised."""
-        if self._stream is not None:
-            return self._queue_on(self._stream, task)
-        done: Future[None] = Future()
-        self._tasks.put((task, done))
-        return done.result
-
-    @staticmethod
-    def _queue_on(stream: torch.cuda.Stream, task: Callable[[], None]) -> Callable[[], None]:
-        stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with torch.cuda.stream(stream):
-            task()
-        return lambda: torch.cuda.current_stream(stream.device).wait_stream(stream)
-
-    def _work(self) -> None:
-        while item := self._tasks.get():
-            task, done = item
-            try:
-                task()
-            except BaseException as error:  # whatever it is, the rank that waits must see it
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
-    def close(self) -> None:
-        """End the thread once all tasks are done."""
-        self._tasks.put(None)
-
-
-class PendingSync:
-    """Blocks on their way to their means.
-
-    Takes memory for the snapshot and the means: twice the blocks' size. `replicas` is its own, as
-    the thread counts costs there.
-    """
-
-    def __init__(
-        self, blocks: Iterable[Block], replicas: ReplicaCollectives, background: SyncThread
-    ) -> None:
-        self.replicas = replicas
-        self._batches = list(replicas.batches(blocks))
-        self._snapshots = [batch.pack() for batch in self._batches]
-        self._means: list[torch.Tensor] = []
-        self._wait = background.submit(self._form_means)
-
-    @torch.no_grad()
-    def _form_means(self) -> None:
-        for batch, snapshot in zip(self._batches, self._snapshots, strict=True):
-            self._means.append(self.replicas.mean_of(batch, snapshot))
-
-    def wait(self) -> None:
-        """Wait until the means are there; raises what forming them raised."""
-        self._wait()
-
-    def land(self) -> list[Block]:
-        """Wait for the means and apply them; the blocks that it was about, in pieces."""
-        self.wait()
-        for batch, snapshot, mean in zip(self._batches, self._snapshots, self._means, strict=True):
-            moved = apply_difference(batch.pack(), snapshot, mean)
-            for (block, new), (_, agreed) in zip(
-                batch.unpack(moved), batch.unpack(mean), strict=True
-            ):
-                block.write(new)
-                block.agree(agreed)
-        return [block for batch in self._batches for block in batch.blocks]
-
-
-# The sync itself: what is averaged when, and what a sync costs.
 
 logger = logging.getLogger(__name__)
 Mode = Literal["full", "touched_rows"]
@@ -183,57 +72,72 @@ class SyncReport:
     mode: Mode = "full"
 
 
-class Sync(ABC):
-    """Keeps the copies of a rank's shards together. All ranks call the same methods in turn."""
+class Sync:
+    """Keeps the replicas of a rank's shards together. All ranks call the same methods in turn.
 
-    @abstractmethod
+    This is the sync for M = 1, where there is one replica and nothing to do.
+    """
+
     def __call__(self) -> SyncReport:
         """One sync by the policy. Collective over the replica group."""
+        return SyncReport(0.0, 0)
 
-    @abstractmethod
     def finish(self) -> None:
         """Wait for what still overlaps with training and apply it, if anything does.
 
         Comes at the end of every step, before a sync at that step, and before validation.
         """
 
-    @abstractmethod
     def flush(self) -> SyncReport:
-        """Make all copies equal, moments included, in full precision. Before a save. Collective."""
+        """Make all replicas equal, moments too, in full precision. Before a save. Collective."""
+        return SyncReport(0.0, 0)
 
-    @abstractmethod
     def renew(self) -> None:
-        """Take the copies as they are for equal: after something else has made them so."""
+        """Take the replicas as they are for equal: after something else has made them so."""
 
-    @abstractmethod
     def reset(self) -> None:
-        """Begin anew from copies that are equal: after a load, before training goes on."""
+        """Begin anew from replicas that are equal: after a load, before training goes on."""
 
-    @abstractmethod
     def close(self) -> None:
         """Remove the hooks and stop the thread, if any."""
 
 
-class NoSync(Sync):
-    """With M = 1 there is one copy and nothing to do."""
+def is_sync_step(step: int, spec: SyncSpec) -> bool:
+    """Whether the replicas are averaged after `step` (counted from 1)."""
+    return step % spec.every_steps == 0
 
-    def __call__(self) -> SyncReport:
-        return SyncReport(0.0, 0)
 
-    def finish(self) -> None:
-        """Nothing overlaps."""
+def mode_for(sync: SyncSpec, optimizer: SparseOptimizerSpec) -> tuple[Mode, str | None]:
+    """The mode that is exact for `optimizer`, and a warning when it is not the one asked for."""
+    if sync.mode == "touched_rows" and optimizer.changes_untouched_rows:
+        return "full", (
+            "parallelism.sync.mode touched_rows is off: optimizer.sparse.weight_decay "
+            f"({optimizer.weight_decay:g}) changes every row at each step, so every sync averages "
+            "all rows; set it to 0 to sync touched rows only"
+        )
+    return sync.mode, None
 
-    def flush(self) -> SyncReport:
-        return SyncReport(0.0, 0)
 
-    def renew(self) -> None:
-        """Nothing is kept."""
+def build_sync(
+    model: TwoDParallel,
+    spec: JobSpec,
+    *,
+    extra: Extra | None = None,
+    warn: Callable[[str], None] = logger.warning,
+) -> Sync:
+    """The sync that `spec` asks for, over equal replicas. Collective over all ranks.
 
-    def reset(self) -> None:
-        """Nothing is kept."""
-
-    def close(self) -> None:
-        """Nothing is open."""
+    `extra` gives (weights, optimizer states) that are averaged whole at each sync, always as they
+    are: contiguous, shaped alike on all replicas, the same tensors each time. `warn` is called, on
+    one rank of those concerned, when a sync falls back to something else.
+    """
+    if model.groups.layout.num_replicas == 1:
+        return Sync()
+    mode, warning = mode_for(spec.parallelism.sync, spec.optimizer.sparse)
+    if warning and model.groups.rank == 0:
+        warn(warning)
+    sync = spec.parallelism.sync.model_copy(update={"mode": mode})
+    return ReplicaSync(model, sync, extra or (lambda: ([], [])), warn)
 
 
 class ReplicaSync(Sync):
@@ -252,13 +156,16 @@ class ReplicaSync(Sync):
         self._numbers = RowNumbers(model.table_shards(), device)
         is_first = dist.get_rank(model.groups.replica_group) == 0
         self._overflows = OverflowWarning(warn if is_first else logger.warning)
-        self._agreed: SyncBase = NoBase()
+        self._base: SyncBase = SyncBase()
         self._touched: TouchedRows | None = None
         self._watch()
         self._background: SyncThread | None = None
         if spec.overlap or spec.optimizer_state == "delayed":
             self._background = SyncThread(device)
-            self._background_group = WorldReplicaGroup(background_group(model.groups))
+            groups = model.groups
+            self._background_group = WorldReplicaGroup(
+                form_groups(groups.mesh.replica_groups, groups.rank, groups.timeout)
+            )
         self._pending: PendingSync | None = None  # lands at the end of the next step
         self._pending_moments: PendingSync | None = None  # lands at the next sync
         self._finish_s = 0.0
@@ -270,10 +177,10 @@ class ReplicaSync(Sync):
         if spec.dtype in _WIRES:
             tensors = wires(shards, _WIRES[spec.dtype], spec.optimizer_state == "every")
         if spec.mode == "full":
-            self._agreed = TableBase(tensors) if tensors else NoBase()
+            self._base = TableBase(tensors) if tensors else SyncBase()
             return
         rows = RowBase(self._numbers, tensors) if tensors else None
-        self._agreed = rows or NoBase()
+        self._base = rows or SyncBase()
         self._touched = TouchedRows(self._numbers, rows.save if rows else None)
         # Rows whose moments differ between the copies because the policy does not average them.
         self._stale = torch.zeros_like(self._touched.bits)
@@ -285,9 +192,9 @@ class ReplicaSync(Sync):
         self._land_moments()
         rows = self._take_union()
         numbers, (weights, states) = self._numbers, self._extra()
-        blocks = [*blocks_of(numbers, rows, weight_of, self._agreed.block), *map(Block, weights)]
-        moments = [*blocks_of(numbers, rows, moments_of, self._agreed.block)]
-        self._agreed.begin_window()
+        blocks = [*blocks_of(numbers, rows, weight_of, self._base.block), *map(Block, weights)]
+        moments = [*blocks_of(numbers, rows, moments_of, self._base.block)]
+        self._base.begin_window()
         if self._spec.optimizer_state != "never":
             # Never delayed: Adam's second moments decay, so a late difference could turn them
             # negative. Those of the AdaGrads only grow.
@@ -307,7 +214,7 @@ class ReplicaSync(Sync):
         if self._pending is None:
             return
         started = time.perf_counter()
-        self._agreed.landed(self._land(self._pending))
+        self._base.landed(self._land(self._pending))
         self._pending = None
         self._finish_s += time.perf_counter() - started
 
@@ -322,11 +229,11 @@ class ReplicaSync(Sync):
         moment_rows = self._take_stale(rows)
         blocks += [*blocks_of(numbers, moment_rows, moments_of, Block), *map(Block, states)]
         self._replicas.average_in_place(blocks)
-        self._agreed.renew()
+        self._base.renew()
         return self._report(started, rows)
 
     def renew(self) -> None:
-        self._agreed.renew()
+        self._base.renew()
 
     def reset(self) -> None:
         for pending in (self._pending, self._pending_moments):
@@ -336,7 +243,7 @@ class ReplicaSync(Sync):
         if self._touched:
             self._touched.clear()
             self._stale.zero_()
-        self._agreed.renew()
+        self._base.renew()
 
     def close(self) -> None:
         if self._touched:
@@ -345,9 +252,9 @@ class ReplicaSync(Sync):
             self._background.close()
 
     def _start(self, blocks: Iterable[Block]) -> PendingSync:
-        assert self._background, "only a policy with a background starts rounds"
-        beside = ReplicaCollectives(self._background_group, self._replicas.device)
-        return PendingSync(blocks, beside, self._background)
+        assert self._background, "only a policy with a background defers means"
+        replicas = ReplicaCollectives(self._background_group, self._replicas.device)
+        return PendingSync(blocks, replicas, self._background)
 
     def _land(self, pending: PendingSync) -> list[Block]:
         blocks = pending.land()
@@ -446,46 +353,91 @@ class OverflowWarning:
         )
 
 
-# Sync: averaging the copies of every shard over its replica group, by the policy of the spec.
+def apply_difference(
+    current: torch.Tensor, snapshot: torch.Tensor, mean: torch.Tensor
+) -> torch.Tensor:
+    """`mean` plus what changed since `snapshot`: exactly `mean` where nothing did.
 
-
-def is_sync_step(step: int, spec: SyncSpec) -> bool:
-    """Whether the copies are averaged after `step` (counted from 1)."""
-    return step % spec.every_steps == 0
-
-
-def mode_for(sync: SyncSpec, optimizer: SparseOptimizerSpec) -> tuple[Mode, str | None]:
-    """The mode that is exact for `optimizer`, and a warning when it is not the one asked for."""
-    if sync.mode == "touched_rows" and optimizer.changes_untouched_rows:
-        return "full", (
-            "parallelism.sync.mode touched_rows is off: optimizer.sparse.weight_decay "
-            f"({optimizer.weight_decay:g}) changes every row at each step, so every sync averages "
-            "all rows; set it to 0 to sync touched rows only"
-        )
-    return sync.mode, None
-
-
-def build_sync(
-    model: TwoDParallel,
-    spec: JobSpec,
-    *,
-    extra: Extra | None = None,
-    warn: Callable[[str], None] = logger.warning,
-) -> Sync:
-    """The sync that `spec` asks for, over equal copies. Collective over all ranks.
-
-    `extra` gives (weights, optimizer states) that are averaged whole at each sync, always as they
-    are: contiguous, shaped alike on all copies, the same tensors each time. `warn` hears, on one
-    rank of those concerned, when a sync falls back to something else.
+    All of one shape and dtype; computed in at least fp32. A second moment stays non-negative: an
+    AdaGrad's only grows after its snapshot, and Adam's loses a thousandth in the one step between.
     """
-    if model.groups.layout.num_replicas == 1:
-        return NoSync()
-    mode, warning = mode_for(spec.parallelism.sync, spec.optimizer.sparse)
-    if warning and model.groups.rank == 0:
-        warn(warning)
-    sync = spec.parallelism.sync.model_copy(update={"mode": mode})
-    return ReplicaSync(model, sync, extra or _nothing, warn)
+    dtype = torch.promote_types(current.dtype, torch.float32)
+    return (mean.to(dtype) + (current.to(dtype) - snapshot.to(dtype))).to(current.dtype)
 
 
-def _nothing() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return [], []
+class SyncThread:
+    """Runs functions in the background of the training step, in the order submitted."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._tasks: queue.Queue[tuple[Callable[[], None], Future[None]] | None] = queue.Queue()
+        if self._stream is None:
+            # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
+            threading.Thread(target=self._work, name="sync", daemon=True).start()
+
+    def submit(self, task: Callable[[], None]) -> Callable[[], None]:
+        """Start `task`; the function returned waits for it and raises what it raised."""
+        if self._stream is not None:
+            return self._queue_on(self._stream, task)
+        done: Future[None] = Future()
+        self._tasks.put((task, done))
+        return done.result
+
+    @staticmethod
+    def _queue_on(stream: torch.cuda.Stream, task: Callable[[], None]) -> Callable[[], None]:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            task()
+        return lambda: torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def _work(self) -> None:
+        while item := self._tasks.get():
+            task, done = item
+            try:
+                task()
+            except BaseException as error:  # whatever it is, the rank that waits must see it
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def close(self) -> None:
+        """End the thread once all tasks are done."""
+        self._tasks.put(None)
+
+
+class PendingSync:
+    """Blocks whose means are being formed in the background, and the snapshot that these are of.
+
+    Takes memory for the snapshot and the means: twice the blocks' size. `replicas` is its own, as
+    the thread counts costs there.
+    """
+
+    def __init__(
+        self, blocks: Iterable[Block], replicas: ReplicaCollectives, background: SyncThread
+    ) -> None:
+        self.replicas = replicas
+        self._batches = list(replicas.batches(blocks))
+        self._snapshots = [batch.pack() for batch in self._batches]
+        self._means: list[torch.Tensor] = []
+        self._wait = background.submit(self._form_means)
+
+    @torch.no_grad()
+    def _form_means(self) -> None:
+        for batch, snapshot in zip(self._batches, self._snapshots, strict=True):
+            self._means.append(self.replicas.mean_of(batch, snapshot))
+
+    def wait(self) -> None:
+        """Wait until the means are there; raises what forming them raised."""
+        self._wait()
+
+    def land(self) -> list[Block]:
+        """Wait for the means and apply them; the blocks that it was about, in pieces."""
+        self.wait()
+        for batch, snapshot, mean in zip(self._batches, self._snapshots, self._means, strict=True):
+            moved = apply_difference(batch.pack(), snapshot, mean)
+            for (block, new), (_, agreed) in zip(
+                batch.unpack(moved), batch.unpack(mean), strict=True
+            ):
+                block.write(new)
+                block.agree(agreed)
+        return [block for batch in self._batches for block in batch.blocks]

@@ -1,25 +1,24 @@
-"""Which rows the lookups touched since the last sync, and their union over the copies.
+"""Which rows the lookups touched since the last sync, and what the replicas last agreed on.
 
-A fused optimizer changes the rows that were looked up and no others. So after a sync the copies of
-a shard differ only in rows that some copy looked up since, and averaging those is the whole work.
-Every row of this rank's shards has a number (`RowNumbers`), and one bit says whether it was
-touched; hooks on the FBGEMM kernels set the bits.
+A fused optimizer changes the rows that were looked up and no others. So after a sync the replicas
+of a shard differ only in rows that some replica looked up since, and averaging those is the whole
+work. Every row of this rank's shards has a number (`RowNumbers`), and one bit says whether it was
+touched; hooks on the FBGEMM kernels set the bits, and `unite` forms the union over the replicas.
 
-After a sync the copies of a row are equal, and stay so until a copy touches it. `RowBase` saves
-a row's values when it is first touched in a window, before they change; a row that this rank did
-not touch still holds them. `TableBase` keeps a second copy of every table instead, for mode
-full: as much memory as the tables (and their element-wise moments) take.
-
-Only fp32 matrices travel as changes: tables and element-wise moments. Tables in half precision
-travel as they are in any case, and a row-wise moment is one number a row, not worth the rounding.
-Moments travel in bf16 even where weights travel in fp16, whose range squared gradients leave.
+Changes that travel in bf16 or fp16 need their base. `RowBase` saves a row's values when it is first
+touched in a window, before they change; a row that this rank did not touch still holds them.
+`TableBase` keeps a second copy of every table instead, for mode full: as much memory as the tables
+(and their element-wise moments) take. Only fp32 matrices travel as changes: tables and element-wise
+moments. Moments travel in bf16 even where weights travel in fp16, whose range squared gradients
+leave.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
@@ -93,44 +92,34 @@ class TouchedRows:
         self._on_first_touch = on_first_touch
         kernels = {id(shard.kernel): shard.kernel for shard in numbers.shards}.values()
         self._hooks = [
+            # Afterwards, since FBGEMM first repairs indices that are out of range.
             kernel.register_forward_hook(
-                _Marker(self._mark, numbers.feature_starts(kernel)), with_kwargs=True
+                functools.partial(self._mark_lookups, numbers.feature_starts(kernel)),
+                with_kwargs=True,
             )
             for kernel in kernels
         ]
 
-    def _mark(self, numbers: torch.Tensor) -> None:
-        if self._on_first_touch is not None:
-            fresh = numbers[~self.bits[numbers]].unique()
-            if fresh.numel():
-                self._on_first_touch(fresh)
-        self.bits.index_fill_(0, numbers, True)
+    def _mark_lookups(
+        self, feature_starts: torch.Tensor, kernel: Any, args: Any, inputs: dict[str, Any], out: Any
+    ) -> None:
+        if not (kernel.training and torch.is_grad_enabled()):
+            return
+        assert inputs.get("batch_size_per_feature_per_rank") is None, "batches are of one size"
+        with torch.no_grad():
+            numbers = looked_up(inputs["indices"], inputs["offsets"], feature_starts)
+            if self._on_first_touch is not None:
+                fresh = numbers[~self.bits[numbers]].unique()
+                if fresh.numel():
+                    self._on_first_touch(fresh)
+            self.bits.index_fill_(0, numbers, True)
 
     def clear(self) -> None:
-        """Begin anew: no row is touched."""
         self.bits.zero_()
 
     def close(self) -> None:
-        """Take the hooks off the kernels."""
         for hook in self._hooks:
             hook.remove()
-
-
-class _Marker:
-    """Forward hook of one kernel: afterwards, since FBGEMM first repairs indices out of range."""
-
-    def __init__(self, mark: Callable[[torch.Tensor], None], feature_starts: torch.Tensor) -> None:
-        self._mark = mark
-        self._feature_starts = feature_starts
-
-    @torch.no_grad()
-    def _mark_lookups(self, indices: torch.Tensor, offsets: torch.Tensor) -> None:
-        self._mark(looked_up(indices, offsets, self._feature_starts))
-
-    def __call__(self, kernel: Any, args: Any, inputs: dict[str, Any], output: Any) -> None:
-        if kernel.training and torch.is_grad_enabled():
-            assert inputs.get("batch_size_per_feature_per_rank") is None, "batches are of one size"
-            self._mark_lookups(inputs["indices"], inputs["offsets"])
 
 
 def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
@@ -146,21 +135,14 @@ def unite(bits: torch.Tensor, replicas: ReplicaCollectives) -> None:
         return
     place_dtype = torch.int32 if bits.numel() < 2**31 else torch.int64
     if most * place_dtype.itemsize > bits.numel() // 8:
-        gathered = replicas.gather(pack_bits(bits))
-        bits.copy_(unpack_bits(_bitwise_or(gathered), bits.numel()))
+        gathered = replicas.gather(pack_bits(bits)).unbind(0)
+        bits.copy_(unpack_bits(functools.reduce(torch.bitwise_or, gathered), bits.numel()))
         return
     # All copies give equally many places: what is missing is filled with -1.
     padded = torch.full((most,), -1, dtype=place_dtype, device=bits.device)
     padded[: mine.numel()] = mine
     places = replicas.gather(padded).view(-1)
     bits.index_fill_(0, places[places >= 0].long(), True)
-
-
-def _bitwise_or(rows: torch.Tensor) -> torch.Tensor:
-    result = rows[0].clone()
-    for row in rows[1:]:
-        result |= row
-    return result
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -179,39 +161,24 @@ def unpack_bits(packed: torch.Tensor, num_bits: int) -> torch.Tensor:
     return (packed[:, None] >> shifts & 1).view(torch.bool).view(-1)[:num_bits]
 
 
-# What all copies last agreed on: the base of the changes that travel in bf16 or fp16.
+class SyncBase:
+    """Makes blocks that know what the replicas last agreed on.
 
-
-class SyncBase(Protocol):
-    """Makes blocks that know what the copies last agreed on."""
+    This one is for tensors that all travel as they are, so nothing needs to be kept.
+    """
 
     def block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
         """The `rows` of a tensor of a shard, ready to travel."""
+        return Block(tensor, rows)
 
     def landed(self, blocks: Sequence[Block]) -> None:
-        """The copies now agree on the bases of `blocks`, which was found after their snapshot."""
+        """The replicas now agree on the bases of `blocks`, found after their snapshot."""
 
     def begin_window(self) -> None:
         """The blocks of a sync are made: what is touched from here on belongs to the next."""
 
     def renew(self) -> None:
-        """All rows are equal on all copies now, whatever happened to them."""
-
-
-class NoBase:
-    """Everything travels as it is, so nothing needs to be kept."""
-
-    def block(self, tensor: torch.Tensor, rows: torch.Tensor | None) -> Block:
-        return Block(tensor, rows)
-
-    def landed(self, blocks: Sequence[Block]) -> None:
-        """Nothing is kept."""
-
-    def begin_window(self) -> None:
-        """Nothing is kept."""
-
-    def renew(self) -> None:
-        """Nothing is kept."""
+        """All rows are equal on all replicas now, whatever happened to them."""
 
 
 def wires(
@@ -229,7 +196,7 @@ def wires(
     }
 
 
-class RowBase:
+class RowBase(SyncBase):
     """Bases of the rows touched in this window."""
 
     def __init__(
@@ -270,16 +237,14 @@ class RowBase:
                 values[hit] = block.base[place[hit]]
 
     def begin_window(self) -> None:
-        """No row is touched."""
         self._saved.clear()
 
     def renew(self) -> None:
-        """No row is touched."""
         self._saved.clear()
 
 
-class TableBase:
-    """Bases of whole tables, as second copies."""
+class TableBase(SyncBase):
+    """Bases of whole tables, as second copies: blocks have views of these, which get the means."""
 
     def __init__(self, tensors: dict[int, tuple[torch.Tensor, torch.dtype]]) -> None:
         self._tensors = tensors
@@ -292,13 +257,6 @@ class TableBase:
             return Block(tensor, rows)
         return Block(tensor, rows, self._copies[key], self._tensors[key][1])
 
-    def landed(self, blocks: Sequence[Block]) -> None:
-        """The blocks' bases are views of the copies, and hold the means already."""
-
-    def begin_window(self) -> None:
-        """The copies change when the means are there."""
-
     def renew(self) -> None:
-        """Copy all tables again."""
         for key, (tensor, _) in self._tensors.items():
             self._copies[key].copy_(tensor)

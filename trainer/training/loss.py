@@ -1,16 +1,13 @@
-"""Loss weighting over ranks, NaN guard.
+"""Guard against non-finite or exploding losses, and the weighting of the loss over the ranks.
 
-Notices a loss that became NaN or infinite, on whichever rank, or that explodes.
-
-From a NaN no later step comes back, so none is saved. The job fails, or goes back to its newest
+No later step recovers from a NaN, so none is saved: the job fails, or goes back to its newest
 checkpoint and leaves out the rows since the loss was last finite (`training.on_non_finite`).
 
 Every rank takes the weighted mean over its own rows, and the gradients of all ranks are averaged
-alike. With `data.weight_column`, or with rows left out as quarantined, the ranks of a step hold
-unequal sums of weights: a row would count by whom it shares a rank with. Rank r's loss is therefore
-scaled by w_r T / sum(w), which makes the average over T ranks the mean over all rows of the step.
-Where gradients accumulate, sum(w) is also what the step counts in its window, of which an epoch's
-last step may be a small part.
+alike. With `data.weight_column`, or with rows quarantined, the ranks of a step hold unequal sums of
+weights. Rank r's loss is therefore scaled by w_r T / sum(w), which makes the average over T ranks
+the mean over all rows of the step. Where gradients accumulate, sum(w) is also what the step counts
+in its window.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _TRAIN_NE = re.compile(r"train/(\w+/)?ne")
 
 
 class NonFiniteLossGuard:
-    """Sums the losses of one rank and looks at all ranks' sums when asked to."""
+    """Sums the losses of one rank, and checks those of all ranks at reports."""
 
     def __init__(
         self,
@@ -63,7 +60,7 @@ class NonFiniteLossGuard:
         decision = self._watch.judge_ne(max(found, default=math.nan))
         if decision.action == "fail":
             raise NonFiniteLoss(
-                f"{decision.cause}: the model unlearns; lower optimizer.sparse.lr or "
+                f"{decision.cause}: training diverges; lower optimizer.sparse.lr or "
                 "optimizer.dense.lr, or add a warm-up (optimizer.schedule)"
             )
 
@@ -89,7 +86,7 @@ class NonFiniteLossGuard:
         if self._policy == "skip":
             rows = rows_between(self._finite_at, position, self._rows_per_epoch)
             if is_first_rank:
-                self._note(rows)
+                self._record_skipped(rows)
             num_rows = sum(stop - start for _, spans in rows for start, stop in spans)
             message += f"its {num_rows} rows are left out, from the newest checkpoint on"
             raise NonFiniteRows(message)
@@ -98,7 +95,7 @@ class NonFiniteLossGuard:
             "data, or leave such rows out with training.on_non_finite: skip"
         )
 
-    def _note(self, rows: list[EpochSpans]) -> None:
+    def _record_skipped(self, rows: list[EpochSpans]) -> None:
         SkippedRows.read(self._path).with_rows(rows).write(self._path)
         for epoch, spans in rows:
             for start, stop in spans:
@@ -108,8 +105,6 @@ class NonFiniteLossGuard:
                     )
                 )
 
-
-# What each rank's rows are of a step's mean, where rows do not all count alike.
 
 # Keeps the shares of ranks whose rows all have weight 0 from being NaN.
 _LEAST_WEIGHT = torch.finfo(torch.float32).tiny

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: phases that follow each other without gap or overlap.
+"""Where the time of a run goes: phases of a step, throughput, traces by torch.profiler.
 
     data_wait    waiting for the reader's next batch
     input_dist   from the entry of a sharded module to its first lookup: the all-to-all of the ids
@@ -7,31 +7,20 @@
     dense        the rest of the forward pass
     backward     gradients, their all-to-all and all-reduce, and the fused update of the tables
     optimizer    updates outside backward: dense part, data-parallel tables, weight decay
-    sync         averaging the copies
+    sync         averaging the replicas
     other        everything else between two steps: batch to device, metrics, bookkeeping
 
-A phase lasts until the next one begins, so the phases of a step add up to its time exactly. The
-boundaries inside the forward pass are hooks on TorchRec's sharded modules and their parts; waiting
-for the ids of other ranks happens inside the sharded module, so it counts as input_dist. On CUDA
-boundaries are events on the current stream, and phases are what the device did; nothing waits for
-them but the report.
-
-Names of reported values: `train/loss`, `train/rmse`, `validation/rmse` (of several tasks
-`train/TASK/rmse`; `loss` is the weighted sum over the tasks), `speed/rows_per_s`,
-`speed/steps_per_s`, `sync/time_s`, `sync/bytes`, `sync/density`, `data/wait_s`, `phase/NAME_s` (the
-phases of `trainer.training.profiling`), `balance/lookup`, `balance/gradient`, `balance/step`. Times
-are seconds per step, except `sync/time_s`, which is seconds per sync; phases are means over the
-ranks.
+A phase lasts until the next one begins, so the phases of a step add up to its time exactly. On CUDA
+the boundaries are events on the current stream: phases are what the device did, and only the report
+waits for them.
 
     service ──► trace-request.json {"id", "num_steps", "ranks"}     read by each rank at its reports
     rank r  ──► traces/ID-rankR.json.gz, then the event TraceWritten
 
-No collective is needed: every rank looks for the request itself and writes its own file and its
-own event, so ranks may trace steps a report apart. The file appears whole or not at all, and a
-trace that lies there already is never made again, so a request stays where it is: workers that
-start anew find it answered. A trace shows training only: a validation or a checkpoint ends it.
-Steps show as `ProfilerStep#N`, phases as `shardloom/NAME`; shapes and stacks are left out, which
-keeps a file small enough to be opened in Perfetto at once.
+Tracing needs no collective, so ranks may trace steps a report apart. A trace that exists already is
+not made again: restarted workers find the request answered. A validation or a checkpoint ends a
+trace. Steps show as `ProfilerStep#N`, phases as `shardloom/NAME`; shapes and stacks are left out,
+which keeps a file small enough for Perfetto.
 """
 
 from __future__ import annotations
@@ -59,6 +48,7 @@ from trainer.protocol import events
 from trainer.protocol.run_dir import AttemptDir
 from trainer.spec.training import TraceSpec
 
+logger = logging.getLogger(__name__)
 Phase = Literal[
     "data_wait",
     "input_dist",
@@ -82,7 +72,7 @@ Item = TypeVar("Item")
 
 
 class Clock(Protocol[Mark]):
-    """Marks points in time and tells how far two of them are apart."""
+    """Marks points in time and measures the time between two of them."""
 
     def mark(self) -> Mark:
         """The present."""
@@ -97,25 +87,21 @@ class HostClock:
     """Wall time of this process."""
 
     def mark(self) -> float:
-        """Seconds of the monotonic clock."""
         return time.perf_counter()
 
     def elapsed_s(self, start: float, end: float) -> float:
-        """Difference of two marks."""
         return end - start
 
 
 class CudaClock:
-    """Time of the device's current stream."""
+    """Time of the device's current stream: a mark is an event behind all work launched so far."""
 
     def mark(self) -> torch.cuda.Event:
-        """An event behind all work that was launched so far."""
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def elapsed_s(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds between two events; waits for the later one."""
         end.synchronize()
         return start.elapsed_time(end) / 1e3
 
@@ -199,7 +185,6 @@ class PhaseTimes(Generic[Mark]):
         self._marks = [self._clock.mark()]
 
     def step(self) -> None:
-        """Count one step."""
         self._num_steps += 1
 
     def read(self) -> dict[Phase, float]:
@@ -276,10 +261,6 @@ class ForwardPhases:
         return output
 
 
-# What a run measures: task metrics (torchrec.metrics) and speed; `trainer.training.metrics` has the
-# rest.
-
-
 class Speedometer:
     """Rows and steps per second between reports. Sums what each step spent on sync and waiting.
 
@@ -347,14 +328,8 @@ class Speedometer:
         return values
 
 
-# Traces of some training steps by torch.profiler, as the spec says or asked for while running.
-
-logger = logging.getLogger(__name__)
-SPEC_TRACE = "spec"
-
-
 class TraceRequest(BaseModel):
-    """Steps that somebody wants traced, from the next one on."""
+    """A request to trace steps, from the next one on."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -364,19 +339,12 @@ class TraceRequest(BaseModel):
     ranks: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 
 
-@dataclass(frozen=True)
-class _Wanted:
-    """A trace that this rank makes once those before it are made."""
-
-    id: str
-    num_steps: int
-
-
 @dataclass
 class _Recording:
-    """A trace in the making."""
+    """A trace under way: `num_steps` of `max_steps` are recorded, the last of them `step`."""
 
-    wanted: _Wanted
+    id: str
+    max_steps: int
     profiler: profile
     num_steps: int = 0
     step: int = 0
@@ -400,7 +368,7 @@ class Tracer:
         self._speed = speed
         self._emit = emit
         self._recording: _Recording | None = None
-        self._waiting: deque[_Wanted] = deque()
+        self._queued: deque[tuple[str, int]] = deque()  # (id, number of steps)
         self._seen_version: tuple[int, int] | None = None
 
     def poll(self) -> None:
@@ -412,23 +380,23 @@ class Tracer:
                 return
             text = path.read_bytes()
         except OSError:
-            return  # nobody asks, or storage is away and the next report looks again
+            return  # there is no request, or storage is away until the next report
         self._seen_version = version
         try:
             request = TraceRequest.model_validate_json(text)
         except ValidationError as error:
             self._refuse(path, error)
             return
-        self._want(_Wanted(request.id, request.num_steps), request.ranks)
+        self._enqueue(request.id, request.num_steps, request.ranks)
 
     def begin_step(self, step: int) -> None:
         """Start a recording if one is due at `step` (counted from 1)."""
         spec = self._spec
         if spec and step == spec.first_step:
-            self._want(_Wanted(SPEC_TRACE, spec.num_steps), spec.ranks)
-        if self._recording is None and self._waiting:
+            self._enqueue("spec", spec.num_steps, spec.ranks)
+        if self._recording is None and self._queued:
             with self._speed.paused():
-                self._recording = _start(self._waiting.popleft())
+                self._recording = _start(*self._queued.popleft())
             self._speed.phases.annotate = True
         if self._recording:
             self._recording.step_range = record_function(f"ProfilerStep#{step}")
@@ -443,7 +411,7 @@ class Tracer:
         recording.step_range.__exit__(None, None, None)
         recording.step = step
         recording.num_steps += 1
-        if recording.num_steps == recording.wanted.num_steps:
+        if recording.num_steps == recording.max_steps:
             self.stop()
 
     def stop(self) -> None:
@@ -452,13 +420,13 @@ class Tracer:
         if recording is None:
             return
         self._speed.phases.annotate = False
-        path = self._files.trace_path(recording.wanted.id, self._rank)
+        path = self._files.trace_path(recording.id, self._rank)
         with self._speed.paused():
             recording.profiler.stop()
             try:
                 _write(recording.profiler, path)
             except OSError as error:
-                self._note("error", f"trace {path.name} cannot be written: {error}")
+                self._report("error", f"trace {path.name} cannot be written: {error}")
                 return
         self._emit(
             events.TraceWritten(
@@ -471,10 +439,10 @@ class Tracer:
             )
         )
 
-    def _want(self, wanted: _Wanted, ranks: Collection[int]) -> None:
-        is_written = self._files.trace_path(wanted.id, self._rank).exists()
+    def _enqueue(self, trace_id: str, num_steps: int, ranks: Collection[int]) -> None:
+        is_written = self._files.trace_path(trace_id, self._rank).exists()
         if self._rank in ranks and not is_written:
-            self._waiting.append(wanted)
+            self._queued.append((trace_id, num_steps))
 
     def _refuse(self, path: Path, error: ValidationError) -> None:
         if self._rank != 0:
@@ -484,18 +452,18 @@ class Tracer:
             f"{'.'.join(map(str, fault['loc'])) or 'file'}: {fault['msg']}"
             for fault in error.errors(include_url=False)
         )
-        self._note("warning", f"the request for a trace is refused and removed: {faults}")
+        self._report("warning", f"the request for a trace is refused and removed: {faults}")
 
-    def _note(self, level: Literal["warning", "error"], message: str) -> None:
+    def _report(self, level: Literal["warning", "error"], message: str) -> None:
         logger.warning("%s", message)
         self._emit(events.Note(time=time.time(), level=level, message=message))
 
 
-def _start(wanted: _Wanted) -> _Recording:
+def _start(trace_id: str, num_steps: int) -> _Recording:
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
-    recording = _Recording(wanted, profile(activities=activities))
+    recording = _Recording(trace_id, num_steps, profile(activities=activities))
     recording.profiler.start()
     return recording
 

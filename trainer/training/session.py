@@ -1,11 +1,9 @@
-"""What a session tells the control plane when its workers are there.
+"""One rank's training session: model, optimizers, data, sync, metrics and checkpoints of one run.
 
-The generator is seeded anew at each step from (seed, rows done at the last sync of groups, step,
-rank of the job): a resumed run draws what one without a break does, and no two ranks drop the same
-units.
-
-The session owns the model, its optimizers, the sync, the meters and the checkpoints of one life
-of one rank; each method is one step of the loop and says which collectives it runs.
+`trainer.training.worker` has the loop; each method here is one step of it and names its
+collectives. What a step draws at random (dropout) is seeded from (seed, rows done at the last sync
+of groups, step, rank of the job): a resumed run draws what an uninterrupted one does, and no two
+ranks drop the same units.
 """
 
 from __future__ import annotations
@@ -30,7 +28,14 @@ from trainer.checkpoint.state_dict import METERS, pack, state_to_save
 from trainer.coordination.client import HeartbeatReporter
 from trainer.data.batches import Batch, TrainBatches, validation_batches
 from trainer.data.inputs import on_this_node
-from trainer.data.position import BatchShape, DataPosition, remaining_steps, step_start
+from trainer.data.position import (
+    BatchShape,
+    DataPosition,
+    SkippedRows,
+    remaining_steps,
+    step_start,
+    without,
+)
 from trainer.data.reader import open_source, order_digest
 from trainer.errors import TooFewRowsError
 from trainer.layout.layout import Layout
@@ -42,7 +47,7 @@ from trainer.parallel.sharding import build_parallel_model
 from trainer.parallel.sync import build_sync
 from trainer.protocol import events
 from trainer.protocol.outbox import EventWriter
-from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import RunDir
 from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.training.loss import LossWeighting, NonFiniteLossGuard
@@ -64,88 +69,7 @@ from trainer.training.profiling import (
     local_s,
 )
 
-
-def workers_started(
-    session: Session, layout: Layout, sharding_groups: Sequence[Sequence[int]], hosts: list[str]
-) -> events.WorkersStarted:
-    """How workers are grouped and where they start: groups in ranks, `hosts` by rank."""
-    return events.WorkersStarted(
-        time=time.time(),
-        run_index=session.config.run_index,
-        world_size=layout.world_size,
-        shard_group_size=layout.shard_group_size,
-        num_replicas=layout.num_replicas,
-        placement=layout.placement,
-        backend=dist.get_backend(),
-        sharding_groups=[list(group) for group in sharding_groups],
-        replica_groups=[list(group) for group in zip(*sharding_groups, strict=True)],
-        hosts=hosts,
-        table_shards={plan.name: plan.sharding_type for plan in session.table_plans},
-        tables=session.table_plans,
-        total_steps=session.total_steps,
-        resumed_step=session.state.step,
-    )
-
-
-def progress(session: Session, rows_per_s: float) -> events.Progress:
-    """How far training has come, and when it will be through at this speed.
-
-    A run that has ended early ends at its last step.
-    """
-    step = session.state.step
-    total_steps = step if session.is_finished else session.total_steps
-    rows_left = (total_steps - step) * session.shape.rows_per_step
-    return events.Progress(
-        time=time.time(),
-        step=step,
-        total_steps=total_steps,
-        epoch=session.state.position.epoch,
-        rows=session.state.rows_trained,
-        rows_per_s=rows_per_s,
-        eta_s=rows_left / rows_per_s if rows_per_s else 0.0,
-    )
-
-
-# The divergence guard of a session: whether there is one, and what follows from what it finds.
-
-
-def open_guard(session: Session) -> DivergenceGuard | None:
-    """The guard that the spec asks for, if any."""
-    parallelism = session.spec.parallelism
-    if parallelism.divergence_check is None:
-        return None
-    return DivergenceGuard(
-        session.model,
-        parallelism.divergence_check,
-        session.optimizers.combined,
-        compare_state=parallelism.sync.optimizer_state == "every",
-    )
-
-
-def check_copies(session: Session, guard: DivergenceGuard) -> None:
-    """Compare what a sync has made equal. Collective over all ranks.
-
-    Raises `DivergenceError` where the copies have come apart and the job is to fail then.
-    """
-    found = guard.check()
-    for each in found:
-        session.emit(
-            events.Divergence(
-                time=time.time(),
-                step=session.state.step,
-                table=each.table,
-                shard=each.shard,
-                ranks=list(each.ranks),
-                action=guard.action,
-            )
-        )
-    if found and guard.action == "fail":
-        raise DivergenceError(found)
-    if found:
-        session.sync.renew()
-
-
-# The random numbers that a training step draws (dropout): told by the step, not by the past.
+logger = logging.getLogger(__name__)
 
 
 def uses_randomness(spec: JobSpec) -> bool:
@@ -170,66 +94,17 @@ def seed_step(seed: int, rows_agreed: int, step: int, rank: int) -> None:
     torch.manual_seed(step_seed(seed, rows_agreed, step, rank))
 
 
-# Validation of a session: the metrics of all held-out rows, and what they say about going on.
-
-
-def measure(session: Session) -> dict[str, float]:
-    """Metrics over every validation row once. Collective over all ranks.
-
-    The copies are averaged first, as at any sync, so that all ranks measure one model.
-    """
-    assert session.validation_source is not None
-    session.synchronise()
-    session.sync.finish()
-    session.model.eval()
-    for batch in validation_batches(
-        session.validation_source,
-        session.spec,
-        rank=session.groups.rank,
-        world_size=session.groups.layout.world_size,
-    ):
-        session.pulse.enter("validation", session.state.step)
-        on_device = session.on_device(batch)
-        session.left_out.add_held_out(batch.quarantined)
-        session.validation_meter.update(on_device, *session.model(on_device))
-    session.left_out.end_validation()
-    session.model.train()
-    return session.validation_meter.compute("validation")
-
-
-def watch_plateau(session: Session, value: float) -> None:
-    """Early stopping: count a validation that found `value`; say so where it ends the run."""
-    spec, state = session.spec.training.early_stopping, session.state
-    if spec is None:
-        return
-    plateau = after_validation(state.plateau, session.watched_metric, value, spec)
-    state.plateau = plateau
-    if is_over(plateau, spec) and state.step < session.total_steps:
-        best = "any number" if plateau.best is None else f"{plateau.best:.5g}"
-        session.note(
-            "info",
-            f"early stopping at step {state.step}: {plateau.num_validations} validations in a row "
-            f"without a better validation/{session.watched_metric} than {best}",
-        )
-        session.emit(progress(session, session.rows_per_s))
-
-
-# One rank's training session: everything `trainer.training.worker` needs for its loop, built once.
-
-logger = logging.getLogger(__name__)
-
-
 class Session:
-    """One life of one rank."""
+    """Everything that one rank trains with, built once; collective over all ranks."""
 
     def __init__(
-        self, config: WorkerConfig, groups: MeshGroups, pulse: HeartbeatReporter | None = None
+        self, config: WorkerConfig, groups: MeshGroups, heartbeat: HeartbeatReporter | None = None
     ) -> None:
         spec = on_this_node(config.spec)
         self.spec = spec
         self.config = config
         self.groups = groups
-        self.pulse = pulse or HeartbeatReporter()
+        self.heartbeat = heartbeat or HeartbeatReporter()
         self.state = TrainState()
         self.origin = f"seed-{spec.training.seed}"  # what the state came from
         self.model, self.table_plans = build_parallel_model(spec, groups)
@@ -237,16 +112,23 @@ class Session:
             self.model, spec.optimizer, spec.moment_scale, spec.training.clip_norm
         )
         self._open_data()
+        files = RunDir(config.run_dir).attempt(config.attempt_id)
+        is_first = groups.rank == 0
+        self._writer = EventWriter(files.stream_path(config.stream)) if is_first else None
+        # What only one rank knows: its traces, its replica group's sync.
+        self._rank_writer = self._writer or EventWriter(
+            files.stream_path(config.rank_stream(groups.rank))
+        )
         self._open_meters()
         self.final_metrics: dict[str, float] = {}
         self.rows_per_s = 0.0  # as last reported
-        self._writer = self._open_writer()
-        self._rank_writer = self._writer or EventWriter(self._rank_stream)
-        trace = spec.training.trace
-        self.tracer = Tracer(self._files, self.rank, trace, self.speed, self._rank_writer.write)
+        self.tracer = Tracer(
+            files, self.rank, spec.training.trace, self.speed, self._rank_writer.write
+        )
         self.checkpoints = CheckpointManager(config, groups, self.emit, self.row_order)
-        run_dir, num_rows = RunDir(config.run_dir), self.shape.num_rows
-        self.finite = NonFiniteLossGuard(spec, run_dir, num_rows, groups.device, self.emit)
+        self.loss_guard = NonFiniteLossGuard(
+            spec, RunDir(config.run_dir), self.shape.num_rows, groups.device, self.emit
+        )
         self.sync = build_sync(
             self.model,
             spec,
@@ -255,9 +137,16 @@ class Session:
             ),
             warn=self._warn_of_sync,
         )
-        self.guard = open_guard(self)
-        self.shares = LossWeighting(spec, groups.global_group)
-        self._draws_at_random = uses_randomness(spec)
+        self._divergence_guard: DivergenceGuard | None = None
+        if spec.parallelism.divergence_check is not None:
+            self._divergence_guard = DivergenceGuard(
+                self.model,
+                spec.parallelism.divergence_check,
+                self.optimizers.combined,
+                compare_state=spec.parallelism.sync.optimizer_state == "every",
+            )
+        self.loss_weighting = LossWeighting(spec, groups.global_group)
+        self._uses_randomness = uses_randomness(spec)
 
     def _warn_of_sync(self, message: str) -> None:
         logger.warning("%s", message)
@@ -294,22 +183,11 @@ class Session:
             # AUC's window must hold all rows, padding included.
             window = self.validation_source.num_rows + self.shape.rows_per_step
             self.validation_meter = TaskMeter(tasks, batch_size, window).to(device)
-        self.left_out = QuarantineReporter(
-            self.spec, device, lambda event: self._rank_writer.write(event)
-        )
+        self.quarantine = QuarantineReporter(self.spec, device, self._rank_writer.write)
         self.lookups = LookupCounter(self.model)
         self.phases = PhaseTimes(clock_of(device))
         ForwardPhases(self.model, self.phases)
         self.speed = Speedometer(self.shape.rows_per_step, self.phases)
-
-    @property
-    def _files(self) -> AttemptDir:
-        return RunDir(self.config.run_dir).attempt(self.config.attempt_id)
-
-    def _open_writer(self) -> EventWriter | None:
-        if self.groups.rank != 0:
-            return None
-        return EventWriter(self._files.stream_path(self.config.stream))
 
     @property
     def world_size(self) -> int:
@@ -328,24 +206,14 @@ class Session:
 
     @property
     def rows_agreed(self) -> int:
-        """Rows behind the last sync with groups that go their own ways between syncs."""
+        """Rows that the last sync between independent groups covers."""
         return 0
 
     @property
-    def _rank_stream(self) -> Path:
-        # What only one rank knows (its traces, its replica group's sync); begins with the first.
-        return self._files.stream_path(self.config.rank_stream(self.groups.rank))
-
-    @property
     def is_finished(self) -> bool:
-        """Whether every planned step is done, or validation stands still."""
+        """Whether every planned step is done, or early stopping has ended the run."""
         stopped_early = is_over(self.state.plateau, self.spec.training.early_stopping)
         return self.state.step >= self.total_steps or stopped_early
-
-    @property
-    def watched_metric(self) -> str:
-        """The validation metric that decides which checkpoint is best."""
-        return self.spec.model.watched_metric
 
     def emit(self, event: events.Event) -> None:
         """Write an event record; only rank 0 writes."""
@@ -353,17 +221,38 @@ class Session:
             self._writer.write(event)
 
     def note(self, level: Literal["info", "warning", "error"], message: str) -> None:
-        """Tell a person something, in the job's timeline and in this rank's log."""
+        """Add a message to the job's timeline and to this rank's log."""
         logger.log(logging.getLevelNamesMapping()[level.upper()], "%s", message)
         self.emit(events.Note(time=time.time(), level=level, message=message))
 
     def announce(self) -> None:
-        """Tell the control plane how the workers are grouped and where they start."""
+        """Report how the workers are grouped and where they start."""
         mesh = self.groups.mesh
         if self.groups.warning:
             self.note("warning", self.groups.warning)
         hosts = [site.host for site in self.groups.sites]
-        self.emit(workers_started(self, self.groups.layout, mesh.sharding_groups, hosts))
+        self.emit(self._workers_started(self.groups.layout, mesh.sharding_groups, hosts))
+
+    def _workers_started(
+        self, layout: Layout, sharding_groups: Sequence[Sequence[int]], hosts: list[str]
+    ) -> events.WorkersStarted:
+        """How workers are grouped and where they start: groups in ranks, `hosts` by rank."""
+        return events.WorkersStarted(
+            time=time.time(),
+            run_index=self.config.run_index,
+            world_size=layout.world_size,
+            shard_group_size=layout.shard_group_size,
+            num_replicas=layout.num_replicas,
+            placement=layout.placement,
+            backend=dist.get_backend(),
+            sharding_groups=[list(group) for group in sharding_groups],
+            replica_groups=[list(group) for group in zip(*sharding_groups, strict=True)],
+            hosts=hosts,
+            table_shards={plan.name: plan.sharding_type for plan in self.table_plans},
+            tables=self.table_plans,
+            total_steps=self.total_steps,
+            resumed_step=self.state.step,
+        )
 
     def batches(self) -> Iterator[tuple[Batch, DataPosition, float]]:
         """(batch on the device, position after it, seconds waited), equally many on each rank."""
@@ -408,44 +297,68 @@ class Session:
         self, batch: Batch, step: int, wait_s: float, is_dense_step: bool = True
     ) -> torch.Tensor:
         """What step number `step` does to the model; its loss, a scalar. Collective."""
-        self.pulse.begin_step()
+        self.heartbeat.begin_step()
         self.tracer.begin_step(step)
         self.lookups.sampling = self.is_report_step(step)
         self.optimizers.begin_step(step, self.total_steps)
-        if self._draws_at_random:
+        if self._uses_randomness:
             seed_step(self.spec.training.seed, self.rows_agreed, step, self.rank)
-        self.shares.begin(batch)
+        self.loss_weighting.begin(batch)
         fault_injection.inject("lookup", *self.site, step)
         with self.phases.during("dense"):
             loss, outputs = self.model(batch)
         loss = fault_injection.poison(loss, *self.site, step)
         fault_injection.inject("backward", *self.site, step)
         with self.phases.during("backward"):
-            self.shares.scaled(loss, self.optimizers.weigh).backward()
+            self.loss_weighting.scaled(loss, self.optimizers.weigh).backward()
         with self.phases.during("optimizer"):
             self.optimizers.step(is_dense_step)
         with self.phases.during("sync"):
             self.sync.finish()
         self.train_meter.update(batch, loss, outputs)
-        self.finite.add(loss.detach())
-        self.left_out.add(batch.quarantined)
+        self.loss_guard.add(loss.detach())
+        self.quarantine.add(batch.quarantined)
         self.speed.step(wait_s)
-        self.pulse.end_step(step)
+        self.heartbeat.end_step(step)
         return loss.detach()
 
     def synchronise(self) -> None:
-        """Average the copies, then compare them if that is due.
+        """Average the replicas, then compare them if that is due.
 
         Collective over the replica group; a comparison over all ranks, where it raises
         `DivergenceError` on each.
         """
         with self.phases.during("sync"):
             self.speed.sync(self.sync())
-        if self.guard and self.guard.is_due_after_sync():
+        if self._divergence_guard and self._divergence_guard.is_due_after_sync():
             with self.speed.paused():
                 if self.spec.parallelism.sync.overlap:
                     self.sync.flush()
-                check_copies(self, self.guard)
+                self._check_divergence()
+
+    def _check_divergence(self) -> None:
+        """Compare what a sync has made equal, if the job asks for that. Collective over all ranks.
+
+        Raises `DivergenceError` where replicas differ and the job is to fail then.
+        """
+        guard = self._divergence_guard
+        found = guard.check() if guard else []
+        if not guard or not found:
+            return
+        for each in found:
+            self.emit(
+                events.Divergence(
+                    time=time.time(),
+                    step=self.state.step,
+                    table=each.table,
+                    shard=each.shard,
+                    ranks=list(each.ranks),
+                    action=guard.action,
+                )
+            )
+        if guard.action == "fail":
+            raise DivergenceError(found)
+        self.sync.renew()
 
     @contextmanager
     def off_the_clock(self) -> Iterator[None]:
@@ -461,29 +374,28 @@ class Session:
         self.sync.close()
 
     def is_report_step(self, step: int) -> bool:
-        """Whether metrics go out after `step`."""
         return step % self.spec.training.report_every_steps == 0 or step == self.total_steps
 
     def report(self) -> None:
         """Send metrics and progress. Collective over all ranks.
 
-        Raises `NonFiniteLoss`: from a NaN no later step comes back.
+        Raises `NonFiniteLoss`: no later step recovers from a NaN.
         """
         values = self.read_metrics()
         self.publish(values)
         self.tracer.poll()
-        self.finite.judge(values)
-        self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
+        self.loss_guard.judge(values)
+        self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
 
     def read_metrics(self) -> dict[str, float]:
         """Metrics since the last call. Collective over all ranks."""
         values = self.train_meter.compute("train")
         values |= self.lookups.imbalance(self.groups.device)
-        values |= self.left_out.report()
+        values |= self.quarantine.report()
         values |= sharding.read_metrics(self.model, self.groups.device)
         values |= self.optimizers.metrics()
         phases = self.phases.read()
-        self.pulse.local_s = local_s(phases)
+        self.heartbeat.local_s = local_s(phases)
         values |= phase_metrics(phases, self.groups.device)
         return values | self.speed.read()
 
@@ -492,9 +404,27 @@ class Session:
         step = self.state.step
         self.emit(events.Metrics(time=time.time(), step=step, values=values))
         self.rows_per_s = values["speed/rows_per_s"]
-        self.emit(progress(self, self.rows_per_s))
+        self.emit(self._progress())
         self.final_metrics |= {k: v for k, v in values.items() if k.startswith("train/")}
         logger.info("step %d/%d %s", step, self.total_steps, _format(values))
+
+    def _progress(self) -> events.Progress:
+        """How far training has come, and when it will be through at the speed last reported.
+
+        A run that has ended early ends at its last step.
+        """
+        step = self.state.step
+        total_steps = step if self.is_finished else self.total_steps
+        rows_left = (total_steps - step) * self.shape.rows_per_step
+        return events.Progress(
+            time=time.time(),
+            step=step,
+            total_steps=total_steps,
+            epoch=self.state.position.epoch,
+            rows=self.state.rows_trained,
+            rows_per_s=self.rows_per_s,
+            eta_s=rows_left / self.rows_per_s if self.rows_per_s else 0.0,
+        )
 
     def is_validation_step(self) -> bool:
         """Whether a validation follows the current step: as asked, else at each epoch's end."""
@@ -510,17 +440,57 @@ class Session:
     @torch.no_grad()
     def validate(self) -> bool:
         """Measure all validation rows; True when the result is the best so far. Collective."""
+        metric = self.spec.model.watched_metric
         with self.off_the_clock():
-            values = measure(self)
+            values = self._measure()
         self.emit(events.Metrics(time=time.time(), step=self.state.step, values=values))
         logger.info("validation at step %d %s", self.state.step, _format(values))
         self.final_metrics |= values
-        value = values.get(f"validation/{self.watched_metric}", math.nan)
-        watch_plateau(self, value)
-        if not is_better(self.watched_metric, value, self.state.best):
+        value = values.get(f"validation/{metric}", math.nan)
+        self._update_early_stopping(metric, value)
+        if not is_better(metric, value, self.state.best):
             return False
         self.state.best = value
         return True
+
+    def _measure(self) -> dict[str, float]:
+        """Metrics over every validation row once. Collective over all ranks.
+
+        The replicas are averaged first, as at any sync, so that all ranks measure one model.
+        """
+        assert self.validation_source is not None
+        self.synchronise()
+        self.sync.finish()
+        self.model.eval()
+        for batch in validation_batches(
+            self.validation_source,
+            self.spec,
+            rank=self.groups.rank,
+            world_size=self.groups.layout.world_size,
+        ):
+            self.heartbeat.enter("validation", self.state.step)
+            on_device = self.on_device(batch)
+            self.quarantine.add_held_out(batch.quarantined)
+            self.validation_meter.update(on_device, *self.model(on_device))
+        self.quarantine.end_validation()
+        self.model.train()
+        return self.validation_meter.compute("validation")
+
+    def _update_early_stopping(self, metric: str, value: float) -> None:
+        """Count a validation that found `value`; report it where it ends the run."""
+        spec = self.spec.training.early_stopping
+        if spec is None:
+            return
+        plateau = after_validation(self.state.plateau, metric, value, spec)
+        self.state.plateau = plateau
+        if is_over(plateau, spec) and self.state.step < self.total_steps:
+            best = "any number" if plateau.best is None else f"{plateau.best:.5g}"
+            self.note(
+                "info",
+                f"early stopping at step {self.state.step}: {plateau.num_validations} validations "
+                f"in a row without a better validation/{metric} than {best}",
+            )
+            self.emit(self._progress())
 
     def is_checkpoint_step(self) -> bool:
         """Whether the current step is followed by a checkpoint whatever validation says."""
@@ -529,18 +499,17 @@ class Session:
     def save_checkpoint(self, is_best: bool) -> None:
         """Save model and optimizers. Collective over all ranks.
 
-        Copies are averaged first: an unsynced save would mix the groups; and compared, where the
-        job asks for that, so that no checkpoint holds a copy that has come apart. A failed save
-        in the middle of a run is an error in the timeline, because training can go on and the next
-        may succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
+        Replicas are averaged first, as an unsynced save would mix the groups; and compared, where
+        the job asks for that, so that no checkpoint holds diverged ones. A failed save in the
+        middle of a run is an error in the timeline, because training can go on and the next may
+        succeed; at the end it raises `CheckpointError`, as the result itself would be lost.
         """
         started_s = time.perf_counter()
-        self.pulse.enter("checkpoint", self.state.step)
+        self.heartbeat.enter("checkpoint", self.state.step)
         with self.off_the_clock():
-            self.finite.check(self.state.position, self.state.step, self.groups.rank == 0)
+            self.loss_guard.check(self.state.position, self.state.step, self.groups.rank == 0)
             self.sync.flush()
-            if self.guard:
-                check_copies(self, self.guard)
+            self._check_divergence()
             self.checkpoints.save(
                 state_to_save(self.model, self.optimizers.combined)
                 | {METERS: pack(self.train_meter.state())},
@@ -552,8 +521,28 @@ class Session:
             )
 
     def restore(self) -> None:
-        """Start from the newest checkpoint, if there is one. Collective over all ranks."""
-        restore(self)
+        """Start from the newest checkpoint, else from another job's, else from the seed.
+
+        Collective over all ranks. Rows that made the loss non-finite before count as done.
+        """
+        found = restore(self.spec, self.checkpoints, self.row_order, self.model, self.optimizers)
+        if found is not None:
+            self.train_meter.load_state(found.meters)
+            self.sync.reset()
+            self.state, self.origin = found.state, found.origin
+            self.final_metrics = found.metrics
+            if found.is_warm_start:
+                self.note("info", found.message)
+            else:
+                logger.info("%s", found.message)
+        skipped = SkippedRows.read(RunDir(self.config.run_dir).skipped_rows_path)
+        before, num_rows = self.state.position, self.shape.num_rows
+        self.state.position = without(before, skipped)
+        self.state.rows_skipped += self.state.position.rows_done(num_rows) - before.rows_done(
+            num_rows
+        )
+        self.loss_guard.begin_at(self.state.position)
+        self.total_steps = self.planned_steps()
 
 
 def _format(values: dict[str, float]) -> str:

@@ -1,12 +1,11 @@
-"""Asking the workers of the domain `job` to save and stop, so that they start again elsewhere.
+"""The training loop of one rank, requests to stop, and the reason of each failure.
 
     driver ──► stop-request.json {"run_index", "cause"}     read by rank 0 at every report
     rank 0 ──► stopping-RUN_INDEX                           when all ranks know of it
 
-Both are files of the attempt. Workers that end well have completed the training, or left that mark.
-
-Before a pause the domain `replica_group` is asked in the same way: its leader saves for all and
-leaves the mark once the checkpoint is on storage; the driver then ends all groups.
+Both are files of the attempt (`trainer.protocol.requests`). Workers that end well have completed
+the training, or left that mark. Before a pause the leader of the domain `replica_group` is asked in
+the same way: it saves for all and leaves the mark once the checkpoint is on storage.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
 from trainer import failures, fault_injection
 from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, CheckpointRefused
@@ -33,44 +33,10 @@ from trainer.protocol.worker_config import WorkerConfig
 from trainer.spec.job import JobSpec
 from trainer.training.session import Session
 
-
-def is_due(config: WorkerConfig, is_report_step: bool) -> bool:
-    """Whether these workers shall save and stop now. Collective over all ranks on report steps."""
-    is_due_now = is_asked(config, is_report_step)
-    if is_due_now:
-        mark_stopping(config)
-    return is_due_now
-
-
-def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
-    """Whether a request for these workers lies there. Collective over all ranks on report steps."""
-    import torch.distributed as dist
-
-    if not is_report_step:
-        return False
-    answer = [is_wanted(_files_of(config), config.run_index) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(answer, src=0)
-    return bool(answer[0])
-
-
-def mark_stopping(config: WorkerConfig) -> None:
-    """Rank 0 leaves the mark by which the driver knows that these workers did as asked."""
-    import torch.distributed as dist
-
-    if dist.get_rank() == 0:
-        _files_of(config).stopping_path(config.run_index).touch()
-
-
-def _files_of(config: WorkerConfig) -> AttemptDir:
-    return RunDir(config.run_dir).attempt(config.attempt_id)
-
-
-# The per-rank loop, on one screen: build groups, restore, then step, sync, report, save.
-
 logger = logging.getLogger(__name__)
-# What a worker can say of its own end; the message tells the rest.
+# End reason by exception; the first that matches counts.
 _REASONS: dict[type[Exception], str] = {
-    # Before its kin: storage that is away comes back, bad data and credentials do not get better.
+    # Before its base class: storage that is away comes back, refused credentials do not.
     StorageRefusedError: failures.DATA_ERROR,
     StorageError: failures.STORAGE_ERROR,
     DataError: failures.DATA_ERROR,
@@ -91,19 +57,17 @@ _REASONS: dict[type[Exception], str] = {
 def train(session: Session) -> dict[str, float]:
     """Run the session to its end; returns the final metrics. Every rank takes equal steps."""
     try:
-        take_steps(session)
+        session.restore()
+        session.announce()
+        session.speed.restart()
+        if not session.is_finished:
+            _take_steps(session)
     finally:
         session.close()
     return session.final_metrics
 
 
-def take_steps(session: Session) -> None:
-    """The loop itself, from the newest checkpoint on."""
-    session.restore()
-    session.announce()
-    session.speed.restart()
-    if session.is_finished:
-        return
+def _take_steps(session: Session) -> None:
     sync_spec = session.spec.parallelism.sync
     for batch, position, wait_s in session.batches():
         session.train_step(batch, position, wait_s)
@@ -125,13 +89,13 @@ def take_steps(session: Session) -> None:
 
 
 def run_worker(config: WorkerConfig, host: str | None = None) -> dict[str, float]:
-    """One life of one rank inside an initialised default process group.
+    """Train as one rank of an initialised default process group; the final metrics.
 
     Raises `WorkerFailure` with a reason that the control plane knows.
     """
-    with named_failures(config.spec.model.module), report_heartbeats(config, host) as pulse:
+    with named_failures(config.spec.model.module), report_heartbeats(config, host) as heartbeat:
         prepare_process(config)
-        return train(Session(config, groups_of(config, layout_of(config.spec), host), pulse))
+        return train(Session(config, groups_of(config, layout_of(config.spec), host), heartbeat))
 
 
 def prepare_process(config: WorkerConfig) -> None:
@@ -146,6 +110,33 @@ def groups_of(config: WorkerConfig, layout: Layout, host: str | None) -> MeshGro
     return build_groups(layout, worker_device(), timeout_s, host)
 
 
+def is_due(config: WorkerConfig, is_report_step: bool) -> bool:
+    """Whether these workers shall save and stop now. Collective over all ranks on report steps."""
+    is_due_now = is_asked(config, is_report_step)
+    if is_due_now:
+        mark_stopping(config)
+    return is_due_now
+
+
+def is_asked(config: WorkerConfig, is_report_step: bool) -> bool:
+    """Whether these workers are requested to stop. Collective over all ranks on report steps."""
+    if not is_report_step:
+        return False
+    answer = [is_wanted(_files_of(config), config.run_index) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(answer, src=0)
+    return bool(answer[0])
+
+
+def mark_stopping(config: WorkerConfig) -> None:
+    """Rank 0 leaves the mark by which the driver knows that these workers have saved and stop."""
+    if dist.get_rank() == 0:
+        _files_of(config).stopping_path(config.run_index).touch()
+
+
+def _files_of(config: WorkerConfig) -> AttemptDir:
+    return RunDir(config.run_dir).attempt(config.attempt_id)
+
+
 @contextmanager
 def named_failures(module: str | None = None) -> Iterator[None]:
     """Raise whatever goes wrong inside as a `WorkerFailure` with its reason.
@@ -157,7 +148,8 @@ def named_failures(module: str | None = None) -> Iterator[None]:
             yield
     except tuple(_REASONS) as error:
         logger.error("%s", error)
-        raise _worker_failure(_reason(error), error) from None
+        reason = next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
+        raise _worker_failure(reason, error) from None
     except OSError as error:
         logger.exception("storage fails")
         raise _worker_failure(failures.STORAGE_ERROR, error) from error
@@ -177,10 +169,6 @@ def _users_named(module: str | None) -> Iterator[None]:
         if found is None:
             raise
         raise found from error
-
-
-def _reason(error: Exception) -> str:
-    return next(reason for kind, reason in _REASONS.items() if isinstance(error, kind))
 
 
 def _worker_failure(reason: str, error: Exception) -> failures.WorkerFailure:

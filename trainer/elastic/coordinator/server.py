@@ -281,7 +281,7 @@ class Coordinator:
 
     def _hear_end(self, rank: RankId) -> None:
         if self._config.only_watches:
-            self._membership.on_farewell(rank)
+            self._membership.forget_rank(rank)
         else:
             self._act(self._membership.on_disconnect(rank, self._now()))
 

@@ -116,7 +116,7 @@ class WebhookSender:
 
     async def _try(self, claimed: Claimed) -> Answer:
         try:
-            secret = self._keys.open(claimed.secret)
+            secret = self._keys.decrypt(claimed.secret)
         except ServiceError as error:
             return Answer(None, f"the secret cannot be decrypted: {error}")
         headers = headers_of(claimed.delivery, secret, self._clock())

@@ -283,7 +283,7 @@ def coordinate(
 def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, folder: Path):
     from trainer.data.reader import open_source
     from trainer.elastic.coordinator.interface import MembershipPolicy
-    from trainer.elastic.coordinator.server import CoordinatorConfig, LeasedRows, start_in_thread
+    from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
     from trainer.protocol.run_dir import RunDir
 
     spec = config.spec
@@ -298,7 +298,7 @@ def _start_coordinator(config: WorkerConfig, num_groups: int, address: str, fold
     )
     host, _, port = address.rpartition(":")
     attempt = RunDir(config.run_dir).attempt(config.attempt_id).root
-    return start_in_thread(
+    return Coordinator(
         CoordinatorConfig(
             policy=MembershipPolicy.of(spec, num_groups),
             rows=rows,

@@ -12,7 +12,7 @@ from trainer.data.reader import lease_windows, open_source
 from trainer.driver.attempt import Attempt
 from trainer.driver.process_log import start_log
 from trainer.elastic.coordinator.interface import CoordinatorStatus, MembershipPolicy
-from trainer.elastic.coordinator.server import CoordinatorActor, CoordinatorConfig, LeasedRows
+from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
 from trainer.protocol.run_dir import AttemptDir
 from trainer.protocol.worker_config import ACTOR_NAMESPACE
 from trainer.spec.job import JobSpec
@@ -49,14 +49,18 @@ def leased_rows(spec: JobSpec) -> LeasedRows:
     )
 
 
-class LoggedCoordinator(CoordinatorActor):
+class CoordinatorActor(Coordinator):
     """The coordinator of an actor process, whose log lies with those of the ranks."""
 
     def __init__(self, config: CoordinatorConfig) -> None:
         if config.attempt_dir is not None:
             start_log(AttemptDir(config.attempt_dir).log_path("coordinator"))
         super().__init__(config)
-        logger.info("the coordinator listens at %s", self.address())
+        logger.info("the coordinator listens at %s", self.address)
+
+    def get_address(self) -> str:
+        """Where it listens (host:port)."""
+        return self.address
 
 
 class RayCoordinator:
@@ -71,7 +75,7 @@ class RayCoordinator:
 
         self.actor_name: str | None = f"coordinator-{attempt.context.attempt_id}-{run_index}"
         config = coordinator_config(attempt, ray.util.get_node_ip_address())
-        actor_class: Any = ray.remote(LoggedCoordinator)
+        actor_class: Any = ray.remote(CoordinatorActor)
         self._actor = actor_class.options(
             name=self.actor_name,
             namespace=ACTOR_NAMESPACE,
@@ -80,7 +84,7 @@ class RayCoordinator:
             max_concurrency=8,
             label_selector={_NODE_ID_LABEL: ray.get_runtime_context().get_node_id()},
         ).remote(config)
-        ray.get(self._actor.address.remote(), timeout=_START_S)
+        ray.get(self._actor.get_address.remote(), timeout=_START_S)
 
     def status(self) -> CoordinatorStatus | None:
         """Everything it knows; None when it did not answer."""

@@ -1,10 +1,10 @@
-"""One rank's session where each sharding group is a failure domain of its own.
+"""One rank's session and training loop where each sharding group is a failure domain of its own.
 
-The group is a world of its own with M = 1; what joins it to the other groups is `GroupSync`. It
-trains the rows that the coordinator leases it, one lease between two syncs, and takes over whatever
-the committed syncs add up to (the ledger). Steps are *nominal*: one for as many rows as all T
-workers take at once, so that schedules, reports and checkpoints do not depend on how many groups
-there happen to be.
+The group is a torch.distributed world with M = 1; `GroupSync` connects it to the other groups. It
+trains the rows that the coordinator leases it, one lease between two syncs, and continues from the
+ledger, the sum of all committed syncs. Steps are *nominal*: one for as many rows as all T workers
+take at once, so that schedules, reports and checkpoints do not depend on the number of live groups.
+`run_group_worker` raises `WorkerFailure` with a reason that the control plane knows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from trainer.layout.layout import Layout
 from trainer.parallel.mesh import MeshGroups
 from trainer.parallel.sync import mode_for
 from trainer.protocol.worker_config import ACTOR_NAMESPACE, GroupConfig, WorkerConfig
-from trainer.spec.parallelism import SyncSpec
 from trainer.training import worker
 from trainer.training.session import Session
 from trainer.training.worker import groups_of, named_failures, prepare_process
+
+_LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one before
 
 
 @dataclass
@@ -58,49 +59,42 @@ class Interval:
 
 
 class GroupSession(Session):
-    """One life of one rank of one group."""
+    """One rank in one incarnation of its group."""
 
-    def __init__(self, config: WorkerConfig, groups: MeshGroups, member: CoordinatorClient) -> None:
+    def __init__(self, config: WorkerConfig, groups: MeshGroups, client: CoordinatorClient) -> None:
         assert config.group, "the config of a group's worker names the group"
         self.group: GroupConfig = config.group
-        self.member = member
+        self.client = client
         self.ledger = Ledger()
         self.standing: GroupState = "initial"
         self.is_leader = False
         self._leases: deque[Lease] = deque()
         self._report = Report()
-        self._verdict: RoundResult | None = None
+        self._result: RoundResult | None = None
         self._before = TrainState()
         self._announced: list[tuple[int, int]] = []
         self._has_finished = False
-        super().__init__(config, groups, HeartbeatReporter(member))
+        super().__init__(config, groups, HeartbeatReporter(client))
         self._interval = self._new_interval()
         self._seen_rows, self._seen_at = 0, time.perf_counter()
-        self._loader = self._open_loader()
-        self.group_sync = GroupSync(
-            self.model,
-            self._sync_spec(),
-            lambda: self.optimizers.synced_whole(dense=True),
-            member,
-            groups.shard_index,
-            self.spec.recovery,
+        self._loader = LeaseBatches(
+            self.train_source,
+            self.spec,
+            rank=groups.rank,
+            num_ranks=groups.layout.world_size,
+            pin=self._copies_batches,
         )
-
-    def _sync_spec(self) -> SyncSpec:
         sync = self.spec.parallelism.sync
         mode, warning = mode_for(sync, self.spec.optimizer.sparse)
         if warning and self.rank == 0:
             self._warn_of_sync(warning)
-        return sync.model_copy(update={"mode": mode})
-
-    def _open_loader(self) -> LeaseBatches:
-        num_ranks = self.groups.layout.world_size
-        return LeaseBatches(
-            self.train_source,
-            self.spec,
-            rank=self.groups.rank,
-            num_ranks=num_ranks,
-            pin=self._copies_batches,
+        self.group_sync = GroupSync(
+            self.model,
+            sync.model_copy(update={"mode": mode}),
+            lambda: self.optimizers.synced_whole(dense=True),
+            client,
+            groups.shard_index,
+            self.spec.recovery,
         )
 
     def _new_interval(self) -> Interval:
@@ -134,11 +128,10 @@ class GroupSession(Session):
     @property
     def num_rows(self) -> int:
         """Rows that the whole run trains."""
-        training = self.spec.training
-        whole = self.shape.num_rows * training.epochs
-        if training.max_steps is None:
-            return whole
-        return min(whole, training.max_steps * self.shape.rows_per_step)
+        training, shape = self.spec.training, self.shape
+        whole = shape.num_rows * training.epochs
+        steps = training.max_steps
+        return whole if steps is None else min(whole, steps * shape.rows_per_step)
 
     def planned_steps(self) -> int:
         """Steps of the whole run."""
@@ -155,14 +148,14 @@ class GroupSession(Session):
         else:
             self.restore()
             self._adopt(self.state.ledger)
-        self.member.join(self.standing, self.origin, self.ledger, self.group_sync.donor)
+        self.client.join(self.standing, self.origin, self.ledger, self.group_sync.donor)
         self.speed.restart()
 
     def _can_copy(self) -> bool:
         """Whether some group holds what this one needs; the first rank asks for all."""
         box: list[bool] = [False]
         if self.groups.rank == 0:
-            welcome = self.member.join("listening", "", self.ledger, self.group_sync.donor)
+            welcome = self.client.join("listening", "", self.ledger, self.group_sync.donor)
             box[0] = welcome.has_current
         dist.broadcast_object_list(box, src=0)
         return box[0]
@@ -214,14 +207,14 @@ class GroupSession(Session):
     def sync_groups(self) -> RoundResult:
         """One committed sync with the other groups. Collective over all ranks of all groups."""
         with self.phases.during("sync"):
-            verdict, cost = self.group_sync.exchange(self._arrival)
+            result, cost = self.group_sync.exchange(self._arrival)
         self.speed.sync(cost)
         self._interval = self._new_interval()
         self._report = Report()
-        self._take(verdict)
-        # What was not finite is the coordinator's business: it skipped the lease.
+        self._take(result)
+        # The coordinator has skipped the lease of a loss that was not finite.
         self.loss_guard.begin_at(self.state.position)
-        return verdict
+        return result
 
     def _arrival(self) -> Arrive:
         interval = self._interval
@@ -236,16 +229,16 @@ class GroupSession(Session):
             sums={"loss": interval.loss_sum.item()} if interval.num_rows else {},
         )
 
-    def _take(self, verdict: RoundResult) -> None:
-        """Go on from where the committed syncs have come to."""
-        self._verdict, self._before = verdict, self.state
-        self.standing = verdict.standing
-        self.is_leader = verdict.leader == self.group.group and self.standing == "current"
-        self._adopt(verdict.ledger)
-        self._hold(verdict.leases)
+    def _take(self, result: RoundResult) -> None:
+        """Continue from the ledger of a round's result."""
+        self._result, self._before = result, self.state
+        self.standing = result.standing
+        self.is_leader = result.leader == self.group.group and self.standing == "current"
+        self._adopt(result.ledger)
+        self._hold(result.leases)
 
     def _hold(self, leases: Sequence[Lease]) -> None:
-        """Read ahead for `leases` and no others: what went back is another group's now."""
+        """Prefetch `leases` and no others: a lease given back is another group's now."""
         held = {lease.id for lease in leases}
         self._loader.forget({lease.id for lease in self._leases} - held)
         self._leases = deque(lease for lease in self._leases if lease.id in held)
@@ -273,12 +266,12 @@ class GroupSession(Session):
         self.optimizers.set_num_steps(-(-self.state.step // self._accumulate_steps))
 
     def announce(self) -> None:
-        """Tell the control plane who trains; the leader does, when the members change."""
+        """Emit who trains when the members change; only the leader does."""
         members = self.group_sync.members
-        lives = [(member.group, member.incarnation) for member in members]
-        if not self.is_leader or lives == self._announced:
+        incarnations = [(member.group, member.incarnation) for member in members]
+        if not self.is_leader or incarnations == self._announced:
             return
-        self._announced = lives
+        self._announced = incarnations
         size = self.groups.layout.world_size
         groups = [range(index * size, (index + 1) * size) for index in range(len(members))]
         layout = Layout(size * len(members), size, "inter_host")
@@ -287,10 +280,8 @@ class GroupSession(Session):
 
     @property
     def is_over(self) -> bool:
-        """Whether this group has nothing more to do."""
-        return self._verdict is not None and (
-            self._verdict.has_finished or self._verdict.should_leave
-        )
+        """Whether the run has finished, or this group is to leave."""
+        return self._result is not None and (self._result.has_finished or self._result.should_leave)
 
     def is_report_due(self) -> bool:
         """Whether metrics go out now: a multiple of `report_every_steps` was passed."""
@@ -315,11 +306,11 @@ class GroupSession(Session):
         return self._is_due(self.spec.checkpoint.every_steps)
 
     def _is_due(self, every: int) -> bool:
-        """Whether a multiple of `every` was passed that no leader has seen to."""
+        """Whether a multiple of `every` was passed that no leader has handled."""
         return self.state.step // every > self.ledger.led.step // every
 
     def lead(self) -> None:
-        """What one group does for all: validate and save where that is due, and end the run.
+        """Do what one group does for all: validate and save where that is due, and end the run.
 
         Collective over the group. The others train on, and wait for it at the next sync.
         """
@@ -354,7 +345,7 @@ class GroupSession(Session):
             worker.mark_stopping(self.config)
 
     def report(self) -> None:
-        """Send metrics and progress, which the leader does for all. Collective over the group."""
+        """Publish metrics and progress; only the leader does. Collective over the group."""
         values = self.read_metrics()
         if self.is_leader:
             self.publish(values)
@@ -377,11 +368,6 @@ class GroupSession(Session):
         return values
 
 
-# The loop of a rank whose group is a failure domain, on one screen: train a lease, sync, lead.
-
-_LOCATE_S = 2.0  # less than a new coordinator waits for the groups of the one before
-
-
 def train_group(session: GroupSession) -> dict[str, float]:
     """Train with the other groups to the end, or until asked to leave; the final metrics."""
     try:
@@ -401,9 +387,9 @@ def train_group(session: GroupSession) -> dict[str, float]:
 
 
 def run_group(
-    config: WorkerConfig, member: CoordinatorClient, host: str | None = None
+    config: WorkerConfig, client: CoordinatorClient, host: str | None = None
 ) -> dict[str, float]:
-    """One life of one rank inside its group's initialised default process group.
+    """Train as one rank inside its group's initialised default process group; the final metrics.
 
     Raises `WorkerFailure` with a reason that the control plane knows.
     """
@@ -411,7 +397,7 @@ def run_group(
     with named_failures(config.spec.model.module):
         prepare_process(config)
         groups = groups_of(config, Layout(size, size, "inter_host"), host)
-        return train_group(GroupSession(config, groups, member))
+        return train_group(GroupSession(config, groups, client))
 
 
 def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dict[str, float]:
@@ -423,14 +409,14 @@ def run_group_worker(config: WorkerConfig, group: GroupConfig, host: str) -> dic
         num_ranks=dist.get_world_size(),
         host=host,
     )
-    member = CoordinatorClient(
+    client = CoordinatorClient(
         identity, lambda: locate(group), config.spec.recovery.heartbeat_timeout_s
     )
-    member.on_refusal = end_process
+    client.on_refusal = end_process
     try:
-        return run_group(config, member, host)
+        return run_group(config, client, host)
     finally:
-        member.close()
+        client.close()
 
 
 def locate(group: GroupConfig) -> str:
@@ -446,6 +432,6 @@ def locate(group: GroupConfig) -> str:
     assert group.actor_name is not None, "a group knows its coordinator by name or by address"
     coordinator = ray.get_actor(group.actor_name, namespace=ACTOR_NAMESPACE)
     try:
-        return str(ray.get(coordinator.address.remote(), timeout=_LOCATE_S))
+        return str(ray.get(coordinator.get_address.remote(), timeout=_LOCATE_S))
     except RayError as error:
         raise ConnectionError(f"the coordinator's actor is away: {error}") from error

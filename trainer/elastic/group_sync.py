@@ -1,22 +1,19 @@
-"""Process groups across worlds: one rank of each group, formed anew for every generation.
-
-Each group is a torch.distributed world of its own, so a replica group over several of them is
-known to none. It is a bare backend (gloo, on GPUs NCCL) whose ranks find each other in the
-coordinator's store, under keys that no other generation uses.
-
-Whoever cannot go on drops the group at once, which closes its sockets: gloo tells nobody that a
-rank has given up, and the others would wait for it until the time-out. What gloo is still waiting
-for itself cannot be stopped, only left behind, so an operation that is called off ends by itself
-later, in memory that nobody uses any more.
+"""The sync between groups that are torch.distributed worlds of their own.
 
 Rank s of every group in a round averages its shard with the other ranks s, into buffers. Each then
-tells the coordinator whether it holds the averages, and only when all ranks of all groups do are
-they applied: a sync happens everywhere or nowhere. A round that fails changes nothing: rows stay
-touched, what was trained stays trained, and the next round covers it, with whoever is left.
+votes whether it holds the averages, and only when all ranks of all groups do are they applied: a
+sync happens everywhere or nowhere. A round that fails changes nothing: rows stay touched, what was
+trained stays trained, and the next round covers it, with the groups that are left.
 
-Copies weigh as many rows as they were trained on since the last sync, or the sum of those rows'
-weights where rows do not all count alike. A group that only listens, or whose loss became NaN,
-weighs nothing, and nothing of it gets into the means.
+A copy's weight is the number of rows that it was trained on since the last sync, or the sum of
+those rows' weights where rows do not all count alike. A group that only listens, or whose loss
+became NaN, has weight 0.
+
+The ranks s of a generation are a bare backend (gloo, on GPUs NCCL) outside any world; they meet in
+the coordinator's store, under keys of the generation. A rank that cannot go on drops the group at
+once, which closes its sockets: gloo does not report that a rank has given up, and the others would
+wait for it until the time-out. A pending gloo operation cannot be stopped, only abandoned: it ends
+by itself later, in memory that nobody uses any more.
 """
 
 from __future__ import annotations
@@ -59,50 +56,45 @@ class ExchangeError(RuntimeError):
 
 @dataclass(frozen=True)
 class ReplicaRank:
-    """The place of this rank, `index` of `size`, among those with its shard in a generation."""
+    """This rank is `index` of the `size` ranks with its shard in a generation."""
 
     generation: int
     shard_index: int
     index: int
     size: int
 
-    @property
-    def prefix(self) -> str:
-        """What the keys of this replica group begin with in the store."""
-        return f"gen{self.generation}/s{self.shard_index}"
-
 
 class CrossGroupProcessGroup:
     """A replica group outside torch.distributed's world (a `ReplicaGroup`).
 
     Collective over the group; every method may raise `ExchangeError`, after which the group is
-    good for nothing but `drop`. One operation takes at most `timeout_s`, and less when
+    only good for `drop`. One operation takes at most `timeout_s`, and less when
     `is_aborted` becomes true.
     """
 
     def __init__(
         self,
-        seat: ReplicaRank,
+        replica: ReplicaRank,
         store: dist.Store,
         device: torch.device,
         timeout_s: float,
         is_aborted: IsAborted,
     ) -> None:
-        self.seat = seat
+        self.replica = replica
         self._device = device
         self._timeout_s = timeout_s
         self._is_aborted = is_aborted
-        self._is_stuck = False  # an operation goes on that nobody waits for any more
-        own_keys = dist.PrefixStore(seat.prefix, store)
+        self._is_stuck = False  # an abandoned operation is still pending
+        own_keys = dist.PrefixStore(f"gen{replica.generation}/s{replica.shard_index}", store)
         self._meet(own_keys)
         self._backend: Gloo | Nccl | None = self._form(own_keys)
 
     def _meet(self, store: dist.Store) -> None:
-        """Wait until all are here. Forming the backend waits too, but cannot be called off."""
-        here = [f"here{index}" for index in range(self.seat.size)]
+        """Wait until all are here. Forming the backend waits too, but cannot be aborted."""
+        here = [f"here{index}" for index in range(self.replica.size)]
         deadline = time.monotonic() + self._timeout_s
         try:
-            store.set(here[self.seat.index], "")
+            store.set(here[self.replica.index], "")
             while not store.check(here):
                 self._check(deadline, "meet")
                 time.sleep(_MEET_POLL_S)
@@ -115,13 +107,13 @@ class CrossGroupProcessGroup:
             if self._device.type == "cuda":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                return dist.ProcessGroupNCCL(store, self.seat.index, self.seat.size, options)
-            return dist.ProcessGroupGloo(store, self.seat.index, self.seat.size, timeout)
+                return dist.ProcessGroupNCCL(store, self.replica.index, self.replica.size, options)
+            return dist.ProcessGroupGloo(store, self.replica.index, self.replica.size, timeout)
         except RuntimeError as error:
             raise ExchangeError(f"no replica group was formed: {_first_line(error)}") from None
 
     def size(self) -> int:
-        return self.seat.size
+        return self.replica.size
 
     def all_gather(self, out: torch.Tensor, part: torch.Tensor) -> None:
         backend = self._backend
@@ -139,7 +131,7 @@ class CrossGroupProcessGroup:
             raise ExchangeError(f"an exchange between the copies failed: {problem}")
 
     def _problem_of(self, start: Callable[[], dist.Work]) -> str:
-        """Run an operation to its end; what went wrong, empty if nothing did."""
+        """Run an operation to its end; returns its error, empty if there is none."""
         deadline = time.monotonic() + self._timeout_s
         try:
             work = start()
@@ -153,7 +145,7 @@ class CrossGroupProcessGroup:
         return ""
 
     def _is_over(self, work: dist.Work) -> bool:
-        """Whether `work` has ended in whatever way; waits a little for it."""
+        """Whether `work` has ended, successfully or not; waits a little for it."""
         if self._device.type == "cuda":
             time.sleep(0 if work.is_completed() else _DEVICE_POLL_S)
         else:
@@ -188,12 +180,9 @@ def _first_line(error: RuntimeError) -> str:
     return str(error).splitlines()[0]
 
 
-# The sync between groups that are worlds of their own: averaged in rounds, applied after a vote.
-
-
 @dataclass
 class Means:
-    """What a round came to, not applied yet.
+    """The averages of a round, not applied yet.
 
     `rows` are the numbers of the rows in it (int64, sorted), or None when it has all.
     """
@@ -203,14 +192,14 @@ class Means:
     num_bytes: int = 0
 
     def write(self) -> None:
-        """Overwrite this copy."""
+        """Overwrite this copy with the averages."""
         for batch, mean in self.batches:
             for block, part in batch.unpack(mean):
                 block.write(part)
 
 
 class GroupSync:
-    """Keeps one rank's shard together with those of the other groups.
+    """Keeps one rank's shard in sync with those of the other groups.
 
     All ranks of all groups call `exchange` in turn. `members` are the groups of the newest round.
     Faults are injected by the number of the commit that the round would have.
@@ -221,7 +210,7 @@ class GroupSync:
         model: TwoDParallel,
         spec: SyncSpec,
         extra: Extra,
-        member: CoordinatorClient,
+        client: CoordinatorClient,
         shard_index: int,
         recovery: RecoverySpec,
     ) -> None:
@@ -229,13 +218,13 @@ class GroupSync:
         assert is_allowed, "the spec refuses other policies between groups"
         self._spec = spec
         self._extra = extra
-        self._member = member
+        self._client = client
         self._shard_index = shard_index
         self._timeout_s = recovery.exchange_timeout_s
         self._device = model.groups.device
         self._numbers = RowNumbers(model.table_shards(), self._device)
         self._touched = TouchedRows(self._numbers) if spec.mode == "touched_rows" else None
-        self._server = DonorServer(member.identity, pieces_of(self._numbers))
+        self._server = DonorServer(client.identity, pieces_of(self._numbers))
         self._joiner: Joiner | None = None
         self._group: CrossGroupProcessGroup | None = None
         self._round = 0
@@ -247,7 +236,7 @@ class GroupSync:
         return self._server.address
 
     def close(self) -> None:
-        """Leave the others."""
+        """Drop the process group, and stop copying and serving."""
         self._drop_group()
         self._stop_listening()
         self._server.close()
@@ -258,24 +247,27 @@ class GroupSync:
     def exchange(self, make_arrival: Callable[[], Arrive]) -> tuple[RoundResult, SyncReport]:
         """One committed sync, tried until there is one. Collective over all ranks of all groups.
 
-        `make_arrival` says anew for every try what this rank comes with. The verdict is of a round
-        that did not commit when the group is to leave, or must forget what it trained.
+        `make_arrival` gives this rank's `Arrive` for every try. The result is of a round that did
+        not commit where the group is to leave, or must forget what it trained.
         """
         started = time.perf_counter()
         num_bytes = 0
         while True:
-            self._member.store()  # a new client may take long, and in a round the others would wait
+            self._client.store()  # connecting may take long, and in a round the others would wait
             arrival = make_arrival()
             is_copied = self._joiner is not None and self._joiner.is_complete
             num_copied = self._joiner.num_bytes if self._joiner else 0
-            news = {"has_copied": is_copied, "copied_bytes": num_copied}
-            round_ = self._member.arrive(arrival.model_copy(update=news))
-            means, verdict = self._try(round_, is_copied)
+            update = {"has_copied": is_copied, "copied_bytes": num_copied}
+            round_ = self._client.arrive(arrival.model_copy(update=update))
+            means, result = self._try(round_, is_copied)
             num_bytes += means.num_bytes
-            is_demoted = arrival.standing == "current" != verdict.standing
-            if verdict.committed or verdict.should_leave or verdict.has_finished or is_demoted:
+            is_demoted = arrival.standing == "current" != result.standing
+            if result.committed or result.should_leave or result.has_finished or is_demoted:
                 time_s = time.perf_counter() - started
-                return verdict, self._report(time_s, num_bytes, means.rows)
+                if means.rows is None:
+                    return result, SyncReport(time_s, num_bytes)
+                density = self._density(means.rows)
+                return result, SyncReport(time_s, num_bytes, density, "touched_rows")
 
     def _try(self, round_: Round, is_copied: bool) -> tuple[Means, RoundResult]:
         """Average, vote, and apply what was averaged if all agree."""
@@ -284,7 +276,7 @@ class GroupSync:
         try:
             self._attend(round_, is_copied)
             means = self._average(round_)
-            self._fault_point("before_vote", round_)
+            self._inject("before_vote", round_)
         except ExchangeError as problem:
             error = str(problem)
         except BaseException:
@@ -292,49 +284,45 @@ class GroupSync:
             raise
         if error:
             self._drop_group()
-        verdict = self._vote(round_, error)
-        if verdict.committed:
+        if self._joiner:
+            self._joiner.vote()
+        vote = Vote(round=round_.round, commit=round_.commit, ok=not error, error=error)
+        result = self._client.vote(vote)
+        if result.committed:
             assert not error, "a round commits when all ranks hold its averages"
             self._apply(means, round_)
         else:
             self._drop_group()
-        self._stand(verdict)
-        return means, verdict
-
-    def _vote(self, round_: Round, error: str) -> RoundResult:
-        if self._joiner:
-            self._joiner.vote()
-        vote = Vote(round=round_.round, commit=round_.commit, ok=not error, error=error)
-        return self._member.vote(vote)
+        if result.standing == "current":
+            self._stop_listening()
+        elif self._joiner and result.standing == "initial":
+            self._joiner.restart()
+        return means, result
 
     def _attend(self, round_: Round, is_copied: bool) -> None:
-        """Listen or not, as the round has it."""
+        """Copy from the donor of the round where this group listens, else stop copying."""
         if self.members[self._index].standing != "listening":
             self._stop_listening()
             return
         if self._touched:
             self._touched.clear()  # what it trained, if anything, does not count
         if self._joiner is None:
-            self._joiner = Joiner(self._member.identity, self._numbers, self._timeout_s)
+            self._joiner = Joiner(self._client.identity, self._numbers, self._timeout_s)
         self._joiner.attend(round_)
         if is_copied and not self._joiner.is_complete:
-            raise ExchangeError("the donor of this group's copy was lost; it copies on")
+            raise ExchangeError(
+                "the donor of this group's copy was lost; it goes on with another one"
+            )
 
     def _stop_listening(self) -> None:
         if self._joiner:
             self._joiner.close()
         self._joiner = None
 
-    def _stand(self, verdict: RoundResult) -> None:
-        if self._joiner and verdict.standing == "current":
-            self._stop_listening()
-        elif self._joiner and verdict.standing == "initial":
-            self._joiner.restart()
-
     @property
     def _index(self) -> int:
         """Place of this group in the round."""
-        own = (self._member.identity.group, self._member.identity.incarnation)
+        own = (self._client.identity.group, self._client.identity.incarnation)
         return [(each.group, each.incarnation) for each in self.members].index(own)
 
     def _average(self, round_: Round) -> Means:
@@ -343,19 +331,17 @@ class GroupSync:
         if len(weights) == 1 or round_.is_idle:
             return Means(self._nothing())
         replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
-        means = Means(self._union(replicas))
-        for batch in replicas.batches(self._blocks(means.rows)):
-            self._fault_point("exchange", round_)
+        means = Means(self._touched_rows(replicas))
+        weights_whole, states_whole = self._extra()
+        blocks = blocks_of(self._numbers, means.rows, _tensors_of, Block)
+        blocks = [*blocks, *map(Block, weights_whole), *map(Block, states_whole)]
+        for batch in replicas.batches(blocks):
+            self._inject("exchange", round_)
             means.batches.append((batch, replicas.mean_of(batch, batch.pack())))
         means.num_bytes, _ = replicas.take_costs()
         return means
 
-    def _blocks(self, rows: torch.Tensor | None) -> list[Block]:
-        weights, states = self._extra()
-        blocks = blocks_of(self._numbers, rows, _tensors_of, Block)
-        return [*blocks, *map(Block, weights), *map(Block, states)]
-
-    def _union(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
+    def _touched_rows(self, replicas: ReplicaCollectives) -> torch.Tensor | None:
         """Rows that any copy touched, or None for all. They stay touched. Collective."""
         if self._touched is None:
             return None
@@ -372,18 +358,20 @@ class GroupSync:
 
     def _group_of(self, round_: Round) -> CrossGroupProcessGroup:
         """The process group of the round's generation, formed where there is none yet."""
-        seat = ReplicaRank(round_.generation, self._shard_index, self._index, len(round_.members))
-        if self._group and self._group.seat != seat:
+        replica = ReplicaRank(
+            round_.generation, self._shard_index, self._index, len(round_.members)
+        )
+        if self._group and self._group.replica != replica:
             self._drop_group()
         if self._group is None:
-            store, timeout_s = self._member.store(), self._timeout_s
             self._group = CrossGroupProcessGroup(
-                seat, store, self._device, timeout_s, self._is_aborted
+                replica,
+                self._client.store(),
+                self._device,
+                self._timeout_s,
+                lambda: self._client.is_aborted(self._round),
             )
         return self._group
-
-    def _is_aborted(self) -> bool:
-        return self._member.is_aborted(self._round)
 
     def _drop_group(self) -> None:
         if self._group:
@@ -391,21 +379,16 @@ class GroupSync:
         self._group = None
 
     def _apply(self, means: Means, round_: Round) -> None:
-        self._fault_point("apply", round_)
+        self._inject("apply", round_)
         joiner = self._joiner
-        with joiner.hearing(means.rows, round_.is_idle) if joiner else nullcontext():
+        with joiner.applying(means.rows, round_.is_idle) if joiner else nullcontext():
             means.write()
         if self._touched and not round_.is_idle:
             self._touched.clear()
 
-    def _fault_point(self, phase: fault_injection.Phase, round_: Round) -> None:
-        identity = self._member.identity
+    def _inject(self, phase: fault_injection.Phase, round_: Round) -> None:
+        identity = self._client.identity
         fault_injection.inject(phase, identity.group, identity.rank, round_.commit)
-
-    def _report(self, time_s: float, num_bytes: int, rows: torch.Tensor | None) -> SyncReport:
-        if rows is None:
-            return SyncReport(time_s, num_bytes)
-        return SyncReport(time_s, num_bytes, self._density(rows), "touched_rows")
 
 
 def _tensors_of(shard: TableShard) -> Sequence[torch.Tensor]:

@@ -1,31 +1,28 @@
-"""What of a shard is right while it is copied from a group that trains on meanwhile.
+"""Live state transfer: a joining group copies its shard from a donor that trains on meanwhile.
 
-The joiner gets the donor's rows, chunk by chunk, as they are in memory at that moment: the donor
-keeps no second copy and takes no lock. What arrives may belong to different moments, or be half of
-one and half of the next. It ends exact all the same, because the joiner hears every commit from the
-first chunk on, at weight 0, and applies it:
+Rank s of the joiner connects to rank s of the donor by TCP, at the address that the coordinator
+gives. It gets one line that describes the shard (`DonorHeader`), then asks for chunks of rows, one
+at a time, and gets their bare bytes. The chunks are the rows as they are in memory at that moment:
+the donor keeps no second copy and takes no lock. What arrives may belong to different moments, or
+be half of one and half of the next. The result is exact all the same, because the joiner takes part
+in every commit from the first chunk on, at weight 0, and applies it:
 
 - A row that the donor changed since its last commit, or is changing, was marked as touched before
   the first of its bytes changed (the forward pass marks it, the backward pass writes). So it is in
   the next commit, whichever value was read.
 - A row that a commit is writing in the donor while it is read is in that commit, which the joiner
   applies too, before or after the chunk lands.
-- A row in a commit that the joiner has heard is *fresh*: chunks never overwrite it, so that what
+- A row in a commit that the joiner has applied is *fresh*: chunks never overwrite it, so that what
   was read before the commit and arrives after it does no harm.
 - Every other row is the same in the donor and in all copies, whenever it was read.
 
-So all rows are right once a commit was heard that came after the last chunk, and that the donor was
-in. If the donor is lost instead, what it changed since its last commit is in no later one: the rows
+So all rows are right once a commit was applied that came after the last chunk, with the donor in
+it. If the donor is lost instead, what it changed since its last commit is in no later one: the rows
 read after that commit's vote are read again from another donor. The vote is the border because the
 donor cannot apply, and hence not train on, before the joiner has voted as well. If a commit is
 missed, or a group must forget what it trained, everything is read again.
 
 Tensors that are averaged whole (dense part, data-parallel tables) come with any commit.
-
-Rank s of the joiner connects to rank s of the donor, whose address the coordinator gives. It gets
-one line that says who serves what (`DonorHeader`), then asks for chunks of rows, one at a time, and
-gets their bare bytes. `trainer.elastic.peer_copy` has the reasons why that ends exact although
-the donor trains on.
 """
 
 from __future__ import annotations
@@ -48,7 +45,10 @@ from trainer.coordination.client import Identity
 from trainer.coordination.messages import Count, Message, Round
 from trainer.parallel.touched_rows import RowNumbers
 
-Life = tuple[int, int]
+logger = logging.getLogger(__name__)
+_IDLE_TIMEOUT_S = 60.0  # of a donor's connection to a joiner that requests nothing
+_CHUNK_REQUEST = struct.Struct("!IQQ")  # piece, first row, row after the last
+Incarnation = tuple[int, int]
 """(group, incarnation)."""
 
 
@@ -102,7 +102,7 @@ def chunks_of(pieces: Sequence[Piece], max_bytes: int) -> list[Chunk]:
 
 
 class LiveCopy:
-    """What of a shard has been copied, and what of that is sure; for two threads.
+    """Which chunks of a shard have been copied, and which of them are final; for two threads.
 
     The copying thread holds a ticket, which `roll_back` makes void: with a void one its methods
     raise `Superseded` and change nothing.
@@ -115,8 +115,8 @@ class LiveCopy:
         self._fresh = torch.zeros(num_rows, dtype=torch.bool, device=device)
         self._lock = threading.Lock()
         self._ticket = 0
-        self._next = self._next_at_vote = self._sure = 0
-        self.donor: Life | None = None
+        self._next = self._next_at_vote = self._final = 0
+        self.donor: Incarnation | None = None
         self.num_bytes = 0
 
     @property
@@ -125,29 +125,29 @@ class LiveCopy:
         return self._next == len(self._chunks)
 
     def roll_back(self) -> int:
-        """Forget what is not sure, and whom it came from; the ticket for another donor."""
+        """Forget what is not final, and the donor; returns the ticket for another donor."""
         with self._lock:
             self._ticket += 1
-            self._next = self._next_at_vote = self._sure
+            self._next = self._next_at_vote = self._final
             self.donor = None
             return self._ticket
 
-    def begin(self, ticket: int, donor: Life) -> None:
-        """The rows that come now are those of `donor`."""
+    def begin(self, ticket: int, donor: Incarnation) -> None:
+        """The next rows come from `donor`."""
         with self._lock:
             self._check(ticket)
             self.donor = donor
 
     def next_chunk(self, ticket: int) -> Chunk | None:
-        """What to read next; None when all is there."""
+        """What to read next; None when all is copied."""
         with self._lock:
             self._check(ticket)
-            while not self.is_complete and self._is_fresh(self._chunks[self._next]):
+            while not self.is_complete:
+                chunk = self._chunks[self._next]
+                if not self._fresh[self._pieces[chunk.piece].numbers(chunk)].all():
+                    return chunk
                 self._next += 1
-            return None if self.is_complete else self._chunks[self._next]
-
-    def _is_fresh(self, chunk: Chunk) -> bool:
-        return bool(self._fresh[self._pieces[chunk.piece].numbers(chunk)].all())
+            return None
 
     @torch.no_grad()
     def put(self, ticket: int, chunk: Chunk, values: torch.Tensor) -> None:
@@ -172,13 +172,13 @@ class LiveCopy:
             raise Superseded
 
     def vote(self) -> None:
-        """The joiner is about to vote: what is there now, the commit will make sure."""
+        """The joiner is about to vote: the commit will make final what is copied by now."""
         with self._lock:
             self._next_at_vote = self._next
 
     @contextmanager
-    def hearing(self, rows: torch.Tensor | None) -> Iterator[None]:
-        """While a commit is applied that has the row numbers `rows` (int64), or all when None."""
+    def applying(self, rows: torch.Tensor | None) -> Iterator[None]:
+        """While a commit of the row numbers `rows` (int64) is applied, or of all rows when None."""
         with self._lock:
             yield
             if rows is None:
@@ -186,14 +186,7 @@ class LiveCopy:
                 self._next = self._next_at_vote = len(self._chunks)
             else:
                 self._fresh.index_fill_(0, rows, True)
-            self._sure = self._next_at_vote
-
-
-# Serving a shard to a group that joins, and copying it there, rank by rank over TCP.
-
-logger = logging.getLogger(__name__)
-_IDLE_TIMEOUT_S = 60.0  # of a donor's connection to a joiner that asks for nothing
-_ASK = struct.Struct("!IQQ")  # piece, first row, row after the last
+            self._final = self._next_at_vote
 
 
 class PeerCopyError(Exception):
@@ -208,7 +201,7 @@ class PieceLayout(Message):
 
 
 class DonorHeader(Message):
-    """First line of a donor: who it is and what it serves."""
+    """First line of a donor: its identity, and the pieces that it serves."""
 
     group: Count
     incarnation: Count
@@ -217,7 +210,7 @@ class DonorHeader(Message):
 
 
 def layout_of(pieces: Sequence[Piece]) -> tuple[PieceLayout, ...]:
-    """What both sides must agree on."""
+    """Layout of the pieces, which must be the same on both sides."""
     return tuple(
         PieceLayout(shape=tuple(piece.tensor.shape), dtype=str(piece.tensor.dtype))
         for piece in pieces
@@ -225,7 +218,7 @@ def layout_of(pieces: Sequence[Piece]) -> tuple[PieceLayout, ...]:
 
 
 class DonorServer:
-    """Serves this rank's shard, live, to whoever copies it, each in a thread of its own."""
+    """Serves this rank's shard, live, to joiners, each in a thread of its own."""
 
     def __init__(self, identity: Identity, pieces: Sequence[Piece]) -> None:
         self._identity = identity
@@ -240,8 +233,8 @@ class DonorServer:
         return f"{self._identity.host}:{self._socket.getsockname()[1]}"
 
     def close(self) -> None:
-        """Serve nobody any more."""
-        # Closing alone would leave the threads waiting for the next words.
+        """Stop serving."""
+        # Closing alone would leave the threads waiting for the next request.
         for open_socket in (self._socket, *self._connections):
             with suppress(OSError):
                 open_socket.shutdown(socket.SHUT_RDWR)
@@ -257,31 +250,26 @@ class DonorServer:
 
     def _serve(self, connection: socket.socket) -> None:
         connection.settimeout(_IDLE_TIMEOUT_S)
-        with closing(connection), suppress(OSError), connection.makefile("rb") as asked:
-            connection.sendall(self._header().model_dump_json().encode() + b"\n")
-            while len(ask := asked.read(_ASK.size)) == _ASK.size:
-                connection.sendall(self._read(Chunk(*_ASK.unpack(ask))))
-        self._connections.discard(connection)
-
-    def _header(self) -> DonorHeader:
-        return DonorHeader(
+        header = DonorHeader(
             group=self._identity.group,
             incarnation=self._identity.incarnation,
             rank=self._identity.rank,
             pieces=layout_of(self._pieces),
         )
+        with closing(connection), suppress(OSError), connection.makefile("rb") as requests:
+            connection.sendall(header.model_dump_json().encode() + b"\n")
+            while len(request := requests.read(_CHUNK_REQUEST.size)) == _CHUNK_REQUEST.size:
+                connection.sendall(self._read(Chunk(*_CHUNK_REQUEST.unpack(request))))
+        self._connections.discard(connection)
 
     def _read(self, chunk: Chunk) -> memoryview:
         """The rows of `chunk` as they are, perhaps half written. On CPU not even a copy."""
-        return _bytes_of(_on_cpu(self._pieces[chunk.piece].tensor[chunk.start : chunk.stop]))
-
-
-def _on_cpu(rows: torch.Tensor) -> torch.Tensor:
-    if rows.device.type != "cuda":
-        return rows.contiguous()
-    # Beside the training's stream, which would hold up the copy, and be held up by it.
-    with torch.cuda.stream(torch.cuda.Stream(rows.device)):
-        return rows.cpu()
+        rows = self._pieces[chunk.piece].tensor[chunk.start : chunk.stop]
+        if rows.device.type != "cuda":
+            return _bytes_of(rows.contiguous())
+        # On a stream of its own: neither the copy nor the training waits for the other.
+        with torch.cuda.stream(torch.cuda.Stream(rows.device)):
+            return _bytes_of(rows.cpu())
 
 
 def _bytes_of(rows: torch.Tensor) -> memoryview:
@@ -289,9 +277,9 @@ def _bytes_of(rows: torch.Tensor) -> memoryview:
 
 
 class Joiner:
-    """Copies this rank's shard from a donor, in a thread, while the rank hears the commits.
+    """Copies this rank's shard from a donor, in a thread, while the rank applies the commits.
 
-    The rank calls `attend`, `vote` and `hearing` in each round, in that order.
+    The rank calls `attend`, `vote` and `applying` in each round, in that order.
     """
 
     chunk_bytes = 4 * 2**20
@@ -301,27 +289,27 @@ class Joiner:
         self._numbers = numbers
         self._timeout_s = timeout_s
         self._pieces = pieces_of(numbers)
-        self._commit: int | None = None  # the newest heard, once something was asked for
-        self._asked = ""
+        self._commit: int | None = None  # the newest applied, once a donor was asked
+        self._donor_address = ""
         self._thread: Future[None] | None = None
         self._copied_bytes = 0
         self._renew()
 
     def _renew(self) -> None:
         self._copy = LiveCopy(self._pieces, self._numbers.num_rows, self.chunk_bytes)
-        self._has_heard = False
+        self._has_applied = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether all is exact once one more commit is heard.
+        """Whether all is exact once one more commit is applied.
 
-        What is averaged whole came with one that was heard already.
+        What is averaged whole came with one that was applied already.
         """
-        return self._has_heard and self._copy.is_complete
+        return self._has_applied and self._copy.is_complete
 
     @property
     def num_bytes(self) -> int:
-        """What was copied, with what had to be copied again."""
+        """Bytes copied, repeated ones included."""
         return self._copied_bytes + self._copy.num_bytes
 
     def restart(self) -> None:
@@ -332,7 +320,7 @@ class Joiner:
         self._commit = None
 
     def close(self) -> None:
-        """Copy no more. The thread may end later, but writes nothing."""
+        """Stop copying. The thread may end later, but writes nothing."""
         self._copy.roll_back()
         self._thread = None
 
@@ -341,46 +329,38 @@ class Joiner:
 
         Raises `PeerCopyError` when the donor has another shard.
         """
-        self._raise_problem()
+        if self._thread is not None and self._thread.done():
+            problem, self._thread = self._thread.exception(), None
+            if isinstance(problem, OSError):
+                logger.warning("the copy from %s broke off: %s", self._donor_address, problem)
+            elif problem:
+                raise problem
         if self._commit is not None and round.commit != self._commit + 1:
             self.restart()
         donors = {(m.group, m.incarnation) for m in round.members if m.standing != "listening"}
         donor = self._copy.donor
-        is_lost = donor not in donors if donor else round.donor != self._asked
+        is_lost = donor not in donors if donor else round.donor != self._donor_address
         if is_lost:
             self.close()
         if self._thread is None and round.donor and not self._copy.is_complete:
-            self._start(round.donor, donors)
-        if self._asked:
+            self._donor_address, self._thread = round.donor, Future()
+            work = (self._thread, self._copy, self._copy.roll_back(), round.donor, donors)
+            threading.Thread(target=self._run, args=work, name="joiner", daemon=True).start()
+        if self._donor_address:
             self._commit = round.commit - 1
-
-    def _raise_problem(self) -> None:
-        if self._thread is None or not self._thread.done():
-            return
-        problem, self._thread = self._thread.exception(), None
-        if isinstance(problem, OSError):
-            logger.warning("the copy from %s broke off: %s", self._asked, problem)
-        elif problem:
-            raise problem
-
-    def _start(self, address: str, donors: Collection[Life]) -> None:
-        self._asked = address
-        self._thread = Future()
-        work = (self._thread, self._copy, self._copy.roll_back(), address, donors)
-        threading.Thread(target=self._run, args=work, name="joiner", daemon=True).start()
 
     def vote(self) -> None:
         """The rank is about to vote."""
         self._copy.vote()
 
     @contextmanager
-    def hearing(self, rows: torch.Tensor | None, is_idle: bool) -> Iterator[None]:
-        """While a commit is applied: with the row numbers `rows` (int64), or all when None."""
-        with self._copy.hearing(rows):
+    def applying(self, rows: torch.Tensor | None, is_idle: bool) -> Iterator[None]:
+        """While a commit of the row numbers `rows` (int64) is applied, or of all rows when None."""
+        with self._copy.applying(rows):
             yield
         if self._commit is not None:
             self._commit += 1
-            self._has_heard |= not is_idle
+            self._has_applied |= not is_idle
 
     def _run(
         self,
@@ -388,34 +368,36 @@ class Joiner:
         copy: LiveCopy,
         ticket: int,
         address: str,
-        donors: Collection[Life],
+        donors: Collection[Incarnation],
     ) -> None:
         try:
             with suppress(Superseded):
                 self._fetch(copy, ticket, address, donors)
-        except BaseException as error:  # whatever it is, the rank must see it
+        except BaseException as error:  # `attend` raises it in the rank's thread
             done.set_exception(error)
         else:
             done.set_result(None)
 
-    def _fetch(self, copy: LiveCopy, ticket: int, address: str, donors: Collection[Life]) -> None:
+    def _fetch(
+        self, copy: LiveCopy, ticket: int, address: str, donors: Collection[Incarnation]
+    ) -> None:
         """Copy what is missing."""
         started = time.perf_counter()
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host, int(port)), self._timeout_s)
         with closing(connection), connection.makefile("rb") as answers:
-            donor = self._greet(answers)
+            donor = self._read_header(answers)
             if donor not in donors:
                 raise ConnectionError(f"group {donor[0]} is not in the round")
             copy.begin(ticket, donor)
             while chunk := copy.next_chunk(ticket):
                 fault_injection.inject("join", self._identity.group, self._identity.rank, 0)
-                connection.sendall(_ASK.pack(chunk.piece, chunk.start, chunk.stop))
+                connection.sendall(_CHUNK_REQUEST.pack(chunk.piece, chunk.start, chunk.stop))
                 copy.put(ticket, chunk, self._receive(answers, chunk))
         time_s = time.perf_counter() - started
         logger.info("copied %d bytes from group %d in %.2f s", copy.num_bytes, donor[0], time_s)
 
-    def _greet(self, answers: BufferedReader) -> Life:
+    def _read_header(self, answers: BufferedReader) -> Incarnation:
         line = answers.readline()
         if not line.endswith(b"\n"):
             raise ConnectionError("the donor closed the connection")

@@ -1,4 +1,6 @@
-"""python -m trainer.export --run-dir DIR --to DIR [--checkpoint newest|best|STEP] [--quantize ...]
+"""Exports a checkpoint as files that serve without Shardloom.
+
+python -m trainer.export --run-dir DIR --to DIR [--checkpoint newest|best|STEP] [--quantize ...]
 python -m trainer.export --request RUN_DIR/exports/x-ID [--no-user-code]
 
 Exits with 0 when the export is there, 1 when it was refused (the reason is the last line).
@@ -35,7 +37,7 @@ _REFUSALS = (
     OSError,
     MemoryError,
 )
-_LOOK_S = 1.0
+_POLL_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -62,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
-    """Run what a request folder asks for, unless that is done or deleted."""
+    """Run the export of a request folder, unless it is done or deleted."""
     if folder.is_deleted:
         return 1
     with folder.hold() as is_open, _ended_when_deleted(folder):
@@ -83,11 +85,11 @@ def _run_requested(folder: ExportFolder, may_run_code: bool) -> int:
 
 @contextlib.contextmanager
 def _ended_when_deleted(folder: ExportFolder) -> Iterator[None]:
-    """Interrupt the work within, as Ctrl-C would, once nobody wants the export any more."""
+    """Interrupt the body, as Ctrl-C would, once the export is deleted."""
     done, worker = threading.Event(), threading.get_ident()
 
     def watch() -> None:
-        while not done.wait(_LOOK_S):
+        while not done.wait(_POLL_S):
             if folder.is_deleted:
                 # A real signal: it ends a wait at once.
                 signal.pthread_kill(worker, signal.SIGINT)
@@ -104,12 +106,12 @@ def _ended_when_deleted(folder: ExportFolder) -> Iterator[None]:
 
 
 def _attempt(request: ExportRequest, tell: Tell) -> str | None:
-    """Export; what was refused, if so."""
+    """Export; returns the error, None if there is none."""
     try:
         report = export(request, tell)
     except _REFUSALS as error:
         return str(error) or type(error).__name__
-    except Exception as error:  # whoever waits for the export must learn of it
+    except Exception as error:  # the message goes to whoever waits for the export
         logging.getLogger(__name__).exception("the export failed")
         return f"{type(error).__name__}: {error}"
     tell(report.text)
@@ -122,7 +124,7 @@ def _print(line: str) -> None:
 
 
 def _silence_libraries() -> None:
-    """The tracer's warnings are about what it does, not about what the user did."""
+    """Hide the tracer's warnings, which are about its own work."""
     warnings.simplefilter("ignore")
     logging.basicConfig(level=logging.ERROR)
     for name in ("torch.fx", "torch.export", "torch._export", "torch"):

@@ -1,4 +1,6 @@
-"""What can go wrong with an export. Every message names the cause and what to change.
+"""The folder of an export: its files, the marker that completes it, and the errors of exporting.
+
+Every message names the cause and what to change. No torch here: the service and clients read it.
 
 ExportError
 ├── NoCheckpoint       the run has no checkpoint as asked for, or it is damaged
@@ -15,8 +17,6 @@ DIR/
   vocabularies/    ids of raw values, as the prepared data has them
   report.json      how far the export's predictions are from the trainer's
   README.md        how to score with it
-
-No torch here: the service and clients read it, too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from trainer.spec.training import Quantization
 
 
 class ExportError(Exception):
-    """Base of every fault of exporting and of what was exported."""
+    """Base of all errors of exporting and of reading exports."""
 
 
 class NoCheckpoint(ExportError):
@@ -66,8 +66,6 @@ class BadRow(ExportError):
         self.problem = problem
         super().__init__(f"row {row}, '{column}': {problem}")
 
-
-# The folder of an export: which files it has, what they say, and the marker that makes it one.
 
 MARKER = "EXPORT.json"
 PROGRAM = "model.pt2"
@@ -114,7 +112,7 @@ def file_entry(path: Path) -> FileEntry:
 
 
 def write_manifest(folder: Path, **what: Any) -> Manifest:
-    """Describe every file in `folder` and put the marker in place, whole or not at all."""
+    """Write the marker with an entry for every file in `folder`, atomically."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
     files = {path.relative_to(folder).as_posix(): file_entry(path) for path in paths}
     manifest = Manifest(created=time.time(), files=files, **what)
@@ -128,7 +126,7 @@ def write_manifest(folder: Path, **what: Any) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """What the export in `folder` is; raises `ArtifactError` where there is no whole one."""
+    """The marker of the export in `folder`; raises `ArtifactError` where there is no whole one."""
     try:
         return Manifest.model_validate_json((folder / MARKER).read_bytes())
     except FileNotFoundError:

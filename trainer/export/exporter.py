@@ -1,4 +1,8 @@
-"""What an export says of itself: `features.json` for programs, `README.md` for people."""
+"""One export from beginning to end: a checkpoint becomes a folder with the marker.
+
+Everything is written beside the folder and moved there whole. Raises `ExportError` for what cannot
+be exported, and the errors of reading data and checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from trainer.checkpoint.save_load import CommittedCheckpoint
 from trainer.data.decode import InputColumn, RowLayout
 from trainer.data.inputs import on_this_node, resolve_inputs
 from trainer.data.parquet import read_schema
-from trainer.data.transforms import IdEncoder, vocabulary_path
+from trainer.data.transforms import vocabulary_path
 from trainer.errors import DataError
 from trainer.export import artifact
 from trainer.export.artifact import ArtifactError, Manifest, NotExportable, write_manifest
@@ -32,6 +36,7 @@ from trainer.export.load import (
     checkpoint_at,
     find_checkpoint,
     load_model,
+    num_table_elements,
     read_run_spec,
     stored_weights,
     with_table_sizes,
@@ -49,9 +54,11 @@ from trainer.export.report import DEFAULT_ROWS, Report, measure
 from trainer.protocol.code_archive import CodeError, unpack
 from trainer.protocol.run_dir import RunDir
 from trainer.protocol.versions import installed_versions
-from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
+
+logger = logging.getLogger(__name__)
+Tell = Callable[[str], None]
 
 
 def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -95,15 +102,13 @@ def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
         "name": name,
         "kind": stated,
         "wanted": wanted_kind(column, kind),
-        "is_required": not may_be_missing(column),
+        # An empty list, id 0, or a replacement stands for a missing value.
+        "is_required": not (
+            column.is_list or column.encoder is not None or column.rule.missing is not None
+        ),
         "read_by": column.field,
         **bounds,
     }
-
-
-def may_be_missing(column: InputColumn) -> bool:
-    """Whether a row without the column can be scored: an empty list, id 0, a replacement."""
-    return column.is_list or column.encoder is not None or column.rule.missing is not None
 
 
 def example_row(layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
@@ -112,14 +117,11 @@ def example_row(layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
     row: dict[str, Any] = {}
     for name, column in input_columns(layout).items():
         value: Any = min(1, column.num_ids - 1) if column.num_ids else 0.5
-        if column.encoder is not None and _takes_text(column.encoder, kinds.get(name)):
+        takes_text = kinds.get(name) == "string"
+        if column.encoder is not None and (takes_text or not column.encoder.accepts(pa.int64())):
             value = "text"
         row[name] = [value] if column.is_list else 1.0 if name in scales else value
     return row
-
-
-def _takes_text(encoder: IdEncoder, kind: str | None) -> bool:
-    return kind == "string" or not encoder.accepts(pa.int64())
 
 
 def readme(report: Report, example: Mapping[str, Any]) -> str:
@@ -153,13 +155,6 @@ after `import fbgemm_gpu`. Its inputs are described in `trainer/export/program.p
 """
 
 
-# One export from beginning to end: checkpoint -> folder with the marker.
-
-logger = logging.getLogger(__name__)
-NUM_BYTES_FLOAT = 4
-Tell = Callable[[str], None]
-
-
 @dataclass(frozen=True)
 class ExportRequest:
     """What to export where: a checkpoint of the job in `run_dir`, into the new folder `to`.
@@ -177,13 +172,13 @@ class ExportRequest:
 
 
 def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
-    """Write the export; `tell` hears what it does. Raises `ExportError`.
-
-    Everything is written beside `request.to` and moved there whole, marker included.
-    """
+    """Write the export, with lines of progress to `tell`; raises `ExportError`."""
     if request.to.exists():
         raise ArtifactError(f"{request.to} exists already; name a folder that does not")
-    found = _checkpoint(request)
+    if "/" in request.checkpoint:
+        found = checkpoint_at(folder_at(request.checkpoint))
+    else:
+        found = find_checkpoint(RunDir(request.run_dir), request.checkpoint)
     written = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
     refuse_what_cannot_be_exported(written)
     if written.model.module is not None and not request.may_run_code:
@@ -211,17 +206,11 @@ def refuse_what_cannot_be_exported(spec: JobSpec) -> None:
         )
 
 
-def _checkpoint(request: ExportRequest) -> CommittedCheckpoint:
-    if "/" in request.checkpoint:
-        return checkpoint_at(folder_at(request.checkpoint))
-    return find_checkpoint(RunDir(request.run_dir), request.checkpoint)
-
-
 @contextmanager
 def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
-    """The user's own code on the module path, where the job came with some.
+    """Put the job's own code, if any, on the module path.
 
-    Unpacked, as in training: it may read files that lie beside it.
+    Unpacked, as in training: it may read files beside it.
     """
     if code is None:
         yield
@@ -240,7 +229,7 @@ def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Source:
-    """What is exported: the spec with all sizes, its data where that can be had, the checkpoint."""
+    """The spec with all sizes (and its data where available), and the checkpoint to export."""
 
     spec: JobSpec
     found: CommittedCheckpoint
@@ -280,7 +269,7 @@ def _write(
             "notes": list(source.notes),
             "recorded_metrics": dict(source.found.commit.metrics),
             "program_bytes": (folder / artifact.PROGRAM).stat().st_size,
-            "table_bytes": float_table_bytes(spec),
+            "table_bytes": 4 * num_table_elements(spec),
         }
     )
     (folder / artifact.REPORT).write_text(report.model_dump_json(indent=1), encoding="utf-8")
@@ -312,19 +301,21 @@ def _kinds(spec: JobSpec) -> dict[str, str]:
 
 
 def with_data(spec: JobSpec) -> tuple[JobSpec, list[str]]:
-    """`spec` with its data on this host and what that tells; what to note where it is gone.
+    """`spec` with its data on this host, and notes for the report where the data is gone.
 
     Raises `DataError` where rows could not be scored without it.
     """
     try:
-        return _fetched(resolve_inputs(spec)), []
+        return _fetch_data(resolve_inputs(spec)), []
     except DataError as error:
-        if [each for each in spec.features if each.vocabulary or _lacks_statistics(each)]:
-            raise
+        for each in spec.features:
+            lacks_statistics = each.transform == "standardise" and None in (each.mean, each.std)
+            if each.vocabulary or lacks_statistics:
+                raise
         return spec, [f"the job's data is not there: {error}"]
 
 
-def _fetched(spec: JobSpec) -> JobSpec:
+def _fetch_data(spec: JobSpec) -> JobSpec:
     """`spec` with the path of its data on this host: of what is remote, only what is needed.
 
     An export compares validation rows; of training rows it wants the types, which both share.
@@ -337,21 +328,11 @@ def _fetched(spec: JobSpec) -> JobSpec:
     return spec.model_copy(update={"data": found})
 
 
-def _lacks_statistics(feature: FeatureSpec) -> bool:
-    return feature.transform == "standardise" and None in (feature.mean, feature.std)
-
-
-def float_table_bytes(spec: JobSpec) -> int:
-    """Size of one float32 copy of the tables, whose sizes are known."""
-    sizes = [int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables]
-    return NUM_BYTES_FLOAT * sum(sizes)
-
-
 def copy_vocabularies(spec: JobSpec, folder: Path) -> None:
-    """Copy what makes ids of raw values, as it lies below `data.path`.
+    """Copy the vocabularies that map raw values to ids, with their paths below `data.path`.
 
-    Those of the prepared data come along even where the spec uses none: somebody made the ids by
-    them. Raises OSError, or `DataError` where one that is used is missing.
+    Those of the prepared data are copied even where the spec uses none: they made the ids. Raises
+    OSError, or `DataError` where one that is used is missing.
     """
     source = Path(spec.data.path)
     used = [vocabulary_path(each, source) for each in spec.features if each.vocabulary]

@@ -1,4 +1,9 @@
-"""What is exported: the spec of a run folder, and one of its checkpoints, checked file by file."""
+"""Loads the spec of a run folder, and one of its checkpoints, for an export.
+
+Every file of the checkpoint is checked, and only tensors are read. The model is unsharded, in one
+process without a process group; sizes are in bytes. Raises `NoCheckpoint`, `NotExportable`,
+`NotEnoughMemory`.
+"""
 
 from __future__ import annotations
 
@@ -37,8 +42,8 @@ _UNREADABLE = (
     ValueError,
 )
 _METADATA = ".metadata"
-# What the description of a checkpoint is made of, by module.
-_DESCRIBING = {
+# Names that the metadata of a checkpoint may contain, by module.
+_METADATA_NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata",
         "ChunkStorageMetadata",
@@ -55,6 +60,13 @@ _DESCRIBING = {
     "pathlib": {"PosixPath"},
     "collections": {"OrderedDict"},
 }
+
+
+_CPU = torch.device("cpu")
+# Peak of a whole export for each element of a table, measured (2 tables of 1M x 64, above what the
+# libraries take): the float32 copy, one table more while it is read, the quantised one, and that
+# again while the program is written, or loaded to be compared.
+_BYTES_PER_ELEMENT = {"int8": 9, "fp16": 11, "none": 9}
 
 
 def read_run_spec(run_dir: RunDir) -> JobSpec:
@@ -86,7 +98,10 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     if wanted == "best" and best:
         return _whole(best[-1])
     if wanted in ("newest", "best"):
-        return _newest_whole(committed)
+        for each in reversed(committed):
+            if _damaged_file(each) is None:
+                return each
+        raise NoCheckpoint(f"all {len(committed)} checkpoints in {folder} are damaged")
     named = [each for each in committed if wanted in (each.path.name, str(each.commit.step))]
     if not named:
         steps = ", ".join(str(each.commit.step) for each in committed)
@@ -109,17 +124,8 @@ def checkpoint_at(path: Folder) -> CommittedCheckpoint:
     return _whole(CommittedCheckpoint(path, commit))
 
 
-def _newest_whole(committed: Sequence[CommittedCheckpoint]) -> CommittedCheckpoint:
-    for each in reversed(committed):
-        if damaged_file(each) is None:
-            return each
-    raise NoCheckpoint(
-        f"all {len(committed)} checkpoints in {committed[-1].path.parent} are damaged"
-    )
-
-
 def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
-    if (damaged := damaged_file(found)) is not None:
+    if (damaged := _damaged_file(found)) is not None:
         raise NoCheckpoint(
             f"checkpoint {found.path.name} is damaged: {damaged} is not as it was written; name "
             "another one, or `newest` for the newest that is whole"
@@ -127,27 +133,24 @@ def _whole(found: CommittedCheckpoint) -> CommittedCheckpoint:
     return found
 
 
-def damaged_file(found: CommittedCheckpoint) -> str | None:
+def _damaged_file(found: CommittedCheckpoint) -> str | None:
     """Name of a file that is missing, or has another size or checksum than was recorded."""
-    for name, record in found.commit.files.items():
-        if not matches(found.path, name, record):
-            return name
-    return None
+    files = found.commit.files.items()
+    return next((name for name, record in files if not matches(found.path, name, record)), None)
 
 
-class _TensorsAlone:
-    """Mixed into a reader of checkpoints: it reads the tensors and nothing else.
+class _TensorsOnly:
+    """Mixin for readers of checkpoints: reads the tensors and nothing else.
 
-    PyTorch unpickles a checkpoint's description, and its objects that are no tensors, without a
-    look, which runs whatever somebody wrote there: here user code may have, and the host may not
-    be its own.
+    PyTorch unpickles a checkpoint's metadata and non-tensor objects unchecked, which runs any code
+    in them: user code may have written them, and the host may not be its own.
     """
 
     path: Any
     load_id: str
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The checkpoint's description, without what is no tensor; raises `NoCheckpoint`."""
+        """The checkpoint's metadata, tensors only; raises `NoCheckpoint`."""
         try:
             found = _Unpickler(io.BytesIO(read_file(self.path, _METADATA) or b"")).load()
             tensors = {
@@ -166,23 +169,23 @@ class _TensorsAlone:
         return found
 
 
-class TensorReader(_TensorsAlone, FileSystemReader):
+class TensorReader(_TensorsOnly, FileSystemReader):
     """Reads the tensors of a checkpoint on a disk."""
 
 
-class RemoteTensorReader(_TensorsAlone, RemoteReader):
+class RemoteTensorReader(_TensorsOnly, RemoteReader):
     """Reads the tensors of a checkpoint on an object store."""
 
 
 def tensor_reader(folder: Folder) -> TensorReader | RemoteTensorReader:
-    """What reads the tensors of a checkpoint there."""
+    """The reader of a checkpoint in `folder`."""
     return TensorReader(folder) if isinstance(folder, Path) else RemoteTensorReader(folder)
 
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
-        if is_dtype or name in _DESCRIBING.get(module, ()):
+        if is_dtype or name in _METADATA_NAMES.get(module, ()):
             return super().find_class(module, name)
         if (module, name) == ("builtins", "getattr"):
             return _member_of
@@ -225,15 +228,6 @@ def with_table_sizes(spec: JobSpec, weights: Mapping[str, Sequence[int]]) -> Job
     return spec.model_copy(update={"embedding_tables": sized})
 
 
-# The whole model of a checkpoint in one process, without a process group.
-
-_CPU = torch.device("cpu")
-# Peak of a whole export for each element of a table, measured (2 tables of 1M x 64, above what the
-# libraries take): the float32 copy, one table more while it is read, the quantised one, and that
-# again while the program is written, or loaded to be compared.
-_BYTES_PER_ELEMENT = {"int8": 9, "fp16": 11, "none": 9}
-
-
 def load_model(spec: JobSpec, folder: Folder) -> nn.Module:
     """The job's model on the CPU with the weights of the checkpoint in `folder`, in eval mode.
 
@@ -271,10 +265,14 @@ def _check_shapes(folder: Folder, model: nn.Module) -> None:
             )
 
 
+def num_table_elements(spec: JobSpec) -> int:
+    """Elements of all tables, whose sizes are known."""
+    return sum(int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables)
+
+
 def bytes_needed(spec: JobSpec, quantize: Quantization) -> int:
     """Memory that an export takes at its peak for the tables of `spec`, whose sizes are known."""
-    sizes = [int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables]
-    return _BYTES_PER_ELEMENT[quantize] * sum(sizes)
+    return _BYTES_PER_ELEMENT[quantize] * num_table_elements(spec)
 
 
 def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) -> None:

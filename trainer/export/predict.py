@@ -1,13 +1,12 @@
-"""Python values of a request as Arrow arrays.
+"""Predictions of an export: `Predictor(DIR).predict(rows)`, or `predict(DIR, rows)` for once.
 
-What decodes training data decodes these rows, so that both mean the same. Labels are not asked
-for; what a label was normalised by is, because predictions are given in the label's own unit.
-
-Preparing replaced them once for training; who scores has the raw ones, such as a movie's own
-number. Hashing, buckets and vocabularies that a *feature* names need nothing of this.
+Rows are dicts or an Arrow table; the decoder of the training data decodes them. Labels are not
+needed, but what a label was normalised by is, because predictions are in the label's own unit.
+Columns may hold raw values, such as a movie's own number, where the preparation of the data
+replaced them by ids: the export's vocabularies map them (`raw` of `Predictor.predict`).
 
 Needs torch and FBGEMM's CPU kernels, pyarrow and numpy; neither TorchRec, nor Ray, nor the source
-of the model.
+of the model. Raises `BadRow` for a row that cannot be scored.
 """
 
 from __future__ import annotations
@@ -42,9 +41,17 @@ from trainer.export.artifact import (
 )
 from trainer.spec.job import JobSpec
 
+PAD_ROWS = 2
+"""Rows with one id 0 in each feature behind those to score: no size is ever 0 or 1."""
+Predictions = dict[str, NDArray[np.float32]]
+_LABEL = InputColumn("label", "__label__")
+_REQUEST = Path("request")
+_VOCABULARY_FOLDER = "vocab"
+_MAX_ROWS_AT_ONCE = 8192
+
 
 def array_of(values: Sequence[Any]) -> pa.Array:
-    """Values, or lists of them, in the type that they are of: uint64 where int64 is too small.
+    """Values, or lists of them, in their own type: uint64 where int64 is too small.
 
     Raises `pa.ArrowException`, TypeError, ValueError or OverflowError where they are of several
     kinds, or beyond 64 bits.
@@ -60,17 +67,9 @@ def array_of(values: Sequence[Any]) -> pa.Array:
 
 
 def _items(values: Sequence[Any]) -> list[Any]:
-    """What is there of values and of lists of them."""
+    """All values that are not None, those in lists included."""
     lists = (value if isinstance(value, list) else [value] for value in values)
     return [item for items in lists for item in items if item is not None]
-
-
-# Rows to score, from dicts or an Arrow table to the arrays that the program takes.
-
-PAD_ROWS = 2
-"""Rows with one id 0 in each feature behind those to score: no size is ever 0 or 1."""
-_LABEL = InputColumn("label", "__label__")
-_REQUEST = Path("request")
 
 
 def scoring_layout(spec: JobSpec, vocabularies: Path) -> RowLayout:
@@ -126,7 +125,8 @@ def table_of_dicts(
 
 
 def _array(rows: Sequence[Mapping[str, Any]], column: InputColumn, kind: str | None) -> pa.Array:
-    values = [_value(row, column) for row in rows]
+    empty = [] if column.is_list else None
+    values = [empty if (value := row.get(column.name)) is None else value for row in rows]
     types = _types(column, kind)
     for each in types:
         if (array := _converted(values, each)) is not None:
@@ -148,30 +148,20 @@ def _first_misfit(values: list[Any], types: list[pa.DataType]) -> int:
     return bisect.bisect_left(range(1, len(values)), True, key=lambda num: not fits(num))
 
 
-def _value(row: Mapping[str, Any], column: InputColumn) -> Any:
-    value = row.get(column.name)
-    return [] if value is None and column.is_list else value
-
-
 def _converted(values: list[Any], kind: pa.DataType) -> pa.Array | None:
     """`values` as `kind`; None where they are of another kind, or not all of one."""
     try:
-        # By what they are: asked for integers, Arrow would cut off the decimals.
+        # In their own type: asked for integers, Arrow would cut off the decimals.
         found = array_of(values)
-        return _cast(found, kind) if _is_like(found.type, kind) else None
+        if not _is_like(found.type, kind):
+            return None
+        if kind in _WIDER:
+            found = found.cast(_WIDER[kind], safe=False)
+        # Integers may be rounded to floats, as in training.
+        is_float = pa.types.is_floating(kind.value_type if pa.types.is_list(kind) else kind)
+        return found.cast(kind, safe=not is_float)
     except (pa.ArrowException, TypeError, ValueError, OverflowError):
         return None
-
-
-def _cast(array: pa.Array, kind: pa.DataType) -> pa.Array:
-    if kind in _WIDER:
-        array = array.cast(_WIDER[kind], safe=False)
-    # Integers that a float rounds are no fault: training's were rounded, too.
-    return array.cast(kind, safe=not _is_float(kind))
-
-
-def _is_float(kind: pa.DataType) -> bool:
-    return pa.types.is_floating(kind.value_type if pa.types.is_list(kind) else kind)
 
 
 def _is_like(found: pa.DataType, wanted: pa.DataType) -> bool:
@@ -272,16 +262,6 @@ def _padding(rows: Rows) -> Rows:
     )
 
 
-# Values as they stood in the raw files, made ids by the vocabularies of the prepared data.
-
-_FOLDER = "vocab"
-
-
-def known_vocabularies(folder: Path) -> list[str]:
-    """Names of the vocabularies in an export's folder of them."""
-    return sorted(path.stem for path in (folder / _FOLDER).glob("*.parquet"))
-
-
 def with_ids(
     rows: Sequence[Mapping[str, Any]], raw: Mapping[str, str], folder: Path
 ) -> list[dict[str, Any]]:
@@ -291,11 +271,12 @@ def with_ids(
     `folder`, and for values of another kind than its own.
     """
     found = [dict(row) for row in rows]
+    known = {path.stem: path for path in sorted((folder / _VOCABULARY_FOLDER).glob("*.parquet"))}
     for column, name in raw.items():
-        if name not in (known := known_vocabularies(folder)):
+        if name not in known:
             listed = ", ".join(known) or "none"
             raise BadRow(0, column, f"there is no vocabulary '{name}'; there are: {listed}")
-        _encode(found, column, load_vocabulary(folder / _FOLDER / f"{name}.parquet"))
+        _encode(found, column, load_vocabulary(known[name]))
     return found
 
 
@@ -320,12 +301,6 @@ def _ids(items: list[Any], column: str, encoder: VocabularyEncoder) -> list[int]
     if not (pa.types.is_null(values.type) or encoder.accepts(values.type)):
         raise BadRow(0, column, f"has {values.type} values, not {encoder.wanted} as its vocabulary")
     return encoder.encode(values).tolist()
-
-
-# Predictions of an export: `Predictor(DIR).predict(rows)`, or `predict(DIR, rows)` for once.
-
-Predictions = dict[str, NDArray[np.float32]]
-_MAX_ROWS_AT_ONCE = 8192
 
 
 class Predictor:

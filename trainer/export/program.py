@@ -6,9 +6,9 @@ each id; then the same of sequences. Output: [B, K] in the units that the model 
 N may be any from 2 on (torch.export takes sizes 0 and 1 for constants), see `PAD_ROWS`.
 
 int8 stores each row as bytes with a scale and a bias of its own: x ~ q * scale + bias with q in
-0..255, scale = (max - min) / 255, so that an element is off by about half a
-scale. Scale and bias are half-precision numbers, of which those below 6e-5 have few digits: rows
-whose elements differ by less than about 0.016 are off by more than that.
+0..255, scale = (max - min) / 255, so that an element is off by about half a scale. Scale and bias
+are half-precision numbers, of which those below 6e-5 have few digits: rows whose elements differ by
+less than about 0.016 are off by more than that.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
 _EXAMPLE_ROWS = 5
+_DTYPES = {"int8": torch.qint8, "fp16": torch.half}
 
 
 class FlatModel(nn.Module):
@@ -103,14 +104,14 @@ def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:
 
 
 class _Sink(io.FileIO):
-    """A file to write whose first fault is kept: torch's writer ends the process by one."""
+    """A file that keeps its first write error: torch's writer would end the process by one."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path, "w")
         self.fault: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Write all of `data`, or what follows a fault nowhere; its size in bytes."""
+        """Write all of `data`, or drop it after an error; returns its size in bytes."""
         left = memoryview(data).cast("B")
         size = len(left)
         try:
@@ -140,11 +141,6 @@ def _example_ids(features: Sequence[FeatureSpec], is_weighted: bool) -> list[tor
     return [*arrays, torch.ones(num + 1)] if is_weighted else arrays
 
 
-# Tables in fewer bits: TorchRec's inference modules in the place of its trained ones.
-
-_DTYPES = {"int8": torch.qint8, "fp16": torch.half}
-
-
 def quantized(model: nn.Module, quantize: Quantization) -> nn.Module:
     """`model` with every collection of tables in `quantize`, and float32 results.
 
@@ -160,20 +156,13 @@ def quantized(model: nn.Module, quantize: Quantization) -> nn.Module:
         additional_qconfig_spec_keys=[EmbeddingCollection],
         additional_mapping={EmbeddingCollection: QuantEmbeddingCollection},
     )
+    # Drop TorchRec's views by table of the kernels' weights: torch.export would write each again.
     for module in swapped.modules():
-        _drop_second_names(module)
+        if isinstance(module, QuantEmbeddingBagCollection):
+            module.embedding_bags = nn.ModuleDict()
+        if isinstance(module, QuantEmbeddingCollection):
+            module.embeddings = nn.ModuleDict()
     return swapped
-
-
-def _drop_second_names(module: nn.Module) -> None:
-    """Forget the names by table that TorchRec gives to parts of the kernels' weights.
-
-    They are views, for state dicts; torch.export would write each table once more for them.
-    """
-    if isinstance(module, QuantEmbeddingBagCollection):
-        module.embedding_bags = nn.ModuleDict()
-    if isinstance(module, QuantEmbeddingCollection):
-        module.embeddings = nn.ModuleDict()
 
 
 def _without_copying(module: nn.Module) -> nn.Module:

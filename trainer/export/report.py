@@ -1,9 +1,9 @@
 """How far an export's predictions are from the trainer's, measured on validation rows.
 
 The trainer's are those of the unsharded float model with the checkpoint's weights, through the
-trainer's own decoding and batches; the export's go the whole way of a served table. Besides, the
-exported program is held against the very model it was traced from: what differs there is no
-quantisation but a fault of the export.
+trainer's own decoding and batches; the export's are those of a served table. Besides, the exported
+program is compared with the model that it was traced from: a difference there is no quantisation
+but a fault of the export (`NotExportable`).
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def measure(
         _compare(report, predictor, trained, traced, spec, tables)
     except DataError as error:
         report.not_measured = str(error)
-        # The program can be wrong all the same.
+        # The program can be wrong without validation rows, too.
         sample = predictor.decode([predictor.features["example"]] * _NUM_SAMPLES)
         report.program_error = _program_error(predictor, traced, sample)
         return report

@@ -1,23 +1,22 @@
-"""Exports on run storage: asked for, under way, done or failed. Files alone say which.
+"""Export requests on run storage; the files of a request's folder are its whole state.
 
 RUN_DIR/exports/x-ID/
-  request.json     what was asked for; written first
+  request.json     the request; written first
   lock             held (flock) by the process that works on it
-  progress.txt     what that process does, a line each
-  failure.json     why there is none: {"message"}
+  progress.txt     progress of that process, a line each
+  failure.json     why it failed: {"message"}
   artifact/        the export, moved here whole (`trainer.export.artifact`)
   export.log       output of the process
-  deleting         it is to be deleted: no longer told of, its process ends, then its files go
+  deleting         it is to be deleted: no longer listed, its process ends, then its files go
 
-Whoever runs `python -m trainer.export --request DIR` takes the lock first and does nothing where
-the export is done: a service that was restarted may run it again without knowing how far it came.
-Whoever deletes marks first, and removes with the lock in hand: renamed to `.x-ID.gone`, then file
-by file. What is cut off between these steps is found again by its name (`remove_deleted`).
-Jobs write to run storage: no link is followed out of the job's folder, lest a service shows files
-of its host, or writes to them. No torch here: the service imports it.
+`python -m trainer.export --request DIR` takes the lock first and does nothing where the export is
+done, so a service that was restarted may run it again. Deleting marks first and then, holding the
+lock, renames to `.x-ID.gone` and removes; an interrupted deletion is found by these names
+(`remove_deleted`). Jobs write to run storage: no link is followed out of the job's folder, lest a
+service shows files of its host, or writes to them. No torch here: the service imports it.
 
-The job has succeeded by then, and an export that fails changes nothing of that: the timeline says
-why there is none, and `shardloom export JOB` may try again.
+`export_on_success` is the driver's last work after the job has succeeded: if it fails, the timeline
+says why, and `shardloom export JOB` may try again.
 """
 
 from __future__ import annotations
@@ -45,6 +44,7 @@ from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
+logger = logging.getLogger(__name__)
 ExportStatus = Literal["queued", "running", "succeeded", "failed"]
 _ID = re.compile(r"x-[0-9a-f]{8}")
 _CHECKPOINT = re.compile(r"newest|best|[0-9]{1,18}")
@@ -55,9 +55,9 @@ _SEAL = re.compile(r"[0-9a-f]*")
 
 @dataclass(frozen=True)
 class RequestedExport:
-    """What was asked for: `checkpoint` is `newest`, `best` or a step; `created` Unix seconds.
+    """The request: `checkpoint` is `newest`, `best` or a step; `created` in Unix seconds.
 
-    `seal` is by whom: a service's, over `text_of`, or none where a driver asked.
+    `seal` is the service's signature over `text_of`, empty where a driver asked.
     """
 
     checkpoint: str
@@ -66,14 +66,14 @@ class RequestedExport:
     seal: str = ""
 
     def text_of(self, folder: ExportFolder) -> str:
-        """What a seal is over: all that was asked for, and where."""
+        """The signed text: the whole request, and its place."""
         place = f"{folder.run_dir.name}/{folder.id}"
         return f"{place} {self.checkpoint} {self.quantize} {self.created!r}"
 
 
 @dataclass(frozen=True)
 class ExportFolder:
-    """One export of a job, wherever it stands."""
+    """One export of a job, in any state."""
 
     root: Path
 
@@ -94,7 +94,7 @@ class ExportFolder:
 
     @property
     def wanted(self) -> RequestedExport:
-        """What was asked for; raises OSError or ValueError where that cannot be read."""
+        """The request; raises OSError or ValueError where it cannot be read."""
         document = json.loads(self._read("request.json"))
         try:
             return _checked(RequestedExport(**document))
@@ -103,16 +103,16 @@ class ExportFolder:
 
     @property
     def status(self) -> ExportStatus:
-        """Where it stands now."""
+        """Its current state."""
         if (self.artifact / MARKER).is_file() and self._is_own(self.artifact / MARKER):
             return "succeeded"
-        if self._failure_path.is_file():
+        if (self.root / "failure.json").is_file():
             return "failed"
         return "running" if self._is_locked() else "queued"
 
     @property
     def message(self) -> str:
-        """Why it failed, or what was done last."""
+        """Why it failed, or the newest progress line."""
         try:
             return str(json.loads(self._read("failure.json"))["message"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -120,7 +120,7 @@ class ExportFolder:
 
     @property
     def last_output(self) -> str:
-        """The last line that the process said, empty if there is none."""
+        """The last line of the process's output, empty if there is none."""
         return self._last_line("export.log")
 
     def _last_line(self, name: str) -> str:
@@ -131,7 +131,7 @@ class ExportFolder:
         return lines[-1] if lines else ""
 
     def read_report(self) -> dict[str, Any] | None:
-        """What was measured; None until the export is done."""
+        """The report of the export; None until it is done."""
         try:
             report = json.loads(self._read(f"{self.artifact.name}/{REPORT}"))
         except (OSError, ValueError):
@@ -143,28 +143,28 @@ class ExportFolder:
         return self._open("export.log", "ab")
 
     def tell(self, line: str) -> None:
-        """Say what is done now."""
+        """Append a line of progress."""
         with self._open("progress.txt", "ab") as file:
             file.write(f"{line}\n".encode())
 
     def fail(self, message: str) -> None:
-        """Say why there is no export; nothing runs it again."""
+        """Record why there is no export; nothing runs it again."""
         self._write("failure.json", {"message": message})
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[bool]:
-        """Wait until nobody else works on it; whether there is still something to do."""
+        """Wait for the lock; yields whether there is still something to do."""
         with self._open("lock", "ab") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield not self.is_deleted and self.status in ("running", "queued")
 
     @property
     def is_deleted(self) -> bool:
-        """Whether it was deleted, its files gone or not."""
+        """Whether it was marked as deleted, or is gone."""
         return (self.root / _DELETING).exists() or not self.root.exists()
 
     def mark_deleted(self) -> None:
-        """Let nobody have it any more, whatever happens next; raises OSError."""
+        """Mark it as deleted, durably; raises OSError."""
         self._open(_DELETING, "ab").close()
         descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -173,7 +173,7 @@ class ExportFolder:
             os.close(descriptor)
 
     def remove(self) -> bool:
-        """Remove the files of one that was marked; False while somebody works on it.
+        """Remove the files of a marked export; False while a process works on it.
 
         Raises OSError; what is left then is found by `remove_deleted`.
         """
@@ -185,7 +185,7 @@ class ExportFolder:
         except BlockingIOError:
             return False
         except FileNotFoundError:
-            return True  # somebody else was faster
+            return True  # another process was faster
         _remove_tree(gone)
         return True
 
@@ -202,16 +202,12 @@ class ExportFolder:
             os.close(descriptor)
         return False
 
-    @property
-    def _failure_path(self) -> Path:
-        return self.root / "failure.json"
-
     def _read(self, name: str) -> str:
         with self._open(name, "rb") as file:
             return file.read(_MAX_BYTES).decode(errors="replace")
 
     def _write(self, name: str, document: object) -> None:
-        """Put a JSON file in place, whole or not at all."""
+        """Write a JSON file atomically."""
         partial = f".{name}.partial"
         (self.root / partial).unlink(missing_ok=True)
         with self._open(partial, "xb") as file:
@@ -230,18 +226,18 @@ class ExportFolder:
 
 
 def _no_link(path: str, flags: int) -> int:
-    # Without waiting: a pipe would hold up whoever reads it.
+    # Non-blocking: opening a pipe would block.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
 
-def _checked(wanted: RequestedExport) -> RequestedExport:
-    """Others than those who ask may have written the file."""
-    texts = ((_CHECKPOINT, wanted.checkpoint), (_SEAL, wanted.seal))
+def _checked(request: RequestedExport) -> RequestedExport:
+    """Validate a request: user code may have written the file."""
+    texts = ((_CHECKPOINT, request.checkpoint), (_SEAL, request.seal))
     is_known = all(pattern.fullmatch(text) for pattern, text in texts)
-    is_known = is_known and wanted.quantize in get_args(Quantization)
-    if not is_known or not isinstance(wanted.created, float):
-        raise ValueError(f"there is no export of {wanted}")
-    return wanted
+    is_known = is_known and request.quantize in get_args(Quantization)
+    if not is_known or not isinstance(request.created, float):
+        raise ValueError(f"there is no export of {request}")
+    return request
 
 
 def ask_for(
@@ -250,7 +246,7 @@ def ask_for(
     quantize: Quantization,
     seal: Callable[[str], str] | None = None,
 ) -> ExportFolder:
-    """A new export of a job, that nobody works on yet, sealed if asked to be; raises OSError."""
+    """Create an export request, with the seal that `seal` makes of its text; raises OSError."""
     folder = ExportFolder(run_dir.exports_dir / f"x-{secrets.token_hex(4)}")
     run_dir.root.mkdir(parents=True, exist_ok=True)
     if not folder._is_own(folder.root):
@@ -264,12 +260,12 @@ def ask_for(
 
 
 def list_exports(run_dir: RunDir) -> list[ExportFolder]:
-    """Exports of a job that were asked for, oldest first."""
+    """All requested exports of a job, oldest first."""
     paths = run_dir.exports_dir.glob("x-*/request.json")
     known = [ExportFolder(path.parent) for path in paths if _ID.fullmatch(path.parent.name)]
     dated = []
     for folder in known:
-        # What is damaged, or being deleted, is not there.
+        # Damaged requests, and those being deleted, are left out.
         with contextlib.suppress(OSError, ValueError):
             if not folder.is_deleted:
                 dated.append((folder.wanted.created, folder.id, folder))
@@ -277,9 +273,9 @@ def list_exports(run_dir: RunDir) -> list[ExportFolder]:
 
 
 def remove_deleted(run_dir: RunDir) -> int:
-    """Remove what a job still has of deleted exports, but for those that somebody works on.
+    """Remove the files of deleted exports that no process works on; returns how many.
 
-    How many were removed; raises OSError.
+    Raises OSError.
     """
     marked = [path.parent for path in run_dir.exports_dir.glob(f"x-*/{_DELETING}")]
     removed = [ExportFolder(path).remove() for path in marked if _ID.fullmatch(path.name)]
@@ -290,39 +286,34 @@ def remove_deleted(run_dir: RunDir) -> int:
 
 
 def _remove_tree(path: Path) -> None:
-    """Remove a folder; others may do the same in this moment."""
+    """Remove a folder; another process may do so at the same time."""
     with contextlib.suppress(FileNotFoundError):
         shutil.rmtree(path)
 
 
 def find_export(run_dir: RunDir, export_id: str) -> ExportFolder | None:
-    """The export of that id, if the job has it."""
+    """The export with that id; None if the job has none."""
     return next((each for each in list_exports(run_dir) if each.id == export_id), None)
 
 
-# `export.on_success`: the driver's last work, in a process of its own.
-
-logger = logging.getLogger(__name__)
-
-
 def export_on_success(spec: JobSpec, run_dir: RunDir, write: Callable[[Event], None]) -> None:
-    """Export what `spec.export` asks for, if it does, and tell how that went."""
+    """Export in a subprocess if `spec.export` says so, and emit the outcome as a `Note`."""
     wanted = spec.export
     if wanted is None or not wanted.on_success:
         return
     try:
         folder = ask_for(run_dir, wanted.checkpoint, wanted.quantize)
-        _tell(write, "info", f"export {folder.id} begins")
+        _note(write, "info", f"export {folder.id} begins")
         _run(folder)
     except OSError as error:
-        _tell(write, "error", f"the model was not exported: {error}")
+        _note(write, "error", f"the model was not exported: {error}")
         return
     if folder.is_deleted:
-        _tell(write, "info", f"export {folder.id} was deleted before it was done")
+        _note(write, "info", f"export {folder.id} was deleted before it was done")
     elif folder.status == "succeeded":
-        _tell(write, "info", f"export {folder.id}: {folder.message}")
+        _note(write, "info", f"export {folder.id}: {folder.message}")
     else:
-        _tell(write, "error", f"export {folder.id} {folder.status}: {folder.message}")
+        _note(write, "error", f"export {folder.id} {folder.status}: {folder.message}")
 
 
 def _run(folder: ExportFolder) -> None:
@@ -333,6 +324,6 @@ def _run(folder: ExportFolder) -> None:
         folder.fail(f"the process that made it ended with code {code}; export.log says more")
 
 
-def _tell(write: Callable[[Event], None], level: str, message: str) -> None:
+def _note(write: Callable[[Event], None], level: str, message: str) -> None:
     logger.info("%s", message)
     write(events.Note(time=time.time(), level=level, message=message))  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Entry point `python -m trainer.export.server`.
+"""The scorer: one export over HTTP, without Shardloom's service.
 
-The scorer: one export over HTTP, without Shardloom's service.
+python -m trainer.export.server DIR [--host 127.0.0.1] [--port 8800] [--threads 1]
 
 POST /v1/predict   {"rows": [{column: value, ...}, ...]} -> a prediction for each row and task
 GET  /v1/model     what is served, and what a row holds
@@ -47,6 +47,7 @@ from trainer.export.predict import Predictions, Predictor
 MAX_ROWS = 4096
 MAX_BODY_BYTES = 16 * 2**20
 PROBLEM_TYPE = "application/problem+json"
+DEFAULT_PORT = 8800
 
 
 class PredictRequest(BaseModel):
@@ -114,10 +115,6 @@ class ScorerMetrics:
         labels = ["job", "checkpoint", "quantize"]
         info = Gauge("scorer_model", "The export that is served", labels, registry=self.registry)
         info.labels(served.job, served.checkpoint, served.quantize).set(served.step)
-
-
-class BodyTooLarge(Exception):
-    """A request is larger than `MAX_BODY_BYTES`."""
 
 
 def create_scorer(folder: Path) -> FastAPI:
@@ -244,11 +241,6 @@ def _refuse(
     # A name in the request may hold half a character, which UTF-8 has no bytes for.
     text = json.dumps(problem.model_dump(), ensure_ascii=True)
     return Response(text, status_code=status, media_type=PROBLEM_TYPE)
-
-
-# python -m trainer.export.server DIR [--host 127.0.0.1] [--port 8800] [--threads 1]
-
-DEFAULT_PORT = 8800
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

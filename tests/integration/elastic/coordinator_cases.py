@@ -94,7 +94,7 @@ def coordinate(port: int, timeout_s: float, num_groups: int, journal: Path, pipe
 def start(port: int, timeout_s: float, num_groups: int, folder: Path):
     """A coordinator on a thread; its events and its journal go to `folder`."""
     from trainer.elastic.coordinator.interface import MembershipPolicy
-    from trainer.elastic.coordinator.server import CoordinatorConfig, LeasedRows, start_in_thread
+    from trainer.elastic.coordinator.server import Coordinator, CoordinatorConfig, LeasedRows
 
     policy = MembershipPolicy(
         num_groups,
@@ -103,7 +103,7 @@ def start(port: int, timeout_s: float, num_groups: int, folder: Path):
         recovery_grace_s=scaled(20),
     )
     rows = LeasedRows(ROWS, EPOCHS, ROWS_PER_LEASE)
-    return start_in_thread(
+    return Coordinator(
         CoordinatorConfig(
             policy, rows, port=port, attempt_dir=folder, journal_path=folder / "journal.jsonl"
         )

@@ -154,7 +154,7 @@ def _fail_in_exchange(life: Life, is_hung: bool) -> dict[str, Any]:
             life.end()
             raise ConnectionError("it died")
 
-    life.sync._fault_point = fail  # type: ignore[method-assign]
+    life.sync._inject = fail  # type: ignore[method-assign]
     with pytest.raises(Fenced if is_hung else ConnectionError):
         life.exchange()
     life.end()

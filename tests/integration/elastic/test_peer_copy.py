@@ -81,7 +81,7 @@ def _round(commit: int, donor: str, standings: dict[int, GroupState]) -> Round:
 def _hear(joiner: Joiner) -> None:
     """A commit without any row."""
     joiner.vote()
-    with joiner.hearing(torch.empty(0, dtype=torch.int64), is_idle=False):
+    with joiner.applying(torch.empty(0, dtype=torch.int64), is_idle=False):
         pass
 
 

@@ -1,8 +1,9 @@
-"""Goodput: which share of the groups' time trained rows that count, and what the rest was lost to.
+"""Goodput, and the other metrics of a run: commits, recoveries, undurable steps.
 
-Pure arithmetic over what happened when, in seconds of any steady clock; times of several groups add
-up (two groups for a second are two group-seconds). Where the whole job is one failure domain it is
-one group, and a commit is a checkpoint.
+Goodput is the share of the groups' time that trained rows that count. Pure arithmetic over event
+times in seconds of any steady clock; times of several groups add up (two groups for a second are
+two group-seconds). Where the whole job is one failure domain it is one group, and a commit is a
+checkpoint.
 
 Metrics: `goodput/share`; `goodput/lost_s/CAUSE`, group-seconds; `risk/steps_undurable`, nominal
 steps that are in no durable checkpoint yet; `elastic/groups`, groups that train now;
@@ -26,6 +27,8 @@ Cause = Literal["start", "recovery", "hang", "checkpoint", "validation", "redo"]
 waited for others to recover; it hung; it saved; it validated; its work was lost with it."""
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 _NUM_INTERVALS = 50
+_NUM_SYNC_INTERVALS = 21
+_NOT_TRAINING: dict[str, Cause] = {"validation": "validation", "checkpoint": "checkpoint"}
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,14 @@ class Goodput:
         return self.useful_s / total_s if total_s else 1.0
 
     def metrics(self) -> dict[str, float]:
-        """As metrics of the job; causes that cost nothing yet are there too."""
+        """As metrics of the job, with all causes."""
         lost = {f"goodput/lost_s/{cause}": self.lost_s.get(cause, 0.0) for cause in CAUSES}
         return {"goodput/share": self.share} | lost
 
 
 @dataclass
 class _Slot:
-    """The place of one group; `is_training` time since `since` counts with the next commit."""
+    """What one group does since `since`; training time counts with the next commit."""
 
     cause: Cause
     since: float
@@ -78,12 +81,12 @@ class GoodputMeter:
         return statistics.median(between) if between else 0.0
 
     def start(self, group: int, now: float) -> None:
-        """The job wants this group, or a new life of it is there: its time is lost to `start`."""
+        """The job wants this group, or a new incarnation joined: its time is lost to `start`."""
         self._close(group, now)
         self._slots[group] = _Slot("start", now)
 
     def train(self, group: int, now: float) -> None:
-        """The group is current from here on; has no effect on one that is already."""
+        """The group is current from now on; no effect on one that is already."""
         slot = self._slots.get(group)
         if slot and slot.is_training:
             return
@@ -122,7 +125,7 @@ class GoodputMeter:
         """Everything until now; what is not committed yet counts as if it were going to be."""
         useful_s, lost_s = self._useful_s, self._lost_s.copy()
         for slot in self._slots.values():
-            rest_s = _book(slot, now, lost_s)
+            rest_s = _split(slot, now, lost_s)
             if slot.is_training:
                 useful_s += rest_s
             else:
@@ -130,23 +133,23 @@ class GoodputMeter:
         return Goodput(useful_s, dict(lost_s))
 
     def _close(self, group: int, now: float) -> None:
-        """End what the group is at; nothing of it is useful."""
+        """End the group's period; nothing of it is useful."""
         slot = self._slots.get(group)
         if slot:
             self._lost_s[slot.cause] += self._settle(slot, now)
 
     def _settle(self, slot: _Slot, now: float) -> float:
-        """Book what was spent in this period, start the next one; the seconds that are left."""
-        rest_s = _book(slot, now, self._lost_s)
+        """Split the period and start the next one; returns the seconds that are left."""
+        rest_s = _split(slot, now, self._lost_s)
         slot.since = now
         slot.spent.clear()
         return rest_s
 
 
-def _book(slot: _Slot, now: float, lost_s: dict[Cause, float]) -> float:
-    """Add what was spent in this period to `lost_s`; the seconds that are left.
+def _split(slot: _Slot, now: float, lost_s: dict[Cause, float]) -> float:
+    """Add what was spent in this period to `lost_s`; returns the seconds that are left.
 
-    Scaled down where it comes to more than all the time there was.
+    Scaled down where it adds up to more than the period.
     """
     period_s, spent_s = now - slot.since, sum(slot.spent.values())
     scale = min(period_s / spent_s, 1.0) if spent_s else 0.0
@@ -160,15 +163,9 @@ def steps_undurable(step: int, durable_step: int) -> int:
     return max(step - durable_step, 0)
 
 
-# What a run went through, as numbers and events: commits, recoveries, goodput. Pure.
-
-_NUM_SYNC_INTERVALS = 21
-_NOT_TRAINING: dict[str, Cause] = {"validation": "validation", "checkpoint": "checkpoint"}
-
-
 @dataclass
 class _Incident:
-    """What went wrong first since the newest commit, and what it cost so far."""
+    """The first failure since the newest commit, and what it cost so far."""
 
     cause: str
     since: float
@@ -176,83 +173,82 @@ class _Incident:
 
 
 class RunMetrics:
-    """Keeps the times of commits and troubles. `now` is Unix time in seconds."""
+    """Goodput, commits and recoveries of one run. `now` is Unix time in seconds."""
 
     def __init__(self, rows_per_step: int) -> None:
         self.goodput = GoodputMeter()
         self._rows_per_step = rows_per_step
         self._intervals: deque[float] = deque(maxlen=_NUM_SYNC_INTERVALS)
         self._committed_at: float | None = None
-        self._trouble: _Incident | None = None
+        self._incident: _Incident | None = None
         self._num_tries = 0
-        self._beaten_at: dict[int, float] = {}
+        self._heartbeat_at: dict[int, float] = {}
         self._durable_steps: dict[int, int] = {}
 
-    def try_round(self) -> None:
-        """A round begins."""
+    def start_round(self) -> None:
+        """A round opens."""
         self._num_tries += 1
 
-    def trouble(self, cause: str, now: float, syncs_lost: int = 0) -> None:
-        """Something keeps the next commit away; of several causes the first is told."""
-        if self._trouble is None:
-            self._trouble = _Incident(cause, now)
-        self._trouble.syncs_lost += syncs_lost
+    def record_incident(self, cause: str, now: float, syncs_lost: int = 0) -> None:
+        """Something delays the next commit; of several causes the first is reported."""
+        if self._incident is None:
+            self._incident = _Incident(cause, now)
+        self._incident.syncs_lost += syncs_lost
 
-    def beat(self, group: int, heartbeat: Heartbeat, now: float) -> None:
-        """Book the time that a group spends on what is no training."""
-        since = self._beaten_at.get(group, now)
-        self._beaten_at[group] = now
+    def record_heartbeat(self, group: int, heartbeat: Heartbeat, now: float) -> None:
+        """Account for the time that a group spends on validation and checkpoints."""
+        since = self._heartbeat_at.get(group, now)
+        self._heartbeat_at[group] = now
         cause = _NOT_TRAINING.get(heartbeat.phase)
         if cause:
             self.goodput.spend(group, cause, now - since)
 
     def commit(self, generation: int, commit: int, now: float) -> Recovered | None:
-        """A sync counts; what it recovered from, if anything."""
-        trouble, self._trouble = self._trouble, None
+        """A sync counts; returns the recovery that it ends, if any."""
+        incident, self._incident = self._incident, None
         num_tries, self._num_tries = self._num_tries, 0
         since, self._committed_at = self._committed_at, now
         self.goodput.commit(now)
-        if trouble is None:
+        if incident is None:
             if since is not None:
                 self._intervals.append(now - since)
             return None
         usual_s = statistics.median(self._intervals) if self._intervals else 0.0
-        begun = trouble.since if since is None else since
+        begun = incident.since if since is None else since
         return Recovered(
             time=now,
             generation=generation,
             commit=commit,
-            cause=trouble.cause,
+            cause=incident.cause,
             pause_s=max(0.0, now - begun - usual_s),
-            syncs_lost=trouble.syncs_lost,
+            syncs_lost=incident.syncs_lost,
             num_tries=num_tries,
         )
 
     def metrics(self, ledger: Ledger, generation: int, now: float) -> dict[str, float]:
         """The job's goodput, the nominal steps at risk, and its groups."""
+        durable_step = self._durable_steps.get(ledger.checkpoint_commit, 0)
+        is_durable = ledger.checkpoint_commit == ledger.commit
+        undurable = 0 if is_durable else steps_undurable(self.step(ledger), durable_step)
         return self.goodput.read(now).metrics() | {
-            "risk/steps_undurable": float(self._steps_undurable(ledger)),
+            "risk/steps_undurable": float(undurable),
             "elastic/groups": float(self.goodput.num_training),
             "elastic/generation": float(generation),
             "elastic/commit_interval_s": self.goodput.commit_interval_s,
         }
-
-    def _steps_undurable(self, ledger: Ledger) -> int:
-        step = self.step(ledger)
-        if ledger.checkpoint_commit == ledger.commit:
-            return 0
-        return steps_undurable(step, self._durable_steps.get(ledger.checkpoint_commit, 0))
 
     def step(self, ledger: Ledger) -> int:
         """The nominal step: one for as many rows as the whole job takes at once."""
         return (ledger.rows_trained + ledger.rows_skipped) // self._rows_per_step
 
     def remember(self, ledger: Ledger) -> None:
-        """Note the step of a commit, in case that a checkpoint of it becomes durable."""
+        """Note the step of a commit, in case a checkpoint of it becomes durable."""
         self._durable_steps[ledger.commit] = self.step(ledger)
-        old = [commit for commit in self._durable_steps if commit < ledger.checkpoint_commit]
-        for commit in old:
-            del self._durable_steps[commit]
+        self._durable_steps = {
+            commit: step
+            for commit, step in self._durable_steps.items()
+            if commit >= ledger.checkpoint_commit
+        }
 
     def as_event(self, ledger: Ledger, generation: int, now: float) -> Metrics:
         """The metrics, as an event."""

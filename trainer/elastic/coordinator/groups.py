@@ -1,4 +1,9 @@
-"""The groups as the coordinator knows them: who is there, what each rank asked, how each stands."""
+"""The replica groups as the coordinator knows them.
+
+`Group` is one incarnation of a group with the newest request of each of its ranks. `GroupRegistry`
+holds all groups, fences off incarnations that were lost or left, and collects what the coordinator
+is to do next (`Effect`). Pure: no clock, no socket; `now` is Unix time in seconds.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,6 @@ from trainer.coordination.messages import (
 )
 from trainer.elastic.coordinator.goodput import RunMetrics
 from trainer.elastic.coordinator.interface import (
-    CommitRecord,
     CoordinatorStatus,
     Departure,
     Effect,
@@ -33,15 +37,16 @@ from trainer.elastic.coordinator.interface import (
 )
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.protocol import events
-from trainer.protocol.events import GroupMember, MembershipChanged
+
+_NUM_DEPARTURES = 100
 
 
 @dataclass
 class RankState:
     """One rank of a group.
 
-    `request` is what it asked last and waits for, under `request_id`; `round` the round that it
-    was given and has not voted on.
+    `request` is its unanswered request, with `request_id`; `round` the round that it was given and
+    has not voted on.
     """
 
     hello: Hello
@@ -51,7 +56,7 @@ class RankState:
 
 
 class Group:
-    """One life of a sharding group.
+    """One incarnation of a sharding group.
 
     `is_pristine` says that its state is still what the seed or a checkpoint made it. For a
     listener, `has_begun` says that it copies and has missed no committed round since, and
@@ -69,19 +74,19 @@ class Group:
         self.must_restart = False
         self.leave_cause: str | None = None
         self.donor: int | None = None
-        # What its ranks had copied when they came to its last round.
         self.copied_bytes = 0
+        """What its ranks had copied when they arrived for its last round."""
 
-    def greet(self, hello: Hello) -> None:
-        """Take in the first words of a rank, or its words after it reconnected."""
+    def add_rank(self, hello: Hello) -> None:
+        """Register a rank, at first or after it reconnected."""
         known = self.ranks.get(hello.rank)
         if known is None:
             self.ranks[hello.rank] = RankState(hello)
         else:
             known.hello = hello
         if not self.is_current:
-            said = {state.hello.standing for state in self.ranks.values()}
-            self.is_pristine = self.donor is None and said == {"initial"}
+            standings = {hello.standing for hello in self.hellos}
+            self.is_pristine = self.donor is None and standings == {"initial"}
             self.standing = "initial" if self.is_pristine else "listening"
 
     @property
@@ -101,6 +106,17 @@ class Group:
         return self.is_complete and all(waiting)
 
     @property
+    def has_exact_copy(self) -> bool:
+        """Whether a listener that has missed no round has copied everything."""
+        is_copying = self.has_begun and not (self.must_restart or self.is_current)
+        return is_copying and all(arrival.has_copied for arrival in self.arrivals)
+
+    @property
+    def hellos(self) -> list[Hello]:
+        """The newest `Hello` of each rank, in the order of arrival."""
+        return [state.hello for state in self.ranks.values()]
+
+    @property
     def arrivals(self) -> list[Arrive]:
         """What the ranks arrived with, by rank."""
         requests = (state.request for _, state in sorted(self.ranks.items()))
@@ -108,7 +124,7 @@ class Group:
 
     @property
     def origin(self) -> tuple[int, str]:
-        """The state that it starts from: commits that it holds, and its name."""
+        """The state that it starts from: number of commits, and name."""
         hello = self.ranks[0].hello
         return hello.ledger.commit, hello.origin
 
@@ -122,7 +138,7 @@ class Group:
         return RankId(self.group, self.incarnation, rank)
 
     def demote(self) -> None:
-        """What it holds must not count any more: it is to copy everything from another group."""
+        """Its state must not count any more: it has to copy everything from another group."""
         self.standing, self.is_pristine = "listening", False
         self.has_begun, self.must_restart = False, True
 
@@ -131,7 +147,7 @@ class Group:
         self.must_restart |= self.has_begun
 
     def as_member(self) -> RoundMember:
-        """Its place in the next round, by what its ranks arrived with."""
+        """Its entry in the next round, by what its ranks arrived with."""
         weight = self.arrivals[0].copy_weight if self.is_current else 0.0
         return RoundMember(
             group=self.group,
@@ -143,7 +159,7 @@ class Group:
 
 
 def disagreement(group: Group) -> str | None:
-    """What the ranks of a group that is ready contradict each other in, if anything."""
+    """How the ranks of a ready group contradict each other; None where they agree."""
     seen = {(arrival.leases, arrival.num_rows, arrival.commit) for arrival in group.arrivals}
     if len(seen) > 1:
         return f"its ranks arrived with different leases, rows or commits: {sorted(seen)}"
@@ -153,7 +169,7 @@ def disagreement(group: Group) -> str | None:
 def choose_donor(listener: Group, current: Iterable[Group], groups: Mapping[int, Group]) -> Group:
     """Whom a listener copies from: the same group as before while it lives, else the least used.
 
-    Among equals the highest number, as the lowest leads and so has more to do.
+    Among equals the highest number, since the lowest leads and so has more to do.
     """
     able = list(current)
     for each in able:
@@ -178,37 +194,8 @@ def copies_alive(groups: Iterable[Group]) -> tuple[int, int]:
     return len(hosts_by_group), min(num_hosts, default=0)
 
 
-def describe(
-    groups: Iterable[Group], generation: int, commit: int, now: float
-) -> MembershipChanged:
-    """Who is there, as an event."""
-    present = [group for group in groups if group.is_complete]
-    num_copies, num_hosts = copies_alive(present)
-    return MembershipChanged(
-        time=now,
-        generation=generation,
-        commit=commit,
-        groups=[
-            GroupMember(
-                group=group.group,
-                incarnation=group.incarnation,
-                hosts=group.hosts,
-                standing=group.standing,
-            )
-            for group in sorted(present, key=lambda group: group.group)
-        ],
-        copies_alive=num_copies,
-        host_copies_alive=num_hosts,
-    )
-
-
-# The roll of groups behind the membership: who may come, who goes, what is told about it.
-
-_NUM_DEPARTURES = 100
-
-
 class GroupRegistry:
-    """Groups, the fences that keep their earlier lives out, and the effects to come."""
+    """All groups, fenced-off incarnations, and pending effects."""
 
     def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
         self._policy, self._book = policy, book
@@ -221,17 +208,15 @@ class GroupRegistry:
         self._fences: dict[int, int] = {}
         self._departures: deque[Departure] = deque(maxlen=_NUM_DEPARTURES)
         self._leader: int | None = None
-        self._told: events.MembershipChanged | None = None
+        self._emitted_members: list[events.GroupMember] | None = None
         self._effects: list[Effect] = []
-        self._chronicle = RunMetrics(policy.rows_per_step)
-        self._watch = HeartbeatMonitor(
+        self._run_metrics = RunMetrics(policy.rows_per_step)
+        self._monitor = HeartbeatMonitor(
             policy.heartbeat_timeout_s,
             HangPolicy(min_hang_s=policy.min_hang_s, hang_factor=policy.hang_factor),
             StragglerPolicy(policy.straggler_factor),
             policy.straggler_window_s,
         )
-
-    # --- reading
 
     @property
     def _present(self) -> list[Group]:
@@ -261,7 +246,7 @@ class GroupRegistry:
         return self._leader
 
     def status(self, now: float) -> CoordinatorStatus:
-        """Everything at this moment."""
+        """A snapshot of the run."""
         return CoordinatorStatus(
             phase=self._phase,
             generation=self._generation,
@@ -270,11 +255,10 @@ class GroupRegistry:
             groups=tuple(self._group_status(group, now) for group in self._present),
             departures=tuple(self._departures),
             failure=self._failure,
-            metrics=self._chronicle.metrics(self._ledger, self._generation, now),
+            metrics=self._run_metrics.metrics(self._ledger, self._generation, now),
         )
 
     def _group_status(self, group: Group, now: float) -> GroupStatus:
-        ranks = (self._rank_status(group, rank, now) for rank in sorted(group.ranks))
         return GroupStatus(
             group=group.group,
             incarnation=group.incarnation,
@@ -282,75 +266,80 @@ class GroupRegistry:
             is_complete=group.is_complete,
             leave_cause=group.leave_cause,
             rows_leased=sum(lease.num_rows for lease in self._book.held(group.group)),
-            ranks=tuple(ranks),
+            ranks=tuple(self._rank_status(group, rank, now) for rank in sorted(group.ranks)),
         )
 
     def _rank_status(self, group: Group, rank: int, now: float) -> RankStatus:
         hello, rank_id = group.ranks[rank].hello, group.rank_id(rank)
         status = RankStatus(rank=rank, host=hello.host, pid=hello.pid)
-        pulse = self._watch.pulse(rank_id)
-        if pulse is None:
+        beat = self._monitor.pulse(rank_id)
+        if beat is None:
             return status
-        idle_s = self._watch.idle_s(rank_id, now)
-        seen = {"phase": pulse.phase, "step": pulse.step, "step_time_s": pulse.step_time_s}
-        return status.model_copy(update=seen | {"idle_s": idle_s})
+        seen = {"phase": beat.phase, "step": beat.step, "step_time_s": beat.step_time_s}
+        return status.model_copy(update={**seen, "idle_s": self._monitor.idle_s(rank_id, now)})
 
-    # --- telling
+    # --- effects
 
-    def _flush(self) -> list[Effect]:
+    def _take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
         return effects
 
-    def _tell(self, to: RankId, request_id: int, body: Answer) -> None:
+    def _reply(self, to: RankId, request_id: int, body: Answer) -> None:
         self._effects.append(Reply(to, request_id, body))
 
     def _answer(self, group: Group, rank: int, body: Answer) -> None:
-        """Answer what a rank asked last."""
+        """Answer the pending request of a rank."""
         state = group.ranks[rank]
-        self._tell(group.rank_id(rank), state.request_id, body)
+        self._reply(group.rank_id(rank), state.request_id, body)
         state.request = None
 
-    def _announce(self, event: events.Event) -> None:
+    def _emit(self, event: events.Event) -> None:
         self._effects.append(EmitEvent(event))
 
-    def _record(self, record: CommitRecord) -> None:
-        self._effects.append(record)
+    def _emit_membership(self, now: float) -> None:
+        """Emit who is there, where that changed."""
+        present = [group for group in self._present if group.is_complete]
+        members = [
+            events.GroupMember(
+                group=group.group,
+                incarnation=group.incarnation,
+                hosts=group.hosts,
+                standing=group.standing,
+            )
+            for group in present
+        ]
+        if members == self._emitted_members:
+            return
+        self._emitted_members = members
+        num_copies, num_hosts = copies_alive(present)
+        self._emit(
+            events.MembershipChanged(
+                time=now,
+                generation=self._generation,
+                commit=self._ledger.commit,
+                groups=members,
+                copies_alive=num_copies,
+                host_copies_alive=num_hosts,
+            )
+        )
 
-    def _tell_membership(self, now: float) -> None:
-        """Announce who is there, where that changed."""
-        event = describe(self._present, self._generation, self._ledger.commit, now)
-        if self._told is None or event.groups != self._told.groups:
-            self._told = event
-            self._announce(event)
+    def _emit_metrics(self, now: float) -> None:
+        self._emit(self._run_metrics.as_event(self._ledger, self._generation, now))
 
-    def _tell_metrics(self, now: float) -> None:
-        self._announce(self._chronicle.as_event(self._ledger, self._generation, now))
-
-    # --- coming and going
+    # --- joining and leaving
 
     def _enter(self, hello: Hello, now: float) -> Group:
         group = Group(hello, now)
         self._groups[hello.group] = group
-        self._chronicle.goodput.start(hello.group, now)
+        self._run_metrics.goodput.start(hello.group, now)
         return group
-
-    def _fenced_out(self, hello: Hello) -> str | None:
-        """Why this life of a group may not come, if so."""
-        known = self._groups.get(hello.group)
-        oldest = max(self._fences.get(hello.group, 0), known.incarnation if known else 0)
-        if hello.incarnation < oldest:
-            return (
-                f"life {hello.incarnation} of group {hello.group} is over: it was lost or left, "
-                f"and from life {oldest} on it may come again"
-            )
-        return None
 
     def _become_current(self, group: Group, how: str, now: float) -> None:
         group.standing, group.is_pristine = "current", False
         group.has_begun = group.must_restart = False
         group.donor = None
-        self._chronicle.goodput.train(group.group, now)
-        self._announce(
+        self._run_metrics.goodput.train(group.group, now)
+        self._emit(
             events.GroupJoined(
                 time=now,
                 group=group.group,
@@ -362,16 +351,20 @@ class GroupRegistry:
             )
         )
 
-    def _strike(self, group: Group, reason: str, message: str, now: float) -> None:
-        """A group is lost: its leases return, its ranks are told to end."""
+    def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
+        """A group is lost: its leases return, its ranks are told to end.
+
+        After the end of the run that is how groups go: ranks that still clean up are left alone.
+        """
+        self._dismiss(group, fenced(message), only_waiting=self._phase == "finished")
         had_work = group.is_current and bool(self._book.held(group.group))
         rows = self._remove(group, reason, message, now, is_lost=not self._is_over)
         if self._is_over:
             return
         if group.is_current:
-            self._chronicle.trouble(reason, now, syncs_lost=int(had_work))
-        self._chronicle.goodput.lose(group.group, now)
-        self._announce(
+            self._run_metrics.record_incident(reason, now, syncs_lost=int(had_work))
+        self._run_metrics.goodput.lose(group.group, now)
+        self._emit(
             events.GroupLost(
                 time=now,
                 group=group.group,
@@ -382,65 +375,61 @@ class GroupRegistry:
                 rows_returned=rows,
             )
         )
-        self._tell_membership(now)
+        self._emit_membership(now)
 
     def _release(self, group: Group, cause: str, now: float) -> None:
-        """A group leaves as asked, nothing of it being lost."""
+        """A group leaves as asked; no work is lost."""
         self._remove(group, cause, f"left: {cause}", now, is_lost=False)
         if cause in ("resize", "drain"):
             self._expected.discard(group.group)
-        self._chronicle.goodput.leave(group.group, now)
-        self._announce(
-            events.GroupLeft.model_validate(
-                {
-                    "time": now,
-                    "group": group.group,
-                    "incarnation": group.incarnation,
-                    "cause": cause,
-                    "hosts": group.hosts,
-                }
+        self._run_metrics.goodput.leave(group.group, now)
+        self._emit(
+            events.GroupLeft(
+                time=now,
+                group=group.group,
+                incarnation=group.incarnation,
+                cause=cause,  # type: ignore[arg-type]
+                hosts=group.hosts,
             )
         )
 
     def _remove(self, group: Group, reason: str, message: str, now: float, is_lost: bool) -> int:
-        """Take a group off the roll for good; the rows that it gave back."""
+        """Remove a group and fence its incarnation; returns the rows that it gave back."""
         del self._groups[group.group]
         self._fences[group.group] = group.incarnation + 1
-        self._watch.forget(group.group)
-        departure = Departure(
-            group=group.group,
-            incarnation=group.incarnation,
-            reason=reason,
-            message=message,
-            is_lost=is_lost,
-            at=now,
+        self._monitor.forget(group.group)
+        self._departures.append(
+            Departure(
+                group=group.group,
+                incarnation=group.incarnation,
+                reason=reason,
+                message=message,
+                is_lost=is_lost,
+                at=now,
+            )
         )
-        self._departures.append(departure)
         return self._book.give_back(group.group)
 
-    def _dismiss(self, group: Group, message: str, only_waiting: bool = False) -> None:
+    def _dismiss(self, group: Group, rejection: Rejection, only_waiting: bool = False) -> None:
         """Tell the ranks of a group to end, also those that wait for no answer."""
-        refusal = Rejection(reason="fenced", message=message)
-        self._refuse(group, refusal, only_waiting)
-
-    def _refuse(self, group: Group, refusal: Rejection, only_waiting: bool = False) -> None:
         for rank, state in group.ranks.items():
             if state.request:
-                self._answer(group, rank, refusal)
+                self._answer(group, rank, rejection)
             elif not only_waiting:
-                self._tell(group.rank_id(rank), 0, refusal)
+                self._reply(group.rank_id(rank), 0, rejection)
 
     def _fail(self, reason: str, message: str, now: float) -> None:
         """The run cannot go on: every rank is told so."""
         self._phase = "failed"
         self._failure = RunFailure(reason=reason, message=message)
-        self._announce(events.Note(time=now, level="error", message=message))
+        self._emit(events.Note(time=now, level="error", message=message))
         for group in self._present:
-            self._refuse(group, self._failed_refusal())
+            self._dismiss(group, Rejection(reason="failed", message=message))
 
-    def _failed_refusal(self) -> Rejection:
-        message = self._failure.message if self._failure else "the run has failed"
-        return Rejection(reason="failed", message=message)
+
+def fenced(message: str) -> Rejection:
+    """The answer to an incarnation that is over."""
+    return Rejection(reason="fenced", message=message)
 
 
 def rank_ids(groups: Iterable[Group], waiting: bool) -> list[RankId]:

@@ -1,4 +1,8 @@
-"""What the coordinator is to do after a message: answers, events, and the record of a commit."""
+"""What goes into the coordinator and comes out of it, as plain data.
+
+`MembershipPolicy` configures it; `Effect` is what it does after a message: answers, events, and
+records of commits; `CoordinatorStatus` is a snapshot of the run for the driver.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +36,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class EmitEvent:
-    """Tell the control plane."""
+    """Send an event to the control plane."""
 
     event: Event
 
@@ -41,7 +45,7 @@ class CommitRecord(Message):
     """One committed sync, as a line of the journal.
 
     `leases` are those that it covers, by group, and `skipped` the leases left out since the last
-    one. A coordinator that ends between writing this and telling the groups has not committed:
+    one. A coordinator that ends between writing this and answering the groups has not committed:
     of several records with the same `commit` the last one counts.
     """
 
@@ -55,20 +59,18 @@ class CommitRecord(Message):
 
 Effect = Reply | EmitEvent | CommitRecord
 
-# How patient the coordinator is, and what it does about what it finds.
-
 
 @dataclass(frozen=True)
 class MembershipPolicy:
-    """Times are in seconds.
+    """Time limits (seconds) and reactions of the coordinator.
 
     The job starts once `num_groups` groups have arrived, or `start_grace_s` after the first one. A
     rank that is silent for `heartbeat_timeout_s` is lost with its group, and so is one that has not
-    voted `vote_timeout_s` after the first vote of its round, or that stands still for longer than
-    `hang_factor` median steps and `min_hang_s` (ten times that outside of training). A coordinator
-    that was restarted waits `recovery_grace_s` for the groups of the one before. A group that
-    refused `max_refusals` rounds since the last commit is lost, as the fault is likely to be its
-    own. `rows_per_step` are those that the whole job takes at once.
+    voted `vote_timeout_s` after the first vote of its round, or that makes no progress for longer
+    than `hang_factor` median steps and `min_hang_s` (ten times that outside of training). A
+    coordinator that was restarted waits `recovery_grace_s` for the groups of the one before. A
+    group that refused `max_refusals` rounds since the last commit is lost, as the fault is likely
+    to be its own. `rows_per_step` are those that the whole job takes at once.
     """
 
     num_groups: int
@@ -89,7 +91,7 @@ class MembershipPolicy:
 
     @classmethod
     def of(cls, spec: JobSpec, num_groups: int) -> MembershipPolicy:
-        """What a job asks for."""
+        """The policy of a job."""
         recovery = spec.recovery
         return cls(
             num_groups=num_groups,
@@ -106,15 +108,13 @@ class MembershipPolicy:
         )
 
 
-# What the coordinator says of the run when asked: plain data that travels between processes.
-
 RunPhase = Literal["starting", "recovering", "running", "finished", "failed"]
 """`starting`: no group is current; `recovering`: this coordinator was restarted and waits for the
 groups of the one before."""
 
 
 class RankStatus(Message):
-    """One rank; `idle_s` is the time since it got something done, as far as it said."""
+    """One rank; `idle_s` is the time since its last reported progress."""
 
     rank: Count
     host: str
@@ -126,7 +126,7 @@ class RankStatus(Message):
 
 
 class GroupStatus(Message):
-    """One group that is there. `rows_leased` are the rows it holds."""
+    """One connected group. `rows_leased` are the rows it holds."""
 
     group: Count
     incarnation: Count
@@ -138,7 +138,7 @@ class GroupStatus(Message):
 
 
 class Departure(Message):
-    """A life of a group that is over: lost (`is_lost`), or left as asked. `at` is Unix time."""
+    """An incarnation that is over: lost (`is_lost`), or left as asked. `at` is Unix time."""
 
     group: Count
     incarnation: Count
@@ -156,7 +156,7 @@ class RunFailure(Message):
 
 
 class CoordinatorStatus(Message):
-    """Everything at one moment. `departures` are the newest ones, oldest first."""
+    """A snapshot of the run. `departures` are the newest ones, oldest first."""
 
     phase: RunPhase
     generation: Count

@@ -1,7 +1,8 @@
-"""The rows of an epoch that has begun: done, taken or free, and which group is in which window.
+"""Leases: which rows of which epoch each group may train, so that every row is trained once.
 
-Pure bookkeeping over spans. A row is free, leased to one group, or done: trained by a committed
-sync, or skipped on purpose. A lease never spans epochs. What a lost group held becomes free again.
+Pure bookkeeping over spans of rows. A row is free, leased to one group, or done: trained by a
+committed sync, or skipped on purpose. A lease never spans epochs. What a lost group held becomes
+free again. Raises `LeaseError`.
 """
 
 from __future__ import annotations
@@ -108,8 +109,6 @@ class OpenEpoch:
         start, stop = self._bounds[window : window + 2]
         return sum(last - first for first, last in self._taken.gaps(start, stop))
 
-
-# Which rows of which epoch each group may train, so that every row is trained exactly once.
 
 WindowBounds = Callable[[int], Sequence[int]]
 """Row bounds of the windows of an epoch's order: 0, ..., number of rows of the epoch."""

@@ -1,15 +1,19 @@
-"""One try at a sync: who is in it, with what, and how they voted."""
+"""Sync rounds: how they open, end and count.
+
+A round is one try at a sync: its members, what they bring, and their votes. It opens once every
+current group is ready. It ends with the first refusal, with the loss of one of its groups, or with
+a commit when every rank of every group holds the averages.
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.coordination.detection import LossPolicy, LossWatch, RankId
 from trainer.coordination.messages import (
-    Arrive,
     GroupState,
     Lease,
     Ledger,
@@ -25,10 +29,13 @@ from trainer.elastic.coordinator.groups import (
     choose_donor,
     choose_start,
     disagreement,
+    fenced,
 )
 from trainer.elastic.coordinator.interface import CommitRecord, MembershipPolicy
 from trainer.elastic.coordinator.leases import LeaseBook
 from trainer.protocol import events
+
+_DEADLINES_KEPT = 16
 
 
 @dataclass
@@ -58,7 +65,7 @@ class OpenRound:
 
     @property
     def weight(self) -> float:
-        """Of all copies: the rows that those which count were trained on, by their weights."""
+        """Sum over the members: the rows that they trained since the last sync, by weight."""
         return sum(member.weight for member in self.members)
 
     @property
@@ -68,7 +75,7 @@ class OpenRound:
 
     @property
     def means(self) -> dict[str, float]:
-        """The sums, per row by its weight."""
+        """The sums, divided by the weight."""
         if not self.weight:
             return {}
         return {name: total / self.weight for name, total in self.sums.items()}
@@ -78,40 +85,27 @@ def form_round(
     number: int, generation: int, commit: int, groups: Sequence[Group], starts: Collection[int]
 ) -> OpenRound:
     """A round of `groups`, which are all ready, in the order of their numbers."""
+    current = [group for group in groups if group.is_current]
+    sums: dict[str, float] = defaultdict(float)
+    for group in current:
+        for arrival in group.arrivals:
+            for name, value in arrival.sums.items():
+                sums[name] += value
     return OpenRound(
         number=number,
         generation=generation,
         commit=commit,
         members=tuple(group.as_member() for group in groups),
         voters=frozenset(group.rank_id(rank) for group in groups for rank in group.ranks),
-        leases={g.group: g.arrivals[0].leases for g in groups if g.is_current},
-        sums=_sums([arrival for g in groups if g.is_current for arrival in g.arrivals]),
+        leases={group.group: group.arrivals[0].leases for group in current},
+        sums=sums,
         starts=frozenset(starts),
-        promoted=frozenset(group.group for group in groups if _is_copied(group)),
+        promoted=frozenset(group.group for group in groups if group.has_exact_copy),
     )
-
-
-def _is_copied(group: Group) -> bool:
-    has_heard_all = group.has_begun and not group.must_restart
-    return (
-        not group.is_current
-        and has_heard_all
-        and all(arrival.has_copied for arrival in group.arrivals)
-    )
-
-
-def _sums(arrivals: Sequence[Arrive]) -> dict[str, float]:
-    names = {name for arrival in arrivals for name in arrival.sums}
-    return {name: sum(arrival.sums.get(name, 0.0) for arrival in arrivals) for name in names}
-
-
-# How rounds open, end and count: the part of the membership that decides on syncs.
-
-_DEADLINES_KEPT = 16
 
 
 class SyncRounds(GroupRegistry):
-    """The open round, if there is one, and what it takes to open the next."""
+    """Opens rounds, collects their votes, and commits."""
 
     def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
         super().__init__(policy, book)
@@ -125,15 +119,11 @@ class SyncRounds(GroupRegistry):
         self._refusals: Counter[int] = Counter()
         self._report = Report()
         self._skipped: list[Lease] = []
-        self._skipped_untold: list[Lease] = []
+        self._unrecorded_skips: list[Lease] = []
 
     def _lose(self, group: Group, reason: str, message: str, now: float) -> None:
-        """A group is lost, and the round that it was in with it.
-
-        After the end of the run that is how groups go: ranks that still clean up are left alone.
-        """
-        self._dismiss(group, message, only_waiting=self._phase == "finished")
-        self._strike(group, reason, message, now)
+        """A group is lost, and the round that it was in with it."""
+        super()._lose(group, reason, message, now)
         self._refusals.pop(group.group, None)
         if self._round and group.group in self._round.groups:
             self._end_round(f"group {group.group} was lost", now)
@@ -141,7 +131,7 @@ class SyncRounds(GroupRegistry):
     # --- opening
 
     def _open_if_ready(self, now: float) -> None:
-        """Open the next round if all who are needed wait for it. Raises `LeaseError`."""
+        """Open the next round if all required groups wait for it. Raises `LeaseError`."""
         for group in self._present:
             if group.is_ready and self._phase != "failed":
                 self._inspect(group, now)
@@ -153,53 +143,53 @@ class SyncRounds(GroupRegistry):
                 self._open_round(groups, starts, now)
 
     def _inspect(self, group: Group, now: float) -> None:
-        """Look at what a group that is ready arrived with."""
+        """Check what a ready group arrived with."""
         if any(arrival.is_leaving for arrival in group.arrivals):
             group.leave_cause = group.leave_cause or "drain"
         if not group.is_current:
             return
         arrival = group.arrivals[0]
         held = {lease.id for lease in self._book.held(group.group)}
-        trouble = disagreement(group)
+        problem = disagreement(group)
         if arrival.commit != self._ledger.commit:
-            trouble = f"it holds commit {arrival.commit}, the others {self._ledger.commit}"
+            problem = f"it holds commit {arrival.commit}, the others {self._ledger.commit}"
         elif not held.issuperset(arrival.leases):
-            trouble = f"it trained leases {arrival.leases}, but holds {sorted(held)}"
-        if trouble:
-            self._lose(group, "stale", trouble, now)
+            problem = f"it trained leases {arrival.leases}, but holds {sorted(held)}"
+        if problem:
+            self._lose(group, "stale", problem, now)
         elif any(each.is_poisoned for each in group.arrivals):
             self._skip(group, now)
 
     def _skip(self, group: Group, now: float) -> None:
-        """What a group trained made its loss NaN: leave those rows out, and its state too."""
+        """A group's loss became NaN: leave out the rows that it trained, and discard its state."""
         decision = self._losses.judge_loss(math.nan)
         if decision.action == "fail":
             why = f"group {group.group}: {decision.cause}; lower the learning rate, or look for"
             self._fail("non_finite", f"{why} outliers in the rows that it trained", now)
             return
         for lease_id in group.arrivals[0].leases:
-            self._leave_out(self._book.skip(lease_id), now)
+            lease = self._book.skip(lease_id)
+            self._skipped.append(lease)
+            self._unrecorded_skips.append(lease)
+            self._emit(
+                events.RowsSkipped(
+                    time=now,
+                    epoch=lease.epoch,
+                    start=lease.start,
+                    stop=lease.stop,
+                    reason="the training loss became NaN or infinite on them",
+                )
+            )
         self._ledger = self._book.entered_in(self._ledger)
         self._book.give_back(group.group)
         group.demote()
         if not self._current:
-            self._dismiss(group, "its loss became NaN and no other group holds the state")
+            message = "its loss became NaN and no other group holds the state"
+            self._dismiss(group, fenced(message))
             self._release(group, "poisoned", now)
 
-    def _leave_out(self, lease: Lease, now: float) -> None:
-        self._skipped.append(lease)
-        self._skipped_untold.append(lease)
-        event = events.RowsSkipped(
-            time=now,
-            epoch=lease.epoch,
-            start=lease.start,
-            stop=lease.stop,
-            reason="the training loss became NaN or infinite on them",
-        )
-        self._announce(event)
-
     def _quorum(self, now: float) -> tuple[list[Group], list[Group]]:
-        """The groups of the next round, if it may open, and those of them that begin the run."""
+        """The groups of the next round and those of them that begin the run; none if too early."""
         ready = [group for group in self._present if group.is_ready]
         if self._phase == "starting":
             return self._starters(ready, now)
@@ -222,14 +212,17 @@ class SyncRounds(GroupRegistry):
         return able, starts
 
     def _begin_from(self, ledger: Ledger, group: int) -> None:
-        """Take over the ledger of a checkpoint; raises `LeaseError`. Rows once skipped stay so."""
-        self._report = Report()  # one about a state that is gone
+        """Continue from the ledger of a checkpoint; rows skipped before stay skipped.
+
+        Raises `LeaseError`.
+        """
+        self._report = Report()  # the last one was about a state that is gone
         self._book.restore(ledger)
         self._number = max(self._number, ledger.round)
         for lease in self._book.adopt(self._skipped, group):
             self._book.skip(lease.id)
         self._ledger = self._book.entered_in(ledger)
-        self._chronicle.remember(self._ledger)
+        self._run_metrics.remember(self._ledger)
 
     def _open_round(self, groups: list[Group], starts: list[Group], now: float) -> None:
         donors = starts or [group for group in groups if group.is_current]
@@ -255,15 +248,15 @@ class SyncRounds(GroupRegistry):
             group.has_begun = not group.must_restart
             group.copied_bytes = sum(arrival.copied_bytes for arrival in group.arrivals)
         self._round = opened
-        self._chronicle.try_round()
+        self._run_metrics.start_round()
         for group in groups:
             for rank in sorted(group.ranks):
-                self._answer(group, rank, self._as_told(opened, group, rank))
+                self._answer(group, rank, self._round_for(opened, group, rank))
                 group.ranks[rank].round = opened.number
-        self._tell_membership(now)
+        self._emit_membership(now)
 
-    def _as_told(self, opened: OpenRound, group: Group, rank: int) -> Round:
-        """A round, as one rank hears of it."""
+    def _round_for(self, opened: OpenRound, group: Group, rank: int) -> Round:
+        """The message about a round for one rank."""
         donor = self._groups.get(group.donor) if group.donor is not None else None
         return Round(
             round=opened.number,
@@ -274,9 +267,9 @@ class SyncRounds(GroupRegistry):
             donor=donor.ranks[rank].hello.donor if donor and rank in donor.ranks else None,
         )
 
-    # --- ending rounds
+    # --- votes
 
-    def _judge(self, group: Group, rank: int, vote: Vote, now: float) -> None:
+    def _count_vote(self, group: Group, rank: int, vote: Vote, now: float) -> None:
         state = group.ranks[rank]
         if state.round == vote.round:
             state.round = None
@@ -286,7 +279,11 @@ class SyncRounds(GroupRegistry):
             return
         self._set_deadline(vote.round, now)
         if not vote.ok:
-            self._refuse_round(group, rank, vote, now)
+            self._refusals[group.group] += 1
+            self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
+            if self._refusals[group.group] >= self._policy.max_refusals:
+                message = f"it refused {self._policy.max_refusals} rounds in a row: {vote.error}"
+                self._lose(group, "exchange", message, now)
             return
         opened.yes.add(group.rank_id(rank))
         if opened.is_unanimous:
@@ -297,48 +294,40 @@ class SyncRounds(GroupRegistry):
         self._deadlines.pop(number - _DEADLINES_KEPT, None)
 
     def _answer_late(self, group: Group, rank: int, vote: Vote, now: float) -> None:
-        """Answer a vote on a round that is over, perhaps since before this coordinator's time."""
+        """Answer a vote on a round that is over, perhaps since before a restart."""
         newest = self._ledger
         is_newest = (vote.round, vote.commit) == (newest.round, newest.commit)
         if group.is_current and not is_newest and vote.commit <= newest.commit:
             message = f"the others have committed sync {newest.commit} without it"
             self._lose(group, "stale", message, now)
             return
-        verdict = self._verdict(group, vote.round, committed=is_newest)
-        self._answer(group, rank, verdict)
-
-    def _refuse_round(self, group: Group, rank: int, vote: Vote, now: float) -> None:
-        self._refusals[group.group] += 1
-        self._end_round(f"group {group.group} rank {rank} refused: {vote.error}", now)
-        if self._refusals[group.group] >= self._policy.max_refusals:
-            message = f"it refused {self._policy.max_refusals} rounds in a row: {vote.error}"
-            self._lose(group, "exchange", message, now)
+        self._answer(group, rank, self._result(group, vote.round, committed=is_newest))
 
     def _end_round(self, why: str, now: float) -> None:
-        """A round has failed: answer who voted, and tell who may still wait for its peers."""
+        """A round has failed: answer who voted, and notify who may still wait for its peers."""
         ended, self._round, self._formed = self._round, None, None
         assert ended, "a round is open"
         self._set_deadline(ended.number, now)
-        self._chronicle.trouble(why, now)
+        self._run_metrics.record_incident(why, now)
         for voter in sorted(ended.voters):
             group, state = self._group(voter), self._rank(voter)
             if group is None or state is None:
                 continue
-            verdict = self._verdict(group, ended.number, committed=False)
+            result = self._result(group, ended.number, committed=False)
             if isinstance(state.request, Vote):
-                self._answer(group, voter.rank, verdict)
+                self._answer(group, voter.rank, result)
             elif state.round == ended.number:
-                self._tell(voter, 0, verdict)
+                self._reply(voter, 0, result)
 
-    # --- counting
+    # --- commits
 
     def _commit(self, ended: OpenRound, now: float) -> None:
         """Every rank holds the averages: the sync counts."""
         self._round = None
         self._refusals.clear()
         voters = [self._groups[group] for group in sorted(ended.groups)]
-        self._record(self._count(ended))
-        standings = {group.group: self._stand(group, ended, now) for group in voters}
+        self._effects.append(self._record_commit(ended))
+        standings = {group.group: self._standing_after(group, ended, now) for group in voters}
         for group in self._present:
             if group.group not in ended.groups:
                 group.miss_round()
@@ -350,14 +339,20 @@ class SyncRounds(GroupRegistry):
             self._release(group, group.leave_cause or "resize", now)
         self._hand_out()
         for group in voters:
-            verdict = self._verdict(group, ended.number, committed=True)
-            told = {"standing": standings[group.group], "should_leave": group in leavers}
+            result = self._result(group, ended.number, committed=True)
+            update = {"standing": standings[group.group], "should_leave": group in leavers}
             for rank in group.ranks:
-                self._answer(group, rank, verdict.model_copy(update=told))
-        self._tell_commit(now)
+                self._answer(group, rank, result.model_copy(update=update))
+        recovered = self._run_metrics.commit(self._generation, self._ledger.commit, now)
+        self._run_metrics.remember(self._ledger)
+        self._emit_membership(now)
+        if recovered:
+            self._emit(recovered)
+        if self._phase == "finished":
+            self._emit_metrics(now)
 
-    def _count(self, ended: OpenRound) -> CommitRecord:
-        """Enter a sync in the book and in the ledger."""
+    def _record_commit(self, ended: OpenRound) -> CommitRecord:
+        """Enter a sync in the lease book and in the ledger."""
         covered = {
             group: tuple(lease for lease in self._book.held(group) if lease.id in ids)
             for group, ids in ended.leases.items()
@@ -367,7 +362,7 @@ class SyncRounds(GroupRegistry):
         if ended.weight:
             self._losses.judge_loss(0.0)
         self._ledger = self._book.entered_in(self._next_ledger(ended))
-        skipped, self._skipped_untold = self._skipped_untold, []
+        skipped, self._unrecorded_skips = self._unrecorded_skips, []
         return CommitRecord(
             commit=ended.commit,
             round=ended.number,
@@ -380,7 +375,7 @@ class SyncRounds(GroupRegistry):
     def _next_ledger(self, ended: OpenRound) -> Ledger:
         known, report = self._ledger, self._report
         durable = report.checkpoint_commit
-        news = {
+        update = {
             "commit": ended.commit,
             "round": ended.number,
             "best": known.best if report.best is None else report.best,
@@ -389,10 +384,10 @@ class SyncRounds(GroupRegistry):
             "checkpoint_commit": known.checkpoint_commit if durable is None else durable,
             "led": report.led or known.led,
         }
-        return known.model_copy(update=news)
+        return known.model_copy(update=update)
 
-    def _stand(self, group: Group, ended: OpenRound, now: float) -> GroupState:
-        """What a group is after a sync that it heard."""
+    def _standing_after(self, group: Group, ended: OpenRound, now: float) -> GroupState:
+        """The standing of a group after a committed round that it was in."""
         if group.group in ended.starts:
             self._become_current(group, "start", now)
         elif group.group in ended.promoted:
@@ -413,18 +408,8 @@ class SyncRounds(GroupRegistry):
                 if len(self._book.held(group.group)) <= num_held:
                     self._book.lease(group.group)
 
-    def _tell_commit(self, now: float) -> None:
-        ledger = self._ledger
-        recovered = self._chronicle.commit(self._generation, ledger.commit, now)
-        self._chronicle.remember(ledger)
-        self._tell_membership(now)
-        if recovered:
-            self._announce(recovered)
-        if self._phase == "finished":
-            self._tell_metrics(now)
-
-    def _verdict(self, group: Group, number: int, committed: bool) -> RoundResult:
-        """What a group hears of a round that has ended."""
+    def _result(self, group: Group, number: int, committed: bool) -> RoundResult:
+        """The message about a round that has ended, for one group."""
         return RoundResult(
             committed=committed,
             round=number,

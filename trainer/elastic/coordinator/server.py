@@ -1,7 +1,8 @@
 """The coordinator's server: `Membership` behind a TCP port, with the store of the process groups.
 
-It runs on a thread of its own in any process; under Ray in the process of an actor, which Ray
-restarts. It keeps nothing on disk: see `trainer.elastic.coordinator.membership`.
+It runs on a thread of its own in any process; under Ray it is an actor, which Ray restarts. Its
+state is not stored: a new server rebuilds it (`trainer.elastic.coordinator.membership`). Messages
+are JSON lines (`trainer.coordination.messages`); a line that is none ends its connection.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -22,7 +23,6 @@ from pydantic import ValidationError
 from trainer.coordination.detection import RankId
 from trainer.coordination.messages import Answered, Arrive, Heartbeat, Hello, Numbered, Vote
 from trainer.elastic.coordinator.interface import (
-    CommitRecord,
     CoordinatorStatus,
     Effect,
     EmitEvent,
@@ -43,7 +43,7 @@ Result = TypeVar("Result")
 _MAX_LINE_BYTES = 64 << 20
 _TICKS_PER_TIMEOUT = 10
 _TURNS_TO_READ = 3
-_WATCHED_KINDS = frozenset({"hang_found", "straggler_found"})
+_MONITORED_KINDS = frozenset({"hang_found", "straggler_found"})
 _STORE_TIMEOUT = timedelta(seconds=60)
 
 
@@ -69,9 +69,10 @@ class CoordinatorConfig:
     """A coordinator for one attempt of one job.
 
     It listens at `host`, under which the ranks reach it, at a free port unless `port` names one.
-    Its events go to the attempt's files, and every commit to a line of `journal_path`, if given.
-    With `only_watches` there is one group that meets no other: only hangs and stragglers are news,
-    a rank that ends does not end the others, and there is no store.
+    Its events go to the attempt's files, and every commit to a line of `journal_path`, if given,
+    before any rank receives it. With `only_watches` there is one group that syncs with no other:
+    only hangs and stragglers are reported, a rank that ends does not end the others, and there is
+    no store.
     """
 
     policy: MembershipPolicy
@@ -83,21 +84,8 @@ class CoordinatorConfig:
     only_watches: bool = False
 
 
-@dataclass
-class Journal:
-    """Lines about commits, each written before anybody hears of the commit."""
-
-    path: Path | None
-
-    def write(self, record: CommitRecord) -> None:
-        """Append a line."""
-        if self.path:
-            with self.path.open("a") as file:
-                file.write(record.model_dump_json() + "\n")
-
-
 class EventThread:
-    """Writes events beside the event loop, which slow storage must not hold up."""
+    """Writes events on a thread, so that slow storage does not delay the event loop."""
 
     def __init__(self, writer: EventWriter | None) -> None:
         self._writer = writer
@@ -122,7 +110,7 @@ class EventThread:
 
 
 def open_stream(attempt_dir: Path | None) -> EventWriter | None:
-    """The stream `coordinator-N` with the first free N: each life of the actor has its own."""
+    """The stream `coordinator-N` with the first free N: each start of the actor has its own."""
     if attempt_dir is None:
         return None
     files = AttemptDir(attempt_dir)
@@ -141,31 +129,6 @@ class _Connection:
     rank: RankId | None = None
 
 
-@dataclass
-class _Wires:
-    """Which connection leads to which rank."""
-
-    by_rank: dict[RankId, _Connection] = field(default_factory=dict)
-
-    def attach(self, connection: _Connection, rank: RankId) -> None:
-        connection.rank = rank
-        self.by_rank[rank] = connection
-
-    def detach(self, connection: _Connection) -> bool:
-        """Forget a connection; whether it was the newest one of its rank."""
-        rank = connection.rank
-        if rank is None or self.by_rank.get(rank) is not connection:
-            return False
-        del self.by_rank[rank]
-        return True
-
-    def send(self, reply: Reply) -> None:
-        connection = self.by_rank.get(reply.to)
-        if connection and not connection.writer.is_closing():
-            line = Answered(id=reply.id, body=reply.body).model_dump_json()
-            connection.writer.write(line.encode() + b"\n")
-
-
 class Coordinator:
     """A running server; its methods may be called from any thread but its own."""
 
@@ -175,8 +138,7 @@ class Coordinator:
         self._store = None if config.only_watches else _open_store(config.host)
         store_address = f"{config.host}:{self._store.port}" if self._store else ""
         self._membership = Membership(config.policy, config.rows.open(), store_address)
-        self._wires = _Wires()
-        self._journal = Journal(config.journal_path)
+        self._connections: dict[RankId, _Connection] = {}
         self._events = EventThread(open_stream(config.attempt_dir))
         # Time that never runs backwards, near to Unix time.
         self._epoch_s = time.time() - time.monotonic()
@@ -192,10 +154,8 @@ class Coordinator:
         self.address = address
         """Where it listens (host:port)."""
 
-    # --- for other threads
-
     def status(self) -> CoordinatorStatus:
-        """Everything at this moment."""
+        """A snapshot of the run."""
         return self._call(lambda: self._membership.status(self._now()))
 
     def expect(self, groups: Collection[int]) -> None:
@@ -213,7 +173,7 @@ class Coordinator:
         )
 
     def stop(self) -> None:
-        """End the server. Ranks that are still there look for another one."""
+        """End the server. Connected ranks look for another one."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._is_stopping.set)
             self._thread.join()
@@ -225,7 +185,7 @@ class Coordinator:
 
         return asyncio.run_coroutine_threadsafe(call(), self._loop).result()
 
-    # --- on the loop
+    # --- on the event loop
 
     def _now(self) -> float:
         return self._epoch_s + time.monotonic()
@@ -241,7 +201,7 @@ class Coordinator:
         config = self._config
         try:
             server = await asyncio.start_server(
-                self._converse, config.host, config.port, limit=_MAX_LINE_BYTES
+                self._serve_connection, config.host, config.port, limit=_MAX_LINE_BYTES
             )
         except OSError as error:
             self._started.put(error)
@@ -265,34 +225,39 @@ class Coordinator:
                 await asyncio.sleep(0)
             self._act(self._membership.tick(self._now()))
 
-    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         connection = _Connection(writer)
         try:
             while line := await reader.readline():
-                self._hear(connection, Numbered.model_validate_json(line))
+                self._receive(connection, Numbered.model_validate_json(line))
         except ConnectionError as error:
             logger.info("%s: %s", connection.rank, error)
         except ValidationError:
-            logger.exception("%s sent what is no message", connection.rank)
+            logger.exception("%s sent an invalid message", connection.rank)
         finally:
-            if self._wires.detach(connection) and connection.rank and not self._has_stopped():
-                self._hear_end(connection.rank)
+            self._disconnect(connection)
             writer.close()
 
-    def _hear_end(self, rank: RankId) -> None:
+    def _disconnect(self, connection: _Connection) -> None:
+        """Forget a connection; the end of a rank's newest one is the end of the rank."""
+        rank = connection.rank
+        if rank is None or self._connections.get(rank) is not connection:
+            return
+        del self._connections[rank]
+        if self._is_stopping.is_set():
+            return
         if self._config.only_watches:
-            self._membership.on_farewell(rank)
+            self._membership.forget_rank(rank)
         else:
             self._act(self._membership.on_disconnect(rank, self._now()))
 
-    def _has_stopped(self) -> bool:
-        return self._is_stopping.is_set()
-
-    def _hear(self, connection: _Connection, line: Numbered) -> None:
+    def _receive(self, connection: _Connection, line: Numbered) -> None:
         body, now = line.body, self._now()
         if isinstance(body, Hello):
-            rank = RankId(body.group, body.incarnation, body.rank)
-            self._wires.attach(connection, rank)
+            connection.rank = RankId(body.group, body.incarnation, body.rank)
+            self._connections[connection.rank] = connection
             self._act(self._membership.on_hello(body, line.id, now))
         elif connection.rank is None:
             logger.warning("a connection began with %s and not with a hello", body.kind)
@@ -306,12 +271,19 @@ class Coordinator:
     def _act(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
             if isinstance(effect, Reply):
-                self._wires.send(effect)
+                self._send(effect)
             elif isinstance(effect, EmitEvent):
-                if not self._config.only_watches or effect.event.kind in _WATCHED_KINDS:
+                if not self._config.only_watches or effect.event.kind in _MONITORED_KINDS:
                     self._events.put(effect.event)
-            else:
-                self._journal.write(effect)
+            elif path := self._config.journal_path:
+                with path.open("a") as file:
+                    file.write(effect.model_dump_json() + "\n")
+
+    def _send(self, reply: Reply) -> None:
+        connection = self._connections.get(reply.to)
+        if connection and not connection.writer.is_closing():
+            line = Answered(id=reply.id, body=reply.body).model_dump_json()
+            connection.writer.write(line.encode() + b"\n")
 
 
 async def _end_tasks() -> None:
@@ -326,39 +298,3 @@ def _open_store(host: str) -> TCPStore:
     from torch.distributed import TCPStore
 
     return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_STORE_TIMEOUT)
-
-
-def start_in_thread(config: CoordinatorConfig) -> Coordinator:
-    """A coordinator in this process."""
-    return Coordinator(config)
-
-
-class CoordinatorActor:
-    """What `ray.remote` makes an actor of, with `max_restarts=-1`: a coordinator at its node."""
-
-    def __init__(self, config: CoordinatorConfig) -> None:
-        self._coordinator = Coordinator(config)
-
-    def address(self) -> str:
-        """Where the ranks reach it (host:port)."""
-        return self._coordinator.address
-
-    def status(self) -> CoordinatorStatus:
-        """Everything at this moment."""
-        return self._coordinator.status()
-
-    def expect(self, groups: Collection[int]) -> None:
-        """See `Membership.expect`."""
-        self._coordinator.expect(groups)
-
-    def retire(self, group: int, cause: str) -> None:
-        """See `Membership.retire`."""
-        self._coordinator.retire(group, cause)
-
-    def drop(self, group: int, reason: str, incarnation: int | None = None) -> None:
-        """See `Membership.drop`."""
-        self._coordinator.drop(group, reason, incarnation)
-
-    def stop(self) -> None:
-        """End the server."""
-        self._coordinator.stop()

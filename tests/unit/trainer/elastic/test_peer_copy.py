@@ -120,7 +120,7 @@ class Simulation:
 
     def _apply(self, number: int | None, rows: torch.Tensor, means: list[torch.Tensor]) -> None:
         if number is None:
-            with self.copy.hearing(rows):
+            with self.copy.applying(rows):
                 _write(self.joiner, rows, means)
             return
         half = rows.numel() // 2
@@ -148,7 +148,7 @@ class Simulation:
         self.copy.vote()
         for number in self.groups:
             self._apply(number, union, means)
-        with self.copy.hearing(None):
+        with self.copy.applying(None):
             _write(self.joiner, union, means)
 
     def lose(self) -> None:
@@ -233,7 +233,7 @@ def test_what_lands_between_the_vote_and_the_commit_is_not_sure() -> None:
     simulation.copy.vote()
     simulation.read()
     simulation.land()
-    with simulation.copy.hearing(torch.empty(0, dtype=torch.int64)):
+    with simulation.copy.applying(torch.empty(0, dtype=torch.int64)):
         pass
     simulation.lose()
     assert simulation.copy.next_chunk(simulation.ticket) == Chunk(0, 0, 2)

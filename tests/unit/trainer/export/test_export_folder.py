@@ -157,7 +157,7 @@ def test_the_process_ends_when_its_export_is_deleted(
         pytest.fail("it worked on")
 
     monkeypatch.setattr("trainer.export.__main__.export", never_ends)
-    monkeypatch.setattr("trainer.export.__main__._LOOK_S", 0.02)
+    monkeypatch.setattr("trainer.export.__main__._POLL_S", 0.02)
     assert main(["--request", str(folder.root)]) == 1
     assert list_exports(RunDir(tmp_path)) == []
     assert remove_deleted(RunDir(tmp_path)) == 1

@@ -441,7 +441,7 @@ def group(number: int, *hosts: str, origin: str = "seed-0", commit: int = 0) -> 
     for rank, host in enumerate(hosts or ("a",)):
         hello = Hello(**facts, rank=rank, host=host, ledger=Ledger(commit=commit))
         made = made or Group(hello, now=0.0)
-        made.greet(hello)
+        made.add_rank(hello)
     assert made
     made.standing = "current"
     return made
@@ -505,12 +505,12 @@ def test_copies_weigh_their_rows_or_the_weights_of_these(weights, expected, loss
 def test_a_pause_is_what_a_recovery_took_beyond_the_usual():
     chronicle = RunMetrics(rows_per_step=10)
     for now in (1.0, 2.0, 3.0):
-        chronicle.try_round()
+        chronicle.start_round()
         assert chronicle.commit(generation=1, commit=int(now), now=now) is None
-    chronicle.try_round()
-    chronicle.trouble("connection", 3.5, syncs_lost=1)
-    chronicle.trouble("group 1 was lost", 3.6)
-    chronicle.try_round()
+    chronicle.start_round()
+    chronicle.record_incident("connection", 3.5, syncs_lost=1)
+    chronicle.record_incident("group 1 was lost", 3.6)
+    chronicle.start_round()
     recovered = chronicle.commit(generation=2, commit=4, now=4.5)
     assert recovered
     assert recovered.pause_s == pytest.approx(0.5)

@@ -333,8 +333,8 @@ class GroupSync:
         replicas = ReplicaCollectives(self._group_of(round_), self._device, weights)
         means = Means(self._touched_rows(replicas))
         weights_whole, states_whole = self._extra()
-        blocks = blocks_of(self._numbers, means.rows, _tensors_of, Block)
-        blocks = [*blocks, *map(Block, weights_whole), *map(Block, states_whole)]
+        touched = blocks_of(self._numbers, means.rows, _tensors_of, Block)
+        blocks = [*touched, *map(Block, weights_whole), *map(Block, states_whole)]
         for batch in replicas.batches(blocks):
             self._inject("exchange", round_)
             means.batches.append((batch, replicas.mean_of(batch, batch.pack())))

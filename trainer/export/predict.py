@@ -125,7 +125,7 @@ def table_of_dicts(
 
 
 def _array(rows: Sequence[Mapping[str, Any]], column: InputColumn, kind: str | None) -> pa.Array:
-    empty = [] if column.is_list else None
+    empty: list[Any] | None = [] if column.is_list else None
     values = [empty if (value := row.get(column.name)) is None else value for row in rows]
     types = _types(column, kind)
     for each in types:

@@ -55,7 +55,6 @@ class MasterKeys:
             ) from None
 
     # The webhook sender still calls it by this name.
-    open = decrypt
 
     def attempt_token(self, attempt_id: str) -> str:
         """The bearer token of an attempt's driver, the same whenever it is made."""

@@ -16,6 +16,7 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
+    Row,
     RowMapping,
     delete,
     exists,
@@ -55,13 +56,7 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
     if not events:
         return
     values = [rows.timeline_values(event) for event in events]
-    fits = or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS)
-    query = (
-        select(webhooks.c.id, webhooks.c.kinds, jobs.c.id.label("job_id"), jobs.c.project)
-        .join(jobs, fits)
-        .where(jobs.c.id.in_({event.job_id for event in events}), webhooks.c.is_active)
-    )
-    subscribed = connection.execute(query).all()
+    subscribed = _subscribed(connection, {event.job_id for event in events})
     if not subscribed:
         connection.execute(insert(timeline), values)
         return
@@ -84,6 +79,17 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
     ]
     if deliveries:
         connection.execute(insert(webhook_deliveries), deliveries)
+
+
+def _subscribed(connection: Connection, job_ids: set[str]) -> Sequence[Row[Any]]:
+    """Active webhooks that hear of these jobs: a row for each webhook and job."""
+    fits = or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS)
+    query = (
+        select(webhooks.c.id, webhooks.c.kinds, jobs.c.id.label("job_id"), jobs.c.project)
+        .join(jobs, fits)
+        .where(jobs.c.id.in_(job_ids), webhooks.c.is_active)
+    )
+    return connection.execute(query).all()
 
 
 class WebhookStore:

@@ -159,7 +159,7 @@ def test_lines_of_workers_that_outlive_their_attempt_come_before_those_of_the_ne
     follower.start_at(LogPosition(first.id))
 
     def _look() -> list[str]:
-        return [json.loads(item.body.model_dump_json())["text"] for item in follower.look().items]
+        return [json.loads(item.body.model_dump_json())["text"] for item in follower.poll().items]
 
     assert _look() == ["one"]
     assert _look() == []

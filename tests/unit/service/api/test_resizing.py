@@ -177,16 +177,16 @@ def test_of_two_requests_at_once_both_count(api: Api, monkeypatch: pytest.Monkey
     """The second one comes between the first one's line and its file."""
     job_id = running(api)
     run_dir = run_dir_of(api.settings, job_id)
-    write, has_come = actions._write, False
+    write, has_come = actions.write_json, False
 
-    def interrupted(path: Path, wish: timeline.ResizeRequest) -> None:
+    def interrupted(path: Path, document: dict[str, Any]) -> Path:
         nonlocal has_come
         if not has_come:
             has_come = True
             actions.request_drain(api.store, run_dir, job_id, HOSTS[0])
-        write(path, wish)
+        return write(path, document)
 
-    monkeypatch.setattr(actions, "_write", interrupted)
+    monkeypatch.setattr(actions, "write_json", interrupted)
     actions.request_resize(api.store, run_dir, job_id, 4)
     wanted = json.loads(request_path(api, job_id).read_text())
     assert (wanted["workers"], wanted["drain_hosts"]) == (4, [HOSTS[0]])

@@ -31,7 +31,7 @@ def test_a_writer_waits_for_the_one_before_it_and_not_for_ever(
     assert writes.wait(30)
     with second.read() as connection:
         assert connection.execute(text("SELECT 1")).scalar_one() == 1, "readers never wait"
-    monkeypatch.setattr(engine_module, "_TURN_S", 0.01)
+    monkeypatch.setattr(engine_module, "_WRITE_LOCK_TIMEOUT_S", 0.01)
     with pytest.raises(StoreUnavailable, match="other writers"), second.write():
         pass
     may_end.set()
@@ -54,9 +54,9 @@ def test_the_background_stands_in_a_queue_of_its_own(
         except StoreUnavailable as error:
             refused.append(error)
 
-    monkeypatch.setattr(engine_module, "_TURN_S", 0.01)
-    turns = engine_module._turns.setdefault(store.engine, engine_module._Turns())
-    with turns._background_lock:
+    monkeypatch.setattr(engine_module, "_WRITE_LOCK_TIMEOUT_S", 0.01)
+    turns = engine_module._write_locks.setdefault(store.engine, engine_module._WriteLocks())
+    with turns.background:
         with store.write() as connection:
             connection.execute(text("DELETE FROM answers"))
         thread = threading.Thread(target=look)

@@ -182,7 +182,7 @@ def test_a_job_ends_whether_or_not_its_folder_can_be_told(
     def fail(*_: object) -> None:
         raise OSError("storage is full")
 
-    monkeypatch.setattr(run_storage, "_replace_text", fail)
+    monkeypatch.setattr(run_storage, "replace_file", fail)
     house.look()
     assert house.status(job) is JobStatus.SUCCEEDED
     assert "storage is full" in caplog.text

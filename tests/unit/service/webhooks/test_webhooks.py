@@ -206,7 +206,7 @@ def test_what_is_gone_is_not_found(store: JobStore, outbox: WebhookStore) -> Non
 
 
 class _Box:
-    def open(self, sealed: str) -> str:
+    def decrypt(self, sealed: str) -> str:
         return sealed.removeprefix("sealed:")
 
 
@@ -240,7 +240,7 @@ def _rounds(
     async def _look() -> None:
         for time in times:
             now[0] = time
-            await sender.look()
+            await sender.poll()
             await sender.finish()
 
     asyncio.run(_look())
@@ -286,14 +286,14 @@ def test_a_webhook_that_goes_meanwhile_does_not_refuse_a_line(
     store: JobStore, outbox: WebhookStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     webhook = _webhook(outbox)
-    found = store_webhooks._listeners
+    found = store_webhooks._subscribed
 
     def _stale(connection: Any, job_ids: set[str]) -> Any:
         listening = found(connection, job_ids)
         connection.execute(tables.webhooks.delete())
         return listening
 
-    monkeypatch.setattr(store_webhooks, "_listeners", _stale)
+    monkeypatch.setattr(store_webhooks, "_subscribed", _stale)
     job_id = _submit(store)
     assert [line.kind for line in store.list_timeline(job_id)] == ["job_submitted"]
     assert outbox.claim(NOW, claim_s=1.0) == []

@@ -73,5 +73,5 @@ def test_a_changed_byte_is_found_by_the_checksum_alone(copy):
 def test_a_file_that_vanished_since_loading_is_named(copy):
     manifest = load_manifest(copy)
     (copy / "train" / "part-00001.parquet").unlink()
-    with pytest.raises(CorruptFileError, match=r"part-00001\.parquet cannot be read"):
+    with pytest.raises(SourceMissingError, match=r"part-00001\.parquet is missing"):
         verify_checksums(copy, manifest)

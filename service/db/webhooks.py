@@ -16,7 +16,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
-    Row,
     RowMapping,
     delete,
     exists,
@@ -81,7 +80,7 @@ def add_timeline(connection: Connection, events: Sequence[TimelineEvent]) -> Non
         connection.execute(insert(webhook_deliveries), deliveries)
 
 
-def _subscribed(connection: Connection, job_ids: set[str]) -> Sequence[Row[Any]]:
+def _subscribed(connection: Connection, job_ids: set[str]) -> Sequence[Any]:
     """Active webhooks that hear of these jobs: a row for each webhook and job."""
     fits = or_(webhooks.c.project == jobs.c.project, webhooks.c.project == ALL_PROJECTS)
     query = (

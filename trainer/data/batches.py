@@ -1,6 +1,6 @@
-"""One thread that makes batches before they are wanted.
+"""Batches of one rank: tensors and a TorchRec KeyedJaggedTensor, made ahead by a thread.
 
-Rows that fill up a batch repeat others, and bad ones hold made-up ids. In a table whose rows are
+Rows come from an epoch's order (`position`), or from leases of a replica group. Rows that fill up a batch repeat others, and bad ones hold made-up ids. In a table whose rows are
 the ids that weighs nothing, as their gradients are 0; a dynamic table would count them as seen,
 keep their ids for it, and evict others.
 """
@@ -69,9 +69,6 @@ class ReadAhead:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
 
-# Rows that do not count have no ids in dynamic tables: nothing is to be learnt from them there.
-
-
 def drop_padding_ids(
     ids: KeyedJaggedTensor, keys: Collection[str], row_weight: torch.Tensor
 ) -> KeyedJaggedTensor:
@@ -90,9 +87,6 @@ def drop_padding_ids(
         lengths=lengths.masked_fill(is_dropped, 0),
         weights=None if weights is None else weights[is_kept],
     )
-
-
-# Batches for one rank: tensors and a TorchRec KeyedJaggedTensor, made ahead by one thread.
 
 
 @dataclass(frozen=True)
@@ -373,9 +367,6 @@ def validation_batches(
     for _ in range(shape.steps_per_epoch):
         yield maker.make(0, step_rows(position, shape))
         position = advance(position, shape)
-
-
-# Batches of leased rows for one rank of a group, made ahead in the order of the leases.
 
 
 @dataclass(frozen=True)

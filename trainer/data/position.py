@@ -1,12 +1,12 @@
-"""Sets of rows as sorted spans [start, stop): small, however many rows they hold.
+"""Where training is in the data: spans of rows, the global position, rows that are skipped.
 
-A position says which rows of an epoch's order are consumed, by all ranks together. The order does
+A set of rows is kept as sorted spans [start, stop). A position says which rows of an epoch's order are consumed, by all ranks together. The order does
 not depend on the number of ranks T, so a job that resumes at another T loses and repeats nothing.
 Every rank gets the same number of batches: the last step of an epoch takes what is left, shared out
 evenly, and the batches are filled up with rows of weight 0.
 
-In the domain `job` the workers start again from the newest checkpoint, which holds no NaN, and take
-these rows for done. Groups that are failure domains need no file: the coordinator skips the lease.
+Rows on which the loss became NaN or infinite are kept in a file of the run. In the failure domain
+`job` the workers restart from the newest checkpoint, which holds no NaN, and skip these rows. Groups that are failure domains need no file: the coordinator skips the lease.
 """
 
 from __future__ import annotations
@@ -76,9 +76,6 @@ class Spans:
             found.append(gap)
             start = gap[1]
         return found
-
-
-# Where training is in the data, and which rows each rank takes next. Pure arithmetic.
 
 
 @dataclass(frozen=True, order=True)
@@ -216,8 +213,6 @@ def _position(epoch: int, consumed: Spans, later: dict[int, tuple[Span, ...]]) -
     row = spans[0][1] if spans and spans[0][0] == 0 else 0
     return DataPosition(epoch, row, spans[1:] if row else spans, tuple(sorted(later.items())))
 
-
-# Rows that a run leaves out because the loss became NaN or infinite on them: a file of the run.
 
 EpochSpans = tuple[int, tuple[Span, ...]]
 """Rows of an epoch's order."""

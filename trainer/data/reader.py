@@ -1,5 +1,6 @@
-"""The order of an epoch's rows: a function of (seed, epoch) and the row groups, of nothing else.
+"""The order of an epoch's rows, and reading them by their number in it.
 
+The order is a function of (seed, epoch) and the row groups, of nothing else.
 Row groups are permuted, then cut into windows of neighbouring groups; rows are shuffled inside a
 window. So an epoch is well mixed while only one window has to be in memory.
 """
@@ -113,8 +114,6 @@ def _cut(groups: IntArray, group_rows: IntArray, window_rows: int) -> list[IntAr
         windows.append(groups[begin:])
     return windows
 
-
-# Reading an epoch's rows by number: decoded windows, and the whole split where it is small.
 
 logger = logging.getLogger(__name__)
 DEFAULT_CACHE_BYTES = 256 * 2**20

@@ -1,8 +1,9 @@
 """Batches of one rank: tensors and a TorchRec KeyedJaggedTensor, made ahead by a thread.
 
-Rows come from an epoch's order (`position`), or from leases of a replica group. Rows that fill up a batch repeat others, and bad ones hold made-up ids. In a table whose rows are
-the ids that weighs nothing, as their gradients are 0; a dynamic table would count them as seen,
-keep their ids for it, and evict others.
+Rows come from an epoch's order (`position`), or from leases of a replica group. Rows that fill up a
+batch repeat others, and bad ones hold made-up ids. In a table whose rows are the ids that weighs
+nothing, as their gradients are 0; a dynamic table would count them as seen, keep their ids for it,
+and evict others.
 """
 
 from __future__ import annotations

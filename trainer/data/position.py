@@ -1,12 +1,14 @@
 """Where training is in the data: spans of rows, the global position, rows that are skipped.
 
-A set of rows is kept as sorted spans [start, stop). A position says which rows of an epoch's order are consumed, by all ranks together. The order does
-not depend on the number of ranks T, so a job that resumes at another T loses and repeats nothing.
-Every rank gets the same number of batches: the last step of an epoch takes what is left, shared out
-evenly, and the batches are filled up with rows of weight 0.
+A set of rows is kept as sorted spans [start, stop). A position says which rows of an epoch's order
+are consumed, by all ranks together. The order does not depend on the number of ranks T, so a job
+that resumes at another T loses and repeats nothing. Every rank gets the same number of batches: the
+last step of an epoch takes what is left, shared out evenly, and the batches are filled up with rows
+of weight 0.
 
 Rows on which the loss became NaN or infinite are kept in a file of the run. In the failure domain
-`job` the workers restart from the newest checkpoint, which holds no NaN, and skip these rows. Groups that are failure domains need no file: the coordinator skips the lease.
+`job` the workers restart from the newest checkpoint, which holds no NaN, and skip these rows.
+Groups that are failure domains need no file: the coordinator skips the lease.
 """
 
 from __future__ import annotations

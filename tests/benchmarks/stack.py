@@ -55,7 +55,7 @@ class Stack:
         submitted_at = time.time()
         job = self.client.wait(self.client.submit(document).id)
         if job.status is not JobStatus.SUCCEEDED:
-            lines = self.client.logs(job.id, source="driver", tail=20).lines
+            lines = self.client.read_logs(job.id, source="driver", tail=20).lines
             tail = "\n".join(line.text for line in lines)
             raise BenchmarkError(f"job {job.id} is {job.status}: {job.message}\n{tail}")
         answer = self.client.metrics(job.id, names=["train/loss"], max_points=MAX_REPORTS)

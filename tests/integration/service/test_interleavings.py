@@ -82,7 +82,7 @@ class WatchedBackend(FakeBackend):
         if record is None or not record.has_arrived or record.num_stops:
             return False
         course = self._script_of(attempt_id, record.job_id).observations
-        return course[min(max(record.num_looks - 1, 0), len(course) - 1)] not in OVER
+        return course[min(max(record.num_polls - 1, 0), len(course) - 1)] not in OVER
 
 
 @dataclass

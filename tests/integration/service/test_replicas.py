@@ -219,7 +219,7 @@ def test_a_write_that_the_database_undid_is_tried_again(
     if is_written:
         assert store.update_job(job).version == job.version + 1
     else:
-        with pytest.raises(StoreUnavailable, match="again and again"):
+        with pytest.raises(StoreUnavailable, match="kept undoing"):
             store.update_job(job)
     assert replicas[1].get_job(job.id).version == job.version + is_written
 

@@ -30,7 +30,7 @@ from tests.harness.databases import PostgresqlServer, SqliteTemplate, open_migra
 
 NUM_REPLICAS = 2
 NUM_STEPS = 120
-SEEDS_OF_A_TEST = 100
+SEEDS_OF_A_TEST = 50
 SEEDS_IN_TEST = 200
 COURSES = (
     ("pending", "running", "running", "succeeded"),

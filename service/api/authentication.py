@@ -63,38 +63,22 @@ class Rate:
     burst: int
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """A token bucket: how many requests are left at a time (seconds of any clock)."""
-
-    left: float
-    at: float
-
-
-def take(bucket: Bucket | None, rate: Rate, now: float) -> tuple[Bucket, float]:
-    """The bucket after one more request, and seconds to wait where it is refused, else 0."""
-    if bucket is None:
-        return Bucket(rate.burst - 1.0, now), 0.0
-    left = min(float(rate.burst), bucket.left + max(0.0, now - bucket.at) * rate.per_s)
-    if left >= 1.0:
-        return Bucket(left - 1.0, now), 0.0
-    return Bucket(left, now), (1.0 - left) / rate.per_s
-
-
 class RateLimiter:
     """A token bucket for each caller; the least recently used are dropped first."""
 
-    def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
-        self._max_buckets = max_buckets
+    def __init__(self) -> None:
+        # How many requests are left, and at what time.
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def take(self, caller: str, rate: Rate, now: float) -> float:
         """Take one request; seconds to wait where it is refused, else 0."""
         with self._lock:
-            bucket, wait_s = take(self._buckets.pop(caller, None), rate, now)
-            self._buckets[caller] = bucket
-            if len(self._buckets) > self._max_buckets:
+            left, at = self._buckets.pop(caller, (float(rate.burst), now))
+            left = min(float(rate.burst), left + max(0.0, now - at) * rate.per_s)
+            wait_s = 0.0 if left >= 1.0 else (1.0 - left) / rate.per_s
+            self._buckets[caller] = (left if wait_s else left - 1.0, now)
+            if len(self._buckets) > _MAX_BUCKETS:
                 self._buckets.popitem(last=False)
             return wait_s
 
@@ -208,8 +192,7 @@ class AuthenticationMiddleware:
         state = scope.setdefault("state", {})
         if "\x00" in scope["path"] or b"%00" in scope["query_string"]:
             # No database keeps it, and none can be asked for it.
-            fault = FieldProblem(path="url", code="nul", message="holds a NUL character")
-            raise InvalidRequest([fault])
+            raise InvalidRequest([FieldProblem("url", "nul", "holds a NUL character")])
         is_public = _is_public(scope)
         if is_public and scope["method"] in SAFE_METHODS:
             return

@@ -79,75 +79,62 @@ class ChartSpec:
 
 def charts_of(job: Job) -> tuple[ChartSpec, ...]:
     """The charts of a job: how well it learns, how fast it goes, and where the time goes."""
-    return (*_learning_charts(job), *_time_charts(), *_sync_charts())
-
-
-def _learning_charts(job: Job) -> tuple[ChartSpec, ...]:
     quality = quality_metric(job)
+    qualities = (
+        Line(f"train/{quality}", "train", TRAIN_COLOUR),
+        Line(f"validation/{quality}", "validation", VALIDATION_COLOUR),
+    )
     return (
         ChartSpec("loss", "Loss", (Line("train/loss", "train", TRAIN_COLOUR),)),
-        ChartSpec(
-            "quality",
-            quality.upper(),
-            (
-                Line(f"train/{quality}", "train", TRAIN_COLOUR),
-                Line(f"validation/{quality}", "validation", VALIDATION_COLOUR),
-            ),
-        ),
-        ChartSpec(
-            "speed", "Rows/s", (Line("speed/rows_per_s", "rows/s", TRAIN_COLOUR),), from_zero=True
-        ),
-        ChartSpec(
-            "lr",
-            "Learning rates",
-            (
-                Line("optimizer/lr_sparse", "tables", TRAIN_COLOUR),
-                Line("optimizer/lr_dense", "dense", VALIDATION_COLOUR),
-            ),
-            is_log=True,
-            is_optional=True,
-        ),
+        ChartSpec("quality", quality.upper(), qualities),
+        *_OTHER_CHARTS,
     )
 
 
-def _time_charts() -> tuple[ChartSpec, ...]:
-    lines = [Line(f"phase/{p}_s", p.replace("_", " "), _PHASE_COLOURS[p]) for p in PHASES]
-    return (
-        ChartSpec(
-            "phases",
-            "Time of a step",
-            tuple(lines),
-            from_zero=True,
-            is_stacked=True,
-            is_optional=True,
-            number=_MILLISECONDS,
+_OTHER_CHARTS = (
+    ChartSpec(
+        "speed", "Rows/s", (Line("speed/rows_per_s", "rows/s", TRAIN_COLOUR),), from_zero=True
+    ),
+    ChartSpec(
+        "lr",
+        "Learning rates",
+        (
+            Line("optimizer/lr_sparse", "tables", TRAIN_COLOUR),
+            Line("optimizer/lr_dense", "dense", VALIDATION_COLOUR),
         ),
-    )
-
-
-def _sync_charts() -> tuple[ChartSpec, ...]:
-    return (
-        ChartSpec(
-            "sync",
-            "Sync time",
-            (Line("sync/time_s", "sync", TRAIN_COLOUR),),
-            from_zero=True,
-            is_optional=True,
-            number=_MILLISECONDS,
+        is_log=True,
+        is_optional=True,
+    ),
+    ChartSpec(
+        "phases",
+        "Time of a step",
+        tuple(Line(f"phase/{p}_s", p.replace("_", " "), _PHASE_COLOURS[p]) for p in PHASES),
+        from_zero=True,
+        is_stacked=True,
+        is_optional=True,
+        number=_MILLISECONDS,
+    ),
+    ChartSpec(
+        "sync",
+        "Sync time",
+        (Line("sync/time_s", "sync", TRAIN_COLOUR),),
+        from_zero=True,
+        is_optional=True,
+        number=_MILLISECONDS,
+    ),
+    ChartSpec(
+        "traffic",
+        "Sync traffic",
+        (
+            Line("sync/bytes", "bytes per rank", TRAIN_COLOUR),
+            Line("sync/density", "share of rows", VALIDATION_COLOUR, on_right=True),
         ),
-        ChartSpec(
-            "traffic",
-            "Sync traffic",
-            (
-                Line("sync/bytes", "bytes per rank", TRAIN_COLOUR),
-                Line("sync/density", "share of rows", VALIDATION_COLOUR, on_right=True),
-            ),
-            from_zero=True,
-            is_optional=True,
-            number=_BYTES,
-            right_number=_PERCENT,
-        ),
-    )
+        from_zero=True,
+        is_optional=True,
+        number=_BYTES,
+        right_number=_PERCENT,
+    ),
+)
 
 
 def metric_names(charts: Sequence[ChartSpec]) -> list[str]:

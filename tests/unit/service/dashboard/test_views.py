@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -70,6 +71,15 @@ def workers_event(sharding: list[list[int]], replicas: list[list[int]], hosts: l
         total_steps=100,
         resumed_step=0,
     )
+
+
+def rows_of(html: str) -> list[list[str]]:
+    """The texts of the cells of a table, row by row."""
+    body = html.partition("<tbody>")[2]
+    rows = re.findall("<tr>(.*?)</tr>", body, re.DOTALL)
+    return [
+        [re.sub("<.*?>", "", cell) for cell in re.findall(r"<td.*?>(.*)</td>", row)] for row in rows
+    ]
 
 
 def test_a_running_job_shows_progress_eta_and_layout() -> None:
@@ -150,9 +160,10 @@ def test_an_event_is_coloured_by_what_it_means() -> None:
 
 
 def test_the_timeline_is_newest_first_limited_and_counts_from_submission() -> None:
-    events = [event("note", id=n, time=NOW + n) for n in range(100)]
-    lines = views.timeline_lines(running_job(), events, 3)
-    assert [line.clock for line in lines] == ["+01:39", "+01:38", "+01:37"]
+    events = [event("note", id=n, time=NOW + n) for n in range(300)]
+    html = fragments.timeline(running_job(), events)
+    clocks = re.findall(r"<time>(.*)</time>", html)
+    assert (len(clocks), clocks[:3]) == (200, ["+04:59", "+04:58", "+04:57"])
 
 
 def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
@@ -160,19 +171,21 @@ def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
         Checkpoint("job-1", step, f"step-{step}", 84_300_000, NOW, step == 500, {"train/loss": 1})
         for step in (500, 1000)
     ]
-    lines = views.checkpoint_lines(checkpoints, NOW + 90)
-    assert [(line.step, line.is_best) for line in lines] == [("1,000", False), ("500", True)]
-    assert (lines[0].size, lines[0].age) == ("84.3 MB", "1m 30s ago")
+    newest, best = rows_of(fragments.checkpoints(checkpoints, NOW + 90))
+    assert newest == ["1,000", "", "train/loss 1.0000", "84.3 MB", "1m 30s ago", "step-1000"]
+    assert best[:2] == ["500", "best"]
 
 
 def test_attempts_are_counted_from_one_and_a_live_one_is_still_running() -> None:
     job = running_job()
     ended = attempt_of(job, started_at=NOW, ended_at=NOW + 5, end_reason=EndReason.DRIVER_LOST)
-    newest, oldest = views.attempt_lines(
-        job, [ended, attempt_of(job, index=1, started_at=NOW + 60)], NOW + 75
-    )
-    assert (newest.number, newest.outcome, newest.duration) == (2, "live", "15s")
-    assert (oldest.number, oldest.outcome, oldest.tone) == (1, "driver lost", "bad")
+    live = attempt_of(job, index=1, started_at=NOW + 60)
+    html = fragments.attempts(job, [ended, live, attempt_of(job, index=2)], NOW + 75)
+    waiting, newest, oldest = rows_of(html)
+    assert waiting[:4] == ["3", "live", "–", "–"]  # noqa: RUF001
+    assert newest[:4] == ["2", "live", "+01:00", "15s"]
+    assert oldest[:4] == ["1", "driver lost", "+00:00", "5s"]
+    assert 'tone-bad">driver lost' in html
 
 
 def test_the_spec_can_be_submitted_again_as_it_is_shown() -> None:

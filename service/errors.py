@@ -125,21 +125,15 @@ class PreconditionFailed(ServiceError):
     title = "Precondition failed"
 
 
-class BackendError(ServiceError):
-    """The backend did not do what it was asked."""
+class SubmissionRefused(ServiceError):
+    """The backend answered, and the answer was no: the same request would be refused again."""
 
     status = 502
-    code = "backend_error"
+    code = "submission_refused"
     title = "Backend error"
 
 
-class SubmissionRefused(BackendError):
-    """The backend answered, and the answer was no: the same request would be refused again."""
-
-    code = "submission_refused"
-
-
-class BackendUnreachable(BackendError):
+class BackendUnreachable(ServiceError):
     """The backend did not answer in time: nothing is known, and nothing must be concluded."""
 
     status = 503

@@ -125,7 +125,7 @@ class AuthenticationMiddleware:
         self._app = app
         self._settings = settings
         self._security = security
-        self._clock = clock
+        self.clock = clock
         self._limiter = RateLimiter()
         self._attempt_rate = Rate(
             settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst
@@ -173,7 +173,7 @@ class AuthenticationMiddleware:
     async def _serve_admitted(
         self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
     ) -> None:
-        check = _CredentialsCheck(self, connection, self._clock)
+        check = _CredentialsCheck(self, connection)
 
         async def send_while_admitted(message: Message) -> None:
             if message.get("more_body") and not await check.is_still_admitted():
@@ -229,7 +229,7 @@ class AuthenticationMiddleware:
             raise
 
     def _limit(self, caller: str, rate: Rate) -> None:
-        wait_s = self._limiter.take(caller, rate, self._clock())
+        wait_s = self._limiter.take(caller, rate, self.clock())
         if wait_s > 0:
             raise TooManyRequests(math.ceil(wait_s))
 
@@ -291,11 +291,11 @@ class AuthenticationMiddleware:
         """Whether to log a refused report of a driver, which repeats it for ever."""
         is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
         caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
-        return is_denied and not self._limiter.take(caller, _NOTED_REPORTS, self._clock())
+        return is_denied and not self._limiter.take(caller, _NOTED_REPORTS, self.clock())
 
     def _is_first(self, scope: Scope) -> bool:
         """Whether few refusals came from there lately: without a key nobody may fill the log."""
-        return not self._limiter.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self._clock())
+        return not self._limiter.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self.clock())
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
@@ -311,7 +311,7 @@ class AuthenticationMiddleware:
             await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
             return
         scope.setdefault("state", {})["principal"] = principal
-        check = _CredentialsCheck(self, connection, self._clock)
+        check = _CredentialsCheck(self, connection)
 
         async def receive_while_admitted() -> Message:
             message = await receive()
@@ -343,16 +343,11 @@ class _Recorder:
 class _CredentialsCheck:
     """Checks the credentials of a long connection again from time to time."""
 
-    def __init__(
-        self,
-        middleware: AuthenticationMiddleware,
-        connection: HTTPConnection,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, middleware: AuthenticationMiddleware, connection: HTTPConnection) -> None:
         self._middleware = middleware
         self._connection = connection
-        self._clock = clock
-        self._checked_at = clock()
+        self._clock = middleware.clock
+        self._checked_at = self._clock()
         self._lock = asyncio.Lock()
         self.is_admitted = True
 

@@ -24,6 +24,7 @@ from service.client.errors import TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
 from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path
 from service.domain.models import JobStatus
+from service.domain.sharding import JobPlan
 from service.schemas.admin import ClusterOut, ProjectOut
 from service.schemas.common import Page
 from service.schemas.jobs import (
@@ -32,7 +33,6 @@ from service.schemas.jobs import (
     CodeOut,
     DeletedJob,
     JobDetail,
-    JobPlan,
     JobSummary,
     MetricsOut,
     ProgressOut,
@@ -101,7 +101,9 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]
     ) -> Page[JobSummary]:
         """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
-        params = {"after": after, "limit": limit, **_filter_params(filters)}
+        labels, statuses = filters.pop("labels", {}), filters.pop("statuses", ())
+        params: dict[str, Any] = {"after": after, "limit": limit, "status": list(statuses)}
+        params |= {"label": [f"{key}={value}" for key, value in labels.items()], **filters}
         return self._get("/v1/jobs", Page[JobSummary], params)
 
     def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:
@@ -369,18 +371,6 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
             return self._http.get("/healthz", timeout=2.0).is_success
         except httpx.TransportError:
             return False
-
-
-def _filter_params(filters: JobFilters) -> dict[str, Any]:
-    labels = filters.get("labels", {})
-    return {
-        "status": list(filters.get("statuses", ())),
-        "name": filters.get("name"),
-        "project": filters.get("project"),
-        "label": [f"{key}={value}" for key, value in labels.items()],
-        "created_after": filters.get("created_after"),
-        "created_before": filters.get("created_before"),
-    }
 
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:

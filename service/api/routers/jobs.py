@@ -26,6 +26,7 @@ from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
+from service.domain.sharding import JobPlan
 from service.domain.timeline import ResizeRequest
 from service.errors import StorageUnavailable
 from service.jobs.actions import (
@@ -49,7 +50,6 @@ from service.schemas.jobs import (
     DeletedJob,
     DrainHost,
     JobDetail,
-    JobPlan,
     JobSummary,
     RemainingPathOut,
     ResizeJob,
@@ -103,8 +103,7 @@ def submit(
         response.status_code = status.HTTP_200_OK
         is_shared = spec.resources.cluster == "shared"
         most = context.settings.cluster_max_workers if is_shared else None
-        plan = plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
-        return JobPlan.model_validate(plan)
+        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
     began_at = time.time()
     job = _create(spec, body.secrets, idempotency_key, principal, context)
     context.tracing.submitted(job, began_at)

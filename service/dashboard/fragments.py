@@ -48,6 +48,7 @@ _templates.globals |= {
     "end_tone": views.end_tone,
     "event_tone": views.event_tone,
     "export_errors": views.export_errors,
+    "metric": format.metric,
     "num_colours": views.NUM_HOST_COLOURS,
     "shard_text": shard_text,
 }
@@ -96,7 +97,7 @@ def progress(job: Job) -> str:
 
 def figures(job: Job) -> str:
     """Tiles of the key figures."""
-    return render("figures.html", figures=views.key_figures(job))
+    return render("figures.html", figures=views.key_figures(job), job=job)
 
 
 def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
@@ -104,7 +105,11 @@ def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     members = member_grid(job, timeline)
     if members is not None:
         return render("member_grid.html", grid=members)
-    return render("groups.html", grid=views.group_grid(timeline))
+    workers = newest_workers(timeline)
+    if workers is None:
+        return render("groups.html", workers=None)
+    hosts = list(dict.fromkeys(workers.hosts))
+    return render("groups.html", workers=workers, hosts=hosts, rows=views.rank_rows(workers))
 
 
 def membership(view: GroupsView) -> str:

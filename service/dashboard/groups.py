@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.dashboard import format
-from service.dashboard.views import NUM_HOST_COLOURS, Cell
+from service.dashboard.views import NUM_HOST_COLOURS
 from service.domain.membership import (
     CURRENT,
     FOR_GOOD,
@@ -253,6 +253,15 @@ def _at_risk_text(job: Job, checkpoints: Sequence[Checkpoint]) -> str:
     rows = steps * job.spec.parallelism.world_size * job.spec.data.batch_size
     saved = f"since the checkpoint of step {checkpoints[-1].step:,}" if checkpoints else "so far"
     return f"{steps:,} steps ({format.compact(rows)} rows) {saved}"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One rank in the group diagram; `host_index` picks its colour, None where nobody is there."""
+
+    rank: int
+    host: str
+    host_index: int | None
 
 
 @dataclass(frozen=True)

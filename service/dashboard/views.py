@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from service.api.views import progress_of
 from service.dashboard import format
 from service.domain.membership import (
     is_degraded,
@@ -22,8 +23,8 @@ from service.domain.models import (
     QueueState,
     TimelineEvent,
 )
-from service.domain.sharding import newest_workers
 from service.schemas.jobs import ExportOut
+from trainer.protocol.events import WorkersStarted
 
 
 def export_errors(export: ExportOut) -> str:
@@ -111,14 +112,13 @@ class ProgressView:
 
 def progress_view(job: Job) -> ProgressView:
     """Progress of a job; an ETA only where there is something left to wait for."""
-    done = job.progress
-    percent = format.percent_done(done.step, done.total_steps)
+    done = progress_of(job.progress, job.status)
     total = format.grouped(done.total_steps) if done.total_steps else "?"
-    eta = format.duration(done.eta_s) if job.status is JobStatus.RUNNING else format.NOTHING
+    eta = format.duration(done.eta_s)
     return ProgressView(
-        percent=percent,
+        percent=done.percent,
         # Truncated, so that 100 % means done.
-        percent_text=f"{int(percent)}%",
+        percent_text=f"{int(done.percent)}%",
         step_text=f"step {format.grouped(done.step)} of {total}" if done.step else "not started",
         eta_text="" if eta == format.NOTHING else f"{eta} left",
     )
@@ -164,94 +164,27 @@ def count_statuses(jobs: Iterable[Job]) -> dict[JobStatus, int]:
     return {status: counts[status] for status in JobStatus if counts[status]}
 
 
-@dataclass(frozen=True)
-class Figure:
-    """One key figure. `hint` explains it on hover; `tone` is `bad` when it is not finite."""
-
-    name: str
-    label: str
-    value: str
-    hint: str
-    tone: str = "neutral"
-
-
-def key_figures(job: Job) -> list[Figure]:
-    """The numbers that tell whether a run is healthy, in reading order."""
+def key_figures(job: Job) -> list[tuple[str, str, str]]:
+    """(metric, label, hint) that tell whether a run is healthy, in reading order."""
     quality = quality_metric(job)
     label = quality.upper()
+    busiest = "busiest rank over the mean of all (1 is perfect)"
     return [
-        _figure(job, "train/loss", "Train loss", "Mean over the last reporting window"),
-        _figure(job, f"train/{quality}", f"Train {label}", "Over the last reporting window"),
-        _figure(job, f"validation/{quality}", f"Validation {label}", "Over the validation part"),
-        _figure(job, "speed/rows_per_s", "Rows/s", "Rows trained per second by all ranks"),
-        _figure(job, "speed/steps_per_s", "Steps/s", "Steps per second"),
-        _figure(job, "sync/time_s", "Sync time", "Mean time of one average over replica groups"),
-        _figure(
-            job,
-            "balance/gradient",
-            "Gradient imbalance",
-            "Distinct rows updated: busiest rank over the mean of all (1 is perfect)",
-        ),
-        _figure(
-            job,
-            "balance/lookup",
-            "Lookup imbalance",
-            "Ids looked up: busiest rank over the mean of all (1 is perfect)",
-        ),
+        ("train/loss", "Train loss", "Mean over the last reporting window"),
+        (f"train/{quality}", f"Train {label}", "Over the last reporting window"),
+        (f"validation/{quality}", f"Validation {label}", "Over the validation part"),
+        ("speed/rows_per_s", "Rows/s", "Rows trained per second by all ranks"),
+        ("speed/steps_per_s", "Steps/s", "Steps per second"),
+        ("sync/time_s", "Sync time", "Mean time of one average over replica groups"),
+        ("balance/gradient", "Gradient imbalance", f"Distinct rows updated: {busiest}"),
+        ("balance/lookup", "Lookup imbalance", f"Ids looked up: {busiest}"),
     ]
 
 
-def _figure(job: Job, name: str, label: str, hint: str) -> Figure:
-    value = format.metric(name, job.latest_metrics.get(name))
-    tone = "bad" if value in ("NaN", "∞", "-∞") else "neutral"
-    return Figure(name=name, label=label, value=value, hint=hint, tone=tone)
-
-
-@dataclass(frozen=True)
-class Cell:
-    """One rank in the group diagram; `host_index` picks its colour, None where nobody is there."""
-
-    rank: int
-    host: str
-    host_index: int | None
-
-
-@dataclass(frozen=True)
-class GroupGrid:
-    """The 2D layout: `rows[g][s]` is the rank that holds shard `s` in sharding group `g`.
-
-    `table_shards` are (table, sharding type) of workers that did not tell their plan.
-    """
-
-    rows: tuple[tuple[Cell, ...], ...]
-    hosts: tuple[str, ...]
-    placement: str
-    backend: str
-    table_shards: tuple[tuple[str, str], ...]
-
-
-def group_grid(timeline: Sequence[TimelineEvent]) -> GroupGrid | None:
-    """The groups of the newest worker group run on a timeline; None before the first one."""
-    workers = newest_workers(timeline)
-    if workers is None:
-        return None
-    hosts = tuple(dict.fromkeys(workers.hosts))
+def rank_rows(workers: WorkersStarted) -> list[list[int]]:
+    """The 2D layout: `rows[g][s]` is the rank that holds shard `s` in sharding group `g`."""
     shard_of = {rank: s for s, group in enumerate(workers.replica_groups) for rank in group}
-
-    def cell(rank: int) -> Cell:
-        host = workers.hosts[rank]
-        return Cell(rank=rank, host=host, host_index=hosts.index(host) % NUM_HOST_COLOURS)
-
-    return GroupGrid(
-        rows=tuple(
-            tuple(cell(rank) for rank in sorted(group, key=shard_of.__getitem__))
-            for group in workers.sharding_groups
-        ),
-        hosts=hosts,
-        placement=workers.placement.replace("_", "-"),
-        backend=workers.backend,
-        table_shards=() if workers.tables else tuple(sorted(workers.table_shards.items())),
-    )
+    return [sorted(group, key=shard_of.__getitem__) for group in workers.sharding_groups]
 
 
 def end_tone(reason: object) -> str:

@@ -34,6 +34,7 @@ from service.domain.models import (
     QueueState,
     TimelineEvent,
 )
+from service.domain.sharding import newest_workers
 from service.errors import JobNotFound
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
@@ -117,10 +118,10 @@ def test_the_list_filters_by_name_and_status() -> None:
 
 def test_key_figures_follow_the_metric_of_the_task_and_flag_nan() -> None:
     metrics = {"train/loss": math.nan, "validation/rmse": 0.87, "balance/lookup": 1.2}
-    figures = {f.name: f for f in views.key_figures(running_job(latest_metrics=metrics))}
-    assert figures["train/loss"].tone == "bad"
-    assert figures["validation/rmse"].label == "Validation RMSE"
-    assert figures["balance/lookup"].value == "1.20×"  # noqa: RUF001
+    html = fragments.figures(running_job(latest_metrics=metrics))
+    shown = re.findall(r'<dt>(.*)</dt>\s*<dd class="tone-(.*)">(.*)</dd>', html)
+    assert {("Train loss", "bad", "NaN"), ("Validation RMSE", "neutral", "0.8700")} < set(shown)
+    assert ("Lookup imbalance", "neutral", "1.20×") in shown  # noqa: RUF001
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(["intra_host", "inter_host"]))
@@ -131,19 +132,20 @@ def test_columns_of_the_grid_are_the_replica_groups(
     layout = Layout(world_size, shard_group_size, placement)
     sharding = [list(group) for group in layout.sharding_groups]
     replicas = [list(group) for group in layout.replica_groups]
-    grid = views.group_grid([workers_event(sharding, replicas, ["a"] * world_size)])
-    assert grid is not None
-    columns = list(zip(*grid.rows, strict=True))
-    assert [sorted(cell.rank for cell in column) for column in columns] == replicas
+    workers = newest_workers([workers_event(sharding, replicas, ["a"] * world_size)])
+    assert workers is not None
+    columns = zip(*views.rank_rows(workers), strict=True)
+    assert [sorted(column) for column in columns] == replicas
 
 
 def test_the_grid_shows_the_newest_workers() -> None:
     first = workers_event([[0, 1]], [[0], [1]], ["a", "a"])
     second = workers_event([[0], [1]], [[0, 1]], ["a", "b"])
-    grid = views.group_grid([first, second, event("note")])
-    assert grid is not None
-    assert (len(grid.rows), grid.hosts) == (2, ("a", "b"))
-    assert views.group_grid([event("job_submitted")]) is None
+    html = fragments.groups(queued_job(), [first, second, event("note")])
+    assert re.findall('class="(rank host-.)" title="(.*?)"', html) == [
+        ("rank host-0", "rank 0 on a"),
+        ("rank host-1", "rank 1 on b"),
+    ]
 
 
 def test_an_event_is_coloured_by_what_it_means() -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from service.dashboard import format
-from service.dashboard.views import NUM_HOST_COLOURS
 from service.domain.membership import (
     CURRENT,
     FOR_GOOD,
@@ -256,23 +255,17 @@ def _at_risk_text(job: Job, checkpoints: Sequence[Checkpoint]) -> str:
 
 
 @dataclass(frozen=True)
-class Cell:
-    """One rank in the group diagram; `host_index` picks its colour, None where nobody is there."""
-
-    rank: int
-    host: str
-    host_index: int | None
-
-
-@dataclass(frozen=True)
 class GroupRow:
-    """One group: a full copy of the tables, or the place of one that is awaited."""
+    """One group: a full copy of the tables, or the place of one that is awaited.
+
+    `hosts` has that of each rank, empty where nobody is there.
+    """
 
     group: int
     standing: str
     tone: str
     life: int
-    cells: tuple[Cell, ...]
+    hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -301,8 +294,8 @@ def member_grid(job: Job, timeline: Sequence[TimelineEvent]) -> MemberGrid | Non
     lines = [line for line in timeline if line.attempt_id == job.current_attempt_id]
     # In the order in which they came, so that each keeps its colour.
     hosts = tuple(dict.fromkeys(host for each in _told_groups(lines) for host in each["hosts"]))
-    rows = _rows(membership, hosts)
-    num_shards = max((len(row.cells) for row in rows), default=0)
+    rows = _rows(membership)
+    num_shards = max((len(row.hosts) for row in rows), default=0)
     needed = copies_needed(job)
     copies = tuple(
         _copies_of(rows, shard, num_wanted(membership), needed) for shard in range(num_shards)
@@ -310,42 +303,28 @@ def member_grid(job: Job, timeline: Sequence[TimelineEvent]) -> MemberGrid | Non
     return MemberGrid(rows, hosts, copies)
 
 
-def _rows(membership: Membership, hosts: Sequence[str]) -> tuple[GroupRow, ...]:
+def _rows(membership: Membership) -> tuple[GroupRow, ...]:
     size = group_size(membership)
-    index_of = {host: index % NUM_HOST_COLOURS for index, host in enumerate(hosts)}
     present = [
         GroupRow(
             group=member.group,
             standing=WORDS.get(member.standing, member.standing),
             tone=TONES.get(member.standing, "neutral"),
             life=member.incarnation,
-            cells=tuple(
-                Cell(rank, host, index_of.get(host, 0))
-                for rank, host in enumerate(_host_of_ranks(member.hosts, size))
-            ),
+            # A group tells a host for each rank, or one for all.
+            hosts=member.hosts if len(member.hosts) == size else member.hosts[:1] * size,
         )
         for member in membership.members
     ]
     awaited = [
-        GroupRow(
-            group=gone.group,
-            standing="gone",
-            tone="bad",
-            life=gone.incarnation,
-            cells=tuple(Cell(rank, "", None) for rank in range(size)),
-        )
+        GroupRow(gone.group, "gone", "bad", gone.incarnation, ("",) * size)
         for gone in missing(membership)
     ]
     return tuple(sorted([*present, *awaited], key=lambda row: row.group))
 
 
-def _host_of_ranks(hosts: Sequence[str], size: int) -> list[str]:
-    """Host of each rank, where a group told one for each rank or one for all."""
-    return list(hosts) if len(hosts) == size else list(hosts[:1]) * size
-
-
 def _copies_of(rows: Sequence[GroupRow], shard: int, num_groups: int, needed: int) -> ShardCopies:
-    alive = [row.cells[shard].host for row in rows if row.standing == WORDS[CURRENT]]
+    alive = [row.hosts[shard] for row in rows if row.standing == WORDS[CURRENT]]
     num_hosts = len(set(alive))
     is_enough = num_hosts >= needed if needed else len(alive) >= num_groups
     return ShardCopies(

@@ -194,9 +194,11 @@ def test_the_grid_has_a_row_for_every_group_the_lost_one_included() -> None:
         (1, "gone", "bad"),
         (2, "trains", "good"),
     ]
-    assert [cell.host_index for cell in grid.rows[1].cells] == [None, None]
+    assert [row.hosts for row in grid.rows] == [(HOSTS[0],) * 2, ("", ""), (HOSTS[2],) * 2]
+    html = fragments.groups(*degraded())
+    assert html.count('class="rank missing"') == 2
     # A host keeps its colour while its group is gone.
-    assert [cell.host_index for cell in grid.rows[2].cells] == [2, 2]
+    assert f'host-2 good" title="rank 1 of group 2 on {HOSTS[2]}"' in html
     assert grid.hosts == HOSTS
 
 

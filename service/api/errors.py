@@ -7,7 +7,6 @@ becomes 422 `invalid_spec` with one field per fault, and anything unexpected 500
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,7 +17,7 @@ from starlette.exceptions import HTTPException
 
 from service.errors import InvalidRequest, ServiceError
 from service.observability.logging_setup import request_id
-from service.schemas.common import FieldError, Problem
+from service.schemas.common import Problem
 from trainer.spec.base import FieldProblem, SpecError
 
 logger = logging.getLogger(__name__)
@@ -30,13 +29,9 @@ def _problem_of(error: ServiceError) -> dict[str, object]:
         status=error.status,
         detail=str(error),
         code=error.code,
-        fields=_field_errors(error.fields),
+        fields=list(error.fields),
     )
     return {**problem.model_dump(), **error.extensions}
-
-
-def _field_errors(problems: Sequence[FieldProblem]) -> list[FieldError]:
-    return [FieldError.model_validate(problem) for problem in problems]
 
 
 class ProblemResponse(JSONResponse):
@@ -74,7 +69,7 @@ def _on_spec_error(request: Request, error: SpecError) -> ProblemResponse:
         status=422,
         detail=str(error),
         code="invalid_spec",
-        fields=_field_errors(error.problems),
+        fields=list(error.problems),
     )
     return _respond(request, problem.model_dump())
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import httpx
 from pydantic import ValidationError
 
-from service.schemas.common import FieldError, Problem
+from service.schemas.common import Problem
+from trainer.spec.base import FieldProblem
 
 
 class ShardloomError(Exception):
@@ -55,7 +56,7 @@ class ProblemError(ShardloomError):
         self.status = problem.status
         self.code = problem.code
         self.detail = problem.detail
-        self.fields: tuple[FieldError, ...] = tuple(problem.fields)
+        self.fields: tuple[FieldProblem, ...] = tuple(problem.fields)
         super().__init__(problem.detail or problem.title)
 
 

@@ -31,6 +31,7 @@ _PHASE_COLOURS = {
 }
 _TEXT_COLOUR = "#8a93a3"
 _LINE_COLOUR = "rgba(138, 147, 163, 0.18)"
+_AXIS_LABEL = {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
 _FEW_POINTS = 40
 # Run in the browser (NiceGUI evaluates keys that start with a colon).
 _NUMBER = (
@@ -162,7 +163,7 @@ def chart_options(chart: ChartSpec) -> dict[str, Any]:
             "axisLine": {"lineStyle": {"color": _LINE_COLOUR}},
             "axisTick": {"show": False},
             "splitLine": {"show": False},
-            "axisLabel": {**_axis_label(), ":formatter": _STEPS, "showMaxLabel": False},
+            "axisLabel": {**_AXIS_LABEL, ":formatter": _STEPS, "showMaxLabel": False},
             "axisPointer": {"label": {":formatter": "({value}) => 'step ' + Math.round(value)"}},
         },
         "yAxis": _value_axes(chart),
@@ -178,11 +179,11 @@ def _value_axes(chart: ChartSpec) -> list[dict[str, Any]]:
         "axisLine": {"show": False},
         "axisTick": {"show": False},
         "splitLine": {"lineStyle": {"color": _LINE_COLOUR}},
-        "axisLabel": {**_axis_label(), ":formatter": chart.number},
+        "axisLabel": {**_AXIS_LABEL, ":formatter": chart.number},
     }
     if chart.right_number is None:
         return [left]
-    label = {**_axis_label(), ":formatter": chart.right_number}
+    label = {**_AXIS_LABEL, ":formatter": chart.right_number}
     return [left, {**left, "splitLine": {"show": False}, "axisLabel": label}]
 
 
@@ -198,10 +199,6 @@ def _tooltip(chart: ChartSpec) -> dict[str, Any]:
         "axisPointer": {"lineStyle": {"color": _TEXT_COLOUR, "type": "dashed"}},
         ":valueFormatter": chart.number,
     }
-
-
-def _axis_label() -> dict[str, Any]:
-    return {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
 
 
 def _series(chart: ChartSpec, line: Line) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from service.backends.fake import FakeBackend
 from service.dashboard import fragments, views
 from service.dashboard.app import mount
 from service.dashboard.pages import spec_yaml
-from service.dashboard.panels import suggested_source
+from service.dashboard.panels import PageTools, suggested_source
 from service.dashboard.snapshots import LIST_MAX_AGE_S, ListFeed, ListFilter, load_job
 from service.db.jobs import JobStore
 from service.domain.models import (
@@ -274,7 +274,8 @@ def test_fragments_of_a_new_job_say_what_will_come() -> None:
 def client_of(store: JobStore, home: Path) -> Iterator[TestClient]:
     """A client of a started app that serves the dashboard over `store`."""
     app = FastAPI()
-    mount(app, store, Settings(home=home), wake=lambda: None)
+    tools = PageTools(store, Settings(home=home), lambda: None, submit=lambda folder: None)
+    mount(app, tools, security=None)
     with TestClient(app) as client:
         yield client
 

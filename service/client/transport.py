@@ -7,6 +7,7 @@ event id. Durations are in seconds. Errors: `service.client.errors`.
 
 from __future__ import annotations
 
+import io
 import random
 import time
 import uuid
@@ -114,15 +115,10 @@ def split_lines(chunks: Iterable[str]) -> Iterator[str]:
 
     Only CR, LF and CRLF end a line: `str.splitlines` would also cut at U+2028 inside JSON.
     """
-    pending = ""
+    decoder, pending = io.IncrementalNewlineDecoder(None, translate=True), ""
     for chunk in chunks:
-        pending += chunk
-        # A CR at the end may be the first half of a CRLF whose LF has not arrived yet.
-        held_back = "\r" if pending.endswith("\r") else ""
-        ready = pending[: len(pending) - len(held_back)]
-        *lines, rest = ready.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        *lines, pending = (pending + decoder.decode(chunk)).split("\n")
         yield from lines
-        pending = rest + held_back
 
 
 def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[SseEvent]:

@@ -98,6 +98,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         dependencies=[Depends(authorize)],
     )
     security = Security.open(settings, store, store.engine)
+    exports = ExportRunner(store, settings, secrets_of=security.read_secrets)
     app.state.context = Context(
         settings,
         store,
@@ -109,7 +110,7 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
         WebhookStore(store.engine),
         tracing,
         ProjectStore(store.engine),
-        ExportRunner(store, settings, secrets_of=security.read_secrets),
+        exports,
     )
     add_error_handlers(app)
     for router in (
@@ -125,8 +126,9 @@ def create_app(settings: Settings, store: JobStore, backend: Backend) -> FastAPI
     if settings.dashboard:
         # Imported here because it takes a second that an API without pages need not spend.
         from service.dashboard.app import mount
+        from service.dashboard.panels import PageTools
 
-        mount(app, store, settings, reconciler.wake)
+        mount(app, PageTools(store, settings, reconciler.wake, exports.submit), security)
     _add_middleware(app, settings, security, telemetry, store.engine)
     openapi.install(app)
     return app

@@ -1,14 +1,13 @@
 """Errors of the control plane: one hierarchy, of which the API makes problems (RFC 9457).
 
 Each class has its HTTP `status` and a stable `code`; its text is the `detail` of the problem.
-`fields`, `extensions` and `headers` are what a problem says beside them. The groups below are:
-base classes, cluster and storage, requests, jobs, what jobs leave behind, access. `SpecError` of
-the trainer is no part of it; the API answers it with 422 `invalid_spec`.
+`SpecError` of the trainer is no part of it; the API answers it with 422 `invalid_spec`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from trainer.spec.base import FieldProblem
 
@@ -19,21 +18,10 @@ class ServiceError(Exception):
     status = 500
     code = "internal_error"
     title = "Internal error"
-
-    @property
-    def fields(self) -> Sequence[FieldProblem]:
-        """Faulty fields of the request, where the error is about fields."""
-        return ()
-
-    @property
-    def extensions(self) -> dict[str, object]:
-        """Further members of the problem."""
-        return {}
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """Headers that the answer carries beside the problem."""
-        return {}
+    # Faulty fields of the request, further members of the problem, headers of the answer.
+    fields: Sequence[FieldProblem] = ()
+    extensions: Mapping[str, object] = MappingProxyType({})
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
 class InvalidRequest(ServiceError):
@@ -44,13 +32,8 @@ class InvalidRequest(ServiceError):
     title = "Invalid request"
 
     def __init__(self, faults: Sequence[FieldProblem]) -> None:
-        self._faults = tuple(faults)
+        self.fields = tuple(faults)
         super().__init__("; ".join(f"{fault.path}: {fault.message}" for fault in faults))
-
-    @property
-    def fields(self) -> Sequence[FieldProblem]:
-        """Every fault found."""
-        return self._faults
 
 
 class NotFound(ServiceError):
@@ -127,16 +110,12 @@ class RequestInProgress(Conflict):
     """A request was repeated while the first one is still being carried out."""
 
     code = "request_under_way"
+    headers = MappingProxyType({"Retry-After": "1"})
 
     def __init__(self, key: str) -> None:
         super().__init__(
             f"the first request with Idempotency-Key '{key}' is still being carried out; ask again"
         )
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """When to ask again."""
-        return {"Retry-After": "1"}
 
 
 class PreconditionFailed(ServiceError):
@@ -146,21 +125,15 @@ class PreconditionFailed(ServiceError):
     title = "Precondition failed"
 
 
-class BackendError(ServiceError):
-    """The backend did not do what it was asked."""
+class SubmissionRefused(ServiceError):
+    """The backend answered, and the answer was no: the same request would be refused again."""
 
     status = 502
-    code = "backend_error"
+    code = "submission_refused"
     title = "Backend error"
 
 
-class SubmissionRefused(BackendError):
-    """The backend answered, and the answer was no: the same request would be refused again."""
-
-    code = "submission_refused"
-
-
-class BackendUnreachable(BackendError):
+class BackendUnreachable(ServiceError):
     """The backend did not answer in time: nothing is known, and nothing must be concluded."""
 
     status = 503
@@ -337,19 +310,14 @@ class RanksUnknown(InvalidRequest):
     def __init__(self, ranks: Sequence[int], world_size: int) -> None:
         message = f"no such rank: workers are numbered 0 to {world_size - 1}"
         unknown = [index for index, rank in enumerate(ranks) if rank >= world_size]
-        super().__init__(
-            [
-                FieldProblem(path=f"ranks[{index}]", code="rank", message=message)
-                for index in unknown
-            ]
-        )
+        super().__init__([FieldProblem(f"ranks[{each}]", "rank", message) for each in unknown])
 
 
 class SizeRefused(InvalidRequest):
     """A job cannot train with the number of workers that a request names."""
 
     def __init__(self, code: str, message: str) -> None:
-        super().__init__([FieldProblem(path="workers", code=code, message=message)])
+        super().__init__([FieldProblem("workers", code, message)])
 
 
 class HostUnknown(InvalidRequest):
@@ -358,7 +326,7 @@ class HostUnknown(InvalidRequest):
     def __init__(self, host: str, known: Sequence[str]) -> None:
         hosts = ", ".join(known) or "none yet"
         message = f"no worker of the job is on '{host}'; its hosts: {hosts}"
-        super().__init__([FieldProblem(path="host", code="host", message=message)])
+        super().__init__([FieldProblem("host", "host", message)])
 
 
 class JobNotFound(NotFound):
@@ -444,16 +412,11 @@ class SequenceGap(Conflict):
     code = "sequence_gap"
 
     def __init__(self, stream: str, first_seq: int, next_seq: int) -> None:
-        self.next_seq = next_seq
+        self.extensions = {"next_seq": next_seq}
         super().__init__(
             f"batch of stream '{stream}' starts at {first_seq}, but record {next_seq} has not "
             f"arrived yet; send again from {next_seq}"
         )
-
-    @property
-    def extensions(self) -> dict[str, object]:
-        """The sequence number to go on from."""
-        return {"next_seq": self.next_seq}
 
 
 class StaleVersion(Conflict):
@@ -519,17 +482,13 @@ class NotSignedIn(ServiceError):
     status = 401
     code = "not_signed_in"
     title = "Not signed in"
+    headers = MappingProxyType({"WWW-Authenticate": 'Bearer realm="shardloom"'})
 
     def __init__(self, cause: str = "this request carries no credentials") -> None:
         super().__init__(
             f"{cause}; send 'Authorization: Bearer KEY' with an API key "
             "(`shardloom login`, or SHARDLOOM_API_KEY)"
         )
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """How to sign in."""
-        return {"WWW-Authenticate": 'Bearer realm="shardloom"'}
 
 
 class Forbidden(ServiceError):
@@ -612,26 +571,22 @@ class TooManyRequests(ServiceError):
     title = "Too many requests"
 
     def __init__(self, retry_after_s: int) -> None:
-        self.retry_after_s = retry_after_s
+        self.headers = {"Retry-After": str(retry_after_s)}
         super().__init__(f"too many requests; try again in {retry_after_s} s")
 
-    @property
-    def headers(self) -> dict[str, str]:
-        """When to try again."""
-        return {"Retry-After": str(self.retry_after_s)}
 
-
-class TooManyOpen(TooManyRequests):
+class TooManyOpen(ServiceError):
     """A principal has too many requests open at the same time, followed streams among them."""
 
+    status = 429
     code = "too_many_open"
+    title = "Too many requests"
+    headers = MappingProxyType({"Retry-After": "1"})
 
     def __init__(self, limit: int) -> None:
-        self.retry_after_s = 1
-        ServiceError.__init__(
-            self,
+        super().__init__(
             f"{limit} requests or streams of this caller are open, as many as may be; "
-            "close some, or raise SHARDLOOM_MAX_OPEN_REQUESTS",
+            "close some, or raise SHARDLOOM_MAX_OPEN_REQUESTS"
         )
 
 

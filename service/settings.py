@@ -41,14 +41,6 @@ RemoteFolder = Annotated[str, Field(pattern=r"^(s3|gs)://[^/?#%]+(/[^?#%]+)*/?$"
 StorageRoot = Annotated[RemoteFolder | AbsolutePath, Field(union_mode="left_to_right")]
 
 
-def _default_database_url(values: dict[str, Any]) -> str:
-    return f"sqlite:///{values['home'] / 'shardloom.db'}"
-
-
-def _default_runs_dir(values: dict[str, Any]) -> Path:
-    return values["home"] / "runs"
-
-
 def _default_service_url(values: dict[str, Any]) -> str:
     scheme = "https" if values.get("ssl_certfile") else "http"
     return local_url(values["host"], values["port"], scheme)
@@ -68,248 +60,162 @@ def _default_replica_id(values: dict[str, Any]) -> str:
 class Settings(BaseSettings):
     """What the service needs to know before it starts. Paths become absolute."""
 
-    model_config = SettingsConfigDict(env_prefix="SHARDLOOM_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="SHARDLOOM_", frozen=True, extra="ignore", use_attribute_docstrings=True
+    )
 
-    home: AbsolutePath = Field(
-        default=Path(DEFAULT_HOME),
-        validate_default=True,
-        description="Folder of everything that the service keeps.",
-    )
-    host: str = Field(default="127.0.0.1", description="Address to listen on.")
-    port: int = Field(default=8700, ge=1, le=65535, description="Port to listen on.")
-    ssl_certfile: AbsolutePath | None = Field(
-        default=None, description="Certificate (PEM, with its chain) to serve HTTPS with."
-    )
-    ssl_keyfile: AbsolutePath | None = Field(default=None, description="Its private key (PEM).")
+    home: AbsolutePath = Field(default=Path(DEFAULT_HOME), validate_default=True)
+    """Folder of everything that the service keeps."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(default=8700, ge=1, le=65535)
+    """Port to listen on."""
+    ssl_certfile: AbsolutePath | None = None
+    """Certificate (PEM, with its chain) to serve HTTPS with."""
+    ssl_keyfile: AbsolutePath | None = None
+    """Its private key (PEM)."""
     database_url: str = Field(
-        default_factory=_default_database_url,
-        description="SQLAlchemy URL of the store; SQLite under `home` by default.",
+        default_factory=lambda values: f"sqlite:///{values['home'] / 'shardloom.db'}"
     )
-    runs_dir: AbsolutePath = Field(
-        default_factory=_default_runs_dir,
-        description="Run storage: one folder per job, shared with the cluster.",
-    )
-    backend: Literal["ray_jobs", "kuberay", "fake"] = Field(
-        default="ray_jobs",
-        description="Where attempts run: on a Ray cluster; there or, by KubeRay, on clusters of "
-        "their own; `fake` plays scripts for tests.",
-    )
-    ray_address: str = Field(
-        default="http://127.0.0.1:8265",
-        description="URL of the Ray Jobs API (the Ray dashboard) of the cluster that jobs share; "
-        "with `backend=kuberay` empty if there is none.",
-    )
-    ray_auth_token: SecretStr | None = Field(
-        default=None, description="Bearer token of the Ray cluster, if it wants one."
-    )
-    gcs_address: str | None = Field(
-        default=None,
-        description="HOST:PORT at which machines join this Ray; set by `shardloom up --head`.",
-    )
+    """SQLAlchemy URL of the store; SQLite under `home` by default."""
+    runs_dir: AbsolutePath = Field(default_factory=lambda values: values["home"] / "runs")
+    """Run storage: one folder per job, shared with the cluster."""
+    backend: Literal["ray_jobs", "kuberay", "fake"] = "ray_jobs"
+    """Where attempts run: on a Ray cluster; there or, by KubeRay, on clusters of their own; `fake`
+    plays scripts for tests."""
+    ray_address: str = "http://127.0.0.1:8265"
+    """URL of the Ray Jobs API (the Ray dashboard) of the cluster that jobs share; with
+    `backend=kuberay` empty if there is none."""
+    ray_auth_token: SecretStr | None = None
+    """Bearer token of the Ray cluster, if it wants one."""
+    gcs_address: str | None = None
+    """HOST:PORT at which machines join this Ray; set by `shardloom up --head`."""
     kubeconfig: Annotated[AbsolutePath | None, BeforeValidator(_none_if_empty)] = Field(
         default=None,
         validation_alias=AliasChoices("kubeconfig", "SHARDLOOM_KUBECONFIG", "KUBECONFIG"),
-        description="How to reach Kubernetes (`backend=kuberay`); by default as the pod that the "
-        "service runs in.",
     )
-    kuberay_namespace: str = Field(
-        default="shardloom", min_length=1, description="Namespace of the clusters of jobs' own."
-    )
-    kuberay_template_cluster: str = Field(
-        default="shardloom-ray",
-        min_length=1,
-        description="RayCluster of that namespace after which they are made.",
-    )
-    kuberay_template_file: AbsolutePath | None = Field(
-        default=None, description="YAML file with a RayCluster to use in its place."
-    )
-    kuberay_ttl_s: int = Field(
-        default=60, ge=0, description="Seconds for which a cluster outlives its job."
-    )
-    kuberay_queue: str | None = Field(
-        default=None, description="Kueue LocalQueue of jobs that name none in `resources.queue`."
-    )
-    service_url: str = Field(
-        default_factory=_default_service_url,
-        description="URL under which drivers reach this service to post their records.",
-    )
-    trainer_python: str = Field(
-        default=sys.executable, description="Python that runs the driver on the cluster."
-    )
-    dashboard: bool = Field(default=True, description="Whether to serve the dashboard pages.")
-    replica_id: str = Field(
-        default_factory=_default_replica_id,
-        min_length=1,
-        max_length=255,
-        description="Name of this replica among those on one PostgreSQL: no two have the same.",
-    )
-    lease_s: PositiveFloat = Field(
-        default=15.0,
-        description="How long after a replica has died others take over its jobs.",
-    )
-    metric_retention_days: float = Field(
-        default=0.0, ge=0, description="Age at which metric points are deleted; 0 keeps them."
-    )
-    metric_max_points_per_series: int = Field(
-        default=200_000,
-        ge=100,
-        description="Points of one metric of a job; older ones are thinned beyond that.",
-    )
-    reconcile_interval_s: PositiveFloat = Field(
-        default=1.0, description="Seconds between two polls of every live job."
-    )
-    queue_capacity: Literal["observed", "unlimited"] = Field(
-        default="observed",
-        description="Whether a job waits in the queue until its workers fit on the cluster's hosts "
-        "or, with `unlimited`, only for its project's quotas.",
-    )
-    cluster_max_workers: int | None = Field(
-        default=None,
-        ge=1,
-        description="Most workers of a cluster that grows by itself; its hosts do not count then.",
-    )
-    pause_grace_s: PositiveFloat = Field(
-        default=120.0, description="Longest wait for the workers of a pausing job to save."
-    )
-    reconcile_threads: int = Field(
-        default=8, ge=1, description="Jobs reconciled in parallel, so that a slow one delays few."
-    )
-    backend_timeout_s: PositiveFloat = Field(
-        default=5.0, description="Longest wait for one answer of the backend."
-    )
-    submit_timeout_s: PositiveFloat = Field(
-        default=20.0, description="Longest wait for the backend to take a submission."
-    )
-    stream_poll_s: PositiveFloat = Field(
-        default=0.5, description="Seconds between two polls for new items of a followed stream."
-    )
-    stream_heartbeat_s: PositiveFloat = Field(
-        default=15.0, description="Longest silence of a followed stream before a comment is sent."
-    )
+    """How to reach Kubernetes (`backend=kuberay`); by default as the pod that the service runs
+    in."""
+    kuberay_namespace: str = Field(default="shardloom", min_length=1)
+    """Namespace of the clusters of jobs' own."""
+    kuberay_template_cluster: str = Field(default="shardloom-ray", min_length=1)
+    """RayCluster of that namespace after which they are made."""
+    kuberay_template_file: AbsolutePath | None = None
+    """YAML file with a RayCluster to use in its place."""
+    kuberay_ttl_s: int = Field(default=60, ge=0)
+    """Seconds for which a cluster outlives its job."""
+    kuberay_queue: str | None = None
+    """Kueue LocalQueue of jobs that name none in `resources.queue`."""
+    service_url: str = Field(default_factory=_default_service_url)
+    """URL under which drivers reach this service to post their records."""
+    trainer_python: str = sys.executable
+    """Python that runs the driver on the cluster."""
+    dashboard: bool = True
+    """Whether to serve the dashboard pages."""
+    replica_id: str = Field(default_factory=_default_replica_id, min_length=1, max_length=255)
+    """Name of this replica among those on one PostgreSQL: no two have the same."""
+    lease_s: PositiveFloat = 15.0
+    """How long after a replica has died others take over its jobs."""
+    metric_retention_days: float = Field(default=0.0, ge=0)
+    """Age at which metric points are deleted; 0 keeps them."""
+    metric_max_points_per_series: int = Field(default=200_000, ge=100)
+    """Points of one metric of a job; older ones are thinned beyond that."""
+    reconcile_interval_s: PositiveFloat = 1.0
+    """Seconds between two polls of every live job."""
+    queue_capacity: Literal["observed", "unlimited"] = "observed"
+    """Whether a job waits in the queue until its workers fit on the cluster's hosts or, with
+    `unlimited`, only for its project's quotas."""
+    cluster_max_workers: int | None = Field(default=None, ge=1)
+    """Most workers of a cluster that grows by itself; its hosts do not count then."""
+    pause_grace_s: PositiveFloat = 120.0
+    """Longest wait for the workers of a pausing job to save."""
+    reconcile_threads: int = Field(default=8, ge=1)
+    """Jobs reconciled in parallel, so that a slow one delays few."""
+    backend_timeout_s: PositiveFloat = 5.0
+    """Longest wait for one answer of the backend."""
+    submit_timeout_s: PositiveFloat = 20.0
+    """Longest wait for the backend to take a submission."""
+    stream_poll_s: PositiveFloat = 0.5
+    """Seconds between two polls for new items of a followed stream."""
+    stream_heartbeat_s: PositiveFloat = 15.0
+    """Longest silence of a followed stream before a comment is sent."""
     # ---- who may call
-    auth: Literal["local", "required"] = Field(
-        default_factory=_default_auth,
-        description="`local` asks nobody for credentials and is for loopback addresses only; "
-        "`required` wants an API key, a token or a session. `local` on loopback by default.",
-    )
-    secret_key: SecretStr | None = Field(
-        default=None,
-        description="Secret of at least 32 characters for tokens and stored secrets; several, "
-        "separated by commas, are a rotation. The file `secret-key` under `home` by default.",
-    )
-    session_ttl_s: PositiveFloat = Field(
-        default=12 * 3600.0, description="Seconds after which a browser must sign in again."
-    )
-    oidc_issuer: str | None = Field(
-        default=None, description="`iss` of the bearer tokens of an identity provider to accept."
-    )
-    oidc_audience: str | None = Field(default=None, description="`aud` that such tokens have.")
-    oidc_jwks_url: str | None = Field(
-        default=None, description="Where the provider publishes its keys."
-    )
-    oidc_jwks_ttl_s: PositiveFloat = Field(
-        default=3600.0, description="Seconds for which the provider's keys are kept."
-    )
-    oidc_roles_claim: str = Field(
-        default="groups", description="Claim whose values give roles; dots lead into objects."
-    )
-    oidc_roles: dict[str, dict[str, Literal["viewer", "submitter", "admin"]]] = Field(
-        default={},
-        description='Value of the claim -> project -> role, as in {"ml": {"*": "submitter"}}.',
-    )
+    auth: Literal["local", "required"] = Field(default_factory=_default_auth)
+    """`local` asks nobody for credentials and is for loopback addresses only; `required` wants an
+    API key, a token or a session. `local` on loopback by default."""
+    secret_key: SecretStr | None = None
+    """Secret of at least 32 characters for tokens and stored secrets; several, separated by commas,
+    are a rotation. The file `secret-key` under `home` by default."""
+    session_ttl_s: PositiveFloat = 12 * 3600.0
+    """Seconds after which a browser must sign in again."""
+    oidc_issuer: str | None = None
+    """`iss` of the bearer tokens of an identity provider to accept."""
+    oidc_audience: str | None = None
+    """`aud` that such tokens have."""
+    oidc_jwks_url: str | None = None
+    """Where the provider publishes its keys."""
+    oidc_jwks_ttl_s: PositiveFloat = 3600.0
+    """Seconds for which the provider's keys are kept."""
+    oidc_roles_claim: str = "groups"
+    """Claim whose values give roles; dots lead into objects."""
+    oidc_roles: dict[str, dict[str, Literal["viewer", "submitter", "admin"]]] = {}
+    """Value of the claim -> project -> role, as in {"ml": {"*": "submitter"}}."""
     # ---- HTTP
-    allowed_hosts: list[str] = Field(
-        default=[],
-        description="Names in the Host header that are answered, beside the loopback ones in "
-        "local mode; with `auth=required` any, if none is given.",
-    )
-    allowed_origins: list[str] = Field(
-        default=[], description="Sites whose pages may call the API, as in https://tools.example."
-    )
-    max_body_bytes: int = Field(
-        default=16 * 2**20, ge=1024, description="Largest body of a request."
-    )
-    code_retention_days: float = Field(
-        default=30.0,
-        ge=0,
-        description="Age at which uploads of code are deleted that no living job names (jobs that "
-        "have run have copies); 0 keeps them.",
-    )
-    code_max_bytes: int = Field(
-        default=10 * 2**30, ge=2**20, description="Most bytes of uploaded code that are kept."
-    )
-    export_retention_days: float = Field(
-        default=0.0,
-        ge=0,
-        description="Age at which exports of jobs are deleted that nobody is making; 0 keeps them.",
-    )
-    rate_limit_per_s: PositiveFloat = Field(
-        default=50.0, description="Requests per second of one principal; local ones have no limit."
-    )
-    rate_limit_burst: int = Field(
-        default=200, ge=1, description="Requests that a principal may send at once."
-    )
-    max_open_requests: int = Field(
-        default=100,
-        ge=1,
-        description="Requests and streams that a principal may have open; local ones as many as "
-        "they like.",
-    )
-    attempt_rate_limit_per_s: PositiveFloat = Field(
-        default=100.0, description="The same for the driver of one attempt."
-    )
-    attempt_rate_limit_burst: int = Field(default=1000, ge=1, description="The same, at once.")
-    driver_ca_file: AbsolutePath | None = Field(
-        default=None,
-        description="CA certificates (PEM), on the cluster's hosts, by which drivers check ours.",
-    )
-    storage_roots: list[StorageRoot] | None = Field(
-        default=None,
-        description="Folders, or URLs of them, below which data and checkpoints may lie; "
-        "`runs_dir` always may. "
-        "By default anywhere in local mode, and nowhere else with `auth=required`.",
-    )
-    checkpoint_root: StorageRoot | None = Field(
-        default=None,
-        description="Folder, or URL of one, where jobs keep their checkpoints that name no other; "
-        "run storage by default. A job keeps the one that it was submitted with.",
-    )
+    allowed_hosts: list[str] = []
+    """Names in the Host header that are answered, beside the loopback ones in local mode; with
+    `auth=required` any, if none is given."""
+    allowed_origins: list[str] = []
+    """Sites whose pages may call the API, as in https://tools.example."""
+    max_body_bytes: int = Field(default=16 * 2**20, ge=1024)
+    """Largest body of a request."""
+    code_retention_days: float = Field(default=30.0, ge=0)
+    """Age at which uploads of code are deleted that no living job names (jobs that have run have
+    copies); 0 keeps them."""
+    code_max_bytes: int = Field(default=10 * 2**30, ge=2**20)
+    """Most bytes of uploaded code that are kept."""
+    export_retention_days: float = Field(default=0.0, ge=0)
+    """Age at which exports of jobs are deleted that nobody is making; 0 keeps them."""
+    rate_limit_per_s: PositiveFloat = 50.0
+    """Requests per second of one principal; local ones have no limit."""
+    rate_limit_burst: int = Field(default=200, ge=1)
+    """Requests that a principal may send at once."""
+    max_open_requests: int = Field(default=100, ge=1)
+    """Requests and streams that a principal may have open; local ones as many as they like."""
+    attempt_rate_limit_per_s: PositiveFloat = 100.0
+    """The same for the driver of one attempt."""
+    attempt_rate_limit_burst: int = Field(default=1000, ge=1)
+    """The same, at once."""
+    driver_ca_file: AbsolutePath | None = None
+    """CA certificates (PEM), on the cluster's hosts, by which drivers check ours."""
+    storage_roots: list[StorageRoot] | None = None
+    """Folders, or URLs of them, below which data and checkpoints may lie; `runs_dir` always may. By
+    default anywhere in local mode, and nowhere else with `auth=required`."""
+    checkpoint_root: StorageRoot | None = None
+    """Folder, or URL of one, where jobs keep their checkpoints that name no other; run storage by
+    default. A job keeps the one that it was submitted with."""
     # ---- logs, webhooks, observability
-    log_format: Literal["text", "json"] = Field(
-        default="text", description="How the service logs: for people, or a JSON object a line."
-    )
-    log_max_bytes: int = Field(
-        default=256 * 2**20,
-        ge=2**20,
-        description="Most that one process of a job may keep of its log on run storage; its "
-        "beginning and its end stay.",
-    )
+    log_format: Literal["text", "json"] = "text"
+    """How the service logs: for people, or a JSON object a line."""
+    log_max_bytes: int = Field(default=256 * 2**20, ge=2**20)
+    """Most that one process of a job may keep of its log on run storage; its beginning and its end
+    stay."""
     otlp_endpoint: str | None = Field(
         default=None,
         validation_alias=AliasChoices(
             "otlp_endpoint", "SHARDLOOM_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT"
         ),
-        description="OTLP/HTTP collector that takes traces, as in http://127.0.0.1:4318.",
     )
-    metrics_max_jobs: int = Field(
-        default=1000,
-        ge=0,
-        description="Live jobs that have series of their own in /metrics, about 30 lines each; "
-        "`shardloom_hidden_jobs` counts the others.",
-    )
-    webhook_allowed_networks: list[IPvAnyNetwork] = Field(
-        default=[],
-        description='Networks that webhooks may reach beside public ones, as in ["10.0.0.0/8"].',
-    )
-    webhook_timeout_s: PositiveFloat = Field(
-        default=10.0, description="Longest that one try of a webhook takes, all in all."
-    )
-    webhook_poll_s: PositiveFloat = Field(
-        default=1.0, description="Seconds between two polls for webhooks to send."
-    )
-    webhook_keep_days: PositiveFloat = Field(
-        default=14.0, description="Days after which deliveries of webhooks are forgotten."
-    )
-    shutdown_timeout_s: int = Field(
-        default=5, ge=1, description="Longest wait for open requests at shutdown."
-    )
+    """OTLP/HTTP collector that takes traces, as in http://127.0.0.1:4318."""
+    metrics_max_jobs: int = Field(default=1000, ge=0)
+    """Live jobs that have series of their own in /metrics, about 30 lines each;
+    `shardloom_hidden_jobs` counts the others."""
+    webhook_allowed_networks: list[IPvAnyNetwork] = []
+    """Networks that webhooks may reach beside public ones, as in ["10.0.0.0/8"]."""
+    webhook_timeout_s: PositiveFloat = 10.0
+    """Longest that one try of a webhook takes, all in all."""
+    webhook_poll_s: PositiveFloat = 1.0
+    """Seconds between two polls for webhooks to send."""
+    webhook_keep_days: PositiveFloat = 14.0
+    """Days after which deliveries of webhooks are forgotten."""
+    shutdown_timeout_s: int = Field(default=5, ge=1)
+    """Longest wait for open requests at shutdown."""

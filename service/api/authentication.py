@@ -63,38 +63,22 @@ class Rate:
     burst: int
 
 
-@dataclass(frozen=True)
-class Bucket:
-    """A token bucket: how many requests are left at a time (seconds of any clock)."""
-
-    left: float
-    at: float
-
-
-def take(bucket: Bucket | None, rate: Rate, now: float) -> tuple[Bucket, float]:
-    """The bucket after one more request, and seconds to wait where it is refused, else 0."""
-    if bucket is None:
-        return Bucket(rate.burst - 1.0, now), 0.0
-    left = min(float(rate.burst), bucket.left + max(0.0, now - bucket.at) * rate.per_s)
-    if left >= 1.0:
-        return Bucket(left - 1.0, now), 0.0
-    return Bucket(left, now), (1.0 - left) / rate.per_s
-
-
 class RateLimiter:
     """A token bucket for each caller; the least recently used are dropped first."""
 
-    def __init__(self, max_buckets: int = _MAX_BUCKETS) -> None:
-        self._buckets: OrderedDict[str, Bucket] = OrderedDict()
-        self._max_buckets = max_buckets
+    def __init__(self) -> None:
+        # How many requests are left, and at what time.
+        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()
         self._lock = threading.Lock()
 
     def take(self, caller: str, rate: Rate, now: float) -> float:
         """Take one request; seconds to wait where it is refused, else 0."""
         with self._lock:
-            bucket, wait_s = take(self._buckets.pop(caller, None), rate, now)
-            self._buckets[caller] = bucket
-            if len(self._buckets) > self._max_buckets:
+            left, at = self._buckets.pop(caller, (float(rate.burst), now))
+            left = min(float(rate.burst), left + max(0.0, now - at) * rate.per_s)
+            wait_s = 0.0 if left >= 1.0 else (1.0 - left) / rate.per_s
+            self._buckets[caller] = (left if wait_s else left - 1.0, now)
+            if len(self._buckets) > _MAX_BUCKETS:
                 self._buckets.popitem(last=False)
             return wait_s
 
@@ -141,7 +125,7 @@ class AuthenticationMiddleware:
         self._app = app
         self._settings = settings
         self._security = security
-        self._clock = clock
+        self.clock = clock
         self._limiter = RateLimiter()
         self._attempt_rate = Rate(
             settings.attempt_rate_limit_per_s, settings.attempt_rate_limit_burst
@@ -189,7 +173,7 @@ class AuthenticationMiddleware:
     async def _serve_admitted(
         self, scope: Scope, connection: HTTPConnection, receive: Receive, response: _Recorder
     ) -> None:
-        check = _CredentialsCheck(self, connection, self._clock)
+        check = _CredentialsCheck(self, connection)
 
         async def send_while_admitted(message: Message) -> None:
             if message.get("more_body") and not await check.is_still_admitted():
@@ -208,8 +192,7 @@ class AuthenticationMiddleware:
         state = scope.setdefault("state", {})
         if "\x00" in scope["path"] or b"%00" in scope["query_string"]:
             # No database keeps it, and none can be asked for it.
-            fault = FieldProblem(path="url", code="nul", message="holds a NUL character")
-            raise InvalidRequest([fault])
+            raise InvalidRequest([FieldProblem("url", "nul", "holds a NUL character")])
         is_public = _is_public(scope)
         if is_public and scope["method"] in SAFE_METHODS:
             return
@@ -246,7 +229,7 @@ class AuthenticationMiddleware:
             raise
 
     def _limit(self, caller: str, rate: Rate) -> None:
-        wait_s = self._limiter.take(caller, rate, self._clock())
+        wait_s = self._limiter.take(caller, rate, self.clock())
         if wait_s > 0:
             raise TooManyRequests(math.ceil(wait_s))
 
@@ -308,11 +291,11 @@ class AuthenticationMiddleware:
         """Whether to log a refused report of a driver, which repeats it for ever."""
         is_denied = response.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
         caller = f"audit:{_remote(scope)}:{scope['path'][:_MAX_OBJECT_CHARS]}"
-        return is_denied and not self._limiter.take(caller, _NOTED_REPORTS, self._clock())
+        return is_denied and not self._limiter.take(caller, _NOTED_REPORTS, self.clock())
 
     def _is_first(self, scope: Scope) -> bool:
         """Whether few refusals came from there lately: without a key nobody may fill the log."""
-        return not self._limiter.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self._clock())
+        return not self._limiter.take(f"audit:{_remote(scope)}", _NOTED_REPORTS, self.clock())
 
     async def _serve_socket(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = HTTPConnection(scope)
@@ -328,7 +311,7 @@ class AuthenticationMiddleware:
             await send({"type": "websocket.close", "code": _CLOSED_FOR_POLICY})
             return
         scope.setdefault("state", {})["principal"] = principal
-        check = _CredentialsCheck(self, connection, self._clock)
+        check = _CredentialsCheck(self, connection)
 
         async def receive_while_admitted() -> Message:
             message = await receive()
@@ -360,16 +343,11 @@ class _Recorder:
 class _CredentialsCheck:
     """Checks the credentials of a long connection again from time to time."""
 
-    def __init__(
-        self,
-        middleware: AuthenticationMiddleware,
-        connection: HTTPConnection,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, middleware: AuthenticationMiddleware, connection: HTTPConnection) -> None:
         self._middleware = middleware
         self._connection = connection
-        self._clock = clock
-        self._checked_at = clock()
+        self._clock = middleware.clock
+        self._checked_at = self._clock()
         self._lock = asyncio.Lock()
         self.is_admitted = True
 

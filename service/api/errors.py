@@ -7,7 +7,6 @@ becomes 422 `invalid_spec` with one field per fault, and anything unexpected 500
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -18,37 +17,21 @@ from starlette.exceptions import HTTPException
 
 from service.errors import InvalidRequest, ServiceError
 from service.observability.logging_setup import request_id
-from service.schemas.common import FieldError, Problem
+from service.schemas.common import Problem
 from trainer.spec.base import FieldProblem, SpecError
 
 logger = logging.getLogger(__name__)
 
 
-def problem_of(error: ServiceError) -> dict[str, object]:
-    """The problem document of an error, extension members included."""
+def _problem_of(error: ServiceError) -> dict[str, object]:
     problem = Problem(
         title=error.title,
         status=error.status,
         detail=str(error),
         code=error.code,
-        fields=_field_errors(error.fields),
+        fields=list(error.fields),
     )
     return {**problem.model_dump(), **error.extensions}
-
-
-def problem_of_spec(error: SpecError) -> dict[str, object]:
-    """The problem document of a faulty spec: one field per fault, by its path in the spec."""
-    return Problem(
-        title="Invalid spec",
-        status=422,
-        detail=str(error),
-        code="invalid_spec",
-        fields=_field_errors(error.problems),
-    ).model_dump()
-
-
-def _field_errors(problems: Sequence[FieldProblem]) -> list[FieldError]:
-    return [FieldError.model_validate(problem) for problem in problems]
 
 
 class ProblemResponse(JSONResponse):
@@ -59,11 +42,11 @@ class ProblemResponse(JSONResponse):
 
 def add_error_handlers(app: FastAPI) -> None:
     """Answer every error of `app` with a problem."""
-    app.add_exception_handler(ServiceError, _on_service_error)
-    app.add_exception_handler(SpecError, _on_spec_error)
-    app.add_exception_handler(RequestValidationError, _on_invalid_request)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_unexpected)
+    app.exception_handler(ServiceError)(answer_error)
+    app.exception_handler(SpecError)(_on_spec_error)
+    app.exception_handler(RequestValidationError)(_on_invalid_request)
+    app.exception_handler(HTTPException)(_on_http_error)
+    app.exception_handler(Exception)(_on_unexpected)
 
 
 def _respond(request: Request, problem: dict[str, Any], **options: Any) -> ProblemResponse:
@@ -73,30 +56,30 @@ def _respond(request: Request, problem: dict[str, Any], **options: Any) -> Probl
     return ProblemResponse(body, status_code=int(problem["status"]), **options)
 
 
-def _on_service_error(request: Request, error: Exception) -> ProblemResponse:
-    assert isinstance(error, ServiceError)
-    return answer_error(request, error)
-
-
 def answer_error(request: Request, error: ServiceError) -> ProblemResponse:
     """The problem response to a request that failed with `error`."""
     if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         logger.warning("%s %s: %s", request.method, request.url.path, error)
-    return _respond(request, problem_of(error), headers=error.headers)
+    return _respond(request, _problem_of(error), headers=error.headers)
 
 
-def _on_spec_error(request: Request, error: Exception) -> ProblemResponse:
-    assert isinstance(error, SpecError)
-    return _respond(request, problem_of_spec(error))
+def _on_spec_error(request: Request, error: SpecError) -> ProblemResponse:
+    problem = Problem(
+        title="Invalid spec",
+        status=422,
+        detail=str(error),
+        code="invalid_spec",
+        fields=list(error.problems),
+    )
+    return _respond(request, problem.model_dump())
 
 
-def _on_invalid_request(request: Request, error: Exception) -> ProblemResponse:
-    assert isinstance(error, RequestValidationError)
+def _on_invalid_request(request: Request, error: RequestValidationError) -> ProblemResponse:
     faults = [
         FieldProblem(path=_path(fault), code=fault["type"], message=fault["msg"])
         for fault in error.errors()
     ]
-    return _respond(request, problem_of(InvalidRequest(faults)))
+    return _respond(request, _problem_of(InvalidRequest(faults)))
 
 
 def _path(fault: dict[str, Any]) -> str:
@@ -110,8 +93,7 @@ def _path(fault: dict[str, Any]) -> str:
     return text or str(where)
 
 
-def _on_http_error(request: Request, error: Exception) -> ProblemResponse:
-    assert isinstance(error, HTTPException)
+def _on_http_error(request: Request, error: HTTPException) -> ProblemResponse:
     status = HTTPStatus(error.status_code)
     problem = Problem(
         title=status.phrase,

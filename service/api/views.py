@@ -63,15 +63,7 @@ def describe(folder: ExportFolder) -> ExportOut:
 
 
 def _shown(folder: ExportFolder, found_status: ExportStatus, message: str) -> ExportOut:
-    wanted = folder.wanted
-    return ExportOut(
-        id=folder.id,
-        checkpoint=wanted.checkpoint,
-        quantize=wanted.quantize,
-        status=found_status,
-        message=message,
-        created=wanted.created,
-    )
+    return ExportOut(**vars(folder.wanted), id=folder.id, status=found_status, message=message)
 
 
 def queue_position(job: Job) -> QueuePlace | None:
@@ -99,27 +91,14 @@ def _turn(job: Job) -> tuple[float, int, float]:
 
 
 def _waiting(job: Job) -> WaitingJob:
-    sizes, state = sizes_of_job(job), QueueState.of(job)
-    return WaitingJob(
-        id=job.id,
-        name=job.name,
-        project=job.project,
-        priority=job.priority,
-        min_workers=sizes.min_workers,
-        world_size=sizes.world_size,
-        waits_since=job.waits_since,
-        retry_at=job.retry_at,
-        position=state.position,
-        reason=state.reason,
-    )
+    # Of both reasons the body has that of the queue.
+    facts = {**vars(job), **vars(sizes_of_job(job)), **vars(QueueState.of(job))}
+    return WaitingJob(**facts, waits_since=job.waits_since)
 
 
 def _running(job: Job) -> RunningJob:
     return RunningJob(
-        id=job.id,
-        name=job.name,
-        project=job.project,
-        priority=job.priority,
+        **vars(job),
         preemptible=job.spec.preemptible,
         num_workers=workers_held(job),
         is_pausing=job.pause_requested,
@@ -144,19 +123,13 @@ def project_view(project: Project, usage: Usage) -> ProjectOut:
 
 def summary_of(job: Job) -> JobSummary:
     """A job as a list shows it."""
-    return JobSummary(**_summary_fields(job))
+    return JobSummary(**_fields_of(job))
 
 
 def detail_of(job: Job, settings: Settings) -> JobDetail:
     """A job with its spec and version."""
-    return JobDetail(
-        **_summary_fields(job),
-        version=job.version,
-        spec=job.spec,
-        run_dir=str(run_dir_of(settings, job.id).root),
-        current_attempt_id=job.current_attempt_id,
-        membership=_membership_view(job),
-    )
+    fields = {**_fields_of(job), "membership": _membership_view(job)}
+    return JobDetail(**fields, run_dir=str(run_dir_of(settings, job.id).root))
 
 
 def attempt_view(attempt: Attempt) -> AttemptOut:
@@ -169,35 +142,24 @@ def _membership_view(job: Job) -> MembershipOut | None:
     membership = job.membership
     if membership is None or membership.attempt_id != job.current_attempt_id:
         return None
-    same = {name: getattr(membership, name) for name in vars(membership)}
-    return MembershipOut.model_validate(
-        {
-            **same,
-            "num_current": num_current(membership),
-            "num_wanted": num_wanted(membership),
-            "host_copies_needed": copies_needed(job),
-            "missing": missing(membership),
-        }
+    return MembershipOut(
+        **vars(membership),
+        num_current=num_current(membership),
+        num_wanted=num_wanted(membership),
+        host_copies_needed=copies_needed(job),
+        missing=list(missing(membership)),
     )
 
 
-def _summary_fields(job: Job) -> dict[str, Any]:
+def _fields_of(job: Job) -> dict[str, Any]:
     sizes = sizes_of_job(job)
-    same = ("id", "name", "project", "status", "reason", "message", "created_at", "started_at")
     return {
-        **{field: getattr(job, field) for field in same},
-        "ended_at": job.ended_at,
+        **vars(job),
+        **vars(sizes),
         "labels": job.spec.labels,
-        "min_workers": sizes.min_workers,
-        "world_size": sizes.world_size,
-        "shard_group_size": sizes.shard_group_size,
         "num_replicas": sizes.num_replicas,
         "num_attempts": job.num_attempts,
-        "num_failures": job.num_failures,
         "progress": progress_of(job.progress, job.status),
-        "latest_metrics": job.latest_metrics,
-        "priority": job.priority,
-        "pause_requested": job.pause_requested,
         "queue": queue_position(job),
         "advice": advice_of(job.reason),
         **_group_counts(job),
@@ -217,12 +179,5 @@ def _group_counts(job: Job) -> dict[str, int]:
 def progress_of(progress: Progress, status: JobStatus) -> ProgressOut:
     """How far a job has come; only one that runs is known to end at some time."""
     share = progress.step / progress.total_steps if progress.total_steps else 0.0
-    return ProgressOut(
-        step=progress.step,
-        total_steps=progress.total_steps,
-        epoch=progress.epoch,
-        rows=progress.rows,
-        rows_per_s=progress.rows_per_s,
-        eta_s=progress.eta_s if status is JobStatus.RUNNING else None,
-        percent=min(100.0, max(0.0, 100.0 * share)),
-    )
+    known = {**vars(progress), "percent": min(100.0, max(0.0, 100.0 * share))}
+    return ProgressOut(**known if status is JobStatus.RUNNING else {**known, "eta_s": None})

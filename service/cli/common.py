@@ -46,7 +46,6 @@ from service.client.errors import (
 from service.client.transport import DEFAULT_URL, RetryPolicy
 from service.domain.models import JobStatus
 from service.local.state import StackError, StackHome
-from service.schemas.common import FieldError
 from trainer.spec.base import FieldProblem, SpecError
 from trainer.spec.parse import apply_overrides, parse_document
 
@@ -254,7 +253,7 @@ def _message(text: str, hint: str = "") -> RenderableType:
     return Group(line, Text(f"       {hint}", style="dim")) if hint else line
 
 
-def _faults(what: str, faults: Sequence[FieldError | FieldProblem]) -> RenderableType:
+def _faults(what: str, faults: Sequence[FieldProblem]) -> RenderableType:
     number = "one fault" if len(faults) == 1 else f"{len(faults)} faults"
     table = Table.grid(padding=(0, 2))
     for fault in faults:

@@ -23,12 +23,13 @@ from service.cli.common import (
 )
 from service.domain.membership import span_text
 from service.domain.metrics import goodput_of, phase_shares, steps_at_risk
-from service.domain.models import JobStatus
+from service.domain.models import GoneGroup, JobStatus, Member
 from service.domain.retries import advice_of
 from service.domain.sharding import (
     DATA_PARALLEL,
     DIVERGENCE,
     STARTED,
+    JobPlan,
     imbalance,
     loads_of,
     newest_workers,
@@ -38,11 +39,8 @@ from service.domain.timeline import RESIZE_KINDS, WRITTEN, latest_resize_request
 from service.schemas.jobs import (
     AttemptOut,
     CheckpointOut,
-    GoneGroupOut,
     JobDetail,
-    JobPlan,
     JobSummary,
-    MemberOut,
     MembershipOut,
     MetricSeries,
     TimelineEventOut,
@@ -160,15 +158,15 @@ def _time_facts(job: JobDetail) -> list[Fact]:
 def groups_table(membership: MembershipOut, now_s: float) -> Table:
     """One row a group, missing ones included."""
     table = plain_table("Group", "Standing", "Life", "Hosts")
-    groups: list[MemberOut | GoneGroupOut] = [*membership.members, *membership.missing]
+    groups: list[Member | GoneGroup] = [*membership.members, *membership.missing]
     for group in sorted(groups, key=lambda each: each.group):
         hosts = ", ".join(dict.fromkeys(group.hosts))
         table.add_row(str(group.group), _standing(group, now_s), str(group.incarnation), hosts)
     return table
 
 
-def _standing(group: MemberOut | GoneGroupOut, now_s: float) -> Text:
-    if isinstance(group, MemberOut):
+def _standing(group: Member | GoneGroup, now_s: float) -> Text:
+    if isinstance(group, Member):
         word = _STANDING_WORDS.get(group.standing, group.standing)
         return Text(word, style=_STANDING_STYLES.get(group.standing, ""))
     reason = group.reason.replace("_", " ")

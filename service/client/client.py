@@ -13,7 +13,6 @@ always carries an Idempotency-Key. Nothing else is ever sent twice. What follows
 from __future__ import annotations
 
 import math
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -25,26 +24,20 @@ from service.client.errors import TraceLost
 from service.client.resources import AccessCalls, ExportCalls, LogCalls, WebhookCalls
 from service.client.transport import PATIENCE_S, Params, items_of_pages, job_path
 from service.domain.models import JobStatus
-from service.schemas.admin import ClusterOut, ProjectOut, Quotas
+from service.domain.sharding import JobPlan
+from service.schemas.admin import ClusterOut, ProjectOut
 from service.schemas.common import Page
 from service.schemas.jobs import (
     AttemptOut,
     CheckpointOut,
-    CloneJob,
     CodeOut,
     DeletedJob,
-    DrainHost,
     JobDetail,
-    JobPlan,
     JobSummary,
     MetricsOut,
     ProgressOut,
     QueueOut,
-    RequestTrace,
-    ResizeJob,
     ResizeRequestOut,
-    RestartJob,
-    SubmitJob,
     TimelineEventOut,
     TraceOut,
     TraceRequested,
@@ -86,13 +79,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         `secrets` are environment variables for its processes, kept encrypted, never shown. With
         the same `idempotency_key` the same spec makes one job, however often it is sent.
         """
-        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        body: dict[str, Any] = {"spec": _document(spec)}
-        if secrets:
-            body["secrets"] = dict(secrets)
-        return self._request(
-            "POST", "/v1/jobs", JobDetail, repeatable=True, json=body, headers=headers
-        )
+        body = {"spec": _document(spec), "secrets": dict(secrets or {})}
+        return self._create("/v1/jobs", JobDetail, body, idempotency_key)
 
     def upload_code(self, archive: bytes) -> CodeOut:
         """Keep a code archive (`trainer.protocol.code_archive.pack`), whose id a spec may name.
@@ -106,14 +94,16 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
 
     def plan(self, spec: JobSpec | Mapping[str, Any]) -> JobPlan:
         """Check a spec without creating a job, and say which groups it would form."""
-        body = SubmitJob(spec=_document(spec)).model_dump()
+        body = {"spec": _document(spec)}
         return self._request("POST", "/v1/jobs", JobPlan, json=body, params={"dry_run": "true"})
 
     def list_jobs(
         self, *, after: str | None = None, limit: int = 50, **filters: Unpack[JobFilters]
     ) -> Page[JobSummary]:
         """One page of jobs, newest first; `next` of a page is the `after` of the following one."""
-        params = {"after": after, "limit": limit, **_filter_params(filters)}
+        labels, statuses = filters.pop("labels", {}), filters.pop("statuses", ())
+        params: dict[str, Any] = {"after": after, "limit": limit, "status": list(statuses)}
+        params |= {"label": [f"{key}={value}" for key, value in labels.items()], **filters}
         return self._get("/v1/jobs", Page[JobSummary], params)
 
     def iter_jobs(self, **filters: Unpack[JobFilters]) -> Iterator[JobSummary]:
@@ -175,8 +165,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
 
         Raises `Conflict` while it has workers, `NotFound` for a checkpoint that it does not have.
         """
-        body = RestartJob.model_construct(step=step, path=path).model_dump()
-        return self._verb(job, "restart", body, version=version)
+        return self._verb(job, "restart", {"step": step, "path": path}, version=version)
 
     def clone(
         self,
@@ -193,11 +182,13 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         `set` has values by dotted path, `patch` is a JSON merge patch. Secrets of the job do not
         come along. Sent again if unanswered, always with the same Idempotency-Key.
         """
-        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        document = CloneJob.model_construct(name=name, set=dict(set or {}), patch=patch)
-        body = {**document.model_dump(exclude={"secrets"}), "secrets": dict(secrets or {})}
-        path = f"{job_path(job)}:clone"
-        return self._request("POST", path, JobDetail, repeatable=True, json=body, headers=headers)
+        body = {
+            "name": name,
+            "set": dict(set or {}),
+            "patch": patch,
+            "secrets": dict(secrets or {}),
+        }
+        return self._create(f"{job_path(job)}:clone", JobDetail, body, idempotency_key)
 
     def delete(self, job: str, *, artifacts: bool = True, version: int | None = None) -> DeletedJob:
         """Delete a job that has ended, with its files unless `artifacts` is False; what is left.
@@ -213,16 +204,14 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
 
         Raises `InvalidRequest` for a size that it cannot train with, `Conflict` if it does not run.
         """
-        body = ResizeJob.model_construct(workers=num_workers).model_dump()
-        return self._resize(job, "resize", body)
+        return self._resize(job, "resize", {"workers": num_workers})
 
     def drain(self, job: str, host: str, *, undo: bool = False) -> ResizeRequestOut:
         """Ask a running job to leave a host, or with `undo` to use it again.
 
         Raises `InvalidRequest` for a host without its workers, `Conflict` if it does not run.
         """
-        body = DrainHost.model_construct(host=host, undo=undo).model_dump()
-        return self._resize(job, "drain", body)
+        return self._resize(job, "drain", {"host": host, "undo": undo})
 
     def _resize(self, job: str, part: str, body: dict[str, Any]) -> ResizeRequestOut:
         # Asking twice for the same changes nothing.
@@ -303,7 +292,7 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
 
         Raises `Conflict` if the job does not run or an earlier trace is still being recorded.
         """
-        body = RequestTrace.model_construct(num_steps=num_steps, ranks=list(ranks)).model_dump()
+        body = {"num_steps": num_steps, "ranks": list(ranks)}
         return self._request("POST", job_path(job, "traces"), TraceRequested, json=body)
 
     def traces(self, job: str) -> list[TraceOut]:
@@ -363,10 +352,8 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
         self, name: str, *, max_workers: int | None = None, max_running_jobs: int | None = None
     ) -> ProjectOut:
         """Set both quotas of a project; None is no limit."""
-        quotas = Quotas.model_construct(max_workers=max_workers, max_running_jobs=max_running_jobs)
-        return self._request(
-            "PUT", _project_path(name), ProjectOut, repeatable=True, json=quotas.model_dump()
-        )
+        body = {"max_workers": max_workers, "max_running_jobs": max_running_jobs}
+        return self._request("PUT", _project_path(name), ProjectOut, repeatable=True, json=body)
 
     def remove_quotas(self, name: str) -> None:
         """Take the quotas of a project away; raises `NotFound` if it has none."""
@@ -384,18 +371,6 @@ class ShardloomClient(AccessCalls, ExportCalls, LogCalls, WebhookCalls):
             return self._http.get("/healthz", timeout=2.0).is_success
         except httpx.TransportError:
             return False
-
-
-def _filter_params(filters: JobFilters) -> dict[str, Any]:
-    labels = filters.get("labels", {})
-    return {
-        "status": list(filters.get("statuses", ())),
-        "name": filters.get("name"),
-        "project": filters.get("project"),
-        "label": [f"{key}={value}" for key, value in labels.items()],
-        "created_after": filters.get("created_after"),
-        "created_before": filters.get("created_before"),
-    }
 
 
 def _document(spec: JobSpec | Mapping[str, Any]) -> dict[str, Any]:

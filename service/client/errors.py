@@ -1,26 +1,12 @@
-"""What the SDK raises.
-
-ShardloomError
-├── ServiceUnreachable      no answer at the URL, after the retries
-├── CredentialsUnusable     the file of API keys or of CA certificates cannot be used
-├── TraceLost               a trace that was asked for did not come
-├── ExportFailed            an export that was asked for did not come
-├── UnexpectedAnswer        an answer, but not one of a Shardloom service of this version
-└── ProblemError            the service said no (RFC 9457 problem: status, code, detail, fields)
-    ├── InvalidRequest      400, 422   a faulty spec or parameter; `fields` say where
-    ├── NotSignedIn         401        no credentials, or some that do not count
-    ├── Forbidden           403        credentials that do not suffice
-    ├── NotFound            404        no such job, attempt, log or trace
-    ├── Conflict            409, 412   not possible in the present state of the job
-    └── ServerFault         5xx        the service itself is in trouble
-"""
+"""What the SDK raises: a `ShardloomError`, and a `ProblemError` where the service said no."""
 
 from __future__ import annotations
 
 import httpx
 from pydantic import ValidationError
 
-from service.schemas.common import FieldError, Problem
+from service.schemas.common import Problem
+from trainer.spec.base import FieldProblem
 
 
 class ShardloomError(Exception):
@@ -28,7 +14,7 @@ class ShardloomError(Exception):
 
 
 class ServiceUnreachable(ShardloomError):
-    """No answer at `url`; the request may or may not have arrived."""
+    """No answer at `url`, after the retries; the request may or may not have arrived."""
 
     def __init__(self, url: str, cause: str) -> None:
         super().__init__(f"no Shardloom service answers at {url} ({cause})")
@@ -70,32 +56,32 @@ class ProblemError(ShardloomError):
         self.status = problem.status
         self.code = problem.code
         self.detail = problem.detail
-        self.fields: tuple[FieldError, ...] = tuple(problem.fields)
+        self.fields: tuple[FieldProblem, ...] = tuple(problem.fields)
         super().__init__(problem.detail or problem.title)
 
 
 class InvalidRequest(ProblemError):
-    """A faulty spec or parameter; `fields` name the path of each fault."""
+    """HTTP 400, 422: a faulty spec or parameter; `fields` name the path of each fault."""
 
 
 class NotSignedIn(ProblemError):
-    """No credentials, or some that do not count."""
+    """HTTP 401: no credentials, or some that do not count."""
 
 
 class Forbidden(ProblemError):
-    """Credentials that do not suffice for this."""
+    """HTTP 403: credentials that do not suffice for this."""
 
 
 class NotFound(ProblemError):
-    """No such job, attempt, log or trace."""
+    """HTTP 404: no such job, attempt, log or trace."""
 
 
 class Conflict(ProblemError):
-    """Not possible in the present state of the job."""
+    """HTTP 409, 412: not possible in the present state of the job."""
 
 
 class ServerFault(ProblemError):
-    """The service itself is in trouble; its log says more."""
+    """HTTP 5xx: the service itself is in trouble; its log says more."""
 
 
 _BY_STATUS: dict[int, type[ProblemError]] = {

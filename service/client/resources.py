@@ -19,8 +19,6 @@ from service.client.errors import ExportFailed
 from service.client.transport import PATIENCE_S, Connection, Params, items_of_pages, job_path
 from service.schemas.admin import (
     AuditOut,
-    CreateKey,
-    CreateWebhook,
     DeliveryOut,
     KeyOut,
     NewKey,
@@ -30,7 +28,7 @@ from service.schemas.admin import (
     WhoAmI,
 )
 from service.schemas.common import Page
-from service.schemas.jobs import ExportOut, LogLine, LogsOut, RequestExport
+from service.schemas.jobs import ExportOut, LogLine, LogsOut
 from trainer.export.artifact import ArtifactError, check_files, read_manifest
 from trainer.spec.training import Quantization
 
@@ -48,8 +46,8 @@ class AccessCalls(Connection):
         self, name: str, roles: Mapping[str, RoleName], *, expires_in_s: float | None = None
     ) -> NewKey:
         """Make an API key, whose text is in the answer and nowhere else. Sent once."""
-        body = CreateKey.model_construct(name=name, roles=dict(roles), expires_in_s=expires_in_s)
-        return self._request("POST", "/v1/keys", NewKey, json=body.model_dump())
+        body = {"name": name, "roles": dict(roles), "expires_in_s": expires_in_s}
+        return self._request("POST", "/v1/keys", NewKey, json=body)
 
     def iter_keys(self) -> Iterator[KeyOut]:
         """Every API key, fetched page by page as they are consumed."""
@@ -103,16 +101,8 @@ class ExportCalls(Connection):
 
         Raises `NotFound` if the job has no such checkpoint, `Conflict` while another is not done.
         """
-        body = RequestExport.model_construct(checkpoint=checkpoint, quantize=quantize)
-        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
-        return self._request(
-            "POST",
-            job_path(job, "exports"),
-            ExportOut,
-            repeatable=True,
-            json=body.model_dump(),
-            headers=headers,
-        )
+        body = {"checkpoint": checkpoint, "quantize": quantize}
+        return self._create(job_path(job, "exports"), ExportOut, body, idempotency_key)
 
     def exports(self, job: str) -> list[ExportOut]:
         """Exports of a job in the order of asking, done or not."""
@@ -283,10 +273,8 @@ class WebhookCalls(Connection):
         description: str = "",
     ) -> WebhookCreated:
         """Send timeline events to a URL; the answer has the secret, which is not shown again."""
-        body = CreateWebhook.model_construct(
-            url=url, project=project, kinds=list(kinds), description=description
-        )
-        return self._request("POST", "/v1/webhooks", WebhookCreated, json=body.model_dump())
+        body = {"url": url, "project": project, "kinds": list(kinds), "description": description}
+        return self._request("POST", "/v1/webhooks", WebhookCreated, json=body)
 
     def webhooks(self, *, project: str | None = None) -> list[WebhookOut]:
         """Webhooks of a project, or all, oldest first."""

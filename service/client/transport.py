@@ -7,9 +7,12 @@ event id. Durations are in seconds. Errors: `service.client.errors`.
 
 from __future__ import annotations
 
+import io
 import random
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -112,15 +115,10 @@ def split_lines(chunks: Iterable[str]) -> Iterator[str]:
 
     Only CR, LF and CRLF end a line: `str.splitlines` would also cut at U+2028 inside JSON.
     """
-    pending = ""
+    decoder, pending = io.IncrementalNewlineDecoder(None, translate=True), ""
     for chunk in chunks:
-        pending += chunk
-        # A CR at the end may be the first half of a CRLF whose LF has not arrived yet.
-        held_back = "\r" if pending.endswith("\r") else ""
-        ready = pending[: len(pending) - len(held_back)]
-        *lines, rest = ready.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        *lines, pending = (pending + decoder.decode(chunk)).split("\n")
         yield from lines
-        pending = rest + held_back
 
 
 def parse_events(chunks: Iterable[str], last_id: str = "") -> Iterator[SseEvent]:
@@ -214,29 +212,22 @@ class Connection:
         self._http.close()
 
     def _get(
-        self,
-        path: str,
-        answer: type[Answer],
-        params: Params | None = None,
-        patience_s: float = 0.0,
+        self, path: str, answer: type[Answer], params: Params | None = None, **options: Any
     ) -> Answer:
-        return self._request(
-            "GET", path, answer, repeatable=True, patience_s=patience_s, params=_given(params or {})
-        )
+        params = _given(params or {})
+        return self._request("GET", path, answer, repeatable=True, params=params, **options)
 
-    def _request(
-        self,
-        method: str,
-        path: str,
-        answer: type[Answer],
-        *,
-        repeatable: bool = False,
-        patience_s: float = 0.0,
-        **content: Any,
-    ) -> Answer:
-        """Send a request and check its answer; `content` as in `httpx.Client.request`."""
-        response = self._send(method, path, repeatable=repeatable, patience_s=patience_s, **content)
+    def _request(self, method: str, path: str, answer: type[Answer], **options: Any) -> Answer:
+        """Send a request and check its answer; `options` as of `_send`."""
+        response = self._send(method, path, **options)
         return self._validate(response.content, answer, str(response.url))
+
+    def _create(
+        self, path: str, answer: type[Answer], body: dict[str, Any], idempotency_key: str | None
+    ) -> Answer:
+        """POST something once, however often it has to be sent: always with an Idempotency-Key."""
+        headers = {"Idempotency-Key": idempotency_key or str(uuid.uuid4())}
+        return self._request("POST", path, answer, repeatable=True, json=body, headers=headers)
 
     def _send(
         self,
@@ -247,15 +238,15 @@ class Connection:
         patience_s: float = 0.0,
         **content: Any,
     ) -> httpx.Response:
-        """Send a request, again while its failures are transient if it is `repeatable`."""
+        """Send a request, again while its failures are transient if it is `repeatable`.
+
+        `content` is as in `httpx.Client.request`.
+        """
         budget = self._budget(patience_s)
         while True:
             try:
-                return self._checked(self._http.request(method, path, **content))
-            except httpx.TransportError as error:
-                failure: ShardloomError = self._unreachable(error)
-                if not repeatable:
-                    raise failure from error
+                with self._reaching():
+                    return self._checked(self._http.request(method, path, **content))
             except ShardloomError as error:
                 if not repeatable or not is_transient(error):
                     raise
@@ -276,8 +267,6 @@ class Connection:
                     last_id = event.id
                     yield event
                 failure: ShardloomError = ServiceUnreachable(self.base_url, "the stream broke off")
-            except httpx.TransportError as error:
-                failure = self._unreachable(error)
             except ShardloomError as error:
                 if not is_transient(error):
                     raise
@@ -297,21 +286,21 @@ class Connection:
                 budget.reset()
                 yield chunk
 
-        with self._http.stream(
-            "GET", path, params=_given(params), headers=headers, timeout=timeout
-        ) as response:
+        with (
+            self._reaching(),
+            self._http.stream(
+                "GET", path, params=_given(params), headers=headers, timeout=timeout
+            ) as response,
+        ):
             yield from parse_events(chunks(self._checked(response)), last_id)
 
     def _download(self, path: str, params: Params, target: Path) -> Path:
         """Write an answer to a file, which is replaced once all is there; raises OSError."""
         partial = target.with_name(f"{target.name}.partial")
-        try:
-            with self._http.stream("GET", path, params=params) as response:
-                self._checked(response)
-                with partial.open("wb") as file:
-                    file.writelines(response.iter_bytes())
-        except httpx.TransportError as error:
-            raise self._unreachable(error) from error
+        with self._reaching(), self._http.stream("GET", path, params=params) as response:
+            self._checked(response)
+            with partial.open("wb") as file:
+                file.writelines(response.iter_bytes())
         return partial.replace(target)
 
     def _parse_event(self, event: SseEvent, answer: type[Answer]) -> Answer:
@@ -320,8 +309,14 @@ class Connection:
     def _budget(self, patience_s: float) -> RetryBudget:
         return RetryBudget(self._retry, patience_s, self._sleep, self._clock)
 
-    def _unreachable(self, error: httpx.TransportError) -> ServiceUnreachable:
-        return ServiceUnreachable(self.base_url, str(error) or type(error).__name__)
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise `ServiceUnreachable` for the errors of a connection."""
+        try:
+            yield
+        except httpx.TransportError as error:
+            cause = str(error) or type(error).__name__
+            raise ServiceUnreachable(self.base_url, cause) from error
 
     @staticmethod
     def _checked(response: httpx.Response) -> httpx.Response:

@@ -7,16 +7,13 @@ one mounted last serves the dashboard.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from http import HTTPStatus
 from inspect import isawaitable
-from pathlib import Path
 from urllib.parse import parse_qs
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.responses import HTMLResponse, RedirectResponse
-from jinja2 import Environment, FileSystemLoader, select_autoescape
 from nicegui import app as nicegui_app
 from nicegui import ui
 from starlette.exceptions import HTTPException
@@ -24,15 +21,15 @@ from starlette.exceptions import HTTPException
 from service.api.authentication import CSRF_COOKIE, LOGIN_PATH, SESSION_COOKIE
 from service.api.deps import Context, ContextDep
 from service.auth.authenticator import Credentials
+from service.auth.security import Security
+from service.dashboard import fragments
 from service.dashboard.auth import reader, set_rules
 from service.dashboard.pages import JobPage, ListPage
+from service.dashboard.panels import PageTools
 from service.dashboard.shell import MOUNT_PATH, STATIC_DIR, not_found
 from service.dashboard.snapshots import ListFeed
-from service.db.jobs import JobStore
 from service.domain.auth import hash_of
 from service.errors import CsrfRefused, NotSignedIn
-from service.settings import Settings
-from trainer.export.requests import ExportFolder
 
 router = APIRouter(include_in_schema=False)
 _HOME = f"{MOUNT_PATH}/"
@@ -43,10 +40,6 @@ _BUILD_TIMEOUT_S = 30.0
 _UNKNOWN_PAGE_CSP = (
     "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
-)
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).parent / "templates"),
-    autoescape=select_autoescape(["html"]),
 )
 
 
@@ -141,23 +134,20 @@ def _page(wanted: str, fault: str = "", status: HTTPStatus = HTTPStatus.OK) -> H
 
 def _render(template: str, **values: str) -> str:
     logo = (STATIC_DIR / "logo.svg").read_text(encoding="utf-8")
-    return _TEMPLATES.get_template(template).render(logo=logo, **values)
+    return fragments.render(template, logo=logo, **values)
 
 
-def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], None]) -> None:
+def mount(app: FastAPI, tools: PageTools, security: Security | None) -> None:
     """Serve the dashboard from `app`: the list at `/dashboard/`, a job below `jobs/`.
 
-    `wake` makes the reconciler act at once on what a reader requested. Call it after the API's
-    routes are in place; `/` then leads to the list.
+    Call it after the API's routes are in place; `/` then leads to the list. Without `security`
+    there is no sign-in page and no audit log.
     """
     # Starlette refuses to add middleware to an app that has answered a request.
     nicegui_app.middleware_stack = None
     nicegui_app.user_middleware.clear()
-    context = getattr(app.state, "context", None)
-    security = context.security if context is not None else None
-    set_rules(is_local=settings.auth == "local", security=security)
-    submit = context.exports.submit if context is not None else _forget
-    feed = ListFeed(store)
+    set_rules(is_local=tools.settings.auth == "local", security=security)
+    feed = ListFeed(tools.store)
 
     @ui.page("/", response_timeout=_BUILD_TIMEOUT_S)
     async def _list() -> None:
@@ -165,7 +155,7 @@ def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], 
 
     @ui.page("/jobs/{job_id}", response_timeout=_BUILD_TIMEOUT_S)
     async def _job(job_id: str) -> None:
-        await JobPage(store, settings, job_id, wake, submit).build()
+        await JobPage(tools, job_id).build()
 
     if security is not None:
         app.include_router(router)
@@ -185,10 +175,6 @@ def mount(app: FastAPI, store: JobStore, settings: Settings, wake: Callable[[], 
         tailwind=False,
         show_welcome_message=False,
     )
-
-
-def _forget(folder: ExportFolder) -> None:
-    """Without the API nothing makes exports; a service that starts later will."""
 
 
 def _show_unknown_pages(app: FastAPI) -> None:

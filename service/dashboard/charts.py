@@ -31,6 +31,7 @@ _PHASE_COLOURS = {
 }
 _TEXT_COLOUR = "#8a93a3"
 _LINE_COLOUR = "rgba(138, 147, 163, 0.18)"
+_AXIS_LABEL = {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
 _FEW_POINTS = 40
 # Run in the browser (NiceGUI evaluates keys that start with a colon).
 _NUMBER = (
@@ -79,75 +80,62 @@ class ChartSpec:
 
 def charts_of(job: Job) -> tuple[ChartSpec, ...]:
     """The charts of a job: how well it learns, how fast it goes, and where the time goes."""
-    return (*_learning_charts(job), *_time_charts(), *_sync_charts())
-
-
-def _learning_charts(job: Job) -> tuple[ChartSpec, ...]:
     quality = quality_metric(job)
+    qualities = (
+        Line(f"train/{quality}", "train", TRAIN_COLOUR),
+        Line(f"validation/{quality}", "validation", VALIDATION_COLOUR),
+    )
     return (
         ChartSpec("loss", "Loss", (Line("train/loss", "train", TRAIN_COLOUR),)),
-        ChartSpec(
-            "quality",
-            quality.upper(),
-            (
-                Line(f"train/{quality}", "train", TRAIN_COLOUR),
-                Line(f"validation/{quality}", "validation", VALIDATION_COLOUR),
-            ),
-        ),
-        ChartSpec(
-            "speed", "Rows/s", (Line("speed/rows_per_s", "rows/s", TRAIN_COLOUR),), from_zero=True
-        ),
-        ChartSpec(
-            "lr",
-            "Learning rates",
-            (
-                Line("optimizer/lr_sparse", "tables", TRAIN_COLOUR),
-                Line("optimizer/lr_dense", "dense", VALIDATION_COLOUR),
-            ),
-            is_log=True,
-            is_optional=True,
-        ),
+        ChartSpec("quality", quality.upper(), qualities),
+        *_OTHER_CHARTS,
     )
 
 
-def _time_charts() -> tuple[ChartSpec, ...]:
-    lines = [Line(f"phase/{p}_s", p.replace("_", " "), _PHASE_COLOURS[p]) for p in PHASES]
-    return (
-        ChartSpec(
-            "phases",
-            "Time of a step",
-            tuple(lines),
-            from_zero=True,
-            is_stacked=True,
-            is_optional=True,
-            number=_MILLISECONDS,
+_OTHER_CHARTS = (
+    ChartSpec(
+        "speed", "Rows/s", (Line("speed/rows_per_s", "rows/s", TRAIN_COLOUR),), from_zero=True
+    ),
+    ChartSpec(
+        "lr",
+        "Learning rates",
+        (
+            Line("optimizer/lr_sparse", "tables", TRAIN_COLOUR),
+            Line("optimizer/lr_dense", "dense", VALIDATION_COLOUR),
         ),
-    )
-
-
-def _sync_charts() -> tuple[ChartSpec, ...]:
-    return (
-        ChartSpec(
-            "sync",
-            "Sync time",
-            (Line("sync/time_s", "sync", TRAIN_COLOUR),),
-            from_zero=True,
-            is_optional=True,
-            number=_MILLISECONDS,
+        is_log=True,
+        is_optional=True,
+    ),
+    ChartSpec(
+        "phases",
+        "Time of a step",
+        tuple(Line(f"phase/{p}_s", p.replace("_", " "), _PHASE_COLOURS[p]) for p in PHASES),
+        from_zero=True,
+        is_stacked=True,
+        is_optional=True,
+        number=_MILLISECONDS,
+    ),
+    ChartSpec(
+        "sync",
+        "Sync time",
+        (Line("sync/time_s", "sync", TRAIN_COLOUR),),
+        from_zero=True,
+        is_optional=True,
+        number=_MILLISECONDS,
+    ),
+    ChartSpec(
+        "traffic",
+        "Sync traffic",
+        (
+            Line("sync/bytes", "bytes per rank", TRAIN_COLOUR),
+            Line("sync/density", "share of rows", VALIDATION_COLOUR, on_right=True),
         ),
-        ChartSpec(
-            "traffic",
-            "Sync traffic",
-            (
-                Line("sync/bytes", "bytes per rank", TRAIN_COLOUR),
-                Line("sync/density", "share of rows", VALIDATION_COLOUR, on_right=True),
-            ),
-            from_zero=True,
-            is_optional=True,
-            number=_BYTES,
-            right_number=_PERCENT,
-        ),
-    )
+        from_zero=True,
+        is_optional=True,
+        number=_BYTES,
+        right_number=_PERCENT,
+    ),
+)
 
 
 def metric_names(charts: Sequence[ChartSpec]) -> list[str]:
@@ -175,7 +163,7 @@ def chart_options(chart: ChartSpec) -> dict[str, Any]:
             "axisLine": {"lineStyle": {"color": _LINE_COLOUR}},
             "axisTick": {"show": False},
             "splitLine": {"show": False},
-            "axisLabel": {**_axis_label(), ":formatter": _STEPS, "showMaxLabel": False},
+            "axisLabel": {**_AXIS_LABEL, ":formatter": _STEPS, "showMaxLabel": False},
             "axisPointer": {"label": {":formatter": "({value}) => 'step ' + Math.round(value)"}},
         },
         "yAxis": _value_axes(chart),
@@ -191,11 +179,11 @@ def _value_axes(chart: ChartSpec) -> list[dict[str, Any]]:
         "axisLine": {"show": False},
         "axisTick": {"show": False},
         "splitLine": {"lineStyle": {"color": _LINE_COLOUR}},
-        "axisLabel": {**_axis_label(), ":formatter": chart.number},
+        "axisLabel": {**_AXIS_LABEL, ":formatter": chart.number},
     }
     if chart.right_number is None:
         return [left]
-    label = {**_axis_label(), ":formatter": chart.right_number}
+    label = {**_AXIS_LABEL, ":formatter": chart.right_number}
     return [left, {**left, "splitLine": {"show": False}, "axisLabel": label}]
 
 
@@ -211,10 +199,6 @@ def _tooltip(chart: ChartSpec) -> dict[str, Any]:
         "axisPointer": {"lineStyle": {"color": _TEXT_COLOUR, "type": "dashed"}},
         ":valueFormatter": chart.number,
     }
-
-
-def _axis_label() -> dict[str, Any]:
-    return {"color": _TEXT_COLOUR, "fontSize": 11, "hideOverlap": True}
 
 
 def _series(chart: ChartSpec, line: Line) -> dict[str, Any]:

@@ -97,11 +97,6 @@ def size(num_bytes: float | None) -> str:
     return f"{value:.3g} {_SIZE_UNITS[unit]}"
 
 
-def percent_done(step: int, total_steps: int) -> float:
-    """Share of the steps behind us, in [0, 100]; 0 while the total is unknown."""
-    return min(100.0, 100.0 * step / total_steps) if total_steps > 0 else 0.0
-
-
 def metric(name: str, value: float | None) -> str:
     """A metric in the unit that its name implies, as in `sync/time_s` or `balance/lookup`."""
     if name.startswith("balance/"):

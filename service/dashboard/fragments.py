@@ -13,13 +13,21 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from service.backends.base import cluster_text, has_own_cluster
 from service.dashboard import format, views
 from service.dashboard.groups import GroupsView, member_grid
-from service.dashboard.sharding import sharding_view
 from service.domain.models import Attempt, Checkpoint, Job, JobStatus, TimelineEvent
 from service.domain.retries import advice_of
+from service.domain.sharding import (
+    DIVERGENCE,
+    imbalance,
+    loads_of,
+    newest_workers,
+    policy_facts,
+    shard_text,
+)
 from service.domain.timeline import traces_of
 from service.schemas.jobs import ExportOut
 
 MAX_TIMELINE_LINES = 200
+_MAX_ALARMS = 3
 _templates = Environment(
     loader=PackageLoader("service.dashboard"),
     autoescape=True,
@@ -27,9 +35,27 @@ _templates = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
+_templates.filters |= {
+    "clock": format.clock,
+    "duration": format.duration,
+    "grouped": format.grouped,
+    "metrics_line": format.metrics_line,
+    "ratio": format.ratio,
+    "size": format.size,
+    "utc": format.utc,
+}
+_templates.globals |= {
+    "end_tone": views.end_tone,
+    "event_tone": views.event_tone,
+    "export_errors": views.export_errors,
+    "metric": format.metric,
+    "num_colours": views.NUM_HOST_COLOURS,
+    "shard_text": shard_text,
+}
 
 
-def _render(template: str, **values: object) -> str:
+def render(template: str, **values: object) -> str:
+    """A template with its values."""
     return _templates.get_template(template).render(**values)
 
 
@@ -43,7 +69,7 @@ def heading(job: Job, now: float, attempts: Sequence[Attempt] = ()) -> str:
     if duration_s is not None:
         verb = "ran for" if job.status.is_terminal else "running for"
         duration = f"{verb} {format.duration(duration_s)}"
-    return _render(
+    return render(
         "heading.html",
         job=job,
         tone=views.tone_of(job.status),
@@ -60,7 +86,7 @@ def progress(job: Job) -> str:
     """Progress bar with percent, step, epoch, rows and ETA."""
     epochs = job.spec.training.epochs
     done = job.progress
-    return _render(
+    return render(
         "progress.html",
         progress=views.progress_view(job),
         tone=views.tone_of(job.status),
@@ -71,49 +97,61 @@ def progress(job: Job) -> str:
 
 def figures(job: Job) -> str:
     """Tiles of the key figures."""
-    return _render("figures.html", figures=views.key_figures(job))
+    return render("figures.html", figures=views.key_figures(job), job=job)
 
 
 def groups(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     """Diagram of the 2D layout: the groups as they are now, else as the newest workers began."""
-    members = member_grid(job, timeline, views.NUM_HOST_COLOURS)
+    members = member_grid(job, timeline)
     if members is not None:
-        return _render("member_grid.html", grid=members, num_colours=views.NUM_HOST_COLOURS)
-    return _render(
-        "groups.html", grid=views.group_grid(timeline), num_colours=views.NUM_HOST_COLOURS
-    )
+        return render("member_grid.html", grid=members)
+    workers = newest_workers(timeline)
+    if workers is None:
+        return render("groups.html", workers=None)
+    hosts = list(dict.fromkeys(workers.hosts))
+    return render("groups.html", workers=workers, hosts=hosts, rows=views.rank_rows(workers))
 
 
 def membership(view: GroupsView) -> str:
     """Who trained when, copies alive, recoveries, and what time was lost to."""
-    return _render("membership.html", view=view)
+    return render("membership.html", view=view)
 
 
 def timeline(job: Job, events: Sequence[TimelineEvent]) -> str:
     """The newest events, newest first."""
-    return _render("timeline.html", lines=views.timeline_lines(job, events, MAX_TIMELINE_LINES))
+    return render("timeline.html", job=job, events=events[-MAX_TIMELINE_LINES:])
 
 
 def checkpoints(items: Sequence[Checkpoint], now: float) -> str:
     """Table of the checkpoints that exist."""
-    return _render("checkpoints.html", lines=views.checkpoint_lines(items, now))
+    return render("checkpoints.html", checkpoints=items, now=now)
 
 
 def exports(job: Job, items: Sequence[ExportOut], now: float) -> str:
     """Table of the exports, with links to download those that are done."""
-    return _render("exports.html", lines=views.export_lines(job, items, now))
+    return render("exports.html", job=job, exports=items, now=now)
 
 
 def attempts(job: Job, items: Sequence[Attempt], now: float) -> str:
     """Table of the submissions of a job."""
-    return _render("attempts.html", lines=views.attempt_lines(job, items, now))
+    return render("attempts.html", job=job, attempts=items, now=now)
 
 
 def sharding(job: Job, timeline: Sequence[TimelineEvent]) -> str:
     """The plan of the tables, what each position holds, and how copies are kept together."""
-    return _render("sharding.html", view=sharding_view(job, timeline), times=format.TIMES)
+    workers = newest_workers(timeline)
+    loads = loads_of(workers.tables, workers.shard_group_size) if workers else []
+    return render(
+        "sharding.html",
+        workers=workers,
+        loads=loads,
+        imbalance=imbalance(loads),
+        facts=policy_facts(job.spec),
+        alarms=[line.message for line in reversed(timeline) if line.kind == DIVERGENCE],
+        num_alarms=_MAX_ALARMS,
+    )
 
 
 def traces(job: Job, timeline: Sequence[TimelineEvent], now: float) -> str:
     """Table of the traces, with links to download them."""
-    return _render("traces.html", lines=views.trace_lines(job, traces_of(timeline), now))
+    return render("traces.html", job=job, traces=traces_of(timeline), now=now)

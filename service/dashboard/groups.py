@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from service.dashboard import format
 from service.domain.membership import (
@@ -17,7 +18,7 @@ from service.domain.membership import (
     num_current,
     num_wanted,
 )
-from service.domain.metrics import goodput_of, steps_at_risk
+from service.domain.metrics import Goodput, goodput_of, steps_at_risk
 from service.domain.models import Checkpoint, Job, JobStatus, Membership, TimelineEvent
 from service.domain.timeline import latest_resize_request
 
@@ -66,25 +67,14 @@ class Fact:
 
 
 @dataclass(frozen=True)
-class Loss:
-    """A cause that took time: `percent` of all that was lost."""
-
-    cause: str
-    text: str
-    percent: float
-    colour_index: int
-
-
-@dataclass(frozen=True)
 class GroupsView:
-    """The section; `rows` are empty where the job told no groups, `goodput` where it told none."""
+    """The section; `rows` are empty where the job told no groups."""
 
     rows: tuple[TimelineRow, ...]
     since: str
     until: str
     facts: tuple[Fact, ...]
-    goodput: str
-    losses: tuple[Loss, ...]
+    goodput: Goodput | None
 
     @property
     def has_content(self) -> bool:
@@ -100,58 +90,36 @@ def groups_view(
     changes = standings_over_time(lines)
     end = job.ended_at or now
     start = changes[0][0] if changes else end
-    goodput = goodput_of(job.latest_metrics)
     return GroupsView(
         rows=_timeline_rows(changes, lines, end),
         since=format.clock(start - job.created_at),
         until=format.clock(end - job.created_at),
         facts=tuple(_facts(job, timeline, checkpoints, now)),
-        goodput="" if goodput is None else f"{goodput.share:.1%}",
-        losses=_losses(goodput.lost_shares if goodput else ()),
+        goodput=goodput_of(job.latest_metrics),
     )
 
 
 def standings_over_time(lines: Iterable[TimelineEvent]) -> list[tuple[float, dict[int, str]]]:
     """(time, standing by group) after each change, in the order of time; `gone` after a loss."""
-    told = [line for line in lines if line.kind in _CHANGES]
     changes: list[tuple[float, dict[int, str]]] = []
     known: dict[int, str] = {}
-    for line in sorted(told, key=lambda line: line.time):
-        known = _CHANGES[line.kind](known, line.data)
+    for line in sorted(lines, key=lambda line: line.time):
+        data: Mapping[str, Any] = line.data
+        match line.kind:
+            case "membership_changed":
+                present = {each["group"]: each["standing"] for each in data["groups"]}
+                known = {**dict.fromkeys(known, "gone"), **present}
+            case "group_left" if data["cause"] in FOR_GOOD:
+                known = {group: known[group] for group in known if group != data["group"]}
+            case "group_lost" | "group_left":
+                known = {**known, data["group"]: "gone"}
+            case "resized":
+                # The job goes on without those that are gone.
+                known = {group: known[group] for group in known if known[group] != "gone"}
+            case _:
+                continue
         changes.append((line.time, known))
     return changes
-
-
-def _after_membership(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
-    groups = data["groups"]
-    assert isinstance(groups, list)
-    present = {int(each["group"]): str(each["standing"]) for each in groups}
-    return {**dict.fromkeys(known, "gone"), **present}
-
-
-def _after_loss(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
-    group = data["group"]
-    assert isinstance(group, int)
-    return {**known, group: "gone"}
-
-
-def _after_leave(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
-    if data["cause"] in FOR_GOOD:
-        return {group: standing for group, standing in known.items() if group != data["group"]}
-    return _after_loss(known, data)
-
-
-def _after_resize(known: Mapping[int, str], data: Mapping[str, object]) -> dict[int, str]:
-    # The job goes on without those that are gone.
-    return {group: standing for group, standing in known.items() if standing != "gone"}
-
-
-_CHANGES = {
-    "membership_changed": _after_membership,
-    "group_lost": _after_loss,
-    "group_left": _after_leave,
-    "resized": _after_resize,
-}
 
 
 def _timeline_rows(
@@ -159,7 +127,7 @@ def _timeline_rows(
 ) -> tuple[TimelineRow, ...]:
     if not changes:
         return ()
-    hosts = _newest_hosts(lines)
+    hosts = {each["group"]: ", ".join(dict.fromkeys(each["hosts"])) for each in _told_groups(lines)}
     groups = sorted({group for _, standings in changes for group in standings})
     newest = changes[-1][1]
     return tuple(
@@ -198,13 +166,11 @@ def _spans(
     )
 
 
-def _newest_hosts(lines: Sequence[TimelineEvent]) -> dict[int, str]:
-    hosts: dict[int, str] = {}
+def _told_groups(lines: Iterable[TimelineEvent]) -> Iterator[Mapping[str, Any]]:
+    """Each group of each membership, in the order of time."""
     for line in lines:
         groups = line.data.get("groups") if line.kind == "membership_changed" else None
-        for each in groups if isinstance(groups, list) else ():
-            hosts[int(each["group"])] = ", ".join(dict.fromkeys(each["hosts"]))
-    return hosts
+        yield from groups if isinstance(groups, list) else ()
 
 
 def _facts(
@@ -288,32 +254,18 @@ def _at_risk_text(job: Job, checkpoints: Sequence[Checkpoint]) -> str:
     return f"{steps:,} steps ({format.compact(rows)} rows) {saved}"
 
 
-def _losses(shares: Sequence[tuple[str, float]]) -> tuple[Loss, ...]:
-    lost = sum(share for _, share in shares)
-    return tuple(
-        Loss(cause, f"{share:.1%}", 100 * share / lost if lost else 0.0, index)
-        for index, (cause, share) in enumerate(shares)
-    )
-
-
-@dataclass(frozen=True)
-class ShardCell:
-    """One rank of a group; `host_index` picks its colour, None where nobody is there."""
-
-    rank: int
-    host: str
-    host_index: int | None
-
-
 @dataclass(frozen=True)
 class GroupRow:
-    """One group: a full copy of the tables, or the place of one that is awaited."""
+    """One group: a full copy of the tables, or the place of one that is awaited.
+
+    `hosts` has that of each rank, empty where nobody is there.
+    """
 
     group: int
     standing: str
     tone: str
     life: int
-    cells: tuple[ShardCell, ...]
+    hosts: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -334,14 +286,16 @@ class MemberGrid:
     copies: tuple[ShardCopies, ...]
 
 
-def member_grid(job: Job, timeline: Sequence[TimelineEvent], num_colours: int) -> MemberGrid | None:
+def member_grid(job: Job, timeline: Sequence[TimelineEvent]) -> MemberGrid | None:
     """The newest membership of a job as a diagram; None where it told none or has ended."""
     membership = membership_of(job)
     if membership is None or job.status.is_terminal:
         return None
-    hosts = _hosts_seen(timeline, job.current_attempt_id)
-    rows = _rows(membership, hosts, num_colours)
-    num_shards = max((len(row.cells) for row in rows), default=0)
+    lines = [line for line in timeline if line.attempt_id == job.current_attempt_id]
+    # In the order in which they came, so that each keeps its colour.
+    hosts = tuple(dict.fromkeys(host for each in _told_groups(lines) for host in each["hosts"]))
+    rows = _rows(membership)
+    num_shards = max((len(row.hosts) for row in rows), default=0)
     needed = copies_needed(job)
     copies = tuple(
         _copies_of(rows, shard, num_wanted(membership), needed) for shard in range(num_shards)
@@ -349,52 +303,28 @@ def member_grid(job: Job, timeline: Sequence[TimelineEvent], num_colours: int) -
     return MemberGrid(rows, hosts, copies)
 
 
-def _rows(membership: Membership, hosts: Sequence[str], num_colours: int) -> tuple[GroupRow, ...]:
+def _rows(membership: Membership) -> tuple[GroupRow, ...]:
     size = group_size(membership)
-    index_of = {host: index % num_colours for index, host in enumerate(hosts)}
     present = [
         GroupRow(
             group=member.group,
             standing=WORDS.get(member.standing, member.standing),
             tone=TONES.get(member.standing, "neutral"),
             life=member.incarnation,
-            cells=tuple(
-                ShardCell(rank, host, index_of.get(host, 0))
-                for rank, host in enumerate(_host_of_ranks(member.hosts, size))
-            ),
+            # A group tells a host for each rank, or one for all.
+            hosts=member.hosts if len(member.hosts) == size else member.hosts[:1] * size,
         )
         for member in membership.members
     ]
     awaited = [
-        GroupRow(
-            group=gone.group,
-            standing="gone",
-            tone="bad",
-            life=gone.incarnation,
-            cells=tuple(ShardCell(rank, "", None) for rank in range(size)),
-        )
+        GroupRow(gone.group, "gone", "bad", gone.incarnation, ("",) * size)
         for gone in missing(membership)
     ]
     return tuple(sorted([*present, *awaited], key=lambda row: row.group))
 
 
-def _host_of_ranks(hosts: Sequence[str], size: int) -> list[str]:
-    """Host of each rank, where a group told one for each rank or one for all."""
-    return list(hosts) if len(hosts) == size else list(hosts[:1]) * size
-
-
-def _hosts_seen(timeline: Iterable[TimelineEvent], attempt_id: str | None) -> tuple[str, ...]:
-    """Every host of an attempt in the order in which it came, so that it keeps its colour."""
-    seen: dict[str, None] = {}
-    for line in timeline:
-        groups = line.data.get("groups") if line.kind == "membership_changed" else None
-        if line.attempt_id == attempt_id and isinstance(groups, list):
-            seen.update(dict.fromkeys(host for each in groups for host in each["hosts"]))
-    return tuple(seen)
-
-
 def _copies_of(rows: Sequence[GroupRow], shard: int, num_groups: int, needed: int) -> ShardCopies:
-    alive = [row.cells[shard].host for row in rows if row.standing == WORDS[CURRENT]]
+    alive = [row.hosts[shard] for row in rows if row.standing == WORDS[CURRENT]]
     num_hosts = len(set(alive))
     is_enough = num_hosts >= needed if needed else len(alive) >= num_groups
     return ShardCopies(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import yaml
 from nicegui import ui
@@ -16,8 +17,9 @@ from service.dashboard.panels import (
     ActionsPanel,
     ExportPanel,
     LogView,
+    PageTools,
+    Panel,
     PlacementPanel,
-    Submit,
     TracePanel,
 )
 from service.dashboard.shell import MOUNT_PATH, not_found, page_frame, panel
@@ -29,32 +31,21 @@ from service.dashboard.snapshots import (
     ListSnapshot,
     load_job,
 )
-from service.db.jobs import JobStore
 from service.domain.models import Checkpoint, Job, JobStatus, MetricPoint
 from service.errors import JobNotFound
 from service.jobs.run_storage import run_dir_of
-from service.settings import Settings
 
 REFRESH_INTERVAL_S = 1.0
+PanelKind = TypeVar("PanelKind", bound=Panel)
 
 
 class JobPage:
     """One reader's view of a job, refreshed every second while the browser is connected."""
 
-    def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        job_id: str,
-        wake: Callable[[], None],
-        submit: Submit,
-    ) -> None:
-        self._store = store
-        self._settings = settings
-        self._run_dir = run_dir_of(settings, job_id)
+    def __init__(self, tools: PageTools, job_id: str) -> None:
+        self._tools = tools
+        self._store = tools.store
         self._job_id = job_id
-        self._wake = wake
-        self._submit = submit
 
     async def build(self) -> None:
         """Draw the page, or a 404 if there is no such job."""
@@ -88,12 +79,10 @@ class JobPage:
             ui.label(self._snapshot.job.name)
         with ui.element("div").classes("job-head"):
             self._heading = ui.html(sanitize=False).classes("heading")
-            self._actions = ActionsPanel(
-                self._store, self._settings, self._snapshot, self._wake_and_refresh
-            )
+            self._actions = self._panel(ActionsPanel)
         self._progress = ui.html(sanitize=False).classes("panel progress-panel")
         self._figures = ui.html(sanitize=False, tag="dl").classes("figures")
-        self._placement = PlacementPanel(self._store, self._run_dir, self._snapshot, self.refresh)
+        self._placement = self._panel(PlacementPanel)
 
     def _build_body(self) -> None:
         with ui.element("div").classes("columns"):
@@ -115,16 +104,12 @@ class JobPage:
                     ui.tab(name)
             with ui.tab_panels(tabs, value="Logs", animated=False).classes("tab-panels"):
                 with ui.tab_panel("Logs"):
-                    self._logs = LogView(self._run_dir)
+                    self._logs = LogView(run_dir_of(self._tools.settings, self._job_id))
                 with ui.tab_panel("Checkpoints"):
                     self._checkpoints = ui.html(sanitize=False)
-                    self._exports = ExportPanel(
-                        self._store, self._settings, self._snapshot, self._submit
-                    )
+                    self._exports = self._panel(ExportPanel)
                 with ui.tab_panel("Traces"):
-                    self._traces = TracePanel(
-                        self._store, self._run_dir, self._snapshot, self.refresh
-                    )
+                    self._traces = self._panel(TracePanel)
                 with ui.tab_panel("Attempts"):
                     self._attempts = ui.html(sanitize=False)
                 with ui.tab_panel("Spec"):
@@ -150,9 +135,11 @@ class JobPage:
             for chart in self._charts:
                 chart.show(snapshot.points, best)
 
+    def _panel(self, kind: type[PanelKind]) -> PanelKind:
+        return kind(self._tools, self._snapshot, self._wake_and_refresh)
+
     async def _wake_and_refresh(self) -> None:
-        """Let the reconciler carry out a request at once, and show the job again."""
-        self._wake()
+        self._tools.wake()
         await self.refresh()
 
 

@@ -10,7 +10,9 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from nicegui import ui
 
@@ -22,7 +24,7 @@ from service.dashboard.shell import panel
 from service.dashboard.snapshots import JobSnapshot
 from service.db.jobs import JobStore
 from service.domain.membership import failure_domain
-from service.domain.models import Job, JobStatus
+from service.domain.models import JobStatus
 from service.domain.timeline import latest_resize_request
 from service.errors import Conflict, JobEnded, ServiceError, StaleVersion
 from service.jobs.actions import (
@@ -44,7 +46,6 @@ from service.settings import Settings
 from trainer.export.requests import ExportFolder, list_exports
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
-Submit = Callable[[ExportFolder], None]
 MAX_LOG_LINES = 500
 _AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
 _EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
@@ -54,6 +55,20 @@ _RESIZE_HINTS = {
     "job": "The workers save a checkpoint and start again from it in the new size.",
 }
 _TRACE_HINT = "Gzipped traces in Chrome's format: open them at ui.perfetto.dev or chrome://tracing."
+
+
+@dataclass(frozen=True)
+class PageTools:
+    """What the panels of a job's page work with.
+
+    `wake` lets the reconciler carry out a request at once; `submit` hands a requested export to
+    what makes it.
+    """
+
+    store: JobStore
+    settings: Settings
+    wake: Callable[[], None]
+    submit: Callable[[ExportFolder], None]
 
 
 def _button(text: str, on_click: Callable[[], object], style: str = "quiet-button") -> ui.button:
@@ -83,37 +98,48 @@ def _fields(style: str = "") -> ui.element:
     return ui.element("div").classes(f"dialog-fields {style}")
 
 
-async def _change(job: Job, what: str, change: Callable[[], object]) -> bool:
-    """Authorize and audit a change, and make it in a thread; False if it failed, with a notice."""
-    try:
-        check_change(job, what)
-        await asyncio.to_thread(change)
-    except JobEnded:
-        ui.notify("The job had already ended.")
-    except StaleVersion:
-        ui.notify("The job changed at that moment; please try again.", type="warning")
-    except ServiceError as error:
-        ui.notify(str(error), type="warning")
-    else:
-        return True
-    return False
+def _select(options: list[Any] | dict[Any, str], label: str, **more: Any) -> ui.select:
+    return ui.select(options, label=label, **more).props("dense outlined")
 
 
-class ActionsPanel:
-    """Buttons for what may be done with a job now; `on_asked` runs after a request was made."""
+class Panel:
+    """A panel of a job's page, which `on_change` shows anew after a request."""
 
     def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        snapshot: JobSnapshot,
-        on_asked: Callable[[], Awaitable[None]],
+        self, tools: PageTools, snapshot: JobSnapshot, on_change: Callable[[], Awaitable[None]]
     ) -> None:
-        self._store = store
-        self._settings = settings
+        self._store, self._settings, self._submit = tools.store, tools.settings, tools.submit
+        self._run_dir = run_dir_of(tools.settings, snapshot.job.id)
         self._snapshot = snapshot
-        self._on_asked = on_asked
-        title = f"Cancel {snapshot.job.name}?"
+        self._on_change = on_change
+        self._build()
+
+    def _build(self) -> None:
+        """Draw the panel, empty."""
+        raise NotImplementedError
+
+    async def _change(self, what: str, change: Callable[[], object], done: str = "") -> None:
+        """Authorize and audit a change, and make it in a thread; a notice says what came of it."""
+        try:
+            check_change(self._snapshot.job, what)
+            await asyncio.to_thread(change)
+        except JobEnded:
+            ui.notify("The job had already ended.")
+        except StaleVersion:
+            ui.notify("The job changed at that moment; please try again.", type="warning")
+        except ServiceError as error:
+            ui.notify(str(error), type="warning")
+        else:
+            if done:
+                ui.notify(done)
+        await self._on_change()
+
+
+class ActionsPanel(Panel):
+    """Buttons for what may be done with a job now."""
+
+    def _build(self) -> None:
+        title = f"Cancel {self._snapshot.job.name}?"
         with _dialog(
             title, "Cancel job", self._cancel_now, leave="Keep it", colour="color=negative"
         ) as self._cancel_dialog:
@@ -123,7 +149,7 @@ class ActionsPanel:
         ) as self._restart_dialog:
             ui.label("Later checkpoints count no more, and go once a new one is committed.")
             with _fields("wide"):
-                self._step = ui.select({}, label="Checkpoint").props("dense outlined")
+                self._step = _select({}, "Checkpoint")
         with ui.element("div").classes("course-buttons"):
             self._pause = _button("Pause", lambda: self._request("pause", pause_job))
             self._resume = _button("Resume", lambda: self._request("resume", resume_job))
@@ -163,39 +189,29 @@ class ActionsPanel:
 
     async def _restart_now(self) -> None:
         self._restart_dialog.close()
-        await self._request("restart", partial(restart_job, step=self._step.value))
+        await self._request("restart", restart_job, step=self._step.value)
 
-    async def _request(self, verb: str, action: Callable[..., object]) -> None:
-        job, actor = self._snapshot.job, reader().name
-        change = partial(action, self._store, self._settings, job.id, actor=actor)
-        await _change(job, verb, change)
-        await self._on_asked()
+    async def _request(self, verb: str, action: Callable[..., object], **options: object) -> None:
+        job_id, actor = self._snapshot.job.id, reader().name
+        change = partial(action, self._store, self._settings, job_id, actor=actor, **options)
+        await self._change(verb, change)
 
 
-class ExportPanel:
-    """Exports of a job with downloads; `submit` hands a request to what makes the export."""
+class ExportPanel(Panel):
+    """Exports of a job with downloads."""
 
-    def __init__(
-        self, store: JobStore, settings: Settings, snapshot: JobSnapshot, submit: Submit
-    ) -> None:
-        self._store = store
-        self._settings = settings
-        self._job = snapshot.job
-        self._submit = submit
-        with _dialog("Export the model", "Export", self._export) as dialog:
+    def _build(self) -> None:
+        with _dialog("Export the model", "Export", self._export) as self._dialog:
             ui.label("It says how far its predictions are from the trainer's on validation rows.")
             with _fields():
-                self._checkpoint = ui.select(["newest"], label="Checkpoint", value="newest")
-                self._tables = ui.select(_TABLES, label="Tables", value="int8")
-                for field in (self._checkpoint, self._tables):
-                    field.props("dense outlined")
+                self._checkpoint = _select(["newest"], "Checkpoint", value="newest")
+                self._tables = _select(_TABLES, "Tables", value="int8")
         with _dialog("Delete an export", "Delete", self._delete) as self._delete_dialog:
             ui.label("Its files go; one that is being made is given up.")
             with _fields():
-                self._doomed = ui.select([], label="Export").props("dense outlined")
-        self._dialog = dialog
+                self._doomed = _select([], "Export")
         with ui.element("div").classes("trace-head"):
-            self._button = _button("Export", dialog.open).mark("export")
+            self._button = _button("Export", self._dialog.open).mark("export")
             self._delete_button = _button("Delete an export", self._delete_dialog.open)
             ui.label(_EXPORT_HINT).classes("trace-hint")
         self._list = ui.html(sanitize=False)
@@ -203,19 +219,20 @@ class ExportPanel:
     async def refresh(self) -> None:
         """Read run storage in a thread and show the state of the exports."""
         found = await asyncio.to_thread(self._read)
-        self._list.set_content(fragments.exports(self._job, found, time.time()))
+        self._list.set_content(fragments.exports(self._snapshot.job, found, time.time()))
         self._doomed.set_options([each.id for each in found])
         self._delete_button.set_enabled(bool(found))
 
     def show(self, snapshot: JobSnapshot) -> None:
         """Offer what can be exported now."""
+        self._snapshot = snapshot
         steps = [str(checkpoint.step) for checkpoint in reversed(snapshot.checkpoints)]
         self._checkpoint.set_options(["newest", "best", *steps])
         self._button.set_enabled(bool(steps))
 
     def _read(self) -> list[ExportOut]:
         found = []
-        for folder in reversed(list_exports(run_dir_of(self._settings, self._job.id))):
+        for folder in reversed(list_exports(self._run_dir)):
             try:
                 found.append(describe_or_fail(folder))
             except (ServiceError, OSError, ValueError):
@@ -230,24 +247,21 @@ class ExportPanel:
         export_id = str(self._doomed.value)
 
         def delete() -> None:
-            delete_export(get_export(self._settings, self._job.id, export_id))
+            delete_export(get_export(self._settings, self._snapshot.job.id, export_id))
 
-        if await _change(self._job, f"delete export {export_id}", delete):
-            ui.notify(f"Export {export_id} is deleted.")
-            await self.refresh()
+        await self._change(f"delete export {export_id}", delete, f"Export {export_id} is deleted.")
 
     async def _export(self) -> None:
         self._dialog.close()
-        checkpoint, quantize = str(self._checkpoint.value), self._tables.value
+        job, checkpoint = self._snapshot.job, str(self._checkpoint.value)
+        quantize = self._tables.value
 
-        def request() -> None:
-            self._submit(
-                request_export(self._store, self._settings, self._job, checkpoint, quantize)
-            )
+        def export() -> None:
+            self._submit(request_export(self._store, self._settings, job, checkpoint, quantize))
 
-        if await _change(self._job, "export", request):
-            ui.notify("The export appears here; it takes seconds to minutes.")
-            await self.refresh()
+        await self._change(
+            "export", export, "The export appears here; it takes seconds to minutes."
+        )
 
 
 class LogView:
@@ -318,32 +332,18 @@ def _read(
     return start, list(read_new(files, start, source, is_final=is_final))
 
 
-class PlacementPanel:
-    """The groups of a job, with requests to resize it or to drain hosts.
+class PlacementPanel(Panel):
+    """The groups of a job, with requests to resize it or to drain hosts."""
 
-    `on_asked` runs after a request was made.
-    """
-
-    def __init__(
-        self,
-        store: JobStore,
-        run_dir: RunDir,
-        snapshot: JobSnapshot,
-        on_asked: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._store = store
-        self._run_dir = run_dir
-        self._snapshot = snapshot
-        self._on_asked = on_asked
+    def _build(self) -> None:
         with _dialog("Resize", "Resize", self._resize) as self._resize_dialog:
             self._resize_hint = ui.label()
             with _fields():
-                self._size = ui.select([], label="Workers").props("dense outlined")
+                self._size = _select([], "Workers")
         with _dialog("Drain hosts", "Apply", self._drain) as self._drain_dialog:
             ui.label("Groups leave these hosts in good order, and none is placed there.")
             with _fields("wide"):
-                self._drained = ui.select([], label="Hosts to leave", multiple=True)
-                self._drained.props("dense outlined use-chips")
+                self._drained = _select([], "Hosts to leave", multiple=True).props("use-chips")
         with panel("Groups", "membership-panel") as self._box:
             with ui.element("div").classes("panel-buttons") as self._buttons:
                 self._resize_button = _button("Resize", self._open_resize)
@@ -385,47 +385,34 @@ class PlacementPanel:
             ui.notify("Say how many workers.", type="warning")
             return
         self._resize_dialog.close()
-        job, size = self._snapshot.job, int(self._size.value)
-        await _change(
-            job, "resize", lambda: request_resize(self._store, self._run_dir, job.id, size)
+        job_id, size = self._snapshot.job.id, int(self._size.value)
+        await self._change(
+            "resize", lambda: request_resize(self._store, self._run_dir, job_id, size)
         )
-        await self._on_asked()
 
     async def _drain(self) -> None:
         self._drain_dialog.close()
-        job, wanted = self._snapshot.job, set(self._drained.value)
+        job_id, wanted = self._snapshot.job.id, set(self._drained.value)
         drained = set(latest_resize_request(self._snapshot.timeline).drain_hosts)
 
         def drain() -> None:
             for host in sorted(wanted ^ drained):
-                request_drain(self._store, self._run_dir, job.id, host, undo=host in drained)
+                request_drain(self._store, self._run_dir, job_id, host, undo=host in drained)
 
-        await _change(job, "drain", drain)
-        await self._on_asked()
+        await self._change("drain", drain)
 
 
-class TracePanel:
-    """Profiler traces of a job, with downloads; `on_asked` runs after a request was made."""
+class TracePanel(Panel):
+    """Profiler traces of a job, with downloads."""
 
-    def __init__(
-        self,
-        store: JobStore,
-        run_dir: RunDir,
-        snapshot: JobSnapshot,
-        on_asked: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._store = store
-        self._run_dir = run_dir
-        self._job = snapshot.job
-        self._on_asked = on_asked
-        ranks = list(range(snapshot.job.spec.parallelism.world_size))
+    def _build(self) -> None:
+        ranks = list(range(self._snapshot.job.spec.parallelism.world_size))
         with _dialog("Record a trace", "Record", self._record) as self._dialog:
             ui.label("torch.profiler records the next steps, which it slows down meanwhile.")
             with _fields():
                 self._steps = ui.number("Steps", value=3, min=1, max=100, precision=0)
-                self._ranks = ui.select(ranks, label="Ranks", value=[0], multiple=True)
-                for field in (self._steps, self._ranks):
-                    field.props("dense outlined")
+                self._steps.props("dense outlined")
+                self._ranks = _select(ranks, "Ranks", value=[0], multiple=True)
         with ui.element("div").classes("trace-head"):
             self._button = _button("Record a trace", self._dialog.open)
             ui.label(_TRACE_HINT).classes("trace-hint")
@@ -441,11 +428,10 @@ class TracePanel:
             ui.notify("Say how many steps, and of which ranks.", type="warning")
             return
         self._dialog.close()
-        num_steps, ranks = int(self._steps.value), list(self._ranks.value)
-
-        def request() -> None:
-            request_trace(self._store, self._run_dir, self._job.id, num_steps, ranks)
-
-        if await _change(self._job, "trace", request):
-            ui.notify("The trace appears here once it is written.")
-            await self._on_asked()
+        job_id, num_steps = self._snapshot.job.id, int(self._steps.value)
+        ranks = list(self._ranks.value)
+        await self._change(
+            "trace",
+            lambda: request_trace(self._store, self._run_dir, job_id, num_steps, ranks),
+            "The trace appears here once it is written.",
+        )

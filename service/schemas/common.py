@@ -1,4 +1,4 @@
-"""Base models of REST bodies: pages, problems, field errors (pydantic only).
+"""Base models of REST bodies: pages and problems (pydantic only).
 
 Times are Unix seconds, durations `_s`, sizes `_bytes`. Lists are pages: `next` is the value to
 give as `after` for the following page, and null on the last one.
@@ -10,6 +10,8 @@ import math
 from typing import Annotated, Generic, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+from trainer.spec.base import FieldProblem
 
 Item = TypeVar("Item")
 # JSON has no NaN or infinity: both travel as null, which reads back as NaN.
@@ -35,14 +37,6 @@ class Page(ApiModel, Generic[Item]):
     next: str | None = None
 
 
-class FieldError(ApiModel):
-    """One faulty field of a request."""
-
-    path: str
-    code: str
-    message: str
-
-
 class Problem(ApiModel):
     """RFC 9457 problem details; `code` is stable and machine-readable."""
 
@@ -52,4 +46,4 @@ class Problem(ApiModel):
     detail: str
     code: str
     instance: str | None = None
-    fields: list[FieldError] = []
+    fields: list[FieldProblem] = []

@@ -11,7 +11,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, StringConstraints
 
-from service.domain.models import EndReason, JobStatus
+from service.domain.models import (
+    ChosenLayout,
+    EndReason,
+    ExcludedHost,
+    GoneGroup,
+    JobStatus,
+    Member,
+    Recovery,
+)
 from service.schemas.common import ApiModel, RequestModel, Value
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
@@ -159,60 +167,6 @@ class JobSummary(ApiModel):
     advice: str = Field(default="", description="What to change, of a job that failed.")
 
 
-class LayoutOut(ApiModel):
-    """The layout that an attempt trains with, why, and its price."""
-
-    world_size: int
-    shard_group_size: int
-    num_replicas: int
-    placement: str
-    failure_domain: str
-    num_hosts: int
-    num_hosts_survived: int
-    memory_overhead_bytes: int
-    sync_latency_s: float | None
-    reason: str
-
-
-class MemberOut(ApiModel):
-    """A sharding group: its life, its hosts, and whether it trains (`current`) or copies."""
-
-    group: int
-    incarnation: int
-    hosts: list[str]
-    standing: str
-
-
-class GoneGroupOut(ApiModel):
-    """A group that was lost, or left for a `reason`, and is awaited again."""
-
-    group: int
-    incarnation: int
-    hosts: list[str]
-    time: float
-    reason: str
-    message: str
-
-
-class RecoveryOut(ApiModel):
-    """How the groups went on after a loss."""
-
-    time: float
-    generation: int
-    cause: str
-    pause_s: float
-    syncs_lost: int
-    num_tries: int
-
-
-class ExcludedHostOut(ApiModel):
-    """A host on which nothing is placed until `until`."""
-
-    host: str
-    num_failures: int
-    until: float
-
-
 class MembershipOut(ApiModel):
     """Who trains in the newest attempt. Copies are those of the shard with the fewest.
 
@@ -220,7 +174,7 @@ class MembershipOut(ApiModel):
     """
 
     attempt_id: str
-    layout: LayoutOut | None
+    layout: ChosenLayout | None
     generation: int
     commit: int
     changed_at: float
@@ -229,12 +183,12 @@ class MembershipOut(ApiModel):
     copies_alive: int
     host_copies_alive: int
     host_copies_needed: int
-    members: list[MemberOut]
-    missing: list[GoneGroupOut]
+    members: list[Member]
+    missing: list[GoneGroup]
     num_losses: int
     num_recoveries: int
-    last_recovery: RecoveryOut | None
-    excluded_hosts: list[ExcludedHostOut]
+    last_recovery: Recovery | None
+    excluded_hosts: list[ExcludedHost]
 
 
 class JobDetail(JobSummary):
@@ -246,49 +200,6 @@ class JobDetail(JobSummary):
     current_attempt_id: str | None
     membership: MembershipOut | None = None
     secret_names: list[str] = Field(default=[], description="Names of the job's secrets.")
-
-
-class LayoutOption(ApiModel):
-    """A layout and its price. Of a full sync, `sync_bytes` travel from and to each worker."""
-
-    world_size: int
-    shard_group_size: int
-    num_replicas: int
-    placement: str
-    failure_domain: str
-    num_hosts: int
-    num_hosts_survived: int
-    num_hosts_per_shard: int = Field(description="Hosts with a copy, of the shard with fewest.")
-    memory_overhead_bytes: int | None = Field(description="What other copies cost each worker.")
-    sync_bytes: int | None
-    sync_latency_s: float | None
-    is_chosen: bool
-
-
-class JobPlan(ApiModel):
-    """What a dry run answers: the checked spec and the groups that it would form.
-
-    Sizes are null, and `layout` with its groups missing, while `auto` cannot be decided; `options`
-    are what it could become. `obstacle` says why the job could not start on the cluster as it is.
-    """
-
-    spec: JobSpec
-    min_workers: int
-    world_size: int
-    shard_group_size: int | None
-    num_replicas: int | None
-    placement: str | None
-    sharding_groups: list[list[int]]
-    replica_groups: list[list[int]]
-    moment_scale: float | None
-    cluster: str
-    obstacle: str
-    reason: str
-    after_loss: str
-    table_bytes: int | None
-    num_hosts_needed: int | None
-    layout: LayoutOption | None
-    options: list[LayoutOption]
 
 
 class CodeOut(ApiModel):

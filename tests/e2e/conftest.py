@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from service.dashboard.app import mount
+from service.dashboard.panels import PageTools
 from service.db.jobs import JobStore
 from service.settings import Settings
 from tests.harness.databases import SqliteTemplate, open_migrated
@@ -73,7 +74,7 @@ def dashboard(tmp_path: Path, sqlite_template: SqliteTemplate) -> Iterator[Dashb
     store = open_migrated(settings.database_url)
     app = FastAPI()
     woken = threading.Event()
-    mount(app, store, settings, woken.set)
+    mount(app, PageTools(store, settings, woken.set, submit=lambda folder: None), security=None)
     server = Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning"))
     thread = server.start()
     yield Dashboard(f"http://127.0.0.1:{server.port}", store, settings.runs_dir, woken)

@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 
 @dataclass(frozen=True)
 class FieldProblem:
-    """One thing wrong with a spec.
+    """One faulty field of a spec or a request.
 
     `path` is the field in the user's own words, as in `embedding_tables[0].embedding_dim`;
     `code` is stable and machine-readable.

@@ -59,7 +59,7 @@ async def upload_code(request: Request, context: ContextDep) -> CodeOut:
         kept = await run_in_threadpool(keep_code, context.settings, data)
     except OSError as error:
         raise StorageUnavailable(str(error)) from error
-    return CodeOut(id=kept.id, num_files=kept.num_files, size_bytes=kept.size_bytes)
+    return CodeOut.model_validate(kept)
 
 
 exports_router = APIRouter(prefix="/v1/jobs/{job}/exports", tags=["exports"])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Response, status
+from fastapi import APIRouter, Depends, Header, Query, Response, status
 from pydantic import Field
 
 from service.api.deps import (
+    Context,
     ContextDep,
     JobDep,
     PrincipalDep,
@@ -22,8 +24,9 @@ from service.api.deps import (
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
-from service.domain.auth import Role
-from service.domain.models import JobStatus
+from service.domain.auth import Principal, Role
+from service.domain.models import Job, JobStatus
+from service.domain.sharding import JobPlan
 from service.domain.timeline import ResizeRequest
 from service.errors import StorageUnavailable
 from service.jobs.actions import (
@@ -47,7 +50,6 @@ from service.schemas.jobs import (
     DeletedJob,
     DrainHost,
     JobDetail,
-    JobPlan,
     JobSummary,
     RemainingPathOut,
     ResizeJob,
@@ -56,6 +58,7 @@ from service.schemas.jobs import (
     SubmitJob,
 )
 from trainer.spec import validate_spec
+from trainer.spec.job import JobSpec
 
 router = APIRouter(prefix="/v1/jobs", tags=["jobs"])
 # Each label is a join of its own.
@@ -100,21 +103,31 @@ def submit(
         response.status_code = status.HTTP_200_OK
         is_shared = spec.resources.cluster == "shared"
         most = context.settings.cluster_max_workers if is_shared else None
-        plan = plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
-        return JobPlan.model_validate(plan)
+        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
     began_at = time.time()
+    job = _create(spec, body.secrets, idempotency_key, principal, context)
+    context.tracing.submitted(job, began_at)
+    response.headers["Location"] = f"/v1/jobs/{job.id}"
+    return with_etag(job, context.settings, response)
+
+
+def _create(
+    spec: JobSpec,
+    secrets: Mapping[str, str],
+    idempotency_key: str | None,
+    principal: Principal,
+    context: Context,
+) -> Job:
     job = submit_job(
         context.store,
         spec,
         idempotency_key=idempotency_key,
-        prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
+        prepare=lambda job_id: keep_secrets(context, job_id, secrets),
         actor=principal.name,
         checkpoint_root=context.settings.checkpoint_root,
     )
-    context.tracing.submitted(job, began_at)
     context.wake()
-    response.headers["Location"] = f"/v1/jobs/{job.id}"
-    return with_etag(job, context.settings, response)
+    return job
 
 
 @router.get("", summary="List jobs, newest first")
@@ -149,16 +162,11 @@ def list_jobs(
         name=name,
         project=project,
         projects=principal.projects,
-        labels=dict(_split_label(label) for label in labels or ()),
+        labels=dict(label.split("=", 1) for label in labels or ()),
         created_after=_unix_s(created_after),
         created_before=_unix_s(created_before),
     )
     return Page(items=[summary_of(job) for job in jobs], next=following)
-
-
-def _split_label(label: str) -> tuple[str, str]:
-    key, _, value = label.partition("=")
-    return key, value
 
 
 def _unix_s(moment: datetime | None) -> float | None:
@@ -174,18 +182,37 @@ def get(job: JobDep, context: ContextDep, response: Response) -> JobDetail:
     return with_etag(job, context.settings, response).model_copy(update={"secret_names": names})
 
 
-@router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)
-def cancel(
+def get_change(
     job: JobDep,
     context: ContextDep,
     principal: PrincipalDep,
     version: VersionDep,
     response: Response,
-) -> JobDetail:
+) -> Callable[..., JobDetail]:
+    """What makes a change that the caller requests: `change(action, **options of the action)`."""
+
+    def change(action: Callable[..., Job], **options: object) -> JobDetail:
+        changed = action(
+            context.store,
+            context.settings,
+            job.id,
+            actor=principal.name,
+            version=version,
+            **options,
+        )
+        context.wake()
+        return with_etag(changed, context.settings, response)
+
+    return change
+
+
+ChangeDep = Annotated[Callable[..., JobDetail], Depends(get_change)]
+
+
+@router.post("/{job}:cancel", summary="Cancel a job", status_code=status.HTTP_202_ACCEPTED)
+def cancel(change: ChangeDep) -> JobDetail:
     """Ask a job to stop; it has stopped when its status says so. 409 if it has ended."""
-    cancelled = cancel_job(context.store, context.settings, job.id, principal.name, version)
-    context.wake()
-    return with_etag(cancelled, context.settings, response)
+    return change(cancel_job)
 
 
 @router.get("/{job}/attempts", summary="List the attempts of a job")
@@ -196,34 +223,18 @@ def list_attempts(job: JobDep, context: ContextDep) -> Page[AttemptOut]:
 
 
 @router.post("/{job}:pause", summary="Pause a job", status_code=status.HTTP_202_ACCEPTED)
-def pause(
-    job: JobDep,
-    context: ContextDep,
-    principal: PrincipalDep,
-    version: VersionDep,
-    response: Response,
-) -> JobDetail:
+def pause(change: ChangeDep) -> JobDetail:
     """Let the workers save a checkpoint and leave; the job keeps its place in the queue.
 
     It has paused when its status says so. 409 if it has ended.
     """
-    paused = pause_job(context.store, context.settings, job.id, principal.name, version)
-    context.wake()
-    return with_etag(paused, context.settings, response)
+    return change(pause_job)
 
 
 @router.post("/{job}:resume", summary="Resume a paused job", status_code=status.HTTP_202_ACCEPTED)
-def resume(
-    job: JobDep,
-    context: ContextDep,
-    principal: PrincipalDep,
-    version: VersionDep,
-    response: Response,
-) -> JobDetail:
+def resume(change: ChangeDep) -> JobDetail:
     """Let a paused job wait for its workers again, with its old place. 409 if it is not paused."""
-    resumed = resume_job(context.store, context.settings, job.id, principal.name, version)
-    context.wake()
-    return with_etag(resumed, context.settings, response)
+    return change(resume_job)
 
 
 @router.post("/{job}:clone", summary="Clone a job", status_code=status.HTTP_201_CREATED)
@@ -248,15 +259,7 @@ def clone(
         check_code(context.settings, spec, run_dir_of(context.settings, job.id))
     except OSError as error:
         raise StorageUnavailable(str(error)) from error
-    made = submit_job(
-        context.store,
-        spec,
-        idempotency_key=idempotency_key,
-        actor=principal.name,
-        prepare=lambda job_id: keep_secrets(context, job_id, body.secrets),
-        checkpoint_root=context.settings.checkpoint_root,
-    )
-    context.wake()
+    made = _create(spec, body.secrets, idempotency_key, principal, context)
     response.headers["Location"] = f"/v1/jobs/{made.id}"
     return with_etag(made, context.settings, response)
 
@@ -264,31 +267,14 @@ def clone(
 @router.post(
     "/{job}:restart", summary="Go on from a checkpoint", status_code=status.HTTP_202_ACCEPTED
 )
-def restart(
-    job: JobDep,
-    context: ContextDep,
-    principal: PrincipalDep,
-    version: VersionDep,
-    response: Response,
-    body: RestartJob | None = None,
-) -> JobDetail:
+def restart(change: ChangeDep, body: RestartJob | None = None) -> JobDetail:
     """Let a job that has ended, waits or is paused go on from one of its checkpoints.
 
     Its later checkpoints count no more, and are removed once a new one is committed. 409 while it
     has workers, 404 for a checkpoint that it does not have.
     """
     wanted = body or RestartJob()
-    restarted = restart_job(
-        context.store,
-        context.settings,
-        job.id,
-        step=wanted.step,
-        path=wanted.path,
-        actor=principal.name,
-        version=version,
-    )
-    context.wake()
-    return with_etag(restarted, context.settings, response)
+    return change(restart_job, step=wanted.step, path=wanted.path)
 
 
 @router.delete("/{job}", summary="Delete a job")
@@ -307,8 +293,7 @@ def delete(
     found = delete_job(
         context.store, context.settings, job.id, artifacts=artifacts, version=version
     )
-    left = [RemainingPathOut(path=each.path, why=each.why) for each in found]
-    return DeletedJob(id=job.id, left=left)
+    return DeletedJob(id=job.id, left=[RemainingPathOut.model_validate(each) for each in found])
 
 
 @router.post(

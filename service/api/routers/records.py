@@ -141,8 +141,7 @@ def download_logs(
     """Made while it is sent, so that its size does not matter."""
     attempts = [found.id for found in context.store.list_attempts(job.id)]
     if attempt is not None and attempt not in attempts:
-        fault = FieldProblem(path="attempt", code="attempt", message="no attempt of this job")
-        raise InvalidRequest([fault])
+        raise InvalidRequest([FieldProblem("attempt", "attempt", "no attempt of this job")])
     logs = logs_of(run_dir_of(context.settings, job.id), [attempt] if attempt else attempts)
     chunks: Iterator[bytes] = as_zip(logs) if form == "zip" else as_gzip(logs)
     name = f"{attempt or job.id}-logs.{'zip' if form == 'zip' else 'txt.gz'}"
@@ -190,10 +189,7 @@ def _line_id(last_event_id: str) -> int:
     # The length first: Python refuses to read a number of thousands of digits.
     is_number = last_event_id.isdecimal() and len(last_event_id) <= len(str(MAX_INTEGER))
     if not is_number or int(last_event_id) > MAX_INTEGER:
-        fault = FieldProblem(
-            path="Last-Event-ID", code="cursor", message="not an id of this stream"
-        )
-        raise InvalidRequest([fault])
+        raise InvalidRequest([FieldProblem("Last-Event-ID", "cursor", "not an id of this stream")])
     return int(last_event_id)
 
 

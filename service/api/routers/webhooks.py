@@ -153,5 +153,4 @@ def _check_url(url: str, settings: Settings) -> None:
     try:
         check_url(url, settings.webhook_allowed_networks)
     except AddressRefused as error:
-        fault = FieldProblem(path="url", code="address_refused", message=str(error))
-        raise InvalidRequest([fault]) from None
+        raise InvalidRequest([FieldProblem("url", "address_refused", str(error))]) from None

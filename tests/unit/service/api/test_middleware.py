@@ -15,7 +15,7 @@ from sqlalchemy import select
 from starlette.websockets import WebSocketDisconnect
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
-from service.api.authentication import CSRF_COOKIE, SESSION_COOKIE, Bucket, Rate, take
+from service.api.authentication import CSRF_COOKIE, SESSION_COOKIE, Rate, RateLimiter
 from service.api.middleware import caller_key, is_foreign, request_id_from, safe_headers
 from service.app import build_app, check_address
 from service.dashboard.app import safe_target
@@ -194,10 +194,8 @@ def test_large_answers_are_compressed_but_streams_are_not(api: Api) -> None:
 
 
 def test_a_bucket_lets_a_burst_through_and_then_its_rate() -> None:
-    rate, bucket, waits = Rate(per_s=2.0, burst=3), None, []
-    for now in (0.0, 0.0, 0.0, 0.0, 0.5, 0.5):
-        bucket, wait_s = take(bucket, rate, now)
-        waits.append(wait_s)
+    rate, limiter = Rate(per_s=2.0, burst=3), RateLimiter()
+    waits = [limiter.take("a", rate, now) for now in (0.0, 0.0, 0.0, 0.0, 0.5, 0.5)]
     assert waits == [0.0, 0.0, 0.0, 0.5, 0.0, 0.5]
 
 
@@ -205,16 +203,14 @@ def test_a_bucket_lets_a_burst_through_and_then_its_rate() -> None:
 def test_no_caller_gets_more_than_burst_and_rate(
     pauses: list[float], per_s: float, burst: int
 ) -> None:
-    rate, now, num_let_in = Rate(per_s, burst), 0.0, 0
-    bucket: Bucket | None = None
+    rate, limiter, now, num_let_in, wait_s = Rate(per_s, burst), RateLimiter(), 0.0, 0, 0.0
     for pause_s in pauses:
         now += pause_s
-        bucket, wait_s = take(bucket, rate, now)
+        wait_s = limiter.take("a", rate, now)
         num_let_in += wait_s == 0
-        again, _ = take(bucket, rate, now + wait_s + 1e-6)
-        assert again.left >= 0
     start = pauses[0] if pauses else 0.0
     assert num_let_in <= burst + (now - start) * per_s + 1e-6
+    assert limiter.take("a", rate, now + max(wait_s, 1 / per_s) + 1e-6) == 0
 
 
 def test_a_caller_that_asks_too_fast_is_told_when_to_come_again(house: Guarded) -> None:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from service.api.views import progress_of
 from service.dashboard import charts, format
-from service.domain.models import MetricPoint
+from service.domain.models import JobStatus, MetricPoint, Progress
 from tests.harness.builders import NOW, queued_job
 
 
@@ -128,7 +129,8 @@ def test_clock_adds_hours_only_when_there_are_any() -> None:
 
 @given(st.integers(min_value=0, max_value=10**9), st.integers(min_value=0, max_value=10**9))
 def test_percent_done_stays_within_bounds(step: int, total_steps: int) -> None:
-    assert 0.0 <= format.percent_done(step, total_steps) <= 100.0
+    progress = Progress(step=step, total_steps=total_steps)
+    assert 0.0 <= progress_of(progress, JobStatus.RUNNING).percent <= 100.0
 
 
 def test_a_metric_is_written_in_the_unit_that_its_name_implies() -> None:

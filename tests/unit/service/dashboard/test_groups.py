@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,6 @@ from hypothesis import strategies as st
 
 from service.dashboard import fragments, views
 from service.dashboard.groups import GroupsView, MemberGrid, groups_view, member_grid
-from service.dashboard.sharding import sharding_view
 from service.domain.ingest import apply_events
 from service.domain.models import (
     Checkpoint,
@@ -79,7 +79,7 @@ def view_of(told: Scene, *checkpoints: Checkpoint, at_s: float = 80.0) -> Groups
 
 
 def grid_of(told: Scene) -> MemberGrid:
-    grid = member_grid(told[0], told[1], views.NUM_HOST_COLOURS)
+    grid = member_grid(told[0], told[1])
     assert grid
     return grid
 
@@ -162,11 +162,10 @@ def test_work_at_risk_is_counted_from_the_newest_checkpoint_unless_the_job_says_
 def test_goodput_is_broken_down_by_what_took_the_rest() -> None:
     values = {"goodput/share": 0.96, "goodput/lost_s/start": 6.0, "goodput/lost_s/redo": 2.0}
     view = view_of(scene(Metrics(time=NOW, step=1, values=values)))
-    assert view.goodput == "96.0%"
-    assert [(loss.cause, loss.text, round(loss.percent)) for loss in view.losses] == [
-        ("start", "3.0%", 75),
-        ("work done again", "1.0%", 25),
-    ]
+    html = fragments.membership(view)
+    assert "<strong>96.0%</strong> goodput" in html
+    assert 'loss-0" style="width: 75.000%" title="start: 3.0%"' in html
+    assert 'loss-1" style="width: 25.000%" title="work done again: 1.0%"' in html
     assert view.rows == ()
 
 
@@ -195,9 +194,11 @@ def test_the_grid_has_a_row_for_every_group_the_lost_one_included() -> None:
         (1, "gone", "bad"),
         (2, "trains", "good"),
     ]
-    assert [cell.host_index for cell in grid.rows[1].cells] == [None, None]
+    assert [row.hosts for row in grid.rows] == [(HOSTS[0],) * 2, ("", ""), (HOSTS[2],) * 2]
+    html = fragments.groups(*degraded())
+    assert html.count('class="rank missing"') == 2
     # A host keeps its colour while its group is gone.
-    assert [cell.host_index for cell in grid.rows[2].cells] == [2, 2]
+    assert f'host-2 good" title="rank 1 of group 2 on {HOSTS[2]}"' in html
     assert grid.hosts == HOSTS
 
 
@@ -228,9 +229,8 @@ def test_the_evidence_of_an_end_is_shown_with_its_attempt_and_what_to_change() -
     assert "exit: -9" in fragments.timeline(job, timeline)
     report = ReportedEnd(EndReason.DEVICE_OOM, "killed", NOW, {"signal": "9", "host": HOSTS[1]})
     attempt = replace(attempt_of(job), end_reason=EndReason.DEVICE_OOM, reported_end=report)
-    (line,) = views.attempt_lines(job, [attempt], NOW)
-    assert line.evidence == (("signal", "9"), ("host", HOSTS[1]))
-    assert HOSTS[1] in fragments.attempts(job, [attempt], NOW)
+    html = fragments.attempts(job, [attempt], NOW)
+    assert f"<dt>signal</dt><dd>9</dd><dt>host</dt><dd>{HOSTS[1]}</dd>" in html
     failed = replace(
         job, status=JobStatus.FAILED, reason=EndReason.RETRIES_EXHAUSTED, message="gave up"
     )
@@ -269,28 +269,34 @@ def timeline_of(job: Job, *records: Event) -> list[TimelineEvent]:
 
 def test_each_table_shows_its_plan_in_words_and_as_a_picture(job: Job) -> None:
     plans = [row_wise_plan(num_embeddings=3000), table_wise_plan("movies", 1)]
-    view = sharding_view(job, timeline_of(job, workers_started(tables=plans)))
-    users, movies = view.tables
-    assert (users.name, users.sharding, users.data_type) == ("users", "row-wise", "fp32")
-    assert (users.shape, users.size) == ("3,000 × 8", "108 kB")  # noqa: RUF001
-    assert [(box.position, box.top, box.height) for box in users.boxes] == [(0, 0, 50), (1, 50, 50)]
-    assert [(box.left, box.width) for box in users.boxes] == [(0, 100)] * 2
-    assert [box.text for box in movies.boxes] == ["all"]
+    html = fragments.sharding(job, timeline_of(job, workers_started(tables=plans)))
+    users, movies = html.split("<tr>")[2:]
+    for text in ("users", "row-wise", "fp32", "3,000 × 8", "108 kB"):  # noqa: RUF001
+        assert f">{text}</td>" in users
+    assert 'viewBox="0 0 8 3000"' in users
+    assert re.findall(r'rect class="host-(\d)" (.*?)>', users) == [
+        ("0", 'x="0" y="0" width="8" height="1500"'),
+        ("1", 'x="0" y="1500" width="8" height="1500"'),
+    ]
+    assert '<span class="shard host-1"><b>1</b>all</span>' in movies
 
 
 def test_the_bars_show_who_holds_more_than_others(job: Job) -> None:
     plans = [row_wise_plan(), table_wise_plan("movies", 1, size_bytes=1800)]
-    view = sharding_view(job, timeline_of(job, workers_started(tables=plans)))
-    assert [bar.ranks for bar in view.bars] == ["ranks 0, 1", "ranks 2, 3"]
-    assert [[s.percent for s in bar.segments] for bar in view.bars] == [[50.0], [50.0, 50.0]]
-    assert view.bars[1].segments[1].title == "movies: 1.8 kB"
-    assert view.imbalance == "1.33×"  # noqa: RUF001
+    html = fragments.sharding(job, timeline_of(job, workers_started(tables=plans)))
+    assert re.findall(r"</b> (ranks.*)</dt>", html) == ["ranks 0, 1", "ranks 2, 3"]
+    first, second = re.findall(r'<dd class="load host-\d">(.*)</dd>', html)
+    assert re.findall(r'width: (.*?)%" title="(.*?)"', first) == [("50.000", "users: 1.8 kB")]
+    assert re.findall(r'width: (.*?)%" title="(.*?)"', second) == [
+        ("50.000", "users: 1.8 kB"),
+        ("50.000", "movies: 1.8 kB"),
+    ]
+    assert "1.33× imbalance" in html  # noqa: RUF001
 
 
 def test_a_data_parallel_table_is_whole_everywhere(job: Job) -> None:
     plan = row_wise_plan().model_copy(update={"sharding_type": "data_parallel", "shards": []})
     timeline = timeline_of(job, workers_started(tables=[plan]))
-    assert sharding_view(job, timeline).tables[0].is_whole
     assert "whole on every rank" in fragments.sharding(job, timeline)
 
 
@@ -315,10 +321,9 @@ def test_traces_are_newest_first_with_a_link_to_the_attempt_that_wrote_them(job:
 
 def test_divergences_are_an_alarm_with_the_newest_first(job: Job) -> None:
     timeline = timeline_of(job, *(divergence(step=step) for step in (10, 20, 30, 40)))
-    view = sharding_view(job, timeline)
-    assert (view.num_divergences, len(view.divergences)) == (4, 3)
-    assert "step 40" in view.divergences[0]
-    assert "4 so far" in fragments.sharding(job, timeline)
+    html = fragments.sharding(job, timeline)
+    assert "4 so far" in html
+    assert re.findall(r"diverged by (step \d+)", html) == ["step 40", "step 30", "step 20"]
     assert views.event_tone(job, timeline[0]) == "bad"
     assert "alert" not in fragments.sharding(job, [])
 

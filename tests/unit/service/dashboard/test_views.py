@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +22,7 @@ from service.backends.fake import FakeBackend
 from service.dashboard import fragments, views
 from service.dashboard.app import mount
 from service.dashboard.pages import spec_yaml
-from service.dashboard.panels import suggested_source
+from service.dashboard.panels import PageTools, suggested_source
 from service.dashboard.snapshots import LIST_MAX_AGE_S, ListFeed, ListFilter, load_job
 from service.db.jobs import JobStore
 from service.domain.models import (
@@ -33,6 +34,7 @@ from service.domain.models import (
     QueueState,
     TimelineEvent,
 )
+from service.domain.sharding import newest_workers
 from service.errors import JobNotFound
 from service.settings import Settings
 from tests.harness.builders import NOW, attempt_of, batch, metrics, queued_job, workers_started
@@ -72,6 +74,15 @@ def workers_event(sharding: list[list[int]], replicas: list[list[int]], hosts: l
     )
 
 
+def rows_of(html: str) -> list[list[str]]:
+    """The texts of the cells of a table, row by row."""
+    body = html.partition("<tbody>")[2]
+    rows = re.findall("<tr>(.*?)</tr>", body, re.DOTALL)
+    return [
+        [re.sub("<.*?>", "", cell) for cell in re.findall(r"<td.*?>(.*)</td>", row)] for row in rows
+    ]
+
+
 def test_a_running_job_shows_progress_eta_and_layout() -> None:
     row = views.job_row(running_job(latest_metrics={"train/loss": 0.61}), NOW + 70)
     assert row["percent"] == 50.0
@@ -107,10 +118,10 @@ def test_the_list_filters_by_name_and_status() -> None:
 
 def test_key_figures_follow_the_metric_of_the_task_and_flag_nan() -> None:
     metrics = {"train/loss": math.nan, "validation/rmse": 0.87, "balance/lookup": 1.2}
-    figures = {f.name: f for f in views.key_figures(running_job(latest_metrics=metrics))}
-    assert figures["train/loss"].tone == "bad"
-    assert figures["validation/rmse"].label == "Validation RMSE"
-    assert figures["balance/lookup"].value == "1.20×"  # noqa: RUF001
+    html = fragments.figures(running_job(latest_metrics=metrics))
+    shown = re.findall(r'<dt>(.*)</dt>\s*<dd class="tone-(.*)">(.*)</dd>', html)
+    assert {("Train loss", "bad", "NaN"), ("Validation RMSE", "neutral", "0.8700")} < set(shown)
+    assert ("Lookup imbalance", "neutral", "1.20×") in shown  # noqa: RUF001
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.sampled_from(["intra_host", "inter_host"]))
@@ -121,19 +132,20 @@ def test_columns_of_the_grid_are_the_replica_groups(
     layout = Layout(world_size, shard_group_size, placement)
     sharding = [list(group) for group in layout.sharding_groups]
     replicas = [list(group) for group in layout.replica_groups]
-    grid = views.group_grid([workers_event(sharding, replicas, ["a"] * world_size)])
-    assert grid is not None
-    columns = list(zip(*grid.rows, strict=True))
-    assert [sorted(cell.rank for cell in column) for column in columns] == replicas
+    workers = newest_workers([workers_event(sharding, replicas, ["a"] * world_size)])
+    assert workers is not None
+    columns = zip(*views.rank_rows(workers), strict=True)
+    assert [sorted(column) for column in columns] == replicas
 
 
 def test_the_grid_shows_the_newest_workers() -> None:
     first = workers_event([[0, 1]], [[0], [1]], ["a", "a"])
     second = workers_event([[0], [1]], [[0, 1]], ["a", "b"])
-    grid = views.group_grid([first, second, event("note")])
-    assert grid is not None
-    assert (len(grid.rows), grid.hosts) == (2, ("a", "b"))
-    assert views.group_grid([event("job_submitted")]) is None
+    html = fragments.groups(queued_job(), [first, second, event("note")])
+    assert re.findall('class="(rank host-.)" title="(.*?)"', html) == [
+        ("rank host-0", "rank 0 on a"),
+        ("rank host-1", "rank 1 on b"),
+    ]
 
 
 def test_an_event_is_coloured_by_what_it_means() -> None:
@@ -150,9 +162,10 @@ def test_an_event_is_coloured_by_what_it_means() -> None:
 
 
 def test_the_timeline_is_newest_first_limited_and_counts_from_submission() -> None:
-    events = [event("note", id=n, time=NOW + n) for n in range(100)]
-    lines = views.timeline_lines(running_job(), events, 3)
-    assert [line.clock for line in lines] == ["+01:39", "+01:38", "+01:37"]
+    events = [event("note", id=n, time=NOW + n) for n in range(300)]
+    html = fragments.timeline(running_job(), events)
+    clocks = re.findall(r"<time>(.*)</time>", html)
+    assert (len(clocks), clocks[:3]) == (200, ["+04:59", "+04:58", "+04:57"])
 
 
 def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
@@ -160,19 +173,21 @@ def test_checkpoints_are_newest_first_and_mark_the_best() -> None:
         Checkpoint("job-1", step, f"step-{step}", 84_300_000, NOW, step == 500, {"train/loss": 1})
         for step in (500, 1000)
     ]
-    lines = views.checkpoint_lines(checkpoints, NOW + 90)
-    assert [(line.step, line.is_best) for line in lines] == [("1,000", False), ("500", True)]
-    assert (lines[0].size, lines[0].age) == ("84.3 MB", "1m 30s ago")
+    newest, best = rows_of(fragments.checkpoints(checkpoints, NOW + 90))
+    assert newest == ["1,000", "", "train/loss 1.0000", "84.3 MB", "1m 30s ago", "step-1000"]
+    assert best[:2] == ["500", "best"]
 
 
 def test_attempts_are_counted_from_one_and_a_live_one_is_still_running() -> None:
     job = running_job()
     ended = attempt_of(job, started_at=NOW, ended_at=NOW + 5, end_reason=EndReason.DRIVER_LOST)
-    newest, oldest = views.attempt_lines(
-        job, [ended, attempt_of(job, index=1, started_at=NOW + 60)], NOW + 75
-    )
-    assert (newest.number, newest.outcome, newest.duration) == (2, "live", "15s")
-    assert (oldest.number, oldest.outcome, oldest.tone) == (1, "driver lost", "bad")
+    live = attempt_of(job, index=1, started_at=NOW + 60)
+    html = fragments.attempts(job, [ended, live, attempt_of(job, index=2)], NOW + 75)
+    waiting, newest, oldest = rows_of(html)
+    assert waiting[:4] == ["3", "live", "–", "–"]  # noqa: RUF001
+    assert newest[:4] == ["2", "live", "+01:00", "15s"]
+    assert oldest[:4] == ["1", "driver lost", "+00:00", "5s"]
+    assert 'tone-bad">driver lost' in html
 
 
 def test_the_spec_can_be_submitted_again_as_it_is_shown() -> None:
@@ -259,7 +274,8 @@ def test_fragments_of_a_new_job_say_what_will_come() -> None:
 def client_of(store: JobStore, home: Path) -> Iterator[TestClient]:
     """A client of a started app that serves the dashboard over `store`."""
     app = FastAPI()
-    mount(app, store, Settings(home=home), wake=lambda: None)
+    tools = PageTools(store, Settings(home=home), lambda: None, submit=lambda folder: None)
+    mount(app, tools, security=None)
     with TestClient(app) as client:
         yield client
 

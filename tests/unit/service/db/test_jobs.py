@@ -152,7 +152,7 @@ def test_a_gap_names_the_wanted_record_and_stores_nothing(store: JobStore) -> No
     store.append_events(attempt.id, batch(metrics(1, train_loss=1.0)), NOW)
     with pytest.raises(SequenceGap) as caught:
         store.append_events(attempt.id, batch(metrics(3, train_loss=3.0), first_seq=2), NOW)
-    assert caught.value.next_seq == 1
+    assert caught.value.extensions == {"next_seq": 1}
     assert len(store.metric_points(job.id, "train/loss")) == 1
 
 

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from service.backends.base import HostFacts
 from service.cli.submit import plan_page
-from service.jobs.planning import LayoutPlan, plan_of, rooms, worker_bytes
+from service.domain.sharding import JobPlan
+from service.jobs.planning import plan_of, rooms, worker_bytes
 from service.jobs.submit import with_table_sizes
-from service.schemas.jobs import JobPlan
 from tests.conftest import EXAMPLE_SPEC
 from tests.harness.builders import spec
 from trainer.spec import load_spec
@@ -36,10 +36,10 @@ def job(workers: Any = 4, size: Any = 2, **changes: Any) -> JobSpec:
     return spec(parallelism=sizes, resources=resources)
 
 
-def printed(plan: LayoutPlan) -> str:
+def printed(plan: JobPlan) -> str:
     """The plan as a terminal shows it."""
     console = Console(width=200, record=True, file=io.StringIO())
-    console.print(plan_page(JobPlan.model_validate(plan)))
+    console.print(plan_page(plan))
     return console.export_text()
 
 

@@ -19,12 +19,12 @@ from service.api.deps import (
     keep_secrets,
     with_etag,
 )
+from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
 from service.domain.auth import Role
 from service.domain.models import JobStatus
-from service.domain.timeline import ResizeRequest
 from service.errors import StorageUnavailable
 from service.jobs.actions import (
     cancel_job,
@@ -37,7 +37,6 @@ from service.jobs.actions import (
     resume_job,
 )
 from service.jobs.code_archives import check_code
-from service.jobs.planning import plan_of
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, submit_job, with_table_sizes
 from service.schemas.common import Page
@@ -100,8 +99,7 @@ def submit(
         response.status_code = status.HTTP_200_OK
         is_shared = spec.resources.cluster == "shared"
         most = context.settings.cluster_max_workers if is_shared else None
-        plan = plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
-        return JobPlan.model_validate(plan)
+        return plan_of(with_table_sizes(spec), hosts_for(context.backend, spec), most)
     began_at = time.time()
     job = submit_job(
         context.store,
@@ -307,7 +305,7 @@ def delete(
     found = delete_job(
         context.store, context.settings, job.id, artifacts=artifacts, version=version
     )
-    left = [RemainingPathOut(path=each.path, why=each.why) for each in found]
+    left = [RemainingPathOut.model_validate(each) for each in found]
     return DeletedJob(id=job.id, left=left)
 
 
@@ -325,7 +323,7 @@ def resize(
     """
     run_dir = run_dir_of(context.settings, job.id)
     request = request_resize(context.store, run_dir, job.id, body.workers, principal.name)
-    return _resize_request_out(request)
+    return ResizeRequestOut(**request.model_dump())
 
 
 @router.post(
@@ -342,10 +340,4 @@ def drain(
     request = request_drain(
         context.store, run_dir, job.id, body.host, undo=body.undo, actor=principal.name
     )
-    return _resize_request_out(request)
-
-
-def _resize_request_out(request: ResizeRequest) -> ResizeRequestOut:
-    return ResizeRequestOut(
-        id=request.id, workers=request.num_workers, drain_hosts=list(request.drain_hosts)
-    )
+    return ResizeRequestOut(**request.model_dump())

@@ -8,10 +8,11 @@ one of its own, and each job to fit on one. Sizes are in bytes, latencies in sec
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from service.backends.base import HostFacts, cluster_text
 from service.domain.membership import sizes_of_spec
+from service.schemas.jobs import JobPlan, LayoutOption
 from trainer.layout.choice import Choice, candidates, choose, need_of
 from trainer.layout.layout import LayoutError
 from trainer.spec.job import JobSpec
@@ -20,50 +21,9 @@ _MAX_OPTIONS = 8
 _OPEN = "decided when an attempt starts, from the size of the tables and the hosts of the cluster"
 
 
-@dataclass(frozen=True)
-class LayoutCandidate:
-    """A layout and its price. Of a full sync, `sync_bytes` travel from and to each worker."""
-
-    world_size: int
-    shard_group_size: int
-    num_replicas: int
-    placement: str
-    failure_domain: str
-    num_hosts: int
-    num_hosts_survived: int
-    num_hosts_per_shard: int
-    memory_overhead_bytes: int | None
-    sync_bytes: int | None
-    sync_latency_s: float | None
-    is_chosen: bool
-
-
-@dataclass(frozen=True)
-class LayoutPlan:
-    """What a dry run finds for a spec; the fields are explained at `schemas.jobs.JobPlan`."""
-
-    spec: JobSpec
-    min_workers: int
-    world_size: int
-    shard_group_size: int | None
-    num_replicas: int | None
-    placement: str | None
-    sharding_groups: tuple[tuple[int, ...], ...]
-    replica_groups: tuple[tuple[int, ...], ...]
-    moment_scale: float | None
-    cluster: str
-    obstacle: str
-    reason: str
-    after_loss: str
-    table_bytes: int | None
-    num_hosts_needed: int | None
-    layout: LayoutCandidate | None
-    options: Sequence[LayoutCandidate]
-
-
 def plan_of(
     spec: JobSpec, hosts: Sequence[HostFacts] = (), max_workers: int | None = None
-) -> LayoutPlan:
+) -> JobPlan:
     """What a dry run answers, for a spec whose table sizes are known as far as they can be.
 
     A cluster that grows by itself does so to room for `max_workers`.
@@ -81,15 +41,15 @@ def plan_of(
     if layout:
         resolved = spec.with_layout(layout.shard_group_size, layout.placement)
     sizes = sizes_of_spec(resolved)
-    return LayoutPlan(
+    return JobPlan(
         spec=spec,
         min_workers=sizes.min_workers,
         world_size=sizes.world_size,
         shard_group_size=sizes.shard_group_size,
         num_replicas=sizes.num_replicas,
         placement=sizes.placement,
-        sharding_groups=layout.sharding_groups if layout else (),
-        replica_groups=layout.replica_groups if layout else (),
+        sharding_groups=[list(ranks) for ranks in layout.sharding_groups] if layout else [],
+        replica_groups=[list(ranks) for ranks in layout.replica_groups] if layout else [],
         moment_scale=resolved.moment_scale if layout else None,
         cluster=_cluster_text(spec, room, num_there),
         obstacle=obstacle,
@@ -205,9 +165,9 @@ def _cluster_text(spec: JobSpec, room: Sequence[int], num_there: int) -> str:
     return f"{prefix}{len(room)} host(s) with room for {workers} worker(s){to_come}"
 
 
-def _option(choice: Choice, chosen: Choice | None) -> LayoutCandidate:
+def _option(choice: Choice, chosen: Choice | None) -> LayoutOption:
     layout, overhead = choice.layout, choice.memory_overhead_bytes
-    return LayoutCandidate(
+    return LayoutOption(
         world_size=layout.world_size,
         shard_group_size=layout.shard_group_size,
         num_replicas=layout.num_replicas,

@@ -8,7 +8,6 @@ with its progress.
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections.abc import Callable, Mapping
@@ -24,10 +23,9 @@ from service.api.views import detail_of
 from service.auth.permissions import (
     Rule,
     Scope,
-    Verdict,
+    allows,
     job_of_checkpoints,
     job_of_path,
-    judge,
     outside_roots,
     paths_of,
     paths_written,
@@ -50,7 +48,7 @@ from service.errors import (
     VersionUnknown,
 )
 from service.jobs.export_runner import ExportRunner
-from service.jobs.run_storage import run_dir_of, write_text
+from service.jobs.run_storage import run_dir_of, write_json
 from service.jobs.submit import find_job
 from service.observability.metrics import ServiceMetrics
 from service.observability.tracing import Tracing
@@ -85,15 +83,14 @@ def current_rule(request: Request) -> Rule:
 async def authorize(request: Request) -> None:
     """Judge a request by its route; raises `NotSignedIn`, `Forbidden` or `ProjectNotFound`."""
     rule, principal = current_rule(request), known_principal(request)
-    match judge(rule, principal, request.path_params):
-        case Verdict.NOT_SIGNED_IN:
-            raise NotSignedIn
-        case Verdict.FORBIDDEN:
-            assert principal is not None
-            name = request.path_params.get("name", "")
-            if rule.scope is Scope.PROJECT and principal.role_in(name) is None:
-                raise ProjectNotFound(name)
-            raise Forbidden(_why(rule, principal))
+    if allows(rule, principal, request.path_params):
+        return
+    if principal is None:
+        raise NotSignedIn
+    name = request.path_params.get("name", "")
+    if rule.scope is Scope.PROJECT and principal.role_in(name) is None:
+        raise ProjectNotFound(name)
+    raise Forbidden(_why(rule, principal))
 
 
 def _why(rule: Rule, principal: Principal) -> str:
@@ -229,7 +226,7 @@ def keep_secrets(context: Context, job_id: str, secrets: Mapping[str, str]) -> N
     context.security.store_secrets(job_id, secrets)
     path = run_dir_of(context.settings, job_id).secret_names_path
     try:
-        write_text(path, json.dumps(sorted(secrets)))
+        write_json(path, sorted(secrets))
     except OSError as error:
         raise StorageUnavailable(str(error)) from error
 

@@ -37,8 +37,6 @@ from service.settings import Settings
 from trainer.export.artifact import ArtifactError, read_manifest
 from trainer.export.requests import ExportFolder, ExportStatus
 
-_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
-
 
 def describe_or_fail(folder: ExportFolder) -> ExportOut:
     """Like `describe`, but an export that was damaged is shown as failed."""
@@ -78,7 +76,7 @@ def queue_view(live: Sequence[Job], visible: Collection[str] | None) -> QueueOut
     """The queue, as far as its jobs are in `visible` projects (None: all)."""
     shown = [job for job in live if visible is None or job.project in visible]
     waiting = [job for job in shown if job.status is JobStatus.QUEUED]
-    running = [job for job in shown if job.status not in _AT_REST]
+    running = [job for job in shown if not job.status.is_at_rest]
     return QueueOut(
         waiting=[_waiting(job) for job in sorted(waiting, key=_turn)],
         running=[_running(job) for job in running],
@@ -111,7 +109,7 @@ def usage_by_project(live: Sequence[Job]) -> dict[str, Usage]:
     workers, running, queued = Counter[str](), Counter[str](), Counter[str]()
     for job in live:
         workers[job.project] += workers_held(job)
-        running[job.project] += job.status not in _AT_REST
+        running[job.project] += not job.status.is_at_rest
         queued[job.project] += job.status is JobStatus.QUEUED
     return {name: Usage(workers[name], running[name], queued[name]) for name in workers}
 

@@ -40,30 +40,22 @@ class Credentials:
     cookie: str | None = None
 
 
+@dataclass
 class Authenticator:
     """Maps credentials to principals; with `is_local`, all but attempt tokens map to `LOCAL`.
 
     `machine_token` is the token of the cluster's machines; `clock` gives Unix seconds.
     """
 
-    def __init__(
-        self,
-        keys: KeyStore,
-        master: MasterKeys,
-        verifier: TokenVerifier | None,
-        *,
-        is_local: bool,
-        session_ttl_s: float,
-        machine_token: str | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._keys = keys
-        self._master = master
-        self._verifier = verifier
-        self._is_local = is_local
-        self._session_ttl_s = session_ttl_s
-        self._machine_token = machine_token
-        self._clock = clock
+    keys: KeyStore
+    master: MasterKeys
+    verifier: TokenVerifier | None
+    is_local: bool
+    session_ttl_s: float
+    machine_token: str | None = None
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._cache: dict[str, tuple[float, ApiKey, str]] = {}
         self._noted_at: dict[str, float] = {}
@@ -71,19 +63,22 @@ class Authenticator:
     @property
     def knows_provider(self) -> bool:
         """Whether tokens of an identity provider count."""
-        return self._verifier is not None
+        return self.verifier is not None
 
     def is_quick(self, credentials: Credentials) -> bool:
         """Whether `principal_of` answers without asking database or provider."""
         is_attempt = (credentials.bearer or "").startswith(ATTEMPT_TOKEN_PREFIX)
-        return self._is_local or is_attempt or credentials == Credentials()
+        return self.is_local or is_attempt or credentials == Credentials()
 
     def principal_of(self, credentials: Credentials) -> Principal:
         """The principal of these credentials; raises `NotSignedIn` where they are not valid."""
         bearer = credentials.bearer
         if bearer is not None and bearer.startswith(ATTEMPT_TOKEN_PREFIX):
-            return self._attempt(bearer)
-        if self._is_local:
+            attempt_id = self.master.attempt_of(bearer)
+            if attempt_id is None:
+                raise NotSignedIn("the attempt's token does not count: was the secret key changed?")
+            return Principal(attempt_id, "attempt")
+        if self.is_local:
             return LOCAL
         if bearer is not None:
             return self._bearer(bearer)
@@ -94,56 +89,46 @@ class Authenticator:
     def sign_in(self, key_text: str) -> tuple[str, Session]:
         """A session for whoever has this API key; raises `NotSignedIn`."""
         key = self._key(key_text)
-        now = self._clock()
-        expires_at = now + self._session_ttl_s
+        now = self.clock()
+        expires_at = now + self.session_ttl_s
         if key.expires_at is not None:
             expires_at = min(expires_at, key.expires_at)
         token, session = new_session_token(), Session(key.id, now, expires_at)
-        self._keys.add_session(session, hash_of(token))
+        self.keys.add_session(session, hash_of(token))
         return token, session
 
     def sign_out(self, cookie: str) -> None:
-        """End a session."""
-        self._keys.end_session(hash_of(cookie))
+        self.keys.end_session(hash_of(cookie))
 
     def csrf_token(self, cookie: str) -> str:
-        """The CSRF token of a session."""
-        return self._master.csrf_token(cookie)
+        return self.master.csrf_token(cookie)
 
     def forget_key(self, key_id: str) -> None:
         """Notice at once that a key was revoked."""
         with self._lock:
             self._cache.pop(key_id, None)
 
-    def _attempt(self, bearer: str) -> Principal:
-        attempt_id = self._master.attempt_of(bearer)
-        if attempt_id is None:
-            raise NotSignedIn("the attempt's token does not count: was the secret key changed?")
-        return Principal(attempt_id, "attempt")
-
     def _bearer(self, bearer: str) -> Principal:
         if bearer.startswith(KEY_PREFIX):
             return principal_of(self._key(bearer))
-        if self._machine_token and hmac.compare_digest(
-            bearer.encode(), self._machine_token.encode()
-        ):
+        if self.machine_token and hmac.compare_digest(bearer.encode(), self.machine_token.encode()):
             return Principal("machine", "machine")
-        if self._verifier is None:
+        if self.verifier is None:
             raise NotSignedIn("the bearer token is not an API key of this service")
-        return self._verifier.principal_of(bearer)
+        return self.verifier.principal_of(bearer)
 
     def _key(self, text: str) -> ApiKey:
         """The usable key with this text; `NotSignedIn` does not tell what is wrong with it."""
         key_id = key_id_of(text)
         found = self._find(key_id) if key_id is not None else None
-        if found is None or not fits(text, found[1]) or not found[0].is_usable(self._clock()):
+        if found is None or not fits(text, found[1]) or not found[0].is_usable(self.clock()):
             raise NotSignedIn("the API key is unknown, expired or revoked")
         self._note_use(found[0])
         return found[0]
 
     def _session(self, cookie: str) -> Principal:
-        session = self._keys.find_session(hash_of(cookie))
-        now = self._clock()
+        session = self.keys.find_session(hash_of(cookie))
+        now = self.clock()
         if session is None or session.expires_at <= now:
             raise NotSignedIn("the session has ended")
         found = self._find(session.key_id)
@@ -152,12 +137,12 @@ class Authenticator:
         return principal_of(found[0], is_session=True)
 
     def _find(self, key_id: str) -> tuple[ApiKey, str] | None:
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             cached = self._cache.get(key_id)
         if cached is not None and now - cached[0] < _CACHE_S:
             return cached[1:]
-        found = self._keys.find_key(key_id)
+        found = self.keys.find_key(key_id)
         if found is not None:
             with self._lock:
                 if len(self._cache) >= _MAX_CACHED:
@@ -166,11 +151,11 @@ class Authenticator:
         return found
 
     def _note_use(self, key: ApiKey) -> None:
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             noted_at = self._noted_at.get(key.id, key.last_used_at or 0.0)
             is_due = now - noted_at >= _USE_NOTED_EVERY_S
             if is_due:
                 self._noted_at[key.id] = now
         if is_due:
-            self._keys.note_use(key.id, now)
+            self.keys.note_use(key.id, now)

@@ -21,6 +21,7 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from service.errors import SecretKeyUnusable
+from service.files import make_private
 from service.settings import Settings
 
 FILE_NAME = "secret-key"
@@ -53,8 +54,6 @@ class MasterKeys:
                 "a stored secret cannot be decrypted: it was stored under another secret key; "
                 "add that key behind the present one, after a comma"
             ) from None
-
-    # The webhook sender still calls it by this name.
 
     def attempt_token(self, attempt_id: str) -> str:
         """The bearer token of an attempt's driver, the same whenever it is made."""
@@ -108,20 +107,18 @@ def _keys(given: str | None, home: Path) -> MasterKeys:
 
 def _read_or_create(path: Path) -> str:
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _read_private(path) if path.exists() else _create(path)
+        make_private(path.parent)
+        if not path.exists():
+            _create(path)
+        if path.stat().st_mode & 0o077:
+            raise SecretKeyUnusable(f"{path} can be read by others: chmod 600 {path}")
+        return path.read_text().strip()
     except OSError as error:
         raise SecretKeyUnusable(f"cannot use {path} ({error.strerror}); check its rights") from None
 
 
-def _read_private(path: Path) -> str:
-    if path.stat().st_mode & 0o077:
-        raise SecretKeyUnusable(f"{path} can be read by others: chmod 600 {path}")
-    return path.read_text().strip()
-
-
-def _create(path: Path) -> str:
-    """Write a new key atomically; if another process was first, take its key."""
+def _create(path: Path) -> None:
+    """Write a new key atomically, unless another process was first."""
     draft = path.with_name(f"{path.name}.{os.getpid()}-{secrets.token_hex(4)}")
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -131,4 +128,3 @@ def _create(path: Path) -> str:
             os.link(draft, path)
     finally:
         draft.unlink()
-    return _read_private(path)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -19,7 +18,7 @@ from joserfc import jwt
 from joserfc.errors import JoseError
 from joserfc.jwk import KeySet
 
-from service.domain.auth import Principal, Role
+from service.domain.auth import Principal, Role, parse_roles
 from service.errors import IdentityProviderAway, NotSignedIn
 from service.settings import Settings
 
@@ -44,18 +43,15 @@ class ProviderKeys:
         self._ttl_s = ttl_s
         self._http = httpx.Client(transport=transport, timeout=_TIMEOUT_S)
         self._clock = clock
-        self._changed = threading.Condition()
+        self._fetching = threading.Lock()
+        self._waiting = threading.Semaphore(_MAX_WAITING)
         self._keys = KeySet([])
         self._loaded_at = self._tried_at = -1e18
         self._failure = "not read yet"
-        self._is_fetching = False
-        self._num_waiting = 0
 
     def current(self) -> KeySet:
         """The keys as far as they are known; raises `IdentityProviderAway` if none are."""
-        with self._changed:
-            is_old = self._clock() - self._loaded_at >= self._ttl_s
-        if is_old:
+        if self._clock() - self._loaded_at >= self._ttl_s:
             self._refresh(must_wait=not self._keys.keys)
         if not self._keys.keys:
             raise IdentityProviderAway(self._url, self._failure)
@@ -69,27 +65,21 @@ class ProviderKeys:
 
     def _refresh(self, *, must_wait: bool) -> None:
         """Fetch the keys, unless that was tried lately; wait for the thread that does it."""
-        with self._changed:
-            if self._is_fetching:
-                if must_wait and self._num_waiting < _MAX_WAITING:
-                    self._num_waiting += 1
-                    try:
-                        self._changed.wait_for(lambda: not self._is_fetching, _WAIT_S)
-                    finally:
-                        self._num_waiting -= 1
-                return
-            if self._clock() - self._tried_at < RELOAD_PAUSE_S:
-                return
-            self._is_fetching, self._tried_at = True, self._clock()
-        fetched: KeySet | None = None
+        if not self._fetching.acquire(blocking=False):
+            if must_wait and self._waiting.acquire(blocking=False):
+                if self._fetching.acquire(timeout=_WAIT_S):
+                    self._fetching.release()
+                self._waiting.release()
+            return
         try:
-            fetched = self._fetched()
-        finally:
-            with self._changed:
+            if self._clock() - self._tried_at >= RELOAD_PAUSE_S:
+                self._tried_at = self._clock()
+                fetched = self._fetched()
+                self._tried_at = self._clock()
                 if fetched is not None:
-                    self._keys, self._loaded_at = fetched, self._clock()
-                self._is_fetching, self._tried_at = False, self._clock()
-                self._changed.notify_all()
+                    self._keys, self._loaded_at = fetched, self._tried_at
+        finally:
+            self._fetching.release()
 
     def _fetched(self) -> KeySet | None:
         """The keys as they are published; None if they cannot be had."""
@@ -111,47 +101,26 @@ LEEWAY_S = 30
 _MAX_TOKEN_CHARS = 8192
 
 
-@dataclass(frozen=True)
-class Provider:
-    """An identity provider, and the roles that its tokens give.
-
-    `roles` maps a value of the claim `roles_claim` (dots lead into objects) to roles by project.
-    """
-
-    issuer: str
-    audience: str
-    jwks_url: str
-    roles_claim: str
-    roles: Mapping[str, Mapping[str, Role]]
-    jwks_ttl_s: float = 3600.0
-
-
-def provider_of(settings: Settings) -> Provider | None:
-    """The provider that the settings name; None if they name none."""
-    issuer, audience, url = settings.oidc_issuer, settings.oidc_audience, settings.oidc_jwks_url
-    if not (issuer and audience and url):
-        return None
-    roles = {
-        value: {project: Role.named(name) for project, name in granted.items()}
-        for value, granted in settings.oidc_roles.items()
-    }
-    return Provider(
-        issuer, audience, url, settings.oidc_roles_claim, roles, settings.oidc_jwks_ttl_s
-    )
-
-
 class TokenVerifier:
-    """Checks the tokens of one provider; `clock` gives Unix seconds. Safe in several threads."""
+    """Checks the tokens of the provider that the settings name. Safe in several threads.
+
+    Values of the claim `oidc_roles_claim` (dots lead into objects) give roles by project. `clock`
+    gives Unix seconds.
+    """
 
     def __init__(
         self,
-        provider: Provider,
+        settings: Settings,
         transport: httpx.BaseTransport | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._provider = provider
+        issuer, audience, url = settings.oidc_issuer, settings.oidc_audience, settings.oidc_jwks_url
+        assert issuer and audience and url, "the caller has checked that there is a provider"
+        self._issuer, self._audience = issuer, audience
+        self._claim = settings.oidc_roles_claim
+        self._roles = {value: parse_roles(roles) for value, roles in settings.oidc_roles.items()}
         self._clock = clock
-        self._keys = ProviderKeys(provider.jwks_url, provider.jwks_ttl_s, transport, clock)
+        self._keys = ProviderKeys(url, settings.oidc_jwks_ttl_s, transport, clock)
 
     def principal_of(self, token: str) -> Principal:
         """The principal of a token; raises `NotSignedIn`, or `IdentityProviderAway`."""
@@ -162,8 +131,8 @@ class TokenVerifier:
             jwt.JWTClaimsRegistry(
                 now=int(self._clock()),
                 leeway=LEEWAY_S,
-                iss={"essential": True, "value": self._provider.issuer},
-                aud={"essential": True, "value": self._provider.audience},
+                iss={"essential": True, "value": self._issuer},
+                aud={"essential": True, "value": self._audience},
                 exp={"essential": True},
                 sub={"essential": True},
             ).validate(claims)
@@ -171,7 +140,11 @@ class TokenVerifier:
             # The class says what was wrong; a text of the library could quote the token.
             cause = getattr(error, "error", type(error).__name__)
             raise NotSignedIn(f"the bearer token is refused ({cause})") from None
-        return _principal(claims, self._provider)
+        granted: dict[str, Role] = {}
+        for value in _values(claims, self._claim):
+            for project, role in self._roles.get(value, {}).items():
+                granted[project] = max(role, granted.get(project, role))
+        return Principal(f"oidc:{claims['sub']}"[:255], "oidc", granted)
 
     def _verified(self, token: str) -> dict[str, Any]:
         """Claims of a token that one of the provider's keys has signed."""
@@ -184,14 +157,6 @@ class TokenVerifier:
             if fresh is keys:
                 raise
             return jwt.decode(token, fresh, algorithms=ALGORITHMS).claims
-
-
-def _principal(claims: Mapping[str, Any], provider: Provider) -> Principal:
-    granted: dict[str, Role] = {}
-    for value in _values(claims, provider.roles_claim):
-        for project, role in provider.roles.get(value, {}).items():
-            granted[project] = max(role, granted.get(project, role))
-    return Principal(f"oidc:{claims['sub']}"[:255], "oidc", granted)
 
 
 def _values(claims: Mapping[str, Any], path: str) -> list[str]:

@@ -36,13 +36,9 @@ def roots_of(settings: Settings) -> tuple[Path | str, ...] | None:
 
 def paths_of(spec: JobSpec) -> dict[str, str]:
     """Every path that a spec names, to read or to write, by its field."""
-    return _paths_read(spec) | paths_written(spec)
-
-
-def _paths_read(spec: JobSpec) -> dict[str, str]:
     warm_start = spec.checkpoint.warm_start
-    found = {"data.path": spec.data.path}
-    return found | ({"checkpoint.warm_start.path": warm_start.path} if warm_start else {})
+    read = {"checkpoint.warm_start.path": warm_start.path} if warm_start else {}
+    return {"data.path": spec.data.path} | read | paths_written(spec)
 
 
 def paths_written(spec: JobSpec) -> dict[str, str]:
@@ -140,9 +136,7 @@ def job_of_path(path: Path, runs_dir: Path) -> str | None:
     None where it leads elsewhere.
     """
     real, runs = path.resolve(), runs_dir.resolve()
-    if not real.is_relative_to(runs):
-        return None
-    return next(iter(real.relative_to(runs).parts), "")
+    return next(iter(real.relative_to(runs).parts), "") if real.is_relative_to(runs) else None
 
 
 def job_of_checkpoints(path: str, root: Path | str | None) -> str | None:
@@ -264,32 +258,18 @@ RULES: Mapping[tuple[str, str], Rule] = {
 }
 
 
-class Verdict(Enum):
-    """The decision of a rule about a principal."""
-
-    ALLOWED = "allowed"
-    NOT_SIGNED_IN = "not_signed_in"
-    FORBIDDEN = "forbidden"
-
-
 def rule_of(method: str, path: str) -> Rule:
     """The rule of a route, by its path template."""
     return RULES.get(("GET" if method == "HEAD" else method, path), UNLISTED)
 
 
-def judge(rule: Rule, principal: Principal | None, path_params: Mapping[str, str]) -> Verdict:
+def allows(rule: Rule, principal: Principal | None, path_params: Mapping[str, str]) -> bool:
     """Whether a rule lets a principal in, as far as the path alone can tell.
 
-    A rule of scope JOB or ANYWHERE is judged again where the project of the object is known.
+    A rule of scope JOB or ANYWHERE is checked again where the project of the object is known.
     """
-    if rule.scope is Scope.PUBLIC:
-        return Verdict.ALLOWED
-    if principal is None:
-        return Verdict.NOT_SIGNED_IN
-    return Verdict.ALLOWED if _holds(rule, principal, path_params) else Verdict.FORBIDDEN
-
-
-def _holds(rule: Rule, principal: Principal, path_params: Mapping[str, str]) -> bool:
+    if rule.scope is Scope.PUBLIC or principal is None:
+        return rule.scope is Scope.PUBLIC
     if rule.scope is Scope.ATTEMPT:
         is_own = principal.kind == "attempt" and principal.name == path_params.get("attempt_id")
         return is_own or (principal.kind == "local" and not rule.is_secret)

@@ -6,7 +6,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from sqlalchemy import Engine
 
 from service.auth.authenticator import Authenticator
 from service.auth.crypto import MasterKeys, master_keys_of
-from service.auth.oidc import TokenVerifier, provider_of
+from service.auth.oidc import TokenVerifier
 from service.db.auth import KeyStore
 from service.db.engine import migrate, open_engine
 from service.db.jobs import JobStore
@@ -30,11 +31,6 @@ _CACHE_S = 10.0
 _MAX_CACHED = 10_000
 
 
-def may_report(attempt: Attempt, now: float) -> bool:
-    """Whether an attempt's token still lets it deliver records at a time (Unix seconds)."""
-    return attempt.ended_at is None or now - attempt.ended_at < LATE_REPORTS_S
-
-
 def may_read_secrets(job: Job, attempt: Attempt) -> bool:
     """Whether an attempt's token lets it read the job's secrets: its driver does so as it starts.
 
@@ -44,22 +40,25 @@ def may_read_secrets(job: Job, attempt: Attempt) -> bool:
     return is_current and job.status is JobStatus.STARTING
 
 
+@dataclass
 class AttemptRights:
     """Whether attempts may report, cached for `_CACHE_S` as drivers post several times a second."""
 
-    def __init__(self, store: JobStore, clock: Callable[[], float] = time.time) -> None:
-        self._store = store
-        self._clock = clock
+    store: JobStore
+    clock: Callable[[], float] = time.time
+
+    def __post_init__(self) -> None:
         self._asked_at: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def check_may_report(self, attempt_id: str) -> None:
         """Raise `Forbidden` for an attempt that ended long ago, `AttemptNotFound` for none."""
-        now = self._clock()
+        now = self.clock()
         with self._lock:
             if now - self._asked_at.get(attempt_id, -_CACHE_S) < _CACHE_S:
                 return
-        if not may_report(self._store.get_attempt(attempt_id), now):
+        ended_at = self.store.get_attempt(attempt_id).ended_at
+        if ended_at is not None and now - ended_at >= LATE_REPORTS_S:
             raise Forbidden(f"attempt {attempt_id} ended too long ago to deliver records")
         with self._lock:
             if len(self._asked_at) >= _MAX_CACHED:
@@ -68,7 +67,6 @@ class AttemptRights:
 
 
 logger = logging.getLogger(__name__)
-_MAX_BATCH = 500
 # Some megabytes: what a database that stands still may cost us.
 _MAX_PENDING = 10_000
 _LINGER_S = 0.2
@@ -76,7 +74,7 @@ _FLUSH_TIMEOUT_S = 10.0
 
 
 class AuditWriter:
-    """Writes the audit log in order, from a thread that lives while there are records.
+    """Writes the audit log in order, in a thread of its own.
 
     Requests wait for no write: records of 0.2 s share a transaction, and are lost if the service
     is killed meanwhile.
@@ -85,62 +83,46 @@ class AuditWriter:
     def __init__(self, keys: KeyStore) -> None:
         self._keys = keys
         self._pending: list[AuditRecord] = []
-        self._num_appended = 0
-        self._num_written = 0
         self._num_dropped = 0
-        self._changed = threading.Condition()
-        self._is_running = False
+        self._lock = threading.Lock()
+        self._thread = ThreadPoolExecutor(1, "audit")
+        self._newest_write: Future[None] | None = None
         self._is_wanted_now = threading.Event()
 
     def append(self, record: AuditRecord) -> None:
         """Write a record soon; if too many wait, drop it, which is logged."""
-        with self._changed:
+        with self._lock:
             if len(self._pending) >= _MAX_PENDING:
                 self._num_dropped += 1
                 return
             self._pending.append(record)
-            self._num_appended += 1
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._write_all, name="audit", daemon=True).start()
+            if len(self._pending) == 1:
+                self._newest_write = self._thread.submit(self._write)
 
     def flush(self) -> None:
         """Wait until all that was appended before is written, at most some seconds."""
-        with self._changed:
-            wanted = self._num_appended
+        with self._lock:
+            newest = self._newest_write
+        if newest is not None:
             self._is_wanted_now.set()
-            self._changed.wait_for(lambda: self._num_written >= wanted, _FLUSH_TIMEOUT_S)
+            wait([newest], _FLUSH_TIMEOUT_S)
 
-    def _write_all(self) -> None:
-        while True:
-            # More lines may come that can share the transaction, unless somebody wants to read.
-            self._is_wanted_now.wait(_LINGER_S)
-            records = self._take()
-            if not records:
-                return
-            self._write(records)
-            with self._changed:
-                self._num_written += len(records)
-                num_dropped, self._num_dropped = self._num_dropped, 0
-                self._changed.notify_all()
-            if num_dropped:
-                logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
-
-    def _write(self, records: Sequence[AuditRecord]) -> None:
+    def _write(self) -> None:
+        # More records may come that can share the transaction, unless somebody wants to read.
+        self._is_wanted_now.wait(_LINGER_S)
+        with self._lock:
+            records, self._pending = self._pending, []
+            num_dropped, self._num_dropped = self._num_dropped, 0
+            self._is_wanted_now.clear()
         try:
             self._keys.append_audit(records)
-        except Exception as error:  # whatever it is, the lines that follow must be written
+        except Exception as error:
             # The log of the service is the second-best place.
             logger.error("%d lines of the audit log are not kept: %s", len(records), error)
             for record in records:
                 logger.error("audit: %s", record)
-
-    def _take(self) -> list[AuditRecord]:
-        with self._changed:
-            batch, self._pending = self._pending[:_MAX_BATCH], self._pending[_MAX_BATCH:]
-            self._is_wanted_now.clear()
-            self._is_running = bool(batch)
-            return batch
+        if num_dropped:
+            logger.warning("%d lines of the audit log are lost: too many waited", num_dropped)
 
 
 def has_no_key() -> bool:
@@ -195,11 +177,12 @@ class Security:
     @classmethod
     def open(cls, settings: Settings, store: JobStore, engine: Engine) -> Security:
         """Build it; raises `SecretKeyUnusable`."""
-        keys, master, provider = KeyStore(engine), master_keys_of(settings), provider_of(settings)
+        keys, master = KeyStore(engine), master_keys_of(settings)
+        has_provider = settings.oidc_issuer and settings.oidc_audience and settings.oidc_jwks_url
         authenticator = Authenticator(
             keys,
             master,
-            TokenVerifier(provider) if provider else None,
+            TokenVerifier(settings) if has_provider else None,
             is_local=settings.auth == "local",
             session_ttl_s=settings.session_ttl_s,
             machine_token=token.get_secret_value() if (token := settings.ray_auth_token) else None,

@@ -73,8 +73,8 @@ def groups_facts(job: JobDetail, timeline: Sequence[TimelineEventOut], now_s: fl
         facts += _membership_facts(job, membership, now_s)
     request = latest_resize_request(timeline)
     if request.id and not job.status.is_terminal:
-        parts = [f"{request.num_workers} workers"] if request.num_workers else []
-        parts += [f"without {host}" for host in request.drain_hosts]
+        parts = [f"{request.workers} workers"] if request.workers else []
+        parts += [f"without {host}" for host in sorted(request.drain_hosts)]
         if parts:
             facts.append(("wanted", ", ".join(parts)))
     return facts + _time_facts(job)

@@ -180,9 +180,9 @@ def _facts(
     is_own = held is not None and held.attempt_id == job.current_attempt_id
     facts = _membership_facts(job, held, now) if held is not None and is_own else []
     wanted = latest_resize_request(timeline)
-    if not job.status.is_terminal and (wanted.num_workers or wanted.drain_hosts):
-        size = [f"{wanted.num_workers} workers"] if wanted.num_workers else []
-        text = ", ".join([*size, *(f"without {host}" for host in wanted.drain_hosts)])
+    if not job.status.is_terminal and (wanted.workers or wanted.drain_hosts):
+        size = [f"{wanted.workers} workers"] if wanted.workers else []
+        text = ", ".join([*size, *(f"without {host}" for host in sorted(wanted.drain_hosts))])
         facts.append(Fact("Wanted", text, "active"))
     at_risk = _at_risk_text(job, checkpoints)
     if at_risk:

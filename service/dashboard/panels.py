@@ -47,7 +47,6 @@ from trainer.export.requests import ExportFolder, list_exports
 from trainer.protocol.run_dir import AttemptDir, RunDir
 
 MAX_LOG_LINES = 500
-_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
 _EXPORT_HINT = "Unsharded, quantised, ready for `shardloom serve`."
 _TABLES = {"int8": "int8", "fp16": "fp16", "none": "as trained (float32)"}
 _RESIZE_HINTS = {
@@ -163,7 +162,7 @@ class ActionsPanel(Panel):
         may, has_ended = may_change(job), job.status.is_terminal
         is_pausing = job.pause_requested and job.status is not JobStatus.PAUSED
         is_open = may and not has_ended and not job.cancel_requested
-        may_restart = bool(snapshot.checkpoints) and (has_ended or job.status in _AT_REST)
+        may_restart = bool(snapshot.checkpoints) and (has_ended or job.status.is_at_rest)
         self._pause.set_visibility(is_open and job.status is not JobStatus.PAUSED)
         self._pause.set_enabled(not is_pausing)
         self._pause.set_text("Pausing" if is_pausing else "Pause")
@@ -328,8 +327,8 @@ def _read(
     files: AttemptDir, attempt_id: str, source: str, position: LogPosition | None, is_final: bool
 ) -> tuple[LogPosition, list[LogPiece]]:
     """Where reading began and what follows; without a position, from the file's last lines."""
-    start = position or tail_position(files, attempt_id, source, MAX_LOG_LINES)
-    return start, list(read_new(files, start, source, is_final=is_final))
+    start = position or tail_position(files, attempt_id, [source], MAX_LOG_LINES)
+    return start, list(read_new(files, start, [source], is_final=is_final))
 
 
 class PlacementPanel(Panel):
@@ -369,13 +368,13 @@ class PlacementPanel(Panel):
             ui.notify(str(error), type="warning")
             return
         self._resize_hint.set_text(_RESIZE_HINTS[failure_domain(job)])
-        wanted = latest_resize_request(self._snapshot.timeline).num_workers
+        wanted = latest_resize_request(self._snapshot.timeline).workers
         self._size.set_options(sizes, value=wanted if wanted in sizes else None)
         self._resize_dialog.open()
 
     def _open_drain(self) -> None:
         timeline = self._snapshot.timeline
-        drained = list(latest_resize_request(timeline).drain_hosts)
+        drained = sorted(latest_resize_request(timeline).drain_hosts)
         hosts = sorted({*known_hosts(self._snapshot.job, timeline), *drained})
         self._drained.set_options(hosts, value=drained)
         self._drain_dialog.open()
@@ -393,7 +392,7 @@ class PlacementPanel(Panel):
     async def _drain(self) -> None:
         self._drain_dialog.close()
         job_id, wanted = self._snapshot.job.id, set(self._drained.value)
-        drained = set(latest_resize_request(self._snapshot.timeline).drain_hosts)
+        drained = latest_resize_request(self._snapshot.timeline).drain_hosts
 
         def drain() -> None:
             for host in sorted(wanted ^ drained):

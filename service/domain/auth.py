@@ -168,11 +168,9 @@ def fits(text: str, stored_hash: str) -> bool:
 
 
 def new_session_token() -> str:
-    """The text of a session's cookie."""
     return secrets.token_urlsafe(32)
 
 
 def principal_of(key: ApiKey, *, is_session: bool = False) -> Principal:
-    """The principal of a key."""
     kind = "session" if is_session else "key"
     return Principal(f"key:{key.name}", kind, key.roles, credential_id=key.id)  # type: ignore[arg-type]

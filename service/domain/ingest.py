@@ -61,79 +61,59 @@ def apply_events(job: Job, attempt: Attempt, events: Iterable[Event], now: float
 
 
 def _apply(result: IngestResult, event: Event) -> None:
-    if result.steers and result.job.resume_from is not None:
-        # The submission arrived: only one attempt starts from the requested checkpoint.
-        result.job = replace(result.job, resume_from=None)
     match event:
         case Metrics():
-            _apply_metrics(result, event)
+            for name, value in event.values.items():
+                result.points[name, event.step] = (value, event.time)
         case Progress():
-            _apply_progress(result, event)
+            pass
         case _:
             result.timeline.append(_timeline_event(result, event))
-    match event:
-        case CheckpointCommitted() | CheckpointDeleted():
-            result.checkpoints.append(event)
-            if isinstance(event, CheckpointCommitted) and result.steers:
-                progress = replace(result.job.progress, checkpoint_at=result.now)
-                result.job = replace(result.job, progress=progress)
-        case WorkersStarted() | WorkersLost() | AttemptEnded() if result.steers:
-            _steer(result, event)
-        case _ if result.steers:
-            membership = apply_event(result.job.membership, result.attempt.id, event)
-            if membership is not result.job.membership:
-                result.job = replace(result.job, membership=membership)
-
-
-def _apply_metrics(result: IngestResult, event: Metrics) -> None:
-    for name, value in event.values.items():
-        result.points[name, event.step] = (value, event.time)
+    if isinstance(event, CheckpointCommitted | CheckpointDeleted):
+        result.checkpoints.append(event)
     if result.steers:
-        latest = {**result.job.latest_metrics, **event.values}
-        result.job = replace(result.job, latest_metrics=latest)
+        # The submission arrived: only one attempt starts from the requested checkpoint.
+        result.job = replace(result.job, resume_from=None)
+        _steer(result, event)
 
 
-def _apply_progress(result: IngestResult, event: Progress) -> None:
-    if result.steers:
-        before = result.job.progress
-        told = event.model_dump(exclude={"kind", "time"})
-        has_advanced = (event.step, event.rows) != (before.step, before.rows)
-        advanced_at = result.now if has_advanced else before.advanced_at
-        progress = replace(before, **told, advanced_at=advanced_at)
-        result.job = replace(result.job, progress=progress)
-
-
-def _steer(result: IngestResult, event: WorkersStarted | WorkersLost | AttemptEnded) -> None:
+def _steer(result: IngestResult, event: Event) -> None:
+    job = result.job
     match event:
+        case Metrics():
+            job = replace(job, latest_metrics={**job.latest_metrics, **event.values})
+        case Progress():
+            before = job.progress
+            told = event.model_dump(exclude={"kind", "time"})
+            has_advanced = (event.step, event.rows) != (before.step, before.rows)
+            advanced_at = result.now if has_advanced else before.advanced_at
+            job = replace(job, progress=replace(before, **told, advanced_at=advanced_at))
+        case CheckpointCommitted():
+            job = replace(job, progress=replace(job.progress, checkpoint_at=result.now))
         case WorkersStarted():
-            result.job = _with_workers(result.job, event, result.now)
+            job = _with_workers(job, event, result.now)
         case WorkersLost():
             num_failures = result.attempt.num_worker_failures + spends_budget(event.reason)
             result.attempt = replace(result.attempt, num_worker_failures=num_failures)
         case AttemptEnded():
             report = _reported_end(event, result.now)
             result.attempt = replace(result.attempt, reported_end=report)
-            latest = {**result.job.latest_metrics, **event.final_metrics}
-            result.job = replace(result.job, latest_metrics=latest)
+            job = replace(job, latest_metrics={**job.latest_metrics, **event.final_metrics})
+        case _:
+            membership = apply_event(job.membership, result.attempt.id, event)
+            job = replace(job, membership=membership)
+    result.job = job
 
 
 def _with_workers(job: Job, event: WorkersStarted, now: float) -> Job:
-    is_starting = job.status is JobStatus.STARTING
-    # Workers that are only replaced again and again are no progress.
-    advanced_at = now if is_starting else job.progress.advanced_at
-    # Before this the job trained nothing that a checkpoint should have.
-    checkpoint_at = now if is_starting else job.progress.checkpoint_at
-    progress = replace(
-        job.progress,
-        total_steps=event.total_steps,
-        advanced_at=advanced_at,
-        checkpoint_at=checkpoint_at,
-    )
+    progress = replace(job.progress, total_steps=event.total_steps)
+    if job.status is JobStatus.STARTING:
+        # Not for workers that are only replaced again and again: those are no progress. Before
+        # this the job trained nothing that a checkpoint should have.
+        progress = replace(progress, advanced_at=now, checkpoint_at=now)
+        job = replace(job, status=JobStatus.RUNNING)
     return replace(
-        job,
-        progress=progress,
-        status=JobStatus.RUNNING if is_starting else job.status,
-        started_at=now if job.started_at is None else job.started_at,
+        job, progress=progress, started_at=now if job.started_at is None else job.started_at
     )
 
 

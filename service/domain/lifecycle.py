@@ -30,11 +30,12 @@ from service.domain.models import (
     Observation,
     ObservedState,
     QueueState,
+    ReportedEnd,
     TimelineEvent,
     attempt_id,
 )
 from service.domain.retries import RULES, Budget, backoff_s
-from service.domain.timeline import end_details, reason_of, timeline_event
+from service.domain.timeline import end_details, timeline_event
 
 # How long after it was sent a submission may be unknown to the backend.
 NOT_FOUND_GRACE_S = 30.0
@@ -81,12 +82,6 @@ class Decision:
     timeline: tuple[TimelineEvent, ...] = ()
 
 
-@dataclass(frozen=True)
-class _End:
-    reason: EndReason
-    message: str
-
-
 def decide(job: Job, attempt: Attempt | None, observation: Observation, now: float) -> Decision:
     """What follows for a job whose newest attempt was just observed."""
     if job.status.is_terminal:
@@ -98,7 +93,7 @@ def decide(job: Job, attempt: Attempt | None, observation: Observation, now: flo
         job = replace(job, resume_from=None)
     end = _end_of(job, attempt, observation, now)
     if end is not None:
-        return _end_attempt(job, attempt, end, now)
+        return end_attempt(job, attempt, end.reason, end.message, now)
     if is_stopping(job):
         return _stop(job, attempt, observation)
     if job.pause_requested:
@@ -119,14 +114,9 @@ def start(job: Job, now: float, note: QueueState) -> Decision:
         message="",
     )
     waited_s = None if job.queued_at is None else round(max(0.0, now - job.queued_at), 3)
-    made = timeline_event(
-        job,
-        attempt,
-        now,
-        "attempt_created",
-        f"attempt {index} created",
-        data={"queued_s": waited_s, "resume_from": job.resume_from},
-    )
+    facts = {"queued_s": waited_s, "resume_from": job.resume_from}
+    message = f"attempt {index} created"
+    made = timeline_event(job, attempt, now, "attempt_created", message, facts)
     return Decision(started, attempt, timeline=(made,))
 
 
@@ -138,18 +128,6 @@ def submission_accepted(
     sent = timeline_event(job, attempt, now, "attempt_submitted", message)
     accepted = replace(attempt, submitted_at=now)
     return Decision(replace(job, message="", resume_from=None), accepted, timeline=(sent,))
-
-
-def submission_unanswered(job: Job, attempt: Attempt, message: str) -> Decision:
-    """The backend did not say whether it took the attempt; the submission is repeated."""
-    return Decision(replace(job, message=message), attempt)
-
-
-def submission_failed(
-    job: Job, attempt: Attempt, reason: EndReason, message: str, now: float
-) -> Decision:
-    """The attempt cannot be submitted: the backend refused it, or storage failed."""
-    return _end_attempt(job, attempt, _End(reason, message), now)
 
 
 def remaining_failures(job: Job) -> int:
@@ -172,7 +150,7 @@ def _between_attempts(job: Job, last: Attempt | None, now: float) -> Decision:
     return Decision(replace(job, status=JobStatus.QUEUED), last)
 
 
-def _end_of(job: Job, attempt: Attempt, observation: Observation, now: float) -> _End | None:
+def _end_of(job: Job, attempt: Attempt, observation: Observation, now: float) -> ReportedEnd | None:
     """How the attempt ended, or None while it lives or nothing is known."""
     match observation.state:
         case ObservedState.UNREACHABLE:
@@ -205,58 +183,59 @@ def _may_be_in_flight(job: Job, attempt: Attempt, now: float) -> bool:
     return bool(sent_at) and now - max(sent_at) < NOT_FOUND_GRACE_S
 
 
-def _explain(job: Job, attempt: Attempt, observation: Observation) -> _End:
+def _explain(job: Job, attempt: Attempt, observation: Observation) -> ReportedEnd:
     """The end that the driver reported, else the one that the observation implies."""
-    end = _implied_end(observation)
-    if attempt.reported_end is not None:
-        end = _End(attempt.reported_end.reason, attempt.reported_end.message)
+    end = attempt.reported_end or _implied_end(observation)
     if is_stopping(job) and end.reason is not EndReason.COMPLETED:
-        return _End(EndReason.CANCELLED, "cancelled on request")
+        return ReportedEnd(EndReason.CANCELLED, "cancelled on request")
     was_stopped_by_us = job.pause_requested or bool(QueueState.of(job).stop_sent)
     if end.reason is EndReason.CANCELLED and was_stopped_by_us:
         # Also where the pause was withdrawn after the stop had been sent.
         message = "stopped before it had saved; training goes on from the newest checkpoint"
-        return _End(EndReason.PAUSED, message)
+        return ReportedEnd(EndReason.PAUSED, message)
     if not job.pause_requested:
         return end
     if attempt.submitted_at is None and end.reason is EndReason.FORGOTTEN:
-        return _End(EndReason.PAUSED, "paused before it was submitted")
+        return ReportedEnd(EndReason.PAUSED, "paused before it was submitted")
     return end
 
 
-def _implied_end(observation: Observation) -> _End:
+def _implied_end(observation: Observation) -> ReportedEnd:
     detail = f": {observation.message}" if observation.message else ""
     match observation.state:
         case ObservedState.SUCCEEDED:
-            return _End(EndReason.COMPLETED, "the driver exited with success")
+            return ReportedEnd(EndReason.COMPLETED, "the driver exited with success")
         case ObservedState.STOPPED:
-            return _End(EndReason.CANCELLED, f"stopped on the cluster, not by the service{detail}")
+            message = f"stopped on the cluster, not by the service{detail}"
+            return ReportedEnd(EndReason.CANCELLED, message)
         case ObservedState.NOT_FOUND:
-            return _End(EndReason.FORGOTTEN, "the cluster knows no such submission any more")
+            return ReportedEnd(EndReason.FORGOTTEN, "the cluster knows no such submission any more")
         case _ if observation.reason is not None:
-            return _End(observation.reason, observation.message)
+            return ReportedEnd(observation.reason, observation.message)
         case _:
-            return _End(EndReason.DRIVER_LOST, f"the driver ended without a report{detail}")
+            return ReportedEnd(EndReason.DRIVER_LOST, f"the driver ended without a report{detail}")
 
 
-def _end_attempt(job: Job, attempt: Attempt, end: _End, now: float) -> Decision:
+def end_attempt(
+    job: Job, attempt: Attempt, reason: EndReason, message: str, now: float
+) -> Decision:
     """What follows an end of an attempt: the end of the job, a pause, or a retry."""
-    ended = replace(attempt, ended_at=now, end_reason=end.reason, message=end.message)
-    job = replace(job, num_failures=job.num_failures + _num_failures(attempt, end.reason))
+    ended = replace(attempt, ended_at=now, end_reason=reason, message=message)
+    job = replace(job, num_failures=job.num_failures + _num_failures(attempt, reason))
     is_spent = job.num_failures > job.spec.retry.max_failures
-    match RULES[end.reason].budget:
+    match RULES[reason].budget:
         case Budget.NONE:
-            return finish(job, end.reason, end.message, now, ended)
+            return finish(job, reason, message, now, ended)
         case Budget.USER if is_spent:
             message = (
                 f"gave up after {job.num_failures} failure(s), retry.max_failures is "
-                f"{job.spec.retry.max_failures}; the last one: {end.message}"
+                f"{job.spec.retry.max_failures}; the last one: {message}"
             )
             return finish(job, EndReason.RETRIES_EXHAUSTED, message, now, ended)
-        case Budget.FREE if ended.index + 1 >= MAX_ATTEMPTS and end.reason is not EndReason.PAUSED:
+        case Budget.FREE if ended.index + 1 >= MAX_ATTEMPTS and reason is not EndReason.PAUSED:
             message = (
                 f"gave up after {ended.index + 1} attempts, the last of which ended without a "
-                f"fault of the job's own ({end.reason}): {end.message}"
+                f"fault of the job's own ({reason}): {message}"
             )
             return finish(job, EndReason.RETRIES_EXHAUSTED, message, now, ended)
     return _paused(job, ended, now) if job.pause_requested else _requeue(job, ended, now)
@@ -266,26 +245,23 @@ def _num_failures(attempt: Attempt, reason: EndReason) -> int:
     """Failures that an attempt spent: its worker restarts, and its own loss if not among them."""
     if reason in _RESTARTED_BY_DRIVER:
         return max(1, attempt.num_worker_failures)
-    is_lost = RULES[reason].budget is Budget.USER
-    return attempt.num_worker_failures + int(is_lost)
+    return attempt.num_worker_failures + int(RULES[reason].budget is Budget.USER)
 
 
 def _paused(job: Job, ended: Attempt, now: float) -> Decision:
     """A pause is complete: the job stays paused, or after a preemption is queued again."""
-    note = QueueState.of(job)
-    cause = f"attempt {ended.index} ended ({ended.end_reason}: {ended.message})"
-    rested = replace(job, pause_requested=False, retry_at=None, message="")
-    if note.preempted_by is None:
-        told = timeline_event(
-            job, ended, now, "job_paused", f"paused: {cause}", data=reason_of(ended)
-        )
-        paused = replace(rested, status=JobStatus.PAUSED, queue_note=None)
-        return Decision(paused, ended, timeline=(told,))
-    message = f"made way for {note.preempted_by} and waits with its old place: {cause}"
-    facts = {**reason_of(ended), "preempted_by": note.preempted_by}
-    told = timeline_event(job, ended, now, "job_preempted", message, data=facts)
-    waiting = replace(rested, status=JobStatus.QUEUED, queue_note=None)
-    return Decision(waiting, ended, timeline=(told,))
+    assert ended.end_reason is not None
+    by, reason = QueueState.of(job).preempted_by, ended.end_reason.value
+    cause = f"attempt {ended.index} ended ({reason}: {ended.message})"
+    rested = replace(job, pause_requested=False, retry_at=None, message="", queue_note=None)
+    if by is None:
+        message = f"paused: {cause}"
+        told = timeline_event(job, ended, now, "job_paused", message, {"reason": reason})
+        return Decision(replace(rested, status=JobStatus.PAUSED), ended, timeline=(told,))
+    message = f"made way for {by} and waits with its old place: {cause}"
+    facts = {"reason": reason, "preempted_by": by}
+    told = timeline_event(job, ended, now, "job_preempted", message, facts)
+    return Decision(replace(rested, status=JobStatus.QUEUED), ended, timeline=(told,))
 
 
 def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
@@ -298,20 +274,13 @@ def _requeue(job: Job, ended: Attempt, now: float) -> Decision:
     delay_s = backoff_s(rule, num_in_a_row, ended.id)
     allowed = f"failure {job.num_failures} of {job.spec.retry.max_failures} allowed"
     cost = "not counted as a failure" if is_free else allowed
-    told = timeline_event(
-        job,
-        ended,
-        now,
-        "retry_scheduled",
+    message = (
         f"attempt {ended.index} ended ({ended.end_reason}: {ended.message}); "
-        f"next one in {delay_s:g} s, {cost}",
-        data={
-            **end_details(job, ended),
-            "reason": ended.end_reason.value,
-            "delay_s": delay_s,
-            "is_counted": not is_free,
-        },
+        f"next one in {delay_s:g} s, {cost}"
     )
+    facts = {"reason": ended.end_reason.value, "delay_s": delay_s, "is_counted": not is_free}
+    data = {**end_details(job, ended), **facts}
+    told = timeline_event(job, ended, now, "retry_scheduled", message, data)
     queued = replace(
         job, status=JobStatus.QUEUED, retry_at=now + delay_s, message="", queue_note=None
     )
@@ -332,14 +301,10 @@ def finish(
         pause_requested=False,
         queue_note=None,
     )
-    told = timeline_event(
-        job,
-        attempt,
-        now,
-        "job_ended",
-        f"{finished.status} ({reason}): {message}",
-        data={**end_details(job, attempt), "status": finished.status.value, "reason": reason.value},
-    )
+    facts = {"status": finished.status.value, "reason": reason.value}
+    data = {**end_details(job, attempt), **facts}
+    said = f"{finished.status} ({reason}): {message}"
+    told = timeline_event(job, attempt, now, "job_ended", said, data)
     return Decision(finished, attempt, timeline=(told,))
 
 
@@ -367,7 +332,7 @@ def _pause(job: Job, attempt: Attempt, observation: Observation, now: float) -> 
 
 
 def _keep_going(job: Job, attempt: Attempt, observation: Observation, now: float) -> Decision:
-    if job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
+    if job.status.is_at_rest:
         job = replace(job, status=JobStatus.STARTING)
     if observation.state is ObservedState.NOT_FOUND and attempt.submitted_at is None:
         # The message may be about a submission without an answer: it stays until there is one.
@@ -390,20 +355,20 @@ def _with_contact(job: Job, observation: Observation) -> Job:
     return replace(job, message=observation.message if is_told else "")
 
 
-# Nothing runs for a job in one of these, so requests take effect at once.
-_AT_REST = frozenset({JobStatus.QUEUED, JobStatus.PAUSED})
+def _requested(action: str, job: Job, now: float, actor: str, **facts: object) -> TimelineEvent:
+    """The event of a user's request; `was` is the status of the job at that time."""
+    kind, message = f"{action}_requested", f"{action} requested"
+    data = {"was": job.status.value, **facts}
+    return timeline_event(job, None, now, kind, message, data, actor)
 
 
 def request_cancel(job: Job, now: float, actor: str = "user") -> Decision:
     """Cancel a job; one for which nothing runs ends at once."""
     if job.status.is_terminal or job.cancel_requested:
         return Decision(job, None)
-    was = {"was": job.status.value}
-    asked = timeline_event(
-        job, None, now, "cancel_requested", "cancel requested", actor=actor, data=was
-    )
+    asked = _requested("cancel", job, now, actor)
     cancelling = replace(job, cancel_requested=True)
-    if job.status in _AT_REST:
+    if job.status.is_at_rest:
         message = f"cancelled while {job.status.value.lower()}"
         finished = finish(cancelling, EndReason.CANCELLED, message, now)
         return replace(finished, timeline=(asked, *finished.timeline))
@@ -419,15 +384,7 @@ def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> 
     is_asked = job.pause_requested and note.preempted_by is None
     if job.status.is_terminal or job.status is JobStatus.PAUSED or is_asked:
         return Decision(job, None)
-    asked = timeline_event(
-        job,
-        None,
-        now,
-        "pause_requested",
-        "pause requested",
-        actor=actor,
-        data={"was": job.status.value, "grace_s": grace_s},
-    )
+    asked = _requested("pause", job, now, actor, grace_s=grace_s)
     if job.status is JobStatus.QUEUED:
         paused = replace(job, status=JobStatus.PAUSED, retry_at=None, queue_note=None, message="")
         return Decision(paused, None, timeline=(asked,))
@@ -439,13 +396,13 @@ def request_pause(job: Job, now: float, grace_s: float, actor: str = "user") -> 
 
 def preempt(job: Job, by: Job, now: float, grace_s: float) -> Decision:
     """Preempt a running job for one of a higher priority; it is queued again once paused."""
-    if job.status.is_terminal or job.status in _AT_REST or job.pause_requested:
+    if job.status.is_terminal or job.status.is_at_rest or job.pause_requested:
         return Decision(job, None)
     name = by.named_for(job)
     note = replace(QueueState.of(job), preempted_by=name, stop_at=now + grace_s)
     message = f"makes way for {name} of priority {by.priority}"
     facts = {"preempted_by": name, "priority": by.priority, "grace_s": grace_s}
-    told = timeline_event(job, None, now, "preemption_requested", message, data=facts)
+    told = timeline_event(job, None, now, "preemption_requested", message, facts)
     pausing = replace(job, pause_requested=True, queue_note=note.document)
     return Decision(pausing, None, timeline=(told,))
 
@@ -456,10 +413,7 @@ def request_resume(job: Job, now: float, actor: str = "user") -> Decision:
     is_pausing = job.pause_requested and not is_preempted
     if job.status.is_terminal or not (job.status is JobStatus.PAUSED or is_pausing):
         return Decision(job, None)
-    was = {"was": job.status.value}
-    asked = timeline_event(
-        job, None, now, "resume_requested", "resume requested", actor=actor, data=was
-    )
+    asked = _requested("resume", job, now, actor)
     if job.status is JobStatus.PAUSED:
         waiting = replace(job, status=JobStatus.QUEUED, pause_requested=False, retry_at=None)
         return Decision(waiting, None, timeline=(asked,))
@@ -473,11 +427,10 @@ def request_restart(
     job: Job, checkpoint: str, step: int, now: float, actor: str = "user"
 ) -> Decision:
     """Restart a job that has ended or rests from one of its checkpoints, with a new budget."""
-    if not (job.status.is_terminal or job.status in _AT_REST):
+    if not (job.status.is_terminal or job.status.is_at_rest):
         return Decision(job, None)
-    message = f"restart from step {step} requested"
-    facts = {"was": job.status.value, "step": step, "checkpoint": checkpoint}
-    asked = timeline_event(job, None, now, "restart_requested", message, actor=actor, data=facts)
+    asked = _requested("restart", job, now, actor, step=step, checkpoint=checkpoint)
+    asked = replace(asked, message=f"restart from step {step} requested")
     waiting = replace(
         job,
         status=JobStatus.QUEUED,

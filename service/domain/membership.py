@@ -7,9 +7,8 @@ sharding group, M the number of replicas.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from service.domain.models import (
     ChosenLayout,
@@ -47,17 +46,41 @@ def apply_event(membership: Membership | None, attempt_id: str, event: Event) ->
     Other kinds of records leave it as it is. Streams arrive one after another, so a record that is
     older than the known membership does not change it.
     """
-    handle = _HANDLERS.get(type(event))
-    if handle is None:
-        return membership
-    if membership is None or membership.attempt_id != attempt_id:
-        membership = Membership(attempt_id)
-    return handle(membership, event)
-
-
-def _on_layout(membership: Membership, event: LayoutChosen) -> Membership:
-    layout = ChosenLayout(**event.model_dump(exclude={"kind", "time"}))
-    return replace(membership, layout=layout, world_size=layout.world_size)
+    known = membership
+    if known is None or known.attempt_id != attempt_id:
+        known = Membership(attempt_id)
+    match event:
+        case LayoutChosen():
+            layout = ChosenLayout(**event.model_dump(exclude={"kind", "time"}))
+            return replace(known, layout=layout, world_size=layout.world_size)
+        case MembershipChanged():
+            return _on_members(known, event)
+        case GroupLost():
+            lost = _with_gone(known, event, event.reason, event.message)
+            return replace(lost, num_losses=known.num_losses + 1)
+        case GroupLeft() if event.cause in FOR_GOOD:
+            return _with_out(known, event)
+        case GroupLeft():
+            return _with_gone(known, event, event.cause, "")
+        case GroupJoined():
+            return replace(known, gone=_without(known.gone, event.group))
+        case Recovered():
+            return replace(
+                known,
+                last_recovery=Recovery(**event.model_dump(exclude={"kind", "commit"})),
+                num_recoveries=known.num_recoveries + 1,
+                recovery_pause_s=known.recovery_pause_s + event.pause_s,
+            )
+        case Resized():
+            return replace(known, world_size=event.world_size, sized_at=event.time)
+        case HostExcluded():
+            host = ExcludedHost(event.host, event.num_failures, event.until)
+            others = tuple(each for each in known.excluded_hosts if each.host != event.host)
+            return replace(known, excluded_hosts=(*others, host))
+        case Divergence():
+            return replace(known, num_divergences=known.num_divergences + 1)
+        case _:
+            return membership
 
 
 def _on_members(membership: Membership, event: MembershipChanged) -> Membership:
@@ -83,71 +106,24 @@ def _on_members(membership: Membership, event: MembershipChanged) -> Membership:
     return replace(changed, world_size=max(changed.world_size, num_workers))
 
 
-def _on_lost(membership: Membership, event: GroupLost) -> Membership:
+def _with_gone(
+    membership: Membership, event: GroupLost | GroupLeft, reason: str, message: str
+) -> Membership:
+    """The membership without one incarnation of a group, which may come back."""
     hosts = tuple(event.hosts)
-    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.reason, event.message)
-    lost = replace(_with_out(membership, event), num_losses=membership.num_losses + 1)
-    return replace(lost, gone=(*_without(lost.gone, event.group), gone))
-
-
-def _on_left(membership: Membership, event: GroupLeft) -> Membership:
-    left = _with_out(membership, event)
-    if event.cause in FOR_GOOD:
-        return left
-    hosts = tuple(event.hosts)
-    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, event.cause, "")
-    return replace(left, gone=(*_without(left.gone, event.group), gone))
+    gone = GoneGroup(event.group, event.incarnation, hosts, event.time, reason, message)
+    rest = _with_out(membership, event)
+    return replace(rest, gone=(*_without(rest.gone, event.group), gone))
 
 
 def _with_out(membership: Membership, event: GroupLost | GroupLeft) -> Membership:
-    """The membership without one incarnation of a group."""
     gone = (event.group, event.incarnation)
     members = tuple(m for m in membership.members if (m.group, m.incarnation) != gone)
     return replace(membership, members=members)
 
 
-def _on_joined(membership: Membership, event: GroupJoined) -> Membership:
-    return replace(membership, gone=_without(membership.gone, event.group))
-
-
 def _without(gone: Iterable[GoneGroup], group: int) -> tuple[GoneGroup, ...]:
     return tuple(each for each in gone if each.group != group)
-
-
-def _on_recovery(membership: Membership, event: Recovered) -> Membership:
-    return replace(
-        membership,
-        last_recovery=Recovery(**event.model_dump(exclude={"kind", "commit"})),
-        num_recoveries=membership.num_recoveries + 1,
-        recovery_pause_s=membership.recovery_pause_s + event.pause_s,
-    )
-
-
-def _on_divergence(membership: Membership, event: Divergence) -> Membership:
-    return replace(membership, num_divergences=membership.num_divergences + 1)
-
-
-def _on_resized(membership: Membership, event: Resized) -> Membership:
-    return replace(membership, world_size=event.world_size, sized_at=event.time)
-
-
-def _on_excluded(membership: Membership, event: HostExcluded) -> Membership:
-    host = ExcludedHost(event.host, event.num_failures, event.until)
-    others = tuple(each for each in membership.excluded_hosts if each.host != event.host)
-    return replace(membership, excluded_hosts=(*others, host))
-
-
-_HANDLERS: dict[type, Callable[[Membership, Any], Membership]] = {
-    LayoutChosen: _on_layout,
-    MembershipChanged: _on_members,
-    GroupLost: _on_lost,
-    GroupLeft: _on_left,
-    GroupJoined: _on_joined,
-    Recovered: _on_recovery,
-    Resized: _on_resized,
-    HostExcluded: _on_excluded,
-    Divergence: _on_divergence,
-}
 
 
 def current_membership(job: Job) -> Membership | None:
@@ -179,7 +155,6 @@ def failure_domain(job: Job) -> str:
 
 
 def num_current(membership: Membership) -> int:
-    """How many groups train."""
     return sum(member.standing == CURRENT for member in membership.members)
 
 
@@ -238,7 +213,6 @@ class Sizes:
 
 
 def sizes_of_spec(spec: JobSpec) -> Sizes:
-    """The sizes that a spec gives."""
     parallelism = spec.parallelism
     size, placement = parallelism.shard_group_size, parallelism.placement
     return Sizes(
@@ -271,7 +245,7 @@ def span_text(least: int, most: int) -> str:
 
 def workers_held(job: Job) -> int:
     """How many workers a job has now, at most; 0 where it does not run."""
-    if job.status.is_terminal or job.status in (JobStatus.QUEUED, JobStatus.PAUSED):
+    if job.status.is_terminal or job.status.is_at_rest:
         return 0
     membership = current_membership(job)
     reported = membership.world_size if membership else 0

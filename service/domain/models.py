@@ -32,10 +32,12 @@ class JobStatus(StrEnum):
     @property
     def is_terminal(self) -> bool:
         """Whether the job has ended for good."""
-        return self in _TERMINAL
+        return self in (JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED)
 
-
-_TERMINAL = frozenset({JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.CANCELLED})
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the job waits and nothing runs for it, so that requests take effect at once."""
+        return self in (JobStatus.QUEUED, JobStatus.PAUSED)
 
 
 class EndReason(StrEnum):
@@ -94,7 +96,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class ReportedEnd:
-    """How the driver itself said that its attempt ended (its `attempt_ended` record).
+    """How an attempt ended, as its driver said (`attempt_ended`) or the backend implies.
 
     `time` is when the record arrived, by the service's clock. `evidence` is what the reason was
     read from: exit code, signal, host, ...

@@ -1,8 +1,8 @@
 """Retry rule, backoff and advice for each `EndReason`, and what the next attempt changes. Pure.
 
-The *kind* of a reason says what went wrong; its *budget* whether another attempt counts against
-`retry.max_failures`, is free, or is not made. The driver restarts workers inside an attempt by the
-same budget; what it counted is added when the attempt ends. Backoffs are in seconds.
+The *budget* of a reason says whether another attempt counts against `retry.max_failures`, is free,
+or is not made. The driver restarts workers inside an attempt by the same budget; what it counted is
+added when the attempt ends. Backoffs are in seconds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from trainer.spec import validate_spec
 from trainer.spec.base import SpecError
 from trainer.spec.job import JobSpec
 
+_MAX_BACKOFF_S = 300.0
+# Share by which waits vary, so that jobs that ended together do not retry together.
+_JITTER = 0.2
 _ADVICE: dict[EndReason, str] = {
     EndReason.WORKERS_LOST: "Read the end of the lost rank's log. A crash that comes back is not "
     "mended by more retries; if machines come and go, raise retry.max_failures.",
@@ -71,21 +74,6 @@ def advice_of(reason: EndReason | None, last_attempt: EndReason | None = None) -
     return "" if reason is None else _ADVICE.get(reason, "")
 
 
-class Kind(StrEnum):
-    """What an end says about the job and the place where it ran."""
-
-    END = "end"
-    """Training is over, or somebody asked."""
-    FAULT = "fault"
-    """Of the spec, the data or the code: it would come back."""
-    LOSS = "loss"
-    """Something broke that may not break again."""
-    SHORTAGE = "shortage"
-    """Too little memory or too few hosts."""
-    INTERRUPTION = "interruption"
-    """Resources were taken away, which is no fault of the job."""
-
-
 class Budget(StrEnum):
     """Who pays for the next attempt; with `none` there is none."""
 
@@ -107,36 +95,26 @@ class Change(StrEnum):
 
 @dataclass(frozen=True)
 class RetryRule:
-    """What follows an end. The wait doubles from `first_backoff_s` up to `max_backoff_s`.
+    """What follows an end; the wait doubles from `first_backoff_s` on."""
 
-    It is then varied by up to the share `jitter`, so that jobs that ended together do not retry
-    together.
-    """
-
-    kind: Kind
     budget: Budget
     first_backoff_s: float = 2.0
-    max_backoff_s: float = 300.0
-    jitter: float = 0.2
     changes: tuple[Change, ...] = ()
 
-    @property
-    def is_retried(self) -> bool:
-        """Whether another attempt may follow."""
-        return self.budget is not Budget.NONE
 
-
-_END = RetryRule(Kind.END, Budget.NONE)
-_FAULT = RetryRule(Kind.FAULT, Budget.NONE)
-_LOSS = RetryRule(Kind.LOSS, Budget.USER)
+# What would come back: the fault of the spec, the data or the code.
+_FAULT = RetryRule(Budget.NONE)
+# What broke and may not break again.
+_LOSS = RetryRule(Budget.USER)
 _HOST_TO_BLAME = replace(_LOSS, changes=(Change.AVOID_HOST,))
-_MEMORY = RetryRule(Kind.SHORTAGE, Budget.USER, changes=(Change.LARGER_GROUPS,))
-_INTERRUPTION = RetryRule(Kind.INTERRUPTION, Budget.FREE)
+_MEMORY = replace(_LOSS, changes=(Change.LARGER_GROUPS,))
+# Resources were taken away, which is no fault of the job.
+_INTERRUPTION = RetryRule(Budget.FREE)
 RULES: dict[EndReason, RetryRule] = {
-    EndReason.COMPLETED: _END,
-    EndReason.CANCELLED: _END,
+    EndReason.COMPLETED: RetryRule(Budget.NONE),
+    EndReason.CANCELLED: RetryRule(Budget.NONE),
     # A pause ends in PAUSED; a job that was resumed meanwhile goes on at once.
-    EndReason.PAUSED: RetryRule(Kind.END, Budget.FREE, 0.0, 0.0, 0.0),
+    EndReason.PAUSED: RetryRule(Budget.FREE, 0.0),
     EndReason.WORKERS_LOST: _LOSS,
     EndReason.DRIVER_LOST: _LOSS,
     # A cluster that was restarted remembers nothing of what it ran.
@@ -158,9 +136,7 @@ RULES: dict[EndReason, RetryRule] = {
     EndReason.HOST_OOM: _MEMORY,
     EndReason.HOST_LOST: replace(_INTERRUPTION, changes=(Change.AVOID_HOST,)),
     EndReason.PREEMPTED: _INTERRUPTION,
-    EndReason.NO_ROOM: RetryRule(
-        Kind.SHORTAGE, Budget.FREE, first_backoff_s=10.0, changes=(Change.WAIT_FOR_ROOM,)
-    ),
+    EndReason.NO_ROOM: RetryRule(Budget.FREE, 10.0, changes=(Change.WAIT_FOR_ROOM,)),
     EndReason.NON_FINITE: _FAULT,
     # The service took the other attempt for ended; its processes only need longer than it thought.
     EndReason.RUN_IN_USE: replace(_INTERRUPTION, first_backoff_s=30.0),
@@ -181,10 +157,10 @@ def spends_budget(reason: str) -> bool:
 def backoff_s(rule: RetryRule, num_in_a_row: int, attempt_id: str) -> float:
     """Seconds to wait after failure `num_in_a_row` (from 1); the attempt's id seeds the jitter."""
     doublings = min(max(num_in_a_row, 1) - 1, 30)
-    wait_s = min(rule.max_backoff_s, rule.first_backoff_s * 2.0**doublings)
+    wait_s = min(_MAX_BACKOFF_S, rule.first_backoff_s * 2.0**doublings)
     digest = hashlib.sha256(attempt_id.encode()).digest()
     share = int.from_bytes(digest[:4], "big") / 2**32
-    return round(wait_s * (1.0 + rule.jitter * (2.0 * share - 1.0)), 3)
+    return round(wait_s * (1.0 + _JITTER * (2.0 * share - 1.0)), 3)
 
 
 @dataclass(frozen=True)
@@ -217,7 +193,7 @@ def next_attempt(
         return NextAttempt(spec, avoided, (), tuple(notes))
     larger = _larger_group_size(spec, max(short)) if short else None
     if larger is not None:
-        spec = _with_group_size(spec, larger) or spec
+        spec = with_parallelism(spec, shard_group_size=larger) or spec
         notes.append(f"shard_group_size is {larger}, as memory ran out at {max(short)}")
     can_grow = _larger_group_size(job.spec, larger or max(short, default=1)) is not None
     return NextAttempt(spec, avoided, _MEMORY_SHORTAGES if can_grow else (), tuple(notes))
@@ -236,14 +212,16 @@ def _avoided_hosts(job: Job, ended: Sequence[Attempt], now: float) -> tuple[tupl
 
 def _larger_group_size(spec: JobSpec, size: int) -> int | None:
     """The next larger shard_group_size that the spec allows; None where there is none."""
-    candidates = range(size + 1, spec.parallelism.world_size + 1)
-    return next((each for each in candidates if _with_group_size(spec, each)), None)
+    for candidate in range(size + 1, spec.parallelism.world_size + 1):
+        if with_parallelism(spec, shard_group_size=candidate):
+            return candidate
+    return None
 
 
-def _with_group_size(spec: JobSpec, size: int) -> JobSpec | None:
-    """The spec with another shard_group_size; None where that is not legal."""
+def with_parallelism(spec: JobSpec, **changes: object) -> JobSpec | None:
+    """The spec with changes to its `parallelism`; None where they are not legal."""
     document = spec.model_dump(mode="json")
-    document["parallelism"]["shard_group_size"] = size
+    document["parallelism"] |= changes
     try:
         return validate_spec(document)
     except SpecError:

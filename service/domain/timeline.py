@@ -8,7 +8,7 @@ resize or drain event holds the whole request: the number of workers and all hos
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from trainer.protocol.events import (
     WorkersLost,
     WorkersStarted,
 )
+from trainer.protocol.requests import ResizeRequest
 
 
 def timeline_event(
@@ -49,36 +50,20 @@ def timeline_event(
     now: float,
     kind: str,
     message: str,
-    *,
-    actor: str = "service",
     data: Mapping[str, object] | None = None,
+    actor: str = "service",
 ) -> TimelineEvent:
     """A timeline event; the store gives it its id. `data` is for programs, `message` for people."""
-    return TimelineEvent(
-        id=0,
-        job_id=job.id,
-        attempt_id=attempt.id if attempt else None,
-        time=now,
-        kind=kind,
-        message=message,
-        actor=actor,
-        data={"attempt": attempt.index, **(data or {})} if attempt else dict(data or {}),
-    )
+    attempt_id = attempt.id if attempt else None
+    facts = {"attempt": attempt.index, **(data or {})} if attempt else {**(data or {})}
+    return TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, facts)
 
 
 def end_details(job: Job, ended: Attempt | None) -> dict[str, object]:
     """Data of an end: how often the job failed, and the evidence of its reason."""
-    evidence = dict(ended.evidence) if ended else {}
-    facts: dict[str, object] = {
-        "num_failures": job.num_failures,
-        "max_failures": job.spec.retry.max_failures,
-    }
-    return {**facts, "evidence": evidence} if evidence else facts
-
-
-def reason_of(ended: Attempt) -> dict[str, object]:
-    """The reason of an attempt's end."""
-    return {"reason": ended.end_reason.value} if ended.end_reason else {}
+    evidence = {"evidence": dict(ended.evidence)} if ended and ended.evidence else {}
+    max_failures = job.spec.retry.max_failures
+    return {"num_failures": job.num_failures, "max_failures": max_failures, **evidence}
 
 
 # Requests of users for another size of a running job, or for hosts that it should leave.
@@ -86,25 +71,12 @@ RESIZE, DRAIN = "resize_requested", "drain_requested"
 RESIZE_KINDS = (RESIZE, DRAIN)
 
 
-@dataclass(frozen=True)
-class ResizeRequest:
-    """The requested workers; `num_workers` is None while nobody requested a size."""
-
-    id: str = ""
-    num_workers: int | None = None
-    drain_hosts: tuple[str, ...] = ()
-
-
 def latest_resize_request(events: Iterable[TimelineEntry]) -> ResizeRequest:
     """The request of the newest of some timeline events."""
-    requests = [event for event in events if event.kind in RESIZE_KINDS]
-    if not requests:
-        return ResizeRequest()
-    data = requests[-1].data
-    hosts, workers = data["drain_hosts"], data["workers"]
-    assert isinstance(hosts, list)
-    assert workers is None or isinstance(workers, int)
-    return ResizeRequest(str(data["id"]), workers, tuple(hosts))
+    data = [event.data for event in events if event.kind in RESIZE_KINDS]
+    fields = ("id", "workers", "drain_hosts")
+    newest = {name: data[-1][name] for name in fields} if data else {}
+    return ResizeRequest.model_validate(newest)
 
 
 # Reasons that the driver gives for the loss of a group; the coordinator sends a message instead.
@@ -142,12 +114,63 @@ def level_of(event: Event) -> str | None:
 
 def describe(event: Event, membership: Membership | None = None) -> str:
     """The message of a record; `membership` is that before it."""
-    if isinstance(event, GroupLost):
-        return _group_lost(event, membership)
-    if isinstance(event, GroupJoined):
-        return _group_joined(event, membership)
-    message = _MESSAGES.get(type(event))
-    return event.kind if message is None else message(event)
+    match event:
+        case Note():
+            return event.message
+        case AttemptStarted():
+            return f"driver is up, starting {event.world_size} worker(s)"
+        case WorkersStarted():
+            return _workers_started(event)
+        case CheckpointCommitted():
+            took = f"{_size(event.size_bytes)} in {event.duration_s:.1f} s"
+            best = ", best so far" if event.is_best else ""
+            return f"checkpoint at step {event.step} ({took}{best})"
+        case CheckpointDeleted():
+            return f"checkpoint of step {event.step} removed by retention"
+        case Divergence():
+            return _divergence(event)
+        case LayoutChosen():
+            return _layout_chosen(event)
+        case MembershipChanged():
+            return _membership_changed(event)
+        case GroupLost():
+            return _group_lost(event, membership)
+        case GroupJoined():
+            return _group_joined(event, membership)
+        case GroupLeft():
+            return f"{_group(event)} left in good order: {_LEAVES[event.cause]}"
+        case Recovered():
+            return _recovered(event)
+        case CapacityRequested():
+            return _capacity_requested(event)
+        case Resized():
+            return _resized(event)
+        case StragglerFound():
+            follows = "its group is replaced" if event.action == "replace" else "it stays"
+            slow = f"{event.slowdown:.1f} times as slow as the others"
+            return f"{_rank(event)} is {slow}; {follows}"
+        case HangFound():
+            idle = f"nothing done for {event.idle_s:.0f} s in phase {event.phase}"
+            return f"{_rank(event)} hangs: {idle}"
+        case HostExcluded():
+            return _host_excluded(event)
+        case RowsQuarantined():
+            return f"{_count(event.count, 'row')} of {event.file} left out: {event.reason}"
+        case RowsSkipped():
+            # Epochs are counted from 1 wherever people read them.
+            rows = f"rows {event.start:,} to {event.stop:,} of epoch {event.epoch + 1}"
+            return f"{rows} are left out: {event.reason}"
+        case TraceWritten():
+            steps = f"{event.num_steps} step(s) up to step {event.step} on rank {event.rank}"
+            return f"trace of {steps} written ({_size(event.size_bytes)})"
+        case WorkersLost():
+            what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
+            follows = "restarting them" if event.will_restart else "not restarting"
+            return f"workers {what} ({event.reason}: {event.message}); {follows}"
+        case AttemptEnded():
+            return f"attempt ended ({event.reason}): {event.message}"
+        case _:
+            return event.kind
 
 
 def _group_lost(event: GroupLost, membership: Membership | None) -> str:
@@ -178,10 +201,14 @@ def _membership_changed(event: MembershipChanged) -> str:
     standings: dict[str, list[int]] = {}
     for member in event.groups:
         standings.setdefault(member.standing, []).append(member.group)
-    verbs = {"current": "train", "listening": "copy from a peer", "initial": "start"}
+    verbs = {
+        "current": ("trains", "train"),
+        "listening": ("copies from a peer", "copy from a peer"),
+        "initial": ("starts", "start"),
+    }
     parts = [
-        f"{_groups(standings[standing])} {verb if len(standings[standing]) > 1 else _one(verb)}"
-        for standing, verb in verbs.items()
+        f"{_groups(standings[standing])} {many if len(standings[standing]) > 1 else one}"
+        for standing, (one, many) in verbs.items()
         if standing in standings
     ]
     copies = ""
@@ -189,12 +216,6 @@ def _membership_changed(event: MembershipChanged) -> str:
         hosts = _count(event.host_copies_alive, "host")
         copies = f"; each shard has {_count(event.copies_alive, 'copy', 'copies')} on {hosts}"
     return f"generation {event.generation}: {', '.join(parts) or 'no group'}{copies}"
-
-
-def _one(verb: str) -> str:
-    first, _, rest = verb.partition(" ")
-    singular = "copies" if first == "copy" else f"{first}s"
-    return f"{singular} {rest}".rstrip()
 
 
 def _recovered(event: Recovered) -> str:
@@ -233,28 +254,11 @@ def _layout_chosen(event: LayoutChosen) -> str:
     )
 
 
-def _straggler(event: StragglerFound) -> str:
-    follows = "its group is replaced" if event.action == "replace" else "it stays"
-    where = f"rank {event.rank} of group {event.group} ({event.host})"
-    return f"{where} is {event.slowdown:.1f} times as slow as the others; {follows}"
-
-
-def _hang(event: HangFound) -> str:
-    where = f"rank {event.rank} of group {event.group} ({event.host})"
-    return f"{where} hangs: nothing done for {event.idle_s:.0f} s in phase {event.phase}"
-
-
 def _host_excluded(event: HostExcluded) -> str:
     pause_s = max(0.0, event.until - event.time)
     pause = f"{pause_s / 60:.0f} min" if pause_s >= 120 else f"{pause_s:.0f} s"
     failures = _count(event.num_failures, "time")
     return f"host {event.host} failed {failures}: no worker is placed on it for {pause}"
-
-
-def _rows_skipped(event: RowsSkipped) -> str:
-    # Epochs are counted from 1 wherever people read them.
-    rows = f"rows {event.start:,} to {event.stop:,} of epoch {event.epoch + 1}"
-    return f"{rows} are left out: {event.reason}"
 
 
 def _workers_started(event: WorkersStarted) -> str:
@@ -263,27 +267,6 @@ def _workers_started(event: WorkersStarted) -> str:
         f"{event.world_size} worker(s) ready: {event.num_replicas} sharding group(s) of "
         f"{event.shard_group_size}, {event.placement}, {event.backend}{resumed}"
     )
-
-
-def _checkpoint_committed(event: CheckpointCommitted) -> str:
-    best = ", best so far" if event.is_best else ""
-    return (
-        f"checkpoint at step {event.step} ({_size(event.size_bytes)} in "
-        f"{event.duration_s:.1f} s{best})"
-    )
-
-
-def _trace_written(event: TraceWritten) -> str:
-    return (
-        f"trace of {event.num_steps} step(s) up to step {event.step} on rank {event.rank} "
-        f"written ({_size(event.size_bytes)})"
-    )
-
-
-def _workers_lost(event: WorkersLost) -> str:
-    follows = "restarting them" if event.will_restart else "not restarting"
-    what = "stopped" if event.reason == EndReason.DIVERGED else "lost"
-    return f"workers {what} ({event.reason}: {event.message}); {follows}"
 
 
 def _divergence(event: Divergence) -> str:
@@ -303,34 +286,12 @@ def _divergence(event: Divergence) -> str:
     )
 
 
-_MESSAGES: dict[type, Callable[[Any], str]] = {
-    Note: lambda event: str(event.message),
-    AttemptStarted: lambda event: f"driver is up, starting {event.world_size} worker(s)",
-    WorkersStarted: _workers_started,
-    CheckpointCommitted: _checkpoint_committed,
-    CheckpointDeleted: lambda event: f"checkpoint of step {event.step} removed by retention",
-    Divergence: _divergence,
-    LayoutChosen: _layout_chosen,
-    MembershipChanged: _membership_changed,
-    GroupLeft: lambda event: f"{_group(event)} left in good order: {_LEAVES[event.cause]}",
-    Recovered: _recovered,
-    CapacityRequested: _capacity_requested,
-    Resized: _resized,
-    StragglerFound: _straggler,
-    HangFound: _hang,
-    HostExcluded: _host_excluded,
-    RowsQuarantined: lambda event: (
-        f"{_count(event.count, 'row')} of {event.file} left out: {event.reason}"
-    ),
-    RowsSkipped: _rows_skipped,
-    TraceWritten: _trace_written,
-    WorkersLost: _workers_lost,
-    AttemptEnded: lambda event: f"attempt ended ({event.reason}): {event.message}",
-}
-
-
 def _group(event: GroupLost | GroupJoined | GroupLeft) -> str:
     return f"group {event.group} ({', '.join(dict.fromkeys(event.hosts)) or 'no host'})"
+
+
+def _rank(event: StragglerFound | HangFound) -> str:
+    return f"rank {event.rank} of group {event.group} ({event.host})"
 
 
 def _groups(numbers: Iterable[int]) -> str:

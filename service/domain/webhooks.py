@@ -173,7 +173,6 @@ def new_secret() -> str:
 
 
 def new_webhook_id() -> str:
-    """A fresh id."""
     return f"wh-{secrets.token_hex(8)}"
 
 

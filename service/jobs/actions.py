@@ -13,9 +13,10 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from service.db.jobs import JobStore
 from service.domain.lifecycle import (
@@ -25,14 +26,13 @@ from service.domain.lifecycle import (
     request_restart,
     request_resume,
 )
-from service.domain.membership import copies_needed, layout_of_attempt
+from service.domain.membership import copies_needed, current_membership, sizes_of_job
 from service.domain.models import Checkpoint, Job, JobStatus, TimelineEvent
 from service.domain.sharding import STARTED, newest_workers
 from service.domain.timeline import (
     DRAIN,
     RESIZE,
     RESIZE_KINDS,
-    ResizeRequest,
     latest_resize_request,
 )
 from service.errors import (
@@ -47,6 +47,7 @@ from service.errors import (
     JobUnreadable,
     LayoutUnknown,
     SizeRefused,
+    StaleVersion,
     StorageUnavailable,
     VersionChanged,
 )
@@ -62,14 +63,17 @@ from service.jobs.run_storage import (
     withdraw_pause,
     write_json,
 )
-from service.jobs.updates import MAX_TRIES, read_timeline, retry_if_stale
 from service.settings import Settings
+from trainer.protocol.requests import ResizeRequest
 from trainer.protocol.run_dir import RunDir
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.parse import check_depth, set_values
 
 logger = logging.getLogger(__name__)
+_MAX_TRIES = 5
+_PAGE = 1000
+_Result = TypeVar("_Result")
 _REMOTE = "the service deletes no objects: `aws s3 rm --recursive` or `gcloud storage rm -r` does"
 
 
@@ -81,21 +85,15 @@ class RemainingPath:
     why: str
 
 
-def place_of(checkpoint_path: str | None, job_id: str) -> str | None:
-    """The folder or URL that is a job's own below its `checkpoint.path`; None in its run folder."""
+def remove_checkpoints(checkpoint_path: str | None, job_id: str) -> list[RemainingPath]:
+    """Delete what a job kept below its `checkpoint.path`, if any; what is left of it."""
     if checkpoint_path is None:
-        return None
-    is_url = "://" in checkpoint_path  # whose query has an endpoint, which nobody needs to see
-    above = checkpoint_path.partition("?")[0] if is_url else checkpoint_path
-    return f"{above.rstrip('/')}/{job_id}"
-
-
-def remove_checkpoints(place: str | None) -> list[RemainingPath]:
-    """Delete what a job kept at `place`; what is left of it, if anything may be."""
-    if place is None:
-        return []
-    if "://" in place:
-        return [RemainingPath(place, _REMOTE)]
+        return []  # They lie in its run folder.
+    if "://" in checkpoint_path:
+        # The query has an endpoint, which nobody needs to see.
+        above = checkpoint_path.partition("?")[0]
+        return [RemainingPath(f"{above.rstrip('/')}/{job_id}", _REMOTE)]
+    place = f"{checkpoint_path.rstrip('/')}/{job_id}"
     folder = Path(place)
     try:
         if not folder.parent.is_dir():
@@ -122,7 +120,8 @@ def cancel_job(
     """
 
     def change(job: Job) -> Decision:
-        _check_not_ended(job)
+        if job.status.is_terminal:
+            raise JobEnded(job.id, job.status)
         return request_cancel(job, time.time(), actor)
 
     cancelled = _change(store, job_id, change, version)
@@ -144,8 +143,7 @@ def pause_job(
     """
 
     def change(job: Job) -> Decision:
-        _check_not_ended(job)
-        if job.cancel_requested:
+        if job.status.is_terminal or job.cancel_requested:
             raise JobEnded(job.id, job.status)
         return request_pause(job, time.time(), settings.pause_grace_s, actor)
 
@@ -193,8 +191,7 @@ def restart_job(
     """
 
     def change(job: Job) -> Decision:
-        is_at_rest = job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
-        if not (job.status.is_terminal or is_at_rest):
+        if not (job.status.is_terminal or job.status.is_at_rest):
             raise JobActive(job.id, job.status, "pause or cancel it, and wait until it has stopped")
         chosen = _chosen(store.list_checkpoints(job.id), job.id, step, path)
         try:
@@ -284,7 +281,7 @@ def delete_job(
             return []
         # Once more: a service that started, or a restart that failed, may have undone it.
         move_to_trash(settings, job_id)
-        left = remove_checkpoints(place_of(job.spec.checkpoint.path, job_id))
+        left = remove_checkpoints(job.spec.checkpoint.path, job_id)
         empty_trash(settings, job_id)
     except OSError as error:
         raise StorageUnavailable(f"cannot delete the files of job {job_id}: {error}") from error
@@ -306,31 +303,45 @@ def finish_deletions(store: JobStore, settings: Settings) -> None:
 
 
 def _finish_deletion(store: JobStore, settings: Settings, job_id: str) -> None:
-    is_stored = True
     try:
         store.get_job(job_id)
     except JobNotFound:
-        is_stored = False
-    except JobUnreadable:
-        pass
-    if not is_stored:
-        for place in trashed_checkpoint_paths(settings, job_id):
-            for left in remove_checkpoints(place_of(place, job_id)):
+        for path in trashed_checkpoint_paths(settings, job_id):
+            for left in remove_checkpoints(path, job_id):
                 logger.warning("job %s is deleted, but not %s: %s", job_id, left.path, left.why)
         empty_trash(settings, job_id)
-    elif not run_dir_of(settings, job_id).root.exists():
+        return
+    except JobUnreadable:
+        pass  # It is stored all the same.
+    if not run_dir_of(settings, job_id).root.exists():
         restore_from_trash(settings, job_id)
         logger.info("job %s was not deleted after all: it has its files again", job_id)
+
+
+def retry_if_stale(change: Callable[[], _Result]) -> _Result:
+    """Call `change`, which reads a job and writes it, again while others write the job meanwhile.
+
+    Raises the `StaleVersion` of the last try.
+    """
+    for _ in range(_MAX_TRIES - 1):
+        with suppress(StaleVersion):
+            return change()
+    return change()
+
+
+def read_timeline(store: JobStore, job_id: str, kinds: tuple[str, ...]) -> list[TimelineEvent]:
+    """All events of these kinds, oldest first."""
+    events: list[TimelineEvent] = []
+    while page := store.list_timeline(
+        job_id, after=events[-1].id if events else 0, limit=_PAGE, kinds=kinds
+    ):
+        events += page
+    return events
 
 
 def _check_version(job: Job, wanted: int | None) -> None:
     if wanted is not None and job.version != wanted:
         raise VersionChanged(job.id, wanted, job.version)
-
-
-def _check_not_ended(job: Job) -> None:
-    if job.status.is_terminal:
-        raise JobEnded(job.id, job.status)
 
 
 def _change(
@@ -352,15 +363,6 @@ def _change(
 # ---- resize and drain
 
 
-@dataclass(frozen=True)
-class Change:
-    """A changed resize request, and the timeline line that tells of it."""
-
-    request: ResizeRequest
-    kind: str
-    message: str
-
-
 def request_resize(
     store: JobStore, run_dir: RunDir, job_id: str, num_workers: int, actor: str = "user"
 ) -> ResizeRequest:
@@ -370,12 +372,12 @@ def request_resize(
     `StaleVersion` only if others kept writing the job meanwhile, and `StorageUnavailable`.
     """
 
-    def change(job: Job, known: ResizeRequest) -> Change:
+    def change(job: Job, known: ResizeRequest) -> ResizeRequest:
         check_size(job, num_workers)
-        request = replace(known, num_workers=num_workers)
-        return Change(request, RESIZE, f"resize to {num_workers} workers requested")
+        return known.model_copy(update={"workers": num_workers})
 
-    return _ask(store, run_dir, job_id, change, actor)
+    message = f"resize to {num_workers} workers requested"
+    return _ask(store, run_dir, job_id, change, RESIZE, message, actor)
 
 
 def request_drain(
@@ -392,19 +394,17 @@ def request_drain(
     Raises as `request_resize`, with `HostUnknown` for a host that has none of the job's workers.
     """
 
-    def change(job: Job, known: ResizeRequest) -> Change:
-        others = tuple(each for each in known.drain_hosts if each != host)
+    def change(job: Job, known: ResizeRequest) -> ResizeRequest:
         if undo:
-            request = replace(known, drain_hosts=others)
-            return Change(request, DRAIN, f"host {host} may be used again")
+            return known.model_copy(update={"drain_hosts": known.drain_hosts - {host}})
         if host not in known.drain_hosts:
             hosts = known_hosts(job, read_timeline(store, job.id, (STARTED,)))
             if host not in hosts:
                 raise HostUnknown(host, hosts)
-        request = replace(known, drain_hosts=tuple(sorted({*others, host})))
-        return Change(request, DRAIN, f"drain of host {host} requested")
+        return known.model_copy(update={"drain_hosts": known.drain_hosts | {host}})
 
-    return _ask(store, run_dir, job_id, change, actor)
+    message = f"host {host} may be used again" if undo else f"drain of host {host} requested"
+    return _ask(store, run_dir, job_id, change, DRAIN, message, actor)
 
 
 def legal_sizes(job: Job) -> list[int]:
@@ -435,23 +435,20 @@ def check_size(job: Job, num_workers: int) -> None:
 
 
 def _group_size(job: Job) -> int:
-    chosen = layout_of_attempt(job)
-    if chosen is not None:
-        return chosen.shard_group_size
-    wanted = job.spec.parallelism.shard_group_size
-    if wanted == "auto":
+    size = sizes_of_job(job).shard_group_size
+    if size is None:
         raise LayoutUnknown(job.id)
-    return wanted
+    return size
 
 
 def known_hosts(job: Job, lines: Iterable[TimelineEvent]) -> list[str]:
     """Hosts that workers of the job's newest attempt are or were on."""
     own = [line for line in lines if line.attempt_id == job.current_attempt_id]
-    workers, membership = newest_workers(own), job.membership
+    workers, membership = newest_workers(own), current_membership(job)
     hosts = set(workers.hosts if workers else ())
-    if membership is not None and membership.attempt_id == job.current_attempt_id:
-        hosts.update(host for member in membership.members for host in member.hosts)
-        hosts.update(host for gone in membership.gone for host in gone.hosts)
+    if membership is not None:
+        hosts.update(*(member.hosts for member in membership.members))
+        hosts.update(*(gone.hosts for gone in membership.gone))
     return sorted(hosts)
 
 
@@ -459,14 +456,16 @@ def copy_resize_request(store: JobStore, run_dir: RunDir, job_id: str, attempt_i
     """Tell a new attempt what is wanted of the job already; raises OSError."""
     request = _requested(store, job_id)
     if request.id:
-        write_json(run_dir.attempt(attempt_id).resize_request_path, _document(request))
+        write_json(run_dir.attempt(attempt_id).resize_request_path, request.model_dump())
 
 
 def _ask(
     store: JobStore,
     run_dir: RunDir,
     job_id: str,
-    change: Callable[[Job, ResizeRequest], Change],
+    change: Callable[[Job, ResizeRequest], ResizeRequest],
+    kind: str,
+    message: str,
     actor: str,
 ) -> ResizeRequest:
     def attempt() -> ResizeRequest:
@@ -475,19 +474,12 @@ def _ask(
             raise JobNotRunning(job.id, job.status, "to place anew")
         known = _requested(store, job_id)
         changed = change(job, known)
-        if changed.request != known:
-            line = TimelineEvent(
-                id=0,
-                job_id=job.id,
-                attempt_id=job.current_attempt_id,
-                time=time.time(),
-                kind=changed.kind,
-                message=changed.message,
-                actor=actor,
-                data=_document(replace(changed.request, id=f"r-{secrets.token_hex(4)}")),
-            )
+        if changed != known:
+            data = {**changed.model_dump(), "id": f"r-{secrets.token_hex(4)}"}
+            attempt_id, now = job.current_attempt_id, time.time()
+            event = TimelineEvent(0, job.id, attempt_id, now, kind, message, actor, data)
             # The version of the job lets one of two requests through, and a stopping job none.
-            store.update_job(job, timeline=[line])
+            store.update_job(job, timeline=[event])
         return _place(store, run_dir, job)
 
     return retry_if_stale(attempt)
@@ -498,23 +490,15 @@ def _place(store: JobStore, run_dir: RunDir, job: Job) -> ResizeRequest:
     assert job.current_attempt_id is not None
     path = run_dir.attempt(job.current_attempt_id).resize_request_path
     request = _requested(store, job.id)
-    for _ in range(MAX_TRIES if request.id else 0):
+    for _ in range(_MAX_TRIES if request.id else 0):
         try:
-            write_json(path, _document(request))
+            write_json(path, request.model_dump())
         except OSError as error:
             raise StorageUnavailable(str(error)) from error
         placed, request = request, _requested(store, job.id)
         if placed == request:
             break
     return request
-
-
-def _document(request: ResizeRequest) -> dict[str, object]:
-    return {
-        "id": request.id,
-        "workers": request.num_workers,
-        "drain_hosts": list(request.drain_hosts),
-    }
 
 
 def _requested(store: JobStore, job_id: str) -> ResizeRequest:

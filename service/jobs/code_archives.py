@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from service.errors import CodeStoreFull, InvalidRequest
-from service.jobs.run_storage import replace_file
+from service.jobs.run_storage import write_bytes
 from service.settings import Settings
 from trainer.protocol.code_archive import CodeError, CodeSummary, check, id_of
 from trainer.protocol.run_dir import RunDir
@@ -45,7 +45,7 @@ def keep_code(settings: Settings, data: bytes) -> CodeSummary:
                 "that is kept; raise SHARDLOOM_CODE_MAX_BYTES, or lower "
                 "SHARDLOOM_CODE_RETENTION_DAYS"
             )
-        _write(path, data)
+        write_bytes(path, data)
     _renewed(path)
     return summary
 
@@ -79,9 +79,7 @@ def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) 
     Raises OSError where that fails.
     """
     code = spec.model.code
-    if code is None:
-        return
-    if _renewed(_upload_path(settings, code)):
+    if code is None or _renewed(_upload_path(settings, code)):
         return
     data = _read(source.code_path(code), code) if source else None
     if data is None:
@@ -90,7 +88,7 @@ def check_code(settings: Settings, spec: JobSpec, source: RunDir | None = None) 
             "or POST the archive to /v1/code"
         )
         raise SpecError([FieldProblem("model.code", "unknown_code", message)])
-    _write(_upload_path(settings, code), data)
+    write_bytes(_upload_path(settings, code), data)
 
 
 def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None:
@@ -109,7 +107,7 @@ def give_code(settings: Settings, spec: JobSpec, run_dir: RunDir) -> Path | None
                 f"the code {code[:12]}... of the job is gone from run storage, or damaged; submit "
                 "again with `shardloom submit --code DIR`"
             )
-        _write(path, data)
+        write_bytes(path, data)
     return path
 
 
@@ -133,8 +131,3 @@ def _read(path: Path, code: str) -> bytes | None:
     except FileNotFoundError:
         return None
     return data if id_of(data) == code else None
-
-
-def _write(path: Path, data: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, data)

@@ -172,32 +172,24 @@ def remove_old_exports(settings: Settings, now: float) -> int:
         return 0
     before = now - settings.export_retention_days * _DAY_S
     num_deleted = 0
-    for run_dir in _run_dirs(settings):
-        for folder in _exports_of(run_dir):
-            if not _is_older(folder, before):
-                continue
-            try:
+    for folder in _all_exports(settings):
+        try:
+            if folder.wanted.created < before and folder.status != "running":
                 delete_export(folder)
                 num_deleted += 1
-            except StorageUnavailable as error:
-                logger.warning("cannot delete export %s, trying again: %s", folder.root, error)
+        except (OSError, ValueError):
+            continue  # It cannot be read.
+        except StorageUnavailable as error:
+            logger.warning("cannot delete export %s, trying again: %s", folder.root, error)
     return num_deleted
 
 
-def _exports_of(run_dir: RunDir) -> list[ExportFolder]:
-    try:
-        return list_exports(run_dir)
-    except OSError as error:
-        logger.warning("cannot look for old exports in %s: %s", run_dir.root, error)
-        return []
-
-
-def _is_older(folder: ExportFolder, before: float) -> bool:
-    """Whether an export that nobody is making was asked for before a time, in Unix seconds."""
-    try:
-        return folder.wanted.created < before and folder.status != "running"
-    except (OSError, ValueError):
-        return False
+def _all_exports(settings: Settings) -> Iterator[ExportFolder]:
+    for run_dir in _run_dirs(settings):
+        try:
+            yield from list_exports(run_dir)
+        except OSError as error:
+            logger.warning("cannot look for exports in %s: %s", run_dir.root, error)
 
 
 def _remove_deleted(run_dir: RunDir) -> None:
@@ -209,8 +201,7 @@ def _remove_deleted(run_dir: RunDir) -> None:
 
 def _run_dirs(settings: Settings) -> Iterator[RunDir]:
     """Folders of jobs that have exports."""
-    for path in settings.runs_dir.glob("*/exports"):
-        yield RunDir(path.parent)
+    return (RunDir(path.parent) for path in settings.runs_dir.glob("*/exports"))
 
 
 # ---- requests
@@ -292,7 +283,6 @@ def unfinished(settings: Settings) -> list[ExportFolder]:
     """Exports that a service asked for and that are neither done nor failed."""
     return [
         folder
-        for run_dir in _run_dirs(settings)
-        for folder in list_exports(run_dir)
+        for folder in _all_exports(settings)
         if folder.status in ("queued", "running") and is_sealed(settings, folder)
     ]

@@ -8,14 +8,14 @@ logging.
 from __future__ import annotations
 
 import base64
-import gzip
 import io
 import json
 import math
-import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import IntEnum
@@ -31,7 +31,7 @@ from trainer.protocol.run_dir import AttemptDir, RunDir
 from trainer.spec.base import FieldProblem
 
 _SOURCE_PATTERN = re.compile(
-    r"(?P<single>driver|coordinator)|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
+    r"driver|coordinator|(?:group-(?P<group>\d{1,6})-)?rank-(?P<rank>\d{1,6})"
 )
 # As `trainer.driver.process_log` writes lines, Python's logging by itself, MLflow, Ray and its C++
 # part.
@@ -72,14 +72,6 @@ class Head:
 def is_source(name: str) -> bool:
     """Whether a log can have this name."""
     return _SOURCE_PATTERN.fullmatch(name) is not None
-
-
-def source_order(source: str) -> tuple[bool, bool, int, int]:
-    """Sort key: driver, coordinator, then groups and ranks by number."""
-    match = _SOURCE_PATTERN.fullmatch(source)
-    assert match, "the caller has checked the name"
-    is_rank = match["single"] is None
-    return is_rank, source == "coordinator", int(match["group"] or 0), int(match["rank"] or 0)
 
 
 def rank_of(source: str) -> int | None:
@@ -174,21 +166,6 @@ def contains(text: str, wanted: str) -> bool:
     return True
 
 
-def last_head(lines: Sequence[str]) -> Head:
-    """Level and time at the end of some lines."""
-    head = Head()
-    for text in lines:
-        head = following(head, text)
-    return head
-
-
-def with_heads(before: Head, lines: Sequence[str]) -> Iterator[tuple[str, Head]]:
-    """Each line with its level and time."""
-    for text in lines:
-        before = following(before, text)
-        yield text, before
-
-
 # ---- one log by byte offset
 
 _BLOCK_BYTES = 1 << 16
@@ -232,16 +209,13 @@ def read_at(log: Path, offset: int, max_bytes: int) -> Piece | None:
     for part in parts:
         if part.offset > at or len(data) == max_bytes:
             break
-        data += _read(part, at, max_bytes - len(data))
+        with suppress(FileNotFoundError), part.path.open("rb") as file:
+            file.seek(at - part.offset)
+            data += file.read(max_bytes - len(data))
         at = start + len(data)
     # Right behind them begins a file that does not go on from them.
     is_cut = any(part.end == at for part in parts) and all(part.offset != at for part in parts)
     return Piece(start, data, start - offset, is_cut and any(part.offset > at for part in parts))
-
-
-def size_of(log: Path) -> int:
-    """Number of bytes that were ever written to a log."""
-    return max((part.end for part in _parts(log)), default=0)
 
 
 def context_before(log: Path, offset: int) -> bytes:
@@ -272,14 +246,13 @@ def tail_offset(log: Path, num_lines: int) -> int:
         blocks.append(piece.data)
         num_ends += piece.data.count(b"\n")
         start = begin
-    lines = split_at_lf(b"".join(reversed(blocks)))
+    lines = _split(b"".join(reversed(blocks)))
     return start + sum(len(line) for line in lines[: max(0, len(lines) - num_lines)])
 
 
-def split_at_lf(data: bytes) -> list[bytes]:
+def _split(data: bytes) -> list[bytes]:
     """Lines with their ends. Not `splitlines`: a carriage return alone redraws a line."""
-    parts = data.split(b"\n")
-    return [part + b"\n" for part in parts[:-1]] + ([parts[-1]] if parts[-1] else [])
+    return io.BytesIO(data).readlines()
 
 
 def _parts(log: Path) -> list[_Part]:
@@ -305,15 +278,6 @@ def _start_of_last_run(parts: list[_Part]) -> int:
     return start
 
 
-def _read(part: _Part, at: int, max_bytes: int) -> bytes:
-    try:
-        with part.path.open("rb") as file:
-            file.seek(at - part.offset, os.SEEK_SET)
-            return file.read(max_bytes)
-    except FileNotFoundError:
-        return b""
-
-
 # ---- lines of all logs of an attempt
 
 # Most that one poll reads: of one log, and of all of them together.
@@ -322,7 +286,6 @@ _MAX_POLL_BYTES = 1 << 23
 _MIN_READ_BYTES = 1 << 16
 # A file offset has 63 bits.
 _Offset = Annotated[int, Field(ge=0, lt=2**63)]
-NO_HEAD = Head()
 _CURSOR: TypeAdapter[tuple[str | None, dict[str, _Offset]]] = TypeAdapter(
     tuple[str | None, dict[str, _Offset]]
 )
@@ -367,7 +330,7 @@ class LogPiece:
     source: str
     text: str
     position: LogPosition
-    head: Head = NO_HEAD
+    head: Head = Head()
 
     @property
     def level(self) -> str | None:
@@ -381,7 +344,6 @@ class LogPiece:
 
     @property
     def rank(self) -> int | None:
-        """The rank that wrote it."""
         return rank_of(self.source)
 
     @property
@@ -392,8 +354,13 @@ class LogPiece:
 
 def list_sources(files: AttemptDir) -> list[str]:
     """Names of the logs of an attempt: driver, coordinator, then groups and ranks by number."""
-    names = [path.stem for path in files.logs_dir.glob("*.log")]
-    return sorted((name for name in names if is_source(name)), key=source_order)
+    names = [path.stem for path in files.logs_dir.glob("*.log") if is_source(path.stem)]
+    return sorted(names, key=_source_order)
+
+
+def _source_order(source: str) -> tuple[bool, bool, int, int]:
+    rank, group = rank_of(source), group_of(source)
+    return rank is not None, source == "coordinator", group or 0, rank or 0
 
 
 def check_source(source: str, known: Sequence[str]) -> None:
@@ -405,29 +372,22 @@ def check_source(source: str, known: Sequence[str]) -> None:
 def read_new(
     files: AttemptDir,
     position: LogPosition,
-    source: str | Sequence[str] | None,
+    sources: Sequence[str],
     *,
     is_final: bool,
 ) -> Iterator[LogPiece]:
-    """Lines behind `position`, at most MAX_READ_BYTES per source: of some sources, or of all.
+    """Lines of some sources behind `position`, at most MAX_READ_BYTES of each.
 
     A last line without an end counts only if `is_final`, when nobody writes any more. Where a log
     grew too long and lines were removed, a line says so.
     """
-    names = _names(files, source)
-    share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_POLL_BYTES // max(1, len(names))))
-    for name in names:
+    share = max(_MIN_READ_BYTES, min(MAX_READ_BYTES, _MAX_POLL_BYTES // max(1, len(sources))))
+    for name in sources:
         for text, head, offset in _read_lines(
             files.log_path(name), position.offsets.get(name, 0), share, is_final=is_final
         ):
             position = position.moved(name, offset)
             yield LogPiece(name, text, position, head)
-
-
-def _names(files: AttemptDir, source: str | Sequence[str] | None) -> Sequence[str]:
-    if source is None:
-        return list_sources(files)
-    return [source] if isinstance(source, str) else source
 
 
 def _read_lines(
@@ -439,17 +399,19 @@ def _read_lines(
         return
     if piece.num_dropped:
         yield dropped_notice(piece.num_dropped), Head(), piece.start
-    lines = split_at_lf(piece.data)
+    lines = _split(piece.data)
     is_open = bool(lines) and not lines[-1].endswith(b"\n")
     is_overlong = len(lines) == 1 and len(piece.data) == max_bytes
     if is_open and not (is_final or is_overlong or piece.is_cut):
         lines = lines[:-1]
     if not lines:
         return
-    before = last_head([_text(line) for line in split_at_lf(context_before(log, piece.start))])
-    offset = piece.start
-    texts = [_text(line) for line in lines]
-    for line, (text, head) in zip(lines, with_heads(before, texts), strict=True):
+    head, offset = Head(), piece.start
+    for line in _split(context_before(log, offset)):
+        head = following(head, _text(line))
+    for line in lines:
+        text = _text(line)
+        head = following(head, text)
         offset += len(line)
         yield text, head, offset
 
@@ -467,14 +429,11 @@ def _text(line: bytes) -> str:
 
 
 def tail_position(
-    files: AttemptDir, attempt_id: str, source: str | Sequence[str] | None, num_lines: int
+    files: AttemptDir, attempt_id: str, sources: Sequence[str], num_lines: int
 ) -> LogPosition:
     """The position from which `num_lines` lines of each source remain."""
-    position = LogPosition(attempt_id)
-    names = _names(files, source)
-    for name in names:
-        position = position.moved(name, tail_offset(files.log_path(name), num_lines))
-    return position
+    offsets = {name: tail_offset(files.log_path(name), num_lines) for name in sources}
+    return LogPosition(attempt_id, offsets)
 
 
 # ---- download: all logs of some attempts as one file, made while it is sent
@@ -507,15 +466,13 @@ def as_zip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
 
 def as_gzip(logs: Iterable[tuple[str, Path]]) -> Iterator[bytes]:
     """One text, gzipped, with a heading above each log."""
-    sink = _Sink()
-    with gzip.GzipFile(fileobj=sink, mode="wb", compresslevel=1) as text:
-        for name, path in logs:
-            text.write(f"==> {name} <==\n".encode())
-            for chunk in _contents(path):
-                text.write(chunk)
-                yield sink.take()
-            text.write(b"\n")
-    yield sink.take()
+    packed = zlib.compressobj(level=1, wbits=zlib.MAX_WBITS | 16)  # 16: in gzip's format
+    for name, path in logs:
+        yield packed.compress(f"==> {name} <==\n".encode())
+        for chunk in _contents(path):
+            yield packed.compress(chunk)
+        yield packed.compress(b"\n")
+    yield packed.flush()
 
 
 def _contents(path: Path) -> Iterator[bytes]:

@@ -11,8 +11,9 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from service.db.jobs import JobStore
 from service.domain.models import Job, JobStatus, TimelineEvent
@@ -26,7 +27,7 @@ from service.errors import (
     TracePending,
 )
 from service.files import is_below
-from service.jobs.updates import read_timeline, retry_if_stale
+from service.jobs.actions import read_timeline, retry_if_stale
 from trainer.protocol.run_dir import RunDir, trace_name
 
 # A request that brought nothing for so long does not stand in the way of another.
@@ -61,17 +62,18 @@ def request_trace(
         partial = _write_partial(path, request)
         shown = ", ".join(str(rank) for rank in request.ranks)
         message = f"trace of {num_steps} step(s) on rank(s) {shown} requested"
-        line = replace(_line(job, request, now, REQUESTED, message), actor="user")
+        event = _event(job, request, now, REQUESTED, message, "user")
         try:
             # The version of the job lets one of two requests through, and a stopping job none.
-            store.update_job(job, timeline=[line])
+            store.update_job(job, timeline=[event])
             try:
                 partial.replace(path)
             except OSError as error:
                 _withdraw(store, job_id, request, str(error))
                 raise StorageUnavailable(str(error)) from error
         finally:
-            _discard(partial)
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
         return request
 
     return retry_if_stale(attempt)
@@ -86,16 +88,11 @@ def _withdraw(store: JobStore, job_id: str, request: TraceRequest, cause: str) -
 
     def attempt() -> None:
         job = store.get_job(job_id)
-        store.update_job(job, timeline=[_line(job, request, time.time(), WITHDRAWN, message)])
+        event = _event(job, request, time.time(), WITHDRAWN, message, "service")
+        store.update_job(job, timeline=[event])
 
     with contextlib.suppress(StaleVersion):
         retry_if_stale(attempt)
-
-
-def _discard(partial: Path) -> None:
-    # Storage that cannot be written is told of already, or is of no concern any more.
-    with contextlib.suppress(OSError):
-        partial.unlink(missing_ok=True)
 
 
 def _new_request(job: Job, num_steps: int, ranks: Sequence[int]) -> TraceRequest:
@@ -116,22 +113,17 @@ def _write_partial(path: Path, request: TraceRequest) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(wanted), encoding="utf-8")
     except OSError as error:
-        _discard(partial)
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise StorageUnavailable(str(error)) from error
     return partial
 
 
-def _line(job: Job, request: TraceRequest, now: float, kind: str, message: str) -> TimelineEvent:
-    return TimelineEvent(
-        id=0,
-        job_id=job.id,
-        attempt_id=request.attempt_id,
-        time=now,
-        kind=kind,
-        message=message,
-        actor="service",
-        data={"id": request.id, "num_steps": request.num_steps, "ranks": list(request.ranks)},
-    )
+def _event(
+    job: Job, request: TraceRequest, now: float, kind: str, message: str, actor: str
+) -> TimelineEvent:
+    data = {"id": request.id, "num_steps": request.num_steps, "ranks": list(request.ranks)}
+    return TimelineEvent(0, job.id, request.attempt_id, now, kind, message, actor, data)
 
 
 def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now: float) -> None:
@@ -140,14 +132,12 @@ def _check_nothing_pending(lines: Sequence[TimelineEvent], attempt_id: str, now:
     request = next((line for line in reversed(own) if line.kind == REQUESTED), None)
     if request is None or now - request.time > PATIENCE_S:
         return
-    if any(line.kind == WITHDRAWN and line.data["id"] == request.data["id"] for line in own):
+    data: dict[str, Any] = request.data
+    if any(line.kind == WITHDRAWN and line.data["id"] == data["id"] for line in own):
         return
-    ranks = request.data["ranks"]
-    assert isinstance(ranks, list)
-    names = {trace_name(str(request.data["id"]), rank) for rank in ranks}
-    missing = names - {trace.name for trace in traces_of(own)}
-    if missing:
-        raise TracePending(str(request.data["id"]), sorted(missing))
+    names = {trace_name(data["id"], rank) for rank in data["ranks"]}
+    if missing := names - {trace.name for trace in traces_of(own)}:
+        raise TracePending(data["id"], sorted(missing))
 
 
 def list_traces(store: JobStore, job_id: str) -> list[Trace]:

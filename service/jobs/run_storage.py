@@ -32,15 +32,15 @@ def run_dir_of(settings: Settings, job_id: str) -> RunDir:
     return RunDir(settings.runs_dir / job_id)
 
 
-def write_text(path: Path, text: str) -> Path:
+def write_bytes(path: Path, data: bytes) -> Path:
     """Replace a file in one step, on the disk when this returns; makes its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    return replace_file(path, text.encode())
+    return replace_file(path, data)
 
 
-def write_json(path: Path, document: dict[str, Any]) -> Path:
-    """The same with a JSON object."""
-    return write_text(path, json.dumps(document))
+def write_json(path: Path, document: Any) -> Path:
+    """The same with a JSON document."""
+    return write_bytes(path, json.dumps(document).encode())
 
 
 def replace_file(path: Path, data: bytes) -> Path:
@@ -58,7 +58,7 @@ def replace_file(path: Path, data: bytes) -> Path:
 
 def write_job(job: Job, settings: Settings) -> None:
     """Write what the store knows of a job and its folder otherwise would not."""
-    write_text(run_dir_of(settings, job.id).job_path, _text_of(job))
+    write_bytes(run_dir_of(settings, job.id).job_path, _content_of(job))
 
 
 def update_job_file(job: Job, settings: Settings) -> None:
@@ -71,14 +71,14 @@ def update_job_file(job: Job, settings: Settings) -> None:
     try:
         if path.exists():
             # Its folder is not made: somebody may delete it in this moment.
-            replace_file(path, _text_of(job).encode())
+            replace_file(path, _content_of(job))
     except OSError as error:
         logger.warning(
             "job %s: run storage does not say that it is %s: %s", job.id, job.status, error
         )
 
 
-def _text_of(job: Job) -> str:
+def _content_of(job: Job) -> bytes:
     ended = {
         "status": job.status,
         "reason": job.reason,
@@ -94,7 +94,7 @@ def _text_of(job: Job) -> str:
         "ended": ended if job.status.is_terminal else None,
         "spec": job.spec.model_dump(mode="json"),
     }
-    return json.dumps(document, indent=2)
+    return json.dumps(document, indent=2).encode()
 
 
 def read_jobs(runs_dir: Path) -> Iterator[tuple[Path, dict[str, Any] | None]]:
@@ -133,9 +133,9 @@ def limit_growth(settings: Settings, job: Job, max_workers: int | None) -> None:
     if max_workers is None:
         path.unlink(missing_ok=True)
         return
-    text = json.dumps({"max_workers": max_workers})
-    if not (path.exists() and path.read_text(encoding="utf-8") == text):
-        write_text(path, text)
+    data = json.dumps({"max_workers": max_workers}).encode()
+    if not (path.exists() and path.read_bytes() == data):
+        write_bytes(path, data)
 
 
 def remove_job_file(settings: Settings, job_id: str) -> None:

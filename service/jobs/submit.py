@@ -105,11 +105,11 @@ def _manifest_problem(path: Path) -> FieldProblem | None:
         return FieldProblem("data.path", "missing_manifest", message)
     except (OSError, ValueError) as error:
         message = f"{path} cannot be read ({error}); {again}"
-        return FieldProblem("data.path", "unreadable_manifest", message)
-    if not isinstance(manifest, dict):
+    else:
+        if isinstance(manifest, dict):
+            return None
         message = f"{path} is not a manifest; {again}"
-        return FieldProblem("data.path", "unreadable_manifest", message)
-    return None
+    return FieldProblem("data.path", "unreadable_manifest", message)
 
 
 class _Vocabularies(BaseModel):

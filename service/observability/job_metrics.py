@@ -29,7 +29,6 @@ from service.domain.models import Job, JobStatus, Membership
 
 # Jobs not polled for so long may have ended since, as seen by another replica.
 STALE_AFTER_S = 60.0
-_AT_REST = (JobStatus.QUEUED, JobStatus.PAUSED)
 _LABELS = ("job_id", "project")
 Sample = tuple[tuple[str, ...], float]
 Read = Callable[[Job], Iterator[Sample]]
@@ -210,7 +209,7 @@ _FAMILIES = (
 
 def shown_of(jobs: Iterable[Job], max_jobs: int) -> Sequence[Job]:
     """The jobs that are shown where not all may be."""
-    by_interest = sorted(jobs, key=lambda job: (job.status in _AT_REST, job.created_at, job.id))
+    by_interest = sorted(jobs, key=lambda job: (job.status.is_at_rest, job.created_at, job.id))
     return by_interest[:max_jobs]
 
 

@@ -41,11 +41,12 @@ class Housekeeper:
 
     def run(self) -> None:
         """Delete what is due; what fails is left for the next time."""
+        store, settings, now = self._store, self._settings, self._clock()
         try:
             for what, remove in (
-                ("metric points", self._prune_metrics),
-                ("uploads of code", self._remove_code),
-                ("exports", self._remove_exports),
+                ("metric points", lambda: store.prune_metrics(self._retention, now)),
+                ("uploads of code", lambda: remove_old_code(settings, now, self._named_code)),
+                ("exports", lambda: remove_old_exports(settings, now)),
             ):
                 try:
                     num_removed = remove()
@@ -54,19 +55,9 @@ class Housekeeper:
                     continue
                 if num_removed:
                     logger.info("removed %d %s past their retention", num_removed, what)
+            remove_all_deleted(settings)
         finally:
             self._next_at = self._clock() + _INTERVAL_S
-
-    def _prune_metrics(self) -> int:
-        return self._store.prune_metrics(self._retention, self._clock())
-
-    def _remove_code(self) -> int:
-        return remove_old_code(self._settings, self._clock(), self._named_code)
-
-    def _remove_exports(self) -> int:
-        num_removed = remove_old_exports(self._settings, self._clock())
-        remove_all_deleted(self._settings)
-        return num_removed
 
     def _named_code(self) -> set[str]:
         codes = (job.spec.model.code for job in self._store.list_live_jobs())

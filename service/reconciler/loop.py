@@ -30,11 +30,10 @@ from service.domain.lifecycle import (
     Action,
     Decision,
     decide,
+    end_attempt,
     submission_accepted,
-    submission_failed,
-    submission_unanswered,
 )
-from service.domain.models import Attempt, EndReason, Job, JobStatus, Observation, ObservedState
+from service.domain.models import Attempt, EndReason, Job, Observation, ObservedState
 from service.errors import (
     BackendUnreachable,
     ServiceError,
@@ -87,23 +86,20 @@ class _ComputeSlot:
         try:
             yield
         finally:
-            self._leave()
+            if self._mine.is_held:
+                self._slot.release()
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Wait for something else, outside of the slot."""
-        was_held = self._mine.is_held
-        self._leave()
+        if not self._mine.is_held:
+            yield
+            return
+        self._slot.release()
         try:
             yield
         finally:
-            if was_held:
-                self._mine.is_held = self._slot.acquire(timeout=self._timeout_s)
-
-    def _leave(self) -> None:
-        if self._mine.is_held:
-            self._mine.is_held = False
-            self._slot.release()
+            self._mine.is_held = self._slot.acquire(timeout=self._timeout_s)
 
 
 _ENDED = frozenset(
@@ -169,7 +165,7 @@ class Reconciler:
     def start(self) -> None:
         """Begin to reconcile, now and at every interval."""
         deletions = self._pool.submit(finish_deletions, self._store, self._settings)
-        deletions.add_done_callback(partial(self._log_failure, "of an unfinished deletion"))
+        deletions.add_done_callback(partial(_log_failure, "finishing deletions failed"))
         self._thread.start()
 
     def wake(self) -> None:
@@ -206,36 +202,30 @@ class Reconciler:
             self._woken.wait(self._settings.reconcile_interval_s)
 
     def _dispatch(self) -> None:
-        self._admit()
+        try:
+            self._queue.admit()
+        except Exception as error:  # running jobs must be reconciled all the same
+            _log_error("cannot schedule the queue", error)
         jobs = self._store.list_live_jobs()
         self._telemetry.saw_live_jobs(jobs)
-        leased = self._lease()
+        leased = set(
+            self._store.claim_live_jobs(
+                self._settings.replica_id,
+                lease_s=self._settings.lease_s,
+                now=self._clock(),
+                limit=_MAX_NEW_LEASES,
+            )
+        )
         for job in jobs:
             if job.id in leased and not _rests(job) and self._take(job.id):
                 future = self._pool.submit(self._telemetry.timed_wait(self.reconcile), job.id)
                 future.add_done_callback(partial(self._release, job.id))
         for job_id, index in self._outboxes.take_due():
             late = self._pool.submit(self._outboxes.collect, job_id, index)
-            late.add_done_callback(partial(self._log_failure, job_id))
+            late.add_done_callback(partial(_log_failure, f"job {job_id}: reconciling failed"))
         if self._housekeeper.take_due():
-            self._pool.submit(self._housekeeper.run).add_done_callback(_note_housekeeping)
-
-    def _admit(self) -> None:
-        """Run the scheduler; its errors do not keep running jobs from being reconciled."""
-        try:
-            self._queue.admit()
-        except Exception as error:
-            _log_error("cannot schedule the queue", error)
-
-    def _lease(self) -> frozenset[str]:
-        """The live jobs that this replica holds leases of."""
-        held = self._store.claim_live_jobs(
-            self._settings.replica_id,
-            lease_s=self._settings.lease_s,
-            now=self._clock(),
-            limit=_MAX_NEW_LEASES,
-        )
-        return frozenset(held)
+            done = self._pool.submit(self._housekeeper.run)
+            done.add_done_callback(partial(_log_failure, "housekeeping failed"))
 
     def _take(self, job_id: str) -> bool:
         with self._busy_lock:
@@ -246,12 +236,7 @@ class Reconciler:
     def _release(self, job_id: str, future: Future[None]) -> None:
         with self._busy_lock:
             self._busy.discard(job_id)
-        self._log_failure(job_id, future)
-
-    @staticmethod
-    def _log_failure(job_id: str, future: Future[None]) -> None:
-        error = None if future.cancelled() else future.exception()
-        _log_error(f"job {job_id}: reconciling failed", error)
+        _log_failure(f"job {job_id}: reconciling failed", future)
 
     # ---- one job
 
@@ -373,7 +358,8 @@ class Reconciler:
                 self._backend.submit(submission)
         except BackendUnreachable as error:
             self._log_unanswered(Action.SUBMIT, attempt, error)
-            return submission_unanswered(job, attempt, str(error))
+            # It did not say whether it took the attempt: the submission is repeated.
+            return Decision(replace(job, message=str(error)), attempt)
         except SubmissionRefused as error:
             reason, message = EndReason.SUBMISSION_REFUSED, str(error)
         except CodeGone as error:
@@ -383,15 +369,15 @@ class Reconciler:
             message = f"cannot write the spec to run storage ({error}); check SHARDLOOM_RUNS_DIR"
         else:
             return submission_accepted(job, attempt, self._clock(), following.notes)
-        return submission_failed(job, attempt, reason, message, self._clock())
+        return end_attempt(job, attempt, reason, message, self._clock())
 
     def _log_unanswered(self, action: Action, attempt: Attempt, error: BackendUnreachable) -> None:
         self._telemetry.backend_asked(False)
         logger.warning("attempt %s: cannot %s, trying again: %s", attempt.id, action, error)
 
 
-def _note_housekeeping(future: Future[None]) -> None:
-    _log_error("housekeeping failed", None if future.cancelled() else future.exception())
+def _log_failure(what: str, future: Future[None]) -> None:
+    _log_error(what, None if future.cancelled() else future.exception())
 
 
 def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
@@ -404,8 +390,7 @@ def _is_as_observed(observed: Attempt, attempt: Attempt | None) -> bool:
 
 def _rests(job: Job) -> bool:
     """Whether a job has nothing to reconcile until the scheduler or a user moves it."""
-    at_rest = job.status in (JobStatus.QUEUED, JobStatus.PAUSED)
-    return at_rest and not job.cancel_requested and not job.pause_requested
+    return job.status.is_at_rest and not job.cancel_requested and not job.pause_requested
 
 
 def _log_error(what: str, error: BaseException | None) -> None:

@@ -10,6 +10,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -30,23 +31,19 @@ PATIENCE_S = 60.0
 _BATCH_SIZE = 500
 
 
+@dataclass
 class OutboxCollector:
     """Stores the records of outboxes; `clock` gives Unix seconds.
 
     Records stored before are skipped, so collecting again is harmless.
     """
 
-    def __init__(
-        self,
-        store: JobStore,
-        settings: Settings,
-        telemetry: ServiceMetrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self._store = store
-        self._settings = settings
-        self._telemetry = telemetry
-        self._clock = clock
+    store: JobStore
+    settings: Settings
+    telemetry: ServiceMetrics
+    clock: Callable[[], float]
+
+    def __post_init__(self) -> None:
         self._due_at: dict[tuple[str, int], float] = {}
         self._unreadable_since: dict[tuple[str, int], float] = {}
         self._lock = threading.Lock()
@@ -57,14 +54,14 @@ class OutboxCollector:
         What cannot be read for `PATIENCE_S` is left behind, so that the job goes on without it.
         """
         attempt = attempt_id(job_id, index)
-        outbox_dir = run_dir_of(self._settings, job_id).attempt(attempt).outbox_dir
-        positions = self._store.stream_positions(attempt)
+        outbox_dir = run_dir_of(self.settings, job_id).attempt(attempt).outbox_dir
+        positions = self.store.stream_positions(attempt)
         try:
-            for batch in unread_batches(outbox_dir, positions, self._clock()):
+            for batch in unread_batches(outbox_dir, positions, self.clock()):
                 self._take(attempt, batch)
         except OSError as error:
-            since = self._unreadable_since.setdefault((job_id, index), self._clock())
-            if self._clock() - since < PATIENCE_S:
+            since = self._unreadable_since.setdefault((job_id, index), self.clock())
+            if self.clock() - since < PATIENCE_S:
                 raise
             logger.error("attempt %s: some of its records are left behind: %s", attempt, error)
         else:
@@ -73,12 +70,12 @@ class OutboxCollector:
     def collect_later(self, job_id: str, index: int) -> None:
         """Collect again when the last worker of the attempt must have ended."""
         with self._lock:
-            self._due_at[job_id, index] = self._clock() + LATE_RECORDS_S
+            self._due_at[job_id, index] = self.clock() + LATE_RECORDS_S
 
     def take_due(self) -> list[tuple[str, int]]:
         """Jobs and attempt indices that are due to be collected again, each once."""
         with self._lock:
-            due = [key for key, due_at in self._due_at.items() if due_at <= self._clock()]
+            due = [key for key, due_at in self._due_at.items() if due_at <= self.clock()]
             for key in due:
                 del self._due_at[key]
         return due
@@ -86,7 +83,7 @@ class OutboxCollector:
     def _take(self, attempt: str, batch: EventBatch) -> None:
         """Store a batch; a note takes the place of a record that cannot be stored."""
         try:
-            self._store.append_events(attempt, batch, self._clock())
+            self.store.append_events(attempt, batch, self.clock())
         except RecordRefused as error:
             if len(batch.events) > 1:
                 for seq, event in enumerate(batch.events, batch.first_seq):
@@ -94,9 +91,9 @@ class OutboxCollector:
                     self._take(attempt, single)
                 return
             logger.warning("stream %s: %s", batch.stream, error)
-            damaged = batch.model_copy(update={"events": [damaged_record(self._clock())]})
-            self._store.append_events(attempt, damaged, self._clock())
-        self._telemetry.received_events(batch.events)
+            damaged = batch.model_copy(update={"events": [damaged_record(self.clock())]})
+            self.store.append_events(attempt, damaged, self.clock())
+        self.telemetry.received_events(batch.events)
 
 
 def unread_batches(

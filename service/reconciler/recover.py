@@ -22,27 +22,18 @@ from pydantic import ValidationError
 
 from service.db.jobs import JobStore
 from service.domain.lifecycle import finish
-from service.domain.models import Attempt, EndReason, Job, JobStatus
+from service.domain.models import Attempt, EndReason, Job, JobStatus, ReportedEnd, attempt_id
 from service.errors import AttemptNotFound, JobNotFound, ServiceError
 from service.files import make_private
 from service.jobs.run_storage import read_jobs
 from service.observability.metrics import ServiceMetrics
 from service.reconciler.outbox import OutboxCollector
 from service.settings import Settings
-from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.run_dir import RunDir
 from trainer.spec.job import JobSpec
 
 logger = logging.getLogger(__name__)
 _MARK = "being recovered from run storage"
-
-
-@dataclass(frozen=True)
-class _End:
-    """How a job had ended; `time` is in Unix seconds."""
-
-    reason: EndReason
-    message: str
-    time: float
 
 
 @dataclass
@@ -101,16 +92,16 @@ def _job_of(folder: Path, document: dict[str, Any] | None) -> Job:
     )
 
 
-def _end_in(document: dict[str, Any] | None) -> _End | None:
+def _end_in(document: dict[str, Any] | None) -> ReportedEnd | None:
     """The end according to `job.json`, if any; raises ValueError, KeyError or TypeError."""
     told = document.get("ended") if document else None
     if told is None:
         return None
-    return _End(EndReason(told["reason"]), str(told["message"]), float(told["ended_at"]))
+    return ReportedEnd(EndReason(told["reason"]), str(told["message"]), float(told["ended_at"]))
 
 
 def _recover(
-    store: JobStore, collector: OutboxCollector, run_dir: RunDir, job: Job, end: _End | None
+    store: JobStore, collector: OutboxCollector, run_dir: RunDir, job: Job, end: ReportedEnd | None
 ) -> None:
     if _known(store, job.id) is None:
         store.create_job(job, idempotency_key=None, request_hash="")
@@ -140,15 +131,13 @@ def _going_on(job: Job, newest: Attempt | None) -> Job:
 def _attempts_of(run_dir: RunDir, job_id: str) -> Iterator[Attempt]:
     """Attempts that have a spec in a folder, in order, as they were when they were submitted."""
     prefix = f"{job_id}-a"
-    folders = (path.parent for path in run_dir.root.glob(f"attempts/{prefix}*/spec.json"))
-    numbered = [(path, path.name.removeprefix(prefix)) for path in folders]
-    for path, index in sorted(
-        ((path, int(number)) for path, number in numbered if number.isdecimal()),
-        key=lambda found: found[1],
-    ):
-        written_at = AttemptDir(path).spec_path.stat().st_mtime
+    specs = run_dir.root.glob(f"attempts/{prefix}*/spec.json")
+    numbers = (path.parent.name.removeprefix(prefix) for path in specs)
+    for index in sorted(int(number) for number in numbers if number.isdecimal()):
+        name = attempt_id(job_id, index)
+        written_at = run_dir.attempt(name).spec_path.stat().st_mtime
         yield Attempt(
-            id=path.name,
+            id=name,
             job_id=job_id,
             index=index,
             created_at=written_at,
@@ -168,13 +157,9 @@ def _add(store: JobStore, collector: OutboxCollector, attempt: Attempt, *, may_l
     told = store.get_attempt(attempt.id)
     if may_live or told.end_reason is not None:
         return
-    end = told.reported_end
-    ended = replace(
-        told,
-        end_reason=end.reason if end else EndReason.FORGOTTEN,
-        message=end.message if end else "nothing on run storage says how it ended",
-        ended_at=end.time if end else told.created_at,
-    )
+    message = "nothing on run storage says how it ended"
+    end = told.reported_end or ReportedEnd(EndReason.FORGOTTEN, message, told.created_at)
+    ended = replace(told, end_reason=end.reason, message=end.message, ended_at=end.time)
     store.update_job(store.get_job(attempt.job_id), attempt=ended)
 
 

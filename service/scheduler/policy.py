@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from service.backends.base import HostFacts, has_own_cluster
-from service.domain.membership import current_membership, sizes_of_job, workers_held
+from service.domain.lifecycle import is_stopping
+from service.domain.membership import copies_needed, current_membership, sizes_of_job, workers_held
 from service.domain.models import Job, JobStatus, Project, QueueState
 
 
@@ -51,7 +52,7 @@ class Capacity:
             max(0, _num_fitting(host.num_cpus - taken_cpus, host.num_gpus - taken_gpus, cpus, gpus))
             for host, (taken_cpus, taken_gpus) in zip(hosts, taken, strict=True)
         ]
-        spread = num_hosts_needed(job)
+        spread = copies_needed(job)
         if not spread:
             return sum(fitting)
         # Every group needs a host with room for all of it, and there must be hosts to lose.
@@ -113,12 +114,6 @@ class Use:
             self.gpus + sign * other.gpus,
             hosts,
         )
-
-
-def num_hosts_needed(job: Job) -> int:
-    """On how many hosts the groups of a job must lie at least; 0 where it does not say."""
-    survive = job.spec.parallelism.survive
-    return survive.hosts + 1 if survive else 0
 
 
 def _num_fitting(free_cpus: float, free_gpus: float, cpus: float, gpus: float) -> int:
@@ -204,14 +199,13 @@ def admit(
     """One scheduling pass over all queued and running jobs. `now` is Unix seconds."""
     held = [Held(job, workers_held(job), most_held(job)) for job in running]
     turn = _SchedulingPass(projects, capacity, now, held)
-    waiting = [job for job in queued if job.retry_at is None or job.retry_at <= now]
+    waiting = [job for job in queued if (job.retry_at or now) <= now]
     for job in _in_order(waiting, turn):
         turn.consider(job)
-    resting = [job for job in queued if job.retry_at is not None and job.retry_at > now]
-    late = tuple(QueuePosition(job, None, "waits before the next attempt") for job in resting)
-    places = (*turn.places, *late)
-    limits = turn.growth_limits()
-    return Admission(tuple(turn.starts), tuple(turn.preemptions), places, limits)
+    late = [job for job in queued if (job.retry_at or now) > now]
+    turn.places += [QueuePosition(job, None, "waits before the next attempt") for job in late]
+    starts, preemptions, places = tuple(turn.starts), tuple(turn.preemptions), tuple(turn.places)
+    return Admission(starts, preemptions, places, turn.growth_limits())
 
 
 def _in_order(waiting: Iterable[Job], turn: _SchedulingPass) -> Iterable[Job]:
@@ -223,7 +217,7 @@ def _in_order(waiting: Iterable[Job], turn: _SchedulingPass) -> Iterable[Job]:
     for priority in sorted(by_priority, reverse=True):
         heaps = by_priority[priority]
         while heaps:
-            project = min(heaps, key=lambda name: (turn.share(name), *heaps[name][0][:2]))
+            project = min(heaps, key=lambda name: (turn.shares[name], *heaps[name][0][:2]))
             yield heapq.heappop(heaps[project])[2]
             if not heaps[project]:
                 del heaps[project]
@@ -243,7 +237,7 @@ class _SchedulingPass:
 
     def __post_init__(self) -> None:
         self._num_running: dict[str, int] = defaultdict(int)
-        self._shares: dict[str, int] = defaultdict(int)
+        self.shares: dict[str, int] = defaultdict(int)  # Workers that the project's jobs hold.
         self._claims: dict[str, int] = defaultdict(int)
         self._blocked: Job | None = None
         self._blocked_of: dict[str, Job] = {}
@@ -252,13 +246,9 @@ class _SchedulingPass:
         for each in self.held:
             self._count(each)
 
-    def share(self, project: str) -> int:
-        """Workers that the jobs of a project hold."""
-        return self._shares[project]
-
     def _count(self, held: Held) -> None:
         self._num_running[held.job.project] += 1
-        self._shares[held.job.project] += held.workers
+        self.shares[held.job.project] += held.workers
         self._claims[held.job.project] += held.most
         self._used += self._use_of(held)
 
@@ -333,8 +323,9 @@ class _SchedulingPass:
         if most_jobs is not None and num_running >= most_jobs:
             reason = f"project {project.name}: {num_running} of {most_jobs} jobs running"
         elif most is not None and used + least > most:
-            grows = ", with what elastic jobs may grow to" if used > self.share(job.project) else ""
-            reason = f"project {project.name}: {used} of {most} workers in use{grows}"
+            reason = f"project {project.name}: {used} of {most} workers in use"
+            if used > self.shares[job.project]:
+                reason += ", with what elastic jobs may grow to"
         if reason:
             self._blocked_of.setdefault(job.project, job)
         return reason
@@ -364,11 +355,15 @@ class _SchedulingPass:
         if self._is_making_room:
             return ""
         here = [each for each in self.held if not has_own_cluster(each.job)]
-        staying = [each for each in here if not _leaves(each.job)]
+        staying = [each for each in here if not (is_stopping(each.job) or each.job.pause_requested)]
         num_leaving = len(here) - len(staying)
         used = sum((self._use_of(each) for each in staying), Use())
         victims: list[Held] = []
-        for each in sorted((held for held in staying if _yields(held, job)), key=_cheapest_first):
+        lower = [held for held in staying if held.job.priority < job.priority]
+        preemptible = [held for held in lower if held.job.spec.preemptible]
+        # The lowest priority first, and of these the latest start.
+        preemptible.sort(key=lambda held: -(held.job.started_at or held.job.waits_since))
+        for each in sorted(preemptible, key=lambda held: held.job.priority):
             if self._fits(job, least, used):
                 break
             victims.append(each)
@@ -404,22 +399,7 @@ class _SchedulingPass:
 
 def _impossible(job: Job, least: int, total: int) -> str:
     """Why a job does not fit even into an empty cluster."""
-    spread, size = num_hosts_needed(job), sizes_of_job(job).shard_group_size or 1
+    spread, size = copies_needed(job), sizes_of_job(job).shard_group_size or 1
     if spread and not total:
         return f"needs {spread} hosts with room for {size} workers each, to survive a lost one"
     return f"needs {least} workers; cluster max {total}"
-
-
-def _leaves(job: Job) -> bool:
-    """Whether a job gives its workers back soon."""
-    is_ending = job.cancel_requested or job.status is JobStatus.STOPPING
-    return is_ending or job.pause_requested
-
-
-def _yields(held: Held, job: Job) -> bool:
-    """Whether a running job may be preempted for a queued one."""
-    return held.job.spec.preemptible and held.job.priority < job.priority
-
-
-def _cheapest_first(held: Held) -> tuple[int, float]:
-    return held.job.priority, -(held.job.started_at or held.job.waits_since)

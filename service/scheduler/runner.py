@@ -70,7 +70,7 @@ class SchedulerRunner:
     def _pass(self) -> None:
         live, now = self.store.list_live_jobs(), self.clock()
         queued = [job for job in live if job.status is JobStatus.QUEUED]
-        running = [job for job in live if job.status not in (JobStatus.QUEUED, JobStatus.PAUSED)]
+        running = [job for job in live if not job.status.is_at_rest]
         if not queued and self.settings.cluster_max_workers is None:
             self._limit_growth(running, {})
             return

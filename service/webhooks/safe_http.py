@@ -129,9 +129,14 @@ async def post(
     transport: httpx.AsyncBaseTransport | None = None,
 ) -> Answer:
     """Post `body` once; whatever goes wrong is part of the answer. Never raises."""
+    client = httpx.AsyncClient(
+        transport=transport, trust_env=False, follow_redirects=False, timeout=None
+    )
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _post(url, body, headers, allowed, resolve, transport)
+        async with asyncio.timeout(timeout_s), client:
+            request = await _request(url, body, headers, allowed, resolve)
+            async with aclosing(await client.send(request, stream=True)) as response:
+                return Answer(response.status_code, await _refusal(response))
     except TimeoutError:
         return Answer(None, f"no answer within {timeout_s:g} s")
     except AddressRefused as error:
@@ -140,34 +145,22 @@ async def post(
         return Answer(None, f"{type(error).__name__}: {error}")
 
 
-async def _post(
-    url: str,
-    body: str,
-    headers: Mapping[str, str],
-    allowed: Sequence[Network],
-    resolve: Resolve,
-    transport: httpx.AsyncBaseTransport | None,
-) -> Answer:
+async def _request(
+    url: str, body: str, headers: Mapping[str, str], allowed: Sequence[Network], resolve: Resolve
+) -> httpx.Request:
+    """The request to a checked address, while Host and the certificate are those of the name."""
     parsed = check_url(url, allowed)
     port = parsed.port or (443 if parsed.scheme == "https" else 80)
     addresses = [check_address(text, allowed) for text in await resolve(parsed.host, port)]
     if not addresses:
         raise AddressRefused(f"{parsed.host} has no address")
-    # The request goes to the address, while Host and the certificate are those of the name.
-    request = httpx.Request(
+    return httpx.Request(
         "POST",
         parsed.copy_with(host=str(addresses[0])),
         content=body.encode(),
         headers={**headers, "host": parsed.netloc.decode("ascii")},
         extensions={"sni_hostname": parsed.raw_host.decode("ascii")},
     )
-    async with (
-        httpx.AsyncClient(
-            transport=transport, trust_env=False, follow_redirects=False, timeout=None
-        ) as client,
-        aclosing(await client.send(request, stream=True)) as response,
-    ):
-        return Answer(response.status_code, await _refusal(response))
 
 
 async def _refusal(response: httpx.Response) -> str:

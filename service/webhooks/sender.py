@@ -60,7 +60,6 @@ class WebhookSender:
         )
 
     def start(self) -> None:
-        """Begin delivering."""
         self._thread.start()
 
     def close(self) -> None:

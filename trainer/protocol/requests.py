@@ -24,7 +24,7 @@ import logging
 import re
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_serializer
 
 from trainer.protocol.run_dir import AttemptDir
 
@@ -43,6 +43,10 @@ class ResizeRequest(BaseModel):
     workers: PositiveInt | None = None
     drain_hosts: frozenset[str] = Field(default=frozenset())
     growth_limit: PositiveInt | None = Field(default=None, exclude=True)
+
+    @field_serializer("drain_hosts")
+    def _in_order(self, hosts: frozenset[str]) -> list[str]:
+        return sorted(hosts)
 
     def wanted_beside(self, num_workers: int) -> int | None:
         """The wanted T of a job that has `num_workers`: a limit to growth takes none away."""

@@ -21,13 +21,13 @@ from service.api.deps import (
     keep_secrets,
     with_etag,
 )
+from service.api.planning import plan_of
 from service.api.views import attempt_view, summary_of
 from service.auth.permissions import roots_of, without_lost_place
 from service.backends.base import check_cluster, hosts_for
 from service.domain.auth import Principal, Role
 from service.domain.models import Job, JobStatus
 from service.domain.sharding import JobPlan
-from service.domain.timeline import ResizeRequest
 from service.errors import StorageUnavailable
 from service.jobs.actions import (
     cancel_job,
@@ -40,7 +40,6 @@ from service.jobs.actions import (
     resume_job,
 )
 from service.jobs.code_archives import check_code
-from service.jobs.planning import plan_of
 from service.jobs.run_storage import run_dir_of
 from service.jobs.submit import check_data, submit_job, with_table_sizes
 from service.schemas.common import Page
@@ -293,7 +292,8 @@ def delete(
     found = delete_job(
         context.store, context.settings, job.id, artifacts=artifacts, version=version
     )
-    return DeletedJob(id=job.id, left=[RemainingPathOut.model_validate(each) for each in found])
+    left = [RemainingPathOut.model_validate(each) for each in found]
+    return DeletedJob(id=job.id, left=left)
 
 
 @router.post(
@@ -310,7 +310,7 @@ def resize(
     """
     run_dir = run_dir_of(context.settings, job.id)
     request = request_resize(context.store, run_dir, job.id, body.workers, principal.name)
-    return _resize_request_out(request)
+    return ResizeRequestOut(**request.model_dump())
 
 
 @router.post(
@@ -327,10 +327,4 @@ def drain(
     request = request_drain(
         context.store, run_dir, job.id, body.host, undo=body.undo, actor=principal.name
     )
-    return _resize_request_out(request)
-
-
-def _resize_request_out(request: ResizeRequest) -> ResizeRequestOut:
-    return ResizeRequestOut(
-        id=request.id, workers=request.num_workers, drain_hosts=list(request.drain_hosts)
-    )
+    return ResizeRequestOut(**request.model_dump())

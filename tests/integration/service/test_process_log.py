@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from service.jobs.logs import Level, LogPiece, LogPosition, read_new
+from service.jobs.logs import Level, LogPiece, LogPosition, list_sources, read_new
 from tests.harness.wait import scaled, wait_for
 from trainer.protocol.run_dir import AttemptDir
 
@@ -44,7 +44,7 @@ def _run(files: AttemptDir, end: str, env: dict[str, str] | None = None) -> str:
 
 
 def _lines(files: AttemptDir) -> list[LogPiece]:
-    return list(read_new(files, LogPosition("a"), None, is_final=True))
+    return list(read_new(files, LogPosition("a"), list_sources(files), is_final=True))
 
 
 @pytest.mark.parametrize("end", _IN_TEST + _IN_ALL)
@@ -83,7 +83,7 @@ def test_a_process_that_writes_too_much_does_not_fill_the_disk(tmp_path: Path) -
     assert kept_bytes < 400_000 + 4 * 2**16
     texts = []
     position = LogPosition("a")
-    while pieces := list(read_new(files, position, None, is_final=True)):
+    while pieces := list(read_new(files, position, list_sources(files), is_final=True)):
         texts += [piece.text for piece in pieces]
         position = pieces[-1].position
     assert texts[0].endswith("by logging")

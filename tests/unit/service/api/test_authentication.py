@@ -23,7 +23,7 @@ from service.api.authentication import (
     plain,
 )
 from service.auth.authenticator import Credentials
-from service.auth.oidc import TokenVerifier, provider_of
+from service.auth.oidc import TokenVerifier
 from service.domain.auth import AuditFilter, AuditRecord, Role
 from tests.harness.clock import FakeClock
 from tests.harness.service import Guarded, guarded
@@ -145,12 +145,10 @@ def test_a_token_of_the_identity_provider_gets_in_with_its_roles(
         oidc_jwks_url=URL,
         oidc_roles_claim="realm.roles",
     )
-    provider = provider_of(house.settings)
-    assert provider is not None
     assert house.security.authenticator.knows_provider
     transport = httpx.MockTransport(issuer.answer)
-    verifier = TokenVerifier(provider, transport, clock=lambda: NOW)
-    monkeypatch.setattr(house.security.authenticator, "_verifier", verifier)
+    verifier = TokenVerifier(house.settings, transport, clock=lambda: NOW)
+    monkeypatch.setattr(house.security.authenticator, "verifier", verifier)
     house.keys["ada"], house.keys["mallory"] = issuer.token(), issuer.token(aud="others")
     answer = house.send("GET", "/v1/whoami", "ada").json()
     assert (answer["name"], answer["roles"]) == ("oidc:ada", {"default": "submitter"})

@@ -14,7 +14,7 @@ from sqlalchemy.exc import IntegrityError
 
 from service.auth.authenticator import Authenticator, Credentials
 from service.auth.crypto import FILE_NAME, MasterKeys, master_keys_of
-from service.auth.security import LATE_REPORTS_S, may_report
+from service.auth.security import LATE_REPORTS_S, AttemptRights
 from service.db.auth import KeyStore
 from service.db.jobs import JobStore
 from service.db.tables import audit_log
@@ -30,7 +30,7 @@ from service.domain.auth import (
     key_id_of,
     new_key_text,
 )
-from service.errors import NotSignedIn, SecretKeyUnusable, StoreUnavailable
+from service.errors import Forbidden, NotSignedIn, SecretKeyUnusable, StoreUnavailable
 from service.settings import Settings
 from tests.harness.builders import spec_document, workers_started
 from tests.harness.clock import FakeClock
@@ -381,5 +381,8 @@ def test_an_ended_attempt_gets_no_secrets_and_delivers_for_an_hour(house: Guarde
     assert attempt.ended_at is not None
     assert house.send("GET", f"/v1/attempts/{attempt_id}/secrets", "driver").status_code == 403
     assert house.send("POST", events, "driver", json=empty).status_code == 200
-    assert may_report(attempt, attempt.ended_at + LATE_REPORTS_S - 1)
-    assert not may_report(attempt, attempt.ended_at + LATE_REPORTS_S)
+    clock = FakeClock(attempt.ended_at + LATE_REPORTS_S - 1)
+    AttemptRights(house.store, clock).check_may_report(attempt_id)
+    clock.now += 1
+    with pytest.raises(Forbidden, match="too long ago"):
+        AttemptRights(house.store, clock).check_may_report(attempt_id)

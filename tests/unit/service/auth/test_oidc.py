@@ -14,9 +14,10 @@ import pytest
 from joserfc import jwt
 from joserfc.jwk import KeySet, RSAKey
 
-from service.auth.oidc import LEEWAY_S, Provider, ProviderKeys, TokenVerifier
+from service.auth.oidc import LEEWAY_S, ProviderKeys, TokenVerifier
 from service.domain.auth import Role
 from service.errors import IdentityProviderAway, NotSignedIn
+from service.settings import Settings
 from tests.harness.clock import FakeClock
 
 NOW = 1_800_000_000.0
@@ -75,9 +76,14 @@ def clock() -> FakeClock:
 
 @pytest.fixture
 def verifier(issuer: Issuer, clock: FakeClock) -> TokenVerifier:
-    roles = {"ml": {"ads": Role.SUBMITTER}, "boss": {"*": Role.ADMIN, "ads": Role.VIEWER}}
-    provider = Provider(ISSUER, AUDIENCE, URL, "realm.roles", roles)
-    return TokenVerifier(provider, httpx.MockTransport(issuer.answer), clock)
+    settings = Settings(
+        oidc_issuer=ISSUER,
+        oidc_audience=AUDIENCE,
+        oidc_jwks_url=URL,
+        oidc_roles_claim="realm.roles",
+        oidc_roles={"ml": {"ads": "submitter"}, "boss": {"*": "admin", "ads": "viewer"}},
+    )
+    return TokenVerifier(settings, httpx.MockTransport(issuer.answer), clock)
 
 
 def test_a_good_token_gives_the_roles_of_its_claims(

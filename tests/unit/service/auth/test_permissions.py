@@ -10,7 +10,7 @@ import pytest
 from fastapi import FastAPI
 from starlette.routing import Mount
 
-from service.auth.permissions import RULES, Rule, Scope, Verdict, judge, rule_of
+from service.auth.permissions import RULES, Rule, Scope, allows, rule_of
 from service.domain.auth import LOCAL, Principal, Role
 from tests.harness.service import Guarded, guarded
 
@@ -67,7 +67,7 @@ def _expected(rule: Rule, caller: str | None) -> set[int]:
         return {401}
     if rule.scope is Scope.JOB:
         return set() if principal.may(rule.role, "default") else {403}
-    return set() if judge(rule, principal, params) is Verdict.ALLOWED else {403}
+    return set() if allows(rule, principal, params) else {403}
 
 
 def test_each_role_gets_what_the_table_says_of_each_route(house: Guarded) -> None:
@@ -93,22 +93,19 @@ def test_each_role_gets_what_the_table_says_of_each_route(house: Guarded) -> Non
 
 def test_a_route_without_a_rule_is_for_administrators_of_everything() -> None:
     rule = rule_of("GET", "/v1/of-tomorrow")
-    assert judge(rule, _principal("admin"), {}) is Verdict.FORBIDDEN
-    assert judge(rule, _principal("root"), {}) is Verdict.ALLOWED
+    assert not allows(rule, _principal("admin"), {})
+    assert allows(rule, _principal("root"), {})
 
 
 def test_an_attempt_may_do_nothing_but_deliver_for_itself() -> None:
     own = Principal("job-a-a0", "attempt")
     for (method, path), rule in RULES.items():
-        verdict = judge(rule, own, {"attempt_id": "job-a-a0"})
         is_own = path.startswith("/v1/attempts/") or rule.scope is Scope.PUBLIC
-        assert (verdict is Verdict.ALLOWED) == is_own, (method, path)
-        foreign = judge(rule, own, {"attempt_id": "job-b-a0"})
-        assert (foreign is Verdict.ALLOWED) == (rule.scope is Scope.PUBLIC), (method, path)
+        assert allows(rule, own, {"attempt_id": "job-a-a0"}) == is_own, (method, path)
+        foreign = allows(rule, own, {"attempt_id": "job-b-a0"})
+        assert foreign == (rule.scope is Scope.PUBLIC), (method, path)
 
 
 def test_local_mode_may_do_everything_but_read_secrets() -> None:
-    refused = [
-        path for path, rule in RULES.items() if judge(rule, LOCAL, {}) is not Verdict.ALLOWED
-    ]
+    refused = [path for path, rule in RULES.items() if not allows(rule, LOCAL, {})]
     assert refused == [("GET", "/v1/attempts/{attempt_id}/secrets")]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from service.api.planning import plan_of
 from service.backends.base import (
     ClusterNeed,
     HostFacts,
@@ -28,7 +29,6 @@ from service.domain.models import (
 )
 from service.domain.retries import NextAttempt
 from service.errors import BackendUnreachable, SubmissionRefused
-from service.jobs.planning import plan_of
 from service.reconciler.submission import plan_attempt, submission_of
 from service.scheduler.policy import Capacity, admit
 from service.settings import Settings

@@ -14,6 +14,7 @@ from service.domain.lifecycle import (
     Action,
     Decision,
     decide,
+    end_attempt,
     preempt,
     remaining_failures,
     request_cancel,
@@ -22,8 +23,6 @@ from service.domain.lifecycle import (
     request_resume,
     start,
     submission_accepted,
-    submission_failed,
-    submission_unanswered,
 )
 from service.domain.models import (
     Attempt,
@@ -84,7 +83,7 @@ def test_a_submission_that_arrived_unanswered_is_not_sent_again() -> None:
 
 def test_a_refused_submission_fails_the_job_without_retry() -> None:
     job, attempt = _live(JobStatus.STARTING)
-    decision = submission_failed(job, attempt, EndReason.SUBMISSION_REFUSED, "no", NOW)
+    decision = end_attempt(job, attempt, EndReason.SUBMISSION_REFUSED, "no", NOW)
     assert decision.job.status is JobStatus.FAILED
     assert decision.job.reason is EndReason.SUBMISSION_REFUSED
 
@@ -191,7 +190,7 @@ def test_a_cluster_that_does_not_answer_is_told_until_it_does() -> None:
 def test_an_unanswered_submission_is_told_until_it_is_taken() -> None:
     job, attempt = _live(JobStatus.STARTING)
     fresh = replace(attempt, submitted_at=None, started_at=None)
-    told = submission_unanswered(job, fresh, "timed out").job
+    told = replace(job, message="timed out")
     assert decide(told, fresh, NOT_FOUND, NOW).job.message == "timed out"
     taken = submission_accepted(told, fresh, NOW + 3)
     assert taken.job.message == ""

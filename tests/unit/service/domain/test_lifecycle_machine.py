@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from service.domain.lifecycle import (
     NOT_FOUND_GRACE_S,
     Action,
+    Decision,
     decide,
     preempt,
     request_cancel,
@@ -23,7 +24,6 @@ from service.domain.lifecycle import (
     request_resume,
     start,
     submission_accepted,
-    submission_unanswered,
 )
 from service.domain.models import (
     Attempt,
@@ -168,7 +168,7 @@ class Lifecycle(RuleBasedStateMachine):
         if is_answered:
             decision = submission_accepted(self.job, sent, self.now)
         else:
-            decision = submission_unanswered(self.job, sent, "no answer")
+            decision = Decision(replace(self.job, message="no answer"), sent)
         self._store(decision.job, decision.attempt)
 
     def _stop(self) -> None:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from pydantic import BaseModel
 
 from service.domain.lifecycle import MAX_ATTEMPTS, decide
@@ -21,7 +22,6 @@ from service.domain.models import (
 from service.domain.retries import (
     RULES,
     Budget,
-    Kind,
     RetryRule,
     advice_of,
     backoff_s,
@@ -41,13 +41,16 @@ def _live() -> tuple[Job, Attempt]:
 
 
 def test_backoff_doubles_up_to_a_limit() -> None:
-    rule = RetryRule(Kind.LOSS, Budget.USER, 2.0, 300.0, jitter=0.0)
-    assert [backoff_s(rule, n, "a") for n in (1, 2, 3)] == [2.0, 4.0, 8.0]
-    assert backoff_s(rule, 10_000, "a") == 300.0
+    rule = RetryRule(Budget.USER, 2.0)
+    jitter = backoff_s(rule, 1, "a") / 2.0
+    assert [backoff_s(rule, n, "a") for n in (2, 3)] == pytest.approx(
+        [4 * jitter, 8 * jitter], 1e-3
+    )
+    assert backoff_s(rule, 10_000, "a") == pytest.approx(300.0 * jitter, 1e-3)
 
 
 def test_jobs_that_ended_together_come_back_apart_and_each_at_the_same_time_again() -> None:
-    rule = RetryRule(Kind.LOSS, Budget.USER, 100.0, 300.0, jitter=0.2)
+    rule = RetryRule(Budget.USER, 100.0)
     waits_s = [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
     assert waits_s == [backoff_s(rule, 1, f"job-{n}-a0") for n in range(50)]
     assert min(waits_s) >= 80.0
@@ -101,7 +104,7 @@ def test_what_never_gets_better_is_given_up_after_many_attempts() -> None:
 
 def test_every_end_has_a_rule_and_only_what_may_pass_is_retried() -> None:
     assert set(RULES) == set(EndReason)
-    assert {reason for reason, rule in RULES.items() if rule.is_retried} == {
+    assert {reason for reason, rule in RULES.items() if rule.budget is not Budget.NONE} == {
         EndReason.PAUSED,
         EndReason.WORKERS_LOST,
         EndReason.DRIVER_LOST,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ from service.jobs.logs import (
     LogPosition,
     check_source,
     contains,
+    following,
     group_of,
     head_of,
     list_sources,
     rank_of,
     read_new,
     tail_position,
-    with_heads,
 )
 from tests.harness.properties import examples
 from trainer.protocol.run_dir import AttemptDir
@@ -77,9 +78,10 @@ def test_lines_without_a_head_go_on_from_the_one_before() -> None:
         "Fatal Python error: Segmentation fault",
         "Thread 1:",
     ]
-    levels = [head.level for _, head in with_heads(Head(), lines)]
+    heads = list(accumulate(lines, following, initial=Head()))[1:]
+    levels = [head.level for head in heads]
     assert levels == [None, Level.INFO, *[Level.ERROR] * 3, Level.INFO, *[Level.CRITICAL] * 2]
-    times = [head.time for _, head in with_heads(Head(), lines)]
+    times = [head.time for head in heads]
     assert times[0] is None
     assert times[1:5] == [1795294319.0] * 4
     assert times[5:] == [1795294320.0] * 3
@@ -152,7 +154,9 @@ def files(tmp_path: Path) -> AttemptDir:
 
 
 def _texts(files: AttemptDir, position: LogPosition, *, is_final: bool = False) -> list[str]:
-    return [piece.text for piece in read_new(files, position, None, is_final=is_final)]
+    return [
+        piece.text for piece in read_new(files, position, list_sources(files), is_final=is_final)
+    ]
 
 
 def test_sources_are_the_driver_then_ranks_and_groups_in_number_order(files: AttemptDir) -> None:
@@ -162,7 +166,7 @@ def test_sources_are_the_driver_then_ranks_and_groups_in_number_order(files: Att
     assert list_sources(files)[:2] == ["driver", "coordinator"]
     groups = [name for name in list_sources(files) if name.startswith("group")]
     assert groups == ["group-2-rank-0", "group-2-rank-1", "group-10-rank-0"]
-    assert list(read_new(files, LogPosition("a"), "rank-7", is_final=True)) == []
+    assert list(read_new(files, LogPosition("a"), ["rank-7"], is_final=True)) == []
 
 
 def test_only_log_names_are_accepted() -> None:
@@ -178,7 +182,7 @@ def test_a_line_being_written_waits_until_it_is_whole_or_final(files: AttemptDir
 
 
 def test_reading_goes_on_behind_a_position(files: AttemptDir) -> None:
-    *_, last = read_new(files, LogPosition("a"), None, is_final=False)
+    *_, last = read_new(files, LogPosition("a"), list_sources(files), is_final=False)
     with files.log_path("driver").open("a") as log:
         log.write("ne\nmore\n")
     position = LogPosition.decode(last.position.encode())
@@ -187,7 +191,7 @@ def test_reading_goes_on_behind_a_position(files: AttemptDir) -> None:
 
 def test_bytes_that_are_no_text_do_not_stop_the_reader(files: AttemptDir) -> None:
     files.log_path("driver").write_bytes(b"\xff\xfe\rbar\r\nok\n")
-    pieces = read_new(files, LogPosition("a"), "driver", is_final=False)
+    pieces = read_new(files, LogPosition("a"), ["driver"], is_final=False)
     assert [piece.text for piece in pieces] == ["\ufffd\ufffd\rbar", "ok"]
 
 
@@ -209,6 +213,6 @@ def test_a_tail_is_the_last_lines_whatever_their_length(
     texts = [f"{number}:" + "x" * size for number, size in enumerate(lines)]
     content = "\n".join(texts) + ("" if is_open or not texts else "\n")
     files.log_path("driver").write_text(content)
-    position = tail_position(files, "a", "driver", num_lines)
-    found = [piece.text for piece in read_new(files, position, "driver", is_final=True)]
+    position = tail_position(files, "a", ["driver"], num_lines)
+    found = [piece.text for piece in read_new(files, position, ["driver"], is_final=True)]
     assert found == (texts[-num_lines:] if num_lines else [])

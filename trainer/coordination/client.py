@@ -16,9 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.coordination.messages import (
     WATCH_SILENCE_S,
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
+Expected = TypeVar("Expected", Welcome, Round, RoundResult)
 _MIN_BEAT_S = 0.05
 _BEATS_PER_TIMEOUT = 10
 _RETRY_S = 0.1
+_LOST_AFTER_S = 120.0
 _UNCONFIRMED_FACTOR = 5
 _RECV_BYTES = 1 << 16
 _NUM_STEP_TIMES = 50
@@ -87,11 +89,7 @@ class CoordinatorClient:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        locate: Callable[[], str],
-        heartbeat_timeout_s: float,
-        lost_after_s: float = 120.0,
+        self, identity: Identity, locate: Callable[[], str], heartbeat_timeout_s: float
     ) -> None:
         """`locate` gives the coordinator's address (host:port), also after it was restarted.
 
@@ -100,7 +98,6 @@ class CoordinatorClient:
         self.identity, self._locate = identity, locate
         self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
         self._connect_timeout_s = max(1.0, heartbeat_timeout_s)
-        self._lost_after_s = lost_after_s
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._socket: socket.socket | None = None
@@ -128,13 +125,8 @@ class CoordinatorClient:
 
         Raises `Fenced`, `RunFailed`, `CoordinatorLost`.
         """
-        identity = self.identity
         hello = Hello(
-            group=identity.group,
-            incarnation=identity.incarnation,
-            rank=identity.rank,
-            num_ranks=identity.num_ranks,
-            host=identity.host,
+            **asdict(self.identity),
             pid=os.getpid(),
             donor=donor,
             origin=origin,
@@ -145,21 +137,15 @@ class CoordinatorClient:
             self._hello = hello
         if not self._threads:
             self._start()
-        answer = self._request_answer(hello)
-        assert isinstance(answer, Welcome), f"a hello was answered by {answer.kind}"
-        return answer
+        return self._request_answer(hello, Welcome)
 
     def arrive(self, arrive: Arrive) -> Round:
         """Wait until the next round opens. Raises as `join`."""
-        answer = self._request_answer(arrive)
-        assert isinstance(answer, Round), f"an arrival was answered by {answer.kind}"
-        return answer
+        return self._request_answer(arrive, Round)
 
     def vote(self, vote: Vote) -> RoundResult:
         """Wait until the round has ended. Raises as `join`."""
-        answer = self._request_answer(vote)
-        assert isinstance(answer, RoundResult), f"a vote was answered by {answer.kind}"
-        return answer
+        return self._request_answer(vote, RoundResult)
 
     def progress(
         self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
@@ -198,7 +184,7 @@ class CoordinatorClient:
         for thread in self._threads:
             thread.join(timeout=2 * self._connect_timeout_s)
 
-    def _request_answer(self, body: Request) -> Answer:
+    def _request_answer(self, body: Request, expected: type[Expected]) -> Expected:
         with self._changed:
             request = Numbered(id=self._next_id, body=body)
             self._next_id += 1
@@ -211,7 +197,8 @@ class CoordinatorClient:
                 self._check()
                 self._changed.wait(timeout=1.0)
             answer, self._answer, self._request = self._answer, None, None
-            return answer
+        assert isinstance(answer, expected), f"{body.kind} was answered by {answer.kind}"
+        return answer
 
     def _check(self) -> None:
         """Raise if no answer can come any more."""
@@ -221,7 +208,7 @@ class CoordinatorClient:
         if self._is_closed:
             raise CoordinatorLost("this rank has closed its connection to the coordinator")
         away_s = 0.0 if self._is_welcome else time.monotonic() - self._away_since
-        if away_s > self._lost_after_s:
+        if away_s > _LOST_AFTER_S:
             raise CoordinatorLost(
                 f"no coordinator answered for {away_s:.0f} s; was the job's driver killed, or is "
                 "the head node cut off?"
@@ -364,22 +351,15 @@ class CoordinatorClient:
         return self._is_closed or self._refusal is not None
 
 
-class HeartbeatSink(Protocol):
-    """Where progress is reported: a `CoordinatorClient`, or a recorder in tests."""
-
-    def progress(
-        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
-    ) -> None:
-        """Report that something got done."""
-
-
 class HeartbeatReporter:
-    """Times steps and reports progress to a sink; without one it does nothing."""
+    """Times steps and reports progress to the coordinator; without one it does nothing."""
 
     def __init__(
-        self, sink: HeartbeatSink | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        client: CoordinatorClient | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._sink = sink
+        self._client = client
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._began_at = 0.0
@@ -392,17 +372,17 @@ class HeartbeatReporter:
 
     def end_step(self, step: int) -> None:
         """The step is done."""
-        if self._sink is None:
+        if self._client is None:
             return
         self._times_s.append(self._clock() - self._began_at)
-        self._sink.progress("train", step, median(self._times_s), self.local_s)
+        self._client.progress("train", step, median(self._times_s), self.local_s)
 
     def enter(self, phase: str, step: int) -> None:
         """Another phase than training begins, or makes progress."""
-        if self._sink is None:
+        if self._client is None:
             return
         step_time_s = median(self._times_s) if self._times_s else 0.0
-        self._sink.progress(phase, step, step_time_s, self.local_s)
+        self._client.progress(phase, step, step_time_s, self.local_s)
 
 
 @contextmanager

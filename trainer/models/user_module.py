@@ -30,13 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from trainer import failures
 from trainer.data.batches import Batch
 from trainer.failures import UserCodeError, user_lines
-from trainer.models.managed_collision import BucketedIds
+from trainer.models.managed_collision import BucketedIds, configs_of
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec, split_path
 
@@ -217,7 +216,7 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
     held = Counter(
         (config.name, config.num_embeddings, config.embedding_dim)
         for each in network.modules()
-        for config in _configs(each)
+        for config in configs_of(each)
     )
     wanted = Counter((t.name, t.num_embeddings, t.embedding_dim) for t in spec.embedding_tables)
     if held != wanted:
@@ -244,14 +243,6 @@ def _dynamic_names(network: nn.Module) -> set[str]:
         for table, ids in each._managed_collision_collection._managed_collision_modules.items()
         if isinstance(ids, BucketedIds)
     }
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    if isinstance(module, EmbeddingBagCollection):
-        return list(module.embedding_bag_configs())
-    if isinstance(module, EmbeddingCollection):
-        return list(module.embedding_configs())
-    return []
 
 
 def _kind(value: Any) -> str:

@@ -94,9 +94,11 @@ class JobSections(SpecModel):
 
     @property
     def moment_scale(self) -> float:
-        """c of the paper's algorithm 1 for the sparse optimizer; 1 where it has no moments."""
-        has_moments = self.optimizer.sparse.has_moments
-        return self.parallelism.moment_scale_value if has_moments else 1.0
+        """c of the paper's algorithm 1, by default M; 1 where there are no moments."""
+        if not self.optimizer.sparse.has_moments:
+            return 1.0
+        scale = self.parallelism.moment_scale
+        return float(self.parallelism.num_replicas) if scale == "auto" else scale
 
     @property
     def num_sync_copies(self) -> int:

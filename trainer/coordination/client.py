@@ -136,7 +136,12 @@ class CoordinatorClient:
         with self._changed:
             self._hello = hello
         if not self._threads:
-            self._start()
+            self._away_since = time.monotonic()
+            name = f"member-{self.identity.group}-{self.identity.rank}"
+            for run, suffix in ((self._keep_connected, ""), (self._send_heartbeats, "-beat")):
+                thread = threading.Thread(target=run, name=f"{name}{suffix}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
         return self._request_answer(hello, Welcome)
 
     def arrive(self, arrive: Arrive) -> Round:
@@ -160,7 +165,6 @@ class CoordinatorClient:
         )
 
     def is_aborted(self, number: int) -> bool:
-        """Whether this round is known to have failed."""
         return number <= self._aborted_round
 
     def store(self) -> Store:
@@ -222,16 +226,6 @@ class CoordinatorClient:
                 with contextlib.suppress(OSError):
                     self._socket.sendall(data)
 
-    def _start(self) -> None:
-        self._away_since = time.monotonic()
-        name = f"member-{self.identity.group}-{self.identity.rank}"
-        self._threads = [
-            threading.Thread(target=self._keep_connected, name=name, daemon=True),
-            threading.Thread(target=self._send_heartbeats, name=f"{name}-beat", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
-
     def _keep_connected(self) -> None:
         while not self._is_closed and self._refusal is None:
             try:
@@ -283,7 +277,10 @@ class CoordinatorClient:
             self._take_rejection(line.body)
             return
         if line.id == 0:
-            self._take_abort(line.body)
+            if isinstance(line.body, RoundResult):
+                self._aborted_round = max(self._aborted_round, line.body.round)
+                if self.on_abort:
+                    self.on_abort(line.body.round)
             return
         again = None
         with self._changed:
@@ -303,12 +300,6 @@ class CoordinatorClient:
             self._changed.notify_all()
         if self.on_refusal and refusal.reason == "fenced":
             self.on_refusal(refusal.message)
-
-    def _take_abort(self, body: Answer) -> None:
-        if isinstance(body, RoundResult):
-            self._aborted_round = max(self._aborted_round, body.round)
-            if self.on_abort:
-                self.on_abort(body.round)
 
     def _remember(self, body: Answer) -> None:
         """Keep what a restarted coordinator will need."""
@@ -339,16 +330,16 @@ class CoordinatorClient:
             connection.close()
 
     def _send_heartbeats(self) -> None:
+        def has_ended() -> bool:
+            return self._is_closed or self._refusal is not None
+
         while True:
             with self._changed:
-                if self._changed.wait_for(self._has_ended, timeout=self._beat_every_s):
+                if self._changed.wait_for(has_ended, timeout=self._beat_every_s):
                     return
                 is_welcome = self._is_welcome
             if is_welcome:
                 self._send(Numbered(id=0, body=self._heartbeat))
-
-    def _has_ended(self) -> bool:
-        return self._is_closed or self._refusal is not None
 
 
 class HeartbeatReporter:
@@ -367,11 +358,9 @@ class HeartbeatReporter:
         self.local_s = 0.0
 
     def begin_step(self) -> None:
-        """A training step begins: its batch is there."""
         self._began_at = self._clock()
 
     def end_step(self, step: int) -> None:
-        """The step is done."""
         if self._client is None:
             return
         self._times_s.append(self._clock() - self._began_at)

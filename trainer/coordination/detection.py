@@ -80,7 +80,6 @@ class HangDetector:
             self.watched[rank] = _Watched(heartbeat, now, now)
 
     def forget(self, group: int) -> None:
-        """Drop a group, which has left."""
         for rank in [each for each in self.watched if each.group == group]:
             del self.watched[rank]
 
@@ -114,29 +113,22 @@ class Straggler:
     slowdown: float
 
 
-class StepTime(NamedTuple):
-    """Of a rank: `step_s`, how long its steps take, and `local_s` of it without waiting; 0 unknown.
-
-    Waiting for other groups is in neither; reading is in `local_s` only.
-    """
-
-    step_s: float
-    local_s: float = 0.0
-
-
-def times_needed(times: Mapping[RankId, StepTime]) -> dict[RankId, float]:
+def times_needed(beats: Mapping[RankId, Heartbeat]) -> dict[RankId, float]:
     """Seconds that each rank would take for a step if it waited for no other rank; 0 for unknown.
+
+    `beats` are their newest. Waiting for other groups is in none of their times; reading is in
+    `local_s` only.
 
     The ranks of a group take every step together, so that their steps are as long as those of the
     slowest one: the others wait for as long as it is busy on its own when they are not.
     """
     needed: dict[RankId, float] = {}
-    for group in {rank.group for rank in times}:
-        mates = {rank: each for rank, each in times.items() if rank.group == group}
+    for group in {rank.group for rank in beats}:
+        mates = {rank: each for rank, each in beats.items() if rank.group == group}
         if not all(each.local_s for each in mates.values()):
-            needed |= {rank: each.step_s for rank, each in mates.items()}
+            needed |= {rank: each.step_time_s for rank, each in mates.items()}
             continue
-        step_s = max(each.step_s for each in mates.values())
+        step_s = max(each.step_time_s for each in mates.values())
         busiest_s = max(each.local_s for each in mates.values())
         for rank, each in mates.items():
             needed[rank] = max(step_s - (busiest_s - each.local_s), each.local_s)
@@ -171,14 +163,11 @@ class StragglerDetector:
         return [Straggler(rank, hosts[rank], slowdown[rank]) for rank in sorted(told)]
 
 
-LossAction = Literal["go_on", "skip", "fail"]
-
-
 @dataclass(frozen=True)
 class LossDecision:
     """What to do, and why in a clause (empty where all is well)."""
 
-    action: LossAction
+    action: Literal["go_on", "skip", "fail"]
     cause: str = ""
 
 
@@ -281,22 +270,18 @@ class HeartbeatMonitor:
         self._looked_at: float | None = None
 
     def hear(self, rank: RankId, now: float) -> None:
-        """Note a message of a rank."""
         self._heard_at[rank] = now
 
     def beat(self, rank: RankId, heartbeat: Heartbeat, now: float) -> None:
-        """Apply a heartbeat of a rank."""
         self.hear(rank, now)
         self._hangs.observe(rank, heartbeat, now)
 
     def forget(self, group: int) -> None:
-        """A group is gone."""
         self._hangs.forget(group)
         for rank in [rank for rank in self._heard_at if rank.group == group]:
             del self._heard_at[rank]
 
     def forget_rank(self, rank: RankId) -> None:
-        """A rank is gone, and its group is not."""
         self._hangs.watched.pop(rank, None)
         self._heard_at.pop(rank, None)
 
@@ -335,5 +320,4 @@ class HeartbeatMonitor:
             return []
         self._window_ends = now + self._window_s
         beats = {r: each.heartbeat for r, each in self._hangs.watched.items() if r in hosts}
-        times = {rank: StepTime(each.step_time_s, each.local_s) for rank, each in beats.items()}
-        return self._stragglers.check(times_needed(times), hosts)
+        return self._stragglers.check(times_needed(beats), hosts)

@@ -165,7 +165,6 @@ class Choice:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that the workers run on."""
         return len({host for hosts in self.group_hosts for host in hosts})
 
     @property
@@ -181,7 +180,6 @@ class Choice:
 
     @property
     def are_lookups_local(self) -> bool:
-        """Whether each sharding group sits inside one host."""
         return all(len(set(hosts)) == 1 for hosts in self.group_hosts)
 
     @property

@@ -285,11 +285,6 @@ class BucketedIds(ManagedCollisionModule):
 
     # What TorchRec asks.
 
-    @property
-    def first_row(self) -> int:
-        """Row of the whole table with which the buckets begin."""
-        return self._first * self._bucket_rows
-
     def output_size(self) -> int:
         return (self._end - self._first) * self._bucket_rows
 

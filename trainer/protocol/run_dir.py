@@ -1,4 +1,4 @@
-"""Paths of one job's files on run storage, for service, driver and workers.
+"""One job's files on run storage, for service, driver and workers: paths, records, writing.
 
 RUN_DIR/                         one per job
   checkpoints/step-00000100/     DCP files, and COMMIT.json written last
@@ -26,9 +26,47 @@ RUN_DIR/                         one per job
 
 from __future__ import annotations
 
+import hashlib
+import os
+from dataclasses import dataclass
 from pathlib import Path
 
 COMMIT_MARKER = "COMMIT.json"
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """What a marker says of one file of a checkpoint or an export."""
+
+    size_bytes: int
+    sha256: str
+
+
+def file_record(path: Path) -> FileRecord:
+    """Size and SHA-256 of one file on a disk."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRecord(path.stat().st_size, digest)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Put a file in place: whole and durable, or not at all; raises OSError."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+    fsync_folder(path.parent)
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make what was created or renamed in `folder` survive a power loss; raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def stream_order(path: Path) -> tuple[str, int]:
@@ -38,7 +76,6 @@ def stream_order(path: Path) -> tuple[str, int]:
 
 
 def trace_name(trace_id: str, rank: int) -> str:
-    """File name of the trace of one rank."""
     return f"{trace_id}-rank{rank}.json.gz"
 
 
@@ -71,11 +108,9 @@ class AttemptDir:
         return sorted(self.outbox_dir.glob("*.jsonl"), key=stream_order)
 
     def stream_path(self, stream: str) -> Path:
-        """File of one event stream."""
         return self.outbox_dir / f"{stream}.jsonl"
 
     def log_path(self, source: str) -> Path:
-        """Log file of one process: `driver` or `rank-N`."""
         return self.logs_dir / f"{source}.log"
 
 
@@ -101,5 +136,4 @@ class RunDir:
         return self.root / "sinks" / f"{name}.json"
 
     def attempt(self, attempt_id: str) -> AttemptDir:
-        """Files of one attempt."""
         return AttemptDir(self.root / "attempts" / attempt_id)

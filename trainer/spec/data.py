@@ -66,7 +66,6 @@ class BucketizeSpec(SpecModel):
 
     @property
     def num_ids(self) -> int:
-        """How many ids there are, 0 included."""
         return len(self.boundaries) + 2
 
 

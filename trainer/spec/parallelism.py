@@ -134,12 +134,10 @@ class ParallelismSpec(SpecModel):
 
     @property
     def min_workers(self) -> int:
-        """The fewest workers that the job trains with."""
         return self.workers if isinstance(self.workers, int) else self.workers.min
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of workers may change."""
         return self.min_workers < self.world_size
 
     @property
@@ -220,11 +218,8 @@ class ParallelismSpec(SpecModel):
                     field,
                 )
         if self.moment_scale != "auto" and self.moment_scale > self.num_replicas:
-            raise problem(
-                "moment_scale",
-                f"must be above 0 and at most {self.num_replicas}, the number of replicas M",
-                "moment_scale",
-            )
+            message = f"must be above 0 and at most {self.num_replicas}, the number of replicas M"
+            raise problem("moment_scale", message, "moment_scale")
         return self
 
     @model_validator(mode="after")

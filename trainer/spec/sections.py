@@ -28,11 +28,7 @@ MAX_PRIORITY = 1000
 
 
 class JobSections(SpecModel):
-    """The sections of a training job, and what follows from several of them.
-
-    Jobs of a higher `priority` start first, within the quotas of their `project`; a `preemptible`
-    one may be paused for them.
-    """
+    """The sections of a training job, and what follows from several of them."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     project: Annotated[str, Field(pattern=NAME_PATTERN)] = DEFAULT_PROJECT
@@ -55,7 +51,6 @@ class JobSections(SpecModel):
 
     @property
     def dense_features(self) -> tuple[FeatureSpec, ...]:
-        """Dense features in spec order."""
         return tuple(feature for feature in self.features if not feature.is_sparse)
 
     @property

@@ -227,11 +227,8 @@ def check_shapes(spec: JobSections) -> None:
             "no_dense_feature", f"arch '{model.arch}' needs at least one dense one", "features"
         )
     if len(dims) > 1:
-        raise problem(
-            "mixed_dims",
-            f"arch '{model.arch}' needs one embedding_dim for all, got {sorted(dims)}",
-            "embedding_tables",
-        )
+        message = f"arch '{model.arch}' needs one embedding_dim for all, got {sorted(dims)}"
+        raise problem("mixed_dims", message, "embedding_tables")
     if model.dense_arch.layer_sizes[-1] not in dims:
         raise problem(
             "dense_arch_width",
@@ -241,11 +238,8 @@ def check_shapes(spec: JobSections) -> None:
         )
     num_tasks = len(model.tasks)
     if model.over_arch.layer_sizes[-1] != num_tasks:
-        raise problem(
-            "over_arch_width",
-            f"the last must be {num_tasks}, one output for each task",
-            "model.over_arch.layer_sizes",
-        )
+        message = f"the last must be {num_tasks}, one output for each task"
+        raise problem("over_arch_width", message, "model.over_arch.layer_sizes")
 
 
 def check_transformer(spec: JobSections) -> None:
@@ -264,11 +258,8 @@ def check_transformer(spec: JobSections) -> None:
             )
     dim = spec.embedding_tables[0].embedding_dim
     if dim % transformer.num_heads:
-        raise problem(
-            "num_heads",
-            f"must divide embedding_dim ({dim}), which the heads share",
-            "model.transformer.num_heads",
-        )
+        message = f"must divide embedding_dim ({dim}), which the heads share"
+        raise problem("num_heads", message, "model.transformer.num_heads")
 
 
 def check_accumulation(spec: JobSections) -> None:
@@ -308,11 +299,8 @@ def check_warm_start(spec: JobSections) -> None:
     names = [table.name for table in spec.embedding_tables]
     for index, name in enumerate((warm_start and warm_start.tables) or ()):
         if name not in names:
-            raise problem(
-                "unknown_table",
-                f"'{name}' is not in embedding_tables ({', '.join(names)})",
-                f"checkpoint.warm_start.tables[{index}]",
-            )
+            message = f"'{name}' is not in embedding_tables ({', '.join(names)})"
+            raise problem("unknown_table", message, f"checkpoint.warm_start.tables[{index}]")
 
 
 def check_settings(spec: JobSections) -> None:
@@ -344,30 +332,18 @@ def check_settings(spec: JobSections) -> None:
             "recovery.exchange_timeout_s",
         )
     if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:
-        raise problem(
-            "no_effect",
-            f"optimizer.sparse.name '{sparse.name}' has no state to sync; remove it",
-            "parallelism.sync.optimizer_state",
-        )
+        message = f"optimizer.sparse.name '{sparse.name}' has no state to sync; remove it"
+        raise problem("no_effect", message, "parallelism.sync.optimizer_state")
     if schedule and schedule.decay == "constant" and schedule.min_ratio:
-        raise problem(
-            "no_effect",
-            "a constant rate never falls; set decay to linear or cosine, or remove it",
-            "optimizer.schedule.min_ratio",
-        )
+        message = "a constant rate never falls; set decay to linear or cosine, or remove it"
+        raise problem("no_effect", message, "optimizer.schedule.min_ratio")
     if parallelism.shard_group_size == 1 and parallelism.all_to_all != AllToAllSpec():
-        raise problem(
-            "no_effect",
-            "a sharding group of one worker sends no embeddings; remove it",
-            "parallelism.all_to_all",
-        )
+        message = "a sharding group of one worker sends no embeddings; remove it"
+        raise problem("no_effect", message, "parallelism.all_to_all")
     trace, max_steps = spec.training.trace, spec.training.max_steps
     if trace and max_steps and trace.first_step > max_steps:
-        raise problem(
-            "no_effect",
-            f"training ends at step {max_steps} (training.max_steps), before the trace",
-            "training.trace.first_step",
-        )
+        message = f"training ends at step {max_steps} (training.max_steps), before the trace"
+        raise problem("no_effect", message, "training.trace.first_step")
 
 
 def check_memory(spec: JobSections) -> None:

@@ -16,7 +16,6 @@ from trainer.coordination.detection import (
     HostRecord,
     LossWatch,
     RankId,
-    StepTime,
     StragglerDetector,
     times_needed,
 )
@@ -32,6 +31,10 @@ def hang_detector() -> HangDetector:
 
 def beat(progress: int, phase: str, step_time_s: float = 0.0) -> Heartbeat:
     return Heartbeat(progress=progress, phase=phase, step=0, step_time_s=step_time_s)
+
+
+def timed(step_time_s: float, local_s: float = 0.0) -> Heartbeat:
+    return Heartbeat(progress=1, phase="train", step=1, step_time_s=step_time_s, local_s=local_s)
 
 
 def test_a_rank_hangs_when_its_heartbeats_bring_no_progress() -> None:
@@ -111,23 +114,23 @@ def test_unknown_times_and_a_rank_alone_are_never_slow() -> None:
 
 
 def test_of_ranks_that_step_together_the_one_that_is_waited_for_needs_the_time() -> None:
-    together = {A0: StepTime(1.0, local_s=0.2), A1: StepTime(1.0, local_s=0.9)}
+    together = {A0: timed(1.0, local_s=0.2), A1: timed(1.0, local_s=0.9)}
     assert times_needed(together) == pytest.approx({A0: 0.3, A1: 1.0})
 
 
 def test_who_waits_long_for_its_reader_holds_the_others_up() -> None:
     # The reader's time is no part of the rank's own step; the others spend it waiting for the ids.
-    needed = times_needed({A0: StepTime(1.0, local_s=0.1), A1: StepTime(0.2, local_s=0.9)})
+    needed = times_needed({A0: timed(1.0, local_s=0.1), A1: timed(0.2, local_s=0.9)})
     assert needed == pytest.approx({A0: 0.2, A1: 1.0})
 
 
 def test_other_groups_are_not_waited_for() -> None:
-    needed = times_needed({A0: StepTime(1.0, 0.5), A1: StepTime(1.0, 0.5), B0: StepTime(2.0, 0.7)})
+    needed = times_needed({A0: timed(1.0, 0.5), A1: timed(1.0, 0.5), B0: timed(2.0, 0.7)})
     assert needed == {A0: 1.0, A1: 1.0, B0: 2.0}
 
 
 def test_without_local_times_whole_steps_are_compared() -> None:
-    assert times_needed({A0: StepTime(1.0, 0.5), A1: StepTime(1.2)}) == {A0: 1.0, A1: 1.2}
+    assert times_needed({A0: timed(1.0, 0.5), A1: timed(1.2)}) == {A0: 1.0, A1: 1.2}
 
 
 def test_a_loss_that_is_not_finite_fails_the_job_unless_told_otherwise() -> None:

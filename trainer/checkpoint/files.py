@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +23,14 @@ from pydantic import ConfigDict, TypeAdapter
 
 from trainer.coordination.messages import EarlyStoppingState, EpochRows
 from trainer.errors import DataError, SourceMissingError
-from trainer.protocol.run_dir import COMMIT_MARKER, RunDir
+from trainer.protocol.run_dir import (
+    COMMIT_MARKER,
+    FileRecord,
+    RunDir,
+    file_record,
+    fsync_folder,
+    write_whole,
+)
 from trainer.storage import Location
 
 logger = logging.getLogger(__name__)
@@ -37,14 +43,6 @@ _DAMAGED_MARKER = "COMMIT.damaged.json"
 _PROBE = ".probe"
 _READ_BYTES = 8 * 1024 * 1024
 _CHECKSUM = "sha256"
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """One file of a checkpoint."""
-
-    size_bytes: int
-    sha256: str
 
 
 def folder_at(text: str | Path) -> Folder:
@@ -118,13 +116,6 @@ def record_of(folder: Folder, name: str) -> FileRecord | None:
     return FileRecord(size_bytes, digest.hexdigest())
 
 
-def file_record(path: Path) -> FileRecord:
-    """Size and SHA-256 of one file on a disk."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(path.stat().st_size, digest)
-
-
 def size_of(folder: Folder, name: str) -> int | None:
     """Size of a file in bytes; None where there is none."""
     file = folder / name
@@ -185,30 +176,6 @@ def explain(checkpoints_dir: Folder, error: BaseException) -> str:
     )
 
 
-def write_whole(folder: Folder, name: str, content: bytes) -> None:
-    """Put a file in place: whole and durable, or not at all."""
-    if not isinstance(folder, Path):
-        (folder / name).write_bytes(content)
-        return
-    temporary = folder / f".{name}.tmp"
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(folder / name)
-    fsync_folder(folder)
-    fsync_folder(folder.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make what was created or renamed in `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 @dataclass(frozen=True)
 class RowOrder:
     """Which rows stand where in an epoch, in short: equal digests are equal orders.
@@ -256,7 +223,6 @@ class Commit:
 
     @property
     def size_bytes(self) -> int:
-        """Size of all files."""
         return sum(file.size_bytes for file in self.files.values())
 
 
@@ -298,4 +264,9 @@ def write_marker(folder: Folder, commit: Commit) -> None:
     """Put the marker in place: whole and durable, or not at all."""
     document = json.loads(_COMMIT.dump_json(commit))
     document[_CHECKSUM] = _checksum(document)
-    write_whole(folder, COMMIT_MARKER, json.dumps(document).encode())
+    content = json.dumps(document).encode()
+    if isinstance(folder, Path):
+        write_whole(folder / COMMIT_MARKER, content)
+        fsync_folder(folder.parent)
+    else:
+        (folder / COMMIT_MARKER).write_bytes(content)

@@ -20,16 +20,17 @@ from typing import Any
 import torch.distributed as dist
 
 from trainer import fault_injection
-from trainer.checkpoint import files, save_load
-from trainer.checkpoint.files import FAULTS, Commit, Folder, RowOrder, checkpoints_of, remove_folder
-from trainer.checkpoint.save_load import (
-    CheckpointError,
-    CheckpointMismatch,
-    LivePlanner,
-    Staging,
-    run_beside,
-    run_here,
+from trainer.checkpoint import save_load
+from trainer.checkpoint.files import (
+    FAULTS,
+    Commit,
+    Folder,
+    RowOrder,
+    checkpoints_of,
+    remove_folder,
+    set_aside,
 )
+from trainer.checkpoint.save_load import CheckpointError, CheckpointMismatch, LivePlanner, Staging
 from trainer.coordination.messages import EarlyStoppingState, LeaderProgress, Ledger
 from trainer.data.position import BatchShape, DataPosition, ledger_of, position_of, step_start
 from trainer.errors import DataError
@@ -130,10 +131,12 @@ class CheckpointManager:
         before_write = partial(
             fault_injection.inject, "checkpoint", group, self._groups.rank, commit.step
         )
-        if self._config.spec.checkpoint.asynchronous and not is_last:
-            end = run_beside(partial(write, {}, self._staging.stage(tensors, before_write)))
+        is_beside = self._config.spec.checkpoint.asynchronous and not is_last
+        if is_beside:
+            write = partial(write, {}, self._staging.stage(tensors, before_write))
         else:
-            end = run_here(partial(write, tensors, LivePlanner(before_write)))
+            write = partial(write, tensors, LivePlanner(before_write))
+        end = save_load.run(write, beside=is_beside)
         self._pending = PendingSave(commit.step, time.perf_counter() - started_s, end)
         if is_last:
             self._settle(must_succeed=True)
@@ -179,11 +182,7 @@ class CheckpointManager:
         self._emit_once(events.Metrics(time=time.time(), step=pending.step, values=values))
 
     def _write(
-        self,
-        folder: Folder,
-        commit: Commit,
-        tensors: dict[str, Any],
-        planner: LivePlanner,
+        self, folder: Folder, commit: Commit, tensors: dict[str, Any], planner: LivePlanner
     ) -> float:
         """Files, marker, retention; seconds until the marker was there. Collective."""
         started = time.perf_counter()
@@ -237,29 +236,21 @@ class CheckpointManager:
             logger.warning("old checkpoints stay for now: %s", error)
 
     def _retain(self) -> None:
-        policy = self._config.spec.checkpoint
-        kept = []
-        for each in save_load.list_committed(self._folder):
-            if self._is_superseded(each.path.name):
-                # The run was rewound behind it, and now has a checkpoint after the rewind.
-                self._remove(each)
-            else:
-                kept.append(each)
-        for old in save_load.superseded(
-            kept, policy.keep_last, policy.keep_best, policy.keep_every_steps
-        ):
-            self._remove(old)
+        committed = save_load.list_committed(self._folder)
+        # The run was rewound behind these, and now has a checkpoint after the rewind.
+        old = [each for each in committed if self._is_superseded(each.path.name)]
+        kept = [each for each in committed if each not in old]
+        old += save_load.superseded(kept, self._config.spec.checkpoint)
+        for each in old:
+            self._drop(each.path, remove_folder, "removed")
 
-    def _remove(self, old: save_load.CommittedCheckpoint) -> None:
+    def _drop(self, folder: Folder, drop: Callable[[Folder], None], done: str) -> None:
+        """Remove a checkpoint, or set it aside; where that fails it is tried again next time."""
         try:
-            remove_folder(old.path)
+            drop(folder)
         except FAULTS as error:
-            # The new checkpoint is safe; the old one is tried again after the next save.
-            logger.warning("checkpoint %s could not be removed: %s", old.path.name, error)
+            logger.warning("checkpoint %s could not be %s: %s", folder.name, done, error)
             return
-        self._emit_deleted(old.path)
-
-    def _emit_deleted(self, folder: Folder) -> None:
         step = save_load.step_of(folder.name)
         self._emit(events.CheckpointDeleted(time=time.time(), step=step, path=str(folder)))
 
@@ -297,12 +288,7 @@ class CheckpointManager:
 
     def _set_aside(self, folder: Folder) -> None:
         self._report_error(f"checkpoint {folder.name} is damaged: set aside, using the one before")
-        try:
-            files.set_aside(folder)
-        except FAULTS as error:
-            logger.warning("checkpoint %s could not be set aside: %s", folder.name, error)
-            return
-        self._emit_deleted(folder)
+        self._drop(folder, set_aside, "set aside")
 
     def _report_error(self, message: str) -> None:
         logger.error("%s", message)

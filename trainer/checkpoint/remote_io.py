@@ -22,8 +22,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.files import FileRecord, Folder
+from trainer.checkpoint.files import Folder
 from trainer.errors import StorageError
+from trainer.protocol.run_dir import FileRecord
 from trainer.storage import Location, retry
 
 _TORCH = "2.13."
@@ -138,7 +139,6 @@ class RemoteWriter(FileSystemWriter):
 
     @property
     def records(self) -> dict[str, FileRecord]:
-        """Files that this rank wrote, by name."""
         return self._files.records
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -177,7 +177,6 @@ class RemoteReader(FileSystemReader):
 
 
 def reader_for(folder: Folder) -> FileSystemReader:
-    """What reads a checkpoint there."""
     return RemoteReader(folder) if isinstance(folder, Location) else FileSystemReader(folder)
 
 

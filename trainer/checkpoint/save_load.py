@@ -34,10 +34,8 @@ from torch.utils.serialization import config as serialization_config
 from trainer.checkpoint.files import (
     FAULTS,
     Commit,
-    FileRecord,
     Folder,
     explain,
-    file_record,
     find_folders,
     has_marker,
     make_writable,
@@ -49,6 +47,8 @@ from trainer.checkpoint.files import (
 )
 from trainer.checkpoint.remote_io import RemoteWriter, reader_for
 from trainer.errors import DataError, SourceMissingError, StorageError, StorageRefusedError
+from trainer.protocol.run_dir import FileRecord, file_record
+from trainer.spec.training import CheckpointSpec
 from trainer.storage import Location
 
 Result = TypeVar("Result")
@@ -93,13 +93,11 @@ def list_committed(
 
     Raises `StorageError` where remote storage is away, as everything that lists checkpoints does.
     """
-    found = []
-    for folder in find_folders(checkpoints_dir):
-        if is_ignored(folder.name):
-            continue
-        commit = read_commit(folder)
-        if commit is not None:
-            found.append(CommittedCheckpoint(folder, commit))
+    found = [
+        CommittedCheckpoint(folder, commit)
+        for folder in find_folders(checkpoints_dir)
+        if not is_ignored(folder.name) and (commit := read_commit(folder)) is not None
+    ]
     return sorted(found, key=lambda found: (found.commit.step, found.commit.time))
 
 
@@ -113,23 +111,20 @@ def list_with_bad_marker(checkpoints_dir: Folder) -> list[Folder]:
 
 
 def superseded(
-    committed: Sequence[CommittedCheckpoint],
-    keep_last: int,
-    keep_best: bool,
-    keep_every_steps: int | None = None,
+    committed: Sequence[CommittedCheckpoint], policy: CheckpointSpec
 ) -> list[CommittedCheckpoint]:
     """Which of `committed` (oldest first) retention removes.
 
-    The newest `keep_last` stay, the best one, and the first at or after each multiple of
-    `keep_every_steps`: at that multiple exactly, wherever a checkpoint falls on it.
+    Of multiples of `keep_every_steps` the first checkpoint at or after each stays: at that multiple
+    exactly, wherever a checkpoint falls on it.
     """
-    kept = list(committed[-keep_last:])
-    if keep_best:
+    kept = list(committed[-policy.keep_last :])
+    if policy.keep_best:
         kept += [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
-    if keep_every_steps:
+    if policy.keep_every_steps:
         first: dict[int, CommittedCheckpoint] = {}
         for checkpoint in committed:
-            first.setdefault(checkpoint.commit.step // keep_every_steps, checkpoint)
+            first.setdefault(checkpoint.commit.step // policy.keep_every_steps, checkpoint)
         kept += [checkpoint for multiple, checkpoint in first.items() if multiple > 0]
     return [checkpoint for checkpoint in committed if checkpoint not in kept]
 
@@ -397,23 +392,19 @@ def assign_writes(live: DefaultSavePlanner, group: dist.ProcessGroup) -> SavePla
     return everyone[dist.get_rank(group)]
 
 
-def run_here(task: Callable[[], Result]) -> Future[Result]:
-    """Run `task` now; a future with its result or error."""
+def run(task: Callable[[], Result], *, beside: bool) -> Future[Result]:
+    """Run `task` now, or in a thread; a future with its result or error."""
     future: Future[Result] = Future()
-    _fulfil(future, task)
+
+    def fulfil() -> None:
+        try:
+            future.set_result(task())
+        except BaseException as error:  # DCP's are BaseExceptions; whoever asks raises it again
+            future.set_exception(error)
+
+    if beside:
+        # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
+        threading.Thread(target=fulfil, name="checkpoint", daemon=True).start()
+    else:
+        fulfil()
     return future
-
-
-def run_beside(task: Callable[[], Result]) -> Future[Result]:
-    """Run `task` in a thread; a future with its result or error."""
-    future: Future[Result] = Future()
-    # A daemon: a rank that fails must not wait at its exit for a peer that never answers.
-    threading.Thread(target=_fulfil, args=(future, task), name="checkpoint", daemon=True).start()
-    return future
-
-
-def _fulfil(future: Future[Result], task: Callable[[], Result]) -> None:
-    try:
-        future.set_result(task())
-    except BaseException as error:  # DCP's are BaseExceptions; whoever asks raises it again
-        future.set_exception(error)

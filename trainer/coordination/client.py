@@ -16,9 +16,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeVar
 
 from trainer.coordination.messages import (
     WATCH_SILENCE_S,
@@ -43,9 +43,11 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 logger = logging.getLogger(__name__)
+Expected = TypeVar("Expected", Welcome, Round, RoundResult)
 _MIN_BEAT_S = 0.05
 _BEATS_PER_TIMEOUT = 10
 _RETRY_S = 0.1
+_LOST_AFTER_S = 120.0
 _UNCONFIRMED_FACTOR = 5
 _RECV_BYTES = 1 << 16
 _NUM_STEP_TIMES = 50
@@ -87,11 +89,7 @@ class CoordinatorClient:
     """
 
     def __init__(
-        self,
-        identity: Identity,
-        locate: Callable[[], str],
-        heartbeat_timeout_s: float,
-        lost_after_s: float = 120.0,
+        self, identity: Identity, locate: Callable[[], str], heartbeat_timeout_s: float
     ) -> None:
         """`locate` gives the coordinator's address (host:port), also after it was restarted.
 
@@ -100,7 +98,6 @@ class CoordinatorClient:
         self.identity, self._locate = identity, locate
         self._beat_every_s = max(_MIN_BEAT_S, heartbeat_timeout_s / _BEATS_PER_TIMEOUT)
         self._connect_timeout_s = max(1.0, heartbeat_timeout_s)
-        self._lost_after_s = lost_after_s
         self._changed = threading.Condition()
         self._sending = threading.Lock()
         self._socket: socket.socket | None = None
@@ -128,13 +125,8 @@ class CoordinatorClient:
 
         Raises `Fenced`, `RunFailed`, `CoordinatorLost`.
         """
-        identity = self.identity
         hello = Hello(
-            group=identity.group,
-            incarnation=identity.incarnation,
-            rank=identity.rank,
-            num_ranks=identity.num_ranks,
-            host=identity.host,
+            **asdict(self.identity),
             pid=os.getpid(),
             donor=donor,
             origin=origin,
@@ -144,22 +136,21 @@ class CoordinatorClient:
         with self._changed:
             self._hello = hello
         if not self._threads:
-            self._start()
-        answer = self._request_answer(hello)
-        assert isinstance(answer, Welcome), f"a hello was answered by {answer.kind}"
-        return answer
+            self._away_since = time.monotonic()
+            name = f"member-{self.identity.group}-{self.identity.rank}"
+            for run, suffix in ((self._keep_connected, ""), (self._send_heartbeats, "-beat")):
+                thread = threading.Thread(target=run, name=f"{name}{suffix}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        return self._request_answer(hello, Welcome)
 
     def arrive(self, arrive: Arrive) -> Round:
         """Wait until the next round opens. Raises as `join`."""
-        answer = self._request_answer(arrive)
-        assert isinstance(answer, Round), f"an arrival was answered by {answer.kind}"
-        return answer
+        return self._request_answer(arrive, Round)
 
     def vote(self, vote: Vote) -> RoundResult:
         """Wait until the round has ended. Raises as `join`."""
-        answer = self._request_answer(vote)
-        assert isinstance(answer, RoundResult), f"a vote was answered by {answer.kind}"
-        return answer
+        return self._request_answer(vote, RoundResult)
 
     def progress(
         self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
@@ -174,7 +165,6 @@ class CoordinatorClient:
         )
 
     def is_aborted(self, number: int) -> bool:
-        """Whether this round is known to have failed."""
         return number <= self._aborted_round
 
     def store(self) -> Store:
@@ -198,7 +188,7 @@ class CoordinatorClient:
         for thread in self._threads:
             thread.join(timeout=2 * self._connect_timeout_s)
 
-    def _request_answer(self, body: Request) -> Answer:
+    def _request_answer(self, body: Request, expected: type[Expected]) -> Expected:
         with self._changed:
             request = Numbered(id=self._next_id, body=body)
             self._next_id += 1
@@ -211,7 +201,8 @@ class CoordinatorClient:
                 self._check()
                 self._changed.wait(timeout=1.0)
             answer, self._answer, self._request = self._answer, None, None
-            return answer
+        assert isinstance(answer, expected), f"{body.kind} was answered by {answer.kind}"
+        return answer
 
     def _check(self) -> None:
         """Raise if no answer can come any more."""
@@ -221,7 +212,7 @@ class CoordinatorClient:
         if self._is_closed:
             raise CoordinatorLost("this rank has closed its connection to the coordinator")
         away_s = 0.0 if self._is_welcome else time.monotonic() - self._away_since
-        if away_s > self._lost_after_s:
+        if away_s > _LOST_AFTER_S:
             raise CoordinatorLost(
                 f"no coordinator answered for {away_s:.0f} s; was the job's driver killed, or is "
                 "the head node cut off?"
@@ -234,16 +225,6 @@ class CoordinatorClient:
             if self._socket:
                 with contextlib.suppress(OSError):
                     self._socket.sendall(data)
-
-    def _start(self) -> None:
-        self._away_since = time.monotonic()
-        name = f"member-{self.identity.group}-{self.identity.rank}"
-        self._threads = [
-            threading.Thread(target=self._keep_connected, name=name, daemon=True),
-            threading.Thread(target=self._send_heartbeats, name=f"{name}-beat", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def _keep_connected(self) -> None:
         while not self._is_closed and self._refusal is None:
@@ -296,7 +277,10 @@ class CoordinatorClient:
             self._take_rejection(line.body)
             return
         if line.id == 0:
-            self._take_abort(line.body)
+            if isinstance(line.body, RoundResult):
+                self._aborted_round = max(self._aborted_round, line.body.round)
+                if self.on_abort:
+                    self.on_abort(line.body.round)
             return
         again = None
         with self._changed:
@@ -316,12 +300,6 @@ class CoordinatorClient:
             self._changed.notify_all()
         if self.on_refusal and refusal.reason == "fenced":
             self.on_refusal(refusal.message)
-
-    def _take_abort(self, body: Answer) -> None:
-        if isinstance(body, RoundResult):
-            self._aborted_round = max(self._aborted_round, body.round)
-            if self.on_abort:
-                self.on_abort(body.round)
 
     def _remember(self, body: Answer) -> None:
         """Keep what a restarted coordinator will need."""
@@ -352,34 +330,27 @@ class CoordinatorClient:
             connection.close()
 
     def _send_heartbeats(self) -> None:
+        def has_ended() -> bool:
+            return self._is_closed or self._refusal is not None
+
         while True:
             with self._changed:
-                if self._changed.wait_for(self._has_ended, timeout=self._beat_every_s):
+                if self._changed.wait_for(has_ended, timeout=self._beat_every_s):
                     return
                 is_welcome = self._is_welcome
             if is_welcome:
                 self._send(Numbered(id=0, body=self._heartbeat))
 
-    def _has_ended(self) -> bool:
-        return self._is_closed or self._refusal is not None
-
-
-class HeartbeatSink(Protocol):
-    """Where progress is reported: a `CoordinatorClient`, or a recorder in tests."""
-
-    def progress(
-        self, phase: str, step: int, step_time_s: float = 0.0, local_s: float = 0.0
-    ) -> None:
-        """Report that something got done."""
-
 
 class HeartbeatReporter:
-    """Times steps and reports progress to a sink; without one it does nothing."""
+    """Times steps and reports progress to the coordinator; without one it does nothing."""
 
     def __init__(
-        self, sink: HeartbeatSink | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        client: CoordinatorClient | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._sink = sink
+        self._client = client
         self._clock = clock
         self._times_s: deque[float] = deque(maxlen=_NUM_STEP_TIMES)
         self._began_at = 0.0
@@ -387,22 +358,20 @@ class HeartbeatReporter:
         self.local_s = 0.0
 
     def begin_step(self) -> None:
-        """A training step begins: its batch is there."""
         self._began_at = self._clock()
 
     def end_step(self, step: int) -> None:
-        """The step is done."""
-        if self._sink is None:
+        if self._client is None:
             return
         self._times_s.append(self._clock() - self._began_at)
-        self._sink.progress("train", step, median(self._times_s), self.local_s)
+        self._client.progress("train", step, median(self._times_s), self.local_s)
 
     def enter(self, phase: str, step: int) -> None:
         """Another phase than training begins, or makes progress."""
-        if self._sink is None:
+        if self._client is None:
             return
         step_time_s = median(self._times_s) if self._times_s else 0.0
-        self._sink.progress(phase, step, step_time_s, self.local_s)
+        self._client.progress(phase, step, step_time_s, self.local_s)
 
 
 @contextmanager

@@ -38,7 +38,6 @@ class Lease(Message):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the lease."""
         return self.stop - self.start
 
 

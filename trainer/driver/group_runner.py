@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from trainer import failures
-from trainer.coordination.detection import Exclusion, HostPolicy, HostRecord
+from trainer.coordination.detection import Exclusion, HostRecord
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt
 from trainer.driver.cluster import Host
 from trainer.driver.group_placement import (
@@ -226,7 +226,8 @@ class GroupRunner:
     def __post_init__(self) -> None:
         recovery = self.setting.attempt.spec.recovery
         self._record = HostRecord(
-            HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s),
+            recovery.exclude_host_after,
+            recovery.exclude_host_s,
             self.setting.attempt.context.avoided_hosts,
         )
 

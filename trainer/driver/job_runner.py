@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer import failures
-from trainer.coordination.detection import HostPolicy, HostRecord
+from trainer.coordination.detection import HostRecord
 from trainer.coordination.messages import WATCH_SILENCE_S
 from trainer.driver.attempt import PAUSED, PAUSED_EARLY, Attempt, Outcome, Restart
 from trainer.driver.autoscale import CapacityDemand, CapacityRequest
@@ -314,7 +314,8 @@ class JobRunner:
         )
         self._requests = ResizeRequests(self.attempt.context.files)
         self._record = HostRecord(
-            HostPolicy(recovery.exclude_host_after, recovery.exclude_host_s),
+            recovery.exclude_host_after,
+            recovery.exclude_host_s,
             self.attempt.context.avoided_hosts,
         )
         self._goodput = JobGoodput(self.attempt.writer.write)

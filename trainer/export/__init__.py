@@ -1,3 +1,1 @@
 """Trained models as files that serve without Shardloom's service (`python -m trainer.export`)."""
-
-from __future__ import annotations

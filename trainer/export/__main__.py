@@ -41,10 +41,22 @@ _POLL_S = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one export."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
+    parser.add_argument("--request", type=Path, help="folder of an export that was asked for")
+    parser.add_argument("--run-dir", type=Path, help="folder of the job")
+    parser.add_argument("--to", type=Path, help="folder to write; must not exist")
+    parser.add_argument("--checkpoint", default="newest", help="newest, best, a step, or a folder")
+    parser.add_argument("--quantize", choices=("int8", "fp16", "none"), default="int8")
+    parser.add_argument("--report-rows", type=int, default=DEFAULT_ROWS, metavar="N")
+    parser.add_argument(
+        "--no-user-code", action="store_true", help="refuse a model that is a module of the user"
+    )
     options = parser.parse_args(arguments)
-    _silence_libraries()
+    # The tracer's warnings are about its own work.
+    warnings.simplefilter("ignore")
+    logging.basicConfig(level=logging.ERROR)
+    for name in ("torch.fx", "torch.export", "torch._export", "torch"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     if options.request:
         return _run_requested(ExportFolder(options.request), not options.no_user_code)
     if not (options.run_dir and options.to):
@@ -121,28 +133,6 @@ def _attempt(request: ExportRequest, tell: Tell) -> str | None:
 
 def _print(line: str) -> None:
     print(line, flush=True)
-
-
-def _silence_libraries() -> None:
-    """Hide the tracer's warnings, which are about its own work."""
-    warnings.simplefilter("ignore")
-    logging.basicConfig(level=logging.ERROR)
-    for name in ("torch.fx", "torch.export", "torch._export", "torch"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.export", description=__doc__)
-    parser.add_argument("--request", type=Path, help="folder of an export that was asked for")
-    parser.add_argument("--run-dir", type=Path, help="folder of the job")
-    parser.add_argument("--to", type=Path, help="folder to write; must not exist")
-    parser.add_argument("--checkpoint", default="newest", help="newest, best, a step, or a folder")
-    parser.add_argument("--quantize", choices=("int8", "fp16", "none"), default="int8")
-    parser.add_argument("--report-rows", type=int, default=DEFAULT_ROWS, metavar="N")
-    parser.add_argument(
-        "--no-user-code", action="store_true", help="refuse a model that is a module of the user"
-    )
-    return parser
 
 
 if __name__ == "__main__":

@@ -2,13 +2,6 @@
 
 Every message names the cause and what to change. No torch here: the service and clients read it.
 
-ExportError
-├── NoCheckpoint       the run has no checkpoint as asked for, or it is damaged
-├── NotExportable      the model, or a part of the spec, has no form outside of the trainer
-├── NotEnoughMemory    the unsharded tables do not fit into this process
-├── ArtifactError      a folder is no whole export, or holds one already
-└── BadRow             a row to score lacks a value or has a wrong one
-
 DIR/
   EXPORT.json      written last: what was exported, and size and SHA-256 of every other file
   model.pt2        torch.export program: arrays of ids and numbers -> outputs of the model
@@ -21,15 +14,14 @@ DIR/
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from trainer.protocol.run_dir import FileRecord, file_record, write_whole
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
@@ -77,13 +69,6 @@ VOCABULARIES = "vocabularies"
 FORMAT: Literal[1] = 1
 
 
-class FileEntry(BaseModel):
-    """One file of an export."""
-
-    size_bytes: int
-    sha256: str
-
-
 class Manifest(BaseModel):
     """The marker: what was exported. `step` and `checkpoint` say of which state of the job."""
 
@@ -96,7 +81,7 @@ class Manifest(BaseModel):
     quantize: Quantization
     created: float
     versions: dict[str, str]
-    files: dict[str, FileEntry]
+    files: dict[str, FileRecord]
 
     @property
     def size_bytes(self) -> int:
@@ -104,25 +89,12 @@ class Manifest(BaseModel):
         return sum(file.size_bytes for file in self.files.values())
 
 
-def file_entry(path: Path) -> FileEntry:
-    """Size and SHA-256 of a file."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileEntry(size_bytes=path.stat().st_size, sha256=digest)
-
-
-def write_manifest(folder: Path, **what: Any) -> Manifest:
+def write_manifest(folder: Path, **what: Any) -> None:
     """Write the marker with an entry for every file in `folder`, atomically."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MARKER)
-    files = {path.relative_to(folder).as_posix(): file_entry(path) for path in paths}
+    files = {path.relative_to(folder).as_posix(): file_record(path) for path in paths}
     manifest = Manifest(created=time.time(), files=files, **what)
-    partial = folder / f".{MARKER}.partial"
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(manifest.model_dump_json(indent=1))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / MARKER)
-    return manifest
+    write_whole(folder / MARKER, manifest.model_dump_json(indent=1).encode())
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -147,7 +119,7 @@ def check_files(folder: Path, manifest: Manifest) -> None:
         path = folder / name
         if not path.is_file() or path.stat().st_size != entry.size_bytes:
             raise ArtifactError(f"{path} is missing or cut off; copy the export again, or redo it")
-        if file_entry(path) != entry:
+        if file_record(path) != entry:
             raise ArtifactError(f"{path} has changed since it was exported; copy it again")
 
 

@@ -13,7 +13,6 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from trainer.data.parquet import read_schema
 from trainer.data.transforms import vocabulary_path
 from trainer.errors import DataError
 from trainer.export import artifact
-from trainer.export.artifact import ArtifactError, Manifest, NotExportable, write_manifest
+from trainer.export.artifact import ArtifactError, NotExportable, write_manifest
 from trainer.export.load import (
     available_bytes,
     check_memory,
@@ -90,14 +89,14 @@ def features_document(spec: JobSpec, layout: RowLayout, kinds: Mapping[str, str]
 
 
 def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
-    bounds = {"num_ids": column.num_ids} if column.num_ids else {}
+    bounds: dict[str, Any] = {"num_ids": column.num_ids} if column.num_ids else {}
     stated = kind if column.encoder else "integer" if column.num_ids else "number"
     if stated == FLOAT32:
-        stated, bounds["precision"] = "number", FLOAT32  # type: ignore[assignment]
+        stated, bounds["precision"] = "number", FLOAT32
     if column.max_length:
         bounds["max_length"] = column.max_length
     if column.weights:
-        bounds["weights"] = column.weights.name  # type: ignore[assignment]
+        bounds["weights"] = column.weights.name
     return {
         "name": name,
         "kind": stated,
@@ -112,7 +111,6 @@ def _input(name: str, column: InputColumn, kind: str | None) -> dict[str, Any]:
 
 
 def example_row(layout: RowLayout, kinds: Mapping[str, str]) -> dict[str, Any]:
-    """A row that can be scored."""
     scales = {label.scale.name for label in layout.labels if label.scale}
     row: dict[str, Any] = {}
     for name, column in input_columns(layout).items():
@@ -180,33 +178,34 @@ def export(request: ExportRequest, tell: Tell = logger.info) -> Report:
     else:
         found = find_checkpoint(RunDir(request.run_dir), request.checkpoint)
     written = with_table_sizes(read_run_spec(RunDir(request.run_dir)), stored_weights(found.path))
-    refuse_what_cannot_be_exported(written)
+    if written.dynamic_tables:
+        raise NotExportable(
+            f"embedding_tables '{next(iter(written.dynamic_tables))}' is dynamic: which id has "
+            "which row is kept in TorchRec's managed collision modules, which torch.export cannot "
+            "trace; export needs tables of a fixed vocabulary"
+        )
     if written.model.module is not None and not request.may_run_code:
         raise NotExportable(
             f"the model is the user's own module {written.model.module}, and no user code may run "
             "here; export on a host of the cluster (`shardloom export --run-dir DIR --to DIR`)"
         )
     spec, notes = with_data(written)
-    source = _Source(spec, found, tuple(notes))
     check_memory(spec, request.quantize, available_bytes())
     with _users_code(RunDir(request.run_dir), spec.model.code):
         tell(f"loading checkpoint {found.path.name}")
         trained = load_model(spec, found.path)
-        return _write_whole(request, source, trained, tell)
+        staging = request.to.with_name(f".{request.to.name}.partial")
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            report = _write(request, spec, found, trained, notes, staging, tell)
+            staging.rename(request.to)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return report
 
 
-def refuse_what_cannot_be_exported(spec: JobSpec) -> None:
-    """Raise `NotExportable` for what has no form outside of the trainer."""
-    dynamic = [table.name for table in spec.embedding_tables if table.dynamic]
-    if dynamic:
-        raise NotExportable(
-            f"embedding_tables '{dynamic[0]}' is dynamic: which id has which row is kept in "
-            "TorchRec's managed collision modules, which torch.export cannot trace; export needs "
-            "tables of a fixed vocabulary"
-        )
-
-
-@contextmanager
+@contextlib.contextmanager
 def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
     """Put the job's own code, if any, on the module path.
 
@@ -227,31 +226,22 @@ def _users_code(run_dir: RunDir, code: str | None) -> Iterator[None]:
             sys.path.remove(str(path))
 
 
-@dataclass(frozen=True)
-class _Source:
-    """The spec with all sizes (and its data where available), and the checkpoint to export."""
-
-    spec: JobSpec
-    found: CommittedCheckpoint
-    notes: tuple[str, ...]
-
-
-def _write_whole(request: ExportRequest, source: _Source, trained: nn.Module, tell: Tell) -> Report:
-    staging = request.to.with_name(f".{request.to.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    try:
-        report = _write(request, source, trained, staging, tell)
-        staging.rename(request.to)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return report
-
-
 def _write(
-    request: ExportRequest, source: _Source, trained: nn.Module, folder: Path, tell: Tell
+    request: ExportRequest,
+    spec: JobSpec,
+    found: CommittedCheckpoint,
+    trained: nn.Module,
+    notes: list[str],
+    folder: Path,
+    tell: Tell,
 ) -> Report:
-    spec = source.spec
+    what = {
+        "job": spec.name,
+        "checkpoint": found.path.name,
+        "step": found.commit.step,
+        "quantize": request.quantize,
+        "versions": installed_versions(),
+    }
     tell(f"quantising the tables: {request.quantize}")
     traced = quantized(trained, request.quantize)
     tell("tracing the model with torch.export")
@@ -261,32 +251,16 @@ def _write(
     layout = scoring_layout(spec, folder / artifact.VOCABULARIES)
     features = features_document(spec, layout, _kinds(spec))
     _write_json(folder / artifact.FEATURES, features)
-    _mark(request, source, folder)
+    write_manifest(folder, **what)
     tell("comparing with the trainer's predictions")
     report = measure(Predictor(folder), trained, traced, spec, request.max_report_rows)
-    report = report.model_copy(
-        update={
-            "notes": list(source.notes),
-            "recorded_metrics": dict(source.found.commit.metrics),
-            "program_bytes": (folder / artifact.PROGRAM).stat().st_size,
-            "table_bytes": 4 * num_table_elements(spec),
-        }
-    )
+    report.notes, report.recorded_metrics = notes, dict(found.commit.metrics)
+    report.program_bytes = (folder / artifact.PROGRAM).stat().st_size
+    report.table_bytes = 4 * num_table_elements(spec)
     (folder / artifact.REPORT).write_text(report.model_dump_json(indent=1), encoding="utf-8")
     (folder / artifact.README).write_text(readme(report, features["example"]), encoding="utf-8")
-    _mark(request, source, folder)
+    write_manifest(folder, **what)
     return report
-
-
-def _mark(request: ExportRequest, source: _Source, folder: Path) -> Manifest:
-    return write_manifest(
-        folder,
-        job=source.spec.name,
-        checkpoint=source.found.path.name,
-        step=source.found.commit.step,
-        quantize=request.quantize,
-        versions=installed_versions(),
-    )
 
 
 def _kinds(spec: JobSpec) -> dict[str, str]:

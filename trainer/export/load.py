@@ -33,14 +33,7 @@ from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
 _WEIGHTS = "model."
-_UNREADABLE = (
-    pickle.UnpicklingError,
-    AttributeError,
-    EOFError,
-    KeyError,
-    TypeError,
-    ValueError,
-)
+_UNREADABLE = (pickle.UnpicklingError, AttributeError, EOFError, KeyError, TypeError, ValueError)
 _METADATA = ".metadata"
 # Names that the metadata of a checkpoint may contain, by module.
 _METADATA_NAMES = {
@@ -90,7 +83,9 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
     `newest` is the newest whole one, and `best` the newest where none was ever best. Raises
     `NoCheckpoint`, and `StorageError` where remote storage is away.
     """
-    folder = _checkpoints_in(run_dir)
+    folder: Folder = run_dir.checkpoints_dir
+    if not run_dir.checkpoints_dir.is_dir() and (run_dir.root / "attempts").is_dir():
+        folder = checkpoints_of(run_dir.root, read_run_spec(run_dir).checkpoint.path)
     committed = list_committed(folder)
     if not committed:
         raise NoCheckpoint(f"{folder} holds no checkpoint yet; let the job save")
@@ -107,13 +102,6 @@ def find_checkpoint(run_dir: RunDir, wanted: str) -> CommittedCheckpoint:
         steps = ", ".join(str(each.commit.step) for each in committed)
         raise NoCheckpoint(f"there is no checkpoint '{wanted}'; those of steps {steps} are there")
     return _whole(named[-1])
-
-
-def _checkpoints_in(run_dir: RunDir) -> Folder:
-    """Where the job of a run folder keeps its checkpoints."""
-    if run_dir.checkpoints_dir.is_dir() or not (run_dir.root / "attempts").is_dir():
-        return run_dir.checkpoints_dir
-    return checkpoints_of(run_dir.root, read_run_spec(run_dir).checkpoint.path)
 
 
 def checkpoint_at(path: Folder) -> CommittedCheckpoint:
@@ -178,7 +166,6 @@ class RemoteTensorReader(_TensorsOnly, RemoteReader):
 
 
 def tensor_reader(folder: Folder) -> TensorReader | RemoteTensorReader:
-    """The reader of a checkpoint in `folder`."""
     return TensorReader(folder) if isinstance(folder, Path) else RemoteTensorReader(folder)
 
 
@@ -266,7 +253,6 @@ def _check_shapes(folder: Folder, model: nn.Module) -> None:
 
 
 def num_table_elements(spec: JobSpec) -> int:
-    """Elements of all tables, whose sizes are known."""
     return sum(int(t.num_embeddings) * t.embedding_dim for t in spec.embedding_tables)
 
 
@@ -288,28 +274,23 @@ def check_memory(spec: JobSpec, quantize: Quantization, available_bytes: int) ->
 
 def available_bytes() -> int:
     """Memory that this process may still take: the host's free part, within its cgroup's limit."""
-    limits = [_free_on_host()]
+    limits = [1024 * _statistics(Path("/proc/meminfo"))["MemAvailable:"]]
     group = Path("/sys/fs/cgroup")
     limit, used = _number(group / "memory.max"), _number(group / "memory.current")
     if limit is not None and used is not None:
-        limits.append(limit - used + _cached_bytes(group / "memory.stat"))
+        # Files that can be read again hold no memory.
+        cached = _statistics(group / "memory.stat").get("inactive_file", 0)
+        limits.append(limit - used + cached)
     return min(limits)
 
 
-def _cached_bytes(path: Path) -> int:
-    """Memory of the cgroup that holds files which can be read again."""
+def _statistics(path: Path) -> dict[str, int]:
+    """The numbers in a file with a name and a number a line; none where there is no file."""
     try:
-        pairs = [line.split() for line in path.read_text().splitlines()]
+        lines = [line.split() for line in path.read_text().splitlines()]
     except OSError:
-        return 0
-    return next((int(value) for name, value in pairs if name == "inactive_file"), 0)
-
-
-def _free_on_host() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/meminfo has no MemAvailable")
+        return {}
+    return {name: int(number) for name, number, *_ in lines}
 
 
 def _number(path: Path) -> int | None:

@@ -54,9 +54,12 @@ class FlatModel(nn.Module):
         sparse = _take(rest, self._pooled, self._is_weighted)
         sequences = _take(rest, self._sequences, self._has_weighted_sequences)
         shape = (dense.shape[0], self._num_tasks)
+        if sparse is None:
+            empty = torch.zeros(0, dtype=torch.int64)
+            sparse = KeyedJaggedTensor(keys=[], values=empty, lengths=empty.int())
         batch = Batch(
             dense=dense,
-            sparse=_no_ids() if sparse is None else sparse,
+            sparse=sparse,
             label=dense.new_zeros(shape),
             label_offset=dense.new_zeros(shape),
             label_scale=dense.new_ones(shape),
@@ -73,11 +76,6 @@ def _take(rest: list[torch.Tensor], keys: list[str], is_weighted: bool) -> Keyed
     values, lengths = rest.pop(0), rest.pop(0)
     weights = rest.pop(0) if is_weighted else None
     return KeyedJaggedTensor(keys=keys, values=values, lengths=lengths, weights=weights)
-
-
-def _no_ids() -> KeyedJaggedTensor:
-    empty = torch.zeros(0, dtype=torch.int64)
-    return KeyedJaggedTensor(keys=[], values=empty, lengths=empty.int())
 
 
 def write_program(model: nn.Module, spec: JobSpec, path: Path) -> None:

@@ -76,7 +76,6 @@ class Report(BaseModel):
 
     @property
     def text(self) -> str:
-        """What to print: one line for each task."""
         if self.not_measured:
             return f"predictions were not compared with the trainer's: {self.not_measured}"
         lines = [

@@ -40,7 +40,7 @@ from typing import IO, Any, Literal, get_args
 from trainer.export.artifact import MARKER, REPORT
 from trainer.protocol import events
 from trainer.protocol.events import Event
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir, fsync_folder
 from trainer.spec.job import JobSpec
 from trainer.spec.training import Quantization
 
@@ -79,12 +79,10 @@ class ExportFolder:
 
     @property
     def id(self) -> str:
-        """Its id, unique within the job."""
         return self.root.name
 
     @property
     def run_dir(self) -> Path:
-        """Folder of the job."""
         return self.root.parent.parent
 
     @property
@@ -96,14 +94,20 @@ class ExportFolder:
     def wanted(self) -> RequestedExport:
         """The request; raises OSError or ValueError where it cannot be read."""
         document = json.loads(self._read("request.json"))
+        # User code may have written the file.
         try:
-            return _checked(RequestedExport(**document))
+            request = RequestedExport(**document)
+            texts = ((_CHECKPOINT, request.checkpoint), (_SEAL, request.seal))
+            is_known = all(pattern.fullmatch(text) for pattern, text in texts)
         except TypeError as error:
             raise ValueError(f"{self.root}/request.json is none: {error}") from error
+        is_known = is_known and request.quantize in get_args(Quantization)
+        if not is_known or not isinstance(request.created, float):
+            raise ValueError(f"there is no export of {request}")
+        return request
 
     @property
     def status(self) -> ExportStatus:
-        """Its current state."""
         if (self.artifact / MARKER).is_file() and self._is_own(self.artifact / MARKER):
             return "succeeded"
         if (self.root / "failure.json").is_file():
@@ -120,7 +124,6 @@ class ExportFolder:
 
     @property
     def last_output(self) -> str:
-        """The last line of the process's output, empty if there is none."""
         return self._last_line("export.log")
 
     def _last_line(self, name: str) -> str:
@@ -143,7 +146,6 @@ class ExportFolder:
         return self._open("export.log", "ab")
 
     def tell(self, line: str) -> None:
-        """Append a line of progress."""
         with self._open("progress.txt", "ab") as file:
             file.write(f"{line}\n".encode())
 
@@ -166,11 +168,7 @@ class ExportFolder:
     def mark_deleted(self) -> None:
         """Mark it as deleted, durably; raises OSError."""
         self._open(_DELETING, "ab").close()
-        descriptor = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        fsync_folder(self.root)
 
     def remove(self) -> bool:
         """Remove the files of a marked export; False while a process works on it.
@@ -228,16 +226,6 @@ class ExportFolder:
 def _no_link(path: str, flags: int) -> int:
     # Non-blocking: opening a pipe would block.
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
-
-
-def _checked(request: RequestedExport) -> RequestedExport:
-    """Validate a request: user code may have written the file."""
-    texts = ((_CHECKPOINT, request.checkpoint), (_SEAL, request.seal))
-    is_known = all(pattern.fullmatch(text) for pattern, text in texts)
-    is_known = is_known and request.quantize in get_args(Quantization)
-    if not is_known or not isinstance(request.created, float):
-        raise ValueError(f"there is no export of {request}")
-    return request
 
 
 def ask_for(

@@ -42,7 +42,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
 from trainer.export.artifact import BadRow, ExportError
-from trainer.export.predict import Predictions, Predictor
+from trainer.export.predict import Predictor
+from trainer.spec.base import FieldProblem
 
 MAX_ROWS = 4096
 MAX_BODY_BYTES = 16 * 2**20
@@ -76,14 +77,6 @@ class PredictAnswer(BaseModel):
 
     predictions: list[dict[str, float]]
     model: Served
-
-
-class FieldProblem(BaseModel):
-    """One value that is wrong, as in `rows[3].movie_id`."""
-
-    path: str
-    code: str
-    message: str
 
 
 class Problem(BaseModel):
@@ -130,14 +123,11 @@ def create_scorer(folder: Path) -> FastAPI:
     )
     _add_error_handlers(app)
     _add_measuring(app, metrics)
-    _add_predict(app, predictor, served, metrics)
-    _add_facts(app, predictor, served, metrics)
+    _add_routes(app, predictor, served, metrics)
     return app
 
 
-def _add_predict(
-    app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics
-) -> None:
+def _add_routes(app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics) -> None:
     example = {"rows": [predictor.features["example"]]}
     body = Body(openapi_examples={"a row": {"summary": "One row", "value": example}})
     answers: dict[int | str, dict[str, Any]] = {
@@ -148,22 +138,15 @@ def _add_predict(
     @app.post("/v1/predict", summary="Score rows", responses=answers)
     def predict(request: PredictRequest = body) -> PredictAnswer:
         found = predictor.predict(request.rows, request.raw)
-        _refuse_overflow(found)
+        for task, values in found.items():
+            if not (is_finite := np.isfinite(values)).all():  # which JSON could not say
+                row = int(is_finite.argmin())
+                raise BadRow(row, task, f"the prediction is {values[row]}; values are too large")
         metrics.rows.inc(len(request.rows))
         columns = [values.tolist() for values in found.values()]
         rows = [dict(zip(found, row, strict=True)) for row in zip(*columns, strict=True)]
         return PredictAnswer(predictions=rows, model=served)
 
-
-def _refuse_overflow(found: Predictions) -> None:
-    """Raise `BadRow` for the first prediction that is no number, which JSON could not say."""
-    for task, values in found.items():
-        if not (is_finite := np.isfinite(values)).all():
-            row = int(is_finite.argmin())
-            raise BadRow(row, task, f"the prediction is {values[row]}; values are too large")
-
-
-def _add_facts(app: FastAPI, predictor: Predictor, served: Served, metrics: ScorerMetrics) -> None:
     @app.get("/v1/model", summary="What is served, and what a row holds")
     def model() -> dict[str, Any]:
         return {"model": served.model_dump(), **predictor.features}
@@ -203,15 +186,13 @@ def _add_measuring(app: FastAPI, metrics: ScorerMetrics) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(BadRow)
     async def bad_row(request: Request, error: BadRow) -> Response:
-        fault = FieldProblem(
-            path=f"rows[{error.row}].{error.column}", code="bad_value", message=error.problem
-        )
+        fault = FieldProblem(f"rows[{error.row}].{error.column}", "bad_value", error.problem)
         return _refuse(422, "bad_row", str(error), [fault])
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         faults = [
-            FieldProblem(path=_path_of(fault["loc"]), code=fault["type"], message=fault["msg"])
+            FieldProblem(_path_of(fault["loc"]), fault["type"], fault["msg"])
             for fault in error.errors()
         ]
         detail = "; ".join(f"{fault.path}: {fault.message}" for fault in faults)
@@ -244,8 +225,12 @@ def _refuse(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve; the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m trainer.export.server", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder of the export")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
+    parser.add_argument("--threads", type=int, default=1, help="threads of one prediction")
+    options = parser.parse_args(arguments)
     for name in ("torch", "torch._export"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(options.threads)
@@ -256,15 +241,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     uvicorn.run(app, host=options.host, port=options.port, log_level="info")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer.export.server", description=__doc__)
-    parser.add_argument("folder", type=Path, help="folder of the export")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=DEFAULT_PORT)
-    parser.add_argument("--threads", type=int, default=1, help="threads of one prediction")
-    return parser
 
 
 if __name__ == "__main__":

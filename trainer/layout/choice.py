@@ -25,13 +25,12 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from trainer.layout.layout import Layout, LayoutError, copies_by_host, num_hosts_survived
 from trainer.spec.job import JobSpec
+from trainer.spec.parallelism import FailureDomain
 
 GroupHosts = tuple[tuple[int, ...], ...]
-FailureDomain = Literal["job", "replica_group"]
 # Every L up to here is tried.
 _NUM_SMALL = 64
 
@@ -166,7 +165,6 @@ class Choice:
 
     @property
     def num_hosts(self) -> int:
-        """Hosts that the workers run on."""
         return len({host for hosts in self.group_hosts for host in hosts})
 
     @property
@@ -182,7 +180,6 @@ class Choice:
 
     @property
     def are_lookups_local(self) -> bool:
-        """Whether each sharding group sits inside one host."""
         return all(len(set(hosts)) == 1 for hosts in self.group_hosts)
 
     @property
@@ -370,17 +367,10 @@ def _placement_reason(need: Need, choice: Choice) -> str:
 
 
 def _why_none(need: Need, possible: Sequence[Choice]) -> str:
-    """What is missing for any layout, or for one that survives enough; and what would help."""
-    if need.survive_hosts and need.placement == "intra_host":
-        return (
-            "placement intra_host keeps every copy of a shard on one host, so no lost host can be "
-            "survived: use inter_host or auto"
-        )
-    if need.survive_hosts and not need.are_groups_independent:
-        return (
-            "survive needs groups that are independent between syncs, which other settings of "
-            "parallelism rule out"
-        )
+    """What is missing for any layout, or for one that survives enough; and what would help.
+
+    The spec was checked: where hosts are to be survived, groups are independent on several hosts.
+    """
     sizes = _group_sizes(need)
     if not sizes:
         return _why_no_size(need)

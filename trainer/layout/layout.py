@@ -116,7 +116,6 @@ class MeshLayout:
         return tuple(tuple(self.ranks[p] for p in g) for g in self.layout.replica_groups)
 
     def sharding_group_of(self, rank: int) -> tuple[int, ...]:
-        """The sharding group that holds `rank`."""
         return next(group for group in self.sharding_groups if rank in group)
 
     def shard_index_of(self, rank: int) -> int:
@@ -125,7 +124,6 @@ class MeshLayout:
 
 
 def num_hosts_spanned(group: Sequence[int], sites: Sequence[WorkerSite]) -> int:
-    """Number of hosts that the ranks of `group` run on."""
     hosts = {site.rank: site.host for site in sites}
     return len({hosts[rank] for rank in group})
 

@@ -26,15 +26,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
-from torchrec import (
-    EmbeddingBagCollection,
-    EmbeddingBagConfig,
-    EmbeddingCollection,
-    EmbeddingConfig,
-    JaggedTensor,
-)
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingCollection, JaggedTensor
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -289,11 +285,6 @@ class BucketedIds(ManagedCollisionModule):
 
     # What TorchRec asks.
 
-    @property
-    def first_row(self) -> int:
-        """Row of the whole table with which the buckets begin."""
-        return self._first * self._bucket_rows
-
     def output_size(self) -> int:
         return (self._end - self._first) * self._bucket_rows
 
@@ -331,38 +322,26 @@ def _with_values(feature: JaggedTensor, values: torch.Tensor) -> JaggedTensor:
     return JaggedTensor(values=values, lengths=feature.lengths(), offsets=feature.offsets_or_none())
 
 
-def dynamic_bags(
-    configs: Sequence[EmbeddingBagConfig],
-    specs: Mapping[str, DynamicSpec],
-    device: torch.device = META,
-) -> ManagedCollisionEmbeddingBagCollection:
-    """The tables of `configs`, each with the ids of its spec; sharding fills those on META.
+def configs_of(module: nn.Module) -> list[Any]:
+    """Configurations of the tables of a TorchRec collection; none of any other module."""
+    if isinstance(module, EmbeddingBagCollection):
+        return list(module.embedding_bag_configs())
+    return list(module.embedding_configs()) if isinstance(module, EmbeddingCollection) else []
 
-    Called with raw ids it gives (KeyedTensor, None), a collective where it is sharded.
+
+def with_dynamic_ids(
+    tables: EmbeddingBagCollection | EmbeddingCollection, specs: Mapping[str, DynamicSpec]
+) -> ManagedCollisionEmbeddingBagCollection | ManagedCollisionEmbeddingCollection:
+    """`tables`, each with the ids of its spec; sharding fills those on META.
+
+    Called with raw ids it gives (KeyedTensor or vectors by feature, None), a collective where it is
+    sharded.
     """
-    bags = EmbeddingBagCollection(tables=list(configs), is_weighted=False, device=device)
-    ids = _ids_of(bags.embedding_bag_configs(), specs, device)
-    return ManagedCollisionEmbeddingBagCollection(bags, ids)
-
-
-def dynamic_lists(
-    configs: Sequence[EmbeddingConfig],
-    specs: Mapping[str, DynamicSpec],
-    device: torch.device = META,
-) -> ManagedCollisionEmbeddingCollection:
-    """As `dynamic_bags`, but vectors stay apart: (vectors by feature, None)."""
-    lists = EmbeddingCollection(tables=list(configs), device=device)
-    ids = _ids_of(lists.embedding_configs(), specs, device)
-    return ManagedCollisionEmbeddingCollection(lists, ids)
-
-
-def _ids_of(
-    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
-    specs: Mapping[str, DynamicSpec],
-    device: torch.device,
-) -> ManagedCollisionCollection:
     ids = {
-        config.name: BucketedIds(config.num_embeddings, specs[config.name], device)
-        for config in configs
+        each.name: BucketedIds(each.num_embeddings, specs[each.name], tables.device)
+        for each in configs_of(tables)
     }
-    return ManagedCollisionCollection(ids, configs)
+    collection = ManagedCollisionCollection(ids, configs_of(tables))
+    if isinstance(tables, EmbeddingBagCollection):
+        return ManagedCollisionEmbeddingBagCollection(tables, collection)
+    return ManagedCollisionEmbeddingCollection(tables, collection)

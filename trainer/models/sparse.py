@@ -6,8 +6,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,10 +24,9 @@ from torchrec import (
 )
 from torchrec.types import DataType
 
-from trainer.models.managed_collision import META, dynamic_bags, dynamic_lists
+from trainer.models.managed_collision import META, with_dynamic_ids
 from trainer.spec.data import FeatureSpec
 from trainer.spec.job import JobSpec
-from trainer.spec.tables import EmbeddingTableSpec
 
 _DATA_TYPES = {"fp32": DataType.FP32, "fp16": DataType.FP16, "bf16": DataType.BF16}
 
@@ -108,23 +108,17 @@ class SparseArch(nn.Module):
 
     def __init__(self, spec: JobSpec, device: torch.device, encoded: str | None = None) -> None:
         super().__init__()
-        bags, lists = _bag_configs(spec, dynamic=False), _list_configs(spec, dynamic=False)
-        self.embedding_bag_collection = (
-            EmbeddingBagCollection(tables=bags, is_weighted=spec.is_weighted, device=META)
-            if bags
-            else None
-        )
-        dynamic, tables = _bag_configs(spec, dynamic=True), spec.dynamic_tables
-        self.dynamic_bags = dynamic_bags(dynamic, tables) if dynamic else None
-        dynamic_sequences = _list_configs(spec, dynamic=True)
-        self.dynamic_lists = dynamic_lists(dynamic_sequences, tables) if dynamic_sequences else None
-        self.embedding_collection = (
-            EmbeddingCollection(tables=lists, device=META) if lists else None
-        )
+        self.embedding_bag_collection = _bags(spec, dynamic=False)
+        bags, lists = _bags(spec, dynamic=True), _lists(spec, dynamic=True)
+        ids = spec.dynamic_tables
+        self.dynamic_bags = with_dynamic_ids(bags, ids) if bags is not None else None
+        self.dynamic_lists = with_dynamic_ids(lists, ids) if lists is not None else None
+        self.embedding_collection = _lists(spec, dynamic=False)
         self._pooled_names = [
-            name
-            for table in _tables_of(spec.embedding_tables, spec.pooled_features)
-            for name in _names(table, spec.pooled_features)
+            feature.name
+            for table in spec.embedding_tables
+            for feature in spec.pooled_features
+            if feature.table == table.name
         ]
         self._ids = [f.name for f in spec.sequence_features if not f.is_sequence]
         self._encoded = encoded
@@ -240,46 +234,37 @@ def unweighted(jagged: KeyedJaggedTensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(keys=jagged.keys(), values=jagged.values(), lengths=jagged.lengths())
 
 
-def _bag_configs(spec: JobSpec, *, dynamic: bool) -> list[EmbeddingBagConfig]:
-    return [
-        EmbeddingBagConfig(
-            name=table.name,
-            embedding_dim=table.embedding_dim,
-            num_embeddings=_num_rows(table),
-            feature_names=_names(table, spec.pooled_features),
-            data_type=_DATA_TYPES[table.data_type],
-            pooling=PoolingType.SUM,
-        )
-        for table in _tables_of(spec.embedding_tables, spec.pooled_features)
-        if (table.dynamic is not None) == dynamic
+def _bags(spec: JobSpec, *, dynamic: bool) -> EmbeddingBagCollection | None:
+    """The tables of pooled features, on the meta device; None where there are none."""
+    tables = [
+        EmbeddingBagConfig(**fields, pooling=PoolingType.SUM)
+        for fields in _table_fields(spec, spec.pooled_features, dynamic)
     ]
+    if not tables:
+        return None
+    is_weighted = spec.is_weighted and not dynamic
+    return EmbeddingBagCollection(tables=tables, is_weighted=is_weighted, device=META)
 
 
-def _list_configs(spec: JobSpec, *, dynamic: bool) -> list[EmbeddingConfig]:
-    return [
-        EmbeddingConfig(
-            name=table.name,
-            embedding_dim=table.embedding_dim,
-            num_embeddings=_num_rows(table),
-            feature_names=_names(table, spec.sequence_features),
-            data_type=_DATA_TYPES[table.data_type],
-        )
-        for table in _tables_of(spec.embedding_tables, spec.sequence_features)
-        if (table.dynamic is not None) == dynamic
-    ]
+def _lists(spec: JobSpec, *, dynamic: bool) -> EmbeddingCollection | None:
+    """The tables of sequences, on the meta device; None where there are none."""
+    fields = _table_fields(spec, spec.sequence_features, dynamic)
+    tables = [EmbeddingConfig(**each) for each in fields]
+    return EmbeddingCollection(tables=tables, device=META) if tables else None
 
 
-def _tables_of(
-    tables: Sequence[EmbeddingTableSpec], features: Sequence[FeatureSpec]
-) -> list[EmbeddingTableSpec]:
-    wanted = {feature.table for feature in features}
-    return [table for table in tables if table.name in wanted]
-
-
-def _names(table: EmbeddingTableSpec, features: Sequence[FeatureSpec]) -> list[str]:
-    return [feature.name for feature in features if feature.table == table.name]
-
-
-def _num_rows(table: EmbeddingTableSpec) -> int:
-    assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
-    return table.num_embeddings
+def _table_fields(
+    spec: JobSpec, features: Sequence[FeatureSpec], dynamic: bool
+) -> Iterator[dict[str, Any]]:
+    """Fields of TorchRec's configuration of each table that some of `features` look up."""
+    for table in spec.embedding_tables:
+        names = [feature.name for feature in features if feature.table == table.name]
+        if names and (table.dynamic is not None) == dynamic:
+            assert isinstance(table.num_embeddings, int), "num_embeddings must be resolved first"
+            yield {
+                "name": table.name,
+                "embedding_dim": table.embedding_dim,
+                "num_embeddings": table.num_embeddings,
+                "feature_names": names,
+                "data_type": _DATA_TYPES[table.data_type],
+            }

@@ -30,13 +30,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.mc_embedding_modules import BaseManagedCollisionEmbeddingCollection
 
 from trainer import failures
 from trainer.data.batches import Batch
 from trainer.failures import UserCodeError, user_lines
-from trainer.models.managed_collision import BucketedIds
+from trainer.models.managed_collision import BucketedIds, configs_of
 from trainer.spec.job import JobSpec
 from trainer.spec.model import TaskSpec, split_path
 
@@ -58,16 +57,13 @@ class UserRecommender(nn.Module):
         """Loss and outputs of one batch; raises `UserCodeError` for what breaks the contract."""
         with users_code(self._module):
             answer = self.network(batch)
-        losses, predictions = self._parts(answer)
+        if not (isinstance(answer, tuple) and len(answer) == 2):
+            raise self._error(f"forward must return (losses, predictions), not {_kind(answer)}")
+        losses, predictions = answer
         loss = self._total(losses)
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self._error("the loss depends on no parameter: it was detached on its way")
         return loss, self._outputs(predictions, batch.num_rows).detach()
-
-    def _parts(self, answer: Any) -> tuple[Any, Any]:
-        if isinstance(answer, tuple) and len(answer) == 2:
-            return answer
-        raise self._error(f"forward must return (losses, predictions), not {_kind(answer)}")
 
     def _total(self, losses: Any) -> torch.Tensor:
         named = losses if isinstance(losses, Mapping) else {"": losses}
@@ -175,17 +171,14 @@ def _is_foreign(error: BaseException) -> bool:
 
 def _user_error(error: BaseException, module: str) -> UserCodeError:
     lines = user_lines(error, *_code_of(module))
-    return UserCodeError(f"model.module '{module}': {failures.described(error)}{_at(lines)}", lines)
+    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
+    at = f" ({places[-1].replace('File ', 'at ', 1)})" if places else ""
+    return UserCodeError(f"model.module '{module}': {failures.described(error)}{at}", lines)
 
 
 def _files_of(error: BaseException) -> list[str]:
     """Files that the traceback of an error goes through, the deepest one last."""
     return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-
-
-def _at(lines: list[str]) -> str:
-    places = [line.strip() for line in lines if line.lstrip().startswith("File ")]
-    return f" ({places[-1].replace('File ', 'at ', 1)})" if places else ""
 
 
 def _code_of(module: str) -> tuple[Path | None, Path | None]:
@@ -217,7 +210,7 @@ def _check_tables(network: nn.Module, spec: JobSpec, module: str) -> None:
     held = Counter(
         (config.name, config.num_embeddings, config.embedding_dim)
         for each in network.modules()
-        for config in _configs(each)
+        for config in configs_of(each)
     )
     wanted = Counter((t.name, t.num_embeddings, t.embedding_dim) for t in spec.embedding_tables)
     if held != wanted:
@@ -244,14 +237,6 @@ def _dynamic_names(network: nn.Module) -> set[str]:
         for table, ids in each._managed_collision_collection._managed_collision_modules.items()
         if isinstance(ids, BucketedIds)
     }
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    if isinstance(module, EmbeddingBagCollection):
-        return list(module.embedding_bag_configs())
-    if isinstance(module, EmbeddingCollection):
-        return list(module.embedding_configs())
-    return []
 
 
 def _kind(value: Any) -> str:

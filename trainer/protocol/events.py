@@ -42,19 +42,21 @@ class AttemptStarted(EventModel):
     versions: dict[str, str] = {}
 
 
-class TablePlan(BaseModel):
+class EventPart(BaseModel):
+    """Base of what records hold."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TablePlan(EventPart):
     """How the planner sharded one table inside each sharding group.
 
     `shards` has, for each shard, the position in the sharding group (0 to L - 1), the first row
     and column that it holds and their number.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    class Shard(BaseModel):
+    class Shard(EventPart):
         """A rectangle of the table."""
-
-        model_config = ConfigDict(extra="forbid", frozen=True)
 
         position: Count
         row_offset: Count
@@ -166,10 +168,8 @@ class LayoutChosen(EventModel):
     reason: str
 
 
-class GroupMember(BaseModel):
+class GroupMember(EventPart):
     """One sharding group of a membership."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     group: Count
     incarnation: Count

@@ -54,15 +54,12 @@ class LogChain:
             size = path.stat().st_size if path.exists() else 0
             if size >= self._part_bytes:
                 path = part_path(self._log, offset + size)
-                self._drop_middle()
+                # A new part is about to begin: of those there, the first and the last two stay.
+                for _, part in parts_of(self._log)[1 : -(_NUM_PARTS - 2)]:
+                    part.unlink(missing_ok=True)
             with path.open("ab", buffering=0) as file:
                 while data:
                     data = data[file.write(data) or 0 :]
-
-    def _drop_middle(self) -> None:
-        # A new part is about to begin: of those there, the first and the last two stay.
-        for _, path in parts_of(self._log)[1 : -(_NUM_PARTS - 2)]:
-            path.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

@@ -44,35 +44,31 @@ class EventWriter:
         with self._lock:
             self._pending += event.model_dump_json().encode() + b"\n"
             try:
-                self._flush()
+                with self._path.open("ab", buffering=0) as file:
+                    while self._pending:
+                        num_written = file.write(self._pending) or 0
+                        self._pending = self._pending[num_written:]
             except OSError as error:
                 logger.warning("event kept in memory, %s cannot be written: %s", self._path, error)
 
-    def _flush(self) -> None:
-        with self._path.open("ab", buffering=0) as file:
-            while self._pending:
-                num_written = file.write(self._pending) or 0
-                self._pending = self._pending[num_written:]
+
+def read_batch(path: Path, offset: int) -> tuple[list[Event], int]:
+    """Up to MAX_BATCH complete records behind a byte offset, and the offset behind them."""
+    lines: list[bytes] = []
+    with path.open("rb") as file:
+        file.seek(offset)
+        while len(lines) < MAX_BATCH and (line := file.readline()).endswith(b"\n"):
+            lines.append(line)
+    return [read_record(line, time.time()) for line in lines], offset + sum(map(len, lines))
 
 
 @dataclass
 class _StreamReader:
-    """Reads complete lines of one growing file. `next_seq` is what the service wants next."""
+    """How far one growing file was read. `next_seq` is what the service wants next."""
 
     path: Path
     next_seq: int = 0
     offset: int = 0
-
-    def peek(self) -> tuple[list[Event], int]:
-        """Up to MAX_BATCH records from `next_seq` on, and the offset behind them."""
-        with self.path.open("rb") as file:
-            file.seek(self.offset)
-            lines: list[bytes] = []
-            offset = self.offset
-            while len(lines) < MAX_BATCH and (line := file.readline()).endswith(b"\n"):
-                lines.append(line)
-                offset += len(line)
-        return [read_record(line, time.time()) for line in lines], offset
 
     def rewind(self, next_seq: int) -> None:
         """Go to record `next_seq`, when the service holds more or fewer than expected."""
@@ -99,7 +95,6 @@ class OutboxPoster:
         self._is_reachable = True
 
     def start(self) -> None:
-        """Begin posting."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
@@ -131,15 +126,21 @@ class OutboxPoster:
     def _post_batch(self, stream: str, reader: _StreamReader) -> bool:
         """Post one batch; True when more may follow at once."""
         try:
-            events, offset = reader.peek()
+            events, offset = read_batch(reader.path, reader.offset)
             if not events:
                 return False
             batch = EventBatch(stream=stream, first_seq=reader.next_seq, events=events)
-            response = self._send(batch)
-            return response is not None and self._take_answer(reader, batch, offset, response)
+            response = self._client.post(
+                self._url,
+                content=batch.model_dump_json(),
+                headers={"Content-Type": "application/json"},
+            )
+            return self._take_answer(reader, batch, offset, response)
+        except httpx.HTTPError as error:
+            self._note_unreachable(str(error))
         except OSError as error:
             logger.warning("cannot read stream %s: %s", stream, error)
-            return False
+        return False
 
     def _take_answer(
         self, reader: _StreamReader, batch: EventBatch, offset: int, response: httpx.Response
@@ -168,17 +169,6 @@ class OutboxPoster:
         else:
             reader.rewind(next_seq)
         return next_seq > batch.first_seq
-
-    def _send(self, batch: EventBatch) -> httpx.Response | None:
-        try:
-            return self._client.post(
-                self._url,
-                content=batch.model_dump_json(),
-                headers={"Content-Type": "application/json"},
-            )
-        except httpx.HTTPError as error:
-            self._note_unreachable(str(error))
-            return None
 
     def _note_unreachable(self, why: str) -> None:
         if self._is_reachable:

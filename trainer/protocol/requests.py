@@ -26,7 +26,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_serializer
 
-from trainer.protocol.run_dir import AttemptDir
+from trainer.protocol.run_dir import AttemptDir, write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +77,17 @@ class ResizeRequests:
             limit = _GrowthLimit.model_validate_json(self._limit_path.read_bytes()).max_workers
         except (OSError, ValidationError):
             limit = None
-        return self._poll_request().model_copy(update={"growth_limit": limit})
-
-    def _poll_request(self) -> ResizeRequest:
+        text = b""
         try:
             text = self._path.read_bytes()
-        except OSError:
-            return self._newest  # no request, or storage fails for a moment
-        try:
             self._newest = ResizeRequest.model_validate_json(text)
+        except OSError:
+            pass  # no request, or storage fails for a moment
         except ValidationError as error:
             if text != self._refused:
                 logger.warning("the request in %s is refused: %s", self._path.name, error)
             self._refused = text
-        return self._newest
+        return self._newest.model_copy(update={"growth_limit": limit})
 
 
 class Rewind(BaseModel):
@@ -136,11 +133,8 @@ class StopRequest(BaseModel):
 
 
 def ask(files: AttemptDir, request: StopRequest) -> None:
-    """Write the request; the file appears whole."""
-    path = files.stop_request_path
-    partial = path.with_name(f".partial-{path.name}")
-    partial.write_text(request.model_dump_json())
-    partial.replace(path)
+    """Write the request."""
+    write_whole(files.stop_request_path, request.model_dump_json().encode())
 
 
 def is_wanted(files: AttemptDir, run_index: int) -> bool:

@@ -7,6 +7,7 @@ Train V2 internals.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -46,8 +47,12 @@ class Mismatch:
 
 def installed_versions() -> dict[str, str]:
     """Versions of those pinned packages that are installed, without local parts (`+cpu`)."""
-    found = {name: _first_version(names) for name, names in DISTRIBUTIONS.items()}
-    return {name: text.partition("+")[0] for name, text in found.items() if text}
+    found: dict[str, str] = {}
+    for package, names in DISTRIBUTIONS.items():
+        for name in names:
+            with contextlib.suppress(PackageNotFoundError):
+                found.setdefault(package, version(name).partition("+")[0])
+    return found
 
 
 def check_versions(installed: Mapping[str, str] | None = None) -> list[Mismatch]:
@@ -70,15 +75,6 @@ def check_versions(installed: Mapping[str, str] | None = None) -> list[Mismatch]
 def _fits(found: str | None, wanted: str) -> bool:
     """Whether `found` is a patch release of the minor version `wanted`."""
     return found is not None and f"{found}.".startswith(f"{wanted}.")
-
-
-def _first_version(names: tuple[str, ...]) -> str | None:
-    for name in names:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return None
 
 
 def main() -> int:

@@ -25,7 +25,6 @@ class SecretEnv:
         return f"SecretEnv({', '.join(sorted(self.values))})"
 
     def set_in(self, environment: MutableMapping[str, str]) -> None:
-        """Set the variables."""
         environment.update(self.values)
 
 

@@ -11,34 +11,18 @@ import contextlib
 import json
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from trainer.protocol.events import Event, read_record
-from trainer.protocol.run_dir import AttemptDir, RunDir
+from trainer.protocol.events import Event
+from trainer.protocol.outbox import read_batch
+from trainer.protocol.run_dir import AttemptDir, RunDir, write_whole
 
 logger = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 _MAX_PAUSE_S = 60.0
-_MAX_BATCH = 500
 # What a sink remembers from one attempt to the next: plain JSON.
 Memory = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class JobFacts:
-    """What sinks tell of the job whose records they take."""
-
-    job_id: str
-    spec: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Name of the job."""
-        return str(self.spec.get("name", self.job_id))
 
 
 class Sink(Protocol):
@@ -68,23 +52,20 @@ class Feed:
         run_dir: RunDir,
         attempt_id: str,
         warn: Callable[[str], None],
-        *,
         is_of_attempt: bool = False,
-        interval_s: float = INTERVAL_S,
     ) -> None:
         self._sink = sink
         self._cursor = Cursor(run_dir, sink.name)
-        attempts = attempts_up_to(run_dir, attempt_id)
+        job, _, newest = attempt_id.rpartition("-a")
+        attempts = [run_dir.attempt(f"{job}-a{index}") for index in range(int(newest) + 1)]
         self._attempts = attempts[-1:] if is_of_attempt else attempts
         self._warn = warn
-        self._interval_s = interval_s
         self._is_open = False
         self._has_warned = False
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"sink-{sink.name}", daemon=True)
 
     def start(self) -> None:
-        """Begin feeding."""
         self._thread.start()
 
     def close(self, timeout_s: float) -> None:
@@ -95,10 +76,10 @@ class Feed:
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
-        pause_s = self._interval_s
+        pause_s = INTERVAL_S
         while not self._closing.wait(pause_s):
             has_worked = self.feed()
-            pause_s = self._interval_s if has_worked else min(_MAX_PAUSE_S, 2 * pause_s)
+            pause_s = INTERVAL_S if has_worked else min(_MAX_PAUSE_S, 2 * pause_s)
         if self.feed():
             with contextlib.suppress(Exception):  # nothing is lost that was taken
                 self._sink.close()
@@ -124,9 +105,9 @@ class Feed:
     def _feed_attempt(self, files: AttemptDir) -> None:
         for path in files.stream_paths():
             key = f"{files.root.name}/{path.name}"
-            for events, offset in read_batches(path, self._cursor.offsets.get(key, 0)):
-                self._sink.take(events)
-                self._cursor.offsets[key] = offset
+            while (found := read_batch(path, self._cursor.offsets.get(key, 0)))[0]:
+                self._sink.take(found[0])
+                self._cursor.offsets[key] = found[1]
                 self._cursor.save()
 
     def _note_failure(self, error: Exception) -> None:
@@ -159,27 +140,5 @@ class Cursor:
     def save(self) -> None:
         """Write it, whole or not at all; raises OSError."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self._path.with_suffix(".partial")
-        partial.write_text(json.dumps({"offsets": self.offsets, "memory": self.memory}))
-        partial.replace(self._path)
-
-
-def attempts_up_to(run_dir: RunDir, attempt_id: str) -> list[AttemptDir]:
-    """Files of the attempts of a job up to this one, in order."""
-    job, _, newest = attempt_id.rpartition("-a")
-    return [run_dir.attempt(f"{job}-a{index}") for index in range(int(newest) + 1)]
-
-
-def read_batches(path: Path, offset: int) -> Iterator[tuple[Sequence[Event], int]]:
-    """Records behind a byte offset, each batch with the offset behind it; raises OSError."""
-    with path.open("rb") as file:
-        file.seek(offset)
-        while True:
-            lines: list[bytes] = []
-            while len(lines) < _MAX_BATCH and (line := file.readline()).endswith(b"\n"):
-                lines.append(line)
-                offset += len(line)
-            if not lines:
-                return
-            yield [read_record(line, time.time()) for line in lines], offset
-            file.seek(offset)
+        document = {"offsets": self.offsets, "memory": self.memory}
+        write_whole(self._path, json.dumps(document).encode())

@@ -6,15 +6,16 @@ import json
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
 from trainer.protocol.events import Note
 from trainer.protocol.outbox import EventWriter
 from trainer.protocol.run_dir import RunDir
-from trainer.sinks.base import Feed, JobFacts, Sink
+from trainer.sinks.base import Feed, Sink
 from trainer.sinks.mlflow import MlflowSink
 from trainer.sinks.opentelemetry import SpanSink
 from trainer.sinks.tensorboard import TensorBoardSink
@@ -30,7 +31,6 @@ class Sinks:
         self._feeds = feeds
 
     def start(self) -> None:
-        """Begin feeding."""
         for feed in self._feeds:
             feed.start()
 
@@ -55,7 +55,7 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
     except (OSError, ValueError, AttributeError, ValidationError) as error:
         logger.warning("no sinks: %s", error)
         return NO_SINKS
-    sinks = sinks_of(wanted, run_dir, JobFacts(job_id, document))
+    sinks = sinks_of(wanted, run_dir, job_id, document)
     feeds = [Feed(sink, run_dir, attempt_id, _warn) for sink in sinks]
     # The service names a collector and the trace of the job.
     endpoint = os.environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
@@ -66,12 +66,15 @@ def open_sinks(run_dir: RunDir, attempt_id: str, job_id: str, writer: EventWrite
     return Sinks(feeds)
 
 
-def sinks_of(wanted: SinksSpec, run_dir: RunDir, job: JobFacts) -> list[Sink]:
+def sinks_of(
+    wanted: SinksSpec, run_dir: RunDir, job_id: str, spec: Mapping[str, Any]
+) -> list[Sink]:
     """The sinks of a `sinks` section."""
     sinks: list[Sink] = []
     if wanted.tensorboard:
         folder = wanted.tensorboard.dir
         sinks.append(TensorBoardSink(Path(folder) if folder else run_dir.tensorboard_dir))
     if wanted.mlflow:
-        sinks.append(MlflowSink(wanted.mlflow.tracking_uri, wanted.mlflow.experiment, job))
+        uri, experiment = wanted.mlflow.tracking_uri, wanted.mlflow.experiment
+        sinks.append(MlflowSink(uri, experiment, job_id, spec))
     return sinks

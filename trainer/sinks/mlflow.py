@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trainer.protocol.events import AttemptEnded, AttemptStarted, Event, Metrics
-from trainer.sinks.base import JobFacts, Memory
+from trainer.sinks.base import Memory
 
 _JOB_TAG = "shardloom.job_id"
 # MLflow's own limits of one request.
@@ -25,10 +25,13 @@ class MlflowSink:
 
     name = "mlflow"
 
-    def __init__(self, tracking_uri: str, experiment: str, job: JobFacts) -> None:
+    def __init__(
+        self, tracking_uri: str, experiment: str, job_id: str, spec: Mapping[str, Any]
+    ) -> None:
         self._tracking_uri = tracking_uri
         self._experiment = experiment
-        self._job = job
+        self._job_id = job_id
+        self._spec = spec
         self._client: Any = None
         self._run_id = ""
 
@@ -39,11 +42,10 @@ class MlflowSink:
         from mlflow.tracking import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._tracking_uri)
-        self._run_id = memory.get("run_id") or self._find_run() or self._create_run()
+        self._run_id = memory.get("run_id") or self._find_or_create_run()
         memory["run_id"] = self._run_id
 
     def take(self, events: Sequence[Event]) -> None:
-        """Log the metrics among some records, and whether the run goes on."""
         metrics = _metrics_of(events)
         for start in range(0, len(metrics), _MAX_METRICS):
             self._client.log_batch(self._run_id, metrics=metrics[start : start + _MAX_METRICS])
@@ -64,28 +66,24 @@ class MlflowSink:
     def close(self) -> None:
         """Nothing is held open."""
 
-    def _find_run(self) -> str | None:
-        """A run that an attempt began and was killed before it could remember it."""
-        known = self._client.get_experiment_by_name(self._experiment)
-        if known is None:
-            return None
-        wanted = f"tags.`{_JOB_TAG}` = '{self._job.job_id}'"
-        found = self._client.search_runs([known.experiment_id], wanted, max_results=1)
-        return found[0].info.run_id if found else None
-
-    def _create_run(self) -> str:
+    def _find_or_create_run(self) -> str:
         from mlflow.entities import Param
 
         known = self._client.get_experiment_by_name(self._experiment)
         experiment_id = (
             known.experiment_id if known else self._client.create_experiment(self._experiment)
         )
-        labels = {f"label.{key}": text for key, text in self._job.spec.get("labels", {}).items()}
-        tags = {_JOB_TAG: self._job.job_id, **labels}
-        run = self._client.create_run(experiment_id, tags=tags, run_name=self._job.name)
+        # A run that an attempt began and was killed before it could remember it.
+        wanted = f"tags.`{_JOB_TAG}` = '{self._job_id}'"
+        if found := self._client.search_runs([experiment_id], wanted, max_results=1):
+            return str(found[0].info.run_id)
+        labels = {f"label.{key}": text for key, text in self._spec.get("labels", {}).items()}
+        tags = {_JOB_TAG: self._job_id, **labels}
+        name = str(self._spec.get("name", self._job_id))
+        run = self._client.create_run(experiment_id, tags=tags, run_name=name)
         params = [
             Param(key, text[:_MAX_PARAM_CHARS])
-            for key, text in itertools.islice(flattened(self._job.spec), _MAX_PARAMS)
+            for key, text in itertools.islice(flattened(self._spec), _MAX_PARAMS)
         ]
         self._client.log_batch(run.info.run_id, params=params)
         return str(run.info.run_id)

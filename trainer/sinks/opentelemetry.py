@@ -49,20 +49,17 @@ class SpanSink:
         self._awaited: list[float] = []
 
     def open(self, memory: Memory) -> None:
-        """Set up the export."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         resource = Resource.create({"service.name": "shardloom-driver"})
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(self._exporter or self._otlp()))
+        endpoint = f"{self._endpoint.rstrip('/')}/v1/traces"
+        exporter = self._exporter or OTLPSpanExporter(endpoint=endpoint, timeout=5)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("shardloom.driver")
-
-    def _otlp(self) -> Any:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        return OTLPSpanExporter(endpoint=f"{self._endpoint.rstrip('/')}/v1/traces", timeout=5)
 
     def take(self, events: Sequence[Event]) -> None:
         """Make spans of some records; those of metrics and progress say nothing here."""
@@ -77,7 +74,10 @@ class SpanSink:
             case AttemptStarted():
                 self._awaited.append(event.time)
             case WorkersStarted():
-                self._workers_started(event)
+                # Streams are read one after another: a later loss may be known already.
+                since = max((t for t in self._awaited if t <= event.time), default=event.time)
+                facts = {"run_index": event.run_index, "world_size": event.world_size}
+                self._span("start workers", since, event.time, facts)
             case WorkersLost():
                 self._awaited.append(event.time)
                 self._note(event)
@@ -99,12 +99,6 @@ class SpanSink:
             start_time=_ns(time),
             attributes={"shardloom.attempt_id": self._attempt_id},
         )
-
-    def _workers_started(self, event: WorkersStarted) -> None:
-        # Streams are read one after another: a later loss may be known already.
-        since = max((t for t in self._awaited if t <= event.time), default=event.time)
-        facts = {"run_index": event.run_index, "world_size": event.world_size}
-        self._span("start workers", since, event.time, facts)
 
     def _span(self, name: str, began: float, ended: float, facts: dict[str, Any]) -> None:
         from opentelemetry.trace import set_span_in_context

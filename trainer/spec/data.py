@@ -66,45 +66,10 @@ class BucketizeSpec(SpecModel):
 
     @property
     def num_ids(self) -> int:
-        """How many ids there are, 0 included."""
         return len(self.boundaries) + 2
 
 
 Encoding = HashingSpec | VocabularySpec | BucketizeSpec
-
-
-def _check_encoding(feature: FeatureSpec) -> None:
-    """A feature is encoded in at most one way, and only in one that fits its type."""
-    named = {
-        "hashing": feature.hashing,
-        "vocabulary": feature.vocabulary,
-        "bucketize": feature.bucketize,
-    }
-    given = [name for name, encoding in named.items() if encoding is not None]
-    if len(given) > 1:
-        raise problem(
-            "several_encodings", f"'{feature.name}' has {given[0]} already; choose one", given[1]
-        )
-    if given and not feature.is_sparse:
-        raise problem("unexpected_encoding", "a dense feature looks up no ids; remove it", given[0])
-    vocabulary = feature.vocabulary
-    if vocabulary and vocabulary.path and vocabulary.column:
-        raise problem("several_vocabularies", "give path or column, not both", "vocabulary.column")
-
-
-def _check_dense(feature: FeatureSpec) -> None:
-    """What makes dense numbers is set for dense features only, mean and std with their use."""
-    fields = {
-        "transform": feature.transform != "none",
-        "missing": feature.missing is not None,
-        "mean": feature.mean is not None,
-        "std": feature.std is not None,
-    }
-    for name, is_set in fields.items():
-        if is_set and feature.is_sparse:
-            raise problem("unexpected_transform", "only a dense feature has it; remove it", name)
-        if is_set and name in ("mean", "std") and feature.transform != "standardise":
-            raise problem("no_effect", "only transform 'standardise' uses it; remove it", name)
 
 
 DEFAULT_MAX_LENGTH = 50
@@ -216,23 +181,14 @@ class FeatureSpec(SpecModel):
         return 1 if self.type == "id" else self.max_length or DEFAULT_MAX_LENGTH
 
     @model_validator(mode="after")
-    def _check_table(self) -> Self:
+    def _check_use(self) -> Self:
         if self.is_sparse and self.table is None:
-            raise problem(
-                "missing_table", f"feature '{self.name}' needs a 'table' to look up", "table"
-            )
+            message = f"feature '{self.name}' needs a 'table' to look up"
+            raise problem("missing_table", message, "table")
         if not self.is_sparse and self.table is not None:
             raise problem("unexpected_table", "a dense feature has no 'table'; remove it", "table")
-        return self
-
-    @model_validator(mode="after")
-    def _check_values(self) -> Self:
-        _check_encoding(self)
-        _check_dense(self)
-        return self
-
-    @model_validator(mode="after")
-    def _check_lists(self) -> Self:
+        self._check_encoding()
+        self._check_dense()
         if self.weights_column and self.type not in ("id_list", "tokens", "sequence"):
             raise problem(
                 "unexpected_weights",
@@ -241,7 +197,30 @@ class FeatureSpec(SpecModel):
                 "weights_column",
             )
         if self.max_length and not self.is_sequence:
-            raise problem(
-                "unexpected_max_length", "only a sequence has a 'max_length'", "max_length"
-            )
+            message = "only a sequence has a 'max_length'"
+            raise problem("unexpected_max_length", message, "max_length")
         return self
+
+    def _check_encoding(self) -> None:
+        """A feature is encoded in at most one way, and only in one that fits its type."""
+        ways = ("hashing", "vocabulary", "bucketize")
+        given = [name for name in ways if getattr(self, name) is not None]
+        if len(given) > 1:
+            message = f"'{self.name}' has {given[0]} already; choose one"
+            raise problem("several_encodings", message, given[1])
+        if given and not self.is_sparse:
+            message = "a dense feature looks up no ids; remove it"
+            raise problem("unexpected_encoding", message, given[0])
+        if self.vocabulary and self.vocabulary.path and self.vocabulary.column:
+            message = "give path or column, not both"
+            raise problem("several_vocabularies", message, "vocabulary.column")
+
+    def _check_dense(self) -> None:
+        """What makes dense numbers is set for dense features only, mean and std with their use."""
+        for name in ("transform", "missing", "mean", "std"):
+            is_set = getattr(self, name) not in (None, "none")
+            if is_set and self.is_sparse:
+                message = "only a dense feature has it; remove it"
+                raise problem("unexpected_transform", message, name)
+            if is_set and name in ("mean", "std") and self.transform != "standardise":
+                raise problem("no_effect", "only transform 'standardise' uses it; remove it", name)

@@ -102,16 +102,9 @@ class TaskSpec(SpecModel):
             )
         if len(set(self.metrics)) < len(self.metrics):
             raise problem("duplicate_metric", "each metric is reported once", "metrics")
-        return self
-
-    @model_validator(mode="after")
-    def _check_threshold(self) -> Self:
         if self.loss == "bce" and self.auc_threshold is not None:
-            raise problem(
-                "unexpected_threshold",
-                "labels of a bce task are 0 and 1; remove it",
-                "auc_threshold",
-            )
+            message = "labels of a bce task are 0 and 1; remove it"
+            raise problem("unexpected_threshold", message, "auc_threshold")
         if self.loss == "mse" and "auc" in self.metrics and self.auc_threshold is None:
             raise problem(
                 "missing_threshold",
@@ -168,20 +161,13 @@ class ModelSpec(SpecModel):
         return data
 
     @model_validator(mode="after")
-    def _check_module(self) -> Self:
+    def _check_arch(self) -> Self:
         for field, is_set in (("code", self.code), ("options", self.options)):
             if is_set and self.module is None:
                 raise problem("unexpected_field", "it is for a `module` of your own", field)
-        return self
-
-    @model_validator(mode="after")
-    def _check_arch(self) -> Self:
         if self.arch == "dlrm" and self.interaction_arch is not None:
-            raise problem(
-                "unexpected_section",
-                "it belongs to arch 'dcn_v2' or 'movielens'",
-                "interaction_arch",
-            )
+            message = "it belongs to arch 'dcn_v2' or 'movielens'"
+            raise problem("unexpected_section", message, "interaction_arch")
         if self.module is None and self.arch == "movielens" and self.transformer is None:
             raise problem(
                 "missing_section", "arch 'movielens' needs it: it names the history", "transformer"

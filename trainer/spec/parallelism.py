@@ -94,6 +94,18 @@ def _unset(value: Any) -> Any:
     return SyncSpec() if value is None else value
 
 
+# Why a setting ties the sharding groups together between syncs.
+_TIES = {
+    "dense": "averages gradients over all groups at each step",
+    "sync.overlap": "applies averages before all groups have them",
+    "sync.dtype": "sends changes that a joining group has no base of",
+    "sync.optimizer_state": "leaves moments that differ between the groups",
+    "divergence_check": (
+        "compares all groups at once; independent groups vote on every sync instead"
+    ),
+}
+
+
 class ParallelismSpec(SpecModel):
     """T workers, in sharding groups of L = `shard_group_size`; M = T / L replicas.
 
@@ -122,12 +134,10 @@ class ParallelismSpec(SpecModel):
 
     @property
     def min_workers(self) -> int:
-        """The fewest workers that the job trains with."""
         return self.workers if isinstance(self.workers, int) else self.workers.min
 
     @property
     def is_elastic(self) -> bool:
-        """Whether the number of workers may change."""
         return self.min_workers < self.world_size
 
     @property
@@ -166,31 +176,14 @@ class ParallelismSpec(SpecModel):
     @property
     def independence_obstacles(self) -> list[tuple[str, str]]:
         """(field, why) of settings that tie the sharding groups together between syncs."""
-        sync = self.sync
-        found = [
-            (
-                self.dense == "every_step",
-                "dense",
-                "averages gradients over all groups at each step",
-            ),
-            (sync.overlap, "sync.overlap", "applies averages before all groups have them"),
-            (
-                sync.dtype != "fp32",
-                "sync.dtype",
-                "sends changes that a joining group has no base of",
-            ),
-            (
-                sync.optimizer_state != "every",
-                "sync.optimizer_state",
-                "leaves moments that differ between the groups",
-            ),
-            (
-                self.divergence_check is not None,
-                "divergence_check",
-                "compares all groups at once; independent groups vote on every sync instead",
-            ),
-        ]
-        return [(field, why) for is_there, field, why in found if is_there]
+        is_tied = {
+            "dense": self.dense == "every_step",
+            "sync.overlap": self.sync.overlap,
+            "sync.dtype": self.sync.dtype != "fp32",
+            "sync.optimizer_state": self.sync.optimizer_state != "every",
+            "divergence_check": self.divergence_check is not None,
+        }
+        return [(field, why) for field, why in _TIES.items() if is_tied[field]]
 
     @property
     def dense_policy(self) -> Literal["every_step", "at_sync"]:
@@ -211,26 +204,23 @@ class ParallelismSpec(SpecModel):
     def _check_sizes(self) -> Self:
         if self.shard_group_size == "auto":
             return self
-        for field, size in self._sizes():
-            if size % self.group_size:
+        group, sizes = self.group_size, {"workers": self.world_size}
+        if not isinstance(self.workers, int):
+            sizes = {"workers.min": self.workers.min, "workers.max": self.workers.max}
+        for field, size in sizes.items():
+            if size % group:
+                below = size // group * group
+                nearest = " or ".join(str(each) for each in (below, below + group) if each)
                 raise problem(
                     "not_divisible",
-                    f"workers ({size}) must be a multiple of shard_group_size "
-                    f"({self.shard_group_size}); nearest that fit: {self._nearest_sizes(size)}",
+                    f"workers ({size}) must be a multiple of shard_group_size ({group}); nearest "
+                    f"that fit: {nearest}",
                     field,
                 )
         if self.moment_scale != "auto" and self.moment_scale > self.num_replicas:
-            raise problem(
-                "moment_scale",
-                f"must be above 0 and at most {self.num_replicas}, the number of replicas M",
-                "moment_scale",
-            )
+            message = f"must be above 0 and at most {self.num_replicas}, the number of replicas M"
+            raise problem("moment_scale", message, "moment_scale")
         return self
-
-    def _sizes(self) -> list[tuple[str, int]]:
-        if isinstance(self.workers, int):
-            return [("workers", self.workers)]
-        return [("workers.min", self.workers.min), ("workers.max", self.workers.max)]
 
     @model_validator(mode="after")
     def _check_survive(self) -> Self:
@@ -245,22 +235,17 @@ class ParallelismSpec(SpecModel):
             )
         for field, why in self.independence_obstacles:
             raise problem("survive", f"survive needs independent groups, but this {why}", field)
-        self._check_enough_groups(self.survive.hosts)
-        return self
-
-    def _check_enough_groups(self, num_hosts: int) -> None:
         size = 1 if self.shard_group_size == "auto" else self.group_size
-        most_groups = self.world_size // size
-        if most_groups > num_hosts:
-            return
-        instead = f"lower it to {most_groups - 1}" if most_groups > 1 else "remove survive"
-        raise problem(
-            "survive",
-            f"needs {num_hosts + 1} sharding groups on as many hosts, but {self.world_size} "
-            f"worker(s) make {most_groups} of {size}; raise workers to {(num_hosts + 1) * size}, "
-            f"or {instead}",
-            "survive.hosts",
-        )
+        most, needed = self.world_size // size, self.survive.hosts + 1
+        if most < needed:
+            instead = f"lower it to {most - 1}" if most > 1 else "remove survive"
+            raise problem(
+                "survive",
+                f"needs {needed} sharding groups on as many hosts, but {self.world_size} worker(s) "
+                f"make {most} of {size}; raise workers to {needed * size}, or {instead}",
+                "survive.hosts",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_single_copy(self, info: ValidationInfo) -> Self:
@@ -283,11 +268,6 @@ class ParallelismSpec(SpecModel):
             )
         return self
 
-    def _nearest_sizes(self, num_workers: int) -> str:
-        group = self.group_size
-        below = num_workers // group * group
-        return " or ".join(str(size) for size in (below, below + group) if size)
-
     def resolved(self, shard_group_size: int, placement: str) -> ParallelismSpec:
         """This section with L and the placement, unchecked; bounds become multiples of L."""
         size = shard_group_size
@@ -298,8 +278,3 @@ class ParallelismSpec(SpecModel):
         return self.model_copy(
             update={"shard_group_size": size, "placement": placement, "workers": workers}
         )
-
-    @property
-    def moment_scale_value(self) -> float:
-        """c of the paper's algorithm 1; `auto` is M."""
-        return float(self.num_replicas) if self.moment_scale == "auto" else self.moment_scale

@@ -99,17 +99,16 @@ def check_depth(value: Any, field: str) -> None:
     """Raise `SpecError` for a value that is nested deeper than any spec is."""
     level = [value]
     for _ in range(MAX_DEPTH):
-        level = [below for each in level for below in _values_in(each)]
+        level = [
+            below
+            for each in level
+            if isinstance(each, Mapping | list | tuple)
+            for below in (each.values() if isinstance(each, Mapping) else each)
+        ]
         if not level:
             return
     message = f"is nested deeper than {MAX_DEPTH} levels"
     raise SpecError([FieldProblem(_shown(field), "depth", message)])
-
-
-def _values_in(value: Any) -> Sequence[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _copy_of(document: Any) -> Any:
@@ -120,12 +119,11 @@ def _copy_of(document: Any) -> Any:
 def _tree_of(value: Any) -> Any:
     """A copy as JSON would have it: names are texts, and aliases stand for values of their own."""
     if isinstance(value, dict):
-        return {_name_of(key): _tree_of(below) for key, below in value.items()}
+        return {
+            key if isinstance(key, str) else json.dumps(key, default=str): _tree_of(below)
+            for key, below in value.items()
+        }
     return [_tree_of(below) for below in value] if isinstance(value, list) else value
-
-
-def _name_of(key: Any) -> str:
-    return key if isinstance(key, str) else json.dumps(key, default=str)
 
 
 def _keys_of(path: str) -> list[str | int]:

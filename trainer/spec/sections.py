@@ -28,11 +28,7 @@ MAX_PRIORITY = 1000
 
 
 class JobSections(SpecModel):
-    """The sections of a training job, and what follows from several of them.
-
-    Jobs of a higher `priority` start first, within the quotas of their `project`; a `preemptible`
-    one may be paused for them.
-    """
+    """The sections of a training job, and what follows from several of them."""
 
     name: Annotated[str, Field(pattern=NAME_PATTERN)]
     project: Annotated[str, Field(pattern=NAME_PATTERN)] = DEFAULT_PROJECT
@@ -55,7 +51,6 @@ class JobSections(SpecModel):
 
     @property
     def dense_features(self) -> tuple[FeatureSpec, ...]:
-        """Dense features in spec order."""
         return tuple(feature for feature in self.features if not feature.is_sparse)
 
     @property
@@ -94,9 +89,11 @@ class JobSections(SpecModel):
 
     @property
     def moment_scale(self) -> float:
-        """c of the paper's algorithm 1 for the sparse optimizer; 1 where it has no moments."""
-        has_moments = self.optimizer.sparse.has_moments
-        return self.parallelism.moment_scale_value if has_moments else 1.0
+        """c of the paper's algorithm 1, by default M; 1 where there are no moments."""
+        if not self.optimizer.sparse.has_moments:
+            return 1.0
+        scale = self.parallelism.moment_scale
+        return float(self.parallelism.num_replicas) if scale == "auto" else scale
 
     @property
     def num_sync_copies(self) -> int:

@@ -57,70 +57,19 @@ class DynamicSpec(SpecModel):
 
 # Reserved table names, as torch keeps tables as attributes of a module: the public attributes of
 # torch.nn.ModuleDict (a unit test compares them to the installed torch's). "_..." is refused, too.
-MODULE_ATTRIBUTES = frozenset(
-    [
-        "T_destination",
-        "add_module",
-        "apply",
-        "bfloat16",
-        "buffers",
-        "call_super_init",
-        "children",
-        "clear",
-        "compile",
-        "cpu",
-        "cuda",
-        "double",
-        "dump_patches",
-        "eval",
-        "extra_repr",
-        "float",
-        "forward",
-        "get_buffer",
-        "get_extra_state",
-        "get_parameter",
-        "get_submodule",
-        "half",
-        "ipu",
-        "items",
-        "keys",
-        "load_state_dict",
-        "modules",
-        "mtia",
-        "named_buffers",
-        "named_children",
-        "named_modules",
-        "named_parameters",
-        "parameters",
-        "pop",
-        "register_backward_hook",
-        "register_buffer",
-        "register_forward_hook",
-        "register_forward_pre_hook",
-        "register_full_backward_hook",
-        "register_full_backward_pre_hook",
-        "register_load_state_dict_post_hook",
-        "register_load_state_dict_pre_hook",
-        "register_module",
-        "register_parameter",
-        "register_state_dict_post_hook",
-        "register_state_dict_pre_hook",
-        "requires_grad_",
-        "set_extra_state",
-        "set_submodule",
-        "share_memory",
-        "state_dict",
-        "to",
-        "to_empty",
-        "train",
-        "training",
-        "type",
-        "update",
-        "values",
-        "xpu",
-        "zero_grad",
-    ]
-)
+_MODULE_WORDS = """
+    T_destination add_module apply bfloat16 buffers call_super_init children clear compile cpu
+    cuda double dump_patches eval extra_repr float forward get_buffer get_extra_state
+    get_parameter get_submodule half ipu items keys load_state_dict modules mtia named_buffers
+    named_children named_modules named_parameters parameters pop register_backward_hook
+    register_buffer register_forward_hook register_forward_pre_hook register_full_backward_hook
+    register_full_backward_pre_hook register_load_state_dict_post_hook
+    register_load_state_dict_pre_hook register_module register_parameter
+    register_state_dict_post_hook register_state_dict_pre_hook requires_grad_ set_extra_state
+    set_submodule share_memory state_dict to to_empty train training type update values xpu
+    zero_grad
+"""
+MODULE_ATTRIBUTES = frozenset(_MODULE_WORDS.split())
 
 ShardingTypeName = Literal[
     "data_parallel",

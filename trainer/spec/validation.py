@@ -5,9 +5,7 @@ Each check takes the sections and raises a `problem` that names the faulty field
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
-from pydantic_core import PydanticCustomError
+from collections.abc import Callable
 
 from trainer.spec.base import problem
 from trainer.spec.parallelism import AllToAllSpec
@@ -21,17 +19,82 @@ from trainer.spec.tables import (
 from trainer.spec.training import RecoverySpec
 
 
-def check_dynamic_tables(spec: JobSections) -> None:
-    """What a dynamic table can be, whatever the layout."""
+def check_tables(spec: JobSections) -> None:
+    """What each table can be by itself, whatever the layout."""
+    sparse, exports = spec.optimizer.sparse, spec.export is not None and spec.export.on_success
     for index, table in enumerate(spec.embedding_tables):
+        at, name = f"embedding_tables[{index}]", table.name
+        if name in MODULE_ATTRIBUTES or name.startswith("_"):
+            raise problem(
+                "reserved_name",
+                f"torch has a use of its own for the name '{name}'; call the table "
+                f"'{name.strip('_') or 'ids'}_table', say",
+                f"{at}.name",
+            )
+        if table.data_type == "bf16":
+            raise problem(
+                "unsupported_data_type",
+                f"FBGEMM 1.8 has no kernels that train a bf16 table (table '{name}'); "
+                "use fp16 or fp32",
+                f"{at}.data_type",
+            )
+        # A half-precision weight times (1 - lr * weight_decay) would round back to itself.
+        if sparse.weight_decay and table.data_type != "fp32":
+            raise problem(
+                "weight_decay",
+                f"optimizer.sparse.weight_decay would have no effect on table '{name}': its "
+                f"steps are smaller than {table.data_type} can tell apart; use fp32 or no decay",
+                f"{at}.data_type",
+            )
+        fewest = table.constraints.min_partition
+        if fewest and table.embedding_dim % fewest:
+            raise problem(
+                "min_partition",
+                f"must divide embedding_dim ({table.embedding_dim}), so that column shards of "
+                f"table '{name}' are equally wide",
+                f"{at}.constraints.min_partition",
+            )
+        # FBGEMM clips the tables that it updates, which data-parallel ones are not among.
+        if sparse.max_gradient is not None and "data_parallel" in table.constraints.sharding_types:
+            raise problem(
+                "max_gradient",
+                f"optimizer.sparse.max_gradient does not reach table '{name}' where it is "
+                "sharded data_parallel; allow other types only",
+                f"{at}.constraints.sharding_types",
+            )
+        if name in spec.sequence_tables:
+            _check_sequence_table(table, at)
         if table.dynamic is not None:
-            at = f"embedding_tables[{index}]"
-            _check_rows(table, table.dynamic, at)
-            _check_sharding(table, at)
-            _check_lookups(spec, table)
+            _check_dynamic_table(table, table.dynamic, at)
+        if table.dynamic is not None and exports:
+            raise problem(
+                "not_exportable",
+                f"table '{name}' is dynamic, and torch.export cannot trace the module that "
+                "knows which id has which row; set export.on_success: false",
+                f"{at}.dynamic",
+            )
 
 
-def _check_rows(table: EmbeddingTableSpec, dynamic: DynamicSpec, at: str) -> None:
+def _check_sequence_table(table: EmbeddingTableSpec, at: str) -> None:
+    for sharding_type in table.constraints.sharding_types:
+        if sharding_type not in SEQUENCE_SHARDING_TYPES:
+            raise problem(
+                "unsupported_sharding",
+                f"'{sharding_type}' is not possible for table '{table.name}': it is looked up by a "
+                "sequence feature, and TorchRec shards an EmbeddingCollection only "
+                f"{', '.join(SEQUENCE_SHARDING_TYPES)}",
+                f"{at}.constraints.sharding_types",
+            )
+    if table.pooling == "mean":
+        raise problem(
+            "no_effect",
+            f"table '{table.name}' is looked up by a sequence, whose vectors are not pooled; "
+            "remove it",
+            f"{at}.pooling",
+        )
+
+
+def _check_dynamic_table(table: EmbeddingTableSpec, dynamic: DynamicSpec, at: str) -> None:
     if table.num_embeddings == "auto":
         raise problem(
             "dynamic_size",
@@ -53,9 +116,6 @@ def _check_rows(table: EmbeddingTableSpec, dynamic: DynamicSpec, at: str) -> Non
             "ids that have none and at least one more; raise it, or lower dynamic.num_buckets",
             f"{at}.num_embeddings",
         )
-
-
-def _check_sharding(table: EmbeddingTableSpec, at: str) -> None:
     if "row_wise" not in table.constraints.sharding_types:
         raise problem(
             "unsupported_sharding",
@@ -65,44 +125,26 @@ def _check_sharding(table: EmbeddingTableSpec, at: str) -> None:
         )
 
 
-def _check_lookups(spec: JobSections, table: EmbeddingTableSpec) -> None:
-    for index, feature in enumerate(spec.features):
-        if feature.table != table.name:
-            continue
-        # The weights of a sequence never travel: they meet its vectors where the rows are.
-        if feature.weights_column and not feature.is_sequence:
-            raise problem(
-                "dynamic_weights",
-                "TorchRec's managed collision drops the weights of ids on their way to the shards "
-                f"(table '{table.name}'); remove it, or dynamic",
-                f"features[{index}].weights_column",
-            )
-
-
 def check_dynamic_layout(spec: JobSections) -> None:
     """Dynamic tables are in one copy, whose shards hold whole buckets."""
-    tables = [table for table in spec.embedding_tables if table.dynamic is not None]
-    if not tables:
-        return
     parallelism = spec.parallelism
     largest = parallelism.world_size
-    if parallelism.shard_group_size != largest or parallelism.is_elastic:
-        raise problem(
-            "dynamic_copies",
-            f"table '{tables[0].name}' is dynamic, which is possible with one copy of the tables "
-            "only: each copy would give rows to ids by what its own workers see, so that row r "
-            "would be another id in each, and their mean nothing. TorchRec syncs the ids of its "
-            "HashZch modules alone, whose kernel trains on CUDA only. Set workers to one number "
-            "and shard_group_size to the same",
-            "parallelism.shard_group_size",
-        )
-    for table in tables:
-        assert table.dynamic is not None
-        if table.dynamic.num_buckets % largest:
+    for name, dynamic in spec.dynamic_tables.items():
+        if parallelism.shard_group_size != largest or parallelism.is_elastic:
+            raise problem(
+                "dynamic_copies",
+                f"table '{name}' is dynamic, which is possible with one copy of the tables only: "
+                "each copy would give rows to ids by what its own workers see, so that row r would "
+                "be another id in each, and their mean nothing. TorchRec syncs the ids of its "
+                "HashZch modules alone, whose kernel trains on CUDA only. Set workers to one "
+                "number and shard_group_size to the same",
+                "parallelism.shard_group_size",
+            )
+        if dynamic.num_buckets % largest:
             raise problem(
                 "dynamic_buckets",
-                f"must divide dynamic.num_buckets ({table.dynamic.num_buckets}) of table "
-                f"'{table.name}', so that each shard holds whole buckets",
+                f"must divide dynamic.num_buckets ({dynamic.num_buckets}) of table '{name}', so "
+                "that each shard holds whole buckets",
                 "parallelism.shard_group_size",
             )
 
@@ -129,90 +171,30 @@ def check_encoded_sizes(spec: JobSections) -> None:
             )
 
 
-def check_export(spec: JobSections) -> None:
-    """What has no exported form is refused with the spec where the job shall export at its end."""
-    if not (spec.export and spec.export.on_success):
-        return
-    for index, table in enumerate(spec.embedding_tables):
-        if table.dynamic:
-            raise problem(
-                "not_exportable",
-                f"table '{table.name}' is dynamic, and torch.export cannot trace the module that "
-                "knows which id has which row; set export.on_success: false",
-                f"embedding_tables[{index}].dynamic",
-            )
-
-
 def check_references(spec: JobSections) -> None:
     """Names are unique, every table that a feature names exists, and every table is used."""
-    _check_unique("features", [feature.name for feature in spec.features])
-    _check_unique("embedding_tables", [table.name for table in spec.embedding_tables])
-    names = [table.name for table in spec.embedding_tables]
+    tables = [table.name for table in spec.embedding_tables]
+    features = [feature.name for feature in spec.features]
+    for section, names in (("features", features), ("embedding_tables", tables)):
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                message = f"'{name}' is defined more than once"
+                raise problem("duplicate_name", message, f"{section}[{index}].name")
     for index, feature in enumerate(spec.features):
-        if feature.is_sparse and feature.table not in names:
-            raise problem(
-                "unknown_table",
-                f"'{feature.table}' is not in embedding_tables ({', '.join(names)})",
-                f"features[{index}].table",
-            )
+        if feature.is_sparse and feature.table not in tables:
+            message = f"'{feature.table}' is not in embedding_tables ({', '.join(tables)})"
+            raise problem("unknown_table", message, f"features[{index}].table")
     used = {feature.table for feature in spec.sparse_features}
-    for index, name in enumerate(names):
+    for index, name in enumerate(tables):
         if name not in used:
-            raise problem(
-                "unused_table",
-                f"no feature looks up table '{name}'",
-                f"embedding_tables[{index}].name",
-            )
+            message = f"no feature looks up table '{name}'"
+            raise problem("unused_table", message, f"embedding_tables[{index}].name")
 
 
-def _check_unique(section: str, names: Sequence[str]) -> None:
-    for index, name in enumerate(names):
-        if name in names[:index]:
-            raise problem(
-                "duplicate_name", f"'{name}' is defined more than once", f"{section}[{index}].name"
-            )
+def check_lookups(spec: JobSections) -> None:
+    """A list is pooled or a sequence, with a table of its own; an id may share that of a sequence.
 
-
-def check_table_names(spec: JobSections) -> None:
-    """No table is named like something that the module which holds it has already."""
-    for index, table in enumerate(spec.embedding_tables):
-        if table.name in MODULE_ATTRIBUTES or table.name.startswith("_"):
-            raise problem(
-                "reserved_name",
-                f"torch has a use of its own for the name '{table.name}'; call the table "
-                f"'{table.name.strip('_') or 'ids'}_table', say",
-                f"embedding_tables[{index}].name",
-            )
-
-
-def check_data_types(spec: JobSections) -> None:
-    """FBGEMM trains tables in fp32 and fp16 only."""
-    for index, table in enumerate(spec.embedding_tables):
-        if table.data_type == "bf16":
-            raise problem(
-                "unsupported_data_type",
-                f"FBGEMM 1.8 has no kernels that train a bf16 table (table '{table.name}'); "
-                "use fp16 or fp32",
-                f"embedding_tables[{index}].data_type",
-            )
-
-
-def check_weight_decay(spec: JobSections) -> None:
-    """A half-precision weight times (1 - lr * weight_decay) would round back to itself."""
-    for index, table in enumerate(spec.embedding_tables):
-        if spec.optimizer.sparse.weight_decay and table.data_type != "fp32":
-            raise problem(
-                "weight_decay",
-                f"optimizer.sparse.weight_decay would have no effect on table '{table.name}': its "
-                f"steps are smaller than {table.data_type} can tell apart; use fp32 or no decay",
-                f"embedding_tables[{index}].data_type",
-            )
-
-
-def check_sequences(spec: JobSections) -> None:
-    """A list is pooled or a sequence, with a table of its own; sequences shard in fewer ways.
-
-    An id may share the table of a sequence.
+    A feature of a dynamic table has no weights, unless it is a sequence.
     """
     pooled = {f.table for f in spec.sparse_features if f.type in ("id_list", "tokens")}
     for index, feature in enumerate(spec.features):
@@ -224,45 +206,15 @@ def check_sequences(spec: JobSections) -> None:
                 "sequence a table of its own, or one that only ids share",
                 f"features[{index}].table",
             )
-    for index, table in enumerate(spec.embedding_tables):
-        if table.name in spec.sequence_tables:
-            _check_sequence_sharding(table, f"embedding_tables[{index}].constraints.sharding_types")
-
-
-def _check_sequence_sharding(table: EmbeddingTableSpec, path: str) -> None:
-    for sharding_type in table.constraints.sharding_types:
-        if sharding_type not in SEQUENCE_SHARDING_TYPES:
+        # The weights of a sequence never travel: they meet its vectors where the rows are.
+        is_pooled = feature.weights_column and not feature.is_sequence
+        if is_pooled and feature.table in spec.dynamic_tables:
             raise problem(
-                "unsupported_sharding",
-                f"'{sharding_type}' is not possible for table '{table.name}': it is looked up by a "
-                "sequence feature, and TorchRec shards an EmbeddingCollection only "
-                f"{', '.join(SEQUENCE_SHARDING_TYPES)}",
-                path,
+                "dynamic_weights",
+                "TorchRec's managed collision drops the weights of ids on their way to the shards "
+                f"(table '{feature.table}'); remove it, or dynamic",
+                f"features[{index}].weights_column",
             )
-
-
-def check_column_shards(spec: JobSections) -> None:
-    """Column shards of a table are equally wide."""
-    for index, table in enumerate(spec.embedding_tables):
-        fewest = table.constraints.min_partition
-        if fewest and table.embedding_dim % fewest:
-            raise problem(
-                "min_partition",
-                f"must divide embedding_dim ({table.embedding_dim}), so that column shards of "
-                f"table '{table.name}' are equally wide",
-                f"embedding_tables[{index}].constraints.min_partition",
-            )
-
-
-def check_moment_scale(spec: JobSections) -> None:
-    """Only an optimizer with second moments has them scaled."""
-    if spec.parallelism.moment_scale != "auto" and not spec.optimizer.sparse.has_moments:
-        raise problem(
-            "moment_scale",
-            f"optimizer.sparse.name '{spec.optimizer.sparse.name}' keeps no second moments to "
-            "scale; remove it or use row_wise_adagrad or adagrad",
-            "parallelism.moment_scale",
-        )
 
 
 def check_shapes(spec: JobSections) -> None:
@@ -275,11 +227,8 @@ def check_shapes(spec: JobSections) -> None:
             "no_dense_feature", f"arch '{model.arch}' needs at least one dense one", "features"
         )
     if len(dims) > 1:
-        raise problem(
-            "mixed_dims",
-            f"arch '{model.arch}' needs one embedding_dim for all, got {sorted(dims)}",
-            "embedding_tables",
-        )
+        message = f"arch '{model.arch}' needs one embedding_dim for all, got {sorted(dims)}"
+        raise problem("mixed_dims", message, "embedding_tables")
     if model.dense_arch.layer_sizes[-1] not in dims:
         raise problem(
             "dense_arch_width",
@@ -289,11 +238,8 @@ def check_shapes(spec: JobSections) -> None:
         )
     num_tasks = len(model.tasks)
     if model.over_arch.layer_sizes[-1] != num_tasks:
-        raise problem(
-            "over_arch_width",
-            f"the last must be {num_tasks}, one output for each task",
-            "model.over_arch.layer_sizes",
-        )
+        message = f"the last must be {num_tasks}, one output for each task"
+        raise problem("over_arch_width", message, "model.over_arch.layer_sizes")
 
 
 def check_transformer(spec: JobSections) -> None:
@@ -312,11 +258,8 @@ def check_transformer(spec: JobSections) -> None:
             )
     dim = spec.embedding_tables[0].embedding_dim
     if dim % transformer.num_heads:
-        raise problem(
-            "num_heads",
-            f"must divide embedding_dim ({dim}), which the heads share",
-            "model.transformer.num_heads",
-        )
+        message = f"must divide embedding_dim ({dim}), which the heads share"
+        raise problem("num_heads", message, "model.transformer.num_heads")
 
 
 def check_accumulation(spec: JobSections) -> None:
@@ -339,31 +282,6 @@ def check_accumulation(spec: JobSections) -> None:
             )
 
 
-def check_early_stopping(spec: JobSections) -> None:
-    """Early stopping has validations to look at."""
-    if spec.training.early_stopping and spec.data.split.validation is None:
-        raise problem(
-            "no_validation",
-            "it looks at validations, but data.split.validation is null; name that part or "
-            "remove it",
-            "training.early_stopping",
-        )
-
-
-def check_max_gradient(spec: JobSections) -> None:
-    """FBGEMM clips the tables that it updates, which data-parallel ones are not among."""
-    if spec.optimizer.sparse.max_gradient is None:
-        return
-    for index, table in enumerate(spec.embedding_tables):
-        if "data_parallel" in table.constraints.sharding_types:
-            raise problem(
-                "max_gradient",
-                f"optimizer.sparse.max_gradient does not reach table '{table.name}' where it is "
-                "sharded data_parallel; allow other types only",
-                f"embedding_tables[{index}].constraints.sharding_types",
-            )
-
-
 def check_trace_ranks(spec: JobSections) -> None:
     """A trace is taken on ranks that exist."""
     trace, world_size = spec.training.trace, spec.parallelism.world_size
@@ -381,19 +299,31 @@ def check_warm_start(spec: JobSections) -> None:
     names = [table.name for table in spec.embedding_tables]
     for index, name in enumerate((warm_start and warm_start.tables) or ()):
         if name not in names:
-            raise problem(
-                "unknown_table",
-                f"'{name}' is not in embedding_tables ({', '.join(names)})",
-                f"checkpoint.warm_start.tables[{index}]",
-            )
+            message = f"'{name}' is not in embedding_tables ({', '.join(names)})"
+            raise problem("unknown_table", message, f"checkpoint.warm_start.tables[{index}]")
 
 
-def check_recovery(spec: JobSections) -> None:
-    """What concerns independent groups only is not set for a job that restarts as a whole."""
-    parallelism = spec.parallelism
-    if not parallelism.is_resolved or parallelism.failure_domain == "replica_group":
-        return
-    if spec.recovery.exchange_timeout_s != RecoverySpec().exchange_timeout_s:
+def check_settings(spec: JobSections) -> None:
+    """What a user sets must do something; what cannot is refused rather than ignored."""
+    parallelism, recovery = spec.parallelism, spec.recovery
+    sparse, schedule = spec.optimizer.sparse, spec.optimizer.schedule
+    if parallelism.moment_scale != "auto" and not sparse.has_moments:
+        raise problem(
+            "moment_scale",
+            f"optimizer.sparse.name '{sparse.name}' keeps no second moments to "
+            "scale; remove it or use row_wise_adagrad or adagrad",
+            "parallelism.moment_scale",
+        )
+    if spec.training.early_stopping and spec.data.split.validation is None:
+        raise problem(
+            "no_validation",
+            "it looks at validations, but data.split.validation is null; name that part or "
+            "remove it",
+            "training.early_stopping",
+        )
+    # Only independent groups have it. What they are may hang on an `auto` that is not known yet.
+    is_whole = parallelism.is_resolved and parallelism.failure_domain == "job"
+    if is_whole and recovery.exchange_timeout_s != RecoverySpec().exchange_timeout_s:
         raise problem(
             "no_effect",
             "only independent sharding groups exchange what they learned this way, but all workers "
@@ -401,45 +331,19 @@ def check_recovery(spec: JobSections) -> None:
             "remove it, or use placement inter_host",
             "recovery.exchange_timeout_s",
         )
-
-
-def check_fields_have_effect(spec: JobSections) -> None:
-    """What a user sets must do something; what cannot is refused rather than ignored."""
-    sync, schedule = spec.parallelism.sync, spec.optimizer.schedule
-    if sync.optimizer_state != "every" and not spec.optimizer.sparse.has_moments:
-        raise problem(
-            "no_effect",
-            f"optimizer.sparse.name '{spec.optimizer.sparse.name}' has no state to sync; remove it",
-            "parallelism.sync.optimizer_state",
-        )
+    if parallelism.sync.optimizer_state != "every" and not sparse.has_moments:
+        message = f"optimizer.sparse.name '{sparse.name}' has no state to sync; remove it"
+        raise problem("no_effect", message, "parallelism.sync.optimizer_state")
     if schedule and schedule.decay == "constant" and schedule.min_ratio:
-        raise problem(
-            "no_effect",
-            "a constant rate never falls; set decay to linear or cosine, or remove it",
-            "optimizer.schedule.min_ratio",
-        )
-    parallelism = spec.parallelism
+        message = "a constant rate never falls; set decay to linear or cosine, or remove it"
+        raise problem("no_effect", message, "optimizer.schedule.min_ratio")
     if parallelism.shard_group_size == 1 and parallelism.all_to_all != AllToAllSpec():
-        raise problem(
-            "no_effect",
-            "a sharding group of one worker sends no embeddings; remove it",
-            "parallelism.all_to_all",
-        )
+        message = "a sharding group of one worker sends no embeddings; remove it"
+        raise problem("no_effect", message, "parallelism.all_to_all")
     trace, max_steps = spec.training.trace, spec.training.max_steps
     if trace and max_steps and trace.first_step > max_steps:
-        raise problem(
-            "no_effect",
-            f"training ends at step {max_steps} (training.max_steps), before the trace",
-            "training.trace.first_step",
-        )
-    for index, table in enumerate(spec.embedding_tables):
-        if table.name in spec.sequence_tables and table.pooling == "mean":
-            raise problem(
-                "no_effect",
-                f"table '{table.name}' is looked up by a sequence, whose vectors are not pooled; "
-                "remove it",
-                f"embedding_tables[{index}].pooling",
-            )
+        message = f"training ends at step {max_steps} (training.max_steps), before the trace"
+        raise problem("no_effect", message, "training.trace.first_step")
 
 
 def check_memory(spec: JobSections) -> None:
@@ -453,41 +357,27 @@ def check_memory(spec: JobSections) -> None:
         return
     is_auto = parallelism.shard_group_size == "auto"
     size = parallelism.world_size if is_auto else parallelism.group_size
-    worker_bytes = int(memory_bytes * (1 - spec.parallelism.planner.storage_reservation))
-    sizes_bytes = [_size_bytes(spec, table) for table in spec.embedding_tables]
-    for index, table in enumerate(spec.embedding_tables):
-        is_whole = table.constraints.is_whole
-        room_bytes = worker_bytes if is_whole else worker_bytes * size
-        holder = "one worker" if is_whole else f"a sharding group of {size} workers"
-        if sizes_bytes[index] > room_bytes:
-            raise _too_large(f"table '{table.name}'", sizes_bytes[index], room_bytes, holder, index)
-    if sum(sizes_bytes) > worker_bytes * size:
-        largest = max(range(len(sizes_bytes)), key=sizes_bytes.__getitem__)
-        holder = f"a sharding group of {size} workers"
-        raise _too_large(
-            f"the {len(sizes_bytes)} tables together",
-            sum(sizes_bytes),
-            worker_bytes * size,
-            holder,
-            largest,
-        )
-
-
-def _size_bytes(spec: JobSections, table: EmbeddingTableSpec) -> int:
-    return (spec.size_bytes(table) or 0) * (1 + spec.num_sync_copies)
-
-
-def _too_large(
-    what: str, needed_bytes: int, room_bytes: int, holder: str, index: int
-) -> PydanticCustomError:
-    return problem(
-        "table_too_large",
-        f"{what} with optimizer state and sync copies: {needed_bytes / 2**30:.3g} GiB, but "
-        f"{holder} holds {room_bytes / 2**30:.3g} GiB (resources.memory_bytes_per_worker less "
-        "parallelism.planner.storage_reservation); raise parallelism.shard_group_size (or workers, "
-        "where it is auto), or allow row_wise where a table must be whole",
-        f"embedding_tables[{index}].num_embeddings",
-    )
+    worker_bytes = int(memory_bytes * (1 - parallelism.planner.storage_reservation))
+    worker = ("one worker", worker_bytes)
+    group = (f"a sharding group of {size} workers", worker_bytes * size)
+    tables, copies = spec.embedding_tables, 1 + spec.num_sync_copies
+    sizes_bytes = [copies * (spec.size_bytes(table) or 0) for table in tables]
+    cases = [
+        (f"table '{t.name}'", sizes_bytes[i], worker if t.constraints.is_whole else group, i)
+        for i, t in enumerate(tables)
+    ]
+    largest = sizes_bytes.index(max(sizes_bytes))
+    cases.append((f"the {len(tables)} tables together", sum(sizes_bytes), group, largest))
+    for what, needed_bytes, (holder, room_bytes), index in cases:
+        if needed_bytes > room_bytes:
+            raise problem(
+                "table_too_large",
+                f"{what} with optimizer state and sync copies: {needed_bytes / 2**30:.3g} GiB, but "
+                f"{holder} holds {room_bytes / 2**30:.3g} GiB (resources.memory_bytes_per_worker "
+                "less parallelism.planner.storage_reservation); raise parallelism.shard_group_size "
+                "(or workers, where it is auto), or allow row_wise where a table must be whole",
+                f"embedding_tables[{index}].num_embeddings",
+            )
 
 
 # What a layout that was chosen later must be checked for again.
@@ -499,21 +389,12 @@ OF_LAYOUT: tuple[Callable[[JobSections], None], ...] = (
 )
 ALL: tuple[Callable[[JobSections], None], ...] = (
     check_references,
-    check_table_names,
-    check_data_types,
-    check_weight_decay,
+    check_tables,
     check_encoded_sizes,
-    check_sequences,
-    check_column_shards,
-    check_dynamic_tables,
-    check_moment_scale,
+    check_lookups,
     check_shapes,
     check_transformer,
-    check_early_stopping,
-    check_max_gradient,
     check_warm_start,
-    check_export,
-    check_recovery,
-    check_fields_have_effect,
+    check_settings,
     *OF_LAYOUT,
 )

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 import torch
 import torch.distributed as dist
 
-from trainer.coordination.detection import LossPolicy, LossWatch
+from trainer.coordination.detection import LossWatch
 from trainer.data.batches import Batch
 from trainer.data.position import DataPosition, EpochSpans, SkippedRows, rows_between
 from trainer.failures import NonFiniteLoss, NonFiniteRows
@@ -51,7 +51,7 @@ class NonFiniteLossGuard:
         self._emit = emit
         self._sum = torch.zeros((), dtype=torch.float64, device=device)
         self._finite_at = DataPosition()
-        self._watch = LossWatch(LossPolicy())
+        self._watch = LossWatch()
 
     def judge(self, values: Mapping[str, float]) -> None:
         """Raise `NonFiniteLoss` where the reported entropy, equal on all ranks, explodes."""

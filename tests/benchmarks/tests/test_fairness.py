@@ -294,9 +294,9 @@ def test_the_variants_are_the_peer_the_noise_floor_and_every_moment_scale():
     assert [v.moment_scale for v in variants] == [None, 1.0, 4.0, 2.0, 1.0]
     assert [v.shard_group_size for v in variants] == [8, 8, 2, 2, 2]
     for variant in variants_of(4, 1)[1:]:
-        parallelism = spec_of(SMALL, variant).parallelism
-        assert parallelism.moment_scale_value == variant.moment_scale
-        assert parallelism.shard_group_size == variant.shard_group_size
+        spec = spec_of(SMALL, variant)
+        assert spec.moment_scale == variant.moment_scale
+        assert spec.parallelism.shard_group_size == variant.shard_group_size
 
 
 def test_a_gap_is_significant_only_when_its_error_cannot_explain_it():

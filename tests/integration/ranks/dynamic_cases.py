@@ -99,7 +99,7 @@ def ids_of(session: Session) -> dict[str, tuple[int, torch.Tensor]]:
         assert ids.output_size() * session.world_size == NUM_ROWS
         for name, buffer in ids.named_buffers():
             if not name.startswith("_"):
-                found[f"{table}.{name}"] = (ids.first_row, buffer.clone())
+                found[f"{table}.{name}"] = (int(ids.rows.min()), buffer.clone())
     return found
 
 

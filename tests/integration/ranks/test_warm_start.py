@@ -19,9 +19,10 @@ from tests.integration.ranks.checkpoint_cases import (
     train_and_save,
     whole_tables,
 )
-from trainer.checkpoint.files import Commit, file_record, write_marker
+from trainer.checkpoint.files import Commit, write_marker
 from trainer.checkpoint.resume import warm_start
 from trainer.checkpoint.save_load import CheckpointError
+from trainer.protocol.run_dir import file_record
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 from trainer.spec.training import WarmStartSpec

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from trainer.coordination.detection import HangPolicy, HeartbeatMonitor, RankId, StragglerPolicy
+from trainer.coordination.detection import HeartbeatMonitor, RankId
 from trainer.coordination.messages import (
     Answer,
     Arrive,
@@ -213,8 +213,9 @@ class GroupRegistry:
         self._run_metrics = RunMetrics(policy.rows_per_step)
         self._monitor = HeartbeatMonitor(
             policy.heartbeat_timeout_s,
-            HangPolicy(min_hang_s=policy.min_hang_s, hang_factor=policy.hang_factor),
-            StragglerPolicy(policy.straggler_factor),
+            policy.min_hang_s,
+            policy.hang_factor,
+            policy.straggler_factor,
             policy.straggler_window_s,
         )
 
@@ -272,11 +273,12 @@ class GroupRegistry:
     def _rank_status(self, group: Group, rank: int, now: float) -> RankStatus:
         hello, rank_id = group.ranks[rank].hello, group.rank_id(rank)
         status = RankStatus(rank=rank, host=hello.host, pid=hello.pid)
-        beat = self._monitor.pulse(rank_id)
-        if beat is None:
+        newest = self._monitor.newest(rank_id, now)
+        if newest is None:
             return status
+        beat, idle_s = newest
         seen = {"phase": beat.phase, "step": beat.step, "step_time_s": beat.step_time_s}
-        return status.model_copy(update={**seen, "idle_s": self._monitor.idle_s(rank_id, now)})
+        return status.model_copy(update={**seen, "idle_s": idle_s})
 
     # --- effects
 

@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.coordination.detection import LossPolicy, LossWatch, RankId
+from trainer.coordination.detection import LossWatch, RankId
 from trainer.coordination.messages import (
     GroupState,
     Lease,
@@ -109,7 +109,7 @@ class SyncRounds(GroupRegistry):
 
     def __init__(self, policy: MembershipPolicy, book: LeaseBook) -> None:
         super().__init__(policy, book)
-        self._losses = LossWatch(LossPolicy(on_non_finite=policy.on_non_finite))
+        self._losses = LossWatch(policy.on_non_finite)
         self._start_since: float | None = None
         self._round: OpenRound | None = None
         self._number = 0

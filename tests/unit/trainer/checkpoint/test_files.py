@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 
 from trainer.checkpoint.files import (
     Commit,
-    FileRecord,
-    file_record,
     read_commit,
     remove_folder,
     write_marker,
@@ -30,7 +28,8 @@ from trainer.checkpoint.save_load import (
 )
 from trainer.coordination.messages import EpochRows, Ledger
 from trainer.data.position import position_of
-from trainer.protocol.run_dir import COMMIT_MARKER
+from trainer.protocol.run_dir import COMMIT_MARKER, FileRecord, file_record
+from trainer.spec.training import CheckpointSpec
 
 
 def commit(step: int, is_best: bool = False) -> Commit:
@@ -137,7 +136,8 @@ def test_retention_keeps_the_newest_and_the_best(
         CommittedCheckpoint(Path(str(step)), replace(commit(step), is_best=is_best))
         for step, is_best in enumerate(best_flags)
     ]
-    removed = superseded(committed, keep_last, keep_best)
+    policy = CheckpointSpec(keep_last=keep_last, keep_best=keep_best)
+    removed = superseded(committed, policy)
     kept = [checkpoint for checkpoint in committed if checkpoint not in removed]
     assert kept[-keep_last:] == committed[-keep_last:]
     best = [checkpoint for checkpoint in committed if checkpoint.commit.is_best][-1:]
@@ -150,10 +150,11 @@ def test_retention_keeps_one_for_each_multiple(
     gaps: list[int], keep_last: int, keep_every: int
 ) -> None:
     steps = list(accumulate(gaps))
+    policy = CheckpointSpec(keep_last=keep_last, keep_best=False, keep_every_steps=keep_every)
     kept: list[CommittedCheckpoint] = []
     for step in steps:  # as a run does: after every save
         kept.append(CommittedCheckpoint(Path(str(step)), commit(step)))
-        removed = superseded(kept, keep_last, False, keep_every)
+        removed = superseded(kept, policy)
         kept = [checkpoint for checkpoint in kept if checkpoint not in removed]
     found = [checkpoint.commit.step for checkpoint in kept]
     assert set(found) >= {step for step in steps if step % keep_every == 0}

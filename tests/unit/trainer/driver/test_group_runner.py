@@ -13,7 +13,7 @@ import pytest
 from tests.harness.builders import spec
 from tests.unit.trainer.driver.scripted import Cloud, told
 from trainer import failures
-from trainer.coordination.detection import HostPolicy, HostRecord
+from trainer.coordination.detection import HostRecord
 from trainer.coordination.messages import Ledger
 from trainer.driver.attempt import PAUSED, Attempt, DriverContext
 from trainer.driver.autoscale import CapacityManager
@@ -148,7 +148,7 @@ def life(context: DriverContext) -> GroupRunLoop:
     times = {"clock": lambda: world.now, "wait": world.wait}
     times |= {"end_grace_s": 0.0, "kill_grace_s": 0.0}
     setting = RunnerConfig(attempt, world, world.launch, **times)
-    return GroupRunLoop(setting, world, HostRecord(HostPolicy(2, 600)), run_index=0)
+    return GroupRunLoop(setting, world, HostRecord(2, 600), run_index=0)
 
 
 def departed(group: int, reason: str) -> Departure:

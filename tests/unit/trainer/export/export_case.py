@@ -13,10 +13,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from trainer.checkpoint.files import Commit, file_record, write_marker
+from trainer.checkpoint.files import Commit, write_marker
 from trainer.export.load import materialize
 from trainer.models.networks import build_model
-from trainer.protocol.run_dir import RunDir
+from trainer.protocol.run_dir import RunDir, file_record
 from trainer.spec import validate_spec
 from trainer.spec.job import JobSpec
 

@@ -220,8 +220,6 @@ def test_the_reason_names_the_numbers() -> None:
             need(2, 2, 2, workers=4, survive_hosts=2, shard_group_size=2),
             ["needs 3 groups of 2", "at most 4 workers make 2", "workers to 6"],
         ),
-        (need(4, 4, survive_hosts=1, placement="intra_host"), ["intra_host", "inter_host or auto"]),
-        (need(4, 4, survive_hosts=1, are_groups_independent=False), ["independent"]),
         (need(4, worker_table_bytes=GIB), ["takes 8 GiB", "needs 8 workers", "at most 4"]),
         (
             need(4, shard_group_size=2, worker_table_bytes=2 * GIB),

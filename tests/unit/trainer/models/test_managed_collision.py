@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torchrec import EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor
 from torchrec.distributed.mc_modules import ManagedCollisionCollectionSharder
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 from trainer.models import managed_collision
-from trainer.models.managed_collision import NO_ID, BucketedIds, dynamic_bags, mix
+from trainer.models.managed_collision import NO_ID, BucketedIds, mix, with_dynamic_ids
 from trainer.parallel.sharding import uniform
 from trainer.spec.tables import MAX_INPUT_HASH_SIZE, DynamicSpec
 
@@ -192,7 +192,8 @@ def test_an_unsharded_collection_looks_up_the_rows_of_its_ids() -> None:
     config = EmbeddingBagConfig(
         name="users", embedding_dim=4, num_embeddings=64, feature_names=["user"]
     )
-    bags = dynamic_bags([config], {"users": DynamicSpec(eviction_interval=1, num_buckets=4)}, CPU)
+    tables = EmbeddingBagCollection(tables=[config], device=CPU)
+    bags = with_dynamic_ids(tables, {"users": DynamicSpec(eviction_interval=1, num_buckets=4)})
     weight = bags._embedding_module.embedding_bags["users"].weight
     raw = [5, 2**60, 7]
     keys = KeyedJaggedTensor(

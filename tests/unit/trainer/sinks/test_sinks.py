@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,9 +11,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from trainer.protocol import events as events_module
-from trainer.protocol.outbox import EventWriter
+from trainer.protocol.outbox import EventWriter, read_batch
 from trainer.protocol.run_dir import RunDir
-from trainer.sinks.base import Feed, JobFacts, Memory, read_batches
+from trainer.sinks.base import Feed, Memory
 from trainer.sinks.manager import open_sinks, sinks_of
 from trainer.sinks.mlflow import MlflowSink
 from trainer.sinks.opentelemetry import SpanSink
@@ -107,13 +107,13 @@ def test_attempts_that_are_over_are_read_to_their_end_and_then_left_alone(
         _write(run_dir, attempt, _metrics(attempt + 1))
     sink, opened = _List(), list[str]()
 
-    def read_and_tell(
-        path: Path, offset: int
-    ) -> Iterator[tuple[Sequence[events_module.Event], int]]:
-        opened.append(path.parents[1].name)
-        return read_batches(path, offset)
+    def read_and_tell(path: Path, offset: int) -> tuple[list[events_module.Event], int]:
+        events, offset = read_batch(path, offset)
+        if not events:
+            opened.append(path.parents[1].name)
+        return events, offset
 
-    monkeypatch.setattr("trainer.sinks.base.read_batches", read_and_tell)
+    monkeypatch.setattr("trainer.sinks.base.read_batch", read_and_tell)
     feed = _feed(sink, run_dir, 2)
     feed.feed()
     _write(run_dir, 2, _metrics(4))
@@ -189,17 +189,21 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     from mlflow.tracking import MlflowClient
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
-    spec = {"name": "ratings", "labels": {"team": "ml"}, "features": [{"name": "a"}]}
-    job = JobFacts(JOB, spec | {"training": {"epochs": 3}})
+    spec = {
+        "name": "ratings",
+        "labels": {"team": "ml"},
+        "features": [{"name": "a"}],
+        "training": {"epochs": 3},
+    }
     _write(run_dir, 0, _STARTED, _metrics(10), _ended("workers_lost"), stream="driver")
-    _feed(MlflowSink(uri, "recommenders", job), run_dir).feed()
+    _feed(MlflowSink(uri, "recommenders", JOB, spec), run_dir).feed()
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("recommenders")
     [run] = client.search_runs([experiment.experiment_id])
     assert run.info.status == "FAILED"
 
     _write(run_dir, 1, _STARTED, stream="driver")
-    again = MlflowSink(uri, "recommenders", job)
+    again = MlflowSink(uri, "recommenders", JOB, spec)
     feed = _feed(again, run_dir, 1)
     feed.feed()
     assert client.get_run(run.info.run_id).info.status == "RUNNING"
@@ -212,7 +216,7 @@ def test_attempts_of_a_job_are_one_run_in_mlflow(run_dir: RunDir, tmp_path: Path
     assert same.data.tags["label.team"] == "ml"
     # A run that nobody remembers is found again.
     memory: Memory = {}
-    MlflowSink(uri, "recommenders", job).open(memory)
+    MlflowSink(uri, "recommenders", JOB, spec).open(memory)
     assert same.info.run_id in memory.values()
     history = client.get_metric_history(same.info.run_id, "train/loss")
     assert [point.step for point in history] == [10, *range(20, 1300)]
@@ -227,7 +231,7 @@ def test_a_paused_job_has_not_failed_and_goes_on_in_its_run(
 
     uri = f"sqlite:///{tmp_path / 'mlflow.db'}"
     _write(run_dir, 0, _STARTED, _metrics(10), _ended("paused"), stream="driver")
-    _feed(MlflowSink(uri, "e", JobFacts(JOB, {})), run_dir).feed()
+    _feed(MlflowSink(uri, "e", JOB, {}), run_dir).feed()
     client = MlflowClient(tracking_uri=uri)
     experiment = client.get_experiment_by_name("e")
     [paused] = client.search_runs([experiment.experiment_id])
@@ -235,7 +239,7 @@ def test_a_paused_job_has_not_failed_and_goes_on_in_its_run(
     assert paused.data.tags["shardloom.reason"] == "paused"
 
     _write(run_dir, 1, _STARTED, stream="driver")
-    _feed(MlflowSink(uri, "e", JobFacts(JOB, {})), run_dir, 1).feed()
+    _feed(MlflowSink(uri, "e", JOB, {}), run_dir, 1).feed()
     [going_on] = client.search_runs([experiment.experiment_id])
     assert (going_on.info.run_id, going_on.info.status) == (paused.info.run_id, "RUNNING")
 
@@ -278,11 +282,11 @@ def test_only_a_span_of_an_attempt_that_failed_is_an_error(tmp_path: Path) -> No
 
 
 def test_sinks_start_where_they_are_asked_for(run_dir: RunDir) -> None:
-    assert sinks_of(SinksSpec(), run_dir, JobFacts(JOB, {})) == []
+    assert sinks_of(SinksSpec(), run_dir, JOB, {}) == []
     wanted = SinksSpec.model_validate(
         {"tensorboard": {}, "mlflow": {"tracking_uri": "http://mlflow:5000"}}
     )
-    names = [sink.name for sink in sinks_of(wanted, run_dir, JobFacts(JOB, {}))]
+    names = [sink.name for sink in sinks_of(wanted, run_dir, JOB, {})]
     assert names == ["tensorboard", "mlflow"]
     with pytest.raises(ValueError, match="absolute path"):
         SinksSpec.model_validate({"tensorboard": {"dir": "boards"}})

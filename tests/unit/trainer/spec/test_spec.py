@@ -54,7 +54,7 @@ def test_every_shipped_example_is_accepted(path: Path) -> None:
 def test_defaults_give_a_synced_2d_job() -> None:
     spec = validate_spec(minimal())
     assert spec.parallelism.num_replicas == 2
-    assert spec.parallelism.moment_scale_value == 2.0
+    assert spec.moment_scale == 2.0
     assert spec.parallelism.sync.every_steps == 1
     assert spec.model.task.metric_names == ("rmse", "mae")
 
